@@ -5,16 +5,19 @@ from __future__ import annotations
 import html
 import math
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
+from lagom.monitor.stalls import rank_names
 from lagom.monitor.stragglers import held_up
 from lagom.wire.client import Message
 
 _SHOWN = 16
+# Each can be told from a white page and a dark one, and from each other by colour-blind readers.
+_RUNS, _DONE, _FAILED, _WAITS = "#2f8fd0", "#009e73", "#d55e00", "#808080"
 _BAR = (
     "<div style='width:9em;height:.5em;background:rgba(128,128,128,.3);border-radius:3px'>"
-    "<div style='width:{0:.0%};height:100%;background:#2f8fd0;border-radius:3px'></div></div>"
+    "<div style='width:{0:.0%};height:100%;background:{1};border-radius:3px'></div></div>"
 )
 # Front ends style tables themselves: columns of equal width, centered, numbers broken in two.
 _TABLE = "table-layout:auto;margin:0;border-collapse:collapse"
@@ -28,25 +31,39 @@ def notebook() -> Any:
     return ipython.display if shell is not None and hasattr(shell, "kernel") else None
 
 
-class NotebookTable:
-    """One display of a notebook's cell.
+class NotebookCell:
+    """One display of a notebook's cell; front ends that show no HTML get the text."""
 
-    Front ends that show no HTML get the text.
-    """
-
-    def __init__(self, display: Any, together: Callable[[Iterable[float]], float] = sum) -> None:
-        """Combine the ranks' samples with ``together``: with whole batches, all have trained on the same ones."""
+    def __init__(self, display: Any) -> None:
         self._display = display
-        self._together = together
         self._handle: Any = None
 
-    def show(self, title: str, ranks: Mapping[int, Message], text: str, ended: str = "") -> None:
-        """Renew the table with the last report of each rank; ``ended`` is the outcome of the run."""
-        bundle = {"text/html": table(title, ranks, ended, self._together), "text/plain": text}
+    def renew(self, page: str, text: str) -> None:
+        """Show the HTML ``page``, or ``text``, in place of what was shown."""
+        bundle = {"text/html": page, "text/plain": text}
         if self._handle is None:
             self._handle = self._display.display(bundle, raw=True, display_id=True)
         else:
             self._handle.update(bundle, raw=True)
+
+
+class NotebookTable:
+    """A run's ranks in a notebook's cell."""
+
+    def __init__(self, display: Any, together: Callable[[Iterable[float]], float] = sum) -> None:
+        """Combine the ranks' samples with ``together``: with whole batches, all have trained on the same ones."""
+        self._cell = NotebookCell(display)
+        self._together = together
+
+    def show(
+        self, title: str, ranks: Mapping[int, Message], text: str, ended: str = "", stalled: Collection[int] = ()
+    ) -> None:
+        """Renew the table with the last report of each rank; ``ended`` is the outcome of the run."""
+        self._cell.renew(table(title, ranks, ended, self._together, stalled), text)
+
+    def wait(self, title: str, text: str) -> None:
+        """Show that the run has not started yet."""
+        self._cell.renew(_framed(f"<div>{_bold_name(f'{title}: {text}')}</div>", _WAITS), text)
 
 
 def table(
@@ -54,11 +71,12 @@ def table(
     ranks: Mapping[int, Message],
     ended: str = "",
     together: Callable[[Iterable[float]], float] = sum,
+    stalled: Collection[int] = (),
 ) -> str:
     """Return HTML of the ranks' last reports; of many ranks, those that are farthest behind."""
     behind = sorted(sorted(ranks, key=lambda rank: (ranks[rank].get("samples", 0), rank))[:_SHOWN])
     held = held_up(ranks)
-    rows = [_row(rank, ranks[rank], held[rank]) for rank in behind]
+    rows = [_row(rank, ranks[rank], held[rank], rank in stalled) for rank in behind]
     shown = [name for name in rows[0] if any(row[name] for row in rows)] if rows else []
     head = "".join(f"<th style='{_CELL}'>{name}</th>" for name in shown)
     body = "".join(
@@ -69,11 +87,27 @@ def table(
         body += f"<tr><td style='{_CELL}' colspan={len(shown)}>{more}</td></tr>"
     total = together(one.get("samples", 0) for one in ranks.values())
     rate = together(one.get("rate") or 0.0 for one in ranks.values())
-    told = f"{total:,} samples" + (f", {html.escape(ended)}" if ended else f", {rate:,.0f}/s{left(ranks)}")
-    return (
-        f"<div style='overflow-x:auto'><div><b>{html.escape(title)}</b>: {told}</div>"
-        f"<table style='{_TABLE}'><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>"
+    told = f"{total:,} samples" + (f", <b>{html.escape(ended)}</b>" if ended else f", {rate:,.0f}/s{left(ranks)}")
+    if stalled and not ended:
+        told += f", <b style='color:{_FAILED}'>{rank_names(sorted(stalled))} made no progress</b>"
+    colour = _FAILED if stalled else _RUNS
+    if ended:
+        colour = {"done": _DONE, "interrupted": _WAITS}.get(ended, _FAILED)
+    return _framed(
+        f"<div>{_bold_name(title)}</div><div>{told}</div>"
+        f"<table style='{_TABLE}'><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>",
+        colour,
     )
+
+
+def _bold_name(title: str) -> str:
+    name, colon, rest = title.partition(":")
+    return f"<b>{html.escape(name)}</b>{colon}{html.escape(rest)}"
+
+
+def _framed(inside: str, colour: str) -> str:
+    """Return ``inside`` beside a line of ``colour``; wide tables scroll."""
+    return f"<div style='overflow-x:auto;border-left:4px solid {colour};padding-left:.7em'>{inside}</div>"
 
 
 def left(ranks: Mapping[int, Message]) -> str:
@@ -91,12 +125,12 @@ def left(ranks: Mapping[int, Message]) -> str:
     return ", this epoch ends in " + (f"{hours}:{minutes:02}" if hours else f"{minutes}") + f":{seconds:02}"
 
 
-def _row(rank: int, one: Message, held: float) -> dict[str, str]:
+def _row(rank: int, one: Message, held: float, is_stalled: bool) -> dict[str, str]:
     """Return HTML by column; a column that is empty for all ranks is left out."""
     step, steps = one.get("step") or 0, one.get("steps")
-    bar = _BAR.format(min(1.0, step / steps)) if steps else ""
+    bar = _BAR.format(min(1.0, step / steps), _RUNS) if steps else ""
     return {
-        "rank": str(rank),
+        "rank": f"<b style='color:{_FAILED}'>{rank}</b>" if is_stalled else str(rank),
         "epoch": str(one.get("epoch") or 0),
         "step": f"{step}/{steps}{bar}" if steps else str(step),
         "samples": f"{one.get('samples', 0):,}",
@@ -105,7 +139,7 @@ def _row(rank: int, one: Message, held: float) -> dict[str, str]:
         "waits for data": _share(one.get("data") or 0.0),
         "waits for ranks": _share(one.get("waits") or 0.0, loud=False),
         "others wait for it": _share(held),
-        "processors": f"{one['cpu']:.1f}" if one.get("cpu") is not None else "",
+        "CPUs": f"{one['cpu']:.1f}" if one.get("cpu") is not None else "",
         "memory": f"{one['memory'] / 1e9:.2f} GB" if one.get("memory") else "",
         "GPU": f"{one['gpu']:.0%}" if one.get("gpu") is not None else "",
     }
@@ -114,10 +148,10 @@ def _row(rank: int, one: Message, held: float) -> dict[str, str]:
 def _loss(value: float | None) -> str:
     if value is None:
         return ""
-    return f"{value:.4g}" if math.isfinite(value) else f"<b style='color:#d55e00'>{value}</b>"
+    return f"{value:.4g}" if math.isfinite(value) else f"<b style='color:{_FAILED}'>{value}</b>"
 
 
 def _share(value: float, loud: bool = True) -> str:
     if value < 0.005:
         return ""
-    return f"<b>{value:.0%}</b>" if loud and value >= 0.1 else f"{value:.0%}"
+    return f"<b style='color:{_FAILED}'>{value:.0%}</b>" if loud and value >= 0.1 else f"{value:.0%}"

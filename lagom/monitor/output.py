@@ -7,6 +7,9 @@ import sys
 from collections.abc import Callable
 from typing import TextIO
 
+from lagom.monitor.notebook_bars import NotebookBars
+from lagom.monitor.notebook_table import NotebookCell, notebook
+
 
 class Output:
     """Shows rank 0's output as it is, or every rank's lines after its name.
@@ -21,6 +24,8 @@ class Output:
         self._before = before
         self._decoders: dict[tuple[int, str], codecs.IncrementalDecoder] = {}
         self._begun: dict[tuple[int, str], str] = {}
+        display = notebook()
+        self._bars = NotebookBars(lambda: NotebookCell(display).renew) if display is not None and not named else None
 
     def show(self, rank: int, stream: str, data: bytes) -> None:
         """Show ``data`` that ``rank`` wrote to ``stream``, "stdout" or "stderr"; a character may be cut at its ends."""
@@ -46,7 +51,14 @@ class Output:
         self._begun.clear()
 
     def _write(self, stream: str, text: str) -> None:
-        if text:
+        if not text:
+            return
+        lines = text.replace("\r\n", "\n")
+        if self._bars is not None and self._bars.takes(stream, lines):
+            self._bars.show(stream, lines)
+        else:
+            if self._bars is not None:
+                self._bars.end()
             file = sys.stderr if stream == "stderr" else sys.stdout
             self._before(file, text)
             file.write(text)

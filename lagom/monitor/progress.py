@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import os
-import sys
 import time
-from collections.abc import Callable
-from typing import Any, TextIO
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from lagom.monitor.notebook_table import NotebookTable, left, notebook
+from lagom.monitor.status_line import WIDTH, StatusLine
 from lagom.monitor.stragglers import straggler
 from lagom.wire.client import Message
 
-_TERMINAL_S = 0.5
-_LOG_S = 10.0
 _IDLE_S = 2.0
 _SHOWN = 4  # ranks
-_WIDTH = 160  # characters of a line if a terminal does not say how many it has
 _WAITS = 0.1  # share of its time that a rank may wait for data without mention
 
 
@@ -30,11 +27,13 @@ class Progress:
 
         Renew the line after ``every_s`` seconds; by default sooner in a terminal than in a log.
         """
-        self._also = also
         self._name = plan.name
         self._world_size = plan.world_size
         self._where = where
-        self._is_here = plan.launcher == "local"
+        self._is_here = plan.launcher == "local" or where.startswith("Spark local[")
+        self._also = also
+        self._stalled: dict[int, Message] = {}
+        """Reports of ranks that make no progress, by rank."""
         self._ranks: dict[int, Message] = {}
         self._hosts: dict[str, list[int]] = {}
         self._said_waiting = False
@@ -42,27 +41,23 @@ class Progress:
         self._table = (
             NotebookTable(display, max if plan.config.batches == "whole" else sum) if display is not None else None
         )
-        self._live = sys.stderr.isatty() or self._table is not None
-        self._every_s = every_s if every_s is not None else _TERMINAL_S if self._live else _LOG_S
-        self._shown_at = time.monotonic() if not self._live else 0.0
+        self.line = StatusLine(also, every_s, elsewhere=self._table is not None)
         self._began = time.monotonic()
-        self._line = ""
-        self._open = False
-        """Whether the program has begun a line and not ended it."""
 
     def show(self, event: Message) -> None:
         """Store ``event``, and show it when it is time."""
         if event["type"] == "join":
             self._hosts.setdefault(str(event["host"]).split("|")[0], []).extend(event["ranks"])
             if sum(map(len, self._hosts.values())) == self._world_size:
-                self._say(f"lagom: {self._name}: {self._topology()}")
+                self._say_topology()
         elif event["type"] == "progress":
             before = self._ranks.get(event["rank"], {})
             loss = event.get("loss")
+            if event.get("samples") != before.get("samples") or event.get("step") != before.get("step"):
+                self._stalled.pop(event["rank"], None)
             # A loss can be read only as long as the program keeps it.
             self._ranks[event["rank"]] = event | {"loss": loss if loss is not None else before.get("loss")}
-            if self._worth_showing() and time.monotonic() - self._shown_at >= self._every_s:
-                self._shown_at = time.monotonic()
+            if self._worth_showing() and self.line.is_due():
                 self._renew()
 
     def waiting(self, joined: int, wanted: int) -> None:
@@ -71,15 +66,23 @@ class Progress:
             self._said_waiting = True
             here = joined or self._is_here
             others = "" if here else "; or they cannot reach this process: then their output comes at the end"
-            self._say(
-                f"lagom: {self._name}: waiting for {self._where} to start the tasks "
-                f"({joined} of {wanted} are here{others})"
-            )
+            text = f"waiting for {self._where} to start the tasks ({joined} of {wanted} are here{others})"
+            if self._table is None:
+                self.line.say(f"lagom: {self._name}: {text}")
+            else:
+                self._table.wait(self._name, text)
 
     def warn(self, text: str) -> None:
         """Show ``text``, lines below the first indented."""
         first, *more = text.splitlines()
-        self._say("\n".join([f"lagom: {self._name}: {first}", *(f"    {line}" for line in more)]))
+        self.line.say("\n".join([f"lagom: {self._name}: {first}", *(f"    {line}" for line in more)]))
+
+    def stalled(self, reports: Mapping[int, Message], text: str) -> None:
+        """Show the report ``text`` about ranks that make no progress, and mark these in the table."""
+        self._stalled |= {rank: one for rank, one in reports.items() if not one.get("waits")}
+        if self._table is not None and self._ranks:
+            self._renew()
+        self.warn(text)
 
     def picture(self, png: str, path: os.PathLike[str] | None) -> None:
         """Show the program's picture, given as base64, in a notebook; elsewhere tell where it is kept."""
@@ -92,25 +95,27 @@ class Progress:
 
     def unheard(self) -> None:
         """Print that executors cannot reach the driver, so that output appears only at the end of the run."""
-        self._say(
+        self.line.say(
             f"lagom: {self._name}: the executors of {self._where} cannot reach this process: "
             "no live output or progress; what rank 0 prints is shown at the end"
         )
 
-    def make_room(self, file: TextIO, text: str) -> None:
-        """Make room for the program's ``text`` on ``file``, standard output or error."""
-        self._clear()
-        if file is sys.stderr or (self._live and self._table is None and file.isatty()):
-            self._open = not text.endswith("\n")
-
     def close(self, ended: str = "") -> None:
         """Leave the last state standing; ``ended`` is the outcome of the run."""
         if self._table is not None and self._ranks and self._worth_showing():
-            self._table.show(self._title(), self._ranks, f"lagom: {self._text(_WIDTH * 4, ended)}", ended)
-        if self._line:
-            sys.stderr.write("\n")
-            sys.stderr.flush()
-            self._line = ""
+            text = f"lagom: {self._title()}: {self._text(WIDTH * 4, ended)}"
+            self._table.show(self._title(), self._ranks, text, ended, self._stalled)
+        elif self._table is not None and self._said_waiting:
+            self._table.wait(self._title(), ended or "done")
+        self.line.close()
+
+    def _say_topology(self) -> None:
+        """Say where the ranks are; in a notebook, the title of the table does."""
+        text = f"lagom: {self._name}: {self._topology()}"
+        if self._table is None:
+            self.line.say(text)
+        elif self._also is not None:
+            self._also(text)
 
     def _topology(self) -> str:
         ranks = "1 rank" if self._world_size == 1 else f"{self._world_size} ranks"
@@ -123,27 +128,16 @@ class Progress:
         return trained or time.monotonic() - self._began >= _IDLE_S
 
     def _title(self) -> str:
-        return f"{self._name} on {self._where}"
+        """Return the function's name and where the ranks are, as far as they have joined."""
+        is_complete = sum(map(len, self._hosts.values())) == self._world_size
+        return f"{self._name}: {self._topology()}" if is_complete else f"{self._name} on {self._where}"
 
     def _renew(self) -> None:
         if self._table is not None:
-            self._table.show(self._title(), self._ranks, f"lagom: {self._text(_WIDTH * 4)}")
-        elif self._open:
-            return  # a line of progress would go into the program's own line, such as a bar
-        elif not self._live:
-            sys.stderr.write(f"lagom: {self._text(_WIDTH * 4)}\n")
+            text = f"lagom: {self._title()}: {self._text(WIDTH * 4)}"
+            self._table.show(self._title(), self._ranks, text, stalled=self._stalled)
         else:
-            self._clear()
-            self._line = f"lagom: {self._text(terminal_columns() - len('lagom: ') - 1)}"
-            sys.stderr.write(self._line)
-        sys.stderr.flush()
-
-    def _clear(self) -> None:
-        if self._line:
-            blank = min(len(self._line), terminal_columns() - 1)  # the terminal may have become narrower
-            sys.stderr.write("\r" + " " * blank + "\r")
-            sys.stderr.flush()
-            self._line = ""
+            self.line.renew(self._text)
 
     def _text(self, width: int, ended: str = "") -> str:
         """Return the first ranks and the one that is farthest behind, as many as there is room for."""
@@ -174,22 +168,6 @@ class Progress:
         if event.get("memory"):
             parts.append(f"{event['memory'] / 1e9:.1f} GB")
         return f"rank {rank}: {', '.join(parts)}"
-
-    def _say(self, text: str) -> None:
-        self._clear()
-        sys.stderr.write("\n" * self._open + text + "\n")
-        self._open = False
-        sys.stderr.flush()
-        if self._also is not None:
-            self._also(text)
-
-
-def terminal_columns() -> int:
-    """Return the width of the terminal."""
-    try:
-        return os.get_terminal_size(sys.stderr.fileno()).columns or _WIDTH
-    except (OSError, ValueError, AttributeError):  # no terminal, or an object in its place
-        return _WIDTH
 
 
 def _spans(ranks: list[int]) -> str:

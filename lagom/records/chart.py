@@ -10,14 +10,16 @@ _WIDTH, _HEIGHT = 500, 230
 _LEFT, _RIGHT, _TOP, _BOTTOM = 62, 12, 34, 40
 _COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#7f5539", "#666666")
 """Colours that colour-blind readers can tell apart (Okabe and Ito, 2008)."""
-_FAINT = 'stroke="currentColor" stroke-opacity=".15"'  # visible on a dark page, too
+FAINT = 'stroke="currentColor" stroke-opacity=".15"'  # visible on a dark page, too
 _MAX_POINTS = 400
 
 Points = Sequence[tuple[float, float]]
 """Seconds and values."""
 
 
-def line_chart(title: str, lines: Mapping[str, Points], unit: str = "", *, from_zero: bool = False) -> str:
+def line_chart(
+    title: str, lines: Mapping[str, Points], unit: str = "", *, from_zero: bool = False, dashed: bool = True
+) -> str:
     """Return an SVG element with a line for each of ``lines``, coloured by its place; empty if there are no points."""
     drawn = {name: _thinned([one for one in points if math.isfinite(one[1])]) for name, points in lines.items()}
     colours = {name: _COLOURS[number % len(_COLOURS)] for number, name in enumerate(drawn)}
@@ -26,7 +28,7 @@ def line_chart(title: str, lines: Mapping[str, Points], unit: str = "", *, from_
         return ""
     values = [y for points in drawn.values() for _, y in points]
     end = max(x for points in drawn.values() for x, _ in points) or 1.0
-    ticks = _ticks(0.0 if from_zero else min(values), max(values))
+    ticks = round_ticks(0.0 if from_zero else min(values), max(values))
     low, high = ticks[0], ticks[-1]
 
     def place(x: float, y: float) -> tuple[float, float]:
@@ -38,7 +40,7 @@ def line_chart(title: str, lines: Mapping[str, Points], unit: str = "", *, from_
     for number, (name, points) in enumerate(drawn.items()):
         colour = colours[name]
         # Ranks often have the same numbers: a lower line shows between the dashes of the upper one.
-        dashes = f' stroke-dasharray="12 {12 * (number % len(_COLOURS))}"' if number % len(_COLOURS) else ""
+        dashes = f' stroke-dasharray="12 {12 * (number % len(_COLOURS))}"' if dashed and number % len(_COLOURS) else ""
         way = " ".join("{:.1f},{:.1f}".format(*place(*one)) for one in points)
         if len(points) == 1:
             x, y = place(*points[0])
@@ -60,11 +62,11 @@ def _axes(ticks: list[float], end: float, unit: str, place: Callable[[float, flo
     parts = []
     for tick in ticks:
         _, y = place(0, tick)
-        parts.append(f'<line x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{y:.1f}" y2="{y:.1f}" {_FAINT}/>')
-        parts.append(f'<text x="{_LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{_number(tick)}{unit}</text>')
+        parts.append(f'<line x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{y:.1f}" y2="{y:.1f}" {FAINT}/>')
+        parts.append(f'<text x="{_LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{number_text(tick)}{unit}</text>')
     for part, anchor in ((0.0, "start"), (0.5, "middle"), (1.0, "end")):
         x, y = place(part * end, ticks[0])
-        parts.append(f'<text x="{x:.1f}" y="{y + 15:.1f}" text-anchor="{anchor}">{_number(part * end)} s</text>')
+        parts.append(f'<text x="{x:.1f}" y="{y + 15:.1f}" text-anchor="{anchor}">{number_text(part * end)} s</text>')
     return parts
 
 
@@ -74,7 +76,7 @@ def _thinned(points: Points) -> Points:
     return points if step < 2 else [*points[::step], points[-1]]
 
 
-def _ticks(low: float, high: float) -> list[float]:
+def round_ticks(low: float, high: float) -> list[float]:
     """Return round numbers around ``low`` and ``high``, at distances of 1, 2 or 5 times a power of ten."""
     span = (high - low) or abs(high) or 1.0
     rough = span / 4
@@ -85,7 +87,7 @@ def _ticks(low: float, high: float) -> list[float]:
     return [number * step for number in range(first, last + 1)]
 
 
-def _number(value: float) -> str:
+def number_text(value: float) -> str:
     if value and not 1e-3 <= abs(value) < 1e6:
         return f"{value:.2g}"
     return f"{value:,.4g}" if abs(value) < 1000 else f"{value:,.0f}"

@@ -49,19 +49,33 @@ def report(folder: Path) -> str:
     parts = [
         f"<h1>{_text(run['name'])}</h1><p>{_text(_headline(run, result))}</p>",
         _outcome(result),
+        _failures(run.get("failures") or ()),
         f"<div class=charts>{charts}</div>" if events else "<p>No rank has told of its progress.</p>",
         _slowest(events),
         timeline_section(folder),
         _section("What lagom said", said) if said else "",
         *(_section(f"Output of {path.stem.replace('-', ' ')}", _tail(path)) for path in logs[:_MAX_RANKS]),
+        *settings_sections(folder),
+    ]
+    return page(f"lagom: {run['name']}", parts)
+
+
+def page(title: str, parts: Sequence[str]) -> str:
+    """Return a page with ``parts``, which are HTML, one below the other."""
+    head = f"<!doctype html><html lang=en><meta charset=utf-8><title>{_text(title)}</title>{_STYLE}"
+    return f"{head}<body>{''.join(parts)}\n"
+
+
+def settings_sections(folder: Path) -> list[str]:
+    """Return HTML of a run's settings and surroundings, from the records in ``folder``."""
+    run, result = _loaded(folder / RUN), _loaded(folder / RESULT)
+    return [
         _table("Settings", run.get("config", {})),
         _table("Versions", run.get("versions", {})),
         _table("Ranks", {f"rank {rank}": _place(one) for rank, one in run.get("ranks", {}).items()}),
         _table("Git", _checkout(run.get("git") or {})),
         _table("Driver", {**run.get("driver", {}), **_durations(run, result)}),
     ]
-    title = _text(f"lagom: {run['name']}")
-    return f"<!doctype html><html lang=en><meta charset=utf-8><title>{title}</title>{_STYLE}<body>{''.join(parts)}\n"
 
 
 def _place(one: Mapping[str, Any]) -> str:
@@ -95,11 +109,23 @@ def _outcome(result: Mapping[str, Any]) -> str:
     if not result:
         return "<p class=bad>It has no end: it is still going on, or its driver was killed.</p>"
     if result["outcome"] == "returned":
-        return f"<p class=good>Result</p><pre>{_text(_shown(result['value']))}</pre>"
+        return f"<p class=good>Result</p><pre>{_text(_by_lines(result['value']))}</pre>"
     text = f"{result['error']}: {result['message']}"
     return f"<p class=bad>{_text(text)}</p>" + (
         f"<pre>{_text(result['traceback'])}</pre>" if result.get("rank") is not None else ""
     )
+
+
+def _failures(failures: Sequence[Mapping[str, Any]]) -> str:
+    """Return a table of the losses after which the run began again."""
+    if not failures:
+        return ""
+    head = "".join(f"<th>{name}</th>" for name in ("lost at", "rank", "host", "cause", "went on from", "seconds lost"))
+    rows = ""
+    for one in failures:
+        texts = (one["time"], one["rank"], one["host"], one["cause"], one["resumed_from"] or "-", one["seconds_lost"])
+        rows += "<tr>" + "".join(f"<td>{_text('' if text is None else text)}</td>" for text in texts) + "</tr>"
+    return f"<details open><summary>What was lost</summary><table><tr>{head}</tr>{rows}</table></details>"
 
 
 def _slowest(events: Events) -> str:
@@ -166,6 +192,14 @@ def _table(title: str, rows: Mapping[str, Any]) -> str:
     return f"<details><summary>{_text(title)}</summary><table>{cells}</table></details>" if rows else ""
 
 
+def _by_lines(value: Any) -> str:
+    """Return a result as text: each metric on a line, and what has several lines, as a DataFrame, below its name."""
+    if not isinstance(value, dict):
+        return _shown(value)
+    texts = {key: _shown(item) for key, item in value.items()}
+    return "\n".join(f"{key}:\n{text}" if "\n" in text else f"{key}: {text}" for key, text in texts.items())
+
+
 def _shown(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
@@ -175,6 +209,7 @@ def _text(value: object) -> str:
 
 
 _STYLE = """<style>
+:root { color-scheme: light dark }
 body { font: 15px/1.45 system-ui, sans-serif; max-width: 1080px; margin: 2em auto; padding: 0 1em;
   color: #222; background: #fff }
 h1 { font-size: 1.5em; margin-bottom: 0 }
@@ -183,5 +218,8 @@ pre { background: #f5f5f5; padding: .7em; overflow-x: auto; font-size: 13px; mar
 .charts { display: grid; grid-template-columns: repeat(auto-fit, minmax(460px, 1fr)); gap: 1em; margin: 1em 0 }
 summary { cursor: pointer; font-weight: 600; margin-top: .8em }
 th { text-align: left; padding-right: 1.5em; font-weight: 500; vertical-align: top; white-space: nowrap }
+@media (prefers-color-scheme: dark) {
+  body { color: #ddd; background: #16181c } pre { background: #24272d } .good { color: #6fcf87 } .bad { color: #ff8a80 }
+}
 td { font-family: ui-monospace, monospace; font-size: 13px; word-break: break-word; white-space: pre-wrap }
 </style>"""

@@ -71,6 +71,17 @@ def lock_run(folder: Path) -> Iterator[None]:
         os.close(lock)
 
 
+def is_under_way(folder: Path) -> bool:
+    """Return whether a process holds the lock of the run in ``folder``."""
+    if not (folder / ALIVE).exists():
+        return False
+    try:
+        with lock_run(folder):
+            return False
+    except OSError:
+        return True
+
+
 def _named_as_runs(top: Path) -> Iterator[Path]:
     """Yield the folders in ``top`` that have the name of a run."""
     with os.scandir(top) as entries:

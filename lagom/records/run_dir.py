@@ -6,35 +6,31 @@ import base64
 import contextlib
 import datetime
 import functools
-import getpass
 import itertools
 import json
 import logging
 import os
-import platform
 import re
 import reprlib
 import secrets
 import shutil
-import socket
-import sys
+import threading
 import time
-from collections.abc import Callable, Mapping
-from importlib import metadata
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, Concatenate, ParamSpec
 
 from lagom.errors import PlanError
 from lagom.monitor.spans import unpack_spans
+from lagom.records.driver_facts import driver_facts
 from lagom.records.git_info import GitCheckout
 from lagom.records.retention import Retention, lock_run
-from lagom.records.secrets import HIDDEN, hide_in_command, hide_in_text, is_secret
+from lagom.records.secrets import HIDDEN, hide_in_text, is_secret
 from lagom.records.timeline import TIMELINES, merge
 from lagom.records.upload import Upload, is_url, on_disk
 from lagom.wire.client import Message
 
 RUN, RESULT, PROGRESS = "run.json", "result.json", "progress.jsonl"
-_PACKAGES = ("torch", "pyspark", "numpy", "pyarrow", "deepspeed")
 _PARTS = 500
 """Fraction of the run's time between two recorded progress reports of a rank.
 
@@ -90,11 +86,13 @@ class RunRecords:
         self._facts = {
             **facts,
             "started": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-            **_surroundings(),
+            **driver_facts(),
             "git": self._checkout.facts(),
             "ranks": {},
+            "failures": [],
         }
         self._num_pictures = 0
+        self._writing = threading.Lock()
         self._logs: dict[int, IO[bytes]] = {}
         self._sizes: dict[int, int] = {}
         self._kept_at: dict[int, float] = {}
@@ -116,6 +114,35 @@ class RunRecords:
         number = len(self._facts["ranks"])
         if last or number & (number - 1) == 0:
             self._write(RUN, self._facts)
+
+    @_harmless
+    def started(self, pids: Mapping[str, int]) -> None:
+        """Record the process of each rank of one task, as its host numbers them."""
+        for rank, pid in pids.items():
+            self._facts["ranks"].setdefault(rank, {})["pid"] = pid
+        num = sum("pid" in one for one in self._facts["ranks"].values())
+        if num == len(self._facts["ranks"]) or num & (num - 1) == 0:
+            self._write(RUN, self._facts)
+
+    @_harmless
+    def lost(self, failures: Sequence[Mapping[str, Any]]) -> None:
+        """Record the losses so far."""
+        self._facts["failures"] = list(failures)
+        self._write(RUN, self._facts)
+
+    @_harmless
+    def note(self, name: str, value: Any) -> None:
+        """Record a fact under ``name``."""
+        if self._facts.get(name) != value:
+            self._facts[name] = value
+            self._write(RUN, self._facts)
+
+    @_harmless
+    def begin_again(self, world_size: int) -> None:
+        """Record a new attempt of ``world_size`` ranks."""
+        self._facts |= {"ranks": {}, "world_size": world_size}
+        if (self.folder / TIMELINES).exists():
+            (self.folder / TIMELINES).rename(self.folder / f"{TIMELINES}-lost-{len(self._facts['failures'])}")
 
     @_harmless
     def wrote(self, rank: int, data: bytes) -> None:
@@ -201,8 +228,9 @@ class RunRecords:
 
     def _write(self, name: str, what: Mapping[str, Any]) -> None:
         partial = self.folder / f".{name}"
-        partial.write_text(json.dumps(as_json(what, hide=name == RUN), indent=2) + "\n")
-        partial.replace(self.folder / name)
+        with self._writing:
+            partial.write_text(json.dumps(as_json(what, hide=name == RUN), indent=2) + "\n")
+            partial.replace(self.folder / name)
 
 
 def records(run_dir: str | os.PathLike[str] | None, is_default: bool, facts: Mapping[str, Any]) -> RunRecords | None:
@@ -242,31 +270,6 @@ def _elsewhere(url: str, name: str, facts: Mapping[str, Any]) -> RunRecords:
             f"run_dir is {url.partition('?')[0]!r}, and nothing can be written there: {type(error).__name__}: {error}; "
             f"install what fsspec needs for {kind}:, see to the credentials, or name another place, or None for nothing"
         ) from error
-
-
-def _surroundings() -> dict[str, Any]:
-    user = None
-    with contextlib.suppress(Exception):  # a container's user may have no name
-        user = getpass.getuser()
-    return {
-        "driver": {
-            "host": socket.gethostname(),
-            "user": user,
-            "pid": os.getpid(),
-            "cwd": os.getcwd(),
-            "argv": hide_in_command(sys.argv),
-        },
-        "versions": _versions(),
-    }
-
-
-@functools.cache
-def _versions() -> dict[str, str]:
-    versions = {"python": platform.python_version(), "lagom": str(sys.modules["lagom"].__version__)}
-    for name in _PACKAGES:
-        with contextlib.suppress(metadata.PackageNotFoundError):
-            versions[name] = metadata.version(name)
-    return versions
 
 
 def as_json(value: Any, depth: int = 6, *, hide: bool = False) -> Any:

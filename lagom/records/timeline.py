@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -15,7 +16,7 @@ from lagom.records.time_breakdown import Wait, summary
 
 TIMELINES = "timelines"
 """Folder of the ranks' spans, in a run's folder."""
-TRACE, SUMMARY = "timeline.json", "timeline-summary.json"
+RUN, TRACE, SUMMARY = "run.json", "timeline.json", "timeline-summary.json"
 MAX_RANKS = 64
 """Most ranks in a trace: at most some 300 MB, which a browser can show."""
 STEPS, PROGRAM, LOADER = range(3)
@@ -40,15 +41,34 @@ def merge(folder: Path, target: Path | None = None, ranks: Sequence[int] | None 
     clocks = offsets(found)
     waits = mark_waits(found, clocks)
     told = summary(found, waits)
+    losses = list(_losses(folder, found, clocks))
     path = target or folder / TRACE
     if target is None:
         (folder / SUMMARY).write_text(json.dumps(told, indent=1) + "\n")
     notes = {"summary": told, "clocks": [_told(one, clocks[one.clock]) for one in found], "ranks": len(found)}
     with path.open("w") as file:
         file.write('{"displayTimeUnit": "ms", "otherData": ' + json.dumps(notes) + ',\n"traceEvents": [\n')
-        file.write(",\n".join(_events(found[:MAX_RANKS], clocks, waits)))
+        file.write(",\n".join([*_events(found[:MAX_RANKS], clocks, waits), *losses]))
         file.write("\n]}\n")
     return path
+
+
+def _losses(folder: Path, found: Sequence[RankTrace], clocks: dict[str, Offset]) -> Iterator[str]:
+    """Yield a mark for each loss before the attempt that the trace shows, by the first rank's clock."""
+    run = json.loads((folder / RUN).read_text()) if (folder / RUN).exists() else {}
+    first, offset = found[0], clocks[found[0].clock]
+    began = _began(found, clocks)
+    for number, failure in enumerate(run.get("failures") or (), 1):
+        at = datetime.datetime.fromisoformat(failure["time"]).timestamp() * 1e9
+        on_clock = first.clock_ns + round(at) - first.wall_ns
+        ns = on_clock - offset.of(on_clock) - began
+        name = json.dumps(f"lost in attempt {number}: {failure['cause']}")
+        yield f'{{"ph":"i","s":"g","pid":{first.rank},"tid":{STEPS},"name":{name},"cat":"loss","ts":{ns / 1000:.3f}}}'
+
+
+def _began(found: Sequence[RankTrace], clocks: dict[str, Offset]) -> float:
+    """Return the time of the first span, by the common clock."""
+    return min((span.start - clocks[one.clock].of(span.start) for one in found for span in one.spans), default=0.0)
 
 
 def _told(one: RankTrace, offset: Offset) -> dict[str, Any]:
@@ -120,7 +140,7 @@ class _Rows:
 
 
 def _events(found: Sequence[RankTrace], clocks: dict[str, Offset], waits: dict[tuple[str, int], Wait]) -> Iterator[str]:
-    began = min((span.start - clocks[one.clock].of(span.start) for one in found for span in one.spans), default=0.0)
+    began = _began(found, clocks)
     for one in found:
         rows, offset = _Rows(), clocks[one.clock]
         yield _meta(one.rank, 0, "process_name", {"name": f"rank {one.rank} ({one.host})"})

@@ -77,7 +77,8 @@ def timeline_svg(events: Events) -> str:
         y = _TOP + number * (_ROW + 3) + 6 * (number // len(_ROWS))
         places[rank, row] = y
         parts.append(f'<text x="{_LEFT - 6}" y="{y + 13}" text-anchor="end">rank {rank}: {row}</text>')
-        parts.append(f'<rect x="{_LEFT}" y="{y}" width="{_WIDTH - _LEFT}" height="{_ROW}" fill="#f3f3f3"/>')
+        wide = f'width="{_WIDTH - _LEFT}" height="{_ROW}"'
+        parts.append(f'<rect x="{_LEFT}" y="{y}" {wide} fill="currentColor" fill-opacity=".06"/>')
     scale = (_WIDTH - _LEFT) / (end - begin)
     for event in events:
         place = places.get((event["pid"], names.get((event["pid"], event.get("tid", -1)), "")))
@@ -91,7 +92,7 @@ def timeline_svg(events: Events) -> str:
         parts.append(f'<text x="{x:.0f}" y="{height - 5}" text-anchor="{anchor}">{time:.3g} ms</text>')
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {height}" role="img" aria-label="Timeline" '
-        f'font-family="system-ui, sans-serif" font-size="12">{"".join(parts)}</svg>'
+        f'font-family="system-ui, sans-serif" font-size="12" fill="currentColor">{"".join(parts)}</svg>'
     )
 
 

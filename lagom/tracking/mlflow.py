@@ -6,6 +6,7 @@ import functools
 import os
 import pkgutil
 import sys
+import time
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
@@ -36,6 +37,8 @@ _LOGS = (
     *("flush_", "end_", "shut_", "_await_"),
 )
 """Beginnings of methods that other ranks skip: they log, or wait until that is done."""
+_RUN = "MLFLOW_RUN_ID"
+"""Environment variable that names the run with which a process goes on; a search sets it for each trial."""
 _DOWNLOADS = ("download_", "get_local_path")
 """Beginnings of methods that every rank calls itself, after rank 0: they give a path on the rank's disk."""
 _READS = ("get_", "search_", "list_", "find_", "batch_get_", "query_", "calculate_", "load_", *_DOWNLOADS)
@@ -56,11 +59,31 @@ def log_once_to_mlflow(session: Session) -> Iterator[Callable[[], None]]:
             registry = vars(module)[owner]
             stack.enter_context(replaced(registry, method, tracker.shared_stores(getattr(registry, method), base)))
 
-        with on_import(dict.fromkeys(_REGISTRIES, change)):
+        def follow_experiment(module: ModuleType) -> None:
+            stack.enter_context(replaced(module, "set_experiment", _leaving_run(vars(module)["set_experiment"])))
+
+        changes: dict[str, Callable[[ModuleType], None]] = dict.fromkeys(_REGISTRIES, change)
+        if session.trial is not None and _RUN in os.environ:
+            changes["mlflow"] = follow_experiment
+        with on_import(changes):
             try:
                 yield tracker.end
             finally:
                 tracker.end()
+
+
+def _leaving_run(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Return ``mlflow.set_experiment``, after which a run of another experiment is not gone on with."""
+    before = os.environ.get("MLFLOW_EXPERIMENT_ID")
+
+    @functools.wraps(original)
+    def set_experiment(*args: Any, **kwargs: Any) -> Any:
+        found = original(*args, **kwargs)
+        if found.experiment_id != before:
+            os.environ.pop(_RUN, None)  # MLflow would refuse it
+        return found
+
+    return set_experiment
 
 
 class _Tracker:
@@ -68,8 +91,9 @@ class _Tracker:
 
     def __init__(self, session: Session) -> None:
         self._session = session
-        assert session.notes is not None
-        self._answers = Answers(session.notes, session.world_size - 1, "mlflow")
+        self._answers = None
+        if session.notes is not None and session.world_size > 1:
+            self._answers = Answers(session.notes, session.world_size - 1, "mlflow")
         self._pid = os.getpid()
 
     @property
@@ -80,7 +104,8 @@ class _Tracker:
         """Tell other ranks that the program has ended, on rank 0; on others, end the runs that are still active."""
         fluent: Any = sys.modules.get("mlflow.tracking.fluent")
         if self._session.rank == 0:
-            self._answers.end()
+            if self._answers is not None:
+                self._answers.end()
         elif fluent is not None and not self._session.has_joined:
             with suppress(Exception):  # as MLflow does at the end of a process, when this would reach the store
                 while fluent.active_run() is not None:
@@ -118,7 +143,7 @@ class _Tracker:
         if not self._is_shared or (is_first and is_fork):
             return real(*args, **kwargs)
         call = functools.partial(self._direct, functools.partial(real, *args, **kwargs))
-        if is_log:
+        if is_log or self._answers is None:
             return call() if is_first else self._skip(name, kwargs)
         key, arguments = self._answers.key(name), repr((args, kwargs))
         if is_first:
@@ -166,9 +191,24 @@ class _Store:
             return getattr(make(), name)
 
         def real(*args: Any, **kwargs: Any) -> Any:
-            return getattr(make(), name)(*args, **kwargs)
+            store = make()
+            if name != "create_run":
+                return getattr(store, name)(*args, **kwargs)
+            _end_lost_runs(store)
+            run = store.create_run(*args, **kwargs)
+            files.note_tracked_run(run.info.run_id)
+            return run
 
         return functools.wraps(method)(lambda *args, **kwargs: tracker.call(name, real, args, kwargs))
+
+
+def _end_lost_runs(store: Any) -> None:
+    """Set the runs of attempts that were lost to KILLED: nobody goes on with them."""
+    for run_id in files.lost_tracked_runs():
+        with suppress(Exception):  # of another store, or deleted
+            if store.get_run(run_id).info.status == "RUNNING":
+                killed: Any = sys.modules["mlflow.entities"].RunStatus.KILLED
+                store.update_run_info(run_id, killed, int(time.time() * 1000), None)
 
 
 _is_direct = ContextVar("_is_direct", default=False)
@@ -187,5 +227,8 @@ _is_direct = ContextVar("_is_direct", default=False)
 # only to fetch artifacts, or for a call that rank 0 does not make. Files that rank 0 writes (./mlruns) are not part of
 # its own disk only: the other ranks of its host see them at once, as they see downloads. If MLflow adds a method, rank
 # 0 answers it until it is listed above.
+#
+# A trial of a search has one rank, as a rule, and a disk of its own. Its calls reach the real store too: runs of all
+# trials are in one place, as if they had run one after another.
 #
 # If only another rank logs something, after the program has asked for its rank, it is not recorded either.

@@ -1,10 +1,15 @@
-"""``write_events_once``: lets only rank 0 write TensorBoard's events to a URL, since ranks' own disks hold no URLs."""
+"""``write_events_once``: lets only rank 0 write TensorBoard's events to a URL, since ranks' own disks hold no URLs.
+
+Events are on the disk when the program saves a file: a new attempt after a loss goes on with both.
+"""
 
 from __future__ import annotations
 
 import functools
+import queue
 import re
 import tempfile
+import threading
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from types import ModuleType
 
+    from lagom.restart.sleeping_twin import TwinForks
     from lagom.session.session import Session
 
 _MODULES = "tensorboard.summary.writer.event_file_writer", "tensorboardX.event_file_writer"
@@ -43,8 +49,29 @@ def _aside(session: Session, original: Callable[..., None]) -> Callable[..., Non
     def init(self: Any, logdir: Any, *args: Any, **kwargs: Any) -> None:
         if session.rank == 0 or not session.distributed or not _URL.match(str(logdir)) or files.has_asked():
             original(self, logdir, *args, **kwargs)
-            return
-        original(self, tempfile.mkdtemp(prefix="events-", dir=session.host_dir), *args, **kwargs)
-        self._logdir = logdir  # which get_logdir() tells
+            files.flush_at_save(self)
+        else:
+            original(self, tempfile.mkdtemp(prefix="events-", dir=session.host_dir), *args, **kwargs)
+            self._logdir = logdir  # which get_logdir() tells
+        if session.twins is not None and hasattr(self, "_async_writer"):
+            _restart_in_twins(session.twins, self._async_writer)
 
     return init
+
+
+def _restart_in_twins(twins: TwinForks, writer: Any) -> None:
+    """Have ``writer``, which has a thread, write all events before each fork, and start the thread in a twin."""
+
+    def flush() -> None:
+        if not writer._closed:
+            writer.flush()
+
+    def restart() -> None:
+        if not writer._closed:
+            thread, writer._lock = writer._worker, threading.Lock()
+            writer._byte_queue = queue.Queue(writer._byte_queue.maxsize)
+            writer._worker = type(thread)(writer._byte_queue, writer._writer, thread._flush_secs)
+            writer._worker.start()
+
+    twins.before.append(flush)
+    twins.after.append(restart)

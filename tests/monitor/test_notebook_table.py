@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from typing import Any
 
+import pytest
+
 from lagom.monitor.notebook_table import NotebookTable, left, table
 
 
@@ -14,10 +16,11 @@ def rank(**more: Any) -> dict[str, Any]:
 
 
 def test_each_rank_is_a_row_and_the_caption_sums_them_up() -> None:
-    text = table("train on <Spark>", {0: rank(), 1: rank(step=60, loss=None, data=0.01, rate=488.0)})
+    text = table("train: 2 ranks on <Spark>", {0: rank(), 1: rank(step=60, loss=None, data=0.01, rate=488.0)})
     caption, rows = text.split("<tbody>")
     assert "GPU" not in caption  # no rank has one
-    assert "train on &lt;Spark&gt;</b>: 8,192 samples, 1,000/s, this epoch ends in 1:00" in caption
+    assert "<b>train</b>: 2 ranks on &lt;Spark&gt;</div>" in caption
+    assert "8,192 samples, 1,000/s, this epoch ends in 1:00</div>" in caption
     first, second = re.findall("<tr>.*?</tr>", rows)
     for shown in (
         ">0<",
@@ -27,12 +30,12 @@ def test_each_rank_is_a_row_and_the_caption_sums_them_up() -> None:
         ">4,096<",
         ">512<",
         ">0.125<",
-        "<b>41%</b>",
+        ">41%</b>",
         ">2.00 GB<",
         ">1.3<",
     ):
         assert shown in first
-    assert "<b>" not in second
+    assert "<b" not in second
 
 
 def test_of_many_ranks_the_last_are_shown() -> None:
@@ -77,7 +80,7 @@ def test_who_holds_up_the_others_is_seen() -> None:
     text = table("train", {0: rank(waits=0.31, waits_for={"1": 0.31}), 1: rank(waits=0.02, gpu=0.87)})
     first, second = re.findall("<tr>.*?</tr>", text.split("<tbody>")[1])
     assert ">31%<" in first
-    assert "<b>31%</b>" in second
+    assert ">31%</b>" in second
     assert ">87%<" in second
 
 
@@ -87,5 +90,55 @@ def test_a_loss_that_is_no_number_is_loud() -> None:
 
 def test_how_the_run_ended_takes_the_place_of_what_it_has_still_to_go() -> None:
     text = table("train", {0: rank()}, "failed on rank 0: <ValueError>")
-    assert "train</b>: 4,096 samples, failed on rank 0: &lt;ValueError&gt;</div>" in text
+    assert "4,096 samples, <b>failed on rank 0: &lt;ValueError&gt;</b></div>" in text
     assert "this epoch" not in text
+
+
+def test_a_rank_that_makes_no_progress_is_loud_until_the_run_ends() -> None:
+    text = table("train", {0: rank(), 1: rank()}, stalled=[1])
+    assert ">rank 1 made no progress</b></div>" in text
+    first, second = re.findall("<tr>.*?</tr>", text.split("<tbody>")[1])
+    assert "<b style='color:#d55e00'>1</b>" in second
+    assert ">0<" in first
+    assert "made no progress" not in table("train", {0: rank(), 1: rank()}, "failed", stalled=[1])
+
+
+STATES = {
+    "runs": table("train", {0: rank()}),
+    "stalls": table("train", {0: rank()}, stalled=[0]),
+    "done": table("train", {0: rank()}, "done"),
+    "interrupted": table("train", {0: rank()}, "interrupted"),
+    "failed": table("train", {0: rank()}, "failed on rank 0: ValueError"),
+    "many ranks": table("train", {number: rank(waits=0.3, waits_for={"1": 0.3}, gpu=0.5) for number in range(32)}),
+}
+
+
+def test_a_state_can_be_told_by_its_colour() -> None:
+    colours = {name: re.findall(r"border-left:4px solid (#\w+)", page) for name, page in STATES.items()}
+    assert all(len(found) == 1 for found in colours.values())
+    assert colours["stalls"] == colours["failed"]
+    assert colours["many ranks"] == colours["runs"]
+    assert len({found[0] for found in colours.values()}) == 4
+
+
+@pytest.mark.parametrize("page", STATES.values(), ids=STATES)
+def test_a_state_is_readable_on_light_and_dark_pages_and_needs_no_page_around_it(page: str) -> None:
+    """Databricks shows it in a frame of its own, without scripts or styles of the page."""
+    for colour in set(re.findall(r"(?<!back)(?:color|solid|background)[: ]+(#\w{6})", page)):
+        assert min(contrast(colour, "#ffffff"), contrast(colour, "#111111")) >= 3, colour
+    assert not re.search(r"<(script|style|link|img)|class=|https?:", page)
+    assert "overflow-x:auto" in page
+    assert page.count("<div") == page.count("</div>")
+    assert max(len(row) for row in re.findall("<tr>.*?</tr>", page)) < 3000
+
+
+def contrast(first: str, second: str) -> float:
+    """Return the contrast of two colours by the rule of WCAG 2."""
+
+    def luminance(colour: str) -> float:
+        parts = [int(colour[at : at + 2], 16) / 255 for at in (1, 3, 5)]
+        linear = [part / 12.92 if part <= 0.03928 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
+        return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+    dark, light = sorted((luminance(first), luminance(second)))
+    return (light + 0.05) / (dark + 0.05)

@@ -10,7 +10,8 @@ import pytest
 
 from lagom.cluster import Cluster
 from lagom.config import TorchDistributedConfig
-from lagom.monitor import progress as module
+from lagom.monitor import progress as progress_module
+from lagom.monitor import status_line as module
 from lagom.monitor.progress import Progress
 from lagom.plan import plan
 
@@ -78,9 +79,9 @@ def test_the_line_makes_room_for_what_the_program_prints(monkeypatch: pytest.Mon
     progress, stream = shown(monkeypatch, live=True)
     progress.show(step(0))
     line = stream.getvalue()
-    progress.make_room(stream, "loss 0.1\n")
+    progress.line.make_room(stream, "loss 0.1\n")
     assert stream.getvalue() == line + "\r" + " " * len(line) + "\r"
-    progress.make_room(stream, "loss 0.1\n")
+    progress.line.make_room(stream, "loss 0.1\n")
     assert stream.getvalue() == line + "\r" + " " * len(line) + "\r"
 
 
@@ -125,7 +126,7 @@ def test_a_rank_that_holds_up_the_others_is_named(monkeypatch: pytest.MonkeyPatc
 
 def test_the_line_keeps_away_from_one_that_the_program_has_begun(monkeypatch: pytest.MonkeyPatch) -> None:
     progress, stream = shown(monkeypatch, live=True)
-    progress.make_room(stream, "\r 10%|#  ")
+    progress.line.make_room(stream, "\r 10%|#  ")
     progress.show(step(0))
     assert stream.getvalue() == ""
     progress.warn("rank 1 is slow")
@@ -146,7 +147,7 @@ def test_the_line_fits_the_terminal(monkeypatch: pytest.MonkeyPatch, columns: in
         assert "rank 1: epoch 1" in line
         assert line.endswith(" more ranks") or columns == 120
     monkeypatch.setattr(module, "terminal_columns", lambda: 20)
-    progress.make_room(stream, "x\n")
+    progress.line.make_room(stream, "x\n")
     assert stream.getvalue().endswith("\r" + " " * 19 + "\r")
 
 
@@ -155,3 +156,55 @@ def test_a_loss_of_zero_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
     for loss in (0.5, 0.0, None):
         progress.show(step(0, loss=loss))
     assert [line.rpartition("loss ")[2] for line in stream.getvalue().splitlines()] == ["0.5", "0", "0"]
+
+
+class Display:
+    """A notebook's display module with one display, and its pages in their order."""
+
+    def __init__(self) -> None:
+        self.pages: list[str] = []
+
+    def display(self, bundle: dict[str, str], *, raw: bool, display_id: bool) -> Display:
+        self.pages.append(bundle["text/html"])
+        return self
+
+    def update(self, bundle: dict[str, str], *, raw: bool) -> None:
+        self.pages.append(bundle["text/html"])
+
+
+def test_a_notebook_shows_waiting_running_and_stalled_ranks_in_one_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    display = Display()
+    monkeypatch.setattr(progress_module, "notebook", lambda: display)
+    progress, stream = shown(monkeypatch, live=False)
+    progress.waiting(1, 2)
+    assert "<b>train</b>: waiting for Spark local[2] to start the tasks (1 of 2 are here)" in display.pages[-1]
+    progress.show({"type": "join", "host": "a|1:2", "ranks": [0, 1]})
+    for rank in (0, 1):
+        progress.show(step(rank))
+    assert "<b>train</b>: 2 ranks on Spark local[2] (a: ranks 0-1)" in display.pages[-1]
+    assert stream.getvalue() == ""
+    progress.stalled({0: {"waits": ["exchange"]}, 1: {"waits": []}}, "rank 1 made no progress for 60 s")
+    assert ">rank 1 made no progress</b>" in display.pages[-1]
+    assert stream.getvalue() == "lagom: train: rank 1 made no progress for 60 s\n"
+    progress.show(step(1, step=4))
+    assert "made no progress" not in display.pages[-1]
+    progress.close("done")
+    assert "<b>done</b>" in display.pages[-1]
+
+
+def test_a_notebook_is_told_how_a_run_ended_that_never_began(monkeypatch: pytest.MonkeyPatch) -> None:
+    display = Display()
+    monkeypatch.setattr(progress_module, "notebook", lambda: display)
+    progress, _ = shown(monkeypatch, live=False)
+    progress.waiting(0, 2)
+    progress.close("interrupted")
+    assert "interrupted" in display.pages[-1]
+
+
+def test_tasks_of_this_machine_can_reach_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    progress, stream = shown(monkeypatch, live=False)
+    progress.waiting(0, 2)
+    assert "cannot reach" not in stream.getvalue()
+    the_plan = plan(TorchDistributedConfig(world_size=2, name="train"), Cluster(launcher="spark", slots=2))
+    Progress(the_plan, "Spark spark://host:7077").waiting(0, 2)
+    assert "or they cannot reach this process" in stream.getvalue()

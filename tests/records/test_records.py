@@ -15,6 +15,7 @@ from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
+import pandas  # type: ignore[import-untyped]
 import pytest
 import torch
 from torch import nn
@@ -328,3 +329,12 @@ def test_ranks_that_die_are_told_of(tmp_path: Path) -> None:
     with pytest.raises(RankError):
         experiment.lagom(dies, TorchDistributedConfig(launcher="local", world_size=1, run_dir=tmp_path))
     assert loaded(only(tmp_path) / "result.json")["error"] == "RankError"
+
+
+def test_a_table_that_was_returned_keeps_its_lines_in_the_report(tmp_path: Path) -> None:
+    frame = pandas.DataFrame({"name": ["first", "second"], "loss": [0.5, 0.25]})
+    config = TorchDistributedConfig(launcher="inline", run_dir=tmp_path)
+    for value in (frame, {"auc": 0.9, "frame": frame}):
+        page = experiment.lagom(lambda value=value: value, config).report().read_text()
+        assert re.search(r"<pre>[^<]*\n0 +first +0.50?\n1 +second +0.25", page)
+    assert "auc: 0.9\nframe:\n" in page

@@ -153,7 +153,7 @@ def test_of_a_rank_that_is_killed_there_is_what_it_had_told(tmp_path: Path) -> N
         model(torch.ones(2, 4)).sum().backward()
 
     with pytest.raises(RankError, match="was killed by SIGKILL"):
-        run(tmp_path, program, hb_interval=0.05)
+        run(tmp_path, program, hb_interval=0.05, max_failures=0)
     (folder,) = tmp_path.iterdir()
     backwards = [event["pid"] for event in events(folder / "timeline.json") if event["name"] == "backward"]
     assert set(backwards) == {0, 1}

@@ -1,0 +1,82 @@
+"""``compare_runs``: says what differs between two runs: settings, versions, code, results, and curves."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from lagom.records.report import events_of
+from lagom.records.run_dir import PROGRESS, RESULT, RUN
+from lagom.records.runs import aligned, checkout_text, loaded, result_text
+
+_PARTS = (0.25, 0.5, 0.75, 1.0)
+"""Shares of a run's samples at which losses are compared."""
+_LONGEST = 60  # characters of a setting
+_ADDRESS = re.compile(r" at 0x[0-9a-f]+")  # of an object: it says nothing, and differs in each run
+
+
+def compare_runs(first: Path, second: Path) -> str:
+    """Return a table of what differs between two runs, and of their losses and speeds.
+
+    Raises:
+        ValueError: when a folder holds no run.
+    """
+    facts = [_facts(folder) for folder in (first, second)]
+    keys = list(dict.fromkeys(key for one in facts for key in one))
+    rows: list[Sequence[str]] = [("", first.name, second.name)]
+    for key in keys:
+        texts = [_shown(one[key]) if key in one else "-" for one in facts]
+        if texts[0] != texts[1]:
+            rows.append((key, *texts))
+    curves = [_curve(folder) for folder in (first, second)]
+    rows += [(key, curves[0].get(key, "-"), curves[1].get(key, "-")) for key in curves[0] | curves[1]]
+    rows += [("result", result_text(first), result_text(second))]
+    return "\n".join(aligned(rows))
+
+
+def _facts(folder: Path) -> dict[str, Any]:
+    """Return everything about a run that may explain its numbers, by name."""
+    run, result = loaded(folder / RUN), loaded(folder / RESULT)
+    if not run:
+        raise ValueError(f"{folder} holds no records of a run: there is no {RUN} in it")
+    found = _flat(run.get("config") or {})
+    found |= {"world_size": run.get("world_size"), "where": run.get("where"), "source": run.get("source")}
+    found |= _flat(run.get("versions") or {})
+    git = run.get("git") or {}
+    found |= {"git": checkout_text(git), "changes": ", ".join(git.get("changes") or ())}
+    found["losses of ranks"] = len(run.get("failures") or ())
+    found["seconds"] = result.get("seconds", "-")
+    return found
+
+
+def _flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return ``settings`` with the entries of inner dicts by names such as "hparams.lr"."""
+    found: dict[str, Any] = {}
+    for key, value in settings.items():
+        found |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) and value else {f"{prefix}{key}": value}
+    return found
+
+
+def _curve(folder: Path) -> dict[str, str]:
+    """Return rank 0's loss at some shares of its samples, and its mean speed."""
+    events = events_of(folder / PROGRESS).get(0, [])
+    losses = [one for one in events if one.get("loss") is not None]
+    found = {}
+    if losses:
+        last = losses[-1]["samples"]
+        for part in _PARTS:
+            at = next(one for one in losses if one["samples"] >= part * last)
+            found[f"loss at {part:.0%} of the samples"] = f"{at['loss']:.6g}"
+    if len(events) > 1 and events[-1]["seconds"] > events[0]["seconds"]:
+        begin, end = events[0], events[-1]
+        speed = (end["samples"] - begin["samples"]) / (end["seconds"] - begin["seconds"])
+        found["samples per second of rank 0"] = f"{speed:,.0f}"
+    return found
+
+
+def _shown(value: Any) -> str:
+    text = value if isinstance(value, str) else f"{value:.6g}" if isinstance(value, float) else repr(value)
+    text = _ADDRESS.sub("", " ".join(text.split()))
+    return text if len(text) <= _LONGEST else text[: _LONGEST - 1] + "…"

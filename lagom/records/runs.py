@@ -1,0 +1,118 @@
+"""``list_runs``: a table of the runs that a folder keeps; ``find_run`` finds one of them by its name."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from lagom.records.retention import is_under_way
+from lagom.records.run_dir import RESULT, RUN
+from lagom.records.upload import is_url, on_disk
+
+_LONGEST = 40  # characters of a result
+
+
+def list_runs(place: str | os.PathLike[str] | None, num_runs: int) -> str:
+    """Return a table of the last ``num_runs`` runs in ``place``, the newest last."""
+    top = _folder(place)
+    folders = _runs_in(top)
+    if not folders:
+        return f"there are no runs in {top}"
+    rows: list[Sequence[str]] = [("run", "result", "seconds", "ranks", "git")]
+    rows += [_row(folder) for folder in folders[-num_runs:]]
+    more = len(folders) - len(rows) + 1
+    head = [f"{more} older runs are in {top}"] if more > 0 else []
+    return "\n".join(head + aligned(rows))
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Return a line for each of ``rows``, whose cells stand below each other."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(f"{cell:{width}}" for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+
+
+def find_run(run: str | os.PathLike[str], place: str | os.PathLike[str] | None) -> Path:
+    """Return the folder of ``run``: a path, or the name of one run in ``place`` or a part of it.
+
+    Raises:
+        ValueError: if there is none, or the part is in several names.
+    """
+    path = Path(run).expanduser()
+    if (path / RUN).exists():
+        return path
+    top = _folder(place)
+    found = [folder for folder in _runs_in(top) if os.fspath(run) in folder.name]
+    if len(found) == 1:
+        return found[0]
+    if not found:
+        raise ValueError(f"{os.fspath(run)!r} is no run: neither a folder with a {RUN}, nor a name in {top}")
+    names = ", ".join(folder.name for folder in found[-3:])
+    raise ValueError(f"{os.fspath(run)!r} is in the names of {len(found)} runs: {names}; name one of them")
+
+
+def loaded(path: Path) -> dict[str, Any]:
+    """Return the record in the JSON file ``path``; empty if there is none, or none that can be read."""
+    with contextlib.suppress(OSError, ValueError):
+        found = json.loads(path.read_text())
+        return found if isinstance(found, dict) else {}
+    return {}
+
+
+def result_text(folder: Path) -> str:
+    """Return how the run in ``folder`` ended, in a few words."""
+    result = loaded(folder / RESULT)
+    if not result:
+        return "under way" if is_under_way(folder) else "no end: its driver was killed"
+    if result["outcome"] == "returned":
+        return _short(result.get("value"))
+    where = f" on rank {result['rank']}" if result.get("rank") is not None else ""
+    return f"{result['error']}{where}"
+
+
+def checkout_text(git: Mapping[str, Any] | None) -> str:
+    """Return the commit and the branch of a run's checkout; "+" stands for changes that are in no commit."""
+    if not git:
+        return ""
+    commit = str(git.get("commit") or "no commit")[:9] + "+" * bool(git.get("changes"))
+    return f"{commit} {git['branch']}" if git.get("branch") else commit
+
+
+def _row(folder: Path) -> tuple[str, ...]:
+    run, result = loaded(folder / RUN), loaded(folder / RESULT)
+    seconds = f"{result['seconds']:.1f}" if "seconds" in result else ""
+    return folder.name, result_text(folder), seconds, str(run.get("world_size", "")), checkout_text(run.get("git"))
+
+
+def _short(value: Any) -> str:
+    if isinstance(value, dict):
+        text = ", ".join(f"{key} {_number(item)}" for key, item in value.items())
+    else:
+        text = _number(value)
+    text = " ".join(text.split())
+    return text if len(text) <= _LONGEST else text[: _LONGEST - 1] + "…"
+
+
+def _number(value: Any) -> str:
+    return f"{value:.6g}" if isinstance(value, float) else str(value)
+
+
+def _folder(place: str | os.PathLike[str] | None) -> Path:
+    """Return the folder of runs on this machine.
+
+    Raises:
+        ValueError: if runs are kept elsewhere, or not at all.
+    """
+    if place is None or not os.fspath(place):
+        raise ValueError("run_dir is None, so runs are not kept; name a folder of runs")
+    if is_url(place):
+        raise ValueError(f"runs are kept at {os.fspath(place)}; copy them to this machine, and name the folder")
+    return on_disk(place)
+
+
+def _runs_in(top: Path) -> list[Path]:
+    """Return the folders of runs in ``top``, in the order of their names, which begin with the date."""
+    return sorted(path.parent for path in top.glob(f"*/{RUN}"))
