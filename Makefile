@@ -1,4 +1,4 @@
-# make demo, make test and make check set up what they need, once, in .venv.
+# make demo, make test, make check and others set up what they need, once, in .venv.
 
 PYTHON := .venv/bin/python
 # Ranks and Spark wait more than they compute: four processes of tests keep two cores busy.
@@ -10,14 +10,17 @@ CLASSES := .venv/spark.jsa
 # A thousand processes start in the tests: none of them should compile lagom anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup demo test soak check clean
+.PHONY: help setup demo test soak check docs dist matrix clean
 .DEFAULT_GOAL := help
 
 help:
-	@echo "make demo    train examples/scalar_field.py on Spark local[2]"
+	@echo "make demo    one function in one process and on 2 ranks of Spark local[2], in a table"
 	@echo "make test    run the tests"
 	@echo "make soak    run the tests that make test leaves out, for an hour or more, and say how long they took"
 	@echo "make check   ruff, mypy and the tests, as CI does"
+	@echo "make docs    build the site of docs/ into build/site, strictly: no dead link, no warning"
+	@echo "make dist    build and check an sdist and wheels in dist/; PYTHONS=\"python3.11 python3.13\" builds for each"
+	@echo "make matrix  run the tests on each tried combination of Python, torch and pyspark; PYTHON_COLUMNS=3.12 on one"
 	@echo "make setup   only set up .venv, and Java where there is none"
 	@echo "make clean   remove .venv and everything built"
 
@@ -28,7 +31,7 @@ $(READY): .ci/setup pyproject.toml constraints.txt $(wildcard csrc/*)
 	@touch $@
 
 demo: $(READY)
-	@$(PYTHON) examples/scalar_field.py
+	@$(PYTHON) -m examples.demo --picture build/demo.svg
 
 $(CLASSES): $(READY)
 	@echo "setup: Spark's classes into $@"
@@ -52,6 +55,28 @@ check: $(READY) $(CLASSES)
 		$(PYTHON) -m $$step || failed="$$failed, $$step"; \
 	done; \
 	[ -z "$$failed" ] || { echo "failed: $${failed#, }" >&2; exit 1; }
+
+DOCS := build/docs-tools
+
+$(DOCS)/ready: docs/requirements.txt $(READY)
+	@$(PYTHON) -m venv $(DOCS)
+	@$(DOCS)/bin/python -m pip --disable-pip-version-check install --quiet --requirement $<
+	@touch $@
+
+docs: $(DOCS)/ready
+	@NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs --quiet build
+	@echo "docs: build/site/index.html"
+
+PYTHONS := $(PYTHON)
+
+dist: $(READY)
+	@PYTHONS="$(PYTHONS)" .ci/dist
+	@LAGOM_DIST=dist $(PYTHON) -m pytest -m soak tests/test_dist.py
+
+PYTHON_COLUMNS :=
+
+matrix: $(READY)
+	@$(PYTHON) -m tests.matrix $(PYTHON_COLUMNS)
 
 clean:
 	rm -rf .venv build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache

@@ -1,0 +1,55 @@
+"""``make docs``: links of docs/ lead somewhere, its Python compiles, and every page is in the navigation."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PAGES = sorted([*(ROOT / "docs").rglob("*.md"), ROOT / "README.md", ROOT / "CONTRIBUTING.md"])
+NAMES = [str(page.relative_to(ROOT)) for page in PAGES]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=NAMES)
+def test_links_lead_somewhere(page: Path) -> None:
+    assert dead_links(page) == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=NAMES)
+def test_python_compiles(page: Path) -> None:
+    for number, block in enumerate(re.findall(r"```python[^\n]*\n(.*?)```", page.read_text(), re.DOTALL)):
+        ast.parse(block, f"{page.name}, block {number}")
+
+
+def test_every_page_is_in_the_navigation() -> None:
+    listed = set(re.findall(r": ([\w/-]+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE))
+    pages = {str(page.relative_to(ROOT / "docs")) for page in (ROOT / "docs").rglob("*.md")}
+    decisions = {page for page in pages if re.match(r"decisions/\d", page)}
+    assert pages - decisions == listed
+    index = (ROOT / "docs" / "decisions" / "README.md").read_text()
+    assert [page for page in sorted(decisions) if f"({page.removeprefix('decisions/')})" not in index] == []
+
+
+def test_dead_links_are_found(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("# A page\n\n[a](page.md#a-page) [b](gone.md) [c](#nowhere) [d](https://example.org/x)\n")
+    assert dead_links(page) == ["gone.md", "#nowhere"]
+
+
+def dead_links(page: Path) -> list[str]:
+    """Return the links of ``page`` to files or headings that do not exist; addresses on other hosts are not asked."""
+    dead = []
+    for link in re.findall(r"\]\(([^)\s]+)\)", re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)):
+        path, _, anchor = link.partition("#")
+        target = page.parent / path if path else page
+        if "://" not in link and not (target.exists() and (not anchor or anchor in _anchors(target))):
+            dead.append(link)
+    return dead
+
+
+def _anchors(page: Path) -> set[str]:
+    headings = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}

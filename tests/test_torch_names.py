@@ -1,0 +1,191 @@
+"""Private names of torch that lagom uses: each is listed here, and exists in the torch that is installed.
+
+A new version of torch is tried first with this file: it names what has gone.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from lagom.torch_versions import NEWEST, OLDEST, untried
+
+ROOT = Path(__file__).parent.parent
+NAMES = (
+    "torch.Tensor._make_subclass",
+    "torch.UntypedStorage._new_with_weak_ptr",
+    "torch._C",
+    "torch._C.Argument",
+    "torch._C.DispatchKey",
+    "torch._C.TensorBase",
+    "torch._C._autograd",
+    "torch._C._dispatch_has_kernel",
+    "torch._C._dispatch_has_kernel_for_dispatch_key",
+    "torch._C._dispatch_keys",
+    "torch._C._distributed_c10d.Store",
+    "torch._C._functions",
+    "torch._C._functorch",
+    "torch._C._functorch.is_functorch_wrapped_tensor",
+    "torch._C._functorch.peek_interpreter_stack",
+    "torch._C._get_mkldnn_enabled",
+    "torch._C._len_torch_dispatch_stack",
+    "torch._C._nn",
+    "torch._C._nn.nll_loss_nd",
+    "torch._C._set_mkldnn_enabled",
+    "torch._C._storage_Use_Count",
+    "torch._C._vmapmode_decrement_nesting",
+    "torch._C._vmapmode_increment_nesting",
+    "torch._add_batch_dim",
+    "torch._disable_dynamo",
+    "torch._dynamo.callback.callback_handler",
+    "torch._foreach_add",
+    "torch._foreach_add_",
+    "torch._foreach_addcdiv_",
+    "torch._foreach_addcmul_",
+    "torch._foreach_copy_",
+    "torch._foreach_div_",
+    "torch._foreach_lerp_",
+    "torch._foreach_mul_",
+    "torch._foreach_norm",
+    "torch._foreach_sqrt",
+    "torch._functorch.pyfunctorch.temporarily_pop_interpreter_stack",
+    "torch._fused_adam_",
+    "torch._fused_adamw_",
+    "torch._ops.OpOverload",
+    "torch._remove_batch_dim",
+    "torch._subclasses.fake_tensor.FakeTensorMode",
+    "torch._tensor_str",
+    "torch._tensor_str.PRINT_OPTS",
+    "torch._utils.ExceptionWrapper",
+    "torch.autograd._engine_run_backward",
+    "torch.autograd._profiler_enabled",
+    "torch.autograd.forward_ad._current_level",
+    "torch.autograd.graph._allow_mutation_on_saved_tensors_enabled",
+    "torch.distributed.distributed_c10d._get_default_store",
+    "torch.distributed.distributed_c10d._world",
+    "torch.jit._builtins",
+    "torch.jit._builtins._get_builtin_table",
+    "torch.jit._state",
+    "torch.jit._state._python_cu",
+    "torch.nn.modules.batchnorm._BatchNorm",
+    "torch.utils._python_dispatch.TorchDispatchMode",
+    "torch.utils._pytree.TreeSpec",
+    "torch.utils._pytree.tree_flatten",
+    "torch.utils._pytree.tree_leaves",
+    "torch.utils._pytree.tree_map_only",
+    "torch.utils._pytree.tree_unflatten",
+    "torch.utils.data.DataLoader._index_sampler",
+    "torch.utils.data._utils.collate.collate",
+    "torch.utils.data._utils.collate.collate_tensor_fn",
+    "torch.utils.data._utils.collate.default_collate",
+    "torch.utils.data._utils.collate.default_collate_fn_map",
+    "torch.utils.data._utils.fetch._MapDatasetFetcher",
+    "torch.utils.data._utils.signal_handling",
+    "torch.utils.data._utils.signal_handling._remove_worker_pids",
+    "torch.utils.data._utils.signal_handling._set_worker_pids",
+    "torch.utils.data._utils.worker._IterableDatasetStopIteration",
+    "torch.utils.data.dataloader._BaseDataLoaderIter",
+    "torch.utils.data.dataloader._DatasetKind",
+    "torch.utils.data.dataloader._MultiProcessingDataLoaderIter",
+    "torch.utils.data.dataloader._SingleProcessDataLoaderIter",
+)
+"""Dotted private names, as far as the first attribute that is no module."""
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_installed_torch_has(name: str) -> None:
+    assert resolve(name) is not None
+
+
+def test_every_private_name_is_listed() -> None:
+    used = {name for path in sorted((ROOT / "lagom").rglob("*.py")) for name in private(ast.parse(path.read_text()))}
+    assert sorted(used) == sorted(NAMES)
+
+
+@pytest.mark.parametrize(
+    ("source", "found"),
+    [
+        ("import torch\ntorch.nn._x(3).y", ["torch.nn._x"]),
+        ("from torch._ops import OpOverload", ["torch._ops.OpOverload"]),
+        ("from torch.utils import _pytree\n_pytree.f(x)", ["torch.utils._pytree", "torch.utils._pytree.f"]),
+        ("import torch.distributed as dist\ndist._x", ["torch.distributed._x"]),
+        ("import torch\ntorch.nn.Linear(1, 1)._parameters", []),
+    ],
+)
+def test_a_private_name_is_found(source: str, found: list[str]) -> None:
+    assert sorted(private(ast.parse(source))) == found
+
+
+@pytest.mark.parametrize("version", ["2.5.1", "3.0", f"{NEWEST[0]}.{NEWEST[1] + 1}.0a0+git1", "nightly"])
+def test_an_untried_torch_gets_one_line(version: str) -> None:
+    line = untried(version)
+    assert version in line
+    assert "\n" not in line
+
+
+@pytest.mark.parametrize(
+    "version", [torch.__version__, "2.9.1", "{}.{}.0".format(*OLDEST), "{}.{}.9+cu130".format(*NEWEST)]
+)
+def test_a_tried_torch_gets_none(version: str) -> None:
+    assert untried(version) == ""
+
+
+def private(tree: ast.AST) -> Iterator[str]:
+    """Yield the private names of torch in ``tree``: dotted, as far as the first private part that is no module."""
+    names: dict[str, str] = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                if alias.name.split(".")[0] == "torch":
+                    names[alias.asname or "torch"] = alias.name if alias.asname else "torch"
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "torch":
+            for alias in node.names:
+                names[alias.asname or alias.name] = f"{node.module}.{alias.name}"
+                yield from _cut(f"{node.module}.{alias.name}")
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute):
+            parts: list[str] = []
+            inner: ast.expr = node
+            while isinstance(inner, ast.Attribute):
+                parts.insert(0, inner.attr)
+                inner = inner.value
+            if isinstance(inner, ast.Name) and inner.id in names:
+                yield from _cut(".".join([names[inner.id], *parts]))
+
+
+def _cut(name: str) -> Iterator[str]:
+    """Yield ``name`` to its last part that counts, if any part is private."""
+    parts = name.split(".")
+    first = next((at for at, part in enumerate(parts) if re.match(r"_(?!_)", part)), None)
+    if first is not None:
+        yield ".".join(parts[: max(first + 1, _num_modules(parts) + 1)])
+
+
+def _num_modules(parts: list[str]) -> int:
+    """Return how many ``parts`` from the first on are the name of a module."""
+    found = (count for count in range(len(parts), 0, -1) if _is_module(".".join(parts[:count])))
+    return next(found)
+
+
+def _is_module(name: str) -> bool:
+    try:
+        importlib.import_module(name)
+    except ImportError:
+        return False
+    return True
+
+
+def resolve(name: str) -> object:
+    """Return what ``name`` is in the installed torch; raise AttributeError if there is none."""
+    parts = name.split(".")
+    count = _num_modules(parts)
+    found: object = importlib.import_module(".".join(parts[:count]))
+    for part in parts[count:]:
+        found = getattr(found, part)
+    return found
