@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+import logging
+import sys
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -12,7 +14,7 @@ if TYPE_CHECKING:
     from lagom.errors import LagomError
     from lagom.memory_plan.needs import MemoryPlan
     from lagom.memory_planner import plan_memory
-    from lagom.result import Result
+    from lagom.result import Result, show
     from lagom.world import rank, world_size
 
 __version__ = "0.1.0"
@@ -26,6 +28,7 @@ __all__ = [
     "experiment",
     "plan_memory",
     "rank",
+    "show",
     "world_size",
 ]
 
@@ -37,8 +40,20 @@ _HOMES = {
     "TorchDistributedConfig": "lagom.config",
     "plan_memory": "lagom.memory_planner",
     "rank": "lagom.world",
+    "show": "lagom.result",
     "world_size": "lagom.world",
 }
+
+
+class _DefaultHandler(logging.Handler):
+    """Write lagom's warnings to standard error, after its name, as long as the program has set up no logging."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if not logging.getLogger().handlers:
+            sys.stderr.write(f"lagom: {self.format(record)}\n")
+
+
+logging.getLogger(__name__).addHandler(_DefaultHandler(logging.WARNING))
 
 
 def __getattr__(name: str) -> Any:

@@ -6,7 +6,7 @@ import hashlib
 import logging
 import numbers
 import pickle
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -18,7 +18,9 @@ _MOST_SHOWN = 3
 _DEEPEST = 100
 
 
-def aggregate(values: Sequence[Any], samples: Sequence[int], remedy: str = "") -> Any:
+def aggregate(
+    values: Sequence[Any], samples: Sequence[int], remedy: str = "", warn: Callable[[str], None] = _log.warning
+) -> Any:
     """Combine the values of all ranks into one.
 
     A value that is equal on all ranks is returned as rank 0 returned it. Otherwise a warning names the differences, and
@@ -29,6 +31,7 @@ def aggregate(values: Sequence[Any], samples: Sequence[int], remedy: str = "") -
 
     Args:
         remedy: text in the warning about the number, and the settings that would give another.
+        warn: is called with the warning.
     """
     if len(values) < 2 or _have_equal_digests(values):
         return values[0]
@@ -40,7 +43,7 @@ def aggregate(values: Sequence[Any], samples: Sequence[int], remedy: str = "") -
         _log.warning("the ranks' values cannot be compared (%s: %s); taking rank 0's", type(error).__name__, error)
         return values[0]
     if merge.differences:
-        _log.warning(_warning(merge.differences, remedy))
+        warn(_warning(merge.differences, remedy))
     return value
 
 
@@ -118,9 +121,7 @@ def _warning(differences: Sequence[_Difference], remedy: str) -> str:
     means = "their mean, weighted by the samples each rank trained on"
     kinds = {one.averaged for one in differences}
     taken = f"of floats {means}, else rank 0's" if len(kinds) > 1 else means if True in kinds else "rank 0's"
-    return (
-        f"the ranks returned different values: {shown}{more}; taking {taken}. {remedy}result.per_rank has all of them"
-    )
+    return f"the ranks returned different values: {shown}{more}; taking {taken}. {remedy}".rstrip()
 
 
 def _are_numbers(values: Sequence[Any]) -> bool:

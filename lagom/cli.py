@@ -1,4 +1,7 @@
-"""The command line: ``lagom run SCRIPT`` runs a script unchanged on every rank; ``lagom doctor`` checks a cluster."""
+"""The command line: ``lagom run`` and ``lagom search`` run an unchanged script; ``lagom doctor`` checks a cluster.
+
+``lagom runs``, ``show`` and ``compare`` read what runs have recorded.
+"""
 
 from __future__ import annotations
 
@@ -7,31 +10,46 @@ import os
 import sys
 import traceback
 import types
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any
 
 from lagom import __version__, experiment
+from lagom.cli_options import (
+    add_place,
+    add_record_options,
+    add_run_options,
+    add_script,
+    add_training_options,
+    training_fields,
+)
 from lagom.config import TorchDistributedConfig
-from lagom.config.torch_distributed import RUN_DIR, Batches, Evaluation, Launcher, Log
-from lagom.errors import LagomError, RankError, RankTraceback, VerificationError
-from lagom.horovodrun import CheckBuild, num_ranks, script_of
+from lagom.config.torch_distributed import Launcher
+from lagom.errors import LagomError, MetricError, RankError, RankTraceback, VerificationError
+from lagom.horovodrun import num_ranks, script_of
 from lagom.program.detect_distributed import is_driver
 from lagom.program.script import Script
+from lagom.records.compare_runs import compare_runs
+from lagom.records.runs import find_run, list_runs
+from lagom.result import show
+from lagom.search.on_rank.script_trial import ScriptTrial
+from lagom.search.script_search import add_search_options, command_line, resumed, search_config
+from lagom.search.trial_files import last_lines
 from lagom.worker.compatible import compatible
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; return the exit status, which is the script's own."""
     args = _parser().parse_args(argv)
+    args.argv = list(sys.argv[1:] if argv is None else argv)
     try:
         return int(args.command(args))
     except VerificationError as error:
         print(f"lagom: {error}", file=sys.stderr)
         return 3
     except (ValueError, LagomError) as error:
-        if isinstance(error.__cause__, RankTraceback):
+        if isinstance(error.__cause__, RankTraceback) and not isinstance(error, MetricError):
             return _failed(error)
         print(f"lagom: {error}", file=sys.stderr)
         return 2
@@ -42,32 +60,24 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(args: argparse.Namespace) -> int:
-    given = ["-m", *args.module, *args.words] if args.module else args.words
-    if not given:
-        raise ValueError("there is nothing to run; want a script, as in: lagom run -n 4 train.py --epochs 2")
-    words, as_horovodrun = script_of(given)
+    words, as_horovodrun = _words(args, "lagom run -n 4 train.py --epochs 2")
     on_spark = args.master not in (None, "local")
     world_size = num_ranks(args.n, args.hosts, on_spark)
     try:
         script = _script(words)
     except SyntaxError as error:
-        print("".join(traceback.format_exception_only(error)), end="", file=sys.stderr)
-        return 1
+        return _bad_syntax(error)
     config = TorchDistributedConfig(
+        **training_fields(args),
         world_size=world_size,
         launcher="spark" if on_spark else "local",
-        batches=args.batches or "whole",
-        evaluation=args.evaluation,
-        zero_lvl=args.zero,
-        mixed_precision=args.mixed_precision or False,
-        micro_batches=args.micro_batches,
         verify=args.verify,
-        seed=args.seed,
         log=args.log or ("all" if as_horovodrun or args.hosts else "rank0"),
         timeline=args.timeline_file or os.environ.get("HOROVOD_TIMELINE") or args.timeline,
-        run_dir=args.run_dir or None,
-        stall_timeout_s=args.stall_timeout,
         timeout_s=args.timeout,
+        max_failures=args.max_failures,
+        min_world_size=args.min_world_size,
+        sleeping_twins=args.sleeping_twins,
         name=script.__name__,
     )
     if config.launcher == "spark":
@@ -77,6 +87,53 @@ def _run(args: argparse.Namespace) -> int:
         return _drive(script, config if args.master else replace(config, launcher="auto"), named)
     experiment.lagom(script, config)
     return 0
+
+
+def _search(args: argparse.Namespace) -> int:
+    if args.resume and not (args.space or args.words or args.module):
+        folder = Path(args.resume).expanduser().absolute()
+        args.argv, cwd = resumed(folder)
+        os.chdir(cwd)
+        sys.argv[1:] = args.argv  # which the records keep
+        args = _parser().parse_args(args.argv, args)
+    words, _ = _words(args, "lagom search --space lr=log:1e-5:1e-1 --metric loss --trials 20 train.py --epochs 2")
+    on_spark = args.master not in (None, "local")
+    config = search_config(args, {**training_fields(args), "launcher": "spark" if on_spark else "local"})
+    try:
+        script = _script(words)
+    except SyntaxError as error:
+        return _bad_syntax(error)
+    if is_driver(script):
+        raise ValueError(
+            f"{words[0]} starts ranks by itself, so it is no trial; have it call lagom() with a HyperparameterOptConfig"
+        )
+    if on_spark:
+        _session(args.master, args.slots and args.slots * config.ranks_per_trial)
+    result = experiment.lagom(ScriptTrial.of(script, args.metric), replace(config, name=script.__name__))
+    print(result)
+    if any(trial["state"] == "complete" for trial in result.trials):
+        given = args.argv[1 : len(args.argv) - len(args.words) - len(args.module or ()) - bool(args.module)]
+        print(f"\nThe best again:\n  {command_line(given, words, result.best_trial['params'])}")
+    elif not result.interrupted:
+        last: Mapping[str, Any] = (
+            result.trials[-1] if result.trials else {"error": "none began in --timeout-s", "folder": Path()}
+        )
+        print(f"lagom: no trial ran to its end: {last['error']}\n{last_lines(last['folder'])}", end="", file=sys.stderr)
+        return 1
+    return 130 if result.interrupted else 0
+
+
+def _words(args: argparse.Namespace, example: str) -> tuple[list[str], bool]:
+    """Return the script, or -m and a module, with its arguments, and whether they followed the word ``python``."""
+    given = ["-m", *args.module, *args.words] if args.module else args.words
+    if not given:
+        raise ValueError(f"there is nothing to run; want a script, as in: {example}")
+    return script_of(given)
+
+
+def _bad_syntax(error: SyntaxError) -> int:
+    print("".join(traceback.format_exception_only(error)), end="", file=sys.stderr)
+    return 1
 
 
 def _script(words: Sequence[str]) -> Script:
@@ -129,9 +186,27 @@ def _doctor(args: argparse.Namespace) -> int:
     return int(any(one.level == "fail" for one in found))
 
 
+def _runs(args: argparse.Namespace) -> int:
+    print(list_runs(args.folder or TorchDistributedConfig().run_dir, args.num))
+    return 0
+
+
+def _show(args: argparse.Namespace) -> int:
+    print(show(args.run))
+    return 0
+
+
+def _compare(args: argparse.Namespace) -> int:
+    place = TorchDistributedConfig().run_dir
+    print(compare_runs(find_run(args.first, place), find_run(args.second, place)))
+    return 0
+
+
 def _failed(error: BaseException) -> int:
     """Print a failure as python would have printed the script's own; return the exit status."""
     cause = error.__cause__
+    for note in getattr(error, "__notes__", ()):
+        print(note, file=sys.stderr)
     if isinstance(error, RankError) and error.exit_status is not None:
         if isinstance(error.exit_status, int):
             return error.exit_status
@@ -153,15 +228,6 @@ def _session(master: str, slots: int | None) -> Any:
     return start_session(f"local[{slots or '*'}]" if master == "spark" else master)
 
 
-def _micro_batches(text: str) -> int | Literal["auto"]:
-    if text == "auto":
-        return "auto"
-    try:
-        return int(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is neither a number nor 'auto'") from None
-
-
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="lagom", description="Ordinary PyTorch programs on many ranks, unchanged.")
     parser.add_argument("--version", action="version", version=f"lagom {__version__}")
@@ -172,82 +238,47 @@ def _parser() -> argparse.ArgumentParser:
         description="Run a script, a module or a notebook on every rank.",
         usage="lagom run [OPTION ...] SCRIPT [ARGUMENT ...], or: lagom run [OPTION ...] -m MODULE [ARGUMENT ...]",
     )
-    _add_run_options(run)
+    run.set_defaults(command=_run)
+    add_run_options(run)
+    add_script(run)
+    search = commands.add_parser(
+        "search",
+        help="search for the best options of a script",
+        description="Run a script many times, each time with other values of some of its options; find the best.",
+        usage="lagom search [OPTION ...] --space NAME=VALUES ... --metric NAME SCRIPT [ARGUMENT ...]",
+        allow_abbrev=False,
+    )
+    search.set_defaults(command=_search)
+    add_search_options(search)
+    add_place(search, "number of ranks of each trial; 1 if not given")
+    add_training_options(search)
+    add_record_options(search, "whose output is shown as it comes: rank0 shows no trial's, all every line of each")
+    add_script(search)
     text = "Look around on every rank: versions, GPUs, memory, exchanges, addresses; say what is wrong and what to do."
     doctor = commands.add_parser("doctor", help="say whether runs can be expected to work", description=text)
     doctor.set_defaults(command=_doctor)
-    _add_place(doctor)
+    add_place(doctor, "number of ranks; one per core or slot if not given")
     doctor.add_argument("--json", action="store_true", help="for machines")
+    _add_record_commands(commands)
     return parser
 
 
-def _add_run_options(run: argparse.ArgumentParser) -> None:
-    _add_place(run)
-    run.add_argument("-H", "--hosts", metavar="HOST:SLOTS", help="as horovodrun's, of this machine: localhost:4")
-    run.add_argument("-cb", "--check-build", action=CheckBuild, nargs=0, help="say what programs of Horovod's find")
-    run.add_argument("--zero", type=int, default=0, metavar="LEVEL", help="what is sharded: 0 nothing (the default)")
-    run.add_argument("--mixed-precision", choices=("bf16", "fp16"), help="what forwards compute in")
-    run.add_argument(
-        "--micro-batches",
-        type=_micro_batches,
-        metavar="N",
-        help="parts of a batch that a forward runs in, or 'auto': after one that ran out of memory",
+def _add_record_commands(commands: Any) -> None:
+    runs = commands.add_parser("runs", help="list the runs that are kept", description="List runs, the newest last.")
+    runs.set_defaults(command=_runs)
+    runs.add_argument("folder", nargs="?", metavar="FOLDER", help="a run_dir; if not given, the default one")
+    runs.add_argument("-n", "--num", type=int, default=20, metavar="N", help="how many; %(default)s, if not given")
+    named = "its folder, or a part of its name that no other run has"
+    one = commands.add_parser(
+        "show", help="make the report of a run", description="Write the report of a run, and open it."
     )
-    run.add_argument("--batches", choices=get_args(Batches), help="what a rank sees of a batch: whole, if not given")
-    run.add_argument(
-        "--evaluation", choices=get_args(Evaluation), default="gathered", help="how test sets are run through"
-    )
-    run.add_argument(
-        "--verify",
-        action="store_true",
-        help="rehearse the first steps in one process and on the ranks; exit with status 3 where they do not agree",
-    )
-    run.add_argument("--seed", type=int, help="start of the random generators; a new Python's if not given")
-    _add_seeing_options(run)
-    run.set_defaults(command=_run)
-    run.add_argument("-m", dest="module", nargs=argparse.REMAINDER, metavar="MODULE", help="a module, as python -m")
-    run.add_argument(
-        "words",
-        nargs=argparse.REMAINDER,
-        metavar="SCRIPT",
-        help='path of a script or notebook; or "python", and then the path; what follows is the script\'s own',
-    )
-
-
-def _add_seeing_options(run: argparse.ArgumentParser) -> None:
-    run.add_argument(
-        "--log",
-        choices=get_args(Log),
-        help='whose output is shown as it comes; rank0, or all after "python" or with -H',
-    )
-    run.add_argument(
-        "--run-dir",
-        default=os.environ.get("LAGOM_RUN_DIR", RUN_DIR),
-        help="where each run gets a folder of records, %(default)s if not given; '' keeps nothing",
-    )
-    run.add_argument("--timeline", action="store_true", help="keep a trace of what all ranks do, in the run's folder")
-    run.add_argument("--timeline-file", "--timeline-filename", metavar="FILE", help="write that trace here, too")
-    run.add_argument(
-        "--stall-timeout", type=float, default=60.0, metavar="S", help="name ranks that get nowhere so long"
-    )
-    run.add_argument("--timeout", type=float, metavar="S", help="end the run when a rank gets nowhere so long")
-
-
-def _add_place(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "-n",
-        "-np",
-        "--num-proc",
-        dest="n",
-        type=int,
-        metavar="N",
-        help="number of ranks; one per core or slot if not given",
-    )
-    parser.add_argument(
-        "--master",
-        help="where: local (processes of this machine; the default), spark (Spark on this machine), "
-        "a Spark master such as spark://host:7077, or sc://host for Spark Connect",
-    )
+    one.set_defaults(command=_show)
+    one.add_argument("run", metavar="RUN", help=named)
+    text = "Say what differs between two runs: settings, versions, code, losses, speed, results."
+    two = commands.add_parser("compare", help="say what differs between two runs", description=text)
+    two.set_defaults(command=_compare)
+    two.add_argument("first", metavar="A", help=named)
+    two.add_argument("second", metavar="B", help=named)
 
 
 if __name__ == "__main__":

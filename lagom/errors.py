@@ -48,6 +48,14 @@ class VerificationError(LagomError):
     """A rehearsal on the ranks and one in one process differ; the text compares them. The run itself did not start."""
 
 
+class MetricError(LagomError):
+    """A trial of a search returned no metric."""
+
+
+class AblationError(LagomError):
+    """A component of an ablation study cannot be left out of the program as it is; the text says what to do."""
+
+
 class RankTraceback(Exception):
     """The ``__cause__`` of an exception that a rank raised: prints that rank's own traceback."""
 

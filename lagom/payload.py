@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copyreg
 import ctypes
+import functools
 import importlib
 import io
 import json
@@ -23,21 +25,23 @@ from lagom.unpicklable import DRIVERS_OWN, find_unpicklable, is_sparks
 
 _MAGIC = b"lagom\x005\n"
 _ALIGNMENT = 64
+_Cached = type(functools.lru_cache(print))
 _OUT_OF_BAND = 1 << 16  # bytes; copying a smaller buffer costs less than a piece of its own
 
 
 class Parcel:
     """A pickled value, not yet written: its pickle and buffers, in the order of the file."""
 
-    def __init__(self, value: object, at_home: Mapping[type, str] | None = None, *, compact: bool = False) -> None:
+    def __init__(self, value: object, at_home: Mapping[type, str] | None = None, *, by_reference: bool = False) -> None:
         """Pickle ``value``; pickle the classes ``at_home`` by the reader's ids. See Note [Classes of __main__].
 
-        With ``compact``, a tensor that is a small part of its storage is pickled alone, without sharing memory.
+        With ``by_reference``, classes and functions are pickled by name, and arrays own their memory, as they do when
+        they come from another process through a queue of multiprocessing.
 
         Raises:
             PayloadError: if a part of it cannot be pickled, with that part's name.
         """
-        self._pickled, self._buffers = _pickle(value, at_home or {}, compact)
+        self._pickled, self._buffers = _pickle(value, at_home or {}, by_reference)
         sizes = [len(self._pickled), *(buffer.nbytes for buffer in self._buffers)]
         index = json.dumps(sizes).encode()
         self._head = _MAGIC + struct.pack(">Q", len(index)) + index
@@ -116,7 +120,7 @@ def _padding(size: int) -> int:
     return -size % _ALIGNMENT
 
 
-def _pickle(value: object, at_home: Mapping[type, str], compact: bool) -> tuple[bytes, list[memoryview]]:
+def _pickle(value: object, at_home: Mapping[type, str], by_reference: bool) -> tuple[bytes, list[memoryview]]:
     buffers: list[memoryview] = []
 
     def out_of_band(buffer: pickle.PickleBuffer) -> bool:
@@ -128,7 +132,7 @@ def _pickle(value: object, at_home: Mapping[type, str], compact: bool) -> tuple[
 
     stream = io.BytesIO()
     try:
-        _Pickler(stream, out_of_band, at_home, compact).dump(value)
+        _Pickler(stream, out_of_band, at_home, by_reference).dump(value)
     except Exception as error:
         culprit = find_unpicklable(value, _can_pickle)
         what = culprit or f"a {type(value).__name__}"
@@ -151,6 +155,10 @@ def _remedy(culprit: str) -> str:
     return "; make it where it is used, inside of the function" if culprit.startswith("the variable") else ""
 
 
+def _cached(function: Callable[..., Any], maxsize: int | None, typed: bool) -> Any:
+    return functools.lru_cache(maxsize, typed)(function)
+
+
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
     """cloudpickle with torch's storages pickled out of band; never imports torch."""
 
@@ -159,10 +167,12 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         stream: io.BytesIO,
         out_of_band: Callable[[pickle.PickleBuffer], Any],
         at_home: Mapping[type, str],
-        compact: bool = False,
+        by_reference: bool = False,
     ) -> None:
         super().__init__(stream, protocol=5, buffer_callback=out_of_band)
-        self._compact = compact
+        self._by_reference = by_reference
+        if by_reference:
+            self.dispatch_table = copyreg.dispatch_table
         self._storages: dict[tuple[str, int, int], _Storage] = {}
         self._at_home = at_home
 
@@ -182,9 +192,13 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         if torch is not None and isinstance(value, torch.UntypedStorage):
             # For dtypes without typed storages, such as float8; torch still takes the untyped storage from it.
             return _typed_storage, (self._storage(value), torch.uint8)
-        if self._compact and torch is not None and type(value) is torch.Tensor and (span := _small_span(value, torch)):
-            part = value.detach().as_strided((span,), (1,)).clone().as_strided(value.shape, value.stride())
-            return part.requires_grad_(value.requires_grad).__reduce_ex__(5)
+        if self._by_reference:
+            numpy = sys.modules.get("numpy")
+            return value.__reduce_ex__(4) if numpy is not None and isinstance(value, numpy.ndarray) else NotImplemented
+        if type(value) is _Cached and _tracker._lookup_module_and_qualname(value) is None:
+            # cloudpickle leaves it to pickle, which would look for its name in the reader's __main__.
+            settings = value.cache_parameters()
+            return _cached, (value.__wrapped__, settings["maxsize"], settings["typed"])
         return super().reducer_override(value)
 
     def _storage(self, storage: Any) -> _Storage:
@@ -193,14 +207,6 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         if key not in self._storages or storage.nbytes() == 0:
             self._storages[key] = _Storage(storage)
         return self._storages[key]
-
-
-def _small_span(tensor: Any, torch: Any) -> int:
-    """Return the number of elements from the first to the last of ``tensor`` if its storage is far larger; else 0."""
-    if tensor.layout is not torch.strided or tensor.is_quantized or not tensor.is_leaf or not tensor.numel():
-        return 0
-    span = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return span if tensor.untyped_storage().nbytes() > max(_OUT_OF_BAND, 4 * span * tensor.element_size()) else 0
 
 
 class _Storage:

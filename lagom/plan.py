@@ -61,6 +61,10 @@ class Plan:
     """True if the program is written for torchrun: its ranks then find torchrun's variables."""
     rehearsal: Rehearsal | None = None
     """Set in a rehearsal before the run: shows no output, and keeps no files."""
+    searches: bool = False
+    """True if tasks run one trial of a search after another; all else in the plan is then that of one trial."""
+    reports_pass_losses: bool = False
+    """A trial that logs no metric reports the mean training loss of each pass over a loader."""
 
     @property
     def num_slots(self) -> int:

@@ -6,9 +6,12 @@ import base64
 import html
 import os
 import urllib.parse
-from collections.abc import Iterable, Iterator, Mapping
+import webbrowser
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from lagom.monitor.notebook_table import notebook
 
 if TYPE_CHECKING:
     from lagom.records.upload import Upload
@@ -35,6 +38,33 @@ class Page(type(Path())):  # type: ignore[misc]  # the class of this system's pa
         return f"<a {opened}>{html.escape(str(self))}</a>"
 
 
+def show(run: str | os.PathLike[str] | Result) -> Page:
+    """Write the report of an older run and open it in a browser, or, in a notebook, show it as a link.
+
+    Args:
+        run: the folder of the run, a part of its name in the default folder, or its result.
+
+    Raises:
+        ValueError: if there is no such run, or it has kept no records.
+    """
+    if isinstance(run, Result):
+        page = run.report()
+    else:
+        from lagom.config import TorchDistributedConfig
+        from lagom.records.report import report
+        from lagom.records.run_dir import RESULT
+        from lagom.records.runs import find_run
+
+        folder = find_run(run, TorchDistributedConfig().run_dir)
+        page, ended = Page(folder / "report.html"), folder / RESULT
+        # A search has written a page of its own.
+        if not (page.exists() and ended.exists() and page.stat().st_mtime >= ended.stat().st_mtime):
+            page.write_text(report(folder), encoding="utf-8")
+    if notebook() is None and (os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY")):
+        webbrowser.open(page.absolute().as_uri())
+    return page
+
+
 class Result(Mapping[str, Any]):
     """The outcome of a run, read-only.
 
@@ -52,6 +82,7 @@ class Result(Mapping[str, Any]):
         where: str = "",
         run_dir: Path | None = None,
         upload: Upload | None = None,
+        failures: Sequence[Mapping[str, Any]] = (),
     ) -> None:
         metrics = {key: item for key, item in value.items() if isinstance(key, str)} if isinstance(value, dict) else {}
         self._items = {**metrics, TEST_RESULT: value}
@@ -62,6 +93,7 @@ class Result(Mapping[str, Any]):
         self._where = where
         self._run_dir = run_dir
         self._upload = upload
+        self._failures = tuple(map(dict, failures))
 
     @property
     def value(self) -> Any:
@@ -82,6 +114,14 @@ class Result(Mapping[str, Any]):
     def seconds(self) -> float:
         """Wall-clock seconds from the call to the result."""
         return self._seconds
+
+    @property
+    def failures(self) -> list[dict[str, Any]]:
+        """Losses of ranks after which the run began again, the first one first.
+
+        Each has the keys time, rank, host, cause, resumed_from and seconds_lost.
+        """
+        return [dict(failure) for failure in self._failures]
 
     @property
     def run_dir(self) -> Path | None:
@@ -130,23 +170,23 @@ class Result(Mapping[str, Any]):
         return len(self._items)
 
     def __repr__(self) -> str:
-        metrics = "".join(f"\n  {key}: {_short(value)}" for key, value in self._items.items())
+        metrics = "".join(f"\n  {key}: {short(value)}" for key, value in self._items.items())
         return f"Result of {self._title()}{metrics}"
 
     def _repr_html_(self) -> str:
+        title = f"<div><b>{html.escape(self._title())}</b></div>"
+        return f"<div style='overflow-x:auto'>{title}{_own_html(self._value) or self._table()}{self._records()}</div>"
+
+    def _table(self) -> str:
+        """Return HTML of the metrics, with columns for ranks whose values differ."""
         keys = [key for key in self._items if key != TEST_RESULT or len(self._items) == 1]
-        by_rank = {key: [_short(item) for item in self._by_rank(key)] for key in keys}
+        by_rank = {key: [short(item) for item in self._by_rank(key)] for key in keys}
         # Ranks return the same values as a rule: then they need no columns.
         num_ranks = 0 if all(len(set(texts)) < 2 for texts in by_rank.values()) else min(self.world_size, _SHOWN_RANKS)
         head = ["", "result", *(f"rank {rank}" for rank in range(num_ranks))]
         head += ["…"] * (0 < num_ranks < self.world_size)
-        rows = ([key, _short(self._items[key]), *by_rank[key][:num_ranks]] for key in keys)
-        body = "".join(f"<tr>{_cells('th', row[:1])}{_cells('td', row[1:])}</tr>" for row in rows)
-        return (
-            f"<div style='overflow-x:auto'><div><b>{html.escape(self._title())}</b></div>"
-            f"<table style='{_TABLE}'><thead><tr>{_cells('th', head)}</tr></thead><tbody>{body}</tbody></table>"
-            f"{self._records()}</div>"
-        )
+        rows = ([key, short(self._items[key]), *by_rank[key][:num_ranks]] for key in keys)
+        return html_table(head, rows)
 
     def _records(self) -> str:
         """Return HTML of the run's charts and records, shown below its result."""
@@ -170,21 +210,38 @@ class Result(Mapping[str, Any]):
     def _title(self) -> str:
         ranks = "1 rank" if self.world_size == 1 else f"{self.world_size} ranks"
         where = f" on {self._where}" if self._where else ""
-        return f"{self._name or 'a run'}: {ranks}{where}, {_lasted(self._seconds)}"
+        return f"{self._name or 'a run'}: {ranks}{where}, {lasted(self._seconds)}"
+
+
+def _own_html(value: Any) -> str:
+    """Return the HTML by which ``value`` shows itself in a notebook, as a DataFrame does, or ""."""
+    show_html = getattr(value, "_repr_html_", None)
+    try:
+        return (show_html() or "") if callable(show_html) and not isinstance(value, type) else ""
+    except Exception:  # a class of the program's may do anything there
+        return ""
+
+
+def html_table(head: Iterable[str], rows: Iterable[Sequence[str]]) -> str:
+    """Return a table as HTML, in which the first cell of each row is its heading."""
+    body = "".join(f"<tr>{_cells('th', row[:1])}{_cells('td', row[1:])}</tr>" for row in rows)
+    return f"<table style='{_TABLE}'><thead><tr>{_cells('th', head)}</tr></thead><tbody>{body}</tbody></table>"
 
 
 def _cells(tag: str, texts: Iterable[str]) -> str:
     return "".join(f"<{tag} style='{_CELL}'>{html.escape(text)}</{tag}>" for text in texts)
 
 
-def _lasted(seconds: float) -> str:
+def lasted(seconds: float) -> str:
+    """Return a duration as text, such as "2 min 5 s"."""
     if seconds < 60:
         return f"{seconds:.2f} s"
     minutes, rest = divmod(round(seconds), 60)
     return f"{minutes // 60} h {minutes % 60} min" if minutes >= 60 else f"{minutes} min {rest} s"
 
 
-def _short(value: Any, limit: int = 60) -> str:
+def short(value: Any, limit: int = 60) -> str:
+    """Return ``value`` as text of at most ``limit`` characters on one line."""
     if isinstance(value, float):
         return f"{value:.6g}"
     try:

@@ -18,8 +18,10 @@ from typing import Any
 
 import numpy
 import torch
+import torch.distributed.nn  # torch 2.6 puts a folder on sys.path when this is first imported
 
-import lagom.data.parquet.dataset  # noqa: F401  # a Dataset with an initializer: where a test imports it first, it would be left
+import lagom.data.parquet.dataset  # a Dataset with an initializer: a test that imports it first would leave it
+import lagom.search.on_rank.changed_samples  # noqa: F401  # likewise
 
 with contextlib.suppress(ImportError):
     import cv2  # noqa: F401  # sets LD_LIBRARY_PATH when it is first imported; not needed by tests

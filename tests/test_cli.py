@@ -154,7 +154,7 @@ def test_sys_exit_is_the_scripts_exit_status(folder: Path, code: str, status: in
 
 def test_a_rank_that_is_killed_is_named(folder: Path, lagom_run: LagomRun) -> None:
     (folder / "program.py").write_text("import os, lagom\nprint('hello')\nlagom.rank() or os.kill(os.getpid(), 9)\n")
-    status, _, error = lagom_run("program.py")
+    status, _, error = lagom_run("--max-failures", "0", "program.py")
     assert status == 1
     assert "lagom: rank 0 was killed by SIGKILL" in error
     assert "hello" in error  # its last words

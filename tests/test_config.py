@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pandas  # type: ignore[import-untyped]
 import pytest
 import torch
 
@@ -58,6 +59,8 @@ class Net:
         ({"dataset": [1]}, "list of 1", "[train_set, test_set]"),
         ({"dataset": (1, 2, 3)}, "tuple of 3", "[train_set, test_set]"),
         ({"dataset": {1, 2}}, "set", "[train_set, test_set]"),
+        ({"dataset": pandas.DataFrame({"x": [1.0]})}, "a DataFrame", "or train_set= for one data set alone"),
+        ({"module": {"weight": "x" * 10_000}}, "module is {'weight': 'xxx", "xxx...xxx"),
         ({"dataset": [1, 2], "train_set": 1}, "dataset", "one or the other"),
         ({"dataset": [1, 2], "test_set": 1}, "dataset", "one or the other"),
         ({"world_size": 0}, "0", "at least 1"),
@@ -81,6 +84,11 @@ class Net:
         ({"deepspeed_config": {}}, "deepspeed_config", "backend='deepspeed'"),
         ({"deepspeed_config": 3, "backend": "deepspeed"}, "3", "dict"),
         ({"timeline": "/nowhere/at/all.json", "run_dir": "runs"}, "'/nowhere/at/all.json'", "no folder /nowhere/at"),
+        ({"max_failures": -1}, "-1", "at least 0"),
+        ({"max_failures": None}, "None", "how often"),
+        ({"sleeping_twins": 1}, "1", "True or False"),
+        ({"min_world_size": 0}, "0", "at least 1"),
+        ({"min_world_size": 3, "world_size": 2}, "3", "at most world_size, 2"),
         ({"name": 3}, "3", "str"),
         ({"description": None}, "None", "str"),
     ],
@@ -110,6 +118,7 @@ def test_a_wrong_value_is_refused_saying_what_was_found_and_what_is_wanted(
         {"seed": None},
         {"seed": 2**32 - 1},
         {"hb_interval": 5},
+        {"max_failures": 0, "min_world_size": 2, "world_size": 2},
         {"mixed_precision": True},
         {"mixed_precision": "fp16", "zero_lvl": 3},
         {"backend": "deepspeed", "deepspeed_config": {"steps_per_print": 1}},

@@ -18,8 +18,10 @@ from examples import mnist_data
 ROOT = Path(__file__).parent.parent
 EXAMPLES = ROOT / "examples"
 TINY = {
+    "demo": ["--epochs", "6", "--images", "2048", "--threads", "1"],
     "parquet": ["--epochs", "1", "--points", "500"],
     "petastorm": ["--epochs", "1", "--images", "200"],
+    "search": ["--trials", "4", "--epochs", "2", "--points", "500"],
     "scalar_field": ["--epochs", "1", "--points", "500"],
     "zero": ["--epochs", "1", "--points", "300"],
 }
@@ -30,6 +32,15 @@ WITH_SPARK = ("petastorm",)
 
 def test_every_example_is_run_here() -> None:
     assert sorted(path.stem for path in EXAMPLES.glob("[!_]*.py")) == sorted([*TINY, "mnist_data"])
+
+
+def test_the_demonstration_draws_each_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "new" / "demo.svg"
+    importlib.import_module("examples.demo").main([*TINY["demo"], "--launcher", "inline", "--picture", str(path)])
+    drawn = path.read_text()
+    assert str(path) in capsys.readouterr().out
+    assert all(drawn.count(f">{name}</text>") == 2 for name in ("1 thread", "1 rank"))
+    assert drawn.count("<polyline") == 4
 
 
 def test_made_images_are_files_in_mnists_format_and_can_be_told_apart(tmp_path: Path) -> None:
@@ -88,7 +99,7 @@ def test_example_runs_on_spark_from_an_environment_that_is_not_activated(name: s
     env |= {"PYTHONPATH": str(ROOT), "PATH": f"{path}{os.pathsep}{env['PATH']}"}
     done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    assert "world size 2" in done.stdout
+    assert any(words in done.stdout for words in ("world size 2", "best of 4 trials", "lagom, 2 ranks"))
     CHECKS[name](done.stdout)
     assert os.listdir(folder) == []
 
@@ -107,4 +118,19 @@ def _levels_save_and_agree(output: str) -> None:
         assert all(max(more) < 0.9 * min(less) for less, more in pairwise(held))
 
 
-CHECKS = dict.fromkeys(TINY, _lagom_learns_as_plainly) | {"zero": _levels_save_and_agree}
+def _the_demonstration_is_true(output: str) -> None:
+    rows = {name: line.split() for line in output.splitlines() for name in _ROWS if line.startswith(name)}
+    losses = [float(loss) for loss in rows["loss of the last step"][5:]]
+    assert losses == pytest.approx([losses[0]] * len(losses), rel=1e-4)
+    assert max(map(float, rows["weights differ at most by"][5:])) < 1e-4
+    assert all(float(seconds) > 0 for seconds in rows["an epoch, once warm"][4::2])
+    if "one killed" in output:
+        assert "Rank 1 was killed: the run went on from digits.pt" in output
+    assert output.count("  epoch 1: ") == len(losses)
+
+
+_ROWS = ("loss of the last step", "weights differ at most by", "an epoch, once warm")
+CHECKS = dict.fromkeys(TINY, _lagom_learns_as_plainly) | {
+    "demo": _the_demonstration_is_true,
+    "zero": _levels_save_and_agree,
+}

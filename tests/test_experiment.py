@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
+import logging
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -38,7 +39,7 @@ class Ranks:
     def where(self) -> str:
         return "nowhere"
 
-    def run(self, plan: Plan, call: Call, records: Any = None) -> list[Outcome]:
+    def run(self, plan: Plan, call: Call, records: Any = None, history: Any = None) -> list[Outcome]:
         self.calls.append((plan, call))
         return self.outcomes
 
@@ -69,11 +70,12 @@ def train(hparams: Any) -> Any:
     """Is never run here."""
 
 
-def test_what_the_ranks_returned_is_aggregated(launcher: Ranks) -> None:
+def test_what_the_ranks_returned_is_aggregated(launcher: Ranks, caplog: pytest.LogCaptureFixture) -> None:
     launcher.outcomes = [returned(0, 1.0, 30), returned(1, 4.0, 10)]
     result = experiment.lagom(train, TorchDistributedConfig())
     assert result["test result"] == pytest.approx(1.75)
     assert result.per_rank == (1.0, 4.0)
+    assert caplog.messages[0].endswith("result.per_rank has all of them")
     assert result.seconds > 0
     assert "train: 2 ranks on nowhere" in repr(result)
 
@@ -86,7 +88,7 @@ def test_what_is_no_config_is_refused(config: Any) -> None:
 
 def test_swapped_arguments_are_refused() -> None:
     with pytest.raises(ValueError, match="TorchDistributedConfig"):
-        experiment.lagom(TorchDistributedConfig(), train)  # type: ignore[arg-type]
+        experiment.lagom(TorchDistributedConfig(), train)  # type: ignore[call-overload]
 
 
 def test_a_parameter_that_nothing_provides_is_refused_before_anything_starts(launcher: Ranks) -> None:
@@ -184,3 +186,16 @@ def test_a_misspelt_hparam_is_told_and_a_maker_of_data_with_arguments_refused(ca
         experiment.lagom(train, config)
     experiment.lagom(train, dataclasses.replace(config, train_set=None))
     assert "nothing reads hparams['learnign_rate']; did you mean 'learning_rate'?" in caplog.text
+
+
+def test_a_warning_has_lagoms_name_before_it_unless_the_program_has_set_up_logging(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    log = logging.getLogger("lagom")
+    monkeypatch.setattr(logging.getLogger(), "handlers", [])
+    log.warning("ranks %s", "differ")
+    log.info("not shown")
+    assert capsys.readouterr().err == "lagom: ranks differ\n"
+    monkeypatch.setattr(logging.getLogger(), "handlers", [logging.NullHandler()])
+    log.warning("ranks differ")
+    assert capsys.readouterr().err == ""

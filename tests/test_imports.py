@@ -29,30 +29,38 @@ ROOMS = {
     "payload": "errors unpicklable cloudpickle torch numpy",
     "unpicklable": "",
     "program": "config errors cloudpickle",
-    "wire": "errors plan cryptography",
+    "restart": "",
+    "wire": "errors plan restart cryptography",
     "monitor": "wire",
     "records": "errors monitor wire fsspec pyarrow",
     # The driver.
     "aggregate": "contents",
-    "result": "records",
-    "launchers": "call cluster config data.parquet errors host monitor payload plan program records wire worker world "
-    "cloudpickle numpy pyarrow pyspark torch",
+    "result": "config monitor records",
+    "launchers": "call cluster config data.parquet errors host monitor payload plan program records restart wire "
+    "worker world cloudpickle numpy pyarrow pyspark torch",
     "verify": "call config errors launchers plan verify.on_rank",
+    "search": "aggregate call cluster config errors launchers monitor payload plan preparation program random_states "
+    "records result search.on_rank search.pages search.slots wire worker optuna pandas",
+    "search.pages": "records result",
+    "search.slots": "call cluster errors launchers payload plan program search.on_rank wire worker world",
     "memory_planner": "config errors launchers memory_plan plan world zero torch",
-    "experiment": "aggregate call cluster config errors launchers plan program random_states records result verify "
-    "wire worker",
+    "preparation": "cluster config errors launchers plan program random_states records",
+    "experiment": "aggregate call config launchers plan preparation program random_states result search verify worker",
     "doctor": "__init__ call collectives config errors launchers memory_plan plan worker world torch",
     "horovodrun": "__init__ torch",
-    "cli": "__init__ config doctor errors experiment horovodrun launchers program worker",
+    "cli": "__init__ cli_options config doctor errors experiment horovodrun launchers program records result search "
+    "search.on_rank worker",
+    "cli_options": "config horovodrun",
     "__main__": "cli",
     "__init__": "config data errors experiment memory_plan memory_planner result world",
     # The processes of a host, and the rank.
-    "host": "errors files monitor patching plan wire worker pyarrow pyspark torch",
+    "host": "errors files monitor patching plan random_states restart wire worker pyarrow pyspark torch",
     "worker": "call collectives config errors files memory_plan monitor patching payload plan program "
-    "random_states run_state session verify.on_rank wire world zero numpy torch",
+    "random_states restart run_state search.on_rank session verify.on_rank wire world zero numpy torch IPython",
     # What a rank does with the program, from the top down.
     "session": "collectives collectives.torch_backend deepspeed distributed files forward gradients "
-    "gradients.reduction loaders optimizers row_split run_state timing tracking torch",
+    "gradients.reduction loaders optimizers restart row_split run_state timing torch_versions tracking torch",
+    "torch_versions": "",
     "deepspeed": "errors forward gradients optimizers patching run_state zero deepspeed torch",
     "forward": "collectives errors micro_batches monitor patching row_split run_state zero torch",
     "timing": "collectives.torch_backend monitor patching torch",
@@ -64,14 +72,18 @@ ROOMS = {
     "gradients.reduction": "collectives errors run_state torch",
     "micro_batches": "errors patching random_states row_split run_state torch",
     "row_split": "collectives errors patching random_states run_state numpy torch",
+    "search.on_rank": "call config data.parquet errors patching program random_states run_state world numpy torch",
     "verify.on_rank": "contents loaders patching random_states row_split run_state torch",
-    "loaders": "collectives data.parquet errors files monitor patching payload row_split run_state world numpy torch",
-    "distributed": "collectives collectives.torch_backend errors files patching program torch",
-    "tracking": "collectives errors files patching",
-    "files": "collectives errors patching run_state numpy torch",
+    "loaders": "collectives data.parquet errors files loaders.sharing monitor patching payload row_split run_state "
+    "world numpy torch",
+    "loaders.sharing": "collectives errors files patching payload run_state world numpy torch",
+    "distributed": "collectives collectives.torch_backend errors files patching program restart torch",
+    "tracking": "collectives errors files patching restart",
+    "files": "collectives errors patching restart run_state numpy torch",
     "run_state": "errors patching random_states numpy torch",
     "patching": "",
-    "collectives": "errors monitor numpy torch",
+    "collectives": "collectives.sockets errors monitor numpy torch",
+    "collectives.sockets": "",
     "collectives.torch_backend": "collectives monitor torch",
     # Tables.
     "data": "data.parquet",
@@ -83,12 +95,23 @@ ROOMS = {
     "compat": "",
     "compat.horovod": "__init__ collectives compat config errors experiment gradients.reduction forward monitor world "
     "cloudpickle numpy pyspark torch",
-    "compat.maggy": "__init__ compat config experiment launchers result torch",
+    "compat.maggy": "__init__ compat config experiment launchers result search torch",
     "compat.petastorm": "__init__ fsspec numpy packaging pyarrow torch",
 }
 """Of each package, and each module beside the packages: what it may import beyond itself and the standard library."""
 
-OPTIONAL = {"cloudpickle", "cryptography", "cv2", "deepspeed", "deltalake", "fsspec", "packaging", "pandas", "PIL"} | {
+OPTIONAL = {
+    "cloudpickle",
+    "cryptography",
+    "cv2",
+    "deepspeed",
+    "deltalake",
+    "fsspec",
+    "optuna",
+    "packaging",
+    "pandas",
+    "PIL",
+} | {
     "pyarrow",
     "pyspark",
 }

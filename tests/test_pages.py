@@ -19,7 +19,7 @@ import lagom
 from lagom import experiment
 from lagom.cluster import Cluster
 from lagom.compat import maggy
-from lagom.config import TorchDistributedConfig
+from lagom.config import HyperparameterOptConfig, Searchspace, TorchDistributedConfig
 from lagom.plan import plan
 from tests.test_features import faults
 
@@ -44,7 +44,7 @@ def on(world_size: int, train: Callable[..., Any], **fields: Any) -> Any:
     )
 
 
-@pytest.mark.parametrize("page", ["maggy", "torch_distributor"])
+@pytest.mark.parametrize("page", ["ablation", "clusters", "files", "index", "maggy", "torch_distributor", "torchrun"])
 def test_programs_of_a_page_run(page: str, monkeypatch: pytest.MonkeyPatch) -> None:
     text = (ROOT / "docs" / f"{page}.md").read_text()
     program = types.ModuleType("__main__")
@@ -96,11 +96,26 @@ def _reporter_and_folder() -> None:
 def _unserved(*names: str) -> Check:
     def check() -> None:
         for name in names:
-            module = "maggy" if name == "Searchspace" else "maggy.config"
             with pytest.raises(NotImplementedError, match=f"{name} is not served"):
-                getattr(importlib.import_module(module), name)()
+                getattr(importlib.import_module("maggy.config"), name)()
 
     return check
+
+
+def _search(train: Callable[..., Any], **fields: Any) -> Any:
+    space = Searchspace(x=("DISCRETE", [1, 2]))
+    config = HyperparameterOptConfig(searchspace=space, optimizer="grid", launcher="local", run_dir=None, **fields)
+    return experiment.lagom(train, config)
+
+
+def _ranks_of_a_trial() -> None:
+    assert _search(lambda x: x * lagom.world_size(), ranks_per_trial=2)["metric_list"] in ([2, 4], [4, 2])
+
+
+def _failed_trial() -> None:
+    result = _search(lambda x: 1 / (x - 1), num_slots=1)
+    assert sorted(trial["error"] for trial in result.trials) == ["", "ZeroDivisionError: division by zero"]
+    assert (result.best_config, result.best_value) == ({"x": 2}, 1)
 
 
 def _callbacks() -> None:
@@ -226,10 +241,34 @@ CHECKS: dict[str, dict[str, Check | str]] = {
         "`maggy.tensorboard.logdir()`": _reporter_and_folder,
         "`lagom(train)` without a config": _maggys_names,
         "`TfDistributedConfig`": _unserved("TfDistributedConfig"),
-        "`HyperparameterOptConfig`, `Searchspace`": _unserved("HyperparameterOptConfig", "Searchspace"),
-        "`AblationConfig`": _unserved("AblationConfig"),
+        "`HyperparameterOptConfig`, `OptimizationConfig`": (
+            "tests/compat/test_maggy_search.py::test_a_search_in_the_earlier_spelling_by_position"
+        ),
+        "`Searchspace`": "tests/compat/test_maggy_search.py::test_a_search_in_the_later_spelling",
+        "`experiment.lagom(train, searchspace=..., optimizer=...)`": (
+            "tests/compat/test_maggy_search.py::test_the_arguments_of_releases_before_1_0"
+        ),
+        '`es_policy="median"`': "tests/search/test_study.py::test_with_one_slot_the_trials_are_those_of_optimize",
+        "`maggy.optimizer`, `maggy.earlystop`, `maggy.pruner`": (
+            "tests/compat/test_maggy_search.py::test_algorithms_of_ones_own_are_named_as_optunas"
+        ),
+        "`AblationConfig`, `AblationStudy`": (
+            "tests/compat/test_maggy_ablation.py::test_the_later_spelling_by_position_with_model_and_dataset"
+        ),
+        "`dataset_function`, `model_function`": (
+            "tests/compat/test_maggy_ablation.py::test_a_notebooks_study_runs_with_the_import_line_alone"
+        ),
+        '`experiment.lagom(train, experiment_type="ablation", ...)`': (
+            "tests/compat/test_maggy_ablation.py::test_the_arguments_of_releases_before_1_0"
+        ),
+        "`maggy.ablation.ablator`": "tests/compat/test_maggy.py::test_modules_that_are_not_served_say_so",
         "`maggy.callbacks`": _callbacks,
         "GPUs only": _precision,
+        "a search runs one rank for each trial": _ranks_of_a_trial,
+        "an ablation study has one trial a variant": (
+            "tests/search/test_ablate.py::test_variants_are_those_made_by_hand_bit_for_bit"
+        ),
+        "a failed trial ends the search": _failed_trial,
         "loaders are always shuffled, and in one order for all epochs": _epochs,
         "`num_workers`, samplers and `batch_sampler` are dropped": _epochs,
         "the end of a test set is padded, and ranks count alike": _evaluation_and_results,

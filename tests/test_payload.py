@@ -416,3 +416,24 @@ def test_a_function_that_sets_how_cudnn_works_can_travel() -> None:
         assert function()
     finally:
         torch.backends.cudnn.benchmark = before
+
+
+def test_a_cached_function_of_main_travels_with_what_it_calls() -> None:
+    text = """
+import functools
+
+@functools.lru_cache(maxsize=7)
+def factorial(n):
+    return 1 if n < 2 else n * factorial(n - 1)
+
+def train():
+    return factorial(5), factorial.cache_parameters()["maxsize"], factorial.cache_info().hits, factorial(5)
+"""
+    scope: dict[str, Any] = {"__name__": "__main__"}
+    exec(text, scope)
+    function = unpack(bytearray(Parcel(scope["train"]).tobytes()))
+    assert function() == (120, 7, 0, 120)
+    cached = function.__globals__["factorial"]
+    assert cached.__wrapped__.__globals__["factorial"] is cached
+    assert cached.cache_info().hits == 1
+    assert unpack(bytearray(Parcel(functools.cache).tobytes())) is functools.cache

@@ -22,7 +22,7 @@ OF_OTHERS = {
     "_native",
     "_pid",
 }
-OF_OTHERS |= {"_repr_html_", "_timeout", "_Unpickler", "_world"}
+OF_OTHERS |= {"_repr_html_", "_timeout", "_Unpickler", "_workers", "_world"}
 """Names of Python's, torch's and Jupyter's, and of the compiled part, that lagom has too."""
 _PRIVATE = re.compile(r"_(?!_)\w+")
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas  # type: ignore[import-untyped]
 import pytest
 import torch
 
@@ -112,6 +113,17 @@ def test_html_escapes_what_the_program_returned() -> None:
     tags.feed(page)
     assert set(tags.seen) <= {"div", "table", "b", "thead", "tbody", "tr", "th", "td"}
     assert tags.open == []
+
+
+def test_what_shows_itself_in_a_notebook_does_so_in_the_result() -> None:
+    frame = pandas.DataFrame({"name": ["a", "b"], "loss": [0.5, 0.25]})
+    assert result(frame)._repr_html_().count("<td>") == 4
+
+    class Shy:
+        def _repr_html_(self) -> str:
+            raise RuntimeError("no")
+
+    assert "<th" in result(Shy())._repr_html_()
 
 
 def test_html_shows_each_rank_of_each_metric() -> None:

@@ -23,6 +23,7 @@ from lagom.errors import LagomError
 from lagom.files import share_disk
 from lagom.patching.importers import Importers
 from lagom.patching.replace import replaced
+from lagom.restart.stand_in import rank_pid
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -78,14 +79,14 @@ class _Joining:
         self._session = session
         self._original = original
         self._signature = inspect.signature(original)
-        self._pid = os.getpid()
+        self._pid = rank_pid()
         self._num = 0
         self._stack = stack
 
     def patched(self) -> Callable[..., None]:
         @functools.wraps(self._original)
         def init_process_group(*args: Any, **kwargs: Any) -> None:
-            if self.over or os.getpid() != self._pid or dist.is_initialized() or _is_fake(args, kwargs):
+            if self.over or rank_pid() != self._pid or dist.is_initialized() or _is_fake(args, kwargs):
                 self._original(*args, **kwargs)
                 return
             if self._session.world_size == 1:
@@ -114,7 +115,7 @@ class _Joining:
         rest = {key: value for key, value in asked.items() if key not in ("init_method", "store", "rank", "world_size")}
         backend = asked.get("backend")
         if BACKEND in str(backend or "").lower():
-            register(session.key)
+            register(session.key, "" if session.group is None else session.group.ip)
         elif backend is None and session.device.type == "cpu":
             self._share_memory()
         self._original(**rest, store=prefixed, rank=session.rank, world_size=session.world_size)
@@ -122,9 +123,9 @@ class _Joining:
 
     def _share_memory(self) -> None:
         """Let groups without a named backend exchange CPU tensors through shared memory, if any, to the run's end."""
-        if self._session.group is None or not self._session.group.has_memory:
+        if self._session.group is None or not self._session.group.sums_itself:
             return
-        register(self._session.key)
+        register(self._session.key, self._session.group.ip)
         defaults = dist.Backend.default_device_backend_map
         if defaults["cpu"] != BACKEND:
             ours = {**defaults, "cpu": BACKEND}

@@ -30,7 +30,7 @@ def examine(reporter: Any, address: tuple[str, int] | None) -> dict[str, Any]:
     """
     import torch
 
-    from lagom.collectives.native import native
+    from lagom.collectives.native import reason_without_native
     from lagom.memory_plan.available import available_memory
     from lagom.worker.network_interfaces import interface_of
 
@@ -49,7 +49,7 @@ def examine(reporter: Any, address: tuple[str, int] | None) -> dict[str, Any]:
         "gpu": _gpu(torch) if cuda else None,
         "nvidia": shutil.which("nvidia-smi") is not None,
         "cuda_build": torch.version.cuda,
-        "compiled": native() is not None,
+        "no_compiled_part": reason_without_native(),
         "compiler": shutil.which("g++") or shutil.which("clang++") or shutil.which("c++"),
         "shared": _free("/dev/shm"),
         "scratch": _free(tempfile.gettempdir()),

@@ -174,10 +174,11 @@ def _scratch(facts: Facts) -> Finding:
 
 
 def _compiled(facts: Facts) -> Finding:
-    without = sorted({one["host"] for one in facts if not one["compiled"]})
+    without = {one["host"]: one["no_compiled_part"] for one in facts if one["no_compiled_part"]}
     if without:
-        found = f"not on {', '.join(without[:4])}"
-        return Finding("warn", "compiled part", found, "install lagom where there is a C++ compiler; all works without")
+        found = f"not on {', '.join(sorted(without)[:4])}: {next(iter(without.values()))}"
+        remedy = "install a wheel for this Python, or lagom where there is a C++ compiler; all works without"
+        return Finding("warn", "compiled part", found, remedy)
     return Finding("pass", "compiled part", "there on every rank")
 
 

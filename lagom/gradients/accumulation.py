@@ -206,7 +206,7 @@ class Accumulation:
         callback_handler.register_start_callback(self._stop_at_compilation)
         self._patches.callback(callback_handler.remove_start_callback, self._stop_at_compilation)
 
-    def _stop_at_compilation(self, _: object) -> None:
+    def _stop_at_compilation(self, *_: object) -> None:  # torch 2.6 gives no argument
         if self._session.may_meet:
             self.flush()
             self._over = True

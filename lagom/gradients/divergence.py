@@ -86,6 +86,11 @@ class DivergenceMonitor:
         """Whether the next exchange compares parameters."""
         return self._due
 
+    @property
+    def num_steps(self) -> int:
+        """The number of backwards that were averaged on all ranks, or are about to be."""
+        return self._num_steps
+
     def add_trained(self, numbers: Iterable[int]) -> None:
         """Record leaves that a backward reached, and that were equal on all ranks."""
         self.reached.update(numbers)

@@ -95,13 +95,14 @@ def adopt_orphans(whether: bool) -> None:
         adopts_orphans = ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, int(whether), 0, 0, 0) == 0 and whether
 
 
-def end_rank(pid: int, others: Collection[int]) -> None:
+def end_rank(pid: int, others: Collection[int], kept: Collection[int] = ()) -> None:
     """Kill the rank ``pid`` and the processes that it started, but not the living ``others`` nor their processes.
 
     While there are others, an orphan in a session or group of its own may be theirs; it is killed with the last rank.
+    The processes in ``kept`` live too, and have started none.
     """
     if adopts_orphans:
-        mine = [child for child in children(os.getpid()) if child not in others]
+        mine = [child for child in children(os.getpid()) if child not in others and child not in kept]
         if others:
             mine = [child for child in mine if child == pid or _group(child) == pid]
         for child in _kill([one for top in mine for one in (top, *_below(top, ()))]):

@@ -9,6 +9,9 @@ from collections.abc import Mapping
 from lagom.host import oom_kills
 from lagom.wire.client import Message
 
+_FAULTS = {signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGABRT, signal.SIGTRAP, signal.SIGSYS}
+"""Signals that a process brings on itself: a mistake in its code, which it would repeat; others come from outside."""
+
 
 def death_report(rank: int, status: int, tail: bytes, kills: Mapping[str, int]) -> Message:
     """Return the report of a rank that ended without one.
@@ -18,6 +21,7 @@ def death_report(rank: int, status: int, tail: bytes, kills: Mapping[str, int]) 
         tail: the rank's last output.
         kills: the host's counts of out-of-memory kills before the run.
     """
+    lost = os.WIFSIGNALED(status) and os.WTERMSIG(status) not in _FAULTS
     if os.WIFSIGNALED(status):
         number = os.WTERMSIG(status)
         named = number in set(signal.Signals)  # real-time signals have no names
@@ -33,6 +37,7 @@ def death_report(rank: int, status: int, tail: bytes, kills: Mapping[str, int]) 
         "ok": False,
         "consequence": False,
         "died": how,
+        "lost": lost,
         "error": "RankError",
         "message": f"rank {rank} {how}",
         "traceback": f"its last output:\n{output}" if output.strip() else "it wrote nothing before",

@@ -15,12 +15,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from lagom.errors import PlanError, RankError
+from lagom.errors import LagomError, PlanError, RankError
 from lagom.host.descendants import adopt_orphans, end_descendants, fork_host
 from lagom.host.rank_host import run_task_ranks
+from lagom.host.trial_host import serve_trials
 from lagom.host.workspace import host_workspace, pack_files, remove_leftovers
 from lagom.monitor.stalls import rank_names
-from lagom.wire.client import DriverClient, Message, deliver, dial
+from lagom.wire.client import DriverClient, LinkClosed, Message, deliver, dial
 from lagom.wire.failure_text import failure_text
 from lagom.wire.rendezvous import Stopped
 from lagom.wire.server import anonymous_file
@@ -29,6 +30,9 @@ from lagom.worker.network_interfaces import own_address
 from lagom.worker.process_tree import children
 
 _DIAL_S = 1.0
+_SEARCH_DIAL_S = 5.0
+_ATTEMPT = 1_000_000
+"""Distance of the slot numbers of two attempts of a task."""
 _INLINE = 8 << 20  # bytes; larger outcomes go to the driver by a connection, as Spark's results have to fit its heap
 _PART = 4 << 20  # bytes of a row
 _MAX_FAILURE = 1 << 20  # bytes of a pickled exception in an error text
@@ -45,6 +49,8 @@ def run_task(spec: RunSpec) -> Iterator[Any]:
 
     context: Any = BarrierTaskContext.get() if spec.plan.barrier else TaskContext.get()
     _check(spec, context)
+    if spec.plan.searches:
+        return _run_slot(spec, context)
     ranks = _ranks(spec, context.partitionId())
     with contextlib.ExitStack() as files:
         names = [f"outcome-{rank}" for rank in ranks] + ["files"] * (0 in ranks)
@@ -105,6 +111,42 @@ def _record_run(told_fd: int, spec: RunSpec, context: Any, fds: Mapping[str, int
             link.close()
     os.ftruncate(told_fd, 0)
     os.pwrite(told_fd, pickle.dumps(told), 0)
+
+
+def _run_slot(spec: RunSpec, context: Any) -> Iterator[Any]:
+    """Run trials of a search in a host process until the driver says that the search is over; return no rows.
+
+    Raises:
+        LagomError: if this host cannot run trials; Spark then starts the task again, elsewhere if it can.
+    """
+    told = anonymous_file("told")
+    try:
+        ended = _run_below(lambda: _serve_slot(spec, context, told))
+        if why := os.pread(told, _MAX_FAILURE, 0).decode():
+            raise LagomError(why)
+        if ended != "ended":
+            raise LagomError(f"the process that ran trials on {platform.node()} {ended}")
+    finally:
+        os.close(told)
+    return iter(())
+
+
+def _serve_slot(spec: RunSpec, context: Any, told: int) -> None:
+    """Run trials; write the reason to the file ``told`` if that is not possible here."""
+    assert spec.address is not None
+    slot = context.attemptNumber() * _ATTEMPT + context.partitionId()
+    try:
+        link = dial(spec.address, spec.secret, {"purpose": "task", "task": slot}, _SEARCH_DIAL_S, spec.certificate)
+        if link is None:
+            host, port = spec.address
+            raise LagomError(f"{platform.node()} cannot reach the driver at {host}:{port}, which hands out the trials")
+        with contextlib.closing(link), host_workspace(spec) as place:
+            ip = own_address(link.socket.getsockname()[0], spec.env)
+            serve_trials(spec, slot, place, link, ip, gpus_of_task(spec, context))
+    except LinkClosed:
+        pass  # the driver has ended
+    except Exception as error:
+        os.pwrite(told, str(error).encode(errors="replace"), 0)
 
 
 _FileReport = tuple[int, str, str, "Message"]
@@ -221,13 +263,8 @@ def _check(spec: RunSpec, context: Any) -> None:
     from lagom.host import preload  # imported once per Spark worker; forked ranks inherit the imports
 
     preload.look_at_loaded()  # Spark loads pandas later
-    # Until Python 3.12, invalidate_caches() in a rank reads every archive in this cache again: 0.1 s for Spark's.
-    sys.path_importer_cache.clear()
-
-    if context.attemptNumber() > 0:
-        raise PlanError(
-            "this run failed before, and lagom does not start it again by itself: files may be half written"
-        )
+    if context.attemptNumber() > 0 and not spec.plan.searches:
+        raise PlanError("Spark started this task a second time; lagom begins a lost run again by itself, as a whole")
 
 
 @contextlib.contextmanager

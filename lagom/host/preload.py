@@ -5,6 +5,7 @@ from __future__ import annotations
 import encodings.idna  # noqa: F401  (sockets use it to look up names)
 import gc
 import platform
+import sys
 
 import torch._dynamo  # noqa: F401  (0.7 s, which an optimizer's first step would take in every rank)
 
@@ -19,6 +20,8 @@ def look_at_loaded() -> None:
     for library in loaded():
         slots(library, platform.machine())  # reading torch's takes 0.1 s, and nothing the next time
     remember_importers()
+    # A rank calls invalidate_caches(), which copies the memory of each of these finders.
+    sys.path_importer_cache.clear()
 
 
 look_at_loaded()

@@ -9,13 +9,17 @@ import importlib.metadata
 import os
 import platform
 import socket
+import sys
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from lagom.host.supervisor import ForkedRank, RankSupervisor
+from lagom.host.forked_rank import ForkedRank, open_pidfd
+from lagom.host.supervisor import RankSupervisor
+from lagom.host.twin_sets import TwinSets
 from lagom.host.workspace import HostWorkspace
-from lagom.monitor.stalls import Pulse
+from lagom.restart.prepared_files import prepare_files
+from lagom.restart.sleeping_twin import can_have_twins
 from lagom.wire.client import DriverClient, Message
 from lagom.wire.rendezvous import join_run
 from lagom.wire.server import anonymous_file
@@ -48,18 +52,23 @@ def run_task_ranks(
         if door is not None:
             door.bind((ip, 0))  # reserves the port, but accepts no connection yet
         store = door.getsockname()[:2] if door is not None else None
-        table = join_run(link, gather, _join_message(task, ranks, ground, ip, store, gpus), one_host=spec.plan.one_host)
+        if task == 0 and spec.files is not None:
+            prepare_files(spec.files)
+        table = join_run(link, gather, join_message(task, ranks, ground, ip, store, gpus), one_host=spec.plan.one_host)
         if door is not None and table["store"] is not None:
             door.listen(1024)
         watch = RankSupervisor(link, spec.plan)
         stack.callback(watch.end_all)
+        if table["store"] is None and len(ranks) == spec.plan.world_size and _can_have_twins(spec):
+            watch.keep_twins(ranks, str(ground.host_dir / "store"), spec.losses_left)
         local_ranks = list[int]()
         for rank, outcome_fd in zip(ranks, outcome_fds, strict=True):
             gpu = gpus[rank - first] if gpus else None
             store_fd = door.fileno() if door is not None and table["store"] is not None and rank == 0 else None
             seat = rank_spec(table, rank, spec, ground, outcome_fd, store_fd, gpu)
-            watch.add(_fork(spec, seat, ground))
+            watch.add(fork_rank(spec, seat, ground, watch.twins))
             local_ranks.append(seat.local_rank)
+        watch.report_start()
         reports = watch.supervise()
         if spec.plan.rehearsal is not None:
             return watch.with_unsaid(reports)
@@ -70,9 +79,19 @@ def run_task_ranks(
         return watch.with_unsaid(reports)
 
 
-def _join_message(
+def _can_have_twins(spec: RunSpec) -> bool:
+    """Return whether all ranks, which are in this process, may have sleeping twins."""
+    plan, config = spec.plan, spec.plan.config
+    is_plain = config.backend == "torch" and not (plan.already_distributed or plan.gpu or config.timeline)
+    alone = plan.world_size == 1 or plan.rehearsal is not None or plan.searches
+    is_asked = config.sleeping_twins and spec.losses_left > 0
+    return is_asked and is_plain and not alone and can_have_twins()
+
+
+def join_message(
     task: int, ranks: Sequence[int], ground: HostWorkspace, ip: str, store: Any, gpus: Sequence[str]
 ) -> Message:
+    """Describe the ranks of ``task`` and their host to the driver."""
     return {
         "type": "join",
         "task": task,
@@ -133,13 +152,20 @@ def _gpu_mask(table: Message, rank: int, here: Sequence[int], gpu: str | None) -
     return ",".join(masks), here.index(rank)
 
 
-def _fork(spec: RunSpec, seat: RankSpec, ground: HostWorkspace) -> ForkedRank:
+def fork_rank(spec: RunSpec, seat: RankSpec, ground: HostWorkspace, twins: TwinSets | None = None) -> ForkedRank:
+    """Fork the process of ``seat``, which has ``twins``; return it as its host process sees it."""
+    if twins is not None:
+        host_end, rank_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        twins.add(seat.rank, host_end)
+        seat = dataclasses.replace(seat, twin_fd=rank_end.fileno(), twins_due=twins.due)
     ours, theirs = socket.socketpair()
     out_read, out_write = os.pipe()
     err_read, err_write = os.pipe()
     stacks_fd = anonymous_file("stacks")
     seat = dataclasses.replace(seat, control_fd=theirs.fileno(), stacks_fd=stacks_fd)
     parent = os.getpid()
+    # Until Python 3.12, invalidate_caches() in a rank reads every archive in this cache again: 0.1 s for Spark's.
+    sys.path_importer_cache.clear()
     with warnings.catch_warnings():
         # Python 3.12 warns that the child lacks the parent's threads; the child uses none of them.
         warnings.simplefilter("ignore", DeprecationWarning)
@@ -149,13 +175,11 @@ def _fork(spec: RunSpec, seat: RankSpec, ground: HostWorkspace) -> ForkedRank:
     with contextlib.suppress(OSError):
         os.setpgid(pid, pid)  # parent and child both call setpgid, as either may run first
     theirs.close()
+    if twins is not None:
+        rank_end.close()
     os.close(out_write)
     os.close(err_write)
     for fd in (out_read, err_read):
         os.set_blocking(fd, False)
-    pidfd = None
-    if hasattr(os, "pidfd_open"):
-        with contextlib.suppress(OSError):
-            pidfd = os.pidfd_open(pid)
-    pulse = Pulse(spec.plan.config.stall_timeout_s)
-    return ForkedRank(seat.rank, pid, pidfd, DriverClient(ours), out_read, err_read, stacks_fd, pulse)
+    pidfd = open_pidfd(pid)
+    return ForkedRank(seat.rank, pid, pidfd, DriverClient(ours), out_read, err_read, stacks_fd)

@@ -7,12 +7,13 @@ import os
 import selectors
 import signal
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Mapping, Sequence
 
 from lagom.host import oom_kills
 from lagom.host.descendants import end_rank, reap_adopted
 from lagom.host.end_reports import death_report, stop_report
+from lagom.host.forked_rank import ForkedRank
+from lagom.host.twin_sets import TwinSet, TwinSets
 from lagom.monitor import stalls
 from lagom.monitor.stalls import Pulse
 from lagom.plan import Plan
@@ -27,24 +28,6 @@ _CONSEQUENCE_S = 3.0  # time for another host to report the failure that caused 
 _POLL_S = 0.02  # if the kernel does not report a child's end
 
 
-@dataclass(slots=True)
-class ForkedRank:
-    """A forked rank, as its host process sees it."""
-
-    rank: int
-    pid: int
-    pidfd: int | None
-    control: DriverClient
-    stdout: int
-    stderr: int
-    stacks: int
-    """File for the stacks of the rank and of the processes that it started."""
-    pulse: Pulse
-    tail: bytearray = field(default_factory=bytearray)
-    report: Message | None = None
-    ended: bool = False
-
-
 class RankSupervisor:
     """The event loop of a host process over its ranks and its link to the driver."""
 
@@ -57,25 +40,49 @@ class RankSupervisor:
         self._link = link
         self._selector = selectors.DefaultSelector()
         self._deadline: float | None = None
-        self._kills = oom_kills.num_kills()
+        self._kept: Collection[int] = ()
+        self._kills: Mapping[str, int] = {}
         self._blocks: dict[int, list[Message]] = {}
         """Timeline blocks by rank, kept if there is no link; ``Spans`` bounds their size."""
         self.unsaid: list[Message] = []
         """Rank 0's output while there was no link, to be sent with the results."""
+        self.unread: list[Message] = []
+        """Messages of the driver that are not for the ranks."""
+        self._answers: list[Message] = []
+        """The driver's answers to the reports of a trial, by number."""
+        self.twins: TwinSets | None = None
         if link is not None:
             self._selector.register(link, selectors.EVENT_READ, lambda: self._read_driver(link))
+
+    def keep_twins(self, ranks: Sequence[int], store: str, losses_left: int) -> None:
+        """Keep sleeping twins of ``ranks``, which meet in ``store``."""
+        hear = self._mark_output, self._tell_twins, self._tell_no_twins
+        self.twins = TwinSets(ranks, store, losses_left, self._selector, *hear)
 
     def add(self, rank: ForkedRank) -> None:
         """Supervise ``rank`` too."""
         self._ranks.append(rank)
+        self._hear(rank)
+
+    def _hear(self, rank: ForkedRank) -> None:
         self._selector.register(rank.control, selectors.EVENT_READ, lambda: self._read_rank(rank))
         self._selector.register(rank.stdout, selectors.EVENT_READ, lambda: self._read(rank, "stdout"))
         self._selector.register(rank.stderr, selectors.EVENT_READ, lambda: self._read(rank, "stderr"))
         if rank.pidfd is not None:
             self._selector.register(rank.pidfd, selectors.EVENT_READ, lambda: self._reap(rank))
 
-    def supervise(self) -> list[Message]:
-        """Serve until every rank has ended, the driver says stop, or a failure was reported; then end all ranks."""
+    def report_start(self) -> None:
+        """Tell the driver the processes of the ranks."""
+        self._send({"type": "started", "pids": {str(rank.rank): rank.pid for rank in self._ranks}})
+
+    def supervise(self, kept: Collection[int] = ()) -> list[Message]:
+        """Serve until every rank has ended, the driver says stop, or a failure was reported; then end all ranks.
+
+        Of this process's other children all are theirs, and end with them, except ``kept``.
+        """
+        self._kept, self._kills = kept, oom_kills.num_kills()
+        for rank in self._ranks:
+            rank.pulse = Pulse(self._plan.config.stall_timeout_s)
         while not all(rank.ended or _called_exit(rank.report) for rank in self._ranks):
             if self._deadline is not None and time.monotonic() >= self._deadline:
                 break
@@ -84,7 +91,9 @@ class RankSupervisor:
             if self._link is not None:
                 self._link.give_up_silent()
                 self._flush(self._link)
-            reap_adopted([rank.pid for rank in self._ranks])
+            if self.twins is not None:
+                self.twins.look(any(rank.report is not None and not _is_loss(rank.report) for rank in self._ranks))
+            reap_adopted([*(rank.pid for rank in self._ranks), *kept])
             for rank in self._ranks:
                 if rank.pidfd is None and not rank.ended:
                     self._reap(rank)
@@ -104,6 +113,8 @@ class RankSupervisor:
 
     def end_all(self) -> None:
         """End every rank with all its children, and read their last messages."""
+        if self.twins is not None:
+            self.twins.close()
         for rank in self._ranks:
             self._kill(rank)
             if not rank.ended:
@@ -122,8 +133,9 @@ class RankSupervisor:
     def _patience(self) -> float | None:
         if any(rank.pidfd is None for rank in self._ranks) or (self._link is not None and self._link.waiting()):
             return _POLL_S
-        left = self._look_s if self._deadline is None else self._deadline - time.monotonic()
-        return max(0.0, min(left, self._look_s))
+        next_look = self.twins.next_look() if self.twins is not None else None
+        ends = [end for end in (self._deadline, next_look) if end is not None]
+        return max(0.0, min([self._look_s, *(end - time.monotonic() for end in ends)]))
 
     def _read_driver(self, link: DriverClient) -> None:
         try:
@@ -132,9 +144,17 @@ class RankSupervisor:
             self._selector.unregister(link)
             self._link, self._deadline = None, 0.0
             return
-        if any(message["type"] == "stop" for message in messages):
-            self._deadline = 0.0
-            self._send({"type": "stopping"})  # ranks may still have files to write, which takes a while
+        for message in messages:
+            if message["type"] == "stop":
+                self._deadline = 0.0
+                self._send({"type": "stopping"})  # ranks may still have files to write, which takes a while
+            elif message["type"] == "answer":
+                self._answers.append(message)
+                for rank in self._ranks:
+                    if rank.num_reports == len(self._answers):
+                        self._answer(rank)
+            else:
+                self.unread.append(message)
 
     def _read_rank(self, rank: ForkedRank) -> None:
         try:
@@ -148,13 +168,32 @@ class RankSupervisor:
                 rank.report = message | {"rank": rank.rank}
                 if not message["ok"]:
                     self._tell_failure(rank)
+                elif message.get("pruned"):
+                    self._end_within(LEAVE_S)  # a rank that does not report would wait for this one
+            elif message["type"] == "files":
+                self._send(message)
             elif message["type"] == "doing":
                 rank.pulse.doing = message
+            elif message["type"] == "report":
+                self._take_report(rank, message)
             elif message["type"] in ("timeline", "picture"):
                 self._keep_block(message | {"rank": rank.rank})
             else:
                 rank.pulse.heard(int(message["ticks"]))
                 self._send(message | {"rank": rank.rank})
+
+    def _take_report(self, rank: ForkedRank, message: Message) -> None:
+        """Ask the driver about a report of rank 0's; the other ranks get the same answer to the same report."""
+        rank.pulse.moved()
+        rank.num_reports += 1
+        if rank.rank == 0:
+            self._send(message, sure=True)
+        elif len(self._answers) >= rank.num_reports:
+            self._answer(rank)
+
+    def _answer(self, rank: ForkedRank) -> None:
+        with contextlib.suppress(LinkClosed, OSError):  # the rank has ended
+            rank.control.send(self._answers[rank.num_reports - 1])
 
     def _check_stall(self, rank: ForkedRank) -> None:
         """Report ``rank`` when it stalls, and fail it after the timeout."""
@@ -230,18 +269,74 @@ class RankSupervisor:
             self._selector.unregister(rank.pidfd)
         self._drain(rank)
         if rank.report is None:
-            rank.report = death_report(rank.rank, status, bytes(rank.tail), self._kills)
+            report = death_report(rank.rank, status, bytes(rank.tail), self._kills)
+            if report["lost"] and self._wake_twins(report):
+                return
+            rank.report = report
             self._tell_failure(rank)
         self._kill(rank)  # end the processes that the rank left behind
 
     def _kill(self, rank: ForkedRank) -> None:
         """End ``rank`` and the processes that it started."""
-        end_rank(rank.pid, [other.pid for other in self._ranks if not other.ended and other is not rank])
+        others = [other.pid for other in self._ranks if not other.ended and other is not rank]
+        end_rank(rank.pid, others, self._kept)
+
+    def _mark_output(self, number: int, kept: int) -> None:
+        """Tell the driver that all ranks are at a point: output may go back to it, and to those from ``kept`` on."""
+        for rank in self._ranks:
+            self._drain_output(rank)
+        self._send({"type": "mark", "number": number, "kept": kept}, sure=True)
+
+    def _tell_twins(self, twins: TwinSet) -> None:
+        self._send({"type": "twins", "number": twins.number, "place": twins.place})
+
+    def _tell_no_twins(self, why: str) -> None:
+        self._send({"type": "no_twins", "why": why})
+
+    def _wake_twins(self, report: Message) -> bool:
+        """Have all ranks' twins go on after the loss of which ``report`` tells; return False if there are none."""
+        others = [rank.report for rank in self._ranks if rank.report is not None]
+        if self.twins is None or self._link is None or not self.twins.may_wake or not all(map(_is_loss, others)):
+            return False
+        at = time.time()
+        for rank in self._ranks:
+            self._kill_but_twins(rank)
+        found = self.twins.take()
+        if found is None:
+            return False
+        for rank in self._ranks:
+            for heard in (rank.control, rank.stdout, rank.stderr):
+                with contextlib.suppress(KeyError):
+                    self._selector.unregister(heard)
+            rank.wake(found.pids[rank.rank], found.beds[rank.rank], self._plan.config.stall_timeout_s)
+            self._hear(rank)
+            self.twins.add(rank.rank, found.beds[rank.rank])
+        self._deadline = None
+        told = {"rank": report["rank"], "cause": report["message"], "at": at, "began": found.began}
+        pids = {str(rank.rank): rank.pid for rank in self._ranks}
+        self._send({"type": "woken", "number": found.number, "place": found.place, "pids": pids, **told}, sure=True)
+        return True
+
+    def _kill_but_twins(self, rank: ForkedRank) -> None:
+        """Kill ``rank`` and its processes, but not the other ranks nor twins; read what it has said."""
+        assert self.twins is not None
+        kept = [other.pid for other in self._ranks if not other.ended and other is not rank]
+        end_rank(rank.pid, kept, self.twins.pids())
+        if not rank.ended:
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(rank.pid, 0)
+            rank.ended = True
+            if rank.pidfd is not None:
+                self._selector.unregister(rank.pidfd)
+            self._drain(rank)
 
     def _drain(self, rank: ForkedRank) -> None:
         with contextlib.suppress(OSError):
             if rank.report is None:
                 self._read_rank(rank)
+        self._drain_output(rank)
+
+    def _drain_output(self, rank: ForkedRank) -> None:
         for stream in ("stdout", "stderr"):
             with contextlib.suppress(OSError):
                 while self._read(rank, stream):
@@ -257,7 +352,8 @@ class RankSupervisor:
             self._drain(rank)
             self._send(rank.report | {"type": "failed"}, sure=True)
         alone = WRITE_S if rank.rank != 0 and "died" not in rank.report else 0.0
-        self._end_within(_CONSEQUENCE_S if consequence else (_STOP_S if self._link is not None else alone))
+        heard = self._link is not None and not self._plan.searches  # all ranks of a trial are here
+        self._end_within(_CONSEQUENCE_S if consequence else (_STOP_S if heard else alone))
 
     def _end_within(self, patience_s: float) -> None:
         deadline = time.monotonic() + patience_s
@@ -279,6 +375,11 @@ class RankSupervisor:
                 self._link.offer(message)
         except LinkClosed:
             self._link = None
+
+
+def _is_loss(report: Message) -> bool:
+    """Return whether ``report`` is that of a killed rank, or a consequence of such a loss."""
+    return not report["ok"] and bool(report.get("lost") or report.get("consequence"))
 
 
 def _called_exit(report: Message | None) -> bool:

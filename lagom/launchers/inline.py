@@ -15,6 +15,7 @@ from lagom.launchers.protocol import Outcome
 from lagom.monitor.spans import Spans
 from lagom.plan import Plan
 from lagom.records.run_dir import RunRecords
+from lagom.restart.history import RunHistory
 
 
 def _keep_timeline(spans: Spans, records: RunRecords) -> None:
@@ -36,7 +37,13 @@ class InlineLauncher:
         """Name the place for a reader."""
         return "this process"
 
-    def run(self, plan: Plan, call: Call, records: RunRecords | None = None) -> list[Outcome]:
+    def slots_again(self, wanted: int) -> int:
+        """See ``Launcher.slots_again``; a loss of this process ends the caller too."""
+        return wanted
+
+    def run(
+        self, plan: Plan, call: Call, records: RunRecords | None = None, history: RunHistory | None = None
+    ) -> list[Outcome]:
         """See ``Launcher.run``; an exception of the function's is not wrapped, so that a debugger stops at it."""
         from lagom.worker import bootstrap
         from lagom.world import Place, world_size

@@ -28,6 +28,7 @@ from lagom.launchers.run import RunView
 from lagom.payload import Parcel, unpack_file
 from lagom.plan import Plan
 from lagom.records.run_dir import RunRecords
+from lagom.restart.history import RunHistory
 from lagom.wire.server import anonymous_file
 from lagom.wire.spec import RunSpec
 
@@ -62,7 +63,13 @@ class LocalLauncher:
         """Name the place for a reader."""
         return "this machine"
 
-    def run(self, plan: Plan, call: Call, records: RunRecords | None = None) -> list[Outcome]:
+    def slots_again(self, wanted: int) -> int:
+        """See ``Launcher.slots_again``; processes of this machine need no slots."""
+        return wanted
+
+    def run(
+        self, plan: Plan, call: Call, records: RunRecords | None = None, history: RunHistory | None = None
+    ) -> list[Outcome]:
         """See ``Launcher.run``."""
         if plan.world_size > _MAX_RANKS:
             raise LagomError(f"world_size is {plan.world_size}; the local launcher holds at most {_MAX_RANKS} ranks")
@@ -70,11 +77,14 @@ class LocalLauncher:
             payload = _file(stack, "payload")
             size = Parcel(call).write(payload)
             outcomes = [_file(stack, f"outcome-{rank}") for rank in range(plan.world_size)]
-            request = pickle.dumps((_spec(plan, size), visible_gpus() if plan.gpu else ()))
+            spec = spec_of(plan, size)
+            if history is not None:
+                spec = dataclasses.replace(spec, files=history.files_before(), losses_left=history.num_left)
+            request = pickle.dumps((spec, visible_gpus() if plan.gpu else ()))
             try:
-                run = self._attempt(plan, request, [payload, *outcomes], records)
+                run = self._attempt(plan, request, [payload, *outcomes], records, history)
             except _ServerGone:
-                run = self._attempt(plan, request, [payload, *outcomes], records)
+                run = self._attempt(plan, request, [payload, *outcomes], records, history)
             if (lost := run.lost()) is not None:
                 raise lost
             reports = run.reports | {report["rank"]: report for report in run.failures()}
@@ -84,8 +94,10 @@ class LocalLauncher:
                 for rank in range(plan.world_size)
             ]
 
-    def _attempt(self, plan: Plan, request: bytes, files: list[int], records: RunRecords | None) -> RunView:
-        with RunView(plan, self.where(), can_gather=False, records=records) as run:
+    def _attempt(
+        self, plan: Plan, request: bytes, files: list[int], records: RunRecords | None, history: RunHistory | None
+    ) -> RunView:
+        with RunView(plan, self.where(), can_gather=False, records=records, history=history) as run:
             ours, theirs = socket.socketpair()
             with theirs:
                 run.adopt(ours)
@@ -107,7 +119,8 @@ def _file(stack: contextlib.ExitStack, name: str) -> int:
     return fd
 
 
-def _spec(plan: Plan, payload_size: int) -> RunSpec:
+def spec_of(plan: Plan, payload_size: int) -> RunSpec:
+    """Describe a run of this machine to its host process."""
     return RunSpec(
         run_id=secrets.token_hex(8),
         # One process holds all ranks.

@@ -10,6 +10,7 @@ from lagom.call import Call
 from lagom.cluster import Cluster
 from lagom.plan import Plan
 from lagom.records.run_dir import RunRecords
+from lagom.restart.history import RunHistory
 from lagom.wire.client import Message
 
 
@@ -33,10 +34,15 @@ class Launcher(Protocol):
     def where(self) -> str:
         """Name the place for a reader: "Spark local[2]", "this machine"."""
 
-    def run(self, plan: Plan, call: Call, records: RunRecords | None = None) -> list[Outcome]:
+    def slots_again(self, wanted: int) -> int:
+        """Return the task slots for a new attempt after a loss, at most ``wanted``; wait some seconds for them."""
+
+    def run(
+        self, plan: Plan, call: Call, records: RunRecords | None = None, history: RunHistory | None = None
+    ) -> list[Outcome]:
         """Run ``call`` on all ranks; return their outcomes in rank order, failures among them.
 
-        ``records`` keeps the ranks' output and progress.
+        ``records`` keeps output and progress; ``history`` has the earlier attempts, and gets the loss of this one.
 
         Raises:
             LagomError: if ranks could not be started or were lost.

@@ -5,17 +5,16 @@ from __future__ import annotations
 import contextlib
 import queue
 import socket
-import threading
 import time
 
 from lagom.errors import LagomError, PlanError, RankError
 from lagom.launchers.rank_events import RankEvents
 from lagom.launchers.rank_places import RankPlaces
-from lagom.monitor.output import Output
-from lagom.monitor.progress import Progress
-from lagom.monitor.stalls import stall_text
+from lagom.launchers.run_display import RunDisplay
 from lagom.plan import Plan
 from lagom.records.run_dir import RunRecords
+from lagom.restart.history import RunHistory
+from lagom.restart.losses import Loss, loss_in
 from lagom.wire.client import Message
 from lagom.wire.rendezvous import LEAVE_S, WRITE_S, peers
 from lagom.wire.server import DriverServer
@@ -40,6 +39,7 @@ class RunView:
         can_gather: bool,
         payload_fd: int | None = None,
         records: RunRecords | None = None,
+        history: RunHistory | None = None,
     ) -> None:
         self.plan = plan
         lost_s = min(LOST_S, plan.config.timeout_s or LOST_S)
@@ -60,12 +60,11 @@ class RunView:
         self._events = RankEvents()
         self._failures: list[Message] = []
         self._lost: list[LagomError] = []
+        self._gone: Loss | None = None
         self._refused: PlanError | None = None
-        self._stalled: dict[int, Message] = {}
-        self._lock = threading.Lock()
         self._records = records
-        self._progress = Progress(plan, where, records.said if records is not None else None)
-        self._output = Output(plan.config.log == "all", self._progress.make_room)
+        self._history = history if history is not None else RunHistory()
+        self._display = RunDisplay(plan, where, records, self._history)
 
     def __enter__(self) -> RunView:
         self.channel.__enter__()
@@ -75,13 +74,15 @@ class RunView:
         if exc[0] is not None:
             self.stop()
         self.channel.__exit__(*exc)
-        self._output.close()
-        self._progress.close(self._end(exc[1]))
+        self._history.loss = self.loss()
+        self._display.close(self._end(exc[1]))
 
     def _end(self, error: object) -> str:
         """Return how the run ended, in a few words."""
         if isinstance(error, KeyboardInterrupt):
             return "interrupted"
+        if (loss := self.loss()) is not None:
+            return loss.cause.partition(",")[0]
         if self._failures:
             first = self._failures[0]
             return f"failed on rank {first['rank']}: {first['error']}"
@@ -130,10 +131,10 @@ class RunView:
             except queue.Empty:
                 if over:
                     return
-                if self._hears and self.plan.rehearsal is None and time.monotonic() >= self._impatient_at:
-                    self._progress.waiting(len(self._joins), self._num_tasks)
+                if self._hears and time.monotonic() >= self._impatient_at:
+                    self._display.waiting(len(self._joins), self._num_tasks)
                 continue
-            self._show(event)
+            self._display.show(event)
             over = over or event["type"] == "over"
             if len(self._done) >= self._num_tasks or (over and self._connected <= self._done):
                 break
@@ -153,12 +154,11 @@ class RunView:
     def unheard(self) -> None:
         """Tell the user that the ranks cannot send messages before they end."""
         self._hears = False
-        if self.plan.rehearsal is None:
-            self._progress.unheard()
+        self._display.unheard()
 
     def say(self, message: Message) -> None:
         """Show a rank's output that came with the results, without a link."""
-        self._show(message)
+        self._display.show(message)
 
     def failures(self) -> list[Message]:
         """Return the failures that tasks reported, in the order of arrival: the first is the cause."""
@@ -174,37 +174,25 @@ class RunView:
         first = self._lost[0]
         return RankError(text, first.rank) if isinstance(first, RankError) else LagomError(text)
 
+    def lose_executor(self) -> None:
+        """Note that Spark has lost an executor, of which no connection has told."""
+        if self._gone is None:
+            self._gone = Loss(rank=None, host="", cause="Spark lost an executor")
+            self._lost.append(LagomError(self._gone.cause))
+
+    def loss(self) -> Loss | None:
+        """Return what was lost if nothing else has ended the run."""
+        if self._refused is not None or len(self._lost) > (self._gone is not None):
+            return None
+        if all(failure.get("consequence") for failure in self._failures):
+            return self._gone
+        hosts = {rank: _host(join) for join in self._joins.values() for rank in join["ranks"]}
+        return loss_in(self._failures, hosts)
+
     def _show_rest(self) -> None:
         with contextlib.suppress(queue.Empty):
             while True:
-                self._show(self._events.get())
-
-    def _show(self, event: Message) -> None:
-        if self.plan.rehearsal is not None:
-            return
-        if event["type"] == "log":
-            data = event["data"].encode("latin-1")
-            if self._records is not None:
-                self._records.wrote(event["rank"], data)
-            self._output.show(event["rank"], event["stream"], data)
-        elif event["type"] == "timeline":
-            if self._records is not None:
-                self._records.timed(event)
-        elif event["type"] == "picture":
-            path = self._records.showed(event["png"]) if self._records is not None else None
-            self._progress.picture(event["png"], path)
-        elif event["type"] == "dropped":
-            self._progress.warn(f"{event['messages']} pieces of output were dropped: the driver could not keep up")
-        elif event["type"] == "warning":
-            self._progress.warn(event["text"])
-        elif event["type"] == "stalls":
-            stalled, self._stalled = self._stalled, {}
-            if stalled:
-                self._progress.warn(stall_text(stalled, self.plan.world_size))
-        else:
-            self._progress.show(event)
-            if self._records is not None and event["type"] == "progress":
-                self._records.progressed(event)
+                self._display.show(self._events.get())
 
     def _take(self, task: int, message: Message) -> None:
         """Process a message of a task, in the channel's thread."""
@@ -220,13 +208,20 @@ class RunView:
             else:
                 self.channel.call_later(WRITE_S, self.stop)
         elif kind == "stalled":
-            self._stalled[message["rank"]] = message
             # Ranks that wait for it report their stalls at about the same time.
             beat_s = min(self.plan.config.hb_interval, self.plan.config.stall_timeout_s / 4)
             self.channel.call_later(beat_s + 0.5, lambda: self._events.put({"type": "stalls"}))
+        elif kind == "files":
+            self._history.wrote(message)
             return
+        elif kind == "started":
+            self._history.ranks_began()
         elif kind == "stopping":
             self._answered.add(task)
+            return
+        elif kind == "woken":
+            host = _host(self._joins[task])
+            self._events.put(message | {"host": host})
             return
         elif kind == "lost":
             self._lost.append(LagomError(message["message"]))
@@ -254,7 +249,11 @@ class RunView:
         if task in self._connected and task not in self._done:
             self._done.add(task)
             if not self._stopping and all(failure.get("consequence") for failure in self._failures):
-                self._lost.append(self._places.gone(task))
+                error = self._places.gone(task)
+                self._lost.append(error)
+                join = self._joins.get(task)
+                rank = error.rank if isinstance(error, RankError) else None
+                self._gone = Loss(rank=rank, host=_host(join) if join is not None else "", cause=str(error))
                 self.stop()
         self._events.put({"type": "closed", "task": task})
 
@@ -268,7 +267,7 @@ class RunView:
             self.channel.send(task, {"type": "stop"})
             return
         if task in self._joins:
-            twice = f"task {task} was started a second time; lagom does not start a run again by itself"
+            twice = f"Spark started task {task} a second time; lagom begins a lost run again by itself, as a whole"
             self._lost.append(LagomError(twice))
             self.channel.send(task, {"type": "stop"})
             return
@@ -297,3 +296,7 @@ class RunView:
             self._gathering = True
             for task in self._joins:
                 self.channel.send(task, {"type": "gather"})
+
+
+def _host(join: Message) -> str:
+    return str(join["host"]).split("|")[0]

@@ -34,6 +34,7 @@ from lagom.payload import Parcel
 from lagom.plan import Plan
 from lagom.program.sources import is_installed, lagom_zip, modules_zip
 from lagom.records.run_dir import RunRecords
+from lagom.restart.history import RunHistory
 from lagom.wire.failure_text import failure_in
 from lagom.wire.server import anonymous_file
 from lagom.wire.spec import RunSpec
@@ -60,22 +61,37 @@ class SparkLauncher:
         """Name the place for a reader."""
         return self.facts.name
 
-    def run(self, plan: Plan, call: Call, records: RunRecords | None = None) -> list[Outcome]:
+    def slots_again(self, wanted: int) -> int:
+        """See ``Launcher.slots_again``."""
+        return self.facts.slots_again(wanted)
+
+    def run(
+        self, plan: Plan, call: Call, records: RunRecords | None = None, history: RunHistory | None = None
+    ) -> list[Outcome]:
         """See ``Launcher.run``."""
         with contextlib.ExitStack() as stack:
-            payload = stack.enter_context(_Payload(call))
-            run = RunView(plan, self.where(), can_gather=plan.barrier, payload_fd=payload.fd, records=records)
+            payload = stack.enter_context(SparkPayload(call))
+            run = RunView(
+                plan,
+                self.where(),
+                can_gather=plan.barrier,
+                payload_fd=payload.fd,
+                records=records,
+                history=history,
+            )
             stack.enter_context(run)
-            tls, certificate = _encryption(self.facts) if plan.encrypted else (None, "")
+            tls, certificate = encryption(self.facts) if plan.encrypted else (None, "")
             address = self._listen(run, tls)
             if address is None:
                 run.unheard()
             modules = b"" if self.facts.one_machine else modules_zip(call.function)
             spec = payload.spec(plan, address, run.channel.secret, modules, one_machine=self.facts.one_machine)
-            spec = dataclasses.replace(spec, certificate=certificate)
+            files = history.files_before() if history is not None and address is not None else None
+            spec = dataclasses.replace(spec, certificate=certificate, files=files)
             rows = self.run_job(run, plan, spec, stack)
             home = OutcomeCollector(rows, run)
-            home.unpack_files(spec.cwd)
+            if history is None or not history.begins_again(run.loss()):
+                home.unpack_files(spec.cwd)
             return home.outcomes()
 
     def survey(self, plan: Plan, driver: tuple[str, int] | None) -> Sequence[Mapping[str, Any]]:
@@ -96,7 +112,7 @@ class SparkLauncher:
     def run_job(self, run: RunView, plan: Plan, spec: RunSpec, stack: contextlib.ExitStack) -> Sequence[Any]:
         """Run the job in a thread of its own and show it from this one; end it on Ctrl-C and failures."""
         group = f"lagom-{spec.run_id}"
-        function = task_by_value(task_module.spark_task(lagom_zip(), _pickled(spec)))
+        function = task_by_value(task_module.spark_task(lagom_zip(), pickled(spec)))
 
         def job() -> Sequence[Any]:
             self.facts.tag(group, f"lagom: {plan.name} on {plan.world_size} ranks")
@@ -121,6 +137,8 @@ class SparkLauncher:
         try:
             return running.result()  # type: ignore[no-any-return]
         except Exception as error:
+            if "ExecutorLostFailure" in full_text(error):
+                run.lose_executor()
             if (lost := run.lost()) is not None:
                 raise lost from error
             return rows_of_failure(error, run)
@@ -135,7 +153,8 @@ class SparkLauncher:
                     self.facts.cancel(group)
 
 
-def _encryption(facts: SparkFacts) -> tuple[ssl.SSLContext, str]:
+def encryption(facts: SparkFacts) -> tuple[ssl.SSLContext, str]:
+    """Return the TLS settings of the channel, and the certificate that ranks check."""
     if not facts.encrypts:
         log.warning(
             "Spark's encryption is on, but spark.authenticate is not, without which Spark sends in clear: its jobs, "
@@ -150,7 +169,7 @@ def _encryption(facts: SparkFacts) -> tuple[ssl.SSLContext, str]:
         ) from error
 
 
-class _Payload:
+class SparkPayload:
     """The call, pickled into a nameless file of this process; processes of the same host open it by path."""
 
     def __init__(self, call: Call) -> None:
@@ -158,7 +177,7 @@ class _Payload:
         self.fd = anonymous_file("payload")
         self._token = anonymous_file("token")
 
-    def __enter__(self) -> _Payload:
+    def __enter__(self) -> SparkPayload:
         self._parcel.write(self.fd)
         return self
 
@@ -169,6 +188,7 @@ class _Payload:
     def spec(
         self, plan: Plan, address: tuple[str, int] | None, secret: bytes, modules: bytes, *, one_machine: bool
     ) -> RunSpec:
+        """Describe the run to host processes."""
         run_id = secrets.token_hex(8)
         here = f"/proc/{os.getpid()}/fd"
         os.pwrite(self._token, f"{run_id}\n{here}/{self.fd}\n".encode(), 0)
@@ -193,7 +213,8 @@ class _Payload:
         )
 
 
-def _pickled(spec: RunSpec) -> bytes:
+def pickled(spec: RunSpec) -> bytes:
+    """Pickle ``spec`` by reference to lagom's classes, which executors have by then."""
     import pickle
 
     return pickle.dumps(spec)

@@ -20,6 +20,7 @@ from lagom.plan import Plan
 
 log = logging.getLogger("lagom")
 EXECUTORS_S = 90.0  # for Spark to start executors: those of a new application, and replacements of lost ones
+REPLACED_S = 4.0  # for Spark to replace a lost executor, before a run begins again without it
 IMPATIENT_S = 5.0  # before the user is told about the wait
 _ENCRYPTION = (
     "spark.network.crypto.enabled",
@@ -85,6 +86,10 @@ class SparkFacts:
     def slots(self) -> int:
         """Return the number of tasks that can run at the same time."""
         raise NotImplementedError
+
+    def slots_again(self, wanted: int) -> int:
+        """Return how many of ``wanted`` tasks can run at the same time after a loss; see ``Launcher.slots_again``."""
+        return wanted
 
     def tag(self, group: str, description: str) -> None:
         """Tag the jobs that this thread starts from now on, for ``cancel``."""
@@ -164,6 +169,17 @@ class ClassicFacts(SparkFacts):
             self._await(wanted, time.monotonic() + EXECUTORS_S - age_s)
         _settled[self._context] = self._executors()
         return int(jsc.maxNumConcurrentTasks(profile))
+
+    def slots_again(self, wanted: int) -> int:
+        """See ``SparkFacts.slots_again``."""
+        if self.dynamic:
+            return wanted
+        jsc = self._context._jsc.sc()
+        profile = jsc.resourceProfileManager().defaultResourceProfile()
+        deadline = time.monotonic() + REPLACED_S
+        while (slots := int(jsc.maxNumConcurrentTasks(profile))) < wanted and time.monotonic() < deadline:
+            time.sleep(0.05)
+        return min(slots, wanted)
 
     def _executors(self) -> int:
         return int(self._context._jsc.sc().getExecutorIds().size())

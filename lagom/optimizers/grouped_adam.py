@@ -93,6 +93,8 @@ def _is_plain(options: dict[str, Any]) -> bool:
     rare = ("amsgrad", "maximize", "capturable", "differentiable", "has_complex", "grad_scale", "found_inf")
     if any(options.get(name) is not None and options[name] is not False for name in rare):
         return False
+    if "decoupled_weight_decay" not in options:  # torch 2.6, whose AdamW has a step of its own
+        return False
     return all(isinstance(options[name], float | int) for name in ("beta1", "beta2", "lr", "weight_decay", "eps"))
 
 

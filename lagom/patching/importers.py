@@ -29,18 +29,30 @@ class Importers:
         if self._remembered is None or self._remembered[0] != functions:
             return _having(functions, list(sys.modules.values()))
         _, found, newest = self._remembered
-        # In C, so that no other thread imports a module meanwhile. Python moves a module to the end once it has run.
-        is_newer = functools.partial(operator.is_not, newest)
-        newer = list(itertools.takewhile(is_newer, reversed(sys.modules.values())))
         unchanged = [(module, name) for module, name in found if vars(module).get(name) is functions[name]]
-        return unchanged + _having(functions, newer)
+        return unchanged + _having(functions, imported_after(newest))
 
     def remember(self) -> None:
         """Find the modules now; see ``remember_importers``."""
-        self._remembered = self._functions(), self.find(), next(reversed(sys.modules.values()))
+        self._remembered = self._functions(), self.find(), newest_module()
 
     def _functions(self) -> dict[str, object]:
         return {name: vars(self._home)[name] for name in self._names}
+
+
+def newest_module() -> ModuleType:
+    """Return the module that was imported last."""
+    return next(reversed(sys.modules.values()))
+
+
+def imported_after(newest: ModuleType) -> list[ModuleType]:
+    """Return the modules that were imported after ``newest``, the last first; look at no other, as forks copy memory.
+
+    If ``newest`` is no longer among the modules, these are all.
+    """
+    # In C, so that no other thread imports a module meanwhile. Python moves a module to the end once it has run.
+    is_newer = functools.partial(operator.is_not, newest)
+    return list(itertools.takewhile(is_newer, reversed(sys.modules.values())))
 
 
 def remember_importers() -> None:

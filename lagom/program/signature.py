@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import reprlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from lagom.config.fields import nearest
@@ -40,6 +41,22 @@ def arguments(function: Callable[..., Any], provided: Mapping[str, Any]) -> tupl
         elif found:
             named[parameter.name] = value
     return positional, named
+
+
+def check_returned(function: Callable[..., Any], value: Any) -> None:
+    """Check that ``function``, behind its wrappers too, has run: an async or generator function only returns itself.
+
+    Raises:
+        ValueError: if ``value`` is a coroutine or a generator, which has trained nothing yet.
+    """
+    if inspect.iscoroutine(value):
+        value.close()  # otherwise Python warns of it, too
+        what = "a coroutine, which only an event loop would run; want asyncio.run(...) around it"
+    elif inspect.isgenerator(value) or inspect.isasyncgen(value):
+        what = "a generator, which runs when it is read; want a value"
+    else:
+        return
+    raise ValueError(f"{_name(function)} returned {what}")
 
 
 def makes_data(value: Any) -> bool:
@@ -83,6 +100,30 @@ def unread_hparams(function: Callable[..., Any], hparams: Mapping[str, Any]) -> 
     return [f"nothing reads hparams[{name!r}]{hint}" for name, hint in hints.items() if hint]
 
 
+def check_searched(function: Callable[..., Any], names: Iterable[str]) -> None:
+    """Check that ``function`` gets each hyperparameter of ``names``: a search over others would be in vain.
+
+    Raises:
+        ValueError: if it does not get one, with the parameters that it has.
+    """
+    parameters = _signature(function).parameters
+    if "hparams" in parameters or any(each.kind is each.VAR_KEYWORD for each in parameters.values()):
+        return
+    for name in names:
+        if name not in parameters:
+            hint = nearest(name, [each for each in parameters if each not in _FIELDS])
+            raise ValueError(
+                f"the search varies {name!r}, which {_name(function)} never gets{hint or '.'} Its parameters are "
+                f"{', '.join(map(repr, parameters)) or 'none'}; give it a parameter {name!r}, or hparams"
+            )
+
+
+def function_name(function: Callable[..., Any]) -> str:
+    """Return the name by which people know ``function``; for a partial one, that of the function it calls."""
+    called = _called(function)
+    return str(getattr(called, "__name__", type(called).__name__))
+
+
 def _signature(function: Callable[..., Any]) -> inspect.Signature:
     if not callable(function):
         shown = reprlib.repr(function)
@@ -108,8 +149,15 @@ def _unusual(function: Callable[..., Any]) -> str:
 
 
 def _name(function: Callable[..., Any]) -> str:
-    name = getattr(function, "__name__", None)
-    return f"{name}()" if name else f"the {type(function).__name__}"
+    called = _called(function)
+    name = getattr(called, "__name__", None)
+    return f"{name}()" if name else f"the {type(called).__name__}"
+
+
+def _called(function: Callable[..., Any]) -> Callable[..., Any]:
+    while isinstance(function, functools.partial) and not hasattr(function, "__name__"):
+        function = function.func
+    return function
 
 
 def _look_up(name: str, provided: Mapping[str, Any], hparams: Mapping[str, Any]) -> tuple[bool, Any]:

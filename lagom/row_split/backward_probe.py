@@ -12,6 +12,7 @@ from torch.utils._pytree import tree_flatten
 from lagom.random_states import equal_random_states, random_states
 from lagom.row_split.comparison import are_close
 from lagom.row_split.recorder import NotByRowsError
+from lagom.run_state.loss_terms import find_nodes, root_nodes
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -116,17 +117,7 @@ def _is_root(one: Any) -> bool:
 
 def _has_own_function(outputs: Sequence[Any]) -> bool:
     """Return whether the graph of ``outputs`` has a function whose backward somebody wrote."""
-    pending = [one.grad_fn for one in outputs if _is_root(one) and one.grad_fn is not None]
-    seen = set(pending)
-    while pending:
-        node = pending.pop()
-        if _is_own(node):
-            return True
-        for following, _ in node.next_functions:
-            if following is not None and following not in seen:
-                seen.add(following)
-                pending.append(following)
-    return False
+    return any(_is_own(node) for node in find_nodes(root_nodes([one for one in outputs if _is_root(one)])))
 
 
 def _is_own(node: Any) -> bool:

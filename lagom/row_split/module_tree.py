@@ -126,7 +126,19 @@ def call_kind(candidate: SplitCandidate, surroundings: Surroundings) -> object:
     )
     states = tuple(map(_module_state, candidate.inside))
     modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.is_autocast_enabled(candidate.device.type)
-    return candidate.spec, leaves, states, surroundings.flags(), modes
+    spec = candidate.spec if _SPECS_HASH else repr(candidate.spec)
+    return spec, leaves, states, surroundings.flags(), modes
+
+
+def _specs_hash() -> bool:
+    try:
+        hash(tree_flatten([0])[1])
+    except TypeError:  # torch 2.6
+        return False
+    return True
+
+
+_SPECS_HASH = _specs_hash()
 
 
 def _ones(leaf: Tensor) -> tuple[bool, ...]:

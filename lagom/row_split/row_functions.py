@@ -8,8 +8,10 @@ import torch
 from torch.autograd import Function
 from torch.autograd.graph import GradientEdge
 
+from lagom.run_state.loss_terms import find_nodes, root_nodes
+
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Sequence
 
     from torch import Tensor
 
@@ -99,17 +101,6 @@ def is_batched(tensor: Tensor) -> bool:
     return wrapped or "Batched" in str(torch._C._dispatch_keys(tensor))
 
 
-def passes_gather(roots: Iterable[Tensor | GradientEdge]) -> bool:
+def passes_gather(roots: Sequence[Tensor | GradientEdge]) -> bool:
     """Return whether the graph of ``roots`` passes through a ``GatherFunction``."""
-    edges = (root.node if isinstance(root, GradientEdge) else root.grad_fn for root in roots)
-    pending = [node for node in edges if node is not None]
-    seen = set(pending)
-    while pending:
-        node = pending.pop()
-        if isinstance(node, GatherFunction._backward_cls):
-            return True
-        for following, _ in node.next_functions:
-            if following is not None and following not in seen:
-                seen.add(following)
-                pending.append(following)
-    return False
+    return any(isinstance(node, GatherFunction._backward_cls) for node in find_nodes(root_nodes(roots)))

@@ -31,6 +31,8 @@ if TYPE_CHECKING:
     from lagom.session.session import Session
 
 _CHANGES_NUMBERS = "changes numbers among its attributes, or what it can see, by which a later call may go another way"
+_TOP_HOOKS = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", lambda _: None)
+"""Returns the program's hooks on saved tensors; torch 2.6 cannot tell, and they then pack a part of the batch."""
 _MAX_KINDS = 64
 """Kinds of input of one module after which new ones are no longer probed."""
 
@@ -41,7 +43,7 @@ def is_splittable(session: Session, module: nn.Module) -> bool:
         return False
     if torch._C._functorch.peek_interpreter_stack() is not None or torch.jit.is_tracing():
         return False  # neither torch.func's transforms nor a traced graph can contain exchanges
-    packing = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    packing = _TOP_HOOKS(True)
     if packing is not None and not (getattr(packing[0], "__module__", None) or "").startswith("torch."):
         return False  # the program's own hooks would pack a part of the batch
     evaluates = not (torch.is_grad_enabled() and module.training)
@@ -160,9 +162,8 @@ class Slicer:
         if session.config.batches == "whole" and session.passes.trains():
             self._has_work = True
             session.say_once(
-                f"{type(module).__name__} is small, so every rank computes all rows of each batch: to share them out "
-                "would take longer. batches='split' shares out the batches themselves, which is exact where the loss "
-                "is a mean over their samples; verify=True tells whether it is for this program"
+                f"{type(module).__name__} is small: every rank computes it whole, which is faster than sharing it out. "
+                "batches='split' shares out the batches; verify=True tells whether its numbers are the same"
             )
 
     def _run_whole(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -77,7 +77,7 @@ class SplitFinding:
     orders: list[tuple[int, ...] | None] = field(default_factory=list)
     """Dimensions of each output in the order of memory; None where they lie in order."""
     bases: list[int | None] = field(default_factory=list)
-    """Of each output that is a view of another one, the index of that one; None for the others."""
+    """For each output the index of the one that it is a view of; None if it is a view of none."""
     axes: dict[DrawKind, int | None] = field(default_factory=dict)
     """Row dimensions of the random draws; see ``Draws``."""
     multiples: set[DrawKind] = field(default_factory=set)

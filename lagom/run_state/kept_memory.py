@@ -31,14 +31,16 @@ class KeptMemory:
         """Return a contiguous tensor, as ``torch.empty`` does; one of 1 MB or more cannot be resized."""
         num_bytes = torch.Size(shape).numel() * dtype.itemsize
         if num_bytes < _MIN_BYTES:
-            return torch.empty(shape, dtype=dtype)
+            return torch.empty(shape, dtype=dtype, device="cpu")
         piece = self._take(num_bytes)
         # A storage of its own, which keeps `lent` as long as anything uses it: programs refer weakly to storages.
         lent = piece[:]
         weakref.finalize(lent, self._give_back, piece).atexit = False
         stride = torch.empty(shape, dtype=dtype, device="meta").stride()
         # Not a view: the output of a function of autograd that is one cannot be changed in place.
-        return torch.empty(0, dtype=dtype).set_(torch.from_numpy(lent).untyped_storage(), 0, shape, stride)
+        return torch.empty(0, dtype=dtype, device="cpu").set_(
+            torch.from_numpy(lent).untyped_storage(), 0, shape, stride
+        )
 
     def _take(self, num_bytes: int) -> np.ndarray:
         with self._lock:

@@ -20,7 +20,7 @@ def count_samples(data: Any) -> int:
 def count_rows(data: Any) -> int | None:
     """Return the number of rows of the first tensor or array in ``data`` that has rows; None without one."""
     if isinstance(data, torch.Tensor):
-        return len(data) if data.dim() else None
+        return data.size(0) if data.dim() else None  # nested tensors have no len()
     if isinstance(data, Mapping):
         parts: Iterable[Any] = data.values()
     elif isinstance(data, (list, tuple)):

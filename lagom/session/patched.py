@@ -5,10 +5,12 @@ from __future__ import annotations
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING
 
+import torch
+
 from lagom.deepspeed.engine_patches import driven_by_deepspeed
 from lagom.distributed.init_process_group import own_init_process_group
 from lagom.distributed.mp_spawn import own_mp_spawn
-from lagom.files.install import knows_rank
+from lagom.files.install import is_protected, knows_rank
 from lagom.files.saving import shared_files
 from lagom.forward.batchnorm import synchronise_batchnorm
 from lagom.forward.module import patch_reentrant_checkpoints, prepare_forwards, track_modules
@@ -22,6 +24,7 @@ from lagom.optimizers.zero_steps import shard_steps
 from lagom.row_split.row_losses import share_losses
 from lagom.run_state.random_streams import OwnStreams
 from lagom.timing.program_spans import recorded_calls
+from lagom.torch_versions import untried
 from lagom.tracking.mlflow import log_once_to_mlflow
 from lagom.tracking.tensorboard import write_events_once
 
@@ -42,6 +45,8 @@ def patched(session: Session) -> Iterator[None]:
     distributed = session.world_size > 1
     streams = OwnStreams(session.config.seed, session.rank, session.device)
     with ExitStack() as stack:
+        if line := untried(torch.__version__):
+            session.say_once(line)
         stack.enter_context(own_init_process_group(session))
         asked = session.config.mixed_precision
         precision = Precision(session, asked) if asked else None
@@ -50,11 +55,13 @@ def patched(session: Session) -> Iterator[None]:
             stack.enter_context(precision.convert_outputs())
             if not distributed:
                 stack.enter_context(patch_reentrant_checkpoints(session))
-        if distributed:
+        if distributed or session.trial is not None:
             end_tracking = stack.enter_context(log_once_to_mlflow(session))
+        if distributed:
             stack.enter_context(_patched_for_ranks(session))
-        if distributed or session.plan.rehearsal is not None:
+        if distributed or session.plan.rehearsal is not None or is_protected():
             stack.enter_context(shared_files(session))
+            stack.enter_context(write_events_once(session))
         on_cuda = session.device.type == "cuda"
         if distributed or on_cuda or session.config.micro_batches is not None or session.spans is not None:
             stack.enter_context(prepare_forwards(session, streams))
@@ -80,7 +87,6 @@ def _patched_for_ranks(session: Session) -> Iterator[None]:
     """Patch what several ranks do together: backwards, steps, BatchNorm, and processes of the program's own."""
     with ExitStack() as stack:
         stack.enter_context(own_mp_spawn(session))
-        stack.enter_context(write_events_once(session))
         stack.enter_context(track_modules(session))
         if session.config.backend == "torch":
             stack.enter_context(synchronise_backward(session, knows_rank))

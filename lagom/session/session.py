@@ -41,8 +41,10 @@ if TYPE_CHECKING:
     from lagom.config import TorchDistributedConfig
     from lagom.monitor.spans import Spans
     from lagom.plan import Plan
+    from lagom.restart.sleeping_twin import TwinForks
     from lagom.row_split.recorder import BatchStatistics
     from lagom.row_split.sliced_forward import SlicedForward
+    from lagom.search.on_rank.trial import Trial
     from lagom.zero.gradient_shards import GradientShards
     from lagom.zero.optimizer_group import OptimizerGroup
     from lagom.zero.parameters.shards import ParameterShards
@@ -76,6 +78,10 @@ class Session:
     spans: Spans | None = None
     """Record of the program's activities; None without a timeline."""
 
+    trial: Trial | None = field(default=None, init=False)
+    """Reports of this rank for a trial; None outside a search."""
+    on_pass_end: Callable[[], None] | None = field(default=None, init=False)
+    """Called when a pass over a loader has ended."""
     live: bool = field(default=True, init=False)
     """False once ``joined``, and in forked processes such as loader workers: patches do nothing there."""
     is_unpacked: bool = field(default=False, init=False)
@@ -135,6 +141,8 @@ class Session:
     """Only with ``zero_lvl=3``."""
     fail: Callable[[BaseException], None] | None = field(default=None, init=False)
     """Ends the run with an error of a thread other than the main one; None where nobody receives the error."""
+    twins: TwinForks | None = field(default=None, init=False)
+    """Forks of this process that go on after a loss; None where the run has none."""
     notes: SealedStore | None = field(default=None, init=False)
     """Notes that ranks leave for each other without a collective."""
     reads_in_threads: bool = field(default=False, init=False)
@@ -227,6 +235,8 @@ class Session:
         """Record that the pass is exhausted."""
         self.passes.end_pass(current)
         self.reseed_uneven()
+        if self.on_pass_end is not None:
+            self.on_pass_end()
 
     def reseed_uneven(self) -> None:
         """Reseed generators that ranks drew from unevenly, unless this is a thread of the program."""

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from lagom.plan import Plan
+from lagom.restart.written_files import WrittenFiles
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,8 +41,12 @@ class RunSpec:
     """Address on which the driver listens; None if hosts cannot reach it."""
     secret: bytes = field(default=b"", repr=False)
     """Secret of the run, which ranks prove to the driver."""
+    files: WrittenFiles | None = None
+    """Files that earlier attempts of this run have written; None if the run begins only once."""
     certificate: str = ""
     """The driver's certificate (PEM), if the channel is encrypted."""
+    losses_left: int = 0
+    """How many losses of ranks this run may yet go on after."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -74,5 +79,9 @@ class RankSpec:
     """Index of the rank's own GPU among these."""
     nccl: bool = False
     """True if every rank has a GPU to itself; NCCL refuses ranks that share one, gloo does not."""
+    twin_fd: int | None = None
+    """Connection to the host process for the rank's sleeping twins; None if it has none."""
+    twins_due: memoryview | None = None
+    """Memory of all ranks of the host, which says when the next twins are due."""
     key: bytes = field(default=b"", repr=False)
     """Key by which ranks authenticate each other; derived from the run's secret."""

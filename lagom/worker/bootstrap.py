@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _io
 import contextlib
 import ctypes
 import gc
@@ -18,10 +19,12 @@ from lagom.call import Call
 from lagom.collectives.run_store import SealedStore
 from lagom.monitor.spans import Spans
 from lagom.plan import Plan
-from lagom.program.signature import arguments, makes_data
+from lagom.program.signature import arguments, check_returned, makes_data
 from lagom.random_states import random_states, set_random_states, start_random_states
+from lagom.restart.stand_in import rank_pid
 from lagom.run_state.leaves import Leaves
 from lagom.run_state.random_streams import seed_everything
+from lagom.search.on_rank.reports import report_logged_values
 from lagom.session.patched import patched
 from lagom.session.session import Session
 from lagom.verify.on_rank.rehearsal import numbered_parameters, rehearse
@@ -83,6 +86,8 @@ def run(
             stack.enter_context(truncated_passes(session))
             leaves = stack.enter_context(numbered_parameters())
         stack.enter_context(patched(session))
+        if session.trial is not None:
+            stack.enter_context(report_logged_values(session, session.trial))
         stack.enter_context(compatible(plan.already_distributed))
         if seat is not None:
             stack.enter_context(shown_pictures(session))
@@ -104,6 +109,7 @@ def _returned(session: Session, call: Call, leaves: Leaves | None, function: Cal
         return {"value": rehearse(session, leaves, function), "samples": session.samples_trained}
     with OutOfMemoryReport(session), DiskFullReport(session):
         value = function()
+        check_returned(call.function, value)
     returned = {"value": value, "samples": session.samples_trained}
     if session.rank == 0 and call.random_states is not None:
         returned["random"] = {name: state for name, state in random_states().items() if name in call.random_states}
@@ -116,11 +122,11 @@ def end_forks() -> Iterator[None]:
 
     The child is no rank, so it must not report the rank's outcome or take part in exchanges.
     """
-    rank, code = os.getpid(), 0
+    rank, code = rank_pid(), 0
     try:
         yield
     except BaseException as error:
-        if os.getpid() == rank:
+        if rank_pid() == rank:
             raise
         code = 1
         if not isinstance(error, SystemExit):
@@ -129,7 +135,7 @@ def end_forks() -> Iterator[None]:
             code = error.code or 0
         else:
             print(error.code, file=sys.stderr)
-    if os.getpid() != rank:
+    if rank_pid() != rank:
         run_exit_handlers(lambda: os._exit(code))
         os._exit(code)
 
@@ -217,7 +223,8 @@ def flush_files() -> None:
 
     Objects from before the fork are frozen, so they are not searched.
     """
-    found = [one for one in gc.get_objects() if issubclass(type(one), io.IOBase)]
+    # By the class that is written in C: ``io.IOBase`` asks Python code about each type.
+    found = [one for one in gc.get_objects() if issubclass(type(one), _io._IOBase)]
     # In this order: flushing a text file may write to a compressed one, and closing that writes to a buffer.
     texts = [one for one in found if issubclass(type(one), io.TextIOWrapper)]
     compressed = [one for one in found if type(one).__module__ in ("gzip", "bz2", "lzma")]

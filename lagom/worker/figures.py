@@ -1,4 +1,4 @@
-"""``shown_pictures``: send the figures that rank 0 shows to the notebook that called ``train``."""
+"""``shown_pictures``: send the pictures that rank 0 shows to the notebook that called ``train``."""
 
 from __future__ import annotations
 
@@ -17,22 +17,31 @@ if TYPE_CHECKING:
     from lagom.session.session import Session
 
 _PYPLOT = "matplotlib.pyplot"
+_DISPLAY = "IPython.core.display_functions"
 _MAX_TEXT = 700_000
 """Characters of a picture: a message of a rank has at most a megabyte."""
 
 
 @contextmanager
 def shown_pictures(session: Session) -> Iterator[None]:
-    """Make ``plt.show()`` keep rank 0's figures for the driver if the backend is a notebook's.
+    """Make ``plt.show()`` keep rank 0's figures for the driver if the backend is a notebook's, and ``display()`` too.
 
-    Figures that are open at the end are shown too, as at the end of a cell.
+    Figures that are open at the end are shown too, as at the end of a cell. Of images, ``display()`` keeps those that
+    are PNG by themselves, as Pillow's are.
     """
     with ExitStack() as stack:
 
         def change(pyplot: Any) -> None:
             stack.enter_context(replaced(pyplot, "show", _showing(pyplot, session)))
 
-        with on_import({_PYPLOT: change}):
+        def change_display(functions: Any) -> None:
+            original = functions.display
+            display = _displaying(original, session)
+            for name in (_DISPLAY, "IPython.display"):  # the second imports it from the first
+                if getattr(sys.modules.get(name), "display", None) is original:
+                    stack.enter_context(replaced(sys.modules[name], "display", display))
+
+        with on_import({_PYPLOT: change, _DISPLAY: change_display}):
             yield
             if _PYPLOT in sys.modules and _is_of_a_notebook():
                 sys.modules[_PYPLOT].show()
@@ -51,6 +60,32 @@ def _showing(pyplot: Any, session: Session) -> Callable[..., None]:
         pyplot.close("all")  # as a notebook's backend does
 
     return show
+
+
+def _displaying(original: Callable[..., Any], session: Session) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def display(*objects: Any, **options: Any) -> Any:
+        rest = []
+        for one in objects:
+            text = "" if options.get("raw") else _picture(one)
+            if text and session.rank == 0:
+                session.pictures.append(text)
+            elif not text:
+                rest.append(one)
+        return original(*rest, **options) if rest or not objects else None
+
+    return display
+
+
+def _picture(value: Any) -> str:
+    """Return a figure of matplotlib's, or what is a PNG by itself, as base64; "" for anything else."""
+    figure = getattr(sys.modules.get("matplotlib.figure"), "Figure", None)
+    if figure is not None and isinstance(value, figure):
+        return _png(value)
+    make = getattr(value, "_repr_png_", None)
+    data = make() if callable(make) and not isinstance(value, type) else None
+    text = base64.b64encode(data).decode() if isinstance(data, bytes) else data if isinstance(data, str) else ""
+    return text if len(text) <= _MAX_TEXT else ""
 
 
 def _is_of_a_notebook() -> bool:

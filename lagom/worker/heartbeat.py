@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import contextlib
 import os
+import socket
 import threading
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from lagom.wire.client import DriverClient
 from lagom.worker import stack_dump
 from lagom.worker.resource_usage import ResourceUsage, processor_s_below
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Iterator, Mapping
 
     from lagom.plan import Plan
     from lagom.session.session import Session
-    from lagom.wire.client import DriverClient, Message
+    from lagom.wire.client import Message
 
 
+_ANSWER_S = 60.0
 _WORTH = 0.005
 """Smallest share of the time that is reported as waiting for a rank."""
 _COMPUTING = 0.05
@@ -39,6 +42,8 @@ class Heartbeat:
         self._interval_s = min(plan.config.hb_interval, plan.config.stall_timeout_s / 4)
         self._stacks_fd = stacks_fd
         self._lock = threading.Lock()
+        self._turn = threading.Lock()
+        self._beating: threading.Thread | None = None
         self._session: Session | None = None
         self._thread = threading.get_ident()
         self._at: tuple[int, int] | None = None
@@ -56,7 +61,33 @@ class Heartbeat:
         self._session = session
         self._last = (time.monotonic(), 0.0, 0.0)
         self._usage = ResourceUsage(session.device.type)
-        threading.Thread(target=self._beat, name="lagom-heart", daemon=True).start()
+        self._begin()
+
+    def _begin(self) -> None:
+        self._beating = threading.Thread(target=self._beat, name="lagom-heart", daemon=True)
+        self._beating.start()
+
+    @property
+    def fd(self) -> int:
+        """The descriptor of the connection."""
+        return self._control.fileno()
+
+    @property
+    def thread(self) -> int | None:
+        """The system's number of the thread."""
+        return self._beating.native_id if self._beating is not None else None
+
+    @contextlib.contextmanager
+    def still(self) -> Iterator[None]:
+        """Hold the thread in a block."""
+        with self._turn, self._lock:
+            yield
+
+    def go_on(self, control: socket.socket) -> None:
+        """Begin again in a process that has taken the place of the rank's, with a connection of its own."""
+        os.close(self._control.fileno())
+        self._control, self._waited = DriverClient(control), []
+        self._begin()
 
     def send_outcome(self, report: Message) -> None:
         """Report the final progress, then the outcome ``report``."""
@@ -67,21 +98,45 @@ class Heartbeat:
                     self._control.send(block)
             self._control.send(report)
 
+    def ask(self, message: Message) -> Message:
+        """Send ``message``, and wait for the driver's answer.
+
+        Raises:
+            LinkClosed: if the host process has ended.
+        """
+        with self._lock:
+            self._control.send(message)
+        while (answer := self._control.receive(_ANSWER_S)) is None:
+            pass
+        return answer
+
+    def tell(self, message: Mapping[str, Any]) -> None:
+        """Send ``message`` to the driver at once."""
+        with self._lock, contextlib.suppress(OSError):
+            self._control.send(dict(message))
+
     def _beat(self) -> None:
         assert self._session is not None
         pause = threading.Event()
         while not pause.wait(self._interval_s):
-            quiet_s = self._quiet_s(self._session)
-            doing = self._doing() if quiet_s >= self._stall_s / 2 else None
-            with self._lock:
-                try:
-                    if doing is not None:
-                        self._control.offer(doing)
-                    self._control.offer(self._progress(self._session))
-                    for block in (*_timeline(self._session), *_pictures(self._session)):
-                        self._control.offer(block)
-                except OSError:
+            with self._turn:
+                if not self._report(self._session):
                     return
+
+    def _report(self, session: Session) -> bool:
+        """Report once; return whether somebody hears it."""
+        quiet_s = self._quiet_s(session)
+        doing = self._doing() if quiet_s >= self._stall_s / 2 else None
+        with self._lock:
+            try:
+                if doing is not None:
+                    self._control.offer(doing)
+                self._control.offer(self._progress(session))
+                for block in (*_timeline(session), *_pictures(session)):
+                    self._control.offer(block)
+            except OSError:
+                return False
+        return True
 
     def _progress(self, session: Session) -> Message:
         now, progress = time.monotonic(), session.progress()

@@ -3,11 +3,13 @@
 Of torch: the default dtype, whether gradients are recorded, determinism, precisions, how tensors are printed. Of numpy:
 how arrays are printed, and the handling of overflows. Levels of loggers, and handlers that write to standard output or
 error. Filters of warnings, except those that raise errors, which lagom's own code would raise too. The text of a
-notebook's cells, for tracebacks and for code that asks for a function's source.
+notebook's cells, for tracebacks and for code that asks for a function's source. The name ``display``, which a notebook
+knows without an import.
 """
 
 from __future__ import annotations
 
+import builtins
 import contextlib
 import importlib
 import linecache
@@ -28,6 +30,7 @@ def process_settings() -> dict[str, Any]:
     """Return the settings of this process."""
     found: dict[str, Any] = {"recursion": sys.getrecursionlimit(), "logging": _logging(), "warnings": list(_filters())}
     found["cells"] = _cells()
+    found["display"] = hasattr(builtins, "display")
     if (torch := sys.modules.get("torch")) is not None:
         found["torch"] = _of_torch(torch)
     if (numpy := sys.modules.get("numpy")) is not None:
@@ -43,6 +46,8 @@ def set_process_settings(settings: Settings) -> None:
     for name, text in settings["cells"].items():
         # None as the time of the last change: linecache then does not look for a file.
         linecache.cache.setdefault(name, (len(text), None, text.splitlines(keepends=True), name))
+    if settings["display"] and not hasattr(builtins, "display"):
+        vars(builtins)["display"] = _display
     _set_logging(settings["logging"])
     _set_filters(settings["warnings"])
     if "torch" in settings:
@@ -53,6 +58,15 @@ def set_process_settings(settings: Settings) -> None:
         with contextlib.suppress(TypeError):  # executors may have another version, with other options
             numpy.set_printoptions(**settings["numpy"]["print"])
         numpy.seterr(**settings["numpy"]["errors"])
+
+
+def _display(*objects: Any, **options: Any) -> Any:
+    """Display ``objects`` by IPython, or print them where the rank has none."""
+    try:
+        from IPython.display import display
+    except ImportError:
+        return print(*objects, sep="\n")
+    return display(*objects, **options)  # type: ignore[no-untyped-call]
 
 
 def _of_torch(torch: Any) -> dict[str, Any]:
@@ -118,10 +132,12 @@ def _handler(handler: logging.Handler) -> tuple[str, int, tuple[str, str | None,
 
 
 def _set_logging(found: Settings) -> None:
-    logging.disable(found["disabled"])
+    if logging.root.manager.disable != found["disabled"]:
+        logging.disable(found["disabled"])
     for name, (level, propagate, disabled, handlers) in found["loggers"].items():
         logger = logging.getLogger(name)
-        logger.setLevel(level)
+        if logger.level != level:  # a level that is set looks at all loggers, whose memory a fork then copies
+            logger.setLevel(level)
         logger.propagate, logger.disabled = propagate, disabled
         for stream, own_level, layout in handlers:
             handler = logging.StreamHandler(getattr(sys, stream))

@@ -30,6 +30,14 @@ class Reporter:
             raise ValueError(f"broadcast() got step {step!r}; want a whole number, at least {least} by now")
         self._step = step
         self._session.reported_values = {"metric": float(value), "step": step}
+        if self._session.trial is not None and self._session.trial.takes("reporter"):
+            self._session.trial.logged = float(value)
+            self._session.trial.report(step, float(value))
+
+    @property
+    def logged(self) -> float | None:
+        """The last value of a search's metric that the program has logged itself; None if there is none."""
+        return self._session.trial.logged if self._session.trial is not None else None
 
     def log(self, text: object, verbose: bool = True, *, jupyter: bool = False) -> None:
         """Print ``text`` once over all ranks; print nothing with ``verbose=False``.

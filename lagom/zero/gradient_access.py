@@ -173,7 +173,7 @@ def _stop_at_compilation(session: Session, gradients: GradientShards) -> Iterato
     """Keep gradients whole once something is compiled: compiled code may read them past ``Tensor.grad``."""
     from torch._dynamo.callback import callback_handler
 
-    def compiles(_: object) -> None:
+    def compiles(*_: object) -> None:  # torch 2.6 gives no argument
         if session.may_meet:
             session.say_once("something is compiled: gradients stay whole on every rank, as with zero_lvl=1")
             gradients.stop()

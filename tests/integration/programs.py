@@ -23,8 +23,9 @@ POINTS = 101  # in batches of 4: the last has one sample, fewer than there are r
 
 
 def run(function: Any, world_size: int | None = None, **config: Any) -> Result:
-    """``function`` through lagom on the active session."""
-    return experiment.lagom(function, TorchDistributedConfig(world_size=world_size, launcher="spark", **config))
+    """``function`` through lagom on the active session; a loss ends it unless ``max_failures`` says otherwise."""
+    settings = {"max_failures": 0, **config}
+    return experiment.lagom(function, TorchDistributedConfig(world_size=world_size, launcher="spark", **settings))
 
 
 def place() -> tuple[int, int]:

@@ -43,7 +43,7 @@ def train():
 for line in sys.stdin:
     print("server", local.server().process.pid, flush=True)
     try:
-        experiment.lagom(train, TorchDistributedConfig(launcher="local", world_size=2, run_dir=""))
+        experiment.lagom(train, TorchDistributedConfig(launcher="local", world_size=2, run_dir="", max_failures=0))
     except Exception as error:
         print("ended", type(error).__name__, flush=True)
 """

@@ -21,7 +21,7 @@ pytestmark = [pytest.mark.soak, pytest.mark.latency]
 
 def run(function: Callable[..., Any], world_size: int = 2) -> Any:
     """Run ``function`` on ranks of this machine."""
-    return experiment.lagom(function, TorchDistributedConfig(launcher="local", world_size=world_size))
+    return experiment.lagom(function, TorchDistributedConfig(launcher="local", world_size=world_size, max_failures=0))
 
 
 @pytest.fixture(autouse=True, scope="module")

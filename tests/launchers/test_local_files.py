@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import dataclasses
 import errno
 import os
 import re
@@ -84,7 +85,7 @@ def test_what_a_killed_rank_wrote_on_purpose_is_there_afterwards(folder: Path) -
         threading.Event().wait()
 
     with pytest.raises(RankError, match="SIGKILL"):
-        experiment.lagom(train, config(2))
+        experiment.lagom(train, dataclasses.replace(config(2), max_failures=0))
     assert tree(folder) == {"last words.txt": b"by 1"}
 
 

@@ -137,6 +137,14 @@ def test_a_process_that_is_gone_is_named_with_its_ranks_and_host() -> None:
     assert lost.rank == 2
 
 
+def test_an_executor_that_only_spark_knows_to_be_lost_is_a_loss() -> None:
+    with RunView(plan_of(2), "Spark", can_gather=False) as run:
+        assert run.loss() is None
+        run.lose_executor()
+    assert str(run.lost()) == "Spark lost an executor"
+    assert run.loss() is not None
+
+
 @pytest.mark.parametrize(
     ("launcher", "said"), [("local", ""), ("spark", "waiting for there to start the tasks (0 of 2")]
 )

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import functools
+import warnings
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
+from lagom import experiment
+from lagom.config import TorchDistributedConfig
 from lagom.program.signature import arguments, check_makers, unread_hparams
 
 PROVIDED = {
@@ -145,7 +148,7 @@ class _Called:
     ("function", "said"),
     [
         (_waits, r"_waits\(\) is an async function"),
-        (functools.partial(_waits, lr=1), "the partial is an async function"),
+        (functools.partial(_waits, lr=1), r"_waits\(\) is an async function"),
         (_Called(), "the _Called is an async function"),
         (_yields, r"_yields\(\) is a generator function"),
         (_streams, r"_streams\(\) is a generator function"),
@@ -156,6 +159,29 @@ def test_what_would_not_train_when_it_is_called_is_refused(function: Any, said: 
     with pytest.raises(ValueError, match=rf"^{said}.*; want an ordinary function.*$") as raised:
         arguments(function, PROVIDED)
     assert "\n" not in str(raised.value)
+
+
+def _wrapped(function: Any) -> Any:
+    @functools.wraps(function)
+    def call(lr: float) -> Any:
+        return function(lr)
+
+    return call
+
+
+@pytest.mark.parametrize(
+    ("function", "said"),
+    [
+        (_wrapped(_waits), r"_waits\(\) returned a coroutine, which only an event loop would run"),
+        (_wrapped(_yields), r"_yields\(\) returned a generator, which runs when it is read"),
+        (lambda lr: _streams(lr), r"<lambda>\(\) returned a generator, which runs when it is read"),
+    ],
+)
+def test_a_function_that_hides_one_that_does_not_run_is_told_when_it_returns(function: Any, said: str) -> None:
+    config = TorchDistributedConfig(hparams={"lr": 1.0}, launcher="inline", run_dir=None)
+    with warnings.catch_warnings(record=True) as warned, pytest.raises(ValueError, match=said):
+        experiment.lagom(function, config)
+    assert warned == []
 
 
 def test_a_misspelt_parameter_is_told_the_nearest_name() -> None:

@@ -558,7 +558,7 @@ def test_what_shares_out_small_models_is_said_once() -> None:
 
     first, second = run_ranks(2, small_only, batches="whole", always_slices=False)
     assert len(first) == 1
-    assert first[0].startswith("Sequential is small, so every rank computes all rows of each batch")
+    assert first[0].startswith("Sequential is small: every rank computes it whole")
     assert "batches='split'" in first[0]
     assert "verify=True tells" in first[0]
     assert second == []

@@ -537,9 +537,9 @@ def test_one_rank_is_not_rehearsed(monkeypatch: pytest.MonkeyPatch) -> None:
     plans: list[Plan] = []
     run = LocalLauncher.run
 
-    def noted(self: LocalLauncher, plan: Plan, call: Any, records: Any = None) -> Any:
+    def noted(self: LocalLauncher, plan: Plan, *others: Any) -> Any:
         plans.append(plan)
-        return run(self, plan, call, records)
+        return run(self, plan, *others)
 
     monkeypatch.setattr(LocalLauncher, "run", noted)
     experiment.lagom(train, configured(1, verify=True))

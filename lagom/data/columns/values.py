@@ -219,6 +219,32 @@ class RowSpan(NamedTuple):
         return cut(self.block, self.start, self.stop, self.step)
 
 
+def filled(span: RowSpan, constants: Mapping[str, Any]) -> RowSpan:
+    """Return the rows with one value in all rows of each column in ``constants``, masks of nulls included.
+
+    Raises:
+        ValueError: for a column that is a list in a batch, of tensors of different shapes.
+    """
+    block = dict(span.cut())
+    for path, rows in block.items():
+        if path[0] in constants:
+            block[path] = _filled(path, rows, constants[path[0]])
+        elif path[-1].removesuffix("__valid") in constants and path[-1].endswith("__valid"):
+            block[path] = _filled(path, rows, True)
+    return RowSpan(block, 0, num_rows(block), 1)
+
+
+def _filled(path: Path, rows: Any, value: Any) -> Values:
+    import pyarrow as pa
+
+    if isinstance(rows, Arrow) and isinstance(value, (str, bytes)):
+        return Arrow(pa.array([value] * len(rows), rows.array.type), rows.finish)
+    own = rows.batch()
+    if not isinstance(own, torch.Tensor):
+        raise ValueError(f"column {'.'.join(path)!r} has values of different shapes, which {value!r} cannot replace")
+    return Dense(np.full(tuple(own.shape), value, own.numpy().dtype))
+
+
 def batch(span: RowSpan) -> dict[str, Any]:
     """Return the program's batch of the rows: a dict of values by column, with a dict for each struct."""
     block, start, stop, step = span

@@ -13,6 +13,7 @@ from torch.utils.data import Dataset
 
 from lagom.data.columns.petastorm_codecs import codec
 from lagom.data.columns.tensor_columns import ColumnLeaf, check_policies, leaves, policy
+from lagom.data.columns.values import filled
 from lagom.data.parquet import table
 from lagom.data.parquet.batches import TableBatchSampler
 from lagom.data.parquet.reader import TableReader
@@ -121,6 +122,8 @@ class ParquetDataset(Dataset[Any]):
             decoder = codec(fields[name], chosen) if name in fields else None
             self._leaves.append((name, leaves(field, policy(nulls, name), chosen, decoder)))
         self._num_rows = sum(self.table.counts)
+        self.constants: dict[str, Any] = dict(source.constants) if isinstance(source, ParquetDataset) else {}
+        """Columns that have one value in all rows, whatever the files have."""
         self.transform: Callable[[Rows], Any] | None = None
         """Function that a loader applies to rows before it collates them."""
         self._reader: tuple[int, TableReader] | None = None
@@ -146,7 +149,8 @@ class ParquetDataset(Dataset[Any]):
 
     def __getitems__(self, index: Positions | Sequence[int]) -> Any:
         """Return the rows at ``index``, or at positions in an epoch of ``batches()``."""
-        rows = Rows(self._spans(index))
+        spans = self._spans(index)
+        rows = Rows([filled(span, self.constants) for span in spans] if self.constants else spans)
         return rows if self.transform is None else self.transform(rows)
 
     def _spans(self, index: Positions | Sequence[int]) -> list[RowSpan]:

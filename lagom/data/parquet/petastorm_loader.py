@@ -66,12 +66,11 @@ class PetastormDataLoader(ParquetLoader):
         transform_spec: a function or a ``TransformSpec``, also petastorm's own. The function gets None for nulls.
         schema_fields: names of the fields to read, or regular expressions that match them.
         shuffle: whether each epoch has another order; True by default, as in petastorm.
-        shuffle_row_groups, shuffling_queue_capacity: petastorm's options. If row groups are not shuffled and there is
-            no queue, rows come in the order of the files.
-        seed, drop_last: as for ``ParquetLoader``.
-        filters, nulls, ragged, window_bytes, streams: as for ``ParquetDataset``.
-        collate_fn: makes a batch from a list of rows, each a dict.
-        options: further options of torch's ``DataLoader``.
+        shuffle_row_groups: petastorm's option. If row groups are not shuffled and there is no queue
+            (``shuffling_queue_capacity``), rows come in the order of the files.
+        options: further options: ``collate_fn`` makes a batch from a list of rows, each a dict; ``seed`` and
+            ``drop_last`` as for ``ParquetLoader``; ``filters``, ``nulls``, ``ragged``, ``window_bytes`` and ``streams``
+            as for ``ParquetDataset``; those of torch's ``DataLoader``.
     """
 
     def __init__(

@@ -1,0 +1,111 @@
+"""``RunDisplay``: shows the ranks' messages to the user, and records them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from lagom.monitor.output import Output
+from lagom.monitor.progress import Progress
+from lagom.monitor.stalls import stall_text
+from lagom.plan import Plan
+from lagom.records.run_dir import RunRecords
+from lagom.restart.history import RunHistory
+from lagom.restart.losses import Loss
+from lagom.wire.client import Message
+
+
+class RunDisplay:
+    """Progress, output and warnings of one attempt; output that an earlier attempt has shown is left out."""
+
+    def __init__(self, plan: Plan, where: str, records: RunRecords | None, history: RunHistory) -> None:
+        self._plan = plan
+        self._records = records
+        self._history = history
+        self._stalled: dict[int, Message] = {}
+        self._progress = Progress(plan, where, records.said if records is not None else None)
+        self._output = Output(plan.config.log == "all", self._progress.line.make_room)
+
+    def close(self, ended: str) -> None:
+        """Show the last state; ``ended`` is the outcome in a few words."""
+        self._output.close()
+        self._progress.close(ended)
+
+    def waiting(self, joined: int, wanted: int) -> None:
+        """Tell the user that tasks have not started yet."""
+        if self._plan.rehearsal is None:
+            self._progress.waiting(joined, wanted)
+
+    def unheard(self) -> None:
+        """Tell the user that the ranks cannot send messages before they end."""
+        if self._plan.rehearsal is None:
+            self._progress.unheard()
+
+    def show(self, event: Message) -> None:
+        """Show and record one message."""
+        if self._plan.rehearsal is not None:
+            return
+        kind, records = event["type"], self._records
+        if kind == "log":
+            self._show_output(event)
+        elif kind == "picture":
+            self._show_picture(event["png"])
+        elif kind == "timeline":
+            if records is not None:
+                records.timed(event)
+        elif kind == "started":
+            if records is not None:
+                records.started(event["pids"])
+        elif kind == "mark":
+            self._history.output.mark(event["number"], event["kept"])
+        elif kind == "twins":
+            self._note("twins", {"number": event["number"], "at": _place(event["place"])})
+        elif kind == "no_twins":
+            self._note("without_twins", event["why"])
+        elif kind == "woken":
+            self._go_on(event)
+        elif kind == "dropped":
+            self._progress.warn(f"{event['messages']} pieces of output were dropped: the driver could not keep up")
+        elif kind == "warning":
+            self._progress.warn(event["text"])
+        elif kind == "stalled":
+            self._stalled[event["rank"]] = event
+        elif kind == "stalls":
+            stalled, self._stalled = self._stalled, {}
+            if stalled:
+                self._progress.stalled(stalled, stall_text(stalled, self._plan.world_size))
+        else:
+            self._progress.show(event)
+            if records is not None and kind == "progress":
+                records.progressed(event)
+
+    def _go_on(self, event: Message) -> None:
+        """Show and record that the ranks' sleeping twins have gone on after a loss."""
+        place = _place(event["place"])
+        loss = Loss(rank=event["rank"], host=event["host"], cause=event["cause"], at=event["at"])
+        self._history.go_on(loss, place, event["at"] - event["began"], event["number"])
+        self._progress.warn(f"{loss.cause}; the run goes on from {place}")
+        if self._records is not None:
+            self._records.started(event["pids"])
+
+    def _note(self, name: str, value: object) -> None:
+        if self._records is not None:
+            self._records.note(name, value)
+
+    def _show_output(self, event: Message) -> None:
+        data = self._history.output.new_part(event["rank"], event["stream"], event["data"].encode("latin-1"))
+        if data and self._records is not None:
+            self._records.wrote(event["rank"], data)
+        self._output.show(event["rank"], event["stream"], data)
+
+    def _show_picture(self, png: str) -> None:
+        if self._history.output.is_new_picture(png):
+            path = self._records.showed(png) if self._records is not None else None
+            self._progress.picture(png, path)
+
+
+def _place(place: Sequence[int | None]) -> str:
+    """Name the place of sleeping twins: backwards, epoch and batches."""
+    num_backwards, epoch, step = place
+    if epoch is None or step is None:
+        return f"after {num_backwards} backwards"
+    return f"batch {step + 1} of epoch {epoch}"

@@ -1,0 +1,137 @@
+"""Check a call before anything starts, and collect what every run of it needs: arguments, random states, records."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import os
+import secrets
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from lagom.cluster import Cluster
+from lagom.config import TorchDistributedConfig
+from lagom.config.torch_distributed import RUN_DIR as DEFAULT_RUN_DIR
+from lagom.errors import LagomError, RankTraceback
+from lagom.launchers.failure import message_of
+from lagom.plan import Plan
+from lagom.program.detect_distributed import is_distributed, needs_nccl
+from lagom.program.signature import arguments, check_makers, unread_hparams
+from lagom.random_states import random_states
+from lagom.records.run_dir import RunRecords
+from lagom.records.run_dir import records as new_records
+
+log = logging.getLogger("lagom")
+
+
+def checked(
+    train: Callable[..., Any], config: TorchDistributedConfig, searched: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """Check the call before anything starts; return what the config provides for the function.
+
+    Args:
+        searched: example hyperparameters of a trial, which each trial has in its own way.
+    """
+    if not isinstance(config, TorchDistributedConfig):
+        raise ValueError(f"config is a {type(config).__name__}; want a TorchDistributedConfig")
+    provided = provided_arguments(config)
+    hparams = {**config.hparams, **(searched or {})}
+    arguments(train, provided | {"reporter": None, "hparams": hparams})
+    check_makers(provided)
+    _check_folder()
+    for line in unread_hparams(train, hparams):
+        log.warning(line)
+    return provided
+
+
+def _check_folder() -> None:
+    try:
+        os.getcwd()
+    except FileNotFoundError as error:
+        raise LagomError("the folder that this process stands in was removed; os.chdir() to another") from error
+
+
+@contextmanager
+def run_records(
+    config: TorchDistributedConfig, the_plan: Plan, where: str, source: str | None, folder: Path | None = None
+) -> Iterator[RunRecords | None]:
+    """Open the run's records, if they are wanted, or those in ``folder``; record an error that the context raises."""
+    settings = {each.name: getattr(config, each.name) for each in fields(config)}
+    facts = {
+        "name": the_plan.name,
+        "description": config.description,
+        "where": where,
+        "config": settings,
+        "source": source,
+    }
+    facts |= {name: getattr(the_plan, name) for name in ("world_size", "gpu", "ranks_per_slot")}
+    facts |= {name: getattr(config, name) for name in ("seed", "zero_lvl")}
+    if folder is not None:
+        records: RunRecords | None = RunRecords(folder.resolve(), facts)
+    else:
+        records = new_records(config.run_dir, config.run_dir == DEFAULT_RUN_DIR, facts)
+    try:
+        yield records
+    except BaseException as error:
+        if records is not None:
+            cause = error.__cause__ if isinstance(error.__cause__, RankTraceback) else None
+            told = {"error": type(error).__name__, "message": message_of(error)}
+            records.ended({"outcome": "raised", **told, "rank": cause.rank if cause else None, "traceback": str(cause)})
+        raise
+    finally:
+        if records is not None:
+            if the_plan.config.timeline:
+                records.merge_timelines(None if isinstance(config.timeline, bool) else config.timeline)
+            records.close()
+
+
+def source_of(train: Callable[..., Any]) -> str | None:
+    """Return the file that defines ``train``, or None if there is none, as in a notebook."""
+    path = getattr(train, "path", None) or getattr(
+        getattr(inspect.unwrap(train), "__code__", None), "co_filename", None
+    )
+    return os.path.abspath(path) if isinstance(path, (str, os.PathLike)) and os.path.isfile(path) else None
+
+
+def provided_arguments(config: TorchDistributedConfig) -> dict[str, Any]:
+    """Return the fields of ``config`` that a function can ask for, in both spellings of the data sets."""
+    sets = {"train_set": config.train_set, "test_set": config.test_set}
+    provided: dict[str, Any] = {"hparams": config.hparams}
+    if config.module is not None:
+        provided["module"] = config.module
+    if config.dataset is not None:
+        sets = dict(zip(sets, config.dataset, strict=True))
+    provided |= {name: data for name, data in sets.items() if data is not None}
+    if provided.keys() >= sets.keys():
+        provided["dataset"] = list(sets.values())
+    return provided
+
+
+def already_distributed(train: Callable[..., Any], provided: dict[str, Any], cluster: Cluster) -> bool:
+    """Return whether the program, or an argument from the config, is written for torchrun, and can run so here."""
+    given = [provided.get(name) for name in ("module", "train_set", "test_set")] + list(provided["hparams"].values())
+    given += [part for value in given if isinstance(value, (list, tuple)) for part in value[:16]]
+    used = [train, *(value for value in given if callable(value))]
+    if not is_distributed(*used):
+        return False
+    said = [*sys.argv, *(value for value in given if isinstance(value, str))]
+    if cluster.gpus_per_slot or any("gloo" in word for word in said) or not needs_nccl(*used):
+        return True
+    log.warning(_NO_NCCL)
+    return False
+
+
+_NO_NCCL = (
+    "the program has a process group of its own by NCCL alone, which needs GPUs, and there are none: RANK and "
+    "WORLD_SIZE are not set, and where it runs in one process without them lagom distributes it; or "
+    "name the backend 'gloo'"
+)
+
+
+def random_start(config: TorchDistributedConfig) -> dict[str, Any] | None:
+    """Return the states of this process's generators if ranks are to start from them."""
+    return random_states() | {"entropy": secrets.randbits(32)} if config.seed is None else None

@@ -1,0 +1,66 @@
+"""Pack the outcome of a rank: its value or its exception as a parcel, and a report in words for the driver."""
+
+from __future__ import annotations
+
+import traceback
+import types
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from lagom.errors import CollectiveError, PayloadError
+from lagom.payload import InParts, Parcel, unpack
+from lagom.wire.client import Message
+
+_MAX_TEXT = 200_000  # characters of a traceback; a longer one does not fit into a frame
+
+
+def pack_result(returned: Mapping[str, Any], rank: int, at_home: Mapping[type, str]) -> tuple[Parcel, Message]:
+    """Pack what the function of ``rank`` has returned; classes ``at_home`` travel by the driver's ids for them."""
+    try:
+        return Parcel(returned, at_home), {"type": "outcome", "ok": True}
+    except PayloadError as error:
+        raised = PayloadError(f"rank {rank} returned a {type(returned['value']).__name__}, but {error}")
+        raised.__cause__ = error.__cause__
+        return pack_error(raised, at_home)
+
+
+def pack_error(error: BaseException, at_home: Mapping[type, str]) -> tuple[Parcel, Message]:
+    """Pack the exception that ended the function; without the object itself where it cannot travel."""
+    text = "".join(traceback.format_exception(type(error), error, _own_frames_cut(error)))[-_MAX_TEXT:]
+    report = {
+        "type": "outcome",
+        "ok": False,
+        "consequence": isinstance(error, CollectiveError),
+        "error": type(error).__name__,
+        "message": _message(error),
+        "traceback": text,
+    }
+    if isinstance(error, SystemExit):
+        report |= {"exit": error.code if isinstance(error.code, int | None) else str(error.code)[:_MAX_TEXT]}
+        return Parcel({"error": None}), report
+    error.__traceback__ = None
+    for travelling in (error, InParts(error)):
+        try:
+            parcel = Parcel({"error": travelling}, at_home)
+            unpack(bytearray(parcel.tobytes()))
+        except Exception:  # a class of the program's may raise anything when pickled or unpickled
+            continue
+        return parcel, report
+    return Parcel({"error": None}), report
+
+
+def _own_frames_cut(error: BaseException) -> types.TracebackType | None:
+    """Return the traceback from the user's function on; all of it if the error arose in lagom before that."""
+    here = str(Path(__file__).parents[1])
+    frame = error.__traceback__
+    while frame is not None and frame.tb_frame.f_code.co_filename.startswith(here):
+        frame = frame.tb_next
+    return frame or error.__traceback__
+
+
+def _message(error: BaseException) -> str:
+    try:
+        return str(error)[:_MAX_TEXT]
+    except Exception as failure:  # a class of the program's may do anything in __str__
+        return f"(its message fails with {type(failure).__name__})"

@@ -1,0 +1,210 @@
+"""``RankCall``: one rank's call of the training function, from its payload to its outcome."""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import dataclasses
+import functools
+import os
+import socket
+import sys
+import threading
+import types
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from lagom.call import Call
+from lagom.patching.importers import imported_after, newest_module
+from lagom.payload import Parcel, classes_received, unpack, unpack_file
+from lagom.program.sources import is_installed
+from lagom.restart.sleeping_twin import TwinForks
+from lagom.search.on_rank.trial import Trial, TrialPruned, metric_of
+from lagom.wire.client import DriverClient, Message
+from lagom.wire.spec import RankSpec, RunSpec
+from lagom.worker.heartbeat import Heartbeat
+from lagom.worker.outcome import pack_error, pack_result
+from lagom.worker.process_tree import children
+from lagom.world import Place, rank_calls_reported
+
+if TYPE_CHECKING:
+    from types import ModuleType
+
+    from lagom.session.session import Session
+
+_IDLE_S = 3600.0
+_MAX_IMPORTS = 10_000  # names of modules; more do not fit into a frame
+
+
+class RankCall:
+    """Calls the function on the disk of the rank, and reports to the host process."""
+
+    def __init__(self, spec: RunSpec, seat: RankSpec) -> None:
+        self._spec = spec
+        self._seat = seat
+        self._control = DriverClient(socket.socket(fileno=seat.control_fd))
+        self._heart = Heartbeat(self._control, spec.plan, seat.stacks_fd)
+        self._trial: Trial | None = None
+        self._change: bytes | None = None
+        """Parcel of the function that makes the trial's call from the one that all trials share."""
+        self._at_home: dict[type, str] = {}
+        self._newest = newest_module()
+        self._decided = threading.Lock()
+        """The first to lock it sets the outcome: the main thread, or one that the main thread waits for in vain."""
+
+    def run(self) -> NoReturn:
+        """Call the function, report the outcome, and end the process."""
+        self._enter_disk()
+        if self._spec.plan.searches:
+            self._wait_for_trial()
+        parcel, report = self._outcome()
+        self._decided.acquire()
+        parcel.write(self._seat.outcome_fd)
+        if self._trial is not None:
+            report |= {"imports": _installed_imports(self._newest)}
+        _end(report, self._heart)
+
+    def _enter_disk(self) -> None:
+        """Give the program its disk until the very end of the process: exit handlers write files too."""
+        from lagom.files import asked_for_rank, own_disk
+
+        seat, plan = self._seat, self._spec.plan
+        disk = own_disk(
+            seat.host_dir,
+            seat.rank,
+            plan.world_size,
+            seat.local_world_size,
+            lands=plan.rehearsal is None and not plan.searches,
+            written=self._spec.files,
+            tell=self._heart.tell,
+            notices=seat.twin_fd is not None,
+        )
+        stack = contextlib.ExitStack()
+        stack.enter_context(disk)
+        stack.enter_context(rank_calls_reported(asked_for_rank))
+        self._disk = stack  # collected, it would be left
+
+    def _wait_for_trial(self) -> None:
+        """Take over the trial that the host process has for this rank. See Note [Ranks that wait] in trial_ranks.py."""
+        while (trial := self._control.receive(_IDLE_S)) is None:
+            pass
+        os.environ.update(trial["env"])
+        own = {name: trial[name] for name in ("gpu", "gpu_index", "nccl", "threads")}
+        self._seat = dataclasses.replace(self._seat, **own)
+        self._trial = Trial(self._heart.ask, trial["metric"])
+        self._change = base64.b64decode(trial["change"])
+
+    def _outcome(self) -> tuple[Parcel, Message]:
+        from lagom.worker import bootstrap
+
+        seat, trial = self._seat, self._trial
+        place = Place(seat.rank, self._spec.plan.world_size, seat.local_rank, seat.local_world_size)
+        try:
+            returned = bootstrap.run(self._spec.plan, place, self._load, Path(seat.host_dir), seat, self._watch)
+            parcel, report = pack_result(returned, seat.rank, self._at_home)
+            if trial is not None:
+                is_told = seat.rank == 0 or returned["value"] is not None
+                metric = metric_of(returned["value"], trial.metric, trial.logged) if is_told else None
+                report |= {"metric": metric, "samples": returned["samples"]}
+        except TrialPruned:
+            parcel, report = Parcel({"value": None}), {"type": "outcome", "ok": True, "pruned": True}
+        except BaseException as error:  # SystemExit and KeyboardInterrupt are outcomes as well
+            parcel, report = pack_error(error, self._at_home)
+        return parcel, report
+
+    def _load(self) -> Call:
+        call: Call = unpack_file(self._seat.payload_fd)
+        if self._change is not None:
+            call = unpack(self._change)(call)
+        self._at_home.update(classes_received())
+        main = vars(sys.modules["__main__"])
+        for name, value in _parts_of_main(call, self._at_home):
+            main.setdefault(name, value)
+        return call
+
+    def _watch(self, session: Session) -> None:
+        session.fail = self._fail
+        session.trial = self._trial
+        self._have_twins(session)
+        self._heart.beat_for(session)
+
+    def _have_twins(self, session: Session) -> None:
+        from lagom.collectives.operation import on_failure
+        from lagom.files import notice_changes
+        from lagom.session.twin_process import RankTwins
+        from lagom.worker.bootstrap import flush
+        from lagom.worker.rank_process import die_with
+
+        seat = self._seat
+        if seat.twin_fd is None or seat.twins_due is None:
+            return
+        fds = [0, 1, 2, seat.payload_fd, *([seat.stacks_fd] if seat.stacks_fd is not None else [])]
+        process = RankTwins(session, self._heart, fds, seat.outcome_fd, children, flush, die_with)
+        channel = socket.socket(fileno=seat.twin_fd)
+        session.twins = TwinForks(channel, seat.twins_due, seat.rank, process, seat.host_dir)
+        on_failure.append(session.twins.hold)
+        notice_changes(session.twins.rewrites, session.twins.appends)
+
+    def _fail(self, error: BaseException) -> None:
+        if self._decided.acquire(blocking=False):
+            parcel, report = pack_error(error, self._at_home)
+            parcel.write(self._seat.outcome_fd)
+            self._heart.send_outcome(report)
+
+
+def _parts_of_main(call: Call, classes: Iterable[type]) -> Iterator[tuple[str, Any]]:
+    """Yield the classes and functions of the driver's ``__main__`` that came with ``call``, with their names.
+
+    Workers of a DataLoader, and of a pool that the program forks, pickle these by name.
+    """
+    provided = call.provided
+    values = [call.function, *provided.values(), *provided.get("hparams", {}).values()]
+    for kind in classes:
+        if kind.__module__ == "__main__":
+            yield kind.__qualname__, kind
+            values += vars(kind).values()
+    for value in values:
+        function = value.func if isinstance(value, functools.partial) else value
+        while _is_of_main(function):
+            yield function.__name__, function
+            yield from ((name, one) for name, one in function.__globals__.items() if _is_of_main(one))
+            function = getattr(function, "__wrapped__", None)
+
+
+def _is_of_main(value: Any) -> bool:
+    return isinstance(value, types.FunctionType) and value.__module__ == "__main__"
+
+
+def _end(report: Message, heart: Heartbeat) -> NoReturn:
+    """End the program as Python does, and report the outcome."""
+    from lagom.files import finish_writes
+    from lagom.worker import bootstrap
+
+    if not report["ok"]:
+        if "exit" in report:  # Python ends in order, and so do the threads and the atexit functions of the program
+            bootstrap.run_exit_handlers(lambda: heart.send_outcome(report))
+        bootstrap.flush_files()
+        bootstrap.flush()
+        finish_writes()
+        # Report first: this process's end breaks its connections, at which other ranks fail.
+        heart.send_outcome(report)
+        threading.Event().wait()  # until the host process has reported the failure, and ends this one
+
+    def end() -> NoReturn:
+        finish_writes()
+        heart.send_outcome(report)
+        os._exit(0)
+
+    bootstrap.run_exit_handlers(end)
+    end()
+
+
+def _installed_imports(newest: ModuleType) -> list[str]:
+    """Return the modules of installed packages that were imported after ``newest``, in their order."""
+    found = []
+    for module in reversed(imported_after(newest)):
+        name, path = getattr(module, "__name__", None), getattr(module, "__file__", None)
+        if isinstance(name, str) and isinstance(path, str) and (name.startswith("lagom.") or is_installed(path)):
+            found.append(name)
+    return found[:_MAX_IMPORTS]
