@@ -92,7 +92,7 @@ class TwinForks:
         self._known: set[str] = set()
         """Files that the program has opened to append to them."""
         self._grown: set[str] = set()
-        """Those of them that it has opened since the last fork."""
+        """Files among them that it has opened since the last fork."""
         self._pace = TwinPace()
 
     def point(self) -> None:

@@ -9,7 +9,7 @@ import time
 SHARE = 0.01
 """Largest share of the run's time that forks take; half of it for forks that no change of files has asked for."""
 _FIRST_S = 0.01
-"""What the first fork is assumed to take, in seconds."""
+"""Time that the first fork is assumed to take, in seconds."""
 _MIN_S = 1.0
 """Shortest time between two forks that no change of files has asked for."""
 _PUT_OFF_S = 1.0

@@ -55,6 +55,7 @@ def evaluates(folder: str) -> dict[str, Any]:
     """Train and evaluate in turns, draw random numbers of all kinds, and append to files."""
     model, optimizer = learner()
     seen, held = [], open(f"{folder}/held.txt", "w")  # noqa: SIM115  (open all the time)
+    open(f"{folder}/rows.csv", "a").close()  # a new file in the middle of a pass would end the twins
     for epoch in range(12):
         model.train()
         losses = [step(model, optimizer, x, y) for x, y in DataLoader(DATA, batch_size=8, shuffle=True)]
