@@ -60,9 +60,22 @@ def start_random_states(states: Mapping[str, Any]) -> None:
     import torch
 
     if "torch" not in states:
-        torch.manual_seed(states["entropy"])
+        seed_torch(states["entropy"])
     if "numpy" not in states and "numpy" in sys.modules:
         sys.modules["numpy"].random.seed(states["entropy"])
     set_random_states(states)
-    if "cuda" not in states:
+    if "cuda" not in states and torch.accelerator.current_accelerator() is not None:
         torch.cuda.manual_seed_all(torch.initial_seed())  # as torch.manual_seed requested; does nothing without a GPU
+
+
+def seed_torch(seed: int) -> None:
+    """Seed torch's generators, as ``torch.manual_seed`` does.
+
+    That formats a stack for each kind of accelerator, also in a build that has none, which takes a new rank 10 ms.
+    """
+    import torch
+
+    if torch.accelerator.current_accelerator() is None:
+        torch.default_generator.manual_seed(seed)
+    else:
+        torch.manual_seed(seed)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lagom.random_states import equal_state, random_states
+from lagom.random_states import equal_state, random_states, seed_torch
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -26,7 +26,7 @@ os.register_at_fork(before=DRAWING.acquire, after_in_parent=DRAWING.release, aft
 
 def seed_everything(seed: int) -> None:
     """Seed torch's, numpy's and random's global generators, as a program would by hand."""
-    torch.manual_seed(seed)
+    seed_torch(seed)
     random.seed(seed)
     if "numpy" in sys.modules:
         import numpy as np
@@ -72,7 +72,7 @@ class CommonStreams:
         origin = torch.initial_seed() if self._seed is None else self._seed
         seed = derive_seed("common", origin, self._num_restarts)
         if "torch" in names or "cuda" in names:
-            torch.manual_seed(seed)
+            seed_torch(seed)
         if "random" in names:
             random.seed(seed)
         if "numpy" in names:

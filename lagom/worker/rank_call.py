@@ -15,6 +15,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
+import lagom.search.on_rank.change  # noqa: F401  (the change of a trial is of its class: 4 ms in each rank)
 from lagom.call import Call
 from lagom.patching.importers import imported_after, newest_module
 from lagom.payload import Parcel, classes_received, unpack, unpack_file
@@ -130,15 +131,15 @@ class RankCall:
         self._heart.beat_for(session)
 
     def _have_twins(self, session: Session) -> None:
+        seat = self._seat
+        if seat.twin_fd is None or seat.twins_due is None:
+            return
         from lagom.collectives.operation import on_failure
         from lagom.files import notice_changes
         from lagom.session.twin_process import RankTwins
         from lagom.worker.bootstrap import flush
         from lagom.worker.rank_process import die_with
 
-        seat = self._seat
-        if seat.twin_fd is None or seat.twins_due is None:
-            return
         fds = [0, 1, 2, seat.payload_fd, *([seat.stacks_fd] if seat.stacks_fd is not None else [])]
         process = RankTwins(session, self._heart, fds, seat.outcome_fd, children, flush, die_with)
         channel = socket.socket(fileno=seat.twin_fd)
