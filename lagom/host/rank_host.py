@@ -152,24 +152,37 @@ def _gpu_mask(table: Message, rank: int, here: Sequence[int], gpu: str | None) -
     return ",".join(masks), here.index(rank)
 
 
+def _pipe(stack: contextlib.ExitStack) -> tuple[int, int]:
+    """Return a pipe that ``stack`` closes."""
+    ends = os.pipe()
+    for end in ends:
+        stack.callback(os.close, end)
+    return ends
+
+
 def fork_rank(spec: RunSpec, seat: RankSpec, ground: HostWorkspace, twins: TwinSets | None = None) -> ForkedRank:
-    """Fork the process of ``seat``, which has ``twins``; return it as its host process sees it."""
+    """Fork the process of ``seat``, which has ``twins``; return it as its host process sees it.
+
+    Raises:
+        OSError: if there are not enough processes, files or memory.
+    """
     if twins is not None:
         host_end, rank_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         twins.add(seat.rank, host_end)
         seat = dataclasses.replace(seat, twin_fd=rank_end.fileno(), twins_due=twins.due)
     ours, theirs = socket.socketpair()
-    out_read, out_write = os.pipe()
-    err_read, err_write = os.pipe()
-    stacks_fd = anonymous_file("stacks")
-    seat = dataclasses.replace(seat, control_fd=theirs.fileno(), stacks_fd=stacks_fd)
     parent = os.getpid()
     # Until Python 3.12, invalidate_caches() in a rank reads every archive in this cache again: 0.1 s for Spark's.
     sys.path_importer_cache.clear()
-    with warnings.catch_warnings():
+    with contextlib.ExitStack() as unless_forked, warnings.catch_warnings():
+        out_read, out_write, err_read, err_write = (*_pipe(unless_forked), *_pipe(unless_forked))
+        stacks_fd = anonymous_file("stacks")
+        unless_forked.callback(os.close, stacks_fd)
+        seat = dataclasses.replace(seat, control_fd=theirs.fileno(), stacks_fd=stacks_fd)
         # Python 3.12 warns that the child lacks the parent's threads; the child uses none of them.
         warnings.simplefilter("ignore", DeprecationWarning)
         pid = os.fork()
+        unless_forked.pop_all()
     if pid == 0:
         run_rank(spec, seat, ground, out_write, err_write, parent)
     with contextlib.suppress(OSError):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import os
 import tarfile
 import tempfile
@@ -43,25 +44,32 @@ def serve_trials(
     def fork() -> TrialRanks:
         return TrialRanks(spec, join, ground, link)
 
-    ranks = fork()
+    ranks: TrialRanks | None = fork()
     while True:
         message = unread.pop(0) if unread else link.receive(_IDLE_S)
         if message is None or message["type"] not in ("trial", "over"):
             continue  # a stop that came after the trial's own end
         if message["type"] == "over":
-            ranks.close()
+            _close(ranks)
             return
-        if imports.add(imported) or not ranks.begin(message):  # these have not the new libraries, or were killed
-            ranks.close()
+        if imports.add(imported) or ranks is None or not ranks.begin(message):  # have not the libraries; were killed
+            _close(ranks)
             ranks = fork()
             ranks.begin(message)
-        begun, following = time.monotonic(), fork()
-        reports = ranks.watch.supervise(following.pids)
+        begun, following = time.monotonic(), None
+        with contextlib.suppress(OSError):  # no memory or process is left beside the trial: fork them after it
+            following = fork()
+        reports = ranks.watch.supervise(following.pids if following is not None else ())
         _report(message, ranks, reports, time.monotonic() - begun, link)
         imported = next((report["imports"] for report in reports if "imports" in report), ())
         unread += ranks.watch.unread
         ranks.close()
         ranks = following
+
+
+def _close(ranks: TrialRanks | None) -> None:
+    if ranks is not None:
+        ranks.close()
 
 
 def _report(trial: Message, ranks: TrialRanks, reports: Sequence[Message], seconds: float, link: DriverClient) -> None:

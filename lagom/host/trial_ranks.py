@@ -10,6 +10,7 @@ import tempfile
 from collections.abc import Collection, Sequence
 from pathlib import Path
 
+from lagom.host.forked_rank import ForkedRank
 from lagom.host.rank_host import fork_rank, rank_spec
 from lagom.host.supervisor import RankSupervisor
 from lagom.host.workspace import HostWorkspace
@@ -23,21 +24,28 @@ class TrialRanks:
     """Forks the ranks of a trial, which wait for it in a folder that they share."""
 
     def __init__(self, spec: RunSpec, join: Message, ground: HostWorkspace, link: DriverClient) -> None:
+        """Fork the ranks.
+
+        Raises:
+            OSError: if there are not enough processes, files or memory; nothing is left then.
+        """
         self._spec = spec
         self._join = join
-        self._stack = contextlib.ExitStack()
-        folder = tempfile.mkdtemp(prefix="trial-", dir=ground.host_dir)
-        self._stack.callback(shutil.rmtree, folder, ignore_errors=True)
-        self.place = dataclasses.replace(ground, host_dir=Path(folder))
-        ranks = range(spec.plan.world_size)
-        self.outcomes = [anonymous_file(f"outcome-{rank}") for rank in ranks]
-        for fd in self.outcomes:
-            self._stack.callback(os.close, fd)
-        self.watch = RankSupervisor(link, spec.plan)
-        self._stack.callback(self.watch.end_all)
-        self._ranks = [fork_rank(spec, seat, self.place) for seat in self._seats(())]
-        for rank in self._ranks:
-            self.watch.add(rank)
+        self._ranks: list[ForkedRank] = []
+        self.outcomes: list[int] = []
+        with contextlib.ExitStack() as stack:
+            folder = tempfile.mkdtemp(prefix="trial-", dir=ground.host_dir)
+            stack.callback(shutil.rmtree, folder, ignore_errors=True)
+            self.place = dataclasses.replace(ground, host_dir=Path(folder))
+            for rank in range(spec.plan.world_size):
+                self.outcomes.append(anonymous_file(f"outcome-{rank}"))
+                stack.callback(os.close, self.outcomes[rank])
+            self.watch = RankSupervisor(link, spec.plan)
+            stack.callback(self.watch.end_all)
+            for seat in self._seats(()):
+                self._ranks.append(fork_rank(spec, seat, self.place))
+                self.watch.add(self._ranks[-1])
+            self._stack = stack.pop_all()
 
     @property
     def pids(self) -> Collection[int]:

@@ -49,7 +49,8 @@ def set_process_settings(settings: Settings) -> None:
     if settings["display"] and not hasattr(builtins, "display"):
         vars(builtins)["display"] = _display
     _set_logging(settings["logging"])
-    _set_filters(settings["warnings"])
+    if list(_filters()) != settings["warnings"]:
+        _set_filters(settings["warnings"])
     if "torch" in settings:
         _set_torch(settings["torch"])
     if "numpy" in settings:
