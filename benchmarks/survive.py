@@ -33,6 +33,7 @@ from benchmarks import peers
 from lagom import experiment
 from lagom.config import TorchDistributedConfig
 from lagom.config.torch_distributed import Launcher
+from lagom.result import Result
 
 WORLD_SIZE = 2
 SIZES = {"48 KB of state": (64, 200), "12 MB of state": (1024, 25), "200 MB of state": (4096, 2)}
@@ -62,17 +63,19 @@ def show_twins(folder: Path, rounds: int) -> None:
         found: dict[bool, list[float]] = {True: [], False: []}
         for number in range(rounds):
             for twins in (True, False) if number % 2 else (False, True):
-                config = TorchDistributedConfig(
-                    world_size=WORLD_SIZE,
-                    launcher="local",
-                    run_dir=None,
-                    sleeping_twins=twins,
-                    hparams={"size": size, "num_passes": num_passes},
-                )
-                found[twins].append(experiment.lagom(loops, config).per_rank[0]["us"])
+                result = _run_loops(size, num_passes, None, twins)
+                found[twins].append(result.per_rank[0]["us"])
         ratio = statistics.median(found[True]) / statistics.median(found[False])
         shown = f"{_shown(found[True], 'us')}, without {_shown(found[False], 'us')}: {ratio:.3f} times"
         print(f"{name:18} a step of a loop over a loader {shown}")
+
+
+def _run_loops(size: int, num_passes: int, run_dir: Path | None, twins: bool) -> Result:
+    hparams = {"size": size, "num_passes": num_passes}
+    config = TorchDistributedConfig(
+        world_size=WORLD_SIZE, launcher="local", run_dir=run_dir, sleeping_twins=twins, hparams=hparams
+    )
+    return experiment.lagom(loops, config)
 
 
 def going_on_s(size: int, num_passes: int, folder: Path) -> float:
@@ -88,14 +91,7 @@ def going_on_s(size: int, num_passes: int, folder: Path) -> float:
 
     thread = threading.Thread(target=kill)
     thread.start()
-    config = TorchDistributedConfig(
-        world_size=WORLD_SIZE,
-        launcher="local",
-        run_dir=folder,
-        sleeping_twins=True,
-        hparams={"size": size, "num_passes": num_passes},
-    )
-    result = experiment.lagom(loops, config)
+    result = _run_loops(size, num_passes, folder, True)
     thread.join()
     assert "batch" in result.failures[0]["resumed_from"], result.failures
     return float(min(end for end in result.per_rank[0]["ends"] if end > killed_at[0])) - killed_at[0]
