@@ -21,7 +21,8 @@ from lagom.program.sources import lagom_zip, modules_zip
 from lagom.search.slots.trial_slots import SlotChannel, SlotEvent
 from lagom.wire.client import Message
 
-_END_S = 1.5  # for tasks to end when the search does
+_CALM_S = 10.0  # for tasks to end when the search does: a cancelled job takes Spark's Python workers with it
+_END_S = 1.5  # for tasks to end on Ctrl-C or an error, or where some have not begun
 _CANCEL_S = 10.0  # for Spark to end a cancelled job
 _AGAIN_S = 0.3  # between two attempts to cancel: Spark ignores one that comes before the job
 
@@ -42,6 +43,7 @@ class SparkSlots(SlotChannel):
         self._payload = self._stack.enter_context(SparkPayload(call))
         super().__init__(self._payload.fd)
         self._joined: dict[int, Message] = {}
+        self._begun: set[int] = set()
         self._spare: dict[str, list[Message]] = {}
         self._leaders: dict[int, list[int]] = {}
         self._group = f"lagom-{secrets.token_hex(8)}"
@@ -74,7 +76,7 @@ class SparkSlots(SlotChannel):
 
     def __exit__(self, *exc: object) -> None:
         """End the slots, and the trials that still run on them."""
-        self.over()
+        self.over(_END_S if any(exc) or len(self._begun) < self._num_tasks else _CALM_S)
         self._stack.close()
 
     def serve(self, take: Callable[[int, Message], None], timeout_s: float) -> None:
@@ -100,19 +102,19 @@ class SparkSlots(SlotChannel):
                 return
         take(slot, message)
 
-    def over(self) -> None:
-        """Tell all slots that the search is over; cancel what does not end."""
+    def over(self, patience_s: float = _END_S) -> None:
+        """Tell all slots that the search is over; cancel what does not end within ``patience_s`` seconds."""
         self.channel.broadcast({"type": "stop"})
         self.channel.broadcast({"type": "over"})
         if self._job is None:
             return
-        deadline = time.monotonic() + _END_S
+        deadline = time.monotonic() + patience_s
         while self._job.lasts and self._joined and (left_s := deadline - time.monotonic()) > 0:
             event = self._next(left_s)
             if event is not None and event.message["type"] == "closed":
                 self._joined.pop(event.slot, None)
         if self._job.lasts and not self._joined:
-            self._job.wait(0.3)
+            self._job.wait(deadline - time.monotonic() if patience_s > _END_S else _AGAIN_S)
         deadline = time.monotonic() + _CANCEL_S
         while self._job.lasts and time.monotonic() < deadline:
             with contextlib.suppress(Exception):
@@ -133,6 +135,7 @@ class SparkSlots(SlotChannel):
     def _gather(self, slot: int, join: Message) -> SlotEvent | None:
         """Return the join of a slot with room for a whole trial, made of as many tasks of one host as that takes."""
         self._joined[slot] = join
+        self._begun.add(slot)
         spare = self._spare.setdefault(join["host"], [])
         spare[:] = [one for one in spare if one["slot"] in self._joined]
         spare.append(join | {"slot": slot})
