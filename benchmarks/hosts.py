@@ -1,4 +1,4 @@
-"""Compares collectives on two hosts: lagom's (shared memory, then one rank per host over the network) and gloo's.
+"""Compares collectives on two hosts: lagom's (shared memory, then one rank per host), encrypted too, and gloo's.
 
     python -m benchmarks.hosts [--ranks 2] [--turns 15]
 
@@ -28,6 +28,8 @@ from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from lagom.collectives.group import Group
 from lagom.collectives.run_store import SealedStore, all_gather_by
+from lagom.collectives.sockets.encryption import NO_CREDENTIALS, Credentials
+from lagom.wire.tls import contexts_of_ranks, key_and_certificate
 from tests.integration.hosts import allowed, network
 
 NUM_HOSTS = 2
@@ -44,6 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not allowed():
         print("this user may not make network namespaces here")
         return 1
+    certificate = key_and_certificate()
     with network(NUM_HOSTS) as (address, hosts):
         world_size = NUM_HOSTS * args.ranks
         store = TCPStore(address, 0, world_size + 1, is_master=True, wait_for_workers=False)
@@ -51,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         for i, host in enumerate(hosts):
             commands = []
             for number in range(i * args.ranks, (i + 1) * args.ranks):
-                settings = [address, store.port, number, world_size, args.ranks, host.address, args.turns]
+                settings = [address, store.port, number, world_size, args.ranks, host.address, args.turns, certificate]
                 commands.append(shlex.join([sys.executable, "-m", "benchmarks.hosts", json.dumps(settings)]))
             # One shell for all ranks of a host, since each use of its command makes a new process namespace.
             shell = " & ".join(commands) + " & wait"
@@ -61,8 +64,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0 if "".join(lines).count("\n") == len(SIZES) * len(EXCHANGES) else 1
 
 
-def rank(address: str, port: int, number: int, world_size: int, per_host: int, ip: str, turns: int) -> None:
-    """Run one rank: lagom's way and gloo's take turns, and rank 0 prints the medians."""
+def rank(address: str, port: int, number: int, world_size: int, per_host: int, ip: str, turns: int, pem: str) -> None:
+    """Run one rank: the ways take turns, and rank 0 prints the medians."""
     torch.set_num_threads(1)
     store = TCPStore(address, port, is_master=False)
 
@@ -73,27 +76,31 @@ def rank(address: str, port: int, number: int, world_size: int, per_host: int, i
         options._timeout = timedelta(seconds=60)
         return kind(PrefixStore(f"{kin}/{name}", store), place, size, options)
 
-    def made(name: str, *, shares_memory: bool) -> Group:
+    def made(name: str, *, shares_memory: bool, credentials: Credentials = NO_CREDENTIALS) -> Group:
         gather = all_gather_by(SealedStore(store, b""), name, number, world_size, 60.0)
-        return Group(number, world_size, gather, partial(gloo, name), ip=ip, shares_memory=shares_memory)
+        make = partial(gloo, name)
+        return Group(number, world_size, gather, make, ip=ip, shares_memory=shares_memory, credentials=credentials)
 
     ours, flat = made("ours", shares_memory=True), made("flat", shares_memory=False)
+    secret = made("secret", shares_memory=True, credentials=Credentials(b"", *contexts_of_ranks(pem)))
+    groups = {"ours": ours, "secret": secret, "flat": flat}
     for what, exchange in EXCHANGES.items():
         for size in SIZES:
-            times: dict[str, list[float]] = {"ours": [], "flat": []}
+            times: dict[str, list[float]] = {name: [] for name in groups}
             for _ in range(turns):
                 results = []
-                for name, group in (("ours", ours), ("flat", flat)):
+                for name, group in groups.items():
                     one = torch.full((size // 4,), float(number))
                     group.barrier()
                     start = time.perf_counter()
                     results.append(exchange(group, one))
                     times[name].append(time.perf_counter() - start)
-                assert torch.equal(*results), f"the results of {what} differ"
+                assert all(torch.equal(one, results[0]) for one in results), f"the results of {what} differ"
             assert ours.sums_itself, "no shared memory"
             if number == 0:
-                mine, theirs = (statistics.median(times[name]) * 1e3 for name in ("ours", "flat"))
+                mine, hidden, theirs = (statistics.median(times[name]) * 1e3 for name in groups)
                 say = f"{what} of {size >> 10} KB on {world_size // per_host} x {per_host} ranks: {mine:.2f} ms"
+                say += f", encrypted {hidden:.2f} ms, {hidden / mine:.1f} times"
                 print(f"{say}, gloo {theirs:.2f} ms, {theirs / mine:.1f} times", flush=True)
     flat.barrier()
 

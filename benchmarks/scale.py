@@ -29,6 +29,7 @@ from lagom.collectives.hosts import HostTransport
 from lagom.collectives.run_store import SealedStore, all_gather_by
 from lagom.collectives.shared_memory import shared
 from lagom.collectives.sockets.connect import connected, host_identity
+from lagom.collectives.sockets.encryption import Credentials
 from lagom.collectives.sockets.mesh import Mesh
 from tests.integration.hosts import allowed, network
 
@@ -135,12 +136,12 @@ def _rounds(rank: int, gather: Callable[[bytes], list[bytes]], ip: str) -> Mesh 
     assert not isinstance(found, str), found
     homes, near = found
     hosts = HostTransport(near[0] if near else None, None, homes, rank)
-    return connect_messages(rank, ip, gather, KEY, TIMEOUT_S, hosts)
+    return connect_messages(rank, ip, gather, Credentials(KEY), TIMEOUT_S, hosts)
 
 
 def _mesh(rank: int, world_size: int, gather: Callable[[bytes], list[bytes]], ip: str) -> Mesh:
     others = set(range(world_size)) - {rank}
-    return Mesh(connected(rank, others, gather(host_identity()), ip, gather, KEY), TIMEOUT_S)
+    return Mesh(connected(rank, others, gather(host_identity()), ip, gather, Credentials(KEY)), TIMEOUT_S)
 
 
 def _median(call: Callable[[], object], turns: int) -> float:

@@ -55,8 +55,10 @@ class Plan:
     """True if the output of every rank is sent to the driver."""
     encrypted: bool = False
     """True if the channel between driver and ranks is encrypted, as Spark's traffic is."""
-    one_host: bool = False
-    """True if ranks on several hosts are refused, because their exchanges are not encrypted."""
+    encrypts_ranks: bool = False
+    """True if ranks on several hosts encrypt what they send each other."""
+    in_clear: str = ""
+    """What would send between hosts in clear though ranks are to encrypt; then ranks on several hosts are refused."""
     already_distributed: bool = False
     """True if the program is written for torchrun: its ranks then find torchrun's variables."""
     rehearsal: Rehearsal | None = None
@@ -98,6 +100,7 @@ def plan(
             f"world_size is {world_size or 'all'}, but {_WHERE[cluster.launcher]} has {room} {what}; "
             + (", or ".join(remedies) or "start some first")
         )
+    encrypts_ranks = cluster.encrypted and not config.allow_unencrypted_collectives
     return Plan(
         config=dataclasses.replace(config, module=None, train_set=None, test_set=None, dataset=None, hparams={}),
         name=config.name or name,
@@ -108,9 +111,19 @@ def plan(
         gpu=cluster.gpus_per_slot > 0,
         keeps_logs=config.log == "all" or (config.run_dir is not None and bool(os.fspath(config.run_dir))),
         encrypted=cluster.encrypted,
-        one_host=cluster.encrypted and not config.allow_unencrypted_collectives,
+        encrypts_ranks=encrypts_ranks,
+        in_clear=_in_clear(config, gpu=cluster.gpus_per_slot > 0) if encrypts_ranks else "",
         already_distributed=already_distributed,
     )
+
+
+def _in_clear(config: TorchDistributedConfig, *, gpu: bool) -> str:
+    """Return what sends between hosts in clear, and cannot do otherwise; empty if nothing does from the start."""
+    if gpu:
+        return "NCCL"
+    if config.backend == "deepspeed":
+        return "gloo, by which DeepSpeed exchanges on the CPU,"
+    return "gloo (collectives='gloo')" if config.collectives == "gloo" else ""
 
 
 _WHERE = {"spark": "Spark", "local": "this machine", "inline": "this process"}

@@ -29,6 +29,7 @@ from lagom.collectives.group import Group
 from lagom.collectives.native import native
 from lagom.collectives.run_store import SealedStore, all_gather_by
 from lagom.collectives.shared_memory import shared
+from lagom.collectives.sockets.encryption import Credentials
 from lagom.config import TorchDistributedConfig
 from lagom.config.torch_distributed import Batches, Collectives, MixedPrecision
 from lagom.errors import CollectiveError
@@ -49,6 +50,7 @@ _calls = itertools.count()
 _CONTEXT = multiprocessing.get_context("fork")
 _TIMEOUT_S = 120.0
 _KEY = b"known to these ranks"
+CREDENTIALS = Credentials(_KEY)
 COLLECTIVES: Collectives = "gloo" if os.environ.get("LAGOM_TEST_COLLECTIVES") == "gloo" else "auto"
 """Of ranks: "auto" has them exchange through shared memory, "gloo" does not; see CONTRIBUTING.md."""
 TIMELINE = os.environ.get("LAGOM_TEST_TIMELINE") == "1"
@@ -68,6 +70,7 @@ def run_ranks(
     patches: bool = True,
     always_slices: bool = True,
     collectives: Collectives = COLLECTIVES,
+    credentials: Credentials = CREDENTIALS,
     **config: Any,
 ) -> list[Any]:
     """Run ``function(session)`` on every rank; the results in rank order.
@@ -86,7 +89,7 @@ def run_ranks(
         pipes, processes = [], []
         for rank in range(world_size):
             ours, theirs = _CONTEXT.Pipe(duplex=False)
-            args = (rank, plan, function, Path(host_dir), theirs, patches, always_slices)
+            args = (rank, plan, function, Path(host_dir), theirs, patches, always_slices, credentials)
             process = _CONTEXT.Process(target=_rank, args=args)
             process.start()
             theirs.close()
@@ -200,11 +203,12 @@ def _rank(
     pipe: Connection,
     patches: bool,
     always_slices: bool,
+    credentials: Credentials,
 ) -> None:
     torch.set_num_threads(1)
     forget_spark()
     try:
-        value = _run(rank, plan, function, host_dir, patches, always_slices)
+        value = _run(rank, plan, function, host_dir, patches, always_slices, credentials)
         answer = pickle.dumps(("returned", value))
     except BaseException as error:
         is_consequence = isinstance(error, CollectiveError)
@@ -237,6 +241,7 @@ def _run(
     host_dir: Path,
     patches: bool,
     always_slices: bool,
+    credentials: Credentials,
 ) -> Any:
     group, store = None, None
     if plan.world_size > 1:
@@ -248,7 +253,7 @@ def _run(
             plan.world_size,
             all_gather_by(SealedStore(store, _KEY), "ways", rank, plan.world_size, _TIMEOUT_S),
             lambda name, place, size: gloo(PrefixStore(name, store), place, size),
-            key=_KEY,
+            credentials=credentials,
             shares_memory=plan.config.collectives == "auto",
         )
     session = _session(plan, rank, group, store, host_dir, torch.device("cpu"))

@@ -55,8 +55,8 @@ ROOMS = {
     "__init__": "config data errors experiment memory_plan memory_planner result world",
     # The processes of a host, and the rank.
     "host": "errors files monitor patching plan random_states restart wire worker pyarrow pyspark torch",
-    "worker": "call collectives config errors files memory_plan monitor patching payload plan program "
-    "random_states restart run_state search.on_rank session verify.on_rank wire world zero numpy torch IPython",
+    "worker": "call collectives collectives.sockets config errors files memory_plan monitor patching payload plan "
+    "program random_states restart run_state search.on_rank session verify.on_rank wire world zero numpy torch IPython",
     # What a rank does with the program, from the top down.
     "session": "collectives collectives.torch_backend deepspeed distributed files forward gradients "
     "gradients.reduction loaders optimizers restart row_split run_state timing torch_versions tracking torch",
@@ -77,14 +77,15 @@ ROOMS = {
     "loaders": "collectives data.parquet errors files loaders.sharing monitor patching payload row_split run_state "
     "world numpy torch",
     "loaders.sharing": "collectives errors files patching payload run_state world numpy torch",
-    "distributed": "collectives collectives.torch_backend errors files patching program restart torch",
+    "distributed": "collectives collectives.sockets collectives.torch_backend errors files patching program restart "
+    "torch",
     "tracking": "collectives errors files patching restart",
     "files": "collectives errors patching restart run_state numpy torch",
     "run_state": "errors patching random_states numpy torch",
     "patching": "",
     "collectives": "collectives.sockets errors monitor numpy torch",
     "collectives.sockets": "",
-    "collectives.torch_backend": "collectives monitor torch",
+    "collectives.torch_backend": "collectives collectives.sockets monitor torch",
     # Tables.
     "data": "data.parquet",
     "data.parquet": "data.columns data.decoders data.sources errors fsspec numpy pandas pyarrow torch",

@@ -58,12 +58,27 @@ def test_more_than_there_is_room_for_is_an_error(world_size: int | None, cluster
         plan(TorchDistributedConfig(world_size=world_size), cluster)
 
 
-def test_with_sparks_encryption_ranks_have_to_be_on_one_host_unless_that_is_allowed() -> None:
+def test_with_sparks_encryption_ranks_encrypt_unless_it_is_allowed_not_to() -> None:
     found = [
         plan(TorchDistributedConfig(allow_unencrypted_collectives=allowed), spark(2, encrypted=encrypted))
         for encrypted, allowed in ((False, False), (True, False), (True, True))
     ]
-    assert [(one.encrypted, one.one_host) for one in found] == [(False, False), (True, True), (True, False)]
+    assert [(one.encrypted, one.encrypts_ranks) for one in found] == [(False, False), (True, True), (True, False)]
+    assert [one.in_clear for one in found] == ["", "", ""]
+
+
+@pytest.mark.parametrize(
+    ("config", "gpus", "said"),
+    [({}, 1, "NCCL"), ({"collectives": "gloo"}, 0, "gloo"), ({"backend": "deepspeed"}, 0, "DeepSpeed")],
+)
+def test_what_cannot_encrypt_is_named(config: dict[str, Any], gpus: int, said: str) -> None:
+    def made(encrypted: bool, **more: Any) -> str:
+        return plan(
+            TorchDistributedConfig(**config, **more), spark(2, gpus_per_slot=gpus, encrypted=encrypted)
+        ).in_clear
+
+    assert said in made(True)
+    assert made(True, allow_unencrypted_collectives=True) == made(False) == ""
 
 
 def test_too_few_slots_is_an_error_with_both_numbers_and_the_remedy() -> None:

@@ -11,6 +11,7 @@ from lagom.collectives.background import BackgroundExchanges, Done
 from lagom.collectives.native import OPERATIONS, TYPES
 from lagom.collectives.operation import ASIDE, Operation
 from lagom.collectives.requests import RequestExchange
+from lagom.collectives.sockets.encryption import NO_CREDENTIALS, Credentials
 from lagom.collectives.transports import Transports
 
 if TYPE_CHECKING:
@@ -41,7 +42,7 @@ class Group(RequestExchange):
         gloo: makes a process group from a name, a rank and a world size. It is called when one is needed: for tensors
             that neither shared memory nor lagom's own sockets serve.
         nccl: serves CUDA tensors; None if ranks have no GPU, or share one.
-        key: secret of the run's ranks.
+        credentials: those of the run's ranks.
         ip: address at which ranks on other hosts reach this one.
         shares_memory: send CPU tensors through shared memory when the ranks are on one host. See Note [Shared memory].
 
@@ -57,7 +58,7 @@ class Group(RequestExchange):
         gloo: Callable[[str, int, int], dist.ProcessGroup],
         *,
         nccl: dist.ProcessGroup | None = None,
-        key: bytes = b"",
+        credentials: Credentials = NO_CREDENTIALS,
         ip: str = "127.0.0.1",
         shares_memory: bool = True,
     ) -> None:
@@ -65,8 +66,17 @@ class Group(RequestExchange):
         self.rank = rank
         self.world_size = world_size
         self.ip = ip
+        self.credentials = credentials
         self._transports = Transports(
-            rank, world_size, all_gather, gloo, TIMEOUT_S, nccl=nccl, key=key, ip=ip, shares_memory=shares_memory
+            rank,
+            world_size,
+            all_gather,
+            gloo,
+            TIMEOUT_S,
+            nccl=nccl,
+            credentials=credentials,
+            ip=ip,
+            shares_memory=shares_memory,
         )
         self._aside: Transport | None = None
         self._thread: BackgroundExchanges | None = None

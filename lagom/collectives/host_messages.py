@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
     from lagom.collectives.hosts import HostTransport
     from lagom.collectives.native import Communicator
+    from lagom.collectives.sockets.encryption import Credentials
 
 _RADIX = 8
 _COMPARED = 4096
@@ -222,7 +223,7 @@ def connect_messages(
     rank: int,
     ip: str,
     all_gather: Callable[[bytes], list[bytes]],
-    key: bytes,
+    credentials: Credentials,
     timeout_s: float,
     hosts: HostTransport | None = None,
 ) -> Mesh | HostMessages:
@@ -231,7 +232,7 @@ def connect_messages(
     Args:
         ip: address at which other hosts reach this one.
         all_gather: an exchange that works already; whoever reads its messages learns where ranks listen.
-        key: secret of the run's ranks.
+        credentials: those of the run's ranks.
         timeout_s: how long an exchange will wait for a rank.
         hosts: carries tensors by the memory of several hosts; None if no ranks share memory.
 
@@ -241,9 +242,9 @@ def connect_messages(
     places = all_gather(connect.host_identity())
     if len(set(places)) == 1 and hosts is None:
         everyone = set(range(len(places))) - {rank}
-        return Mesh(connect.connected(rank, everyone, places, ip, all_gather, key), timeout_s)
+        return Mesh(connect.connected(rank, everyone, places, ip, all_gather, credentials), timeout_s)
     homes = [[one] for one in range(len(places))] if hosts is None else hosts.homes
-    between = Mesh(connect.connected(rank, partners(homes, rank), places, ip, all_gather, key), timeout_s)
+    between = Mesh(connect.connected(rank, partners(homes, rank), places, ip, all_gather, credentials), timeout_s)
     return HostMessages(None if hosts is None else hosts.near, between, homes, rank)
 
 

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from lagom.collectives.background import Work
+    from lagom.collectives.sockets.encryption import Connection
 
 _HEAD = struct.Struct("<QQ")
 _BLOCK = 1 << 16
@@ -38,7 +39,7 @@ class HostRing:
     """
 
     def __init__(
-        self, following: socket.socket, preceding: socket.socket, home: int, num_homes: int, timeout_s: float
+        self, following: Connection, preceding: Connection, home: int, num_homes: int, timeout_s: float
     ) -> None:
         self._following = following
         self._preceding = preceding
@@ -145,7 +146,7 @@ class _Sending:
             data = _memory(tensor)
             self._parts = [memoryview(_HEAD.pack(count, len(data))), data]
 
-    def go_on(self, peer: socket.socket) -> bool:
+    def go_on(self, peer: Connection) -> bool:
         """Send what the kernel takes; return whether that is anything."""
         try:
             sent = peer.sendmsg(self._parts, (), socket.MSG_NOSIGNAL)
@@ -174,7 +175,7 @@ class _Receiving:
                 self._sums = _Sums(self._memory, tensor.dtype)
                 self._memory = self._sums.incoming
 
-    def go_on(self, peer: socket.socket) -> bool:
+    def go_on(self, peer: Connection) -> bool:
         """Take the bytes that are there; return whether there were any."""
         has_head = len(self._head) == _HEAD.size
         try:
@@ -251,4 +252,5 @@ def _memory(tensor: torch.Tensor) -> memoryview:
 # workstations", 2009). All hosts copy the same sums, so they have the same bits. Each message says its number and size:
 # hosts that call different exchanges get an error.
 #
-# The connections are made as those of messages are: both ends prove that they know the run's key.
+# The connections are made as those of messages are: both ends prove that they know the run's key, and encrypt where
+# Spark does.

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
     from lagom.collectives.background import Done
     from lagom.collectives.native import Communicator
+    from lagom.collectives.sockets.encryption import Credentials
 
 _PIECE = 4 << 20
 """Bytes that travel between hosts while the next ones are summed within them."""
@@ -203,7 +204,7 @@ def connect_hosts(
     number: int,
     ip: str,
     all_gather: Callable[[bytes], list[bytes]],
-    key: bytes,
+    credentials: Credentials,
     timeout_s: float,
 ) -> list[HostTransport]:
     """Return ``number`` transports over the hosts; a collective.
@@ -213,7 +214,7 @@ def connect_hosts(
         near: as many communicators of the ranks of this host; none if this rank is alone there.
         ip: address at which other hosts reach this one.
         all_gather: an exchange that works already.
-        key: secret of the run's ranks.
+        credentials: those of the run's ranks.
         timeout_s: how long an exchange will wait for a neighbouring host.
     """
     places = all_gather(connect.host_identity())
@@ -222,7 +223,7 @@ def connect_hosts(
     made = []
     for i in range(number):
         neighbours = [] if home is None else [firsts[(home + 1) % len(firsts)], firsts[home - 1]]
-        peers = connect.connected(rank, set(neighbours), places, ip, all_gather, key)
+        peers = connect.connected(rank, set(neighbours), places, ip, all_gather, credentials)
         ring = None
         if home is not None:
             following, preceding = (peers[one] for one in neighbours)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
+from lagom.collectives.rank_store import RankStore
 from lagom.errors import CollectiveError
 
 if TYPE_CHECKING:
@@ -146,9 +147,11 @@ def all_gather_by(
 
 
 def reconnected(store: dist.Store, timeout: timedelta | None = None) -> dist.Store:
-    """Return ``store`` over a new connection, so that a long wait on it does not block other users of ``store``."""
+    """Return ``store`` for another user, whom a long wait on it does not block: over a new connection, where needed."""
     known: Any = store
     again: dist.Store
+    if isinstance(store, RankStore):
+        return store.with_timeout(timeout or known.timeout)
     if isinstance(store, dist.FileStore):
         again = dist.FileStore(known.path, -1)
     else:

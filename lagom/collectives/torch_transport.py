@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
 from lagom.collectives.background import DONE
+from lagom.collectives.native import native, reason_without_native
 from lagom.collectives.transport import Transport
+from lagom.errors import CollectiveError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -15,6 +17,24 @@ if TYPE_CHECKING:
     import torch.distributed as dist
 
     from lagom.collectives.background import Work
+
+
+def refuse_gloo() -> NoReturn:
+    """Raise the error of an exchange that needs gloo, where ranks encrypt what they send to other hosts."""
+    if native() is None:
+        needs = f"lagom was installed without its compiled part ({reason_without_native()}), so tensors go over gloo"
+        remedy = "install that part (`lagom doctor` says more)"
+    else:
+        needs = (
+            "the program asks for gloo by name, or for an exchange that needs it: all-to-all, gather, scatter, "
+            "messages between two ranks, reductions other than sums and averages, or tensors that are not plain numbers"
+        )
+        remedy = "name no backend in init_process_group() and new_group(), and avoid these exchanges"
+    raise CollectiveError(
+        f"Spark encrypts what it sends, the ranks are on several hosts, and gloo sends in clear: {needs}. Have all "
+        f"ranks on one host; or {remedy}; or, where that network may carry it (it is private, or encrypted itself), "
+        "set allow_unencrypted_collectives=True"
+    )
 
 
 class TorchTransport(Transport):

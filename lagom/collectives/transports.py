@@ -11,6 +11,7 @@ from lagom.collectives.memory_transport import MemoryTransport
 from lagom.collectives.mesh_transport import MeshTransport
 from lagom.collectives.native import UNUSABLE
 from lagom.collectives.shared_memory import shared
+from lagom.collectives.sockets.encryption import NO_CREDENTIALS, Credentials
 from lagom.collectives.sockets.mesh import Mesh
 from lagom.collectives.torch_transport import TorchTransport
 
@@ -37,7 +38,7 @@ class Transports:
         gloo: makes a process group for any tensors, from a name, a rank and a world size.
         timeout_s: how long a rank waits for another.
         nccl: serves CUDA tensors; None if ranks have no GPU, or share one.
-        key: secret of the run's ranks.
+        credentials: those of the run's ranks.
         ip: address at which ranks on other hosts reach this one.
         shares_memory: whether ranks may share memory.
     """
@@ -51,7 +52,7 @@ class Transports:
         timeout_s: float,
         *,
         nccl: dist.ProcessGroup | None,
-        key: bytes,
+        credentials: Credentials,
         ip: str,
         shares_memory: bool,
     ) -> None:
@@ -61,7 +62,7 @@ class Transports:
         self._make_gloo = gloo
         self._timeout_s = timeout_s
         self._nccl = TorchTransport(nccl) if nccl is not None else None
-        self._key = key
+        self._credentials = credentials
         self._ip = ip
         self._shares_memory = shares_memory
         self._fast: Sequence[Transport] | None = None
@@ -105,7 +106,7 @@ class Transports:
         if self._fast is None:
             self._fast = ()
             if self._shares_memory:
-                found = connect_memory(self._rank, self._all_gather, self._ip, self._timeout_s, 2, self._key)
+                found = connect_memory(self._rank, self._all_gather, self._ip, self._timeout_s, 2, self._credentials)
                 if not isinstance(found, str):
                     self._fast, self.memory = found, found[0].memory
                     self._opened += found
@@ -122,7 +123,7 @@ class Transports:
     def reconnect(self) -> None:
         """Have this process, which takes the place of its rank, share memory with the other ranks'; a collective."""
         former = [one.memory for one in self._fast or () if one.memory is not None]
-        found = shared(self._rank, self._all_gather, self._timeout_s, len(former), self._key, former)
+        found = shared(self._rank, self._all_gather, self._timeout_s, len(former), self._credentials.key, former)
         if isinstance(found, str):
             raise OSError(found)
 
@@ -158,7 +159,7 @@ class Transports:
     def _make_messages(self) -> Mesh | HostMessages:
         first = self._fast[0] if self._fast else None
         hosts = first if isinstance(first, HostTransport) else None
-        return connect_messages(self._rank, self._ip, self._all_gather, self._key, self._timeout_s, hosts)
+        return connect_messages(self._rank, self._ip, self._all_gather, self._credentials, self._timeout_s, hosts)
 
     def _mesh(self) -> Mesh | None:
         """Return the connections by which tensors may go when memory does not carry them. See Note [Gloo]."""
@@ -184,7 +185,7 @@ def connect_memory(
     ip: str,
     timeout_s: float,
     number: int = 1,
-    key: bytes = b"",
+    credentials: Credentials = NO_CREDENTIALS,
 ) -> Sequence[Transport] | str:
     """Return ``number`` transports through the memory of one host or of several, or why there are none; a collective.
 
@@ -192,14 +193,14 @@ def connect_memory(
         all_gather: an exchange that works already.
         ip: address at which other hosts reach this one.
         timeout_s: how long an exchange will wait for a rank.
-        key: secret of the run's ranks.
+        credentials: those of the run's ranks.
     """
-    found = shared(rank, all_gather, timeout_s, number, key)
+    found = shared(rank, all_gather, timeout_s, number, credentials.key)
     if isinstance(found, str):
         return found
     homes, near = found
     if len(homes) > 1:
-        return connect_hosts(rank, homes, near, number, ip, all_gather, key, timeout_s)
+        return connect_hosts(rank, homes, near, number, ip, all_gather, credentials, timeout_s)
     return [MemoryTransport(one) for one in near]
 
 

@@ -86,8 +86,8 @@ class TorchDistributedConfig:
     """"linear" multiplies the learning rates that optimizers are made with by the number of ranks, for
     ``batches="per_rank"``, where a batch is that much larger. None: the program's rates."""
     allow_unencrypted_collectives: bool = False
-    """Allows ranks on several hosts to exchange gradients and data with Spark's encryption on, though gloo and NCCL do
-    not encrypt; otherwise that is an error. For networks that are private, or encrypted themselves."""
+    """Has ranks on several hosts exchange gradients and data in clear with Spark's encryption on. Otherwise they
+    encrypt, and gloo and NCCL, which cannot, are an error. For networks that are private, or encrypted themselves."""
     sync_batchnorm: bool = True
     """In training, BatchNorm uses the statistics of the whole batch, not of a rank's share."""
     verify: bool = False

@@ -17,8 +17,10 @@ from torch.distributed import distributed_c10d
 from torch.utils.data import DistributedSampler
 
 from lagom.collectives.run_store import reconnected
+from lagom.collectives.sockets.encryption import Credentials
 from lagom.collectives.torch_backend.registration import register
 from lagom.collectives.torch_backend.shared_group import BACKEND
+from lagom.collectives.torch_transport import refuse_gloo
 from lagom.errors import LagomError
 from lagom.files import share_disk
 from lagom.patching.importers import Importers
@@ -34,7 +36,7 @@ _ENDS_S = 30 * 24 * 3600.0
 """Longest time that rank 0 waits for the others: only its host process may give up."""
 _importers = Importers(distributed_c10d, "init_process_group")
 _kept: list[Any] = []
-"""Groups, kept to the end of the process. See Note [Kept groups]."""
+"""Groups and their stores, kept to the end of the process. See Note [Kept groups]."""
 
 
 @contextmanager
@@ -51,6 +53,8 @@ def own_init_process_group(session: Session) -> Iterator[None]:
         patched = joining.patched()
         for module, name in _importers.find():
             stack.enter_context(replaced(module, name, patched))
+        if session.group is not None and session.group.credentials.encrypt:
+            stack.enter_context(replaced(distributed_c10d, "ProcessGroupGloo", _RefusedGloo))
         if session.world_size > 1:
             stack.enter_context(replaced(DistributedSampler, "__iter__", _iterated(session)))
         succeeded = False
@@ -110,12 +114,13 @@ class _Joining:
         assert session.store is not None
         store = reconnected(session.store, timeout if isinstance(timeout, timedelta) else None)
         # A program may destroy its group and make another one, which must not find the keys of the last.
+        _kept.append(store)  # a PrefixStore does not keep a store that is written in Python
         prefixed = dist.PrefixStore(f"joined/{self._num}", store)
         self._num += 1
         rest = {key: value for key, value in asked.items() if key not in ("init_method", "store", "rank", "world_size")}
         backend = asked.get("backend")
         if BACKEND in str(backend or "").lower():
-            register(session.key, "" if session.group is None else session.group.ip)
+            register(*_credentials(session))
         elif backend is None and session.device.type == "cpu":
             self._share_memory()
         self._original(**rest, store=prefixed, rank=session.rank, world_size=session.world_size)
@@ -125,11 +130,23 @@ class _Joining:
         """Let groups without a named backend exchange CPU tensors through shared memory, if any, to the run's end."""
         if self._session.group is None or not self._session.group.sums_itself:
             return
-        register(self._session.key, self._session.group.ip)
+        register(*_credentials(self._session))
         defaults = dist.Backend.default_device_backend_map
         if defaults["cpu"] != BACKEND:
             ours = {**defaults, "cpu": BACKEND}
             self._stack.enter_context(replaced(dist.Backend, "default_device_backend_map", ours))
+
+
+class _RefusedGloo(dist.ProcessGroupGloo):
+    """Takes the place of torch's class where ranks encrypt what they send to other hosts."""
+
+    def __init__(self, *_: object, **__: object) -> None:
+        refuse_gloo()
+
+
+def _credentials(session: Session) -> tuple[Credentials, str]:
+    """Return what ranks prove themselves with, and this host's address."""
+    return (Credentials(session.key), "") if session.group is None else (session.group.credentials, session.group.ip)
 
 
 def _tell(session: Session) -> None:

@@ -54,7 +54,7 @@ def run_task_ranks(
         store = door.getsockname()[:2] if door is not None else None
         if task == 0 and spec.files is not None:
             prepare_files(spec.files)
-        table = join_run(link, gather, join_message(task, ranks, ground, ip, store, gpus), one_host=spec.plan.one_host)
+        table = join_run(link, gather, join_message(task, ranks, ground, ip, store, gpus), in_clear=spec.plan.in_clear)
         if door is not None and table["store"] is not None:
             door.listen(1024)
         watch = RankSupervisor(link, spec.plan)
@@ -137,6 +137,7 @@ def rank_spec(
         gpu_index=gpu_index,
         nccl=bool(table["nccl"]),
         key=hmac.digest(spec.secret, f"ranks of {spec.run_id}".encode(), "sha256"),
+        certificate="" if table["store"] is None else spec.rank_certificate,
     )
 
 

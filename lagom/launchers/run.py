@@ -284,7 +284,7 @@ class RunView:
 
     def _seat(self) -> None:
         try:
-            table = peers(list(self._joins.values()), self.plan.one_host)
+            table = peers(list(self._joins.values()), self.plan.in_clear)
         except PlanError as error:
             self._refused = error
             self.stop()

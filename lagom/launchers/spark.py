@@ -38,7 +38,7 @@ from lagom.restart.history import RunHistory
 from lagom.wire.failure_text import failure_in
 from lagom.wire.server import anonymous_file
 from lagom.wire.spec import RunSpec
-from lagom.wire.tls import NoCertificate, certificate_of_a_run
+from lagom.wire.tls import NoCertificate, certificate_of_a_run, key_and_certificate
 
 log = logging.getLogger("lagom")
 _INLINE = 1 << 20  # bytes of a payload that is sent in the job itself
@@ -81,13 +81,14 @@ class SparkLauncher:
             )
             stack.enter_context(run)
             tls, certificate = encryption(self.facts) if plan.encrypted else (None, "")
+            of_ranks = key_and_certificate() if plan.encrypts_ranks else ""
             address = self._listen(run, tls)
             if address is None:
                 run.unheard()
             modules = b"" if self.facts.one_machine else modules_zip(call.function)
             spec = payload.spec(plan, address, run.channel.secret, modules, one_machine=self.facts.one_machine)
             files = history.files_before() if history is not None and address is not None else None
-            spec = dataclasses.replace(spec, certificate=certificate, files=files)
+            spec = dataclasses.replace(spec, certificate=certificate, rank_certificate=of_ranks, files=files)
             rows = self.run_job(run, plan, spec, stack)
             home = OutcomeCollector(rows, run)
             if history is None or not history.begins_again(run.loss()):

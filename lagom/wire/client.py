@@ -15,13 +15,12 @@ import time
 from lagom.wire.framing import NONCE, PROOF, BadFrame, FrameDecoder, FrameKeys, FrameSeals, body_of, frame_of
 from lagom.wire.framing import Message as Message
 from lagom.wire.peer_silence import probe_silence, silent_s
+from lagom.wire.tls import trusting
 
 MAX_BACKLOG_BYTES = 64 << 20  # bytes of log that may wait for a slow driver; then lines are dropped
 _TRIES = 3
 LOST_AFTER_S = 120.0
 """Silence of the driver's machine before it counts as lost, as long as Spark's: a laptop may sleep for a while."""
-_NO_CHECK_TIME = 0x200000
-"""X509_V_FLAG_NO_CHECK_TIME, for which Python has no name: a host's clock may be behind the driver's."""
 _WOULD_WAIT = (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError)
 
 
@@ -164,7 +163,7 @@ def dial(
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             probe_silence(connection, LOST_AFTER_S)
             if certificate:
-                connection = _encrypt(connection, certificate)
+                connection = trusting(certificate).wrap_socket(connection)
             return _authenticate(connection, secret, hello, deadline)
         except (OSError, EOFError, ValueError):  # closed again, or another program listens there
             connection.close()
@@ -174,15 +173,6 @@ def dial(
             return None
         time.sleep(pause_s)
     return None
-
-
-def _encrypt(connection: socket.socket, certificate: str) -> ssl.SSLSocket:
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    context.minimum_version = ssl.TLSVersion.TLSv1_2
-    context.check_hostname = False  # exactly this certificate is trusted, at any address
-    context.load_verify_locations(cadata=certificate)
-    context.verify_flags |= _NO_CHECK_TIME
-    return context.wrap_socket(connection)
 
 
 def _authenticate(connection: socket.socket, secret: bytes, hello: Message, deadline: float) -> DriverClient:

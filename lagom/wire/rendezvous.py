@@ -22,8 +22,11 @@ class Stopped(Exception):
     """The driver has ended this run."""
 
 
-def peers(joins: Sequence[Message], one_host: bool = False) -> Message:
-    """Build the table of all ranks from the tasks' joins; with ``one_host``, refuse ranks on several hosts.
+def peers(joins: Sequence[Message], in_clear: str = "") -> Message:
+    """Build the table of all ranks from the tasks' joins.
+
+    Args:
+        in_clear: what would send between hosts in clear, and must not; then ranks on several hosts are refused.
 
     Raises:
         PlanError: if the tasks do not fit together, with their hosts and versions.
@@ -35,12 +38,12 @@ def peers(joins: Sequence[Message], one_host: bool = False) -> Message:
             found = ", ".join(f"{version} on {host}" for version, host in versions.items())
             raise PlanError(f"the executors have different versions of {fact}: {found}; give all of them the same")
     hosts = sorted({str(join["host"]) for join in ordered})
-    if one_host and len(hosts) > 1:
+    if in_clear and len(hosts) > 1:
         names = ", ".join(host.split("|")[0] for host in hosts[:4])
         raise PlanError(
-            f"Spark encrypts what it sends, and the ranks are on {len(hosts)} hosts ({names}): they would exchange "
-            "gradients and data in clear, as gloo and NCCL do. Have all on one host; or, where that network may carry "
-            "it (it is private, or encrypted itself), set allow_unencrypted_collectives=True"
+            f"Spark encrypts what it sends, and the ranks are on {len(hosts)} hosts ({names}), between which "
+            f"{in_clear} would send gradients and data in clear. Have all ranks on one host; or, where that network "
+            "may carry it (it is private, or encrypted itself), set allow_unencrypted_collectives=True"
         )
     ranks = [
         {"rank": rank, "host": join["host"], "ip": join["ip"], "gpu": gpu}
@@ -54,7 +57,7 @@ def peers(joins: Sequence[Message], one_host: bool = False) -> Message:
 
 
 def join_run(
-    link: DriverClient | None, gather: Callable[[str], Sequence[str]] | None, join: Message, *, one_host: bool = False
+    link: DriverClient | None, gather: Callable[[str], Sequence[str]] | None, join: Message, *, in_clear: str = ""
 ) -> Message:
     """Join, and wait for the table: from the driver, or from ``gather`` if the driver says so or is out of reach.
 
@@ -71,7 +74,7 @@ def join_run(
         raise LinkClosed(
             "the driver cannot be reached from this host, and there is no other way to find the other ranks"
         )
-    return peers([json.loads(text) for text in gather(json.dumps(join))], one_host)
+    return peers([json.loads(text) for text in gather(json.dumps(join))], in_clear)
 
 
 def _reply(link: DriverClient) -> Message:

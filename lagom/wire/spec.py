@@ -45,6 +45,8 @@ class RunSpec:
     """Files that earlier attempts of this run have written; None if the run begins only once."""
     certificate: str = ""
     """The driver's certificate (PEM), if the channel is encrypted."""
+    rank_certificate: str = field(default="", repr=False)
+    """The ranks' key and certificate (PEM), if ranks of several hosts encrypt what they send each other."""
     losses_left: int = 0
     """How many losses of ranks this run may yet go on after."""
 
@@ -85,3 +87,5 @@ class RankSpec:
     """Memory of all ranks of the host, which says when the next twins are due."""
     key: bytes = field(default=b"", repr=False)
     """Key by which ranks authenticate each other; derived from the run's secret."""
+    certificate: str = field(default="", repr=False)
+    """The ranks' key and certificate (PEM), if they are on several hosts and encrypt what these send each other."""

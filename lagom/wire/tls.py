@@ -1,4 +1,4 @@
-"""``certificate_of_a_run``: create the key and certificate that encrypt the channel of one run."""
+"""Keys and certificates of one run: for its channel, and for what ranks of several hosts send each other."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ from lagom.wire.server import anonymous_file
 _DAYS = 90
 _OPENSSL = "req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -subj /CN=lagom -keyout - -out -"
 _TIMEOUT_S = 20.0
+_NO_CHECK_TIME = 0x200000
+"""X509_V_FLAG_NO_CHECK_TIME, for which Python has no name: a host's clock may be behind the driver's."""
 
 
 class NoCertificate(RuntimeError):
@@ -25,10 +27,56 @@ def certificate_of_a_run() -> tuple[ssl.SSLContext, str]:
     Raises:
         NoCertificate: if there is neither Python's cryptography nor an openssl program.
     """
-    pem = _by_package() or _by_program()
+    pem = key_and_certificate()
+    return _showing(pem), _certificate_in(pem)
+
+
+def key_and_certificate() -> str:
+    """Make a key and its certificate, and return both (PEM).
+
+    Raises:
+        NoCertificate: as ``certificate_of_a_run``.
+    """
+    return _by_package() or _by_program()
+
+
+def contexts_of_ranks(pem: str) -> tuple[ssl.SSLContext, ssl.SSLContext]:
+    """Return TLS contexts for both ends of a connection between ranks, which all have the key and certificate ``pem``.
+
+    The first one is for the end that accepts, the second for the one that connects.
+    """
+    accepting, connecting = _showing(pem), trusting(_certificate_in(pem))
+    _trust(accepting, _certificate_in(pem))
+    accepting.verify_mode = ssl.CERT_REQUIRED
+    _show(connecting, pem)
+    accepting.minimum_version = connecting.minimum_version = ssl.TLSVersion.TLSv1_3
+    return accepting, connecting
+
+
+def trusting(certificate: str) -> ssl.SSLContext:
+    """Return the TLS context of an end that connects and accepts no other ``certificate`` (PEM)."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    context.check_hostname = False  # exactly this certificate is trusted, at any address
+    _trust(context, certificate)
+    return context
+
+
+def _trust(context: ssl.SSLContext, certificate: str) -> None:
+    context.load_verify_locations(cadata=certificate)
+    context.verify_flags |= _NO_CHECK_TIME
+
+
+def _showing(pem: str) -> ssl.SSLContext:
+    """Return the TLS context of an end that accepts connections with the key and certificate ``pem``."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     context.num_tickets = 0  # no client resumes a session
+    _show(context, pem)
+    return context
+
+
+def _show(context: ssl.SSLContext, pem: str) -> None:
     fd = anonymous_file("key")  # ssl reads only files, and the key must not be on a disk
     try:
         os.write(fd, pem.encode())
@@ -36,8 +84,11 @@ def certificate_of_a_run() -> tuple[ssl.SSLContext, str]:
         context.load_cert_chain(f"/proc/self/fd/{fd}")
     finally:
         os.close(fd)
+
+
+def _certificate_in(pem: str) -> str:
     begin = pem.index("-----BEGIN CERTIFICATE-----")
-    return context, pem[begin : pem.index("-----END CERTIFICATE-----")] + "-----END CERTIFICATE-----\n"
+    return pem[begin : pem.index("-----END CERTIFICATE-----")] + "-----END CERTIFICATE-----\n"
 
 
 def _by_package() -> str:
@@ -84,5 +135,6 @@ def _by_program() -> str:
 #
 # If Spark encrypts its traffic, the channel is encrypted too, by TLS with a key and a certificate made for the run. The
 # certificate travels to the ranks with the secret, inside Spark's job, which Spark encrypts. Ranks trust only this
-# certificate and no authority, so there is no host name to check. The key stays in the driver's memory. Pre-shared
+# certificate and no authority, so there is no host name to check. The key stays in the driver's memory. Ranks of
+# several hosts have another key and certificate, the same on all of them, for what they send each other. Pre-shared
 # keys, which need no certificate, are in Python's ssl only from 3.13 on.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import os
+import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,10 +14,15 @@ import torch
 import torch.distributed as dist
 
 from lagom.collectives.group import TIMEOUT_S, Group
+from lagom.collectives.rank_store import RankStore
 from lagom.collectives.run_store import SealedStore, all_gather_by
+from lagom.collectives.sockets.encryption import Credentials
+from lagom.collectives.sockets.value_server import ValueClient, ValueServer
+from lagom.collectives.torch_transport import refuse_gloo
 from lagom.config.torch_distributed import Collectives
 from lagom.errors import CollectiveError
 from lagom.wire.spec import RankSpec
+from lagom.wire.tls import contexts_of_ranks
 from lagom.worker.network_interfaces import interface_of
 
 TIMEOUT = datetime.timedelta(seconds=TIMEOUT_S)
@@ -27,12 +33,17 @@ def process_group(
     seat: RankSpec, world_size: int, device: torch.device, collectives: Collectives = "auto"
 ) -> Iterator[tuple[Group, dist.Store]]:
     """Connect the ranks to a group that is never registered with torch.distributed; see Note [Private world]."""
+    credentials = (
+        Credentials(seat.key, *contexts_of_ranks(seat.certificate)) if seat.certificate else Credentials(seat.key)
+    )
     try:
-        store = _store(seat, world_size)
-    except RuntimeError as error:
+        store = _store(seat, world_size, credentials)
+    except (RuntimeError, OSError) as error:
         raise CollectiveError(f"the ranks did not connect, as a rule because one is gone: {error}") from error
 
     def gloo(name: str, rank: int, size: int) -> Any:
+        if credentials.encrypt:
+            refuse_gloo()
         gloo_class: Any = dist.ProcessGroupGloo  # its options are missing from torch's own types
         options = gloo_class._Options()
         # Use the address: the host name resolves to 127.0.1.1 on many machines.
@@ -49,7 +60,7 @@ def process_group(
         all_gather_by(SealedStore(store, seat.key), "ways", seat.rank, world_size, TIMEOUT_S),
         gloo,
         nccl=nccl,
-        key=seat.key,
+        credentials=credentials,
         ip=seat.ip,
         shares_memory=collectives == "auto",
     )
@@ -63,12 +74,17 @@ def process_group(
         nccl.shutdown()
 
 
-def _store(seat: RankSpec, world_size: int) -> dist.Store:
+def _store(seat: RankSpec, world_size: int, credentials: Credentials) -> dist.Store:
     if seat.store is None:
         found = dist.FileStore(str(Path(seat.host_dir, "store")), -1)
         found.set_timeout(TIMEOUT)
         return found
     host, port = seat.store
+    if credentials.encrypt:
+        if seat.store_fd is None:
+            return RankStore(ValueClient((host, port), seat.rank, credentials, TIMEOUT_S).ask, TIMEOUT)
+        listener = socket.socket(fileno=os.dup(seat.store_fd))
+        return RankStore(ValueServer(listener, range(1, world_size), credentials, TIMEOUT_S).ask, TIMEOUT)
     if seat.store_fd is None:
         return dist.TCPStore(host, port, world_size, is_master=False, timeout=TIMEOUT, wait_for_workers=False)
     # The host process has bound the socket: the port is known, and only the chosen network can connect.

@@ -11,14 +11,16 @@ import pytest
 import torch
 
 from lagom.collectives.host_ring import HostRing
+from tests.encryption import encrypted_pair
 
 SIZES = (0, 1, 2, 77, 100_003, 1_000_001)
 TYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.uint8)
 
 
 @contextmanager
-def joined(num: int, timeout_s: float = 20.0) -> Iterator[list[HostRing]]:
-    pairs = [socket.socketpair() for _ in range(num if num > 2 else 1)]
+def joined(num: int, timeout_s: float = 20.0, *, encrypts: bool = False) -> Iterator[list[HostRing]]:
+    connect = encrypted_pair if encrypts else socket.socketpair
+    pairs: list[Any] = [connect() for _ in range(num if num > 2 else 1)]
     if num == 2:  # one connection for both ways
         made = [HostRing(one, one, home, 2, timeout_s) for home, one in enumerate(pairs[0])]
     else:
@@ -41,10 +43,10 @@ def values(home: int, count: int, dtype: torch.dtype) -> torch.Tensor:
     return torch.randint(0, 9, (count,), generator=generator).to(dtype)  # whose sums are exact
 
 
-@pytest.mark.parametrize("num", [2, 3, 5])
+@pytest.mark.parametrize(("num", "encrypts"), [(2, False), (3, False), (5, False), (2, True), (3, True)])
 @pytest.mark.parametrize("dtype", TYPES)
-def test_sums_gathers_and_broadcasts_are_those_of_one_place(num: int, dtype: torch.dtype) -> None:
-    with joined(num) as rings:
+def test_sums_gathers_and_broadcasts_are_those_of_one_place(num: int, encrypts: bool, dtype: torch.dtype) -> None:
+    with joined(num, encrypts=encrypts) as rings:
         for count in SIZES:
             given = [values(home, count, dtype) for home in range(num)]
             total = torch.stack(given).sum(0, dtype=dtype)
@@ -106,13 +108,17 @@ def test_hosts_whose_exchanges_differ_in_number_get_an_error() -> None:
             works[1].wait()
 
 
-def test_a_neighbour_that_goes_or_does_not_come_is_an_error() -> None:
-    with joined(3) as rings:
+@pytest.mark.parametrize("encrypts", [False, True])
+def test_a_neighbour_that_goes_or_does_not_come_is_an_error(encrypts: bool) -> None:
+    with joined(3, encrypts=encrypts) as rings:
         works = [rings[home].all_reduce(torch.ones(3_000_000)) for home in (0, 1)]
         rings[2].close()
         for work in works:
             with pytest.raises(OSError, match=r"hung up|reset|Broken pipe"):
                 work.wait()
             rings[0].close()  # as its rank does when an exchange has failed
-    with joined(2, timeout_s=0.2) as rings, pytest.raises(TimeoutError, match="did not answer in time"):
+    with (
+        joined(2, timeout_s=0.2, encrypts=encrypts) as rings,
+        pytest.raises(TimeoutError, match="did not answer in time"),
+    ):
         rings[0].all_reduce(torch.ones(3)).wait()

@@ -12,7 +12,8 @@ import pytest
 from lagom.collectives.sockets import connect
 from lagom.collectives.sockets.mesh import Mesh
 from lagom.session.session import Session
-from tests.ranks import run_ranks
+from tests.encryption import credentials
+from tests.ranks import CREDENTIALS, run_ranks
 
 
 def exchanged(session: Session) -> Any:
@@ -27,11 +28,17 @@ def exchanged(session: Session) -> Any:
         found.append([(row[:4], len(row), set(row[4:])) for row in rows])
     (mesh,) = (one for one in gc.get_objects() if type(one) is Mesh)
     families = {peer.family for peer in mesh.peers if peer is not None}
+    in_clear = {peer.family for peer in mesh.peers if type(peer) is socket.socket}
+    assert socket.AF_INET not in in_clear or not group.credentials.encrypt
     return found, families
 
 
-@pytest.mark.parametrize("hosts", [pytest.param(1, marks=pytest.mark.soak), 2, 3])  # of 2, one has two ranks
-def test_messages_of_any_lengths_reach_all_also_between_hosts(hosts: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(  # of 2 hosts, one has two ranks
+    ("hosts", "encrypts"), [pytest.param(1, False, marks=pytest.mark.soak), (2, False), (3, False), (2, True)]
+)
+def test_messages_of_any_lengths_reach_all_also_between_hosts(
+    hosts: int, encrypts: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def run(session: Session) -> Any:
         monkeypatch.setattr(connect, "host_identity", lambda: f"host {session.rank % hosts}".encode())
         if hosts == 2:  # a program may have more files open than select knows numbers of
@@ -43,7 +50,8 @@ def test_messages_of_any_lengths_reach_all_also_between_hosts(hosts: int, monkey
         [(b"head", 4 + size * (rank + 1), {rank} if size else set()) for rank in range(3)]
         for size in (0, 5, 3_000_000, 1)
     ]
-    for rank, (found, families) in enumerate(run_ranks(3, run, collectives="gloo")):
+    known = credentials() if encrypts else CREDENTIALS
+    for rank, (found, families) in enumerate(run_ranks(3, run, collectives="gloo", credentials=known)):
         assert found == expected
         near = any(other % hosts == rank % hosts for other in range(3) if other != rank)
         far = any(other % hosts != rank % hosts for other in range(3))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
 
@@ -12,15 +12,20 @@ import pytest
 import torch.distributed as dist
 
 from lagom.collectives.run_store import SealedStore, all_gather_by, reconnected
+from tests.encryption import encrypted_stores
 
 KEY = b"known to ranks"
 
 
-@pytest.fixture(params=["file", "tcp"])
-def raw(request: pytest.FixtureRequest, tmp_path: Path) -> dist.Store:
+@pytest.fixture(params=["file", "tcp", "encrypted"])
+def raw(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[dist.Store]:
     if request.param == "file":
-        return dist.FileStore(str(tmp_path / "store"), -1)
-    return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        yield dist.FileStore(str(tmp_path / "store"), -1)
+    elif request.param == "tcp":
+        yield dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    else:
+        with encrypted_stores() as (store, _):
+            yield store
 
 
 @pytest.mark.parametrize("text", ["", "text ä\0 of any kind", "\r\n\xff" * 5000])

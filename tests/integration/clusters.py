@@ -52,11 +52,17 @@ def local_cluster() -> Iterator[Any]:
         yield spark
 
 
+_ENCRYPTION = {
+    "spark.authenticate": "true",
+    "spark.authenticate.secret": "known-to-these-tests",
+    "spark.network.crypto.enabled": "true",
+}
+
+
 @contextmanager
 def encrypted(master: str) -> Iterator[Any]:
     """Spark with its AES on; of use to Spark itself only where executors are processes of their own."""
-    conf = {"spark.authenticate": "true", "spark.authenticate.secret": "the tests' own"}
-    with session(master, conf=conf | {"spark.network.crypto.enabled": "true"}) as spark:
+    with session(master, conf=_ENCRYPTION) as spark:
         yield spark
 
 
@@ -88,16 +94,18 @@ def connect() -> Iterator[Any]:
 
 
 @contextmanager
-def foreign() -> Iterator[Any]:
+def foreign(encryption: Mapping[str, str] | None = None) -> Iterator[Any]:
     """Two executors, one of two tasks, on hosts of their own: other processes, files and network addresses."""
+    encryption = encryption or {}
+    options = " ".join(f"-D{key}={value}" for key, value in encryption.items())
     with ExitStack() as stack:
         here, there = stack.enter_context(hosts.network(2))
         python = stack.enter_context(bare_python())
-        url = stack.enter_context(spark_master(here))
+        url = stack.enter_context(spark_master(here, options))
         for host, cores in zip(there, (2, 1), strict=True):
-            stack.enter_context(spark_worker(url, cores, host.address, host.command))
+            stack.enter_context(spark_worker(url, cores, host.address, host.command, options))
         conf = {"spark.driver.host": here, "spark.executor.memory": "512m", "spark.executor.instances": "2"}
-        yield stack.enter_context(session(url, str(python), conf))
+        yield stack.enter_context(session(url, str(python), {**conf, **encryption}))
 
 
 @contextmanager
@@ -141,22 +149,29 @@ def session(master: str, python: str = sys.executable, conf: Mapping[str, str] |
 
 
 @contextmanager
-def spark_master(address: str = "127.0.0.1") -> Iterator[str]:
+def spark_master(address: str = "127.0.0.1", options: str = "") -> Iterator[str]:
     """A standalone cluster's master; gives its URL."""
     args = ["spark-class", "org.apache.spark.deploy.master.Master", "--host", address, "--port", "0"]
-    with daemon([*args, "--webui-port", "0"], rf"Starting Spark master at (spark://{address}:\d+)") as url:
+    ready = rf"Starting Spark master at (spark://{address}:\d+)"
+    with daemon([*args, "--webui-port", "0"], ready, _java(options)) as url:
         yield url
 
 
 @contextmanager
-def spark_worker(url: str, cores: int, address: str = "127.0.0.1", prefix: Sequence[str] = ()) -> Iterator[None]:
+def spark_worker(
+    url: str, cores: int, address: str = "127.0.0.1", prefix: Sequence[str] = (), options: str = ""
+) -> Iterator[None]:
     """A worker of that master's; ``prefix`` is a command that runs another one, elsewhere."""
     with tempfile.TemporaryDirectory(prefix="lagom-worker-") as folder:
         work = folder if not prefix else "/tmp/work"
         args = ["spark-class", "org.apache.spark.deploy.worker.Worker", "--host", address, "--webui-port", "0"]
         args += ["-c", str(cores), "-m", "3g", "-d", work, url]
-        with daemon(args, "", prefix=prefix):  # it registers when it is ready; the session's first call waits for that
+        with daemon(args, "", _java(options), prefix):  # the session's first call waits until it has registered
             yield
+
+
+def _java(options: str) -> Mapping[str, str]:
+    return {"SPARK_DAEMON_JAVA_OPTS": f"{JVM} {options}"}
 
 
 @contextmanager
@@ -227,6 +242,7 @@ KINDS: Mapping[str, Callable[[], contextlib.AbstractContextManager[Any]]] = {
     "encrypted-cluster": lambda: encrypted("local-cluster[2,1,1024]"),
     "connect": connect,
     "foreign": foreign,
+    "foreign-encrypted": lambda: foreign(_ENCRYPTION),
     "dynamic": dynamic,
     "gpus": with_gpus,
 }

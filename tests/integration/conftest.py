@@ -19,7 +19,7 @@ def spark(request: pytest.FixtureRequest) -> Iterator[Any]:
     """A session of the kind that a test's parameter names; tests of one kind run together."""
     if not clusters.java():
         pytest.skip("no Java here")
-    if request.param == "foreign" and not hosts.allowed():
+    if request.param.startswith("foreign") and not hosts.allowed():
         pytest.skip("no namespaces may be made here")
     with _open:
         yield _open.enter_context(clusters.KINDS[request.param]())

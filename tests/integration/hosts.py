@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
+import select
 import shutil
+import socket
 import subprocess
 import tempfile
+import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+
+_ALL_PROTOCOLS = 3
+"""Linux's ETH_P_ALL."""
+_SO_RCVBUFFORCE = 33
 
 
 @dataclass(frozen=True)
@@ -39,6 +47,29 @@ def allowed() -> bool:
     made = _quiet("ip", "link", "add", name, "type", "bridge")
     _quiet("ip", "link", "del", name)
     return made and _quiet("unshare", "--pid", "--fork", "--mount", "--net", "--mount-proc", "true")
+
+
+@contextmanager
+def capture(subnet: str) -> Iterator[bytearray]:
+    """All that the first host of ``subnet`` (its "10.213.7") sends and receives meanwhile; whole only at the end."""
+    seen = bytearray()
+    with socket.socket(socket.AF_PACKET, socket.SOCK_RAW, socket.htons(_ALL_PROTOCOLS)) as link:
+        link.setsockopt(socket.SOL_SOCKET, _SO_RCVBUFFORCE, 256 << 20)
+        link.bind((f"lg{subnet.rpartition('.')[2]}v0", _ALL_PROTOCOLS))
+        over = threading.Event()
+
+        def listen() -> None:
+            while select.select([link], [], [], 0.5)[0] or not over.is_set():
+                with contextlib.suppress(BlockingIOError):
+                    seen.extend(link.recv(1 << 17, socket.MSG_DONTWAIT))
+
+        thread = threading.Thread(target=listen)
+        thread.start()
+        try:
+            yield seen
+        finally:
+            over.set()
+            thread.join()
 
 
 @contextmanager

@@ -17,7 +17,7 @@ import torch
 
 from lagom import experiment
 from lagom.config import TorchDistributedConfig
-from lagom.errors import PlanError, RankError
+from lagom.errors import RankError
 from lagom.launchers.spark_session import SparkFacts
 from lagom.wire.server import DriverServer
 from tests.doors import listening
@@ -168,19 +168,13 @@ def test_the_secret_is_nowhere(
 
 
 @pytest.mark.parametrize("spark", ["foreign"], indirect=True)
-def test_ranks_on_several_hosts_are_refused_unless_that_is_allowed(
+def test_a_spark_that_encrypts_nothing_and_only_says_so_is_warned_of(
     spark: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """This Spark encrypts nothing, and only says that it does."""
     monkeypatch.setattr(SparkFacts, "encrypted", True)
-    large = os.urandom(2 << 20)
-    with pytest.raises(PlanError, match=r"2 hosts .* would exchange gradients and data in clear"):
-        experiment.lagom(speaks, TorchDistributedConfig(world_size=3))
-    assert "spark.authenticate is not" in caplog.text
-    config = TorchDistributedConfig(world_size=3, hparams={"large": large}, allow_unencrypted_collectives=True)
+    config = TorchDistributedConfig(world_size=3, hparams={"large": os.urandom(2 << 20)})
     assert experiment.lagom(speaks, config).value.numel() == 3_000_000
-    two = TorchDistributedConfig(world_size=1, hparams={"large": large})
-    assert experiment.lagom(speaks, two).value.numel() == 3_000_000
+    assert "spark.authenticate is not" in caplog.text
 
 
 def trains_and_looks() -> list[str]:

@@ -85,11 +85,12 @@ def test_different_versions_are_an_error_naming_hosts_and_versions(fact: str) ->
 
 def test_hosts_that_would_exchange_in_clear_are_refused_by_name() -> None:
     here = [join(0, host="same|64:1"), join(1, host="same|64:1")]
-    assert peers(here, one_host=True) == peers(here)
-    with pytest.raises(PlanError, match=r"2 hosts \(host0, host1\).* in clear.*allow_unencrypted_collectives=True"):
-        peers([join(1), join(0)], one_host=True)
+    assert peers(here, "NCCL") == peers(here)
+    wanted = r"2 hosts \(host0, host1\).* NCCL would send .* in clear.*allow_unencrypted_collectives=True"
+    with pytest.raises(PlanError, match=wanted):
+        peers([join(1), join(0)], "NCCL")
     with pytest.raises(PlanError, match="in clear"):
-        join_run(None, lambda text: [text, json.dumps(join(1))], join(0), one_host=True)
+        join_run(None, lambda text: [text, json.dumps(join(1))], join(0), in_clear="NCCL")
 
 
 def test_the_table_travels_as_json() -> None:

@@ -4,18 +4,25 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 import socket
+import time
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lagom.collectives.sockets.handshake import admit, introduce
+from lagom.collectives.sockets.encryption import encrypted
+from lagom.collectives.sockets.handshake import HungUp, admit, introduce
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Sequence
+    from collections.abc import Callable, Collection, Iterator, Sequence
+
+    from lagom.collectives.sockets.encryption import Connection, Credentials
 
 _TIMEOUT_S = 60.0
 """Limit to connect, once all ranks are known to be there."""
+_PAUSE_MS = 20, 100
+"""Shortest and longest pause before the next try."""
 
 
 def connected(
@@ -24,8 +31,8 @@ def connected(
     homes: Sequence[bytes],
     ip: str,
     all_gather: Callable[[bytes], list[bytes]],
-    key: bytes,
-) -> list[socket.socket | None]:
+    credentials: Credentials,
+) -> list[Connection | None]:
     """Return connections with ``partners`` at their places, and None at others; a collective of all ranks.
 
     Args:
@@ -33,12 +40,12 @@ def connected(
         homes: ``host_identity`` of each rank.
         ip: address at which other hosts reach this one.
         all_gather: an exchange that works already; whoever reads its messages learns where ranks listen.
-        key: secret of the run's ranks.
+        credentials: those of the run's ranks.
 
     Raises:
         OSError: when a rank cannot be reached.
     """
-    peers: list[socket.socket | None] = [None] * len(homes)
+    peers: list[Connection | None] = [None] * len(homes)
     with ExitStack() as stack:
         listeners = [stack.enter_context(listen(socket.AF_UNIX, ""))]
         address: list[object] = []
@@ -49,18 +56,67 @@ def connected(
         mine = json.dumps([listeners[0].getsockname().hex(), address])
         rows = all_gather(mine.encode())
         for peer in sorted(peer for peer in partners if peer < rank):
-            name, address = json.loads(rows[peer])
-            connection = _connection(bytes.fromhex(name) if homes[peer] == homes[rank] else None, address)
-            peers[peer] = introduce(connection, key, rank, _TIMEOUT_S)
+            name, where = json.loads(rows[peer])
+            place = bytes.fromhex(name) if homes[peer] == homes[rank] else (str(where[0]), int(where[1]))
+            peers[peer] = reach(place, rank, credentials, _TIMEOUT_S)
         awaited = {peer for peer in partners if peer > rank}
-        for peer, found in admit(listeners, key, _TIMEOUT_S) if awaited else ():
-            if found.family != socket.AF_UNIX:
-                found.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        for peer, found in accepted(listeners, awaited, credentials, _TIMEOUT_S):
             peers[peer] = found
-            awaited.discard(peer)
-            if not awaited:
-                break
     return peers
+
+
+def accepted(
+    listeners: Sequence[socket.socket], awaited: Collection[int], credentials: Credentials, timeout_s: float
+) -> Iterator[tuple[int, Connection]]:
+    """Yield the ``awaited`` ranks with their connections, as they come.
+
+    Raises:
+        TimeoutError: when no rank has come for ``timeout_s``.
+    """
+    left = set(awaited)
+    for peer, found in admit(listeners, credentials.key, timeout_s) if left else ():
+        if found.family != socket.AF_UNIX:
+            found.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        try:
+            connection = encrypted(found, credentials, accepts=True)
+        except OSError:  # somebody on the way, or a rank that is gone again; a rank that lives ends with an error
+            found.close()
+            continue
+        left.discard(peer)
+        yield peer, connection
+        if not left:
+            return
+
+
+def reach(
+    place: bytes | tuple[str, int], rank: int, credentials: Credentials, timeout_s: float, *, waits: bool = False
+) -> Connection:
+    """Connect with the rank that listens at ``place``, the name of a Unix socket or an address.
+
+    A rank that is flooded by strangers hangs up on some that were about to prove themselves: they try again.
+
+    Args:
+        waits: try again also where nothing listens.
+
+    Raises:
+        OSError: when the rank cannot be reached, or what listens there is none of this run.
+    """
+    deadline = time.monotonic() + timeout_s
+    while True:
+        left_s = max(0.01, deadline - time.monotonic())
+        again: tuple[type[OSError], ...] = (HungUp, ConnectionResetError, BrokenPipeError)
+        found: socket.socket | None = None
+        try:
+            found = _dialled(place, left_s)
+            return encrypted(introduce(found, credentials.key, rank, left_s), credentials, accepts=False)
+        except OSError as error:
+            if found is not None:
+                found.close()
+            refused = waits and isinstance(error, ConnectionRefusedError)
+            if not (refused or isinstance(error, again)) or time.monotonic() >= deadline:
+                raise
+        shortest, longest = _PAUSE_MS
+        time.sleep((shortest + secrets.randbelow(longest - shortest)) / 1e3)
 
 
 def host_identity() -> bytes:
@@ -77,13 +133,16 @@ def listen(family: int, address: str | tuple[str, int]) -> socket.socket:
     return found
 
 
-def _connection(name: bytes | None, address: Sequence[object]) -> socket.socket:
-    if name is None:
-        host, port = address
-        found = socket.create_connection((str(host), int(str(port))), timeout=_TIMEOUT_S)
+def _dialled(place: bytes | tuple[str, int], timeout_s: float) -> socket.socket:
+    if isinstance(place, tuple):
+        found = socket.create_connection(place, timeout=timeout_s)
         found.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         return found
     found = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    found.settimeout(_TIMEOUT_S)
-    found.connect(name)
+    try:
+        found.settimeout(timeout_s)
+        found.connect(place)
+    except OSError:
+        found.close()
+        raise
     return found

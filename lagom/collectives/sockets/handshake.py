@@ -28,12 +28,16 @@ class Stranger(ConnectionError):
     """The other end is no rank of this run."""
 
 
+class HungUp(Stranger):
+    """The other end has closed the connection before its proof."""
+
+
 def introduce(connection: socket.socket, key: bytes, rank: int, timeout_s: float) -> socket.socket:
     """Prove to the listener that this is ``rank``, check the listener's proof, and return ``connection``.
 
     Raises:
-        Stranger: when the listener's proof is wrong.
-        OSError: when the listener hangs up, or takes longer than ``timeout_s``.
+        Stranger: when the listener's proof is wrong, or it hangs up.
+        OSError: when the listener takes longer than ``timeout_s``.
     """
     connection.settimeout(timeout_s)
     if connection.family == socket.AF_UNIX and not is_own(connection):
@@ -159,7 +163,7 @@ def _exactly(connection: socket.socket, size: int) -> bytes:
     while len(data) < size:
         part = connection.recv(size - len(data))
         if not part:
-            raise Stranger("what listens there hung up")
+            raise HungUp("what listens there hung up")
         data += part
     return data
 
@@ -169,5 +173,5 @@ def _exactly(connection: socket.socket, size: int) -> bytes:
 # As in Note [Handshake] of wire/framing.py: the listener sends a nonce; the other end sends its number, a nonce and a
 # proof; the listener sends its proof. From a stranger 52 bytes are read, in any number of pieces, and compared in
 # constant time; nothing of them is parsed before. On a Unix socket the kernel also says whose process is at the other
-# end, and another user's is closed at once. Between hosts, later messages are in clear and have no seals; see
-# docs/security.md.
+# end, and another user's is closed at once. Between hosts, later messages are encrypted where Spark encrypts (Note
+# [Encryption between hosts] in encryption.py); otherwise they are in clear and have no seals.

@@ -12,8 +12,12 @@ import time
 import weakref
 from typing import TYPE_CHECKING
 
+from lagom.collectives.sockets.encryption import EncryptedSocket
+
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
+
+    from lagom.collectives.sockets.encryption import Connection
 
 _LENGTH = struct.Struct("<Q")
 
@@ -26,7 +30,7 @@ class Mesh:
         timeout_s: how long to wait for another rank.
     """
 
-    def __init__(self, peers: Sequence[socket.socket | None], timeout_s: float) -> None:
+    def __init__(self, peers: Sequence[Connection | None], timeout_s: float) -> None:
         self.peers = list(peers)
         self._rows = [bytearray() for _ in peers]
         self._turn = threading.Lock()
@@ -37,8 +41,10 @@ class Mesh:
         for peer in self.peers:
             if peer is not None:
                 peer.setblocking(True)
-                # Set the timeout in the kernel: one of Python's takes another system call each time.
-                peer.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("@ll", int(timeout_s), 0))
+                if isinstance(peer, EncryptedSocket):
+                    peer.settimeout(timeout_s)
+                else:  # in the kernel: a timeout of Python's takes another system call each time
+                    peer.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("@ll", int(timeout_s), 0))
         _all.add(self)
 
     def exchange(self, head: bytes, body: memoryview | None = None) -> list[memoryview]:
@@ -111,7 +117,7 @@ class Mesh:
                 thread.join()
         return received
 
-    def _peer(self, number: int) -> socket.socket:
+    def _peer(self, number: int) -> Connection:
         found = self.peers[number]
         assert found is not None
         return found
@@ -122,7 +128,7 @@ class Mesh:
             if peer is not None:
                 peer.close()
 
-    def _receive(self, number: int, peer: socket.socket) -> memoryview:
+    def _receive(self, number: int, peer: Connection) -> memoryview:
         length = bytearray(_LENGTH.size)
         _fill(peer, memoryview(length))
         (size,) = _LENGTH.unpack(length)
@@ -137,7 +143,7 @@ def _parts(message: memoryview) -> list[bytes | memoryview]:
     return [_LENGTH.pack(len(message)), message]
 
 
-def _send(peer: socket.socket, parts: Sequence[bytes | memoryview]) -> threading.Thread | None:
+def _send(peer: Connection, parts: Sequence[bytes | memoryview]) -> threading.Thread | None:
     """Hand ``parts`` to the kernel, and the rest to a thread if its buffer is full: the peer may be sending as well."""
     try:
         count = peer.sendmsg(parts, (), socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
@@ -150,13 +156,13 @@ def _send(peer: socket.socket, parts: Sequence[bytes | memoryview]) -> threading
     return sender
 
 
-def _send_rest(peer: socket.socket, rest: bytes) -> None:
+def _send_rest(peer: Connection, rest: bytes) -> None:
     # A peer that is gone is noticed by the receive from it.
     with contextlib.suppress(OSError):
         peer.sendall(rest)
 
 
-def _fill(peer: socket.socket, view: memoryview) -> None:
+def _fill(peer: Connection, view: memoryview) -> None:
     while len(view):
         try:
             count = peer.recv_into(view, 0, socket.MSG_WAITALL)
@@ -186,4 +192,4 @@ os.register_at_fork(after_in_child=_close_all)
 # side, in two hops or more. Here the calling thread writes to its peers' sockets and reads from them; it sleeps once at
 # most. Lengths may differ, so ranks with different messages can tell each other.
 #
-# A connection is a Unix socket between processes of one host and TCP otherwise.
+# A connection is a Unix socket between processes of one host, and TCP or TLS otherwise.

@@ -10,32 +10,36 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 
 from lagom.collectives.run_store import SealedStore, all_gather_by
+from lagom.collectives.sockets.encryption import NO_CREDENTIALS, Credentials
 from lagom.collectives.torch_backend.gloo_fallback import LateGloo
 from lagom.collectives.torch_backend.shared_group import BACKEND, SharedProcessGroup
+from lagom.collectives.torch_transport import refuse_gloo
 from lagom.collectives.transports import connect_memory
 
 if TYPE_CHECKING:
     from datetime import timedelta
 
 log = logging.getLogger("lagom")
-_key, _ip = b"", ""
+_credentials, _ip = NO_CREDENTIALS, ""
 
 
-def register(key: bytes = b"", ip: str = "") -> None:
+def register(credentials: Credentials = NO_CREDENTIALS, ip: str = "") -> None:
     """Register ``dist.init_process_group("lagom")`` and ``new_group(backend="lagom")`` with torch in this process.
 
     Args:
-        key: secret of the run's ranks, if they have one.
+        credentials: those of the run's ranks, if they have any.
         ip: address at which other hosts reach this one; by default the one from which it reaches MASTER_ADDR.
     """
-    global _key, _ip  # torch keeps one backend per name
-    _key, _ip = key, ip
+    global _credentials, _ip  # torch keeps one backend per name
+    _credentials, _ip = credentials, ip
     if BACKEND not in dist.Backend.backend_list:
         dist.Backend.register_backend(BACKEND, _created, devices=["cpu"])
 
 
 def _created(store: dist.Store, rank: int, size: int, timeout: timedelta) -> Any:
     def gloo() -> Any:
+        if _credentials.encrypt:
+            refuse_gloo()
         return dist.ProcessGroupGloo(dist.PrefixStore("gloo", store), rank, size, timeout)
 
     def gloo_here() -> Any:
@@ -45,14 +49,15 @@ def _created(store: dist.Store, rank: int, size: int, timeout: timedelta) -> Any
         options._timeout = timeout
         return gloo_class(dist.PrefixStore("gloo", store), rank, size, options)
 
-    gather = all_gather_by(SealedStore(store, _key), "ways", rank, size, timeout.total_seconds())
-    found = connect_memory(rank, gather, _ip or _own_address(), timeout.total_seconds(), key=_key)
+    gather = all_gather_by(SealedStore(store, _credentials.key), "ways", rank, size, timeout.total_seconds())
+    found = connect_memory(rank, gather, _ip or _own_address(), timeout.total_seconds(), credentials=_credentials)
     if isinstance(found, str):
         if rank == 0:
             log.info("the backend %r is gloo here: %s", BACKEND, found)
         return gloo()
     on_one_host = found[0].memory is not None
-    return SharedProcessGroup(LateGloo(gloo_here) if on_one_host else gloo(), found[0], rank, size, timeout)
+    other = LateGloo(gloo_here) if on_one_host else LateGloo(refuse_gloo) if _credentials.encrypt else gloo()
+    return SharedProcessGroup(other, found[0], rank, size, timeout)
 
 
 def _own_address() -> str:

@@ -1,0 +1,90 @@
+"""``RankStore``: torch's store between ranks, over connections that are encrypted where Spark encrypts."""
+
+from __future__ import annotations
+
+import time
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+
+from lagom.collectives.sockets.value_server import Ask, swap_data
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+_SOON_S, _LATER_S = 0.0002, 0.02
+_Base: Any = dist.Store
+
+
+class RankStore(_Base):  # type: ignore[misc]
+    """A store of torch whose values one rank keeps; see ``dist.Store`` for the methods. See Note [Store of ranks].
+
+    Args:
+        ask: asks that rank, as ``ValueServer.ask``.
+        timeout: how long a value is waited for.
+    """
+
+    def __init__(self, ask: Callable[[Ask, str, bytes], bytes | None], timeout: timedelta) -> None:
+        super().__init__()
+        self._ask_rank = ask
+        self.set_timeout(timeout)
+
+    def with_timeout(self, timeout: timedelta) -> RankStore:
+        """Return a store of the same values with another timeout."""
+        return RankStore(self._ask_rank, timeout)
+
+    def set(self, name: str, value: str | bytes) -> None:
+        self._ask(Ask.SET, name, _as_bytes(value))
+
+    def get(self, name: str) -> bytes:
+        self.wait([name])
+        found = self._ask(Ask.GET, name)
+        if found is None:
+            raise dist.DistStoreError(f"{name!r} was deleted from the ranks' store meanwhile")
+        return found
+
+    def add(self, name: str, number: int) -> int:
+        return int(self._ask(Ask.ADD, name, str(number).encode()) or b"0")
+
+    def compare_set(self, name: str, expected: str | bytes, wanted: str | bytes) -> bytes:
+        return self._ask(Ask.SWAP, name, swap_data(_as_bytes(expected), _as_bytes(wanted))) or b""
+
+    def check(self, names: Sequence[str]) -> bool:
+        return all(self._ask(Ask.HAS, name) is not None for name in names)
+
+    def delete_key(self, name: str) -> bool:
+        return self._ask(Ask.DELETE, name) is not None
+
+    def num_keys(self) -> int:
+        return int(self._ask(Ask.COUNT, "") or b"0")
+
+    def wait(self, names: Sequence[str], timeout: timedelta | None = None) -> None:
+        seconds = (timeout or self.timeout).total_seconds()
+        deadline, pause_s = time.monotonic() + seconds, _SOON_S
+        while not self.check(names):
+            if time.monotonic() > deadline:
+                raise dist.DistStoreError(f"wait timeout after {1e3 * seconds:.0f}ms, keys: {', '.join(names)}")
+            time.sleep(pause_s)
+            pause_s = min(1.5 * pause_s, _LATER_S)
+
+    def _ask(self, what: Ask, name: str, data: bytes = b"") -> bytes | None:
+        try:
+            return self._ask_rank(what, name, data)
+        except OSError as error:
+            raise dist.DistNetworkError(f"the run's store on rank 0 is out of reach: {error}") from error
+
+
+def _as_bytes(value: str | bytes) -> bytes:
+    return value.encode() if isinstance(value, str) else bytes(value)
+
+
+# Note [Store of ranks]
+#
+# torch's TCPStore sends in clear, listens for as long as it lives and serves everybody (its TLS is not in torch's
+# wheels). So where Spark encrypts, and ranks are on several hosts, rank 0 keeps the values and serves them by a thread
+# of lagom's, over connections that are proved and encrypted as those of exchanges are. It listens only until all ranks
+# have connected. Waiting is asking again, so one connection serves all threads of a rank.
+#
+# TCPStore stays where nothing is encrypted: torch hands ``num_keys``, ``delete_key``, queues and ``clone`` of a
+# PrefixStore on to its own stores only, and its store answers while rank 0 holds Python's lock.

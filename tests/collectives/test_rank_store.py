@@ -1,0 +1,146 @@
+"""``lagom.collectives.rank_store``: answers as torch's own stores do, to the ranks of a run and to nobody else."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from lagom.collectives.rank_store import RankStore
+from lagom.collectives.run_store import reconnected
+from lagom.collectives.sockets.encryption import Credentials
+from lagom.collectives.sockets.value_server import Ask, ValueClient, ValueServer
+from tests.encryption import KEY, credentials, encrypted_stores
+
+Use = Callable[[Any], Any]
+USES: list[Use] = [
+    lambda store: store.set("a", "text"),
+    lambda store: store.get("a"),
+    lambda store: store.set("a", b"\0\xff bytes"),
+    lambda store: bytes(store.get("a")),
+    lambda store: [store.add("n", 3), store.add("n", -5), bytes(store.get("n"))],
+    lambda store: [store.check(["a", "n"]), store.check(["a", "b"])],
+    lambda store: store.wait(["a", "n"]),
+    lambda store: store.wait(["a"], timedelta(seconds=1)),
+    lambda store: store.wait(["b"], timedelta(seconds=0.05)),
+    lambda store: store.compare_set("c", "wrong", "new"),
+    lambda store: store.check(["c"]),
+    lambda store: store.compare_set("c", "", "new"),
+    lambda store: store.compare_set("c", "wrong", "newer"),
+    lambda store: store.compare_set("c", "new", "newer"),
+    lambda store: store.num_keys(),
+    lambda store: [store.delete_key("c"), store.delete_key("c"), store.check(["c"])],
+    lambda store: store.set("large", "x" * 3_000_000),
+    lambda store: len(store.get("large")),
+]
+
+
+def outcome(use: Use, store: Any) -> Any:
+    try:
+        return use(store)
+    except RuntimeError as error:
+        return type(error)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_each_use_gives_what_torchs_store_gives(rank: int) -> None:
+    judge = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=30))
+    with encrypted_stores() as stores:
+        for number, use in enumerate(USES):
+            assert outcome(use, stores[rank]) == outcome(use, judge), number
+
+
+def test_what_one_rank_sets_others_get_also_through_torch() -> None:
+    with encrypted_stores() as (one, other):
+        prefixed = dist.PrefixStore("group", one)
+        prefixed.set("name", "value")
+        assert other.get("group/name") == b"value"
+        assert dist.PrefixStore("group", other).add("n", 2) == 2
+        with ThreadPoolExecutor(1) as pool:
+            later = pool.submit(other.get, "late")
+            one.set("late", "come")
+            assert later.result() == b"come"
+
+
+def test_a_group_of_torchs_is_made_with_it() -> None:
+    with encrypted_stores() as stores, ThreadPoolExecutor(2) as pool:
+        works = [
+            pool.submit(dist.ProcessGroupGloo, dist.PrefixStore("g", store), rank, 2, timedelta(seconds=30))
+            for rank, store in enumerate(stores)
+        ]
+        assert [work.result().size() for work in works] == [2, 2]
+
+
+def test_a_long_wait_of_one_user_does_not_block_another() -> None:
+    with encrypted_stores() as (one, other):
+        again = reconnected(other, timedelta(seconds=20))
+        assert isinstance(again, RankStore)
+        assert again.timeout == timedelta(seconds=20)
+        with ThreadPoolExecutor(1) as pool:
+            later = pool.submit(again.get, "late")
+            assert [other.add("n", 1) for _ in range(100)] == list(range(1, 101))
+            one.set("late", "")
+            assert later.result() == b""
+
+
+@contextlib.contextmanager
+def server_of(others: list[int]) -> Iterator[tuple[ValueServer, tuple[str, int]]]:
+    listener = socket.create_server(("127.0.0.1", 0))
+    address = listener.getsockname()
+    held = os.dup(listener.fileno())  # as the process has it that opened the listener
+    server = ValueServer(listener, others, credentials(), 30.0)
+    try:
+        yield server, address
+    finally:
+        server.close()
+        os.close(held)
+
+
+def test_strangers_get_nothing_and_later_ones_find_no_open_port() -> None:
+    with server_of([1, 2]) as (server, address):
+        server.ask(Ask.SET, "name", b"a value")
+        first = ValueClient(address, 1, credentials(), 30.0)
+        for says in (b"", b"GET name\r\n", os.urandom(52), b"\2\4\0\0\0" + bytes(8) + b"name"):
+            with socket.create_connection(address, timeout=30) as stranger:
+                stranger.sendall(says)
+                stranger.shutdown(socket.SHUT_WR)
+                assert len(b"".join(iter(lambda one=stranger: one.recv(100), b""))) == 16  # type: ignore[misc]
+        plain = ValueClient(address, 2, Credentials(KEY), 30.0)
+        with pytest.raises(ConnectionError):
+            plain.ask(Ask.GET, "name")
+        plain.close()
+        second = ValueClient(address, 2, credentials(), 30.0)
+        assert {one.ask(Ask.GET, "name") for one in (first, second)} == {b"a value"}
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(address, timeout=30)
+        first.close()
+        second.close()
+
+
+def test_a_store_that_is_gone_is_an_error_of_torchs() -> None:
+    with server_of([1]) as (server, address):
+        client = ValueClient(address, 1, credentials(), 30.0)
+        store = RankStore(client.ask, timedelta(seconds=30))
+        store.set("a", "b")
+        server.close()
+        with pytest.raises(dist.DistNetworkError, match="the run's store on rank 0 is out of reach"):
+            store.get("a")
+        client.close()
+
+
+def test_a_rank_that_ends_does_not_disturb_the_others() -> None:
+    with server_of([1, 2]) as (_, address):
+        clients = [ValueClient(address, rank, credentials(), 30.0) for rank in (1, 2)]
+        stores = [RankStore(one.ask, timedelta(seconds=30)) for one in clients]
+        stores[0].set("a", "b")
+        clients[0].close()
+        assert stores[1].get("a") == b"b"
+        assert [stores[1].add("n", 1) for _ in range(10)][-1] == 10
+        clients[1].close()
