@@ -1,4 +1,4 @@
-"""The command line: ``lagom run`` and ``lagom search`` run an unchanged script; ``lagom doctor`` checks a cluster.
+"""The command line: ``lagom run``, ``debug`` and ``search`` run an unchanged script; ``lagom doctor`` checks a cluster.
 
 ``lagom runs``, ``show`` and ``compare`` read what runs have recorded.
 """
@@ -17,6 +17,7 @@ from typing import Any
 
 from lagom import __version__, experiment
 from lagom.cli_options import (
+    add_debug_options,
     add_place,
     add_record_options,
     add_run_options,
@@ -25,7 +26,7 @@ from lagom.cli_options import (
     training_fields,
 )
 from lagom.config import TorchDistributedConfig
-from lagom.config.torch_distributed import Launcher
+from lagom.config.torch_distributed import Debug, Launcher
 from lagom.errors import LagomError, MetricError, RankError, RankTraceback, VerificationError
 from lagom.horovodrun import num_ranks, script_of
 from lagom.program.detect_distributed import is_driver
@@ -78,6 +79,7 @@ def _run(args: argparse.Namespace) -> int:
         max_failures=args.max_failures,
         min_world_size=args.min_world_size,
         sleeping_twins=args.sleeping_twins,
+        debug=_debug(args),
         name=script.__name__,
     )
     if config.launcher == "spark":
@@ -87,6 +89,12 @@ def _run(args: argparse.Namespace) -> int:
         return _drive(script, config if args.master else replace(config, launcher="auto"), named)
     experiment.lagom(script, config)
     return 0
+
+
+def _debug(args: argparse.Namespace) -> Debug:
+    if not args.debug:
+        return None
+    return "first" if args.rank is None else int(args.rank)
 
 
 def _search(args: argparse.Namespace) -> int:
@@ -238,9 +246,19 @@ def _parser() -> argparse.ArgumentParser:
         description="Run a script, a module or a notebook on every rank.",
         usage="lagom run [OPTION ...] SCRIPT [ARGUMENT ...], or: lagom run [OPTION ...] -m MODULE [ARGUMENT ...]",
     )
-    run.set_defaults(command=_run)
+    run.set_defaults(command=_run, debug=False)
     add_run_options(run)
     add_script(run)
+    debug = commands.add_parser(
+        "debug",
+        help="run a script, and stop where it fails",
+        description="Run a script as `lagom run` does; stop at breakpoint() and where it fails, with pdb on that rank.",
+        usage="lagom debug [--rank N] [OPTION ...] SCRIPT [ARGUMENT ...]",
+    )
+    debug.set_defaults(command=_run, debug=True)
+    add_debug_options(debug)
+    add_run_options(debug)
+    add_script(debug)
     search = commands.add_parser(
         "search",
         help="search for the best options of a script",

@@ -41,6 +41,16 @@ def add_run_options(run: argparse.ArgumentParser) -> None:
     )
 
 
+def add_debug_options(debug: argparse.ArgumentParser) -> None:
+    """Add the options that only ``lagom debug`` has."""
+    debug.add_argument(
+        "--rank",
+        type=int,
+        metavar="N",
+        help="the rank to stop; if not given, rank 0 at breakpoint(), and the first one that fails",
+    )
+
+
 def add_training_options(parser: argparse.ArgumentParser) -> None:
     """Add the options that say how ranks train."""
     parser.add_argument("--zero", type=int, default=0, metavar="LEVEL", help="what is sharded: 0 nothing (the default)")

@@ -100,6 +100,8 @@ def plan(
             f"world_size is {world_size or 'all'}, but {_WHERE[cluster.launcher]} has {room} {what}; "
             + (", or ".join(remedies) or "start some first")
         )
+    if isinstance(config.debug, int) and config.debug >= world_size:
+        raise PlanError(f"debug is rank {config.debug}, but the run has {world_size} ranks, from rank 0 on")
     encrypts_ranks = cluster.encrypted and not config.allow_unencrypted_collectives
     return Plan(
         config=dataclasses.replace(config, module=None, train_set=None, test_set=None, dataset=None, hparams={}),

@@ -16,6 +16,7 @@ from typing import Any
 from lagom.cluster import Cluster
 from lagom.config import TorchDistributedConfig
 from lagom.config.torch_distributed import RUN_DIR as DEFAULT_RUN_DIR
+from lagom.debugger.terminal import NOBODY, can_type
 from lagom.errors import LagomError, RankTraceback
 from lagom.launchers.failure import message_of
 from lagom.plan import Plan
@@ -43,6 +44,8 @@ def checked(
     arguments(train, provided | {"reporter": None, "hparams": hparams})
     check_makers(provided)
     _check_folder()
+    if config.debug is not None and not can_type():
+        raise ValueError(f"debug is {config.debug!r}, but {NOBODY}; run it there, or drop debug")
     for line in unread_hparams(train, hparams):
         log.warning(line)
     return provided

@@ -30,21 +30,22 @@ ROOMS = {
     "unpicklable": "",
     "program": "config errors cloudpickle",
     "restart": "",
+    "debugger": "config errors monitor patching plan random_states restart row_split wire",
     "wire": "errors plan restart cryptography",
     "monitor": "wire",
     "records": "errors monitor wire fsspec pyarrow",
     # The driver.
     "aggregate": "contents",
     "result": "config monitor records",
-    "launchers": "call cluster config data.parquet errors host monitor payload plan program records restart wire "
-    "worker world cloudpickle numpy pyarrow pyspark torch",
+    "launchers": "call cluster config data.parquet debugger errors host monitor payload plan program records restart "
+    "wire worker world cloudpickle numpy pyarrow pyspark torch",
     "verify": "call config errors launchers plan verify.on_rank",
     "search": "aggregate call cluster config errors launchers monitor payload plan preparation program random_states "
     "records result search.on_rank search.pages search.slots wire worker optuna pandas",
     "search.pages": "records result",
     "search.slots": "call cluster errors launchers payload plan program search.on_rank wire worker world",
     "memory_planner": "config errors launchers memory_plan plan world zero torch",
-    "preparation": "cluster config errors launchers plan program random_states records",
+    "preparation": "cluster config debugger errors launchers plan program random_states records",
     "experiment": "aggregate call config launchers plan preparation program random_states result search verify worker",
     "doctor": "__init__ call collectives config errors launchers memory_plan plan worker world torch",
     "horovodrun": "__init__ torch",
@@ -55,8 +56,9 @@ ROOMS = {
     "__init__": "config data errors experiment memory_plan memory_planner result world",
     # The processes of a host, and the rank.
     "host": "errors files monitor patching plan random_states restart wire worker pyarrow pyspark torch",
-    "worker": "call collectives collectives.sockets config errors files memory_plan monitor patching payload plan "
-    "program random_states restart run_state search.on_rank session verify.on_rank wire world zero numpy torch IPython",
+    "worker": "call collectives collectives.sockets config debugger errors files memory_plan monitor patching payload "
+    "plan program random_states restart run_state search.on_rank session verify.on_rank wire world zero numpy torch "
+    "IPython",
     # What a rank does with the program, from the top down.
     "session": "collectives collectives.torch_backend deepspeed distributed files forward gradients "
     "gradients.reduction loaders optimizers restart row_split run_state timing torch_versions tracking torch",

@@ -45,6 +45,7 @@ class Group(RequestExchange):
         credentials: those of the run's ranks.
         ip: address at which ranks on other hosts reach this one.
         shares_memory: send CPU tensors through shared memory when the ranks are on one host. See Note [Shared memory].
+        timeout_s: how long a rank waits for another.
 
     Raises:
         CollectiveError: from every method, when the exchange fails.
@@ -61,6 +62,7 @@ class Group(RequestExchange):
         credentials: Credentials = NO_CREDENTIALS,
         ip: str = "127.0.0.1",
         shares_memory: bool = True,
+        timeout_s: float = TIMEOUT_S,
     ) -> None:
         super().__init__()
         self.rank = rank
@@ -72,7 +74,7 @@ class Group(RequestExchange):
             world_size,
             all_gather,
             gloo,
-            TIMEOUT_S,
+            timeout_s,
             nccl=nccl,
             credentials=credentials,
             ip=ip,

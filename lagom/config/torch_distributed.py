@@ -19,6 +19,7 @@ Evaluation = Literal["gathered", "replicated", "sharded"]
 Compression = Literal["fp16", "bf16", "powersgd"]
 Reduction = Literal["mean", "adasum"]
 LrScaling = Literal["linear"]
+Debug = Literal["first"] | int | None
 Log = Literal["rank0", "all"]
 MixedPrecision = bool | Literal["bf16", "fp16"]
 MicroBatches = int | Literal["auto"] | None
@@ -122,6 +123,10 @@ class TorchDistributedConfig:
     min_world_size: int | None = None
     """The fewest ranks with which a run on Spark begins again when executors are gone. None: 1; with
     ``batches="per_rank"`` and programs that are distributed already, as many as there were."""
+    debug: Debug = None
+    """Opens a debugger on a rank whose function has failed, before the run ends: "first", on the first one that fails,
+    or on the rank of this number, at which ``breakpoint()`` stops as well. Ranks then wait for each other for up
+    to ten days. None: only ``breakpoint()`` opens one, on rank 0. docs/debug.md shows how to use it."""
     sleeping_twins: bool = False
     """Whether ranks on the CPUs of this machine keep sleeping copies of themselves, which go on in the middle of a pass
     when a rank is killed. docs/survive.md says for which programs, and what it costs."""
@@ -214,6 +219,12 @@ class TorchDistributedConfig:
             raise ValueError(f"max_failures is {self.max_failures!r}; want how often to begin again, at least 0")
         if not isinstance(self.sleeping_twins, bool):
             raise ValueError(f"sleeping_twins is {self.sleeping_twins!r}; want True or False")
+        if self.debug not in (None, "first") and (not _is_int(self.debug) or int(self.debug) < 0):
+            raise ValueError(f"debug is {self.debug!r}; want 'first', the number of a rank, or None")
+        if self.debug is not None and self.launcher == "inline":
+            raise ValueError(
+                "launcher='inline' runs in this process, where breakpoint() and pdb.pm() stop by themselves; drop debug"
+            )
         least, asked = self.min_world_size, self.world_size
         if least is not None and (not _is_int(least) or least < 1 or (asked is not None and least > asked)):
             most = f" and at most world_size, {asked}" if asked is not None else ""

@@ -48,6 +48,8 @@ class RankSupervisor:
         """Rank 0's output while there was no link, to be sent with the results."""
         self.unread: list[Message] = []
         """Messages of the driver that are not for the ranks."""
+        self._is_held = False
+        """A rank of the run is in the debugger, so that ranks make no progress."""
         self._answers: list[Message] = []
         """The driver's answers to the reports of a trial, by number."""
         self.twins: TwinSets | None = None
@@ -98,7 +100,7 @@ class RankSupervisor:
             for rank in self._ranks:
                 if rank.pidfd is None and not rank.ended:
                     self._reap(rank)
-                if rank.report is None:
+                if rank.report is None and not self._is_held:
                     self._check_stall(rank)
         if self._is_over(self._ranks[0]):
             self._kill(self._ranks[0])
@@ -158,6 +160,14 @@ class RankSupervisor:
             if message["type"] == "stop":
                 self._deadline = 0.0
                 self._send({"type": "stopping"})  # ranks may still have files to write, which takes a while
+            elif message["type"] == "hold":
+                self._is_held = message["on"]
+                for rank in self._ranks:
+                    rank.pulse.moved()
+            elif message["type"] == "debug":
+                for rank in self._ranks:
+                    if rank.rank == message["rank"]:
+                        self._answer_debugger(rank, message)
             elif message["type"] == "answer":
                 self._answers.append(message)
                 for rank in self._ranks:
@@ -184,6 +194,8 @@ class RankSupervisor:
                 self._send(message)
             elif message["type"] == "doing":
                 rank.pulse.doing = message
+            elif message["type"] == "debug":
+                self._ask_debugger(rank, message)
             elif message["type"] == "report":
                 self._take_report(rank, message)
             elif message["type"] in ("timeline", "picture"):
@@ -204,6 +216,17 @@ class RankSupervisor:
     def _answer(self, rank: ForkedRank) -> None:
         with contextlib.suppress(LinkClosed, OSError):  # the rank has ended
             rank.control.send(self._answers[rank.num_reports - 1])
+
+    def _ask_debugger(self, rank: ForkedRank, message: Message) -> None:
+        """Pass on what the debugger of ``rank`` shows or asks, after what the program has printed before."""
+        self._drain_output(rank)
+        self._send(message | {"rank": rank.rank}, sure=True)
+        if self._link is None:
+            self._answer_debugger(rank, {"refused": "the driver cannot be reached from its host before the run ends"})
+
+    def _answer_debugger(self, rank: ForkedRank, answer: Message) -> None:
+        with contextlib.suppress(LinkClosed, OSError):  # the rank has ended
+            rank.control.send(answer)
 
     def _check_stall(self, rank: ForkedRank) -> None:
         """Report ``rank`` when it stalls, and fail it after the timeout."""

@@ -7,6 +7,7 @@ import queue
 import socket
 import time
 
+from lagom.debugger.terminal import DebugTerminal
 from lagom.errors import LagomError, PlanError, RankError
 from lagom.launchers.rank_events import RankEvents
 from lagom.launchers.rank_places import RankPlaces
@@ -64,7 +65,8 @@ class RunView:
         self._refused: PlanError | None = None
         self._records = records
         self._history = history if history is not None else RunHistory()
-        self._display = RunDisplay(plan, where, records, self._history)
+        self._debugger = DebugTerminal(plan, self.channel, self._events.put)
+        self._display = RunDisplay(plan, where, records, self._history, self._debugger)
 
     def __enter__(self) -> RunView:
         self.channel.__enter__()
@@ -114,10 +116,12 @@ class RunView:
             self._answer_by = time.monotonic() + ANSWER_S
         self._stopping = True
         self.channel.broadcast({"type": "stop"})
+        self._debugger.close()
 
     def finish(self) -> None:
         """Report from any thread that the job is over: ``watch`` returns after the tasks' last messages."""
         self._events.put({"type": "over"})
+        self._debugger.close()
 
     def watch(self) -> None:
         """Show the ranks' messages until all tasks are done, the job is over, or no stopped task answers.
@@ -219,7 +223,11 @@ class RunView:
         elif kind == "stopping":
             self._answered.add(task)
             return
+        elif kind == "debug":
+            self._debugger.take(task, message)
+            return
         elif kind == "woken":
+            self._debugger.forget_ranks()
             host = _host(self._joins[task])
             self._events.put(message | {"host": host})
             return

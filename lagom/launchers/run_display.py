@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
+from lagom.debugger.terminal import DebugTerminal
 from lagom.monitor.output import Output
 from lagom.monitor.progress import Progress
 from lagom.monitor.stalls import stall_text
@@ -17,10 +19,13 @@ from lagom.wire.client import Message
 class RunDisplay:
     """Progress, output and warnings of one attempt; output that an earlier attempt has shown is left out."""
 
-    def __init__(self, plan: Plan, where: str, records: RunRecords | None, history: RunHistory) -> None:
+    def __init__(
+        self, plan: Plan, where: str, records: RunRecords | None, history: RunHistory, debugger: DebugTerminal
+    ) -> None:
         self._plan = plan
         self._records = records
         self._history = history
+        self._debugger = debugger
         self._stalled: dict[int, Message] = {}
         self._progress = Progress(plan, where, records.said if records is not None else None)
         self._output = Output(plan.config.log == "all", self._progress.line.make_room)
@@ -47,6 +52,8 @@ class RunDisplay:
         kind, records = event["type"], self._records
         if kind == "log":
             self._show_output(event)
+        elif kind == "debug":
+            self._debugger.show(event, partial(self._output.write, "stdout"), self._progress.warn)
         elif kind == "picture":
             self._show_picture(event["png"])
         elif kind == "timeline":

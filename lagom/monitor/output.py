@@ -35,22 +35,23 @@ class Output:
         text = self._decoders[key].decode(data)
         if not self._named:
             if rank == 0:
-                self._write(stream, text)
+                self.write(stream, text)
             return
         # A progress bar that renews its line would overwrite those of other ranks: each state becomes a line.
         *lines, self._begun[key] = (self._begun.get(key, "") + text.replace("\r\n", "\n").replace("\r", "\n")).split(
             "\n"
         )
-        self._write(stream, "".join(f"[rank {rank}] {line}\n" for line in lines if line))
+        self.write(stream, "".join(f"[rank {rank}] {line}\n" for line in lines if line))
 
     def close(self) -> None:
         """Show lines that were never ended."""
         for (rank, stream), line in self._begun.items():
             if line:
-                self._write(stream, f"[rank {rank}] {line}\n")
+                self.write(stream, f"[rank {rank}] {line}\n")
         self._begun.clear()
 
-    def _write(self, stream: str, text: str) -> None:
+    def write(self, stream: str, text: str) -> None:
+        """Write ``text`` to this process's ``stream``, "stdout" or "stderr"."""
         if not text:
             return
         lines = text.replace("\r\n", "\n")

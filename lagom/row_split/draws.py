@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, Any, NoReturn
+import threading
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -35,9 +36,14 @@ class OtherWayError(Exception):
 class OperationMode(TorchDispatchMode):
     """Sees the operations that torch runs, one by one also where inference mode hands them over as one."""
 
+    pausing_thread: ClassVar[int | None] = None
+    """The thread in which operations run as they are: a person types them at a debugger's prompt."""
+
     def __torch_dispatch__(
         self, function: OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if self.pausing_thread is not None and self.pausing_thread == threading.get_ident():
+            return function(*args, **(kwargs or {}))
         if _is_composite(function) and not any(isinstance(one, torch.Tensor) and one.is_nested for one in args):
             with self:
                 # Not by decompose(), which may take another way, with other random numbers.

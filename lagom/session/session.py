@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 
     from lagom.collectives.group import Group
     from lagom.config import TorchDistributedConfig
+    from lagom.debugger.rank_debugger import RankDebugger
     from lagom.monitor.spans import Spans
     from lagom.plan import Plan
     from lagom.restart.sleeping_twin import TwinForks
@@ -82,8 +83,11 @@ class Session:
     """Reports of this rank for a trial; None outside a search."""
     on_pass_end: Callable[[], None] | None = field(default=None, init=False)
     """Called when a pass over a loader has ended."""
-    live: bool = field(default=True, init=False)
-    """False once ``joined``, and in forked processes such as loader workers: patches do nothing there."""
+    _live: bool = field(default=True, init=False)
+    typing_thread: int | None = field(default=None, init=False)
+    """The thread that is at a debugger's prompt."""
+    debugger: RankDebugger | None = field(default=None, init=False)
+    """None where the rank is no process of its own."""
     is_unpacked: bool = field(default=False, init=False)
     """The program has been unpacked; from now on, the program creates the modules and loaders."""
     has_joined: bool = field(default=False, init=False)
@@ -187,6 +191,15 @@ class Session:
     def config(self) -> TorchDistributedConfig:
         """The settings of the run."""
         return self.plan.config
+
+    @property
+    def live(self) -> bool:
+        """Whether patches do something: not once ``joined``, in forked processes, or in what a person types."""
+        return self._live and (self.typing_thread is None or self.typing_thread != threading.get_ident())
+
+    @live.setter
+    def live(self, value: bool) -> None:
+        self._live = value
 
     @property
     def distributed(self) -> bool:

@@ -11,7 +11,7 @@ import os
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -63,7 +63,7 @@ def run(
         if seat is not None:
             stack.enter_context(threads(seat.threads))
         if seat is not None and place.world_size > 1:
-            group, store = stack.enter_context(process_group(seat, place.world_size, device, plan.config.collectives))
+            group, store = stack.enter_context(process_group(seat, place.world_size, device, plan.config))
         if plan.already_distributed:
             notes = SealedStore(store, seat.key) if store is not None and seat is not None else None
             stack.enter_context(torchrun_variables(place, seat, notes))
@@ -107,7 +107,8 @@ def run(
 def _returned(session: Session, call: Call, leaves: Leaves | None, function: Callable[[], Any]) -> Returned:
     if leaves is not None:
         return {"value": rehearse(session, leaves, function), "samples": session.samples_trained}
-    with OutOfMemoryReport(session), DiskFullReport(session):
+    examined = session.debugger.post_mortem() if session.debugger is not None else nullcontext()
+    with OutOfMemoryReport(session), DiskFullReport(session), examined:
         value = function()
         check_returned(call.function, value)
     returned = {"value": value, "samples": session.samples_trained}

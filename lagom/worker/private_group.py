@@ -19,25 +19,28 @@ from lagom.collectives.run_store import SealedStore, all_gather_by
 from lagom.collectives.sockets.encryption import Credentials
 from lagom.collectives.sockets.value_server import ValueClient, ValueServer
 from lagom.collectives.torch_transport import refuse_gloo
-from lagom.config.torch_distributed import Collectives
+from lagom.config import TorchDistributedConfig
 from lagom.errors import CollectiveError
 from lagom.wire.spec import RankSpec
 from lagom.wire.tls import contexts_of_ranks
 from lagom.worker.network_interfaces import interface_of
 
-TIMEOUT = datetime.timedelta(seconds=TIMEOUT_S)
+DEBUGGED_S = 10 * 24 * 3600.0
+"""Seconds that a rank waits for another in a run that is debugged, where a person thinks; poll() takes 24 days."""
 
 
 @contextmanager
 def process_group(
-    seat: RankSpec, world_size: int, device: torch.device, collectives: Collectives = "auto"
+    seat: RankSpec, world_size: int, device: torch.device, config: TorchDistributedConfig
 ) -> Iterator[tuple[Group, dist.Store]]:
     """Connect the ranks to a group that is never registered with torch.distributed; see Note [Private world]."""
+    timeout_s = TIMEOUT_S if config.debug is None else DEBUGGED_S
+    timeout = datetime.timedelta(seconds=timeout_s)
     credentials = (
         Credentials(seat.key, *contexts_of_ranks(seat.certificate)) if seat.certificate else Credentials(seat.key)
     )
     try:
-        store = _store(seat, world_size, credentials)
+        store = _store(seat, world_size, credentials, timeout_s)
     except (RuntimeError, OSError) as error:
         raise CollectiveError(f"the ranks did not connect, as a rule because one is gone: {error}") from error
 
@@ -48,21 +51,22 @@ def process_group(
         options = gloo_class._Options()
         # Use the address: the host name resolves to 127.0.1.1 on many machines.
         options._devices = [gloo_class.create_device(hostname="127.0.0.1" if seat.store is None else seat.ip)]
-        options._timeout = TIMEOUT
+        options._timeout = timeout
         return gloo_class(dist.PrefixStore(name, store), rank, size, options)
 
     nccl = None
     if device.type == "cuda" and seat.nccl:
-        nccl = _nccl(dist.PrefixStore("nccl", store), seat.rank, world_size, seat.ip)
+        nccl = _nccl(dist.PrefixStore("nccl", store), seat.rank, world_size, seat.ip, timeout)
     group = Group(
         seat.rank,
         world_size,
-        all_gather_by(SealedStore(store, seat.key), "ways", seat.rank, world_size, TIMEOUT_S),
+        all_gather_by(SealedStore(store, seat.key), "ways", seat.rank, world_size, timeout_s),
         gloo,
         nccl=nccl,
         credentials=credentials,
         ip=seat.ip,
-        shares_memory=collectives == "auto",
+        shares_memory=config.collectives == "auto",
+        timeout_s=timeout_s,
     )
     # A rank with no exchange to do would end, and break the connections that others are still making.
     group.connect()
@@ -74,30 +78,31 @@ def process_group(
         nccl.shutdown()
 
 
-def _store(seat: RankSpec, world_size: int, credentials: Credentials) -> dist.Store:
+def _store(seat: RankSpec, world_size: int, credentials: Credentials, timeout_s: float) -> dist.Store:
+    timeout = datetime.timedelta(seconds=timeout_s)
     if seat.store is None:
         found = dist.FileStore(str(Path(seat.host_dir, "store")), -1)
-        found.set_timeout(TIMEOUT)
+        found.set_timeout(timeout)
         return found
     host, port = seat.store
     if credentials.encrypt:
         if seat.store_fd is None:
-            return RankStore(ValueClient((host, port), seat.rank, credentials, TIMEOUT_S).ask, TIMEOUT)
+            return RankStore(ValueClient((host, port), seat.rank, credentials, timeout_s).ask, timeout)
         listener = socket.socket(fileno=os.dup(seat.store_fd))
-        return RankStore(ValueServer(listener, range(1, world_size), credentials, TIMEOUT_S).ask, TIMEOUT)
+        return RankStore(ValueServer(listener, range(1, world_size), credentials, timeout_s).ask, timeout)
     if seat.store_fd is None:
-        return dist.TCPStore(host, port, world_size, is_master=False, timeout=TIMEOUT, wait_for_workers=False)
+        return dist.TCPStore(host, port, world_size, is_master=False, timeout=timeout, wait_for_workers=False)
     # The host process has bound the socket: the port is known, and only the chosen network can connect.
     return dist.TCPStore(
-        host, port, world_size, is_master=True, timeout=TIMEOUT, wait_for_workers=False, master_listen_fd=seat.store_fd
+        host, port, world_size, is_master=True, timeout=timeout, wait_for_workers=False, master_listen_fd=seat.store_fd
     )
 
 
-def _nccl(store: dist.Store, rank: int, world_size: int, ip: str) -> Any:
+def _nccl(store: dist.Store, rank: int, world_size: int, ip: str, timeout: datetime.timedelta) -> Any:
     if not ip.startswith("127.") and (interface := interface_of(ip)):
         os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")  # ``environment`` restores it
     options = dist.ProcessGroupNCCL.Options()
-    options._timeout = TIMEOUT
+    options._timeout = timeout
     return dist.ProcessGroupNCCL(store, rank, world_size, options)
 
 

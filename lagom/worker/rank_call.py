@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import lagom.search.on_rank.change  # noqa: F401  (the change of a trial is of its class: 4 ms in each rank)
 from lagom.call import Call
+from lagom.debugger.rank_debugger import RankDebugger
 from lagom.patching.importers import imported_after, newest_module
 from lagom.payload import Parcel, classes_received, unpack, unpack_file
 from lagom.program.sources import is_installed
@@ -46,6 +47,7 @@ class RankCall:
         self._seat = seat
         self._control = DriverClient(socket.socket(fileno=seat.control_fd))
         self._heart = Heartbeat(self._control, spec.plan, seat.stacks_fd)
+        self._debugger = RankDebugger(spec.plan, seat.rank, self._heart.ask, self._heart.tell)
         self._trial: Trial | None = None
         self._change: bytes | None = None
         """Parcel of the function that makes the trial's call from the one that all trials share."""
@@ -84,6 +86,7 @@ class RankCall:
         stack = contextlib.ExitStack()
         stack.enter_context(disk)
         stack.enter_context(rank_calls_reported(asked_for_rank))
+        stack.enter_context(self._debugger.installed())
         self._disk = stack  # collected, it would be left
 
     def _wait_for_trial(self) -> None:
@@ -126,6 +129,7 @@ class RankCall:
 
     def _watch(self, session: Session) -> None:
         session.fail = self._fail
+        session.debugger, self._debugger.session = self._debugger, session
         session.trial = self._trial
         self._have_twins(session)
         self._heart.beat_for(session)

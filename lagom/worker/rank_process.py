@@ -6,7 +6,6 @@ import atexit
 import contextlib
 import ctypes
 import faulthandler
-import functools
 import gc
 import importlib
 import io
@@ -19,7 +18,6 @@ import traceback
 import types
 from typing import TYPE_CHECKING, NoReturn
 
-from lagom.errors import LagomError
 from lagom.wire.spec import RankSpec, RunSpec
 from lagom.worker.rank_call import RankCall
 from lagom.worker.stack_dump import dump_on_signal
@@ -119,22 +117,12 @@ def _adopt_driver_settings(spec: RunSpec, seat: RankSpec, ground: HostWorkspace)
     sys.path[:] = own + [entry for entry in (*ground.sys_path, *sys.path[1:]) if entry not in own]
     importlib.invalidate_caches()
     sys.argv[:] = spec.argv
-    if not os.environ.get("PYTHONBREAKPOINT"):  # which names another debugger, or none
-        sys.breakpointhook = functools.partial(_refuse_breakpoint, seat.rank)
     sys.modules["__main__"] = types.ModuleType("__main__")
     _keep_sockets(f"{seat.host_dir}/mp-{seat.rank}")
     faulthandler.enable(file=2)
     if seat.stacks_fd is not None:
         dump_on_signal(seat.stacks_fd)
     _separate_log()
-
-
-def _refuse_breakpoint(rank: int, *_: object, **__: object) -> NoReturn:
-    """Raise an error in place of pdb, which would find no terminal and end the rank by ``BdbQuit``."""
-    raise LagomError(
-        f"breakpoint() on rank {rank}, which has no terminal; to stop here, run one rank in this process, with "
-        "launcher='inline', or the script by python alone. PYTHONBREAKPOINT=0 passes over it"
-    )
 
 
 def _keep_sockets(folder: str) -> None:

@@ -182,3 +182,13 @@ def test_a_late_rank_is_gathered_without_the_driver(
     assert sent.count("gather") == 2
     assert "peers" not in sent
     assert capfd.readouterr().out == "heard at once\n"
+
+
+@pytest.mark.usefixtures("out_of_reach")
+def test_a_breakpoint_says_that_the_driver_cannot_be_reached(spark: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def stop() -> None:
+        breakpoint()
+
+    monkeypatch.delenv("PYTHONBREAKPOINT", raising=False)
+    with pytest.raises(LagomError, match=r"breakpoint.* on rank 0, and the driver cannot be reached from its host"):
+        programs.run(stop, 2)

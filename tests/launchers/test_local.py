@@ -930,15 +930,3 @@ def test_a_fork_that_comes_back_from_the_function_ends(kind: str, status: int, t
         launcher="local", world_size=2, run_dir=None, hparams={"kind": kind, "path": str(tmp_path / "a")}
     )
     assert list(experiment.lagom(_forks, config).per_rank) == [status, status]
-
-
-def test_a_breakpoint_on_a_rank_is_an_error_that_says_where_one_stops(monkeypatch: pytest.MonkeyPatch) -> None:
-    def train() -> int:
-        breakpoint()
-        return 3
-
-    monkeypatch.delenv("PYTHONBREAKPOINT", raising=False)
-    with pytest.raises(LagomError, match=r"^breakpoint\(\) on rank [01], which has no terminal; .*launcher='inline'"):
-        run(train)
-    monkeypatch.setenv("PYTHONBREAKPOINT", "0")
-    assert run(train).per_rank == (3, 3)

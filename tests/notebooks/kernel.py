@@ -81,9 +81,9 @@ class Notebook:
         self.wait(cell, patience_s=patience_s)
         return cell
 
-    def start(self, text: str) -> Cell:
-        """Begin to run a cell."""
-        return Cell(self._client.execute(textwrap.dedent(text).strip()))
+    def start(self, text: str, has_input: bool = True) -> Cell:
+        """Begin to run a cell; without ``has_input``, as nbclient and papermill do."""
+        return Cell(self._client.execute(textwrap.dedent(text).strip(), allow_stdin=has_input))
 
     def wait(self, cell: Cell, until: str = "", patience_s: float = _PATIENCE_S) -> None:
         """Take in what the kernel says until ``cell`` has written ``until``, or is over."""
@@ -93,6 +93,15 @@ class Notebook:
                 self._take(cell, self._client.get_iopub_msg(timeout=max(0.01, deadline - time.monotonic())))
         except queue.Empty:
             raise TimeoutError(f"the cell is not done after {patience_s:.0f} s:\n{cell.out}\n{cell.err}") from None
+
+    def type(self, line: str, patience_s: float = _PATIENCE_S) -> str:
+        """Wait until the kernel asks for input, and type ``line``; return what it asked."""
+        try:
+            prompt: str = self._client.get_stdin_msg(timeout=patience_s)["content"]["prompt"]
+        except queue.Empty:
+            raise TimeoutError(f"the kernel asked for no input in {patience_s:.0f} s") from None
+        self._client.input(line)
+        return prompt
 
     def interrupt(self) -> None:
         """Interrupt the kernel, as the notebook's stop button does."""

@@ -1,0 +1,193 @@
+"""``RankDebugger``: stops a rank at ``breakpoint()``, or where it has failed, for the person at the driver."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+from lagom.errors import CollectiveError, LagomError
+from lagom.patching.import_hooks import on_import
+from lagom.patching.replace import replaced
+from lagom.random_states import random_states, set_random_states
+from lagom.restart.stand_in import rank_pid
+from lagom.row_split.draws import OperationMode
+from lagom.wire.client import Message
+
+if TYPE_CHECKING:
+    from lagom.debugger.rank_pdb import DriverStream, RankPdb
+    from lagom.plan import Plan
+    from lagom.session.session import Session
+
+
+class RankDebugger:
+    """Takes turns with the debuggers of other ranks, and runs pdb. See Note [Stopped ranks].
+
+    Args:
+        ask: sends a message to the driver, and returns its answer.
+        tell: sends a message to the driver.
+    """
+
+    def __init__(
+        self, plan: Plan, rank: int, ask: Callable[[Message], Message], tell: Callable[[Message], None]
+    ) -> None:
+        self.session: Session | None = None
+        """The rank's state, once there is one."""
+        self._plan, self._rank = plan, rank
+        self._ask, self._tell = ask, tell
+        self._pid = rank_pid()
+        self._turn = threading.Lock()
+        self._stopped: int | None = None
+        """The thread that is at the prompt."""
+        self._pdbs: dict[int, RankPdb] = {}
+        """Debuggers by thread: each keeps the breakpoints that were set at its prompt."""
+
+    @contextlib.contextmanager
+    def installed(self) -> Iterator[None]:
+        """Have ``breakpoint()`` and ``pdb.set_trace()`` stop here, unless PYTHONBREAKPOINT names something else."""
+        with contextlib.ExitStack() as stack:
+
+            def change(pdb: Any) -> None:
+                stack.enter_context(replaced(pdb, "set_trace", self.hook))
+
+            if not os.environ.get("PYTHONBREAKPOINT"):
+                stack.enter_context(replaced(sys, "breakpointhook", self.hook))
+                stack.enter_context(on_import({"pdb": change}))
+            yield
+
+    def hook(self, *_: object, header: str | None = None, **__: object) -> None:
+        """Stop the caller if this is the rank to stop: ``sys.breakpointhook``, and ``pdb.set_trace``."""
+        if not self._stops():
+            return
+        self.begin()
+        pdb = self._pdb()
+        if header is not None:
+            pdb.message(header)
+        pdb.set_trace(sys._getframe(1))  # the last call here: pdb stops at the next one
+
+    @contextlib.contextmanager
+    def post_mortem(self) -> Iterator[None]:
+        """Look at an exception of the block before it ends the rank, if the run is debugged."""
+        try:
+            yield
+        except Exception as error:
+            if self._plan.config.debug is not None and self._plan.rehearsal is None:
+                with contextlib.suppress(LagomError):  # nobody wants to look at it
+                    self.begin(error)
+                    self._pdb().examine(error)
+            raise
+
+    def begin(self, error: Exception | None = None) -> None:
+        """Wait for this rank's turn at the prompt, if it is not there.
+
+        Raises:
+            LagomError: if nobody can type there.
+        """
+        if self._stopped == threading.get_ident():
+            return
+        self._turn.acquire()
+        sys.stdout.flush()
+        is_consequence = isinstance(error, CollectiveError)
+        begin = {"step": "begin", "failed": error is not None, "consequence": is_consequence}
+        try:
+            self.ask(begin)
+        except BaseException:
+            self._turn.release()
+            raise
+        self._stopped = threading.get_ident()
+
+    def ask(self, message: Message) -> str:
+        """Send a message of this debugger, and return the line that was typed.
+
+        Raises:
+            LagomError: if nobody can type there.
+        """
+        answer = self._ask({"type": "debug", **message})
+        if "refused" in answer:
+            raise LagomError(f"breakpoint() on rank {self._rank}, and {answer['refused']}")
+        return str(answer["line"])
+
+    def tell(self, message: Message) -> None:
+        """Send a message of this debugger."""
+        self._tell({"type": "debug", **message})
+
+    @contextlib.contextmanager
+    def at_prompt(self, stream: DriverStream) -> Iterator[None]:
+        """Have this thread at the prompt meanwhile; what is typed there reads and writes ``stream``."""
+        self.begin()
+        stdin, sys.stdin = sys.stdin, stream
+        try:
+            with contextlib.redirect_stdout(stream), contextlib.redirect_stderr(stream), self._alone():
+                if self.session is not None and self.session.sliced_forward is not None:
+                    rows = self.session.sliced_forward.share
+                    stream.write(f"(this forward has {rows.num_mine} of the {rows.num_all} rows of the batch)\n")
+                yield
+        finally:
+            sys.stdin = stdin
+            self._stopped = None
+            stream.send("end")
+            self._turn.release()
+
+    @contextlib.contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Keep what is typed from the other ranks, and from the random numbers that the program draws."""
+        session, states = self.session, None
+        if threading.current_thread() is threading.main_thread():  # the program's other threads draw meanwhile
+            states = random_states()
+        if session is not None:
+            session.typing_thread = threading.get_ident()
+        OperationMode.pausing_thread = threading.get_ident()
+        try:
+            yield
+        finally:
+            OperationMode.pausing_thread = None
+            if session is not None:
+                session.typing_thread = None
+            if states is not None:
+                set_random_states(states)
+
+    def _pdb(self) -> RankPdb:
+        from lagom.debugger.rank_pdb import RankPdb
+
+        return self._pdbs.setdefault(threading.get_ident(), RankPdb(self))
+
+    def _stops(self) -> bool:
+        """Return whether this rank stops at a breakpoint now.
+
+        Raises:
+            LagomError: where none can stop.
+        """
+        if rank_pid() != self._pid:
+            raise LagomError(
+                f"breakpoint() in process {os.getpid()}, which rank {self._rank} has started, and only a rank itself "
+                "stops; where the process is a worker of a DataLoader, num_workers=0 has the rank load its batches"
+            )
+        if self._plan.searches:
+            raise LagomError(
+                "breakpoint() in a trial of a search, of which several run at a time: debug a run with the trial's "
+                "hyperparameters, by TorchDistributedConfig or `lagom debug`. PYTHONBREAKPOINT=0 passes over it"
+            )
+        chosen = self._plan.config.debug
+        is_probing = self.session is not None and self.session.is_probing
+        if is_probing or self._plan.rehearsal is not None or self._stopped == threading.get_ident():
+            return False  # the forward is run once more for lagom; the run follows; a breakpoint in what is typed
+        return self._rank == (chosen if isinstance(chosen, int) else 0)
+
+
+# Note [Stopped ranks]
+#
+# pdb runs in the rank. Its output goes to the driver as messages, and each line that it reads is a question, which the
+# driver answers with what was typed: the channel that is there anyway, with its proofs and encryption. Before its
+# first output a rank asks for its turn, which the driver gives to one rank at a time.
+#
+# From the turn to its end the driver holds the run: no host counts a rank's silence as a stall. In a run that is
+# debugged (``debug=``) exchanges wait for days, and a rank whose function has failed asks for a turn before it
+# reports the failure; the others wait in their next exchange. All ranks run the same program, so all fail alike: one
+# gets the turn (the chosen rank, else the first), and the others wait until the end of the run.
+#
+# What is typed runs in the middle of the program on one rank. There it is as in a process forked from the rank: patches
+# do nothing, so that a model's call is computed whole, without the other ranks. Random generators are restored, as the
+# ranks' have to stay equal. What the program itself holds can be changed, on this rank alone.
