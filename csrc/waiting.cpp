@@ -70,13 +70,8 @@ Waiting::Waiting(Segment& segment, int rank, const std::vector<Process>& process
     for (size_t peer = 0; peer < processes_.size(); ++peer) {
         const auto [pid, since] = processes_[peer];
         const bool is_own = int(peer) == rank_ || pid == getpid();
-        int fd = is_own ? -1 : int(syscall(434 /* pidfd_open */, pid, 0));
-        // Its number may be another's by now.
-        if (fd >= 0 && since != 0 && started(pid) != since) {
-            close(fd);
-            fd = -1;
-        }
-        pidfds_.push_back(fd);
+        // Where /proc tells the start of a process, its number and start name it: no file is held open for each rank.
+        pidfds_.push_back(is_own || since != 0 ? -1 : int(syscall(434 /* pidfd_open */, pid, 0)));
     }
 }
 

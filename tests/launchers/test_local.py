@@ -349,6 +349,16 @@ else:
 """
 
 
+def test_a_rank_holds_no_more_files_when_there_are_more_ranks() -> None:
+    def files() -> int:
+        model = torch.nn.Linear(2, 1)
+        model(torch.rand(2, 2)).sum().backward()
+        return len(os.listdir("/proc/self/fd"))
+
+    few, many = (max(run(files, world_size, batches="per_rank", seed=1).per_rank) for world_size in (2, 6))
+    assert many == few < 20
+
+
 def script(source: str, *args: str, unbuffered: bool = False) -> subprocess.CompletedProcess[bytes]:
     env = os.environ | {"PYTHONUNBUFFERED": "1" if unbuffered else ""}
     command = [sys.executable, "-c", source, *args]
