@@ -54,6 +54,11 @@ class TrialsConfig(TorchDistributedConfig):
                 f"world_size is {self.world_size}; in a search say ranks_per_trial={self.world_size}, the ranks of "
                 "each trial, and num_slots for how many trials run at a time"
             )
+        if self.debug is not None:
+            raise ValueError(
+                f"debug is {self.debug!r}, but several trials run at a time, and none stops for a debugger; debug a "
+                "run with the hyperparameters of a trial, by TorchDistributedConfig"
+            )
         TorchDistributedConfig.__post_init__(self)
         self._check_metric()
         self._check_counts()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import signal
 import sys
@@ -255,6 +256,8 @@ def test_a_trial_of_a_search_cannot_stop_and_says_so(person: Person) -> None:
     )
     result = experiment.lagom(stop, config)
     assert "breakpoint() in a trial of a search" in result.trials[0]["error"]
+    with pytest.raises(ValueError, match="debug is 'first', but several trials run at a time"):
+        dataclasses.replace(config, debug="first")
 
 
 def test_a_rehearsal_passes_over_breakpoints(person: Person) -> None:

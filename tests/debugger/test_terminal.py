@@ -5,13 +5,23 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from lagom.cluster import Cluster
+from lagom.config import TorchDistributedConfig
+from lagom.debugger.terminal import DebugTerminal
+from lagom.plan import plan
 from tests.integration import programs
+from tests.person import Person, person
 from tests.terminal import ROOT, Terminal
+
+__all__ = ["person"]
 
 SCRIPT = """
 import os
@@ -87,3 +97,51 @@ def test_a_batch_job_is_told_that_nobody_can_type(folder: Path) -> None:
     )
     assert done.returncode == 2
     assert done.stderr.startswith("lagom: debug is 'first', but nobody can type at the driver")
+
+
+class Channel:
+    """Keeps what the driver sends."""
+
+    def __init__(self) -> None:
+        self.sent: list[Any] = []
+
+    def send(self, task: int, message: Any) -> None:
+        self.sent.append(message)
+
+    def broadcast(self, message: Any) -> None:
+        self.sent.append(message)
+
+    def call_later(self, delay_s: float, function: Callable[[], None]) -> None:
+        raise AssertionError("nobody is to wait")
+
+
+def test_a_rank_that_is_replaced_ends_its_prompt_and_the_new_one_gets_a_turn(person: Person) -> None:
+    channel: Any = Channel()
+    shown: list[Any] = []
+    written: list[str] = []
+    two = plan(TorchDistributedConfig(world_size=2), Cluster(launcher="local", slots=2))
+    terminal = DebugTerminal(two, channel, shown.append)
+    begin = {"step": "begin", "rank": 0, "failed": False, "consequence": False}
+    asks = {"step": "line", "rank": 0, "text": "(Pdb) "}
+
+    def never() -> str:
+        threading.Timer(0.1, terminal.forget_ranks).start()
+        time.sleep(100)
+        return "n"
+
+    person.types(never, "c")
+    for _ in range(2):
+        terminal.take(0, begin)
+        terminal.take(0, asks)
+        terminal.show(shown[-1], written.append, written.append)
+    answers = [(one["type"], one.get("on", one.get("line"))) for one in channel.sent]
+    assert answers == [
+        ("hold", True),
+        ("debug", ""),
+        ("hold", False),
+        ("hold", True),
+        ("debug", ""),
+        ("debug", "c\n"),
+    ]
+    terminal.show(shown[1], written.append, written.append)  # of the rank that is gone
+    assert len(channel.sent) == len(answers)
