@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import multiprocessing
 import os
 import sys
 import tempfile
@@ -97,6 +98,8 @@ def _kind_of_mode(mode: Any) -> str:
 
 def _is_of_system(path: Any) -> bool:
     try:
-        return os.fsdecode(path).startswith(_SYSTEM)
+        name = os.fsdecode(path)
     except TypeError:
         return False
+    sockets = multiprocessing.current_process()._config.get("tempdir")  # type: ignore[attr-defined]  # see _keep_sockets
+    return name.startswith(_SYSTEM) or (sockets is not None and name.startswith(f"{sockets}/"))

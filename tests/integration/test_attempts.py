@@ -22,10 +22,11 @@ def run(tmp_path: Path, gates: Path, world_size: int, **settings: Any) -> Any:
     return experiment.lagom(losses.train, TorchDistributedConfig(world_size=world_size, hparams=hparams, **config))
 
 
-@pytest.mark.parametrize("spark", ["local[4]"], indirect=True, scope="session")
 @pytest.mark.parametrize(
-    ("world_size", "victim"),
-    [(2, 0), pytest.param(2, 1, marks=pytest.mark.soak), pytest.param(3, 1, marks=pytest.mark.soak)],
+    ("spark", "world_size", "victim"),
+    [("local[2]", 2, 0), *(pytest.param("local[4]", size, 1, marks=pytest.mark.soak) for size in (2, 3))],
+    indirect=["spark"],
+    scope="session",
 )
 def test_a_killed_rank_changes_neither_weights_nor_output(
     spark: Any, tmp_path: Path, world_size: int, victim: int, capfd: pytest.CaptureFixture[str]
@@ -41,7 +42,7 @@ def test_a_killed_rank_changes_neither_weights_nor_output(
     assert failure["rank"] == victim
 
 
-@pytest.mark.parametrize("spark", ["local[4]"], indirect=True, scope="session")
+@pytest.mark.parametrize("spark", ["local[2]"], indirect=True, scope="session")
 def test_a_killed_worker_of_spark_is_replaced(spark: Any, tmp_path: Path) -> None:
     gate = tmp_path / "gate"
     wanted = run(tmp_path / "wanted", gate, 2).value
@@ -56,7 +57,7 @@ def test_a_killed_worker_of_spark_is_replaced(spark: Any, tmp_path: Path) -> Non
     assert len(result.failures) == 1
 
 
-@pytest.mark.parametrize("spark", ["local[4]"], indirect=True, scope="session")
+@pytest.mark.parametrize("spark", ["local[2]"], indirect=True, scope="session")
 def test_a_program_with_a_checkpoint_goes_on_from_it(
     spark: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
+import contextlib
 import faulthandler
-import json
 import os
 import random
 import re
@@ -16,6 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -25,12 +25,17 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from lagom import experiment
 from lagom.config import TorchDistributedConfig
+from lagom.restart import twin_pace
+from lagom.restart.history import BEGINNING
 from lagom.result import Result
-from tests.launchers.losses import PATIENCE_S, ranks, record, wait_for
+from tests.launchers.losses import record, wait_for
 
 POINTS = torch.rand(96, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(5))
 DATA = TensorDataset(POINTS, POINTS.prod(dim=1, keepdim=True))
-PAUSE_S = 0.03
+PAUSE_S = 0.1
+"""Time of a step while the test waits for twins, which are tried after 1, 2 and 6 s at the earliest."""
+GATE = "LAGOM_TEST_GATE"
+"""Variable with the path of a file that is there for as long."""
 pytestmark = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="twins need Linux")
 
 
@@ -47,8 +52,14 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor, y:
     loss = nn.functional.mse_loss(model(x), y)
     loss.backward()
     optimizer.step()
-    time.sleep(PAUSE_S)
+    pause()
     return loss.item()
+
+
+def pause() -> None:
+    """Take time while the test waits for twins."""
+    if os.path.exists(os.environ.get(GATE, "")):
+        time.sleep(PAUSE_S)
 
 
 def evaluates(folder: str) -> dict[str, Any]:
@@ -85,7 +96,7 @@ def accumulates(folder: str) -> dict[str, Any]:
             if number % 4 == 3:
                 optimizer.step()
                 optimizer.zero_grad()
-            time.sleep(PAUSE_S)
+            pause()
         print(f"epoch {epoch}: {seen[-1]}")
     return {"seen": seen, **model.state_dict()}
 
@@ -182,56 +193,97 @@ def run(
     folder: Path,
     world_size: int,
     kills: Sequence[int],
-    delay_s: float = 0.1,
+    ready: Callable[[Path], bool] = lambda _: True,
     **settings: Any,
 ) -> tuple[Result, dict[str, bytes]]:
-    """Run ``program``, and kill these ranks one after another, each after twins have been forked; return the files."""
+    """Run ``program``, and kill these ranks one after another, each after twins have been forked; return the files.
+
+    Args:
+        ready: whether the program has come to where it is to be killed, by the folder of its files.
+    """
     files = folder / "files"
     files.mkdir(parents=True)
     config = TorchDistributedConfig(
         launcher="local",
         world_size=world_size,
         run_dir=folder / "run",
-        max_failures=len(kills),
         sleeping_twins=True,
         hparams={"folder": str(files)},
-        **settings,
+        **{"max_failures": len(kills), **settings},
     )
-    with killing(folder / "run", kills, delay_s):
+    with held_back(folder, lambda over: kill_each(kills, folder / "run", lambda: ready(files), over)):
         result = experiment.lagom(program, config)
     return result, {path.name: path.read_bytes() for path in sorted(files.rglob("*")) if path.is_file()}
 
 
 @contextmanager
-def killing(run_dir: Path, kills: Sequence[int], delay_s: float) -> Iterator[None]:
+def held_back(folder: Path, until: Callable[[threading.Event], None]) -> Iterator[None]:
+    """Have a program pause in each step until ``until`` returns, which is told when the program has ended."""
+    gate = folder / "slowly"
     over, failed = threading.Event(), list[BaseException]()
 
-    def number() -> Any:
+    def watch() -> None:
         try:
-            return next(json.loads(path.read_text()) for path in run_dir.glob("*/run.json"))["twins"]["number"]
-        except (StopIteration, KeyError, ValueError):  # it is not there, or being written
-            return None
-
-    def kill() -> None:
-        try:
-            before = None
-            for rank in kills:
-                wait_for(lambda before=before: over.is_set() or number() not in (None, before))  # type: ignore[misc]
-                if over.wait(delay_s):
-                    return
-                before = number()
-                os.kill(ranks(run_dir)[str(rank)]["pid"], signal.SIGKILL)
+            until(over)
         except BaseException as error:
             failed.append(error)
+        gate.unlink()
 
-    thread = threading.Thread(target=kill)
+    gate.touch()
+    thread = threading.Thread(target=watch)
     thread.start()
     try:
-        yield
+        with patch.dict(os.environ, {GATE: str(gate)}):
+            yield
     finally:
         over.set()
-        thread.join(PATIENCE_S)
+        thread.join()
     assert not failed, failed
+
+
+def kill_each(kills: Sequence[int], run_dir: Path, ready: Callable[[], bool], over: threading.Event) -> None:
+    """Kill these ranks one after another, each some steps after its twin was forked, or later when ``ready``."""
+    before: dict[str, Any] = {"failures": [], "ranks": {}}
+    for rank in kills:
+        found = before
+        while not have_new_twins(before, found) and not over.is_set():
+            wait_for(lambda known=found: over.is_set() or facts(run_dir) != known)  # type: ignore[misc]
+            found = facts(run_dir) or found
+        over.wait(5 * PAUSE_S)
+        wait_for(lambda: over.is_set() or ready())
+        assert not over.is_set(), "the run has ended before"
+        os.kill(found["ranks"][str(rank)]["pid"], signal.SIGKILL)
+        before = found | {"failures": [*found["failures"], rank]}
+
+
+def have_new_twins(before: dict[str, Any], found: dict[str, Any]) -> bool:
+    """Return whether ``found`` in run.json are other processes with other twins, or such as have begun again."""
+    pids = [one.get("pid") for one in found["ranks"].values()]
+    if len(found["failures"]) != len(before["failures"]) or not pids or None in pids:
+        return False
+    if set(pids) & {one["pid"] for one in before["ranks"].values()}:
+        return False
+    begins_again = bool(found["failures"]) and found["failures"][-1]["resumed_from"] == BEGINNING
+    return begins_again or found.get("twins") not in (None, before.get("twins"))
+
+
+def facts(run_dir: Path) -> dict[str, Any]:
+    """Return run.json; nothing while it is not there, or being written."""
+    with contextlib.suppress(ValueError):
+        return record(run_dir)
+    return {}
+
+
+def without_twins(program: Callable[[str], dict[str, Any]], folder: Path) -> tuple[Result, str]:
+    """Run ``program``, which cannot have twins, until the record says why; return what it says."""
+
+    with held_back(folder, lambda over: wait_for(lambda: over.is_set() or "without_twins" in facts(folder / "run"))):
+        config = TorchDistributedConfig(
+            launcher="local", world_size=2, run_dir=folder / "run", sleeping_twins=True, hparams={"folder": str(folder)}
+        )
+        result = experiment.lagom(program, config)
+    assert result.failures == []
+    return result, record(folder / "run")["without_twins"]
 
 
 def events(data: bytes, folder: Path) -> list[Any]:
@@ -271,7 +323,7 @@ def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
         (streams, 2, [1], {}),
         (with_workers, 2, [1], {}),
         (with_workers, 2, [0], {"share_workers": True}),
-        # On a busy machine the kill may come before there are twins.
+        # Passes of 5 s, between which alone there are twins; else what the two before show.
         pytest.param(has_long_passes, 2, [1], {}, marks=pytest.mark.soak),
     ],
 )
@@ -298,7 +350,7 @@ def test_a_killed_rank_goes_on_within_the_pass(
 
 def test_a_file_whose_time_was_set_is_found_as_it_was(tmp_path: Path) -> None:
     whole, _ = run(sets_times, tmp_path / "whole", 2, [])
-    killed, _ = run(sets_times, tmp_path / "killed", 2, [1], delay_s=0.9)
+    killed, _ = run(sets_times, tmp_path / "killed", 2, [1], lambda files: os.stat(files / "stamp").st_mtime > 0)
     assert same(whole.per_rank[0], killed.per_rank[0])
 
 
@@ -324,16 +376,8 @@ def keeps_a_thread(folder: str) -> dict[str, Any]:
 
 
 def test_a_program_with_a_thread_has_no_twins_and_the_record_says_so(tmp_path: Path) -> None:
-    config = TorchDistributedConfig(
-        launcher="local",
-        world_size=2,
-        run_dir=tmp_path / "other",
-        sleeping_twins=True,
-        hparams={"folder": str(tmp_path)},
-    )
-    result = experiment.lagom(keeps_a_thread, config)
-    assert result.failures == []
-    assert record(tmp_path / "other")["without_twins"] == "the program has a thread, watcher"
+    _, why = without_twins(keeps_a_thread, tmp_path)
+    assert why == "the program has a thread, watcher"
 
 
 class Counted(TensorDataset):
@@ -362,10 +406,9 @@ def counts(folder: str) -> dict[str, Any]:
 def test_memory_that_a_program_shares_with_its_workers_stays_shared(tmp_path: Path) -> None:
     config = TorchDistributedConfig(launcher="local", world_size=2, hparams={"folder": str(tmp_path)})
     plain = experiment.lagom(counts, config)
-    config = dataclasses.replace(config, run_dir=tmp_path, sleeping_twins=True)
-    twins = experiment.lagom(counts, config)
+    twins, why = without_twins(counts, tmp_path)
     assert all(same(one, other) for one, other in zip(plain.per_rank, twins.per_rank, strict=True))
-    assert record(tmp_path)["without_twins"].startswith("the program shares memory, /dev/shm/torch_")
+    assert why.startswith("the program shares memory, /dev/shm/torch_")
 
 
 def rewrites_its_status(folder: str) -> dict[str, Any]:
@@ -393,8 +436,9 @@ def test_twins_that_cannot_go_on_are_no_second_loss(tmp_path: Path) -> None:
 
 def gets_a_hidden_thread(folder: str) -> dict[str, Any]:
     """Have a thread that is not Python's from the third pass on."""
+    twin_pace.SHARE = 0.5  # on a busy machine, where a fork takes long, the next one would be a minute away
     model, optimizer = learner()
-    for epoch in range(18):
+    for epoch in range(20):
         for x, y in DataLoader(DATA, batch_size=8, shuffle=True):
             print(epoch, step(model, optimizer, x, y), flush=True)
         if epoch == 2:
@@ -406,11 +450,12 @@ def gets_a_hidden_thread(folder: str) -> dict[str, Any]:
 def test_output_is_shown_once_after_forks_that_failed(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     whole, _ = run(gets_a_hidden_thread, tmp_path / "whole", 2, [])
     text = capfd.readouterr().out
-    killed, _ = run(gets_a_hidden_thread, tmp_path / "killed", 2, [1], delay_s=5.0)
+    run_dir = tmp_path / "killed" / "run"
+    killed, _ = run(gets_a_hidden_thread, tmp_path / "killed", 2, [1], lambda _: "without_twins" in facts(run_dir))
     assert capfd.readouterr().out == text
     assert len(killed.failures) == 1
     assert all(same(one, other) for one, other in zip(whole.per_rank, killed.per_rank, strict=True))
-    assert record(tmp_path / "killed" / "run")["without_twins"] == "the program has threads that are not Python's"
+    assert record(run_dir)["without_twins"] == "the program has threads that are not Python's"
 
 
 def redirects_its_output(folder: str) -> dict[str, Any]:
@@ -427,9 +472,9 @@ def redirects_its_output(folder: str) -> dict[str, Any]:
 
 
 def test_a_program_that_redirects_its_output_has_no_twins(tmp_path: Path) -> None:
-    _, files = run(redirects_its_output, tmp_path, 2, [1])
-    assert files["out.log"].decode() == "".join(f"epoch {epoch}\n" for epoch in range(12))
-    assert record(tmp_path / "run")["without_twins"] == "the program has put another file in the place of its output"
+    _, why = without_twins(redirects_its_output, tmp_path)
+    assert (tmp_path / "out.log").read_text() == "".join(f"epoch {epoch}\n" for epoch in range(12))
+    assert why == "the program has put another file in the place of its output"
 
 
 def counts_at_the_head(folder: str) -> dict[str, Any]:
@@ -453,7 +498,7 @@ def counts_at_the_head(folder: str) -> dict[str, Any]:
 
 def test_a_held_file_whose_head_was_changed_is_found_as_it_was(tmp_path: Path) -> None:
     whole, files = run(counts_at_the_head, tmp_path / "whole", 2, [])
-    killed, files_killed = run(counts_at_the_head, tmp_path / "killed", 2, [1], delay_s=0.9)
+    killed, files_killed = run(counts_at_the_head, tmp_path / "killed", 2, [1])
     assert same(whole.per_rank[0], killed.per_rank[0])
     assert files_killed == files
 
@@ -463,6 +508,7 @@ def starts_a_program(folder: str) -> dict[str, Any]:
     model, optimizer = learner()
     for number, (x, y) in enumerate(DataLoader(DATA, batch_size=1)):
         step(model, optimizer, x, y)
+        time.sleep(0.03 * (not os.path.exists(f"{folder}/made")))  # for twins to be there by then
         if number == 60 and not os.path.exists(f"{folder}/made"):
             subprocess.run(["touch", f"{folder}/made"], check=True)
             os.kill(os.getpid(), signal.SIGKILL)
@@ -470,5 +516,5 @@ def starts_a_program(folder: str) -> dict[str, Any]:
 
 
 def test_twins_end_when_another_program_is_started(tmp_path: Path) -> None:
-    killed, _ = run(starts_a_program, tmp_path, 2, [1], delay_s=PATIENCE_S)
+    killed, _ = run(starts_a_program, tmp_path, 2, [], max_failures=1)
     assert [failure["resumed_from"] for failure in killed.failures] == ["the beginning"]
