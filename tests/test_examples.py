@@ -37,8 +37,9 @@ def test_every_example_is_run_here() -> None:
 def test_the_demonstration_draws_each_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "new" / "demo.svg"
     importlib.import_module("examples.demo").main([*TINY["demo"], "--launcher", "inline", "--picture", str(path)])
-    drawn = path.read_text()
-    assert str(path) in capsys.readouterr().out
+    drawn, output = path.read_text(), capsys.readouterr().out
+    assert str(path) in output
+    CHECKS["demo"](output)
     assert all(drawn.count(f">{name}</text>") == 2 for name in ("1 thread", "1 rank"))
     assert drawn.count("<polyline") == 4
 
@@ -69,8 +70,16 @@ def test_made_images_are_equal_for_equal_seeds(tmp_path: Path) -> None:
     assert len(one) == 4
 
 
-@pytest.mark.parametrize("name", [name for name in TINY if name not in WITH_SPARK])
-@pytest.mark.parametrize("launcher", ["inline", "local"])
+@pytest.mark.parametrize(
+    ("launcher", "name"),
+    [
+        # The demonstration that is drawn above runs inline.
+        pytest.param(launcher, name, marks=pytest.mark.soak if (launcher, name) == ("inline", "demo") else ())
+        for launcher in ("inline", "local")
+        for name in TINY
+        if name not in WITH_SPARK
+    ],
+)
 def test_example_runs_and_leaves_nothing(
     name: str, launcher: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -81,14 +90,9 @@ def test_example_runs_and_leaves_nothing(
 
 
 @pytest.mark.integration
-@pytest.mark.parametrize(
-    "name",
-    [
-        # 20 s each on an idle machine, of which Spark takes most.
-        pytest.param(name, marks=[] if name == "scalar_field" else [pytest.mark.soak, pytest.mark.timeout(300)])
-        for name in TINY
-    ],
-)
+@pytest.mark.soak  # tests/integration/test_scripts.py runs a script so by default
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("name", TINY)
 def test_example_runs_on_spark_from_an_environment_that_is_not_activated(name: str, tmp_path: Path) -> None:
     path, folder = tmp_path / "bin", tmp_path / "folder"
     path.mkdir()

@@ -35,7 +35,7 @@ def under_torchrun(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], 
     ("form", "world_size"),
     [
         ("torchrun", 2),
-        ("fallback", 2),
+        pytest.param("fallback", 2, marks=pytest.mark.soak),  # tests/test_distributed_programs.py has its function
         pytest.param("torchrun", 3, marks=pytest.mark.soak),
         pytest.param("fallback", 3, marks=pytest.mark.soak),
     ],

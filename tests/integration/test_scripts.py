@@ -90,13 +90,17 @@ def test_a_notebook_runs_like_a_script(tmp_path: Path, monkeypatch: pytest.Monke
     assert "equal" in str(notebook.cells)
 
 
-@pytest.mark.soak  # tests/test_examples.py runs an example so by default
-def test_tasks_on_this_machine_run_the_drivers_python_where_its_environment_is_not_activated(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "bin").mkdir()
-    (tmp_path / "bin" / "python3").symlink_to(Path(sys.base_prefix, "bin", "python3"))  # which has no packages
-    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}{os.pathsep}{os.environ['PATH']}")
+@pytest.fixture
+def not_activated(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first Python on the path has no packages."""
+    folder = tmp_path_factory.mktemp("bin")
+    (folder / "python3").symlink_to(Path(sys.base_prefix, "bin", "python3"))
+    monkeypatch.setenv("PATH", f"{folder}{os.pathsep}{os.environ['PATH']}")
+
+
+@pytest.mark.soak  # the script below runs so by default
+@pytest.mark.usefixtures("not_activated")
+def test_tasks_on_this_machine_run_the_drivers_python_where_its_environment_is_not_activated(tmp_path: Path) -> None:
     text = """
     import sys
     from lagom import experiment
@@ -108,6 +112,7 @@ def test_tasks_on_this_machine_run_the_drivers_python_where_its_environment_is_n
     assert run_script(tmp_path, CLASSIC, text, activated=False) == "True python3\n"
 
 
+@pytest.mark.usefixtures("not_activated")
 def test_edits_of_helper_modules_are_seen_and_ctrl_c_in_a_terminal_leaves_the_session_usable(tmp_path: Path) -> None:
     (tmp_path / "beside.py").write_text("VALUE = 1\n")
     (tmp_path / "late.py").write_text("VALUE = 10\n")
@@ -122,8 +127,10 @@ def test_edits_of_helper_modules_are_seen_and_ctrl_c_in_a_terminal_leaves_the_se
     def train():
         import torch, late
         assert torch.distributed.is_available()
+        assert sys.executable == driver
         return beside.VALUE + late.VALUE
 
+    driver = sys.executable
     config = TorchDistributedConfig(launcher="spark")
     print(experiment.lagom(train, config).value)
     Path("beside.py").write_text("VALUE = 2" + chr(10))
@@ -147,7 +154,7 @@ def test_edits_of_helper_modules_are_seen_and_ctrl_c_in_a_terminal_leaves_the_se
     """
     pids = tmp_path / "pids"
     pids.mkdir()
-    process = start_script(tmp_path, CLASSIC, text)
+    process = start_script(tmp_path, CLASSIC, text, activated=False)
     try:
         assert process.stdout is not None
         assert [process.stdout.readline().strip() for _ in range(3)] == ["11", "22", "False"]

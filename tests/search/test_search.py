@@ -229,10 +229,10 @@ def test_no_complete_trial_is_an_error_only_when_the_best_is_asked_for() -> None
 
 
 def test_ctrl_c_ends_trials_that_run_and_returns_those_that_have_ended() -> None:
-    program = start("0.02 if x < 0.7 else 60", 500)  # soon, both slots run a trial that takes a minute
+    program = start("0.02 if x < 0.7 else 600", 500)  # soon, both slots run a trial that takes ten minutes
     wait_for_trials(6)
     program.send_signal(signal.SIGINT)
-    out, _ = program.communicate(timeout=30)
+    out, _ = program.communicate(timeout=120)
     assert program.returncode == 0
     interrupted, trials = json.loads(out)
     assert interrupted
@@ -241,24 +241,24 @@ def test_ctrl_c_ends_trials_that_run_and_returns_those_that_have_ended() -> None
 
 
 def test_a_search_goes_on_after_its_driver_was_killed() -> None:
-    program = start(0.2, 10)
+    program = start(0.3, 30)
     folder = wait_for_trials(6)
     program.kill()
     program.communicate()
     before = len(list(folder.glob("trials/*")))
-    assert before < 10
-    again = start(0.0, 10, str(folder))
-    out, errors = again.communicate(timeout=60)
+    assert before < 30
+    again = start(0.0, 30, str(folder))
+    out, errors = again.communicate(timeout=120)
     assert again.returncode == 0, errors
     interrupted, trials = json.loads(out)
     assert not interrupted
-    assert [number for number, _, _ in trials] == list(range(10))
+    assert [number for number, _, _ in trials] == list(range(30))
     assert {state for _, state, _ in trials} == {"complete"}
-    assert len({value for _, _, value in trials}) == 10
+    assert len({value for _, _, value in trials}) == 30
     assert os.path.samefile(folder, next(Path("runs").iterdir()))
-    assert re.search(r"\b10 (of 10 )?trials done", errors)
-    finished = start(0.0, 10, str(folder))
-    out, errors = finished.communicate(timeout=60)
+    assert re.search(r"\b30 (of 30 )?trials done", errors)
+    finished = start(0.0, 30, str(folder))
+    out, errors = finished.communicate(timeout=120)
     assert json.loads(out)[1] == trials
-    assert re.search(r"\b10 (of 10 )?trials done", errors)
+    assert re.search(r"\b30 (of 30 )?trials done", errors)
     assert "at a time" not in errors  # no slot was started for nothing
