@@ -114,11 +114,12 @@ def runs(file: str, world_size: int, always_slices: bool) -> dict[str, judge.Run
 
 
 # Blocks of three ranks are uneven, and sums of three numbers are added in another order: these show what two show.
+# Where forwards run whole on every rank, as those of small models do, less is different from one process.
 @pytest.mark.parametrize(
     ("world_size", "always_slices"),
     [
         pytest.param(3, True, id="3-sliced"),
-        pytest.param(2, False, id="2"),
+        pytest.param(2, False, id="2", marks=pytest.mark.soak),
         pytest.param(2, True, id="2-sliced", marks=pytest.mark.soak),
         pytest.param(3, False, id="3", marks=pytest.mark.soak),
         pytest.param(1, True, id="1", marks=pytest.mark.soak),
