@@ -134,12 +134,17 @@ LOADERS: dict[str, Callable[[], DataLoader[Any]]] = {
 }
 
 
-def check_equal(function: Callable[[Session], Any], world_size: int = 2) -> None:
-    """Check that ``function`` returns exactly what it returns in one plain process."""
+# With "auto" a loader has workers of each rank at first: tests/loaders/sharing/test_loader_trial.py shows what then
+# follows, and test_batches_are_those_of_one_process each kind of loader.
+EITHER = pytest.mark.parametrize("share_workers", [True, pytest.param("auto", marks=pytest.mark.soak)])
+
+
+def check_equal(function: Callable[[Session], Any], *share_workers: Any, world_size: int = 2) -> None:
+    """Check that ``function`` returns exactly what it returns in one plain process, with each of ``share_workers``."""
     wanted = alone(function)
-    for share_workers in ("auto", True):
-        for found in run_ranks(world_size, function, batches="whole", share_workers=share_workers):
-            assert found == wanted, share_workers
+    for share in share_workers:
+        for found in run_ranks(world_size, function, batches="whole", share_workers=share):
+            assert found == wanted, share
 
 
 def _two_epochs(session: Session) -> Any:
@@ -153,7 +158,9 @@ def _two_epochs(session: Session) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("world_size", "share_workers"), [(2, "auto"), (3, "auto"), pytest.param(2, True, marks=pytest.mark.soak)]
+    ("world_size", "share_workers"),
+    # Two ranks of three take batches from rank 0, as one of two does.
+    [(3, "auto"), *(pytest.param(2, share, marks=pytest.mark.soak) for share in ("auto", True))],
 )
 def test_batches_are_those_of_one_process(world_size: int, share_workers: Any) -> None:
     wanted = alone(_two_epochs)
@@ -194,15 +201,17 @@ def _processes(session: Session, **options: Any) -> tuple[list[int], int]:
     return [number for batch in (first, *batches) for number in batch.tolist()], running
 
 
-@pytest.mark.parametrize("options", [{}, {"persistent_workers": True}, {"in_order": False}], ids=str)
-def test_a_host_has_the_workers_of_one_process(options: dict[str, Any]) -> None:
-    results = run_ranks(
-        2, lambda session: _processes(session, **options), batches="whole", share_workers=True, collectives="auto"
-    )
-    numbers, running = zip(*results, strict=True)
-    assert running == (3, 0)
-    assert numbers[0] == numbers[1]
-    assert _num_processes(list(numbers)) == 3
+def test_a_host_has_the_workers_of_one_process() -> None:
+    kinds: list[dict[str, Any]] = [{}, {"in_order": False}, {"persistent_workers": True}]
+
+    def read(session: Session) -> list[tuple[list[int], int]]:
+        return [_processes(session, **options) for options in kinds]
+
+    first, second = run_ranks(2, read, batches="whole", share_workers=True, collectives="auto")
+    for options, mine, other in zip(kinds, first, second, strict=True):
+        assert (mine[1], other[1]) == (3, 0), options
+        assert mine[0] == other[0], options
+        assert _num_processes([mine[0], other[0]]) == 3, options
 
 
 def test_each_rank_has_workers_of_its_own_where_ranks_may_see_other_batches() -> None:
@@ -227,7 +236,8 @@ def test_each_rank_has_workers_of_its_own_where_ranks_may_see_other_batches() ->
         assert _num_processes(list(numbers)) == 6, options
 
 
-def test_each_rank_may_change_its_batches() -> None:
+@EITHER
+def test_each_rank_may_change_its_batches(share_workers: Any) -> None:
     def change(session: Session) -> list[float]:
         kept = []
         for picture, *_ in DataLoader(Augmented(12, (3, 200, 200)), 3, num_workers=2):
@@ -236,18 +246,23 @@ def test_each_rank_may_change_its_batches() -> None:
             kept.append(picture)
         return [picture.double().sum().item() for picture in kept]
 
-    check_equal(change)
+    check_equal(change, share_workers)
 
 
-@pytest.mark.parametrize("size", [4, 100, 400])
-def test_batches_are_aligned_in_memory_as_torch_aligns_them(size: int) -> None:
-    def read(session: Session) -> list[int]:
-        return [batch[0].data_ptr() % 64 for batch in DataLoader(Augmented(6, (size, size)), 3, num_workers=2)]
+@EITHER
+def test_batches_are_aligned_in_memory_as_torch_aligns_them(share_workers: Any) -> None:
+    def read(session: Session) -> list[tuple[int, int]]:
+        return [
+            (size, batch[0].data_ptr() % 64)
+            for size in (4, 100, 400)
+            for batch in DataLoader(Augmented(6, (size, size)), 3, num_workers=2)
+        ]
 
-    check_equal(read)
+    check_equal(read, share_workers)
 
 
-def test_views_of_one_tensor_share_its_memory_on_all_ranks() -> None:
+@EITHER
+def test_views_of_one_tensor_share_its_memory_on_all_ranks(share_workers: Any) -> None:
     class Parts(Numbers):
         def __init__(self, count: int) -> None:
             super().__init__(count)
@@ -263,10 +278,11 @@ def test_views_of_one_tensor_share_its_memory_on_all_ranks() -> None:
             found.append((as_plain(second), second.is_contiguous()))
         return found
 
-    check_equal(read)
+    check_equal(read, share_workers)
 
 
-def test_errors_of_samples_are_those_of_one_process_and_later_batches_come() -> None:
+@EITHER
+def test_errors_of_samples_are_those_of_one_process_and_later_batches_come(share_workers: Any) -> None:
     def read(session: Session) -> list[Any]:
         batches = iter(DataLoader(Broken(8, 3), 2, num_workers=2))
         found = [next(batches).tolist()]
@@ -274,11 +290,10 @@ def test_errors_of_samples_are_those_of_one_process_and_later_batches_come() -> 
             next(batches)
         return [*found, str(raised.value), *(batch.tolist() for batch in batches)]
 
-    check_equal(read)
+    check_equal(read, share_workers)
 
 
-@pytest.mark.parametrize("grad", [True, False])
-def test_a_dead_worker_is_an_error_on_all_ranks(grad: bool) -> None:
+def test_a_dead_worker_is_an_error_on_all_ranks() -> None:
     class Deadly(Numbers):
         def __getitem__(self, index: int) -> int:
             if index == 9:
@@ -286,14 +301,17 @@ def test_a_dead_worker_is_an_error_on_all_ranks(grad: bool) -> None:
                 os.kill(os.getpid(), signal.SIGKILL)
             return index
 
-    def read(session: Session) -> str:
-        with torch.set_grad_enabled(grad), pytest.raises(RuntimeError) as raised:
-            list(DataLoader(Deadly(20), 2, num_workers=2, collate_fn=list))
-        return str(raised.value)
+    def read(session: Session) -> list[str]:
+        found = []
+        for grad in (True, False):
+            with torch.set_grad_enabled(grad), pytest.raises(RuntimeError) as raised:
+                list(DataLoader(Deadly(20), 2, num_workers=2, collate_fn=list))
+            found.append(str(raised.value))
+        return found
 
     first, second = run_ranks(2, read, batches="whole", share_workers=True, collectives="auto")
     assert first == second
-    assert "DataLoader worker" in first
+    assert all("DataLoader worker" in text for text in first)
 
 
 def test_a_slow_worker_is_an_error_on_all_ranks() -> None:
@@ -313,7 +331,8 @@ def test_a_slow_worker_is_an_error_on_all_ranks() -> None:
     )
 
 
-def test_loaders_may_be_left_early_and_read_together() -> None:
+@EITHER
+def test_loaders_may_be_left_early_and_read_together(share_workers: Any) -> None:
     def read(session: Session) -> list[Any]:
         first = DataLoader(Augmented(12, (2,)), 3, True, num_workers=2)
         second = DataLoader(Augmented(8, (2,)), 2, True, num_workers=1, persistent_workers=True)
@@ -327,7 +346,7 @@ def test_loaders_may_be_left_early_and_read_together() -> None:
             found += [as_plain(inner) for outer in second for inner in (outer, next(iter(first)))]
         return found
 
-    check_equal(read, world_size=3)
+    check_equal(read, share_workers, world_size=3)
 
 
 def test_all_ranks_follow_what_only_rank_0_has_drawn() -> None:
@@ -341,7 +360,8 @@ def test_all_ranks_follow_what_only_rank_0_has_drawn() -> None:
     assert first == second
 
 
-def test_what_workers_tell_by_shared_memory_every_rank_hears() -> None:
+@EITHER
+def test_what_workers_tell_by_shared_memory_every_rank_hears(share_workers: Any) -> None:
     class Counting(Numbers):
         def __init__(self, count: int) -> None:
             super().__init__(count)
@@ -356,7 +376,7 @@ def test_what_workers_tell_by_shared_memory_every_rank_hears() -> None:
         list(DataLoader(dataset, 2, num_workers=2))
         return [float(number) for number in dataset.seen]
 
-    check_equal(read)
+    check_equal(read, share_workers)
 
 
 def _read_in_threads(session: Session, num_in_main: int) -> list[Any]:
@@ -385,10 +405,11 @@ def _read_alike(loader: DataLoader[Any]) -> list[Any]:
     return [as_plain(batch) for batch in loader]
 
 
-def test_a_thread_may_stop_in_mid_epoch_and_workers_then_start_late() -> None:
+@EITHER
+def test_a_thread_may_stop_in_mid_epoch_and_workers_then_start_late(share_workers: Any) -> None:
     def read(session: Session) -> list[Any]:
         loader = DataLoader(Augmented(24, (3,)), 2, True, num_workers=2)
-        found = [_read_alike(loader) for _ in range(2)]  # from now on workers are shared
+        found = [_read_alike(loader) for _ in range(2)]  # from now on workers are shared with "auto" too
         for _ in range(2):
             batches, first, stop = iter(loader), list[Any](), threading.Event()
 
@@ -408,7 +429,7 @@ def test_a_thread_may_stop_in_mid_epoch_and_workers_then_start_late() -> None:
             found.append(as_plain(first[0]))
         return [*found, _read_alike(loader)]
 
-    check_equal(read)
+    check_equal(read, share_workers)
 
 
 def test_a_thread_cannot_go_on_where_ranks_share_workers() -> None:
@@ -424,21 +445,28 @@ def test_a_thread_cannot_go_on_where_ranks_share_workers() -> None:
     assert found == [[[2, 3], [4, 5], [6, 7], [8, 9], [10, 11]]] * 2
 
 
-def test_errors_in_a_thread_are_those_of_one_process() -> None:
-    class Slow(Broken):
-        def __getitem__(self, index: int) -> int:
-            time.sleep(30 * (index == 5))
-            return super().__getitem__(index)
+class Slow(Broken):
+    def __getitem__(self, index: int) -> int:
+        time.sleep(30 * (index == 5))
+        return super().__getitem__(index)
 
+
+@pytest.mark.parametrize(
+    ("data", "timeout"),
+    [
+        (Broken(6, 2), 0),
+        # On a busy machine a worker may end first, with status 1. test_a_slow_worker shows a timeout without threads.
+        pytest.param(Slow(8, 3), 1, marks=pytest.mark.soak),
+    ],
+    ids=["broken", "slow"],
+)
+def test_errors_in_a_thread_are_those_of_one_process(data: Broken, timeout: int) -> None:
     def read(session: Session) -> list[str]:
-        found = []
-        for data, timeout in (Broken(6, 2), 0), (Slow(8, 3), 1):
-            batches = iter(DataLoader(data, 2, num_workers=1, timeout=timeout))
-            with ThreadPoolExecutor(1) as pool:
-                found += [str(pool.submit(next, batches).exception()) for _ in range(3)]
-        return found
+        batches = iter(DataLoader(data, 2, num_workers=1, timeout=timeout))
+        with ThreadPoolExecutor(1) as pool:
+            return [str(pool.submit(next, batches).exception()) for _ in range(3)]
 
-    check_equal(read)
+    check_equal(read, "auto", True)
 
 
 def test_a_rank_that_reads_no_batch_is_named() -> None:
@@ -479,7 +507,8 @@ def test_a_batch_that_cannot_be_sent_is_an_error_on_all_ranks() -> None:
     assert first[1:] == [[0, 1], [4, 5]]
 
 
-def test_a_stream_that_fails_in_its_worker_fails_on_all_ranks() -> None:
+@EITHER
+def test_a_stream_that_fails_in_its_worker_fails_on_all_ranks(share_workers: Any) -> None:
     class Failing(IterableDataset[int]):
         def __iter__(self) -> Iterator[int]:
             yield from range(5)
@@ -495,4 +524,4 @@ def test_a_stream_that_fails_in_its_worker_fails_on_all_ranks() -> None:
             found.append(str(error).splitlines()[-1])
         return found
 
-    check_equal(read)
+    check_equal(read, share_workers)
