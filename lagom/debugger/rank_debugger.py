@@ -14,7 +14,6 @@ from lagom.patching.import_hooks import on_import
 from lagom.patching.replace import replaced
 from lagom.random_states import random_states, set_random_states
 from lagom.restart.stand_in import rank_pid
-from lagom.row_split.draws import OperationMode
 from lagom.wire.client import Message
 
 if TYPE_CHECKING:
@@ -134,6 +133,8 @@ class RankDebugger:
     @contextlib.contextmanager
     def _alone(self) -> Iterator[None]:
         """Keep what is typed from the other ranks, and from the random numbers that the program draws."""
+        from lagom.row_split.draws import OperationMode  # imports torch, which a host process may lack
+
         session, states = self.session, None
         if threading.current_thread() is threading.main_thread():  # the program's other threads draw meanwhile
             states = random_states()
