@@ -29,6 +29,12 @@ def listening(pids: Iterable[int]) -> list[str]:
     return sorted(set(found))
 
 
+def listening_in(pid: int) -> list[int]:
+    """TCP ports at which any process of the network of ``pid`` listens."""
+    rows = [row.split() for row in Path(f"/proc/{pid}/net/tcp").read_text().splitlines()[1:]]
+    return [int(fields[1].partition(":")[2], 16) for fields in rows if fields[3] == _LISTENS]
+
+
 def _sockets(pid: int) -> set[str]:
     found = set()
     for name in os.listdir(f"/proc/{pid}/fd"):

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import os
+import resource
 import socket
+import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -16,6 +19,7 @@ import torch.distributed as dist
 from lagom.collectives.rank_store import RankStore
 from lagom.collectives.run_store import reconnected
 from lagom.collectives.sockets.encryption import Credentials
+from lagom.collectives.sockets.handshake import introduce
 from lagom.collectives.sockets.value_server import Ask, ValueClient, ValueServer
 from tests.encryption import KEY, credentials, encrypted_stores
 
@@ -144,3 +148,61 @@ def test_a_rank_that_ends_does_not_disturb_the_others() -> None:
         assert stores[1].get("a") == b"b"
         assert [stores[1].add("n", 1) for _ in range(10)][-1] == 10
         clients[1].close()
+
+
+class Recorded(socket.socket):
+    """Keeps what it sends."""
+
+    said = b""
+
+    def sendall(self, data: Any, flags: int = 0) -> None:
+        Recorded.said += bytes(data)
+        super().sendall(data, flags)
+
+
+def recorded_proof(address: tuple[str, int]) -> bytes:
+    """Join as rank 1, hang up, and return what it took to be let in."""
+    Recorded.said = b""
+    with Recorded() as connection:
+        connection.connect(address)
+        introduce(connection, KEY, 1, 30.0)
+    return Recorded.said
+
+
+@pytest.mark.soak  # tests/collectives/test_handshake.py has more strangers than are kept by default
+def test_2000_strangers_who_are_silent_say_garbage_or_repeat_a_rank_keep_no_rank_out() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    over = threading.Event()
+    with server_of([1, 2]) as (server, address), contextlib.ExitStack() as stack:
+        server.ask(Ask.SET, "name", b"a value")
+        proof = recorded_proof(address)
+        assert len(proof) == 52
+        strangers: list[socket.socket] = []
+
+        def flood(says: bytes) -> None:
+            while not over.is_set() and len(strangers) < 2500:
+                with contextlib.suppress(OSError):  # refused: all ranks are in
+                    one = socket.create_connection(address, timeout=1.0)
+                    strangers.append(one)
+                    one.sendall(says)
+
+        threads = [threading.Thread(target=flood, args=(says,)) for says in (b"", os.urandom(52), proof)]
+        for thread in threads:
+            stack.callback(thread.join)
+            thread.start()
+        stack.callback(over.set)
+        while len(strangers) < 2000:
+            time.sleep(0.01)
+        clients = [ValueClient(address, rank, credentials(), 60.0) for rank in (1, 2)]
+        assert [one.ask(Ask.GET, "name") for one in clients] == [b"a value"] * 2
+        over.set()
+        told = []
+        for one in strangers:
+            one.setblocking(False)
+            with one, contextlib.suppress(OSError):
+                told.append(len(one.recv(1000)))
+        assert set(told) <= {0, 16}  # a nonce
+        for client in clients:
+            client.close()
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))

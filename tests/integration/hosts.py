@@ -50,9 +50,9 @@ def allowed() -> bool:
 
 
 @contextmanager
-def capture(subnet: str) -> Iterator[bytearray]:
-    """All that the first host of ``subnet`` (its "10.213.7") sends and receives meanwhile; whole only at the end."""
-    seen = bytearray()
+def capture(subnet: str) -> Iterator[list[bytes]]:
+    """Frames that the first host of ``subnet`` (its "10.213.7") sends and receives; all of them only at the end."""
+    seen: list[bytes] = []
     with socket.socket(socket.AF_PACKET, socket.SOCK_RAW, socket.htons(_ALL_PROTOCOLS)) as link:
         link.setsockopt(socket.SOL_SOCKET, _SO_RCVBUFFORCE, 256 << 20)
         link.bind((f"lg{subnet.rpartition('.')[2]}v0", _ALL_PROTOCOLS))
@@ -61,7 +61,7 @@ def capture(subnet: str) -> Iterator[bytearray]:
         def listen() -> None:
             while select.select([link], [], [], 0.5)[0] or not over.is_set():
                 with contextlib.suppress(BlockingIOError):
-                    seen.extend(link.recv(1 << 17, socket.MSG_DONTWAIT))
+                    seen.append(link.recv(1 << 17, socket.MSG_DONTWAIT))
 
         thread = threading.Thread(target=listen)
         thread.start()
@@ -70,6 +70,15 @@ def capture(subnet: str) -> Iterator[bytearray]:
         finally:
             over.set()
             thread.join()
+
+
+def payload(frame: bytes) -> bytes:
+    """What a frame carries over TCP; nothing if it is of another protocol."""
+    size = 14 + 4 * (frame[14] & 15)
+    if frame[12:14] != b"\x08\x00" or frame[23] != socket.IPPROTO_TCP:
+        return b""
+    end = 14 + int.from_bytes(frame[16:18], "big")
+    return frame[size + 4 * (frame[size + 12] >> 4) : end]
 
 
 @contextmanager

@@ -63,10 +63,11 @@ def test_no_tensor_is_in_clear_on_the_wire_where_spark_encrypts(spark: Any) -> N
     encrypts = spark.sparkContext.getConf().get("spark.network.crypto.enabled") == "true"
     with hosts.capture(subnet(spark)) as seen:
         result = programs.run(train, 3, batches="split")
+    sent = b"".join(map(hosts.payload, seen))
     wanted, _ = train()
     assert all(programs.same_weights(found, wanted) for found, _ in result.per_rank)
-    assert len(seen) > 4 * 200_000 * 8  # the gradients of four steps
-    marks = {mark: mark in seen for mark in (_LARGE, _SMALL, _STORE)}
+    assert len(sent) > 4 * 200_000 * 8  # the gradients of four steps
+    marks = {mark: mark in sent for mark in (_LARGE, _SMALL, _STORE)}
     assert marks == dict.fromkeys(marks, not encrypts)
     if encrypts:  # whoever comes later finds no open port
         assert [found for _, found in result.per_rank] == [[]] * 3
@@ -88,8 +89,9 @@ def train_by_hand(backend: str | None) -> tuple[float, str]:
 def test_a_distributed_program_encrypts_too_and_is_refused_gloo_by_name(spark: Any) -> None:
     with hosts.capture(subnet(spark)) as seen:
         found = programs.run(train_by_hand, 3, hparams={"backend": None}).per_rank
-    assert len(seen) > 2 * 100_000 * 8
-    assert _LARGE not in seen
+    sent = b"".join(map(hosts.payload, seen))
+    assert len(sent) > 2 * 100_000 * 8
+    assert _LARGE not in sent
     for total, said in found:
         assert total == pytest.approx(7 * marked(_LARGE), rel=1e-15)
         assert "gloo sends in clear" in said
@@ -107,4 +109,4 @@ def test_what_is_allowed_to_be_in_clear_is(spark: Any) -> None:
         result = programs.run(train, 3, batches="split", allow_unencrypted_collectives=True)
     wanted, _ = train()
     assert all(programs.same_weights(found, wanted) for found, _ in result.per_rank)
-    assert _LARGE in seen
+    assert _LARGE in b"".join(map(hosts.payload, seen))
