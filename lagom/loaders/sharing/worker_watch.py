@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import sys
 from typing import TYPE_CHECKING, Any
 
@@ -16,8 +17,6 @@ _PROGRAMS = frozenset(("subprocess.Popen", "signal.pthread_kill", *(f"os.{name}"
 """Audit events of starting a program or a process, whose changes nobody sees, and of signals."""
 _READ, _COPY = 1, 3
 """``mmap.ACCESS_READ`` and ``mmap.ACCESS_COPY``."""
-_SOCKETS = "/pymp-"
-"""Beginning of the name of the folder where multiprocessing keeps its sockets."""
 
 
 def _is_local(address: Any) -> bool:
@@ -50,9 +49,11 @@ class WorkerWatch:
 
     def run(self, target: Callable[..., None], *args: Any) -> None:
         """Run ``target``, in a worker."""
+        # Where a rank has multiprocessing keep its sockets; else multiprocessing names the folder when it needs one.
+        sockets = multiprocessing.current_process()._config.get("tempdir", "/pymp-")  # type: ignore[attr-defined]
 
         def note(path: str = "") -> None:
-            if _SOCKETS not in path and not self.has_changed:
+            if sockets not in path and not self.has_changed:
                 self._changes.release()
 
         def audit(event: str, values: tuple[Any, ...]) -> None:
