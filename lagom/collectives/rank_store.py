@@ -73,6 +73,8 @@ class RankStore(_Base):  # type: ignore[misc]
             return self._ask_rank(what, name, data)
         except OSError as error:
             raise dist.DistNetworkError(f"the run's store on rank 0 is out of reach: {error}") from error
+        except ValueError as error:
+            raise dist.DistStoreError(f"the run's store on rank 0: {error}") from error
 
 
 def _as_bytes(value: str | bytes) -> bytes:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import resource
+import signal
 import socket
 import threading
 import time
@@ -18,6 +19,7 @@ import torch.distributed as dist
 
 from lagom.collectives.rank_store import RankStore
 from lagom.collectives.run_store import reconnected
+from lagom.collectives.sockets.connect import reach
 from lagom.collectives.sockets.encryption import Credentials
 from lagom.collectives.sockets.handshake import introduce
 from lagom.collectives.sockets.value_server import Ask, ValueClient, ValueServer
@@ -206,3 +208,57 @@ def test_2000_strangers_who_are_silent_say_garbage_or_repeat_a_rank_keep_no_rank
         for client in clients:
             client.close()
     resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_number_added_to_a_text_is_refused_and_the_store_goes_on(rank: int) -> None:
+    with encrypted_stores() as stores:
+        stores[rank].set("a", "text")
+        with pytest.raises(dist.DistStoreError, match="the value of 'a' is no number"):
+            stores[rank].add("a", 1)
+        assert [bytes(one.get("a")) for one in stores] == [b"text", b"text"]
+
+
+def test_what_is_no_request_ends_only_its_own_connection() -> None:
+    with server_of([1, 2]) as (server, address):
+        wrong = reach(address, 1, credentials(), 30.0)
+        wrong.settimeout(30.0)
+        client = ValueClient(address, 2, credentials(), 30.0)
+        wrong.sendall(b"\xff" + bytes(12))
+        assert wrong.recv(1) == b""
+        server.ask(Ask.SET, "a", b"b")
+        assert client.ask(Ask.GET, "a") == b"b"
+        wrong.close()
+        client.close()
+
+
+def test_a_question_that_a_signal_ends_leaves_no_answer_to_the_next_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Ended(BaseException):
+        pass
+
+    def end(*_: object) -> None:
+        raise Ended
+
+    with server_of([1]) as (server, address):
+        client = ValueClient(address, 1, credentials(), 60.0)
+        for name in "ab":
+            server.ask(Ask.SET, name, name.encode())
+        assert client.ask(Ask.GET, "a") == b"a"
+        ended, answer = threading.Event(), server.ask
+
+        def answer_late(what: Ask, name: str, data: bytes = b"") -> bytes | None:
+            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGALRM)
+            ended.wait(60)
+            return answer(what, name, data)
+
+        monkeypatch.setattr(server, "ask", answer_late)
+        before = signal.signal(signal.SIGALRM, end)
+        try:
+            with pytest.raises(Ended):
+                client.ask(Ask.GET, "a")
+        finally:
+            signal.signal(signal.SIGALRM, before)
+            ended.set()
+        with pytest.raises(ConnectionError, match="an earlier question to it has failed: Ended"):
+            client.ask(Ask.GET, "b")
+        client.close()

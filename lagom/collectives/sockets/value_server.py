@@ -21,8 +21,9 @@ if TYPE_CHECKING:
 
 _REQUEST = struct.Struct("<BIQ")
 """Operation, and the lengths of the name and the data that follow."""
-_ANSWER = struct.Struct("<?Q")
-"""Whether there is a value, and its length."""
+_ANSWER = struct.Struct("<BQ")
+"""What follows, and its length."""
+_NOTHING, _VALUE, _REFUSAL = range(3)
 _LENGTH = struct.Struct("<Q")
 _PIECE = 1 << 16
 
@@ -64,13 +65,20 @@ class ValueServer:
         threading.Thread(target=self._run, name="lagom-store", daemon=True).start()
 
     def ask(self, what: Ask, name: str, data: bytes = b"") -> bytes | None:
-        """Return the answer; None if there is no such value."""
+        """Return the answer; None if there is no such value.
+
+        Raises:
+            ValueError: when a number is to be added to a value that is none.
+        """
         with self._turn:
             found = self._values.get(name)
             if what == Ask.SET:
                 self._values[name] = data
             elif what == Ask.ADD:
-                found = self._values[name] = str(int(found or b"0") + int(data)).encode()
+                try:
+                    found = self._values[name] = str(int(found or b"0") + int(data)).encode()
+                except ValueError:
+                    raise ValueError(f"the value of {name!r} is no number to which one can be added") from None
             elif what == Ask.SWAP:
                 (size,) = _LENGTH.unpack_from(data)
                 expected = data[_LENGTH.size : _LENGTH.size + size]
@@ -106,7 +114,7 @@ class ValueServer:
                 try:
                     peer.serve(self)
                     poll.modify(number, select.POLLIN | (select.POLLOUT if peer.outgoing else 0))
-                except OSError:  # the rank has ended
+                except (OSError, ValueError, struct.error):  # the rank has ended, or what it asks is no request
                     poll.unregister(number)
                     self._peers.pop(number).connection.close()
 
@@ -124,6 +132,7 @@ class _Peer:
 
         Raises:
             OSError: when the rank has closed the connection.
+            ValueError: when it has sent what is no request; so does struct.error.
         """
         try:
             while data := self.connection.recv(_PIECE):
@@ -132,8 +141,12 @@ class _Peer:
         except BlockingIOError:
             pass
         while (request := self._request()) is not None:
-            answer = server.ask(*request)
-            self.outgoing += _ANSWER.pack(answer is not None, len(answer or b"")) + (answer or b"")
+            try:
+                answer = server.ask(*request)
+                kind = _NOTHING if answer is None else _VALUE
+            except ValueError as error:
+                kind, answer = _REFUSAL, str(error).encode()
+            self.outgoing += _ANSWER.pack(kind, len(answer or b"")) + (answer or b"")
         try:
             while self.outgoing:
                 piece = bytes(self.outgoing[:_PIECE])
@@ -169,6 +182,7 @@ class ValueClient:
     def __init__(self, address: tuple[str, int], rank: int, credentials: Credentials, timeout_s: float) -> None:
         self._connection = reach(address, rank, credentials, timeout_s, waits=True)
         self._connection.settimeout(timeout_s)
+        self._failure = ""
         self._turn = threading.Lock()
         _all.add(self)
 
@@ -176,14 +190,28 @@ class ValueClient:
         """Return the answer; None if there is no such value.
 
         Raises:
-            OSError: when the rank that keeps the values is gone, or does not answer in time.
+            OSError: when the rank that keeps the values is gone, or does not answer in time; and after a call that a
+                signal's handler has ended.
+            ValueError: as ``ValueServer.ask``.
         """
         head = name.encode()
         with self._turn:
-            self._connection.sendall(_REQUEST.pack(what, len(head), len(data)) + head + data)
-            is_there, size = _ANSWER.unpack(self._exactly(_ANSWER.size))
-            answer = self._exactly(size)
-        return answer if is_there else None
+            if self._failure:
+                raise ConnectionError(self._failure)
+            try:
+                self._connection.sendall(_REQUEST.pack(what, len(head), len(data)) + head + data)
+                kind, size = _ANSWER.unpack(self._exactly(_ANSWER.size))
+                answer = self._exactly(size)
+            except BaseException as error:
+                # The answer to this request may still come, and the next one would take it for its own.
+                self._failure = f"an earlier question to it has failed: {str(error) or type(error).__name__}"
+                self._connection.close()
+                if isinstance(error, BlockingIOError):
+                    raise TimeoutError("it did not answer in time") from error
+                raise
+        if kind == _REFUSAL:
+            raise ValueError(answer.decode())
+        return answer if kind == _VALUE else None
 
     def close(self) -> None:
         """Close the connection."""
