@@ -167,7 +167,8 @@ class ClassicFacts(SparkFacts):
         elif wanted != 0:
             age_s = time.time() - self._context.startTime / 1000
             self._await(wanted, time.monotonic() + EXECUTORS_S - age_s)
-        _settled[self._context] = self._executors()
+        if wanted != 0:  # a local master warns when it is asked for executors
+            _settled[self._context] = self._executors()
         return int(jsc.maxNumConcurrentTasks(profile))
 
     def slots_again(self, wanted: int) -> int:

@@ -108,7 +108,9 @@ def _headline(run: Mapping[str, Any], result: Mapping[str, Any]) -> str:
 def _outcome(result: Mapping[str, Any]) -> str:
     if not result:
         return "<p class=bad>It has no end: it is still going on, or its driver was killed.</p>"
-    if result["outcome"] == "returned":
+    if result["outcome"] in ("returned", "interrupted") and result.get("value") is None:
+        return f"<p class=good>It {'ended' if result['outcome'] == 'returned' else 'was interrupted'}.</p>"
+    if result["outcome"] in ("returned", "interrupted"):
         return f"<p class=good>Result</p><pre>{_text(_by_lines(result['value']))}</pre>"
     text = f"{result['error']}: {result['message']}"
     return f"<p class=bad>{_text(text)}</p>" + (

@@ -67,6 +67,8 @@ def result_text(folder: Path) -> str:
     result = loaded(folder / RESULT)
     if not result:
         return "under way" if is_under_way(folder) else "no end: its driver was killed"
+    if result["outcome"] == "interrupted":
+        return _short(f"interrupted: {result.get('value')}")
     if result["outcome"] == "returned":
         return _short(result.get("value"))
     where = f" on rank {result['rank']}" if result.get("rank") is not None else ""

@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -97,9 +97,18 @@ def run_trials(
             for problem in put_in_place(loop.folder_of(source.kept_trial)):
                 progress.warn(problem)
         if records is not None:
-            records.ended({"outcome": "interrupted" if interrupted else "returned"})
+            summary = _summary(source.trials(), config.direction if searched is not None else "")
+            records.ended({"outcome": "interrupted" if interrupted else "returned", "value": summary})
     seconds = time.monotonic() - started
     return source, TrialsRun(name=of_trial.name, seconds=seconds, where=where, run_dir=folder, interrupted=interrupted)
+
+
+def _summary(trials: Sequence[Mapping[str, Any]], direction: str) -> str:
+    """Say how a search went in that ``direction``, "min" or "max", or an ablation study ("")."""
+    values = [trial["value"] for trial in trials if trial["state"] == "complete"]
+    if not direction or not values:
+        return f"{len(values)} of {len(trials)} trials completed"
+    return f"best {(min if direction == 'min' else max)(values):.6g} of {len(trials)} trials"
 
 
 def _checked(
