@@ -202,6 +202,10 @@ def test_where_nothing_listens_a_rank_waits_only_if_asked() -> None:
     assert time.monotonic() - start > 0.3
 
 
+def test_credentials_do_not_show_the_key() -> None:
+    assert repr(Credentials(b"a secret key")) == "Credentials(encrypt=False)"
+
+
 def test_the_class_is_what_exchanges_get() -> None:
     one, other = encrypted_pair()
     assert isinstance(one, EncryptedSocket)

@@ -38,6 +38,9 @@ class Credentials(NamedTuple):
         """Whether connections between hosts are encrypted."""
         return self.accepting is not None
 
+    def __repr__(self) -> str:
+        return f"Credentials(encrypt={self.encrypt})"  # without the key: a traceback's local variables may be logged
+
 
 NO_CREDENTIALS = Credentials()
 
