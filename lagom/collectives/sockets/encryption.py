@@ -24,7 +24,7 @@ _Result = TypeVar("_Result")
 
 
 class Credentials(NamedTuple):
-    """What the ranks of a run know and strangers do not."""
+    """Key and certificates that the ranks of a run have and strangers have not."""
 
     key: bytes = b""
     """Proves a rank to another one."""

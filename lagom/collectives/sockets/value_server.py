@@ -29,7 +29,7 @@ _PIECE = 1 << 16
 
 
 class Ask(IntEnum):
-    """What can be asked of a ``ValueServer``."""
+    """Operations of a ``ValueServer``."""
 
     SET = 1
     GET = 2
