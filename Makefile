@@ -3,7 +3,7 @@
 PYTHON := .venv/bin/python
 # Ranks and Spark wait more than they compute: four processes of tests keep two cores busy.
 PROCESSES := 4
-PYTEST := pytest -n $(PROCESSES)
+PYTEST := .ci/tests -n $(PROCESSES)
 READY := .venv/ready
 # Spark's classes, which the JVMs of the tests then need not parse: they start on half of the CPU time.
 CLASSES := .venv/spark.jsa
@@ -38,21 +38,21 @@ $(CLASSES): $(READY)
 	@$(PYTHON) -m tests.integration.clusters > /dev/null 2>&1 || echo "setup: no $@; Spark starts more slowly in the tests"
 
 test: $(READY) $(CLASSES)
-	@$(PYTHON) -m $(PYTEST)
+	@$(PYTEST)
 
 # Limits in seconds hold on a machine that does nothing else, so they come last and alone.
 soak: $(READY) $(CLASSES)
 	@start=$$(date +%s); failed=0; \
-	$(PYTHON) -m $(PYTEST) -m "soak and not latency" || failed=1; \
+	$(PYTEST) -m "soak and not latency" || failed=1; \
 	$(PYTHON) -m pytest -m latency || failed=1; \
 	echo "make soak took $$((($$(date +%s) - start) / 60)) minutes"; \
 	exit $$failed
 
 check: $(READY) $(CLASSES)
 	@failed=; \
-	for step in "ruff check" "ruff format --check" "mypy" "$(PYTEST)"; do \
+	for step in "$(PYTHON) -m ruff check" "$(PYTHON) -m ruff format --check" "$(PYTHON) -m mypy" "$(PYTEST)"; do \
 		echo "== $$step"; \
-		$(PYTHON) -m $$step || failed="$$failed, $$step"; \
+		$$step || failed="$$failed, $$step"; \
 	done; \
 	[ -z "$$failed" ] || { echo "failed: $${failed#, }" >&2; exit 1; }
 

@@ -74,14 +74,10 @@ def _remains() -> set[str]:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Marks everything here ``integration``, and ``soak`` what a test has ``soak_on``.
-
-    They hold seconds on a machine that others may use, so one that fails runs once more; the report names it.
-    """
+    """Marks everything here ``integration``, and ``soak`` what a test has ``soak_on``."""
     for item in items:
         if "tests/integration" in item.path.as_posix():
             item.add_marker(pytest.mark.integration)
-            item.add_marker(pytest.mark.flaky(reruns=1))
             kinds = {kind for marker in item.iter_markers("soak_on") for kind in marker.args}
             if kinds & set(item.callspec.params.values() if kinds else ()):  # type: ignore[attr-defined]
                 item.add_marker(pytest.mark.soak)

@@ -23,7 +23,7 @@ from lagom.errors import StallError
 from lagom.monitor.stalls import Pulse, stall_text
 
 # Longer than a busy machine keeps from its turn a rank that is not stuck.
-LIMITS: dict[str, Any] = {"stall_timeout_s": 1.5, "timeout_s": 3.2}
+LIMITS: dict[str, Any] = {"stall_timeout_s": 4.0, "timeout_s": 8.5}
 
 
 class Samples(Dataset[torch.Tensor]):
