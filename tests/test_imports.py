@@ -125,6 +125,7 @@ EAGER = {
     "lagom.launchers.spark": {"pyspark"},
     "lagom.launchers.spark_session": {"pyspark"},
     "lagom.payload": {"cloudpickle"},
+    "lagom.search.grid_sampler": {"optuna"},
 }
 """But for these modules, and packages."""
 NOTHING = {"lagom.launchers.spark_task", "lagom.run_state.malloc_trim"}

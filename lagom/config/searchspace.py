@@ -35,7 +35,7 @@ class Parameter:
     def labels(self) -> list[Any]:
         """Return what stands for each value of a list in a study: itself, or a text where it is an object."""
         # Not a number is not equal to itself, so it could not be found again.
-        if all(type(one) in _PLAIN and one == one for one in self.values) and not _equal_pair(self.values):
+        if all(type(one) in _PLAIN and one == one for one in self.values) and not _has_equals(self.values):
             return list(self.values)
         texts = [_text(value) for value in self.values]
         return [text if texts.count(text) == 1 else f"{text} #{place}" for place, text in enumerate(texts)]
@@ -229,9 +229,9 @@ def _check_twice(name: str, values: list[Any]) -> None:
             raise ValueError(f"{name} has the value {first!r} twice")
 
 
-def _equal_pair(values: list[Any]) -> bool:
+def _has_equals(values: list[Any]) -> bool:
     """Return whether two plain values are equal though their types differ, such as 1 and True."""
-    return any(first == second for first, second in itertools.combinations(values, 2))
+    return len(set(values)) < len(values)
 
 
 def _text(value: Any) -> str:

@@ -52,7 +52,9 @@ def sampler(config: HyperparameterOptConfig, num_known: int = 0) -> BaseSampler:
         found: BaseSampler = config.optimizer
         return found
     if config.optimizer == "grid":
-        return samplers.GridSampler(grid(config), seed=config.seed)  # knows the trials that it has had by itself
+        from lagom.search.grid_sampler import GridSampler  # imports Optuna
+
+        return GridSampler(grid(config), seed=config.seed)  # knows the trials that it has had by itself
     kinds = {"gp": samplers.GPSampler, "tpe": samplers.TPESampler, _HYPERBAND: samplers.TPESampler}
     kind: Callable[..., BaseSampler] = kinds.get(config.optimizer, samplers.RandomSampler)
     return kind(seed=None if config.seed is None else (config.seed + 0x9E3779B1 * num_known) % 2**32)

@@ -218,6 +218,14 @@ def test_a_function_that_gives_no_hparams_is_an_error(space: Any, said: str) -> 
     assert [each["state"] for each in study.trials()] == ["failed"]
 
 
+def test_a_grid_knows_its_own_trials_without_going_through_their_values(monkeypatch: pytest.MonkeyPatch) -> None:
+    compared = list[object]()
+    monkeypatch.setattr(optuna.samplers.GridSampler, "_grid_value_equal", lambda *values: compared.append(values))
+    study = search(small(searchspace=LISTS, optimizer="grid", num_trials=None))
+    assert study.finished
+    assert not compared
+
+
 def test_a_grid_is_tried_once_with_many_slots_too() -> None:
     study = Study(small(searchspace=LISTS, optimizer="grid", num_trials=None))
     running: list[TrialSpec] = []
