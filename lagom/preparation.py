@@ -22,6 +22,7 @@ from lagom.launchers.failure import message_of
 from lagom.plan import Plan
 from lagom.program.detect_distributed import is_distributed, needs_nccl
 from lagom.program.signature import arguments, check_makers, unread_hparams
+from lagom.program.unreadable_data import check_data
 from lagom.random_states import random_states
 from lagom.records.run_dir import RunRecords
 from lagom.records.run_dir import records as new_records
@@ -43,6 +44,7 @@ def checked(
     hparams = {**config.hparams, **(searched or {})}
     arguments(train, provided | {"reporter": None, "hparams": hparams})
     check_makers(provided)
+    check_data(train, provided)
     _check_folder()
     if config.debug is not None and not can_type():
         raise ValueError(f"debug is {config.debug!r}, but {NOBODY}; run it there, or drop debug")

@@ -76,8 +76,8 @@ ROOMS = {
     "row_split": "collectives errors patching random_states run_state numpy torch",
     "search.on_rank": "call config data.parquet errors patching program random_states run_state world numpy torch",
     "verify.on_rank": "contents loaders patching random_states row_split run_state torch",
-    "loaders": "collectives data.parquet errors files loaders.sharing monitor patching payload row_split run_state "
-    "world numpy torch",
+    "loaders": "collectives data.parquet errors files loaders.sharing monitor patching payload program row_split "
+    "run_state world numpy torch",
     "loaders.sharing": "collectives errors files patching payload run_state world numpy torch",
     "distributed": "collectives collectives.sockets collectives.torch_backend errors files patching program restart "
     "torch",

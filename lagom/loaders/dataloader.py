@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import inspect
 import threading
 import weakref
 from contextlib import ExitStack, contextmanager
@@ -27,6 +29,7 @@ from lagom.loaders.self_sharded import RankCollate, shards_itself
 from lagom.loaders.sharing.worker_sharing import share_workers
 from lagom.monitor.spans import COPY
 from lagom.patching.replace import replaced
+from lagom.program.unreadable_data import unreadable
 from lagom.run_state.cuda_device import move_to_device
 from lagom.run_state.loader_pass import FEWER_ROWS, LoaderPass, has_fewer_rows
 from lagom.run_state.random_streams import DRAWING, OwnStreams, derive_seed
@@ -49,11 +52,11 @@ def shard_loaders(session: Session, streams: OwnStreams) -> Iterator[None]:
         stack.enter_context(replaced(_BaseDataLoaderIter, "_reset", _make_reset(loaders)))
         stack.enter_context(replaced(_BaseDataLoaderIter, "__next__", _make_next(session, loaders.readers)))
         stack.enter_context(replaced(_SingleProcessDataLoaderIter, "__init__", make_iterator_init(session, streams)))
+        stack.enter_context(replaced(DataLoader, "__init__", _make_loader_init(loaders)))
         if session.world_size > 1:
             index_sampler = property(_make_index_sampler(loaders))
             stack.enter_context(replaced(DataLoader, "_index_sampler", index_sampler))
             stack.enter_context(replaced(DataLoader, "__len__", _make_len(loaders)))
-            stack.enter_context(replaced(DataLoader, "__init__", _make_loader_init(loaders)))
             stack.enter_context(replaced(threading, "excepthook", loaders.readers.make_excepthook()))
             stack.enter_context(replaced(RandomSampler, "__iter__", make_sampler_iter(session)))
             fetcher = staticmethod(make_create_fetcher(session, streams))
@@ -107,11 +110,17 @@ def _make_len(loaders: PassStarter) -> Any:
 
 def _make_loader_init(loaders: PassStarter) -> Any:
     original = vars(DataLoader)["__init__"]
+    signature = inspect.signature(original)
 
     @functools.wraps(original)
     def init(loader: DataLoader[Any], *args: Any, **kwargs: Any) -> None:
+        if type(loader).__iter__ is DataLoader.__iter__:  # not with a loader of the program's own
+            with contextlib.suppress(TypeError):  # torch says which argument is wrong
+                given = signature.bind(loader, *args, **kwargs).arguments
+                if (text := unreadable(given["dataset"], given)) is not None:
+                    raise ValueError(f"the data set of a DataLoader is {text}")
         original(loader, *args, **kwargs)
-        if loaders.session.may_meet:
+        if loaders.session.world_size > 1 and loaders.session.may_meet:
             loaders.names.number_loader(loader)
 
     return init
