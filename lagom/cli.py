@@ -9,7 +9,6 @@ import argparse
 import os
 import sys
 import traceback
-import types
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -30,6 +29,7 @@ from lagom.config.torch_distributed import Debug, Launcher
 from lagom.errors import LagomError, MetricError, RankError, RankTraceback, VerificationError
 from lagom.horovodrun import num_ranks, script_of
 from lagom.program.detect_distributed import is_driver
+from lagom.program.own_frames import cut_own_frames
 from lagom.program.script import Script
 from lagom.records.compare_runs import compare_runs
 from lagom.records.runs import find_run, list_runs
@@ -166,16 +166,9 @@ def _drive(script: Script, config: TorchDistributedConfig, named: Sequence[str])
             print(end.code, file=sys.stderr)
         return end.code if isinstance(end.code, int) else 1
     except Exception as error:
-        return _failed(error.with_traceback(_of_program(error.__traceback__)))
+        cut_own_frames(error)
+        return _failed(error)
     return 0
-
-
-def _of_program(trace: types.TracebackType | None) -> types.TracebackType | None:
-    """Return ``trace`` from the program's first line on."""
-    here = str(Path(__file__).parent)
-    while trace is not None and trace.tb_frame.f_code.co_filename.startswith(here):
-        trace = trace.tb_next
-    return trace
 
 
 def _doctor(args: argparse.Namespace) -> int:

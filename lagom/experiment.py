@@ -16,6 +16,7 @@ from lagom.launchers.attempts import run_attempts
 from lagom.launchers.dataframes import write_frame
 from lagom.plan import Plan, plan
 from lagom.preparation import already_distributed, checked, random_start, run_records, source_of
+from lagom.program.own_frames import cut_own_frames
 from lagom.program.signature import function_name
 from lagom.random_states import set_random_states
 from lagom.result import Result
@@ -88,7 +89,11 @@ def lagom(train: Callable[..., Any], config: TorchDistributedConfig) -> Result |
         else:
             show(verify(launcher, the_plan, call))
     with run_records(config, the_plan, launcher.where(), source_of(train)) as records:
-        outcomes, failures = run_attempts(launcher, the_plan, call, records)
+        try:
+            outcomes, failures = run_attempts(launcher, the_plan, call, records)
+        except Exception as error:
+            cut_own_frames(error)
+            raise error  # in Python 3.10, a bare raise would restore the frames
         value, values = _values([outcome.load() for outcome in outcomes], the_plan)
         if records is not None:
             records.ended({"outcome": "returned", "value": value, "per_rank": values})

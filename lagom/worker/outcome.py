@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import traceback
-import types
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from lagom.errors import CollectiveError, PayloadError
 from lagom.payload import InParts, Parcel, unpack
+from lagom.program.own_frames import cut_own_frames
 from lagom.wire.client import Message
 
 _MAX_TEXT = 200_000  # characters of a traceback; a longer one does not fit into a frame
@@ -27,7 +26,8 @@ def pack_result(returned: Mapping[str, Any], rank: int, at_home: Mapping[type, s
 
 def pack_error(error: BaseException, at_home: Mapping[type, str]) -> tuple[Parcel, Message]:
     """Pack the exception that ended the function; without the object itself where it cannot travel."""
-    text = "".join(traceback.format_exception(type(error), error, _own_frames_cut(error)))[-_MAX_TEXT:]
+    cut_own_frames(error)
+    text = "".join(traceback.format_exception(error))[-_MAX_TEXT:]
     report = {
         "type": "outcome",
         "ok": False,
@@ -48,15 +48,6 @@ def pack_error(error: BaseException, at_home: Mapping[type, str]) -> tuple[Parce
             continue
         return parcel, report
     return Parcel({"error": None}), report
-
-
-def _own_frames_cut(error: BaseException) -> types.TracebackType | None:
-    """Return the traceback from the user's function on; all of it if the error arose in lagom before that."""
-    here = str(Path(__file__).parents[1])
-    frame = error.__traceback__
-    while frame is not None and frame.tb_frame.f_code.co_filename.startswith(here):
-        frame = frame.tb_next
-    return frame or error.__traceback__
 
 
 def _message(error: BaseException) -> str:
