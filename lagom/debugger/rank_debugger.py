@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
+from lagom.debugger.refusal import BY_NAME, refuse
 from lagom.errors import CollectiveError, LagomError
 from lagom.patching.import_hooks import on_import
 from lagom.patching.replace import replaced
@@ -46,13 +47,18 @@ class RankDebugger:
 
     @contextlib.contextmanager
     def installed(self) -> Iterator[None]:
-        """Have ``breakpoint()`` and ``pdb.set_trace()`` stop here, unless PYTHONBREAKPOINT names something else."""
+        """Have ``breakpoint()`` and ``pdb.set_trace()`` stop here, unless PYTHONBREAKPOINT names something else.
+
+        In processes that the rank starts anew, such as spawned workers, ``breakpoint()`` is an error.
+        """
         with contextlib.ExitStack() as stack:
 
             def change(pdb: Any) -> None:
                 stack.enter_context(replaced(pdb, "set_trace", self.hook))
 
             if not os.environ.get("PYTHONBREAKPOINT"):
+                os.environ["PYTHONBREAKPOINT"] = BY_NAME
+                stack.callback(os.environ.pop, "PYTHONBREAKPOINT", None)
                 stack.enter_context(replaced(sys, "breakpointhook", self.hook))
                 stack.enter_context(on_import({"pdb": change}))
             yield
@@ -162,10 +168,7 @@ class RankDebugger:
             LagomError: where none can stop.
         """
         if rank_pid() != self._pid:
-            raise LagomError(
-                f"breakpoint() in process {os.getpid()}, which rank {self._rank} has started, and only a rank itself "
-                "stops; where the process is a worker of a DataLoader, num_workers=0 has the rank load its batches"
-            )
+            refuse()
         if self._plan.searches:
             raise LagomError(
                 "breakpoint() in a trial of a search, of which several run at a time: debug a run with the trial's "

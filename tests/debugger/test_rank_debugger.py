@@ -237,12 +237,13 @@ class Stopping(Dataset[torch.Tensor]):
         return torch.ones(2)
 
 
-def test_a_worker_of_a_loader_cannot_stop_and_says_so(person: Person) -> None:
+@pytest.mark.parametrize("context", ["fork", "spawn"])
+def test_a_worker_of_a_loader_cannot_stop_and_says_so(person: Person, context: str) -> None:
     def load() -> None:
-        for _ in DataLoader(Stopping(), batch_size=4, num_workers=1):
+        for _ in DataLoader(Stopping(), batch_size=4, num_workers=1, multiprocessing_context=context):
             pass
 
-    with pytest.raises(LagomError, match=r"breakpoint\(\) in process \d+, which rank \d has started.*num_workers=0"):
+    with pytest.raises(LagomError, match=r"breakpoint\(\) in process \d+, which a rank has started.*num_workers=0"):
         run(load)
 
 
