@@ -47,5 +47,5 @@ def oom_kill_text(before: Mapping[str, int], after: Mapping[str, int]) -> str:
     if "machine" in more:
         return ", by the system, as this machine's memory ran out"
     if "machine" in before:
-        return ", and not by the system for want of memory; by a person, or a cluster's manager that limits memory"
+        return ", which a person or a cluster manager has sent: this machine did not run out of memory"
     return ", as the system does when memory runs out"

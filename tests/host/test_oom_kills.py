@@ -1,4 +1,4 @@
-"""``lagom.host.oom_kills``: a rank that the system killed for want of memory is told from one that somebody killed."""
+"""``lagom.host.oom_kills``: a rank that the system killed as memory ran out is told from one that somebody killed."""
 
 from __future__ import annotations
 
@@ -42,7 +42,8 @@ def test_what_is_said_of_it() -> None:
     none = {"container": 1, "machine": 4}
     assert "limit of this container" in oom_kill_text(none, {"container": 2, "machine": 5})
     assert "this machine's memory ran out" in oom_kill_text(none, {"container": 1, "machine": 5})
-    assert "not by the system" in oom_kill_text(none, none)
+    sent = ", which a person or a cluster manager has sent: this machine did not run out of memory"
+    assert oom_kill_text(none, none) == sent
     assert oom_kill_text({}, none) == oom_kill_text({}, {}) == ", as the system does when memory runs out"
 
 
