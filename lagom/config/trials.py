@@ -11,7 +11,7 @@ from typing import Literal
 from lagom.config.fields import explain_fields
 from lagom.config.torch_distributed import TorchDistributedConfig
 
-Direction = Literal["min", "max"]
+Direction = Literal["min", "max", "minimize", "maximize"]
 
 JOURNAL = "study.journal"
 """Name of the file with all trials, in the folder of a search."""
@@ -30,7 +30,8 @@ class TrialsConfig(TorchDistributedConfig):
     """Name of the metric, in the dict that the function returns, and in what it logs. A function that returns a number
     returns the metric."""
     direction: Direction = "max"
-    """Whether the best trial has the largest metric, "max", or the smallest, "min"."""
+    """Whether the best trial has the largest metric, "max", or the smallest, "min". Optuna's "maximize" and "minimize"
+    are the same."""
     num_slots: int | None = None
     """Number of trials that run at a time. None: all slots of the cluster, divided by ``ranks_per_trial``."""
     ranks_per_trial: int = 1
@@ -81,7 +82,9 @@ class TrialsConfig(TorchDistributedConfig):
             raise ValueError(f"optimization_key is {self.optimization_key!r}; want the name of a metric")
         direction = _DIRECTIONS.get(self.direction.lower()) if isinstance(self.direction, str) else None
         if direction is None:
-            raise ValueError(f"direction is {self.direction!r}; want 'max' or 'min'")
+            raise ValueError(
+                f"direction is {self.direction!r}; want 'max' or 'min', or Optuna's 'maximize' or 'minimize'"
+            )
         object.__setattr__(self, "direction", direction)
 
     def _check_counts(self) -> None:
