@@ -87,7 +87,11 @@ def table(
         body += f"<tr><td style='{_CELL}' colspan={len(shown)}>{more}</td></tr>"
     total = together(one.get("samples", 0) for one in ranks.values())
     rate = together(one.get("rate") or 0.0 for one in ranks.values())
-    told = f"{total:,} samples" + (f", <b>{html.escape(ended)}</b>" if ended else f", {rate:,.0f}/s{left(ranks)}")
+    if any(map(has_loaded, ranks.values())):
+        told = f"{total:,} samples" + (f", <b>{html.escape(ended)}</b>" if ended else f", {rate:,.0f}/s{left(ranks)}")
+    else:
+        state = "starting" if any(one.get("starts") for one in ranks.values()) else "running"
+        told = f"<b>{html.escape(ended)}</b>" if ended else state
     if stalled and not ended:
         told += f", <b style='color:{_FAILED}'>{rank_names(sorted(stalled))} made no progress</b>"
     colour = _FAILED if stalled else _RUNS
@@ -125,15 +129,21 @@ def left(ranks: Mapping[int, Message]) -> str:
     return ", this epoch ends in " + (f"{hours}:{minutes:02}" if hours else f"{minutes}") + f":{seconds:02}"
 
 
+def has_loaded(one: Message) -> bool:
+    """Return whether the rank of a report has loaded a batch; programs that load none by a DataLoader never have."""
+    return bool(one.get("epoch") or one.get("step") or one.get("samples"))
+
+
 def _row(rank: int, one: Message, held: float, is_stalled: bool) -> dict[str, str]:
     """Return HTML by column; a column that is empty for all ranks is left out."""
     step, steps = one.get("step") or 0, one.get("steps")
+    state = "starting" if one.get("starts") else ""
     bar = _BAR.format(min(1.0, step / steps), _RUNS) if steps else ""
     return {
         "rank": f"<b style='color:{_FAILED}'>{rank}</b>" if is_stalled else str(rank),
-        "epoch": str(one.get("epoch") or 0),
-        "step": f"{step}/{steps}{bar}" if steps else str(step),
-        "samples": f"{one.get('samples', 0):,}",
+        "epoch": str(one.get("epoch") or 0) if has_loaded(one) else state,
+        "step": (f"{step}/{steps}{bar}" if steps else str(step)) if has_loaded(one) else "",
+        "samples": f"{one.get('samples', 0):,}" if has_loaded(one) else "",
         "samples/s": f"{one['rate']:,.0f}" if one.get("rate") else "",
         "loss": _loss(one.get("loss")),
         "waits for data": _share(one.get("data") or 0.0),

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from lagom.monitor.notebook_table import NotebookTable, left, notebook
+from lagom.monitor.notebook_table import NotebookTable, has_loaded, left, notebook
 from lagom.monitor.status_line import WIDTH, StatusLine
 from lagom.monitor.stragglers import straggler
 from lagom.wire.client import Message
@@ -155,8 +155,10 @@ class Progress:
 
     def _rank_text(self, rank: int) -> str:
         event = self._ranks[rank]
-        step = f"step {event.get('step', 0)}" + (f"/{event['steps']}" if event.get("steps") else "")
-        parts = [f"epoch {event.get('epoch', 0)}", step, f"{event.get('samples', 0):,} samples"]
+        parts = ["starting" if event.get("starts") else "running"]
+        if has_loaded(event):
+            step = f"step {event.get('step', 0)}" + (f"/{event['steps']}" if event.get("steps") else "")
+            parts = [f"epoch {event.get('epoch', 0)}", step, f"{event.get('samples', 0):,} samples"]
         if event.get("rate"):
             parts.append(f"{event['rate']:,.0f}/s")
         if event.get("loss") is not None:

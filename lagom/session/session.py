@@ -90,6 +90,8 @@ class Session:
     """None where the rank is no process of its own."""
     is_unpacked: bool = field(default=False, init=False)
     """The program has been unpacked; from now on, the program creates the modules and loaders."""
+    is_called: bool = field(default=False, init=False)
+    """The function has been called: the rank starts no longer."""
     has_joined: bool = field(default=False, init=False)
     """The program has called ``init_process_group``: it is distributed by itself, and patches stay off."""
     distributed_part: str = field(default="", init=False)
@@ -358,7 +360,8 @@ class Session:
     def progress(self) -> dict[str, int | float | None]:
         """Return the progress of training as plain numbers; may be called from another thread."""
         now = {**self.passes.progress, "samples": self.samples_trained, "ticks": self.ticks, "data_s": self.data_s}
-        return {**now, "loss": self._last_loss(), **self.reported_values}
+        starts = {} if self.is_called else {"starts": True}
+        return {**now, **starts, "loss": self._last_loss(), **self.reported_values}
 
     def wait_times(self) -> list[int]:
         """Return the nanoseconds that this rank has waited for each other rank; may be called from another thread."""

@@ -109,6 +109,7 @@ def _returned(session: Session, call: Call, leaves: Leaves | None, function: Cal
         return {"value": rehearse(session, leaves, function), "samples": session.samples_trained}
     examined = session.debugger.post_mortem() if session.debugger is not None else nullcontext()
     with OutOfMemoryReport(session), DiskFullReport(session), examined:
+        session.is_called = True
         value = function()
         check_returned(call.function, value)
     returned = {"value": value, "samples": session.samples_trained}

@@ -84,6 +84,18 @@ def test_who_holds_up_the_others_is_seen() -> None:
     assert ">87%<" in second
 
 
+def test_a_rank_that_starts_has_no_epoch_yet() -> None:
+    begun = {"epoch": 0, "step": 0, "steps": None, "samples": 0, "memory": 10**9}
+    text = table("train", {0: begun | {"starts": True}, 1: begun | {"starts": True}})
+    assert "<div>starting</div>" in text
+    assert ">starting<" in text.split("<tbody>")[1]
+    assert not re.search(r"samples|>step<", text)
+    text = table("train", {0: rank(), 1: begun | {"starts": True}})
+    assert "4,096 samples" in text
+    assert ">starting<" in re.findall("<tr>.*?</tr>", text)[2]
+    assert "<div>running</div>" in table("train", {0: begun, 1: begun})
+
+
 def test_a_loss_that_is_no_number_is_loud() -> None:
     assert "<b style='color:#d55e00'>nan</b>" in table("train", {0: rank(loss=float("nan"))})
 

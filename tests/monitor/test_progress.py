@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import io
+import json
 import sys
+import time
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from lagom import experiment
 from lagom.cluster import Cluster
 from lagom.config import TorchDistributedConfig
 from lagom.monitor import progress as progress_module
@@ -64,6 +68,16 @@ def test_a_log_file_gets_a_line_now_and_then(monkeypatch: pytest.MonkeyPatch) ->
     progress, stream = shown(monkeypatch, live=False)
     progress.show(step(0))
     assert stream.getvalue() == "lagom: rank 0: epoch 1, step 3/10, 4,096 samples\n"
+
+
+def test_a_rank_is_starting_until_its_function_is_called_and_then_running(monkeypatch: pytest.MonkeyPatch) -> None:
+    progress, stream = shown(monkeypatch, live=False)
+    progress.show(step(0))
+    begun = step(1, epoch=0, step=0, steps=None, samples=0, memory=3 * 10**8)
+    for event in (begun | {"starts": True}, begun, begun | {"epoch": 1}):
+        progress.show(event)
+    lines = [line.partition(" | ")[2] for line in stream.getvalue().splitlines()[1:]]
+    assert lines == [f"rank 1: {state}, 0.3 GB" for state in ("starting", "running", "epoch 1, step 0, 0 samples")]
 
 
 def test_a_terminal_gets_one_line_that_renews_itself(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -208,3 +222,20 @@ def test_tasks_of_this_machine_can_reach_this_process(monkeypatch: pytest.Monkey
     the_plan = plan(TorchDistributedConfig(world_size=2, name="train"), Cluster(launcher="spark", slots=2))
     Progress(the_plan, "Spark spark://host:7077").waiting(0, 2)
     assert "or they cannot reach this process" in stream.getvalue()
+
+
+def test_ranks_report_that_they_start_until_their_function_is_called(tmp_path: Path) -> None:
+    def wait_for_reports() -> list[int]:
+        deadline = time.monotonic() + 60
+        while not list(tmp_path.glob("*/progress.jsonl")) and time.monotonic() < deadline:
+            time.sleep(0.02)
+        return [1, 2]
+
+    config = TorchDistributedConfig(
+        launcher="local", world_size=1, run_dir=tmp_path, hb_interval=0.05, train_set=wait_for_reports
+    )
+    result = experiment.lagom(lambda train_set: len(train_set), config)
+    assert result["test result"] == 2
+    assert result.run_dir is not None
+    first = (result.run_dir / "progress.jsonl").read_text().splitlines()[0]
+    assert json.loads(first)["starts"]
