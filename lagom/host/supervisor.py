@@ -15,6 +15,7 @@ from lagom.host.end_reports import death_report, stop_report
 from lagom.host.forked_rank import ForkedRank
 from lagom.host.twin_sets import TwinSet, TwinSets
 from lagom.monitor import stalls
+from lagom.monitor.output import OWN
 from lagom.monitor.stalls import Pulse
 from lagom.plan import Plan
 from lagom.wire.client import DriverClient, LinkClosed, Message
@@ -198,6 +199,9 @@ class RankSupervisor:
                 self._ask_debugger(rank, message)
             elif message["type"] == "report":
                 self._take_report(rank, message)
+            elif message["type"] == "log":
+                self._drain_output(rank)  # of before
+                self._pass_on(rank, message["stream"], message["data"])
             elif message["type"] in ("timeline", "picture"):
                 self._keep_block(message | {"rank": rank.rank})
             else:
@@ -276,15 +280,18 @@ class RankSupervisor:
         rank.tail = (rank.tail + data)[-_TAIL:]
         rank.pulse.moved()
         # latin-1 keeps every byte, also of a character that the read has cut in two.
-        if rank.rank == 0:
-            self._show(stream, data.decode("latin-1"))
-        elif self._plan.keeps_logs:
-            self._send({"type": "log", "rank": rank.rank, "stream": stream, "data": data.decode("latin-1")})
+        self._pass_on(rank, stream, data.decode("latin-1"))
         return True
 
+    def _pass_on(self, rank: ForkedRank, stream: str, data: str) -> None:
+        if rank.rank == 0:
+            self._show(stream, data)
+        elif self._plan.keeps_logs:
+            self._send({"type": "log", "rank": rank.rank, "stream": stream, "data": data})
+
     def say(self, text: str) -> None:
-        """Show ``text`` to the user on standard error."""
-        self._show("stderr", text.encode(errors="backslashreplace").decode("latin-1"))
+        """Show ``text`` of lagom's to the user on standard error."""
+        self._show(OWN, text.encode(errors="backslashreplace").decode("latin-1"))
 
     def _show(self, stream: str, data: str) -> None:
         message = {"type": "log", "rank": 0, "stream": stream, "data": data}

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from functools import partial
 
 from lagom.debugger.terminal import DebugTerminal
-from lagom.monitor.output import Output
+from lagom.monitor.output import OWN, Output
 from lagom.monitor.progress import Progress
 from lagom.monitor.stalls import stall_text
 from lagom.plan import Plan
@@ -27,6 +27,8 @@ class RunDisplay:
         self._history = history
         self._debugger = debugger
         self._stalled: dict[int, Message] = {}
+        self._own = set[str]()
+        """Texts of lagom's that a rank has said."""
         self._progress = Progress(plan, where, records.said if records is not None else None)
         self._output = Output(plan.config.log == "all", self._progress.line.make_room)
 
@@ -100,9 +102,23 @@ class RunDisplay:
 
     def _show_output(self, event: Message) -> None:
         data = self._history.output.new_part(event["rank"], event["stream"], event["data"].encode("latin-1"))
+        if event["stream"] == OWN:
+            self._show_own(event["rank"], data.decode(errors="replace").rstrip("\n"))
+            return
         if data and self._records is not None:
             self._records.wrote(event["rank"], data)
         self._output.show(event["rank"], event["stream"], data)
+
+    def _show_own(self, rank: int, text: str) -> None:
+        """Show what lagom says on a rank, and record it apart from the program's output; ranks mostly say the same."""
+        is_new = text not in self._own
+        self._own.add(text)
+        if text and self._plan.config.log == "all":
+            self._progress.line.say("\n".join(f"[rank {rank}] {line}" for line in text.splitlines()))
+        elif text and rank == 0:
+            self._progress.line.say(text)
+        elif text and is_new and self._records is not None:
+            self._records.said(f"[rank {rank}] {text}")
 
     def _show_picture(self, png: str) -> None:
         if self._history.output.is_new_picture(png):

@@ -10,6 +10,9 @@ from typing import TextIO
 from lagom.monitor.notebook_bars import NotebookBars
 from lagom.monitor.notebook_table import NotebookCell, notebook
 
+OWN = "lagom"
+"""Stream of what lagom says on a rank, beside "stdout" and "stderr" of the program."""
+
 
 class Output:
     """Shows rank 0's output as it is, or every rank's lines after its name.

@@ -56,6 +56,10 @@ class RankCall:
         self._decided = threading.Lock()
         """The first to lock it sets the outcome: the main thread, or one that the main thread waits for in vain."""
 
+    def tell(self, message: Message) -> None:
+        """Send ``message`` to the driver."""
+        self._heart.tell(message)
+
     def run(self) -> NoReturn:
         """Call the function, report the outcome, and end the process."""
         self._enter_disk()

@@ -16,8 +16,12 @@ import signal
 import sys
 import traceback
 import types
+from collections.abc import Callable
 from typing import TYPE_CHECKING, NoReturn
 
+from lagom.monitor.output import OWN
+from lagom.restart.stand_in import rank_pid
+from lagom.wire.client import Message
 from lagom.wire.spec import RankSpec, RunSpec
 from lagom.worker.rank_call import RankCall
 from lagom.worker.stack_dump import dump_on_signal
@@ -37,7 +41,10 @@ def run_rank(spec: RunSpec, seat: RankSpec, ground: HostWorkspace, stdout: int, 
     try:
         _detach(seat, ground, stdout, stderr, parent)
         _adopt_driver_settings(spec, seat, ground)
-        RankCall(spec, seat).run()
+        log = _separate_log()
+        call = RankCall(spec, seat)
+        log.tell = call.tell
+        call.run()
     except BaseException:
         # No exception may reach the parent's frames, which the fork copied.
         with contextlib.suppress(BaseException):
@@ -85,7 +92,26 @@ class _Output(io.TextIOWrapper):
 
 
 class _OwnLines(logging.StreamHandler):  # type: ignore[type-arg]  # which Python 3.10 cannot subscript
-    """A handler that begins a new line if the program's last line is unfinished, as with progress bars."""
+    """Sends lagom's messages to the driver, beside the program's output; from forks of the rank, writes them into it.
+
+    There they begin a new line if the program's last line is unfinished, as with progress bars.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tell: Callable[[Message], None] | None = None
+        self._pid = rank_pid()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Send ``record``, or write it."""
+        if self.tell is None or rank_pid() != self._pid:
+            super().emit(record)
+            return
+        for stream in (sys.__stdout__, sys.__stderr__):  # unfinished lines come before this one
+            if stream is not None:
+                stream.flush()
+        text = logging.StreamHandler.format(self, record)[:_MAX_TEXT] + "\n"
+        self.tell({"type": "log", "stream": OWN, "data": text.encode(errors="backslashreplace").decode("latin-1")})
 
     def format(self, record: logging.LogRecord) -> str:
         """Format ``record``; put a line break before it if the stream's line is unfinished."""
@@ -122,7 +148,6 @@ def _adopt_driver_settings(spec: RunSpec, seat: RankSpec, ground: HostWorkspace)
     faulthandler.enable(file=2)
     if seat.stacks_fd is not None:
         dump_on_signal(seat.stacks_fd)
-    _separate_log()
 
 
 def _keep_sockets(folder: str) -> None:
@@ -134,10 +159,11 @@ def _keep_sockets(folder: str) -> None:
         config["tempdir"] = folder
 
 
-def _separate_log() -> None:
+def _separate_log() -> _OwnLines:
     """Keep lagom's messages out of the program's log files and off its standard output."""
     handler = _OwnLines()
     handler.setFormatter(logging.Formatter("lagom: %(message)s"))
     logger = logging.getLogger("lagom")
     logger.handlers[:] = [handler]
     logger.propagate = False
+    return handler
