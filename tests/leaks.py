@@ -96,9 +96,9 @@ def _add_children(pid: int, command: str, found: dict[str, bool]) -> None:
 
 def _stays(parent: str, child: str) -> bool:
     """Whether a process stays from one call to the next by design; what the fork server or a worker forks does not."""
-    if any(command in parent for command in ("lagom.host.fork_server", "a worker")):
+    if any(server in parent for server in _SERVERS):
         return False
-    return any(command in child for command in _WARM)
+    return any(command in child for command in (_SERVERS if parent == "a worker" else _WARM))
 
 
 def _tasks(pid: int) -> list[Path]:
@@ -186,12 +186,13 @@ _FUNCTIONS: tuple[tuple[Any, str], ...] = (
     (sys, "excepthook"),
     (urllib.request, "urlretrieve"),
 )
+_SERVERS = ("lagom.host.fork_server", "lagom/executor/start_server")
 _WARM = (
+    *_SERVERS,
     "java",
     "multiprocessing.resource_tracker",
     "multiprocessing.forkserver",
     "pyspark.daemon",
-    "lagom.host.fork_server",
 )
 """Command lines of what may stay: Spark's JVM, its Python daemon and workers, Python's and lagom's fork servers."""
 _GROWING = {"thread", "child process", "Dataset initializer"}

@@ -37,8 +37,8 @@ ROOMS = {
     # The driver.
     "aggregate": "contents",
     "result": "config monitor records",
-    "launchers": "call cluster config data.parquet debugger errors host monitor payload plan program records restart "
-    "wire worker world cloudpickle numpy pyarrow pyspark torch",
+    "launchers": "call cluster config data.parquet debugger errors executor host monitor payload plan program records "
+    "restart wire worker world cloudpickle numpy pyarrow pyspark torch",
     "verify": "call config errors launchers plan verify.on_rank",
     "search": "aggregate call cluster config errors launchers monitor payload plan preparation program random_states "
     "records result search.on_rank search.pages search.slots wire worker optuna pandas",
@@ -56,6 +56,7 @@ ROOMS = {
     "__init__": "config data errors experiment memory_plan memory_planner result world",
     # The processes of a host, and the rank.
     "host": "errors files monitor patching plan random_states restart wire worker pyarrow pyspark torch",
+    "executor": "errors host monitor wire worker pyarrow pyspark",
     "worker": "call collectives collectives.sockets config debugger errors files memory_plan monitor patching payload "
     "plan program random_states restart run_state search.on_rank session verify.on_rank wire world zero numpy torch "
     "IPython",

@@ -11,7 +11,8 @@ ROOT = Path(__file__).parent.parent / "lagom"
 ALLOWED = {
     "launchers/spark.py::task_by_value": "the driver's own function, pickled a line above, by value",
     "launchers/spark_task.py::run": "the run as the driver describes it, inside Spark's job",
-    "host/executor.py::run_task": "what became of ranks, from a process forked a line above, by a file without a name",
+    "executor/spark_worker.py::run_task": "what became of ranks, from the host process, by a file without a name",
+    "executor/task_host.py::run": "the task as a Python worker of this user's describes it, by a file without a name",
     "host/fork_server.py::_run_host": "the run as the driver describes it, over an inherited pair of sockets",
     "payload.py::unpack_parts": "the call, over an inherited file, Spark's job or the driver's proven channel; "
     "results, on their way home by the same ways; and batches of workers, through memory that a host's ranks share",

@@ -164,10 +164,9 @@ def _cleans(pid: int) -> bool:
 #
 # A program's pools, data loader workers and subprocesses go on when the rank that started them is killed, and keep
 # their memory. A process group does not contain them all: a subprocess may have a session of its own. So a host process
-# adopts the orphans below it (Linux's child subreaper), and ends all processes below it before it ends. Its parent,
-# Spark's Python worker or the local fork server, does the same while it has host processes: it ends the processes that
-# a killed host process leaves. When the parent ends first, the kernel signals the host process. Processes are left only
-# if both are killed at the same moment.
+# adopts the orphans below it (Linux's child subreaper), and ends all processes below it before it ends. Its parent, a
+# fork server, does the same: it ends the processes that a killed host process leaves. When the parent ends first, the
+# kernel signals the host process. Processes are left only if both are killed at the same moment.
 #
 # Processes that remove shared memory are never killed: Python's and joblib's resource trackers, torch's manager. They
 # remove named memory after all its users have ended, and then end, however long that takes on a busy machine. If

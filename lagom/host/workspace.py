@@ -69,14 +69,32 @@ def remove_leftovers() -> None:
             if time.time() - path.stat().st_mtime > _UNUSED_S:
                 shutil.rmtree(path, ignore_errors=True)
     for path in base_dir().glob("run-*"):
-        with contextlib.suppress(OSError):
-            # A folder without ``.alive`` is just being made, and its maker retries, or its remover was killed.
-            lock = os.open(path / ".alive", os.O_RDWR | os.O_CREAT, 0o600)
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                shutil.rmtree(path, ignore_errors=True)
-            finally:
-                os.close(lock)
+        # A folder without ``.alive`` is just being made, and its maker retries, or its remover was killed.
+        _remove_unused(path)
+    with locked_servers():
+        for path in base_dir().glob("server-*"):
+            _remove_unused(path)
+
+
+def _remove_unused(path: Path) -> None:
+    with contextlib.suppress(OSError):
+        lock = os.open(path / ".alive", os.O_RDWR | os.O_CREAT, 0o600)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(path, ignore_errors=True)
+        finally:
+            os.close(lock)
+
+
+@contextmanager
+def locked_servers() -> Iterator[None]:
+    """Be the only process of this user that looks for a fork server of an executor, starts or removes one."""
+    lock = os.open(base_dir() / ".servers", os.O_RDWR | os.O_CREAT, 0o600)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(lock)
 
 
 def base_dir() -> Path:

@@ -23,6 +23,7 @@ from typing import Any
 from lagom.call import Call
 from lagom.cluster import Cluster, visible_gpus
 from lagom.errors import LagomError
+from lagom.host.huge_pages import with_huge_pages
 from lagom.launchers.protocol import Outcome
 from lagom.launchers.run import RunView
 from lagom.payload import Parcel, unpack_file
@@ -146,10 +147,6 @@ def _outcome(rank: int, report: dict[str, Any], fd: int) -> Outcome:
     return Outcome(rank=rank, report=report, load=load)
 
 
-_HUGE_PAGES = "glibc.malloc.hugetlb=1"
-"""Has the C library ask for pages of 2 MB: the system clears those of large tensors in a fifth of the time."""
-
-
 class _Server:
     """This process's fork server; ends with this process."""
 
@@ -160,7 +157,6 @@ class _Server:
         self.pid = os.getpid()
         root = str(Path(__file__).parents[2])
         env = dict(os.environ) | {"PYTHONPATH": os.pathsep.join([root, *filter(None, sys.path)])}
-        env["GLIBC_TUNABLES"] = ":".join(filter(None, [_HUGE_PAGES, env.get("GLIBC_TUNABLES")]))  # the last one counts
         with theirs:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "lagom.host.fork_server", str(theirs.fileno())],
@@ -168,7 +164,7 @@ class _Server:
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 start_new_session=True,  # Ctrl-C in the terminal must not reach it
-                env=env,
+                env=with_huge_pages(env),
                 cwd="/",
             )
 

@@ -1,4 +1,4 @@
-"""``SparkLauncher``: ranks inside Spark's tasks, forked below the Python workers of one barrier job."""
+"""``SparkLauncher``: ranks for the tasks of one barrier job, forked on the executors."""
 
 from __future__ import annotations
 

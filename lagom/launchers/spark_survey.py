@@ -19,7 +19,7 @@ from lagom.program.sources import lagom_zip
 
 
 def survey(facts: SparkFacts, plan: Plan, driver: tuple[str, int] | None) -> Sequence[Mapping[str, Any]]:
-    """Return the facts of each task of ``plan``, in order; see ``lagom.host.executor_survey``.
+    """Return the facts of each task of ``plan``, in order; see ``lagom.executor.executor_survey``.
 
     Raises:
         LagomError: if a task's Python cannot run the survey, with Spark's text and the remedy.

@@ -27,7 +27,7 @@ def spark_task(code_zip: bytes, spec_pickle: bytes) -> Callable[[Iterator[Any]],
         for _ in batches:
             pass
         with _sources(code_zip):
-            from lagom.host.executor import run_task
+            from lagom.executor.spark_worker import run_task
 
             rows = run_task(pickle.loads(spec_pickle))
         yield from rows
@@ -44,7 +44,7 @@ def spark_survey(
         for _ in batches:
             pass
         with _sources(code_zip):
-            from lagom.host.executor_survey import look_around
+            from lagom.executor.executor_survey import look_around
 
             rows = list(look_around(driver, barrier, env))
         yield from rows
@@ -104,6 +104,7 @@ def _unpacked(code_zip: bytes) -> str:
 
 # Note [Worker reuse]
 #
-# Spark keeps its Python workers for the next job, with every module that they have imported. So the worker imports
-# torch, which is slow, and the driver's lagom from a folder named by its content: another version replaces it. The
-# worker imports no module of the user's: processes forked for the run do, and so the next call sees edited modules.
+# Spark keeps its Python workers for the next job, with every module that they have imported. So the worker imports the
+# driver's lagom from a folder named by its content: another version replaces it. It imports neither torch, which the
+# fork server of the executor has (lagom/executor/executor_server.py), nor a module of the user's: processes forked for
+# the run do, and so the next call sees edited modules.

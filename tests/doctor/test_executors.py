@@ -6,7 +6,7 @@ import socket
 from typing import Any
 
 from lagom.doctor.executors import executor_findings
-from lagom.host.executor_survey import dial_all, peers_to_dial
+from lagom.executor.executor_survey import dial_all, peers_to_dial
 
 
 def task(number: int, host: str = "a", **more: Any) -> dict[str, Any]:

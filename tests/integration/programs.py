@@ -18,6 +18,7 @@ import lagom
 from lagom import experiment
 from lagom.config import TorchDistributedConfig
 from lagom.result import Result
+from lagom.worker.process_tree import children
 
 POINTS = 101  # in batches of 4: the last has one sample, fewer than there are ranks
 
@@ -107,13 +108,14 @@ def be_killed() -> None:
     time.sleep(1000)
 
 
-def worker_of_spark() -> int:
-    """The process that Spark keeps for the next call: below its JVM there is a daemon, and below that this one."""
-    line = [os.getpid()]
-    while Path(f"/proc/{line[-1]}/comm").read_text() != "java\n":
-        status = Path(f"/proc/{line[-1]}/status").read_text()
-        line.append(next(int(row.split()[1]) for row in status.splitlines() if row.startswith("PPid:")))
-    return line[-3]
+def daemon_of(pid: int) -> int:
+    """Return the parent of the Python workers of a rank's executor; it is in the command line of their fork server."""
+    return int(Path(f"/proc/{pid}/cmdline").read_text().split("\0")[4])
+
+
+def workers_of_spark() -> list[int]:
+    """Return the Python workers of this rank's executor, which Spark keeps for the next call."""
+    return sorted(children(daemon_of(os.getpid())))
 
 
 def be_stuck() -> None:

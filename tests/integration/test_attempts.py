@@ -12,6 +12,8 @@ import pytest
 from lagom import experiment
 from lagom.config import TorchDistributedConfig
 from lagom.launchers.spark_session import ClassicFacts
+from lagom.worker.process_tree import children
+from tests.integration import programs
 from tests.launchers import losses
 from tests.launchers.test_attempt_files import from_checkpoint
 
@@ -42,14 +44,16 @@ def test_a_killed_rank_changes_neither_weights_nor_output(
     assert failure["rank"] == victim
 
 
+@pytest.mark.parametrize("killed", ["worker", "fork server"])
 @pytest.mark.parametrize("spark", ["local[2]"], indirect=True, scope="session")
-def test_a_killed_worker_of_spark_is_replaced(spark: Any, tmp_path: Path) -> None:
+def test_a_process_of_the_executor_that_is_killed_is_replaced(spark: Any, killed: str, tmp_path: Path) -> None:
     gate = tmp_path / "gate"
     wanted = run(tmp_path / "wanted", gate, 2).value
 
     def kill() -> None:
         rank = losses.ranks(tmp_path / "runs")["1"]["pid"]
-        os.kill(parent(parent(rank)), signal.SIGKILL)
+        worker = children(programs.daemon_of(rank))[0]
+        os.kill(worker if killed == "worker" else parent(parent(rank)), signal.SIGKILL)
 
     with losses.killed([Path(f"{gate}-1")], kill):
         result = run(tmp_path, gate, 2)
@@ -100,8 +104,6 @@ def parent(pid: int) -> int:
     return int(Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[1])
 
 
-def executor_of(pid: int) -> int:
-    """Return the JVM of the executor below which a process runs."""
-    while b"ExecutorBackend" not in Path(f"/proc/{pid}/cmdline").read_bytes():
-        pid = parent(pid)
-    return pid
+def executor_of(rank: int) -> int:
+    """Return the JVM of a rank's executor."""
+    return parent(programs.daemon_of(rank))

@@ -140,7 +140,7 @@ def test_ctrl_c_ends_job_and_ranks(spark: Any, tmp_path: Path) -> None:
         os.kill(os.getpid(), signal.SIGINT)
 
     handler = signal.getsignal(signal.SIGINT)
-    workers = programs.run(programs.worker_of_spark, 2).per_rank
+    workers = sorted(programs.run(programs.workers_of_spark, 2).per_rank)
     thread = threading.Thread(target=press)
     thread.start()
     with pytest.raises(KeyboardInterrupt):
@@ -150,7 +150,7 @@ def test_ctrl_c_ends_job_and_ranks(spark: Any, tmp_path: Path) -> None:
     thread.join()
     assert signal.getsignal(signal.SIGINT) is handler
     # They were not cancelled, which ends them: the next call is as warm as if nothing had been.
-    assert sorted(programs.run(programs.worker_of_spark, 2).per_rank) == sorted(workers)
+    assert sorted(programs.run(programs.workers_of_spark, 2).per_rank) == workers
 
 
 def _active_jobs(spark: Any) -> list[int]:

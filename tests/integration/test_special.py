@@ -83,7 +83,7 @@ def test_ranks_of_a_task_get_gpus_of_their_own(spark: Any, mask: str) -> None:
         try:
             from pyspark import BarrierTaskContext
 
-            from lagom.host.executor import gpus_of_task
+            from lagom.executor.spark_worker import gpus_of_task
 
             context: Any = BarrierTaskContext.get()
             plan = types.SimpleNamespace(gpu=True, ranks_per_slot=2)
@@ -193,3 +193,16 @@ def _command(pid: str) -> str:
         return Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ")
     except OSError:
         return ""
+
+
+@on("local[2]")
+def test_tasks_of_an_executor_share_what_was_imported_once_and_keep_it_after_a_failure(spark: Any) -> None:
+    def server(fails: bool) -> int:
+        if fails:
+            raise ValueError("as it is asked to")
+        return int(Path(f"/proc/{os.getppid()}/stat").read_text().rpartition(")")[2].split()[1])
+
+    (before,) = set(programs.run(server, hparams={"fails": False}).per_rank)
+    with pytest.raises(ValueError, match="as it is asked to"):
+        programs.run(server, hparams={"fails": True})
+    assert set(programs.run(server, hparams={"fails": False}).per_rank) == {before}

@@ -1,4 +1,4 @@
-"""``lagom.host.executor`` and ``task``: what goes through Spark, without Spark."""
+"""``lagom.executor`` and ``spark_task``: what goes through Spark, without Spark."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import sys
 import cloudpickle
 import pytest
 
-from lagom.host import executor
-from lagom.host.executor import visible
+from lagom.executor import task_host
+from lagom.executor.spark_worker import visible
 from lagom.launchers import spark_task
 from lagom.payload import Parcel, unpack
 from lagom.wire.failure_text import failure_in, failure_text
@@ -74,14 +74,14 @@ def test_of_timelines_the_latest_that_fit_travel_with_a_failure() -> None:
         {},
         {"output": [said(2, 5000), said(2, 7)]},
     ]
-    assert executor.fitting_timelines(reports) == [said(2, 5000), said(1, 10), said(2, 7), said(1, 20)]
+    assert task_host.fitting_timelines(reports) == [said(2, 5000), said(1, 10), said(2, 7), said(1, 20)]
 
 
 def test_the_failure_of_a_rank_becomes_text_with_the_exception_in_it() -> None:
     fd = anonymous_file("outcome")
     Parcel({"error": KeyError("lr")}).write(fd)
     report = {"rank": 3, "ok": False, "error": "KeyError", "message": "'lr'", "traceback": "x" * 100_000}
-    text = executor.failure_as_text(report, fd, [report])
+    text = task_host.failure_as_text(report, fd, [report])
     os.close(fd)
     assert text.startswith("rank 3: KeyError: 'lr'")
     found = failure_in(text)

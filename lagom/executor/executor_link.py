@@ -1,0 +1,185 @@
+"""``run_in_server``: have the fork server of this executor run a task. See Note [One server for an executor]."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import os
+import pickle
+import platform
+import selectors
+import shutil
+import signal
+import socket
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Protocol
+
+from lagom.errors import LagomError, PlanError
+from lagom.host.huge_pages import with_huge_pages
+from lagom.host.workspace import base_dir, locked_servers
+from lagom.wire.client import DriverClient, LinkClosed, Message
+from lagom.wire.server import anonymous_file
+
+_MAX_PATH = 100  # characters of a socket's path
+
+
+class Task(Protocol):
+    """What a host process runs; can be pickled."""
+
+    def run(self, files: Sequence[int], gather: Callable[[str], Sequence[str]]) -> None:
+        """Run with ``files``; see ``run_in_server`` for ``gather``."""
+
+
+def run_in_server(task: Task, files: Sequence[int], gather: Callable[[str], Sequence[str]] | None) -> str:
+    """Have the server run ``task`` with ``files``; return how the task's host process ended.
+
+    Args:
+        task: what a host process runs, below the server.
+        files: open files for it.
+        gather: gives the texts of all tasks of the stage for that of this one.
+
+    Raises:
+        PlanError: if torch cannot be imported here.
+    """
+    request = anonymous_file("request")
+    with contextlib.ExitStack() as stack:
+        stack.callback(os.close, request)
+        worker = {"env": dict(os.environ), "cwd": os.getcwd(), "sys_path": list(sys.path)}
+        with os.fdopen(os.dup(request), "wb") as file:
+            pickle.dump((worker, task), file)
+        ours, theirs = socket.socketpair()
+        asks = stack.enter_context(contextlib.closing(DriverClient(ours)))
+        with theirs:
+            link = _sent([request, theirs.fileno(), *files])
+        try:
+            reply = _reply(link, asks, gather)
+        except LinkClosed:
+            return "ended with the process that holds torch for its executor, which was killed"
+    if "problem" in reply:
+        raise PlanError(without_torch(reply["problem"]))
+    status = reply["status"]
+    return f"was killed by {signal.Signals(os.WTERMSIG(status)).name}" if os.WIFSIGNALED(status) else "ended"
+
+
+def without_torch(problem: str) -> str:
+    """Say that this executor's Python has no torch that works."""
+    return (
+        f"the executor on {platform.node()} has no torch ({problem}); its Python is {sys.executable}: "
+        "install torch there, or set PYSPARK_PYTHON to a Python that has it"
+    )
+
+
+def _reply(link: DriverClient, asks: DriverClient, gather: Callable[[str], Sequence[str]] | None) -> Message:
+    """Return the server's reply; answer meanwhile what the host process asks."""
+
+    def answer() -> None:
+        try:
+            for message in asks.poll():
+                assert gather is not None
+                asks.send({"texts": list(gather(message["text"]))})
+        except LinkClosed:
+            selector.unregister(asks)
+
+    found = list[Message]()
+    with selectors.DefaultSelector() as selector:
+        selector.register(link, selectors.EVENT_READ, lambda: found.extend(link.poll()))
+        selector.register(asks, selectors.EVENT_READ, answer)
+        while not found:
+            for key, _ in selector.select():
+                key.data()
+    return found[0]
+
+
+def _sent(fds: Sequence[int]) -> DriverClient:
+    """Send files to the server of this executor; return the connection to it."""
+    global _link  # one per worker, which Spark keeps for the next task
+    for _ in range(2):
+        if _link is None:
+            _link = DriverClient(_connection())
+        try:
+            socket.send_fds(_link.socket, [b"T"], fds)
+            return _link
+        except OSError:  # the server was killed
+            disconnect()
+    raise LagomError(f"the process that holds torch for the executor on {platform.node()} ends again and again")
+
+
+_link: DriverClient | None = None
+
+
+def disconnect() -> None:
+    """Close this worker's connection; its next task opens another."""
+    global _link  # see _sent()
+    if _link is not None:
+        _link.close()
+        _link = None
+
+
+def _connection() -> socket.socket:
+    """Connect to the server of this executor and this version of lagom; start it if there is none."""
+    root = str(Path(__file__).parents[2])
+    folder = base_dir() / f"server-{_executor(root)}"
+    with locked_servers():
+        with contextlib.suppress(OSError):
+            return _dial(folder)
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(mode=0o700)
+        _start(folder, root)
+        return _dial(folder)
+
+
+def _executor(root: str) -> str:
+    """Name the parent of the executor's workers, wherever else its number may name another process."""
+    facts = [platform.node(), str(os.getppid()), sys.executable, root]
+    for kind in ("pid", "mnt", "net"):
+        with contextlib.suppress(OSError):
+            facts.append(os.readlink(f"/proc/self/ns/{kind}"))
+    return hashlib.sha256("\n".join(facts).encode()).hexdigest()[:16]
+
+
+def _start(folder: Path, root: str) -> None:
+    alive = os.open(folder / ".alive", os.O_RDWR | os.O_CREAT, 0o600)
+    listener = socket.socket(socket.AF_UNIX)
+    try:
+        fcntl.flock(alive, fcntl.LOCK_EX)  # until the server and its host processes have ended
+        with _short_path(folder) as path:
+            listener.bind(path)
+        listener.listen(1024)
+        command = [sys.executable, str(Path(__file__).with_name("start_server.py")), root]
+        command += [str(listener.fileno()), str(os.getppid()), str(folder)]
+        for fd in (listener.fileno(), alive):
+            os.set_inheritable(fd, True)
+        no_input = (os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0)
+        # Not by subprocess, which would warn that the server outlives what has started it.
+        env = with_huge_pages({**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))})
+        os.posix_spawn(sys.executable, command, env, file_actions=[no_input])
+    finally:
+        listener.close()
+        os.close(alive)
+
+
+def _dial(folder: Path) -> socket.socket:
+    connection = socket.socket(socket.AF_UNIX)
+    try:
+        with _short_path(folder) as path:
+            connection.connect(path)
+    except OSError:
+        connection.close()
+        raise
+    return connection
+
+
+@contextlib.contextmanager
+def _short_path(folder: Path) -> Iterator[str]:
+    """Yield a path of the socket in ``folder`` that is short enough for the system, as those of YARN are not."""
+    if len(str(folder / "socket")) <= _MAX_PATH:
+        yield str(folder / "socket")
+        return
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        yield f"/proc/self/fd/{fd}/socket"
+    finally:
+        os.close(fd)

@@ -1,0 +1,132 @@
+"""A Spark task's part in a run, in Spark's Python worker: has its ranks run, and gives Spark their outcomes as rows."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import json
+import os
+import pickle
+import platform
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from lagom.errors import LagomError, PlanError, RankError
+from lagom.executor.executor_link import run_in_server, without_torch
+from lagom.executor.task_host import ExecutorTask
+from lagom.monitor.stalls import rank_names
+from lagom.wire.client import Message
+from lagom.wire.server import anonymous_file
+from lagom.wire.spec import RunSpec
+
+_PART = 4 << 20  # bytes of a row
+
+
+def run_task(spec: RunSpec) -> Iterator[Any]:
+    """Run this task's ranks, or trials of a search; yield rows with the outcomes of ranks.
+
+    Raises:
+        RuntimeError: with the first failure in its text, if this task has no link to the driver.
+        LagomError: if this host cannot run trials; Spark then starts the task again, elsewhere if it can.
+    """
+    from pyspark import BarrierTaskContext, TaskContext
+
+    context: Any = BarrierTaskContext.get() if spec.plan.barrier else TaskContext.get()
+    _check(spec, context)
+    task = ExecutorTask(
+        spec=spec,
+        number=context.partitionId(),
+        attempt=context.attemptNumber(),
+        ip=context.getTaskInfos()[context.partitionId()].address.rsplit(":", 1)[0] if spec.plan.barrier else "",
+        gpus=tuple(gpus_of_task(spec, context)),
+    )
+    with contextlib.ExitStack() as stack:
+        files = {name: anonymous_file(name) for name in task.files}
+        for fd in files.values():
+            stack.callback(os.close, fd)
+        gather: Callable[[str], Sequence[str]] | None = context.allGather if spec.plan.barrier else None
+        ended = run_in_server(task, list(files.values()), gather)
+        told = pickle.loads(os.pread(files["told"], os.fstat(files["told"]).st_size, 0) or pickle.dumps(None))
+        if isinstance(told, BaseException):
+            raise told
+        if told is None:  # the host process was killed; a driver with a link to it sees that
+            if spec.plan.searches:
+                raise LagomError(f"the process that ran trials on {platform.node()} {ended}")
+            raise RankError(
+                f"the process that held {rank_names(task.ranks)} on {platform.node()} {ended}", task.ranks[0]
+            )
+        parts = [_Part(rank, name, files[file], report) for rank, name, file, report in told]
+        return _rows(parts, stack.pop_all())
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """A file for the driver and its report; a report with a digest says that the driver has the file already."""
+
+    rank: int
+    name: str
+    fd: int
+    report: Message
+
+
+def _rows(parts: Sequence[_Part], files: contextlib.ExitStack) -> Iterator[Any]:
+    """Yield the rows of all files for Spark, a part at a time; close ``files`` at the end."""
+    with files:
+        for part in parts:
+            size = 0 if "sha256" in part.report else os.fstat(part.fd).st_size
+            for number in range(max(1, -(-size // _PART))):
+                data = os.pread(part.fd, _PART, number * _PART) if size else b""
+                yield _row(part.rank, part.name, number, data, part.report if number == 0 else {})
+
+
+def _row(rank: int, name: str, part: int, data: bytes, report: Message) -> Any:
+    import pyarrow
+
+    columns = {"rank": [rank], "name": [name], "part": [part], "data": [data], "report": [json.dumps(report)]}
+    schema = pyarrow.schema(
+        [
+            ("rank", pyarrow.int32()),
+            ("name", pyarrow.string()),
+            ("part", pyarrow.int32()),
+            ("data", pyarrow.binary()),
+            ("report", pyarrow.string()),
+        ]
+    )
+    return pyarrow.RecordBatch.from_pydict(columns, schema=schema)
+
+
+def _check(spec: RunSpec, context: Any) -> None:
+    python = ".".join(platform.python_version_tuple()[:2])
+    if python != spec.python:
+        raise PlanError(
+            f"the driver runs Python {spec.python}, this executor {python}; set PYSPARK_PYTHON to the same one"
+        )
+    if importlib.util.find_spec("torch") is None:
+        raise PlanError(without_torch("No module named 'torch'"))
+    if context.attemptNumber() > 0 and not spec.plan.searches:
+        raise PlanError("Spark started this task a second time; lagom begins a lost run again by itself, as a whole")
+
+
+def gpus_of_task(spec: RunSpec, context: Any) -> Sequence[str]:
+    """Return one GPU address per rank of this task, in the form of CUDA_VISIBLE_DEVICES."""
+    if not spec.plan.gpu:
+        return []
+    resources = context.resources()
+    addresses = list(resources["gpu"].addresses) if "gpu" in resources else []
+    if len(addresses) < spec.plan.ranks_per_slot:
+        raise PlanError(f"this task was to have {spec.plan.ranks_per_slot} GPUs, and Spark gave it {addresses}")
+    return [visible(address, os.environ.get("CUDA_VISIBLE_DEVICES", "")) for address in addresses]
+
+
+def visible(address: str, mask: str) -> str:
+    """Return ``address`` as CUDA names it if the executor sees only the devices of ``mask``.
+
+    Spark's addresses are indices into the devices that the executor sees, or UUIDs or MIG names, which are valid
+    anywhere.
+    """
+    shown = [entry.strip() for entry in mask.split(",") if entry.strip()]
+    if re.fullmatch(r"\d+", address) and int(address) < len(shown) and address not in shown:
+        return shown[int(address)]
+    return address

@@ -1,0 +1,40 @@
+"""Tasks for the fork server of an executor, which need no Spark."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Facts:
+    """Tells what its host process has from the server, and what from the worker."""
+
+    def run(self, files: Sequence[int], gather: Callable[[str], Sequence[str]]) -> None:
+        """Write to the first file."""
+        facts = {
+            "server": os.getppid(),
+            "torch": "torch" in sys.modules,
+            "env": dict(os.environ),
+            "cwd": os.getcwd(),
+            "sys_path": sys.path,
+            "gathered": gather("mine"),
+        }
+        os.write(files[0], json.dumps(facts).encode())
+
+
+@dataclass(frozen=True)
+class Sleeps:
+    """Writes the numbers of its processes, and does not end by itself."""
+
+    def run(self, files: Sequence[int], gather: Callable[[str], Sequence[str]]) -> None:
+        """Write to the first file, and sleep."""
+        child = os.fork()
+        if child == 0:
+            time.sleep(1000)
+        os.write(files[0], json.dumps([os.getpid(), child, os.getppid()]).encode())
+        time.sleep(1000)

@@ -1,0 +1,173 @@
+"""The fork server of an executor, with processes of this machine in the place of Spark's daemon and its workers."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lagom.errors import PlanError
+from lagom.executor.executor_link import disconnect, run_in_server
+from lagom.wire.server import anonymous_file
+from tests.executor.probes import Facts, Sleeps
+
+_PATIENCE_S = 60.0
+
+
+class Daemon:
+    """Stands for Spark's daemon: this process finds its servers as if it were a worker below it."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.process = subprocess.Popen(["sleep", "1000"])
+        patch.setattr(os, "getppid", lambda: self.process.pid)
+
+    def end(self) -> None:
+        """End; the server ends, too."""
+        disconnect()
+        self.process.kill()
+        self.process.wait()
+        wait_until(lambda: not servers(self.process.pid))
+
+
+@pytest.fixture
+def daemon(monkeypatch: pytest.MonkeyPatch) -> Iterator[Daemon]:
+    found = Daemon(monkeypatch)
+    try:
+        yield found
+    finally:
+        found.end()
+
+
+def servers(daemon: int) -> list[int]:
+    """Return the servers of a daemon's workers."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            words = (path / "cmdline").read_bytes().decode().split("\0")
+            if any(word.endswith("executor/start_server.py") for word in words) and str(daemon) in words:
+                found.append(int(path.name))
+    return found
+
+
+def wait_until(holds: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + _PATIENCE_S
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def lives(pid: int) -> bool:
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    return False
+
+
+def told(file: int) -> Any:
+    return json.loads(os.pread(file, 1 << 20, 0) or "null")
+
+
+def facts() -> dict[str, Any]:
+    file = anonymous_file("told")
+    try:
+        assert run_in_server(Facts(), [file], lambda text: [text, "another's"]) == "ended"
+        found: dict[str, Any] = told(file)
+        return found
+    finally:
+        os.close(file)
+
+
+@contextlib.contextmanager
+def sleeping() -> Iterator[tuple[Any, list[int]]]:
+    """Yield a worker whose task does not end; and the task's host process, a child of that, and the server."""
+    file = anonymous_file("told")
+
+    def work() -> None:
+        disconnect()  # this process's copy of the other's connection
+        print(run_in_server(Sleeps(), [file], None), flush=True)
+
+    worker = multiprocessing.get_context("fork").Process(target=work)
+    worker.start()
+    try:
+        wait_until(lambda: told(file) is not None)
+        yield worker, told(file)
+    finally:
+        worker.kill()
+        worker.join()
+        os.close(file)
+
+
+def test_tasks_share_what_the_server_has_imported_and_have_what_the_worker_has(
+    daemon: Daemon, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = facts()
+    assert first["torch"]
+    assert first["gathered"] == ["mine", "another's"]
+    assert "GLIBC_TUNABLES" not in first["env"]
+    monkeypatch.setenv("OF_THE_WORKER", "1")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    second = facts()
+    assert second["server"] == first["server"]
+    assert second["env"] == dict(os.environ)
+    assert second["cwd"] == str(tmp_path)
+    assert second["sys_path"] == sys.path
+
+
+def test_a_task_ends_with_its_worker_and_the_server_stays(daemon: Daemon) -> None:
+    with sleeping() as (worker, (host, child, server)):
+        worker.kill()
+        wait_until(lambda: not lives(host) and not lives(child))
+    assert facts()["server"] == server
+
+
+def test_a_killed_host_process_is_told_and_leaves_nothing(daemon: Daemon, capfd: pytest.CaptureFixture[str]) -> None:
+    with sleeping() as (worker, (host, child, _)):
+        os.kill(host, signal.SIGKILL)
+        worker.join()
+        wait_until(lambda: not lives(child))
+    assert capfd.readouterr().out == "was killed by SIGKILL\n"
+
+
+def test_a_killed_server_ends_its_tasks_and_is_replaced(daemon: Daemon, capfd: pytest.CaptureFixture[str]) -> None:
+    before = facts()["server"]
+    with sleeping() as (worker, (host, child, server)):
+        assert server == before
+        os.kill(server, signal.SIGKILL)
+        worker.join()
+        wait_until(lambda: not lives(host) and not lives(child))
+    assert "which was killed" in capfd.readouterr().out
+    assert facts()["server"] != server
+
+
+def test_a_server_ends_with_its_daemon(daemon: Daemon) -> None:
+    server = facts()["server"]
+    daemon.process.kill()
+    daemon.process.wait()
+    wait_until(lambda: not lives(server))
+
+
+def test_a_torch_that_cannot_be_imported_is_told(
+    daemon: Daemon, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "torch.py").write_text("raise ImportError('libcudart.so.12: cannot open shared object file')")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(PlanError, match=r"has no torch \(ImportError: libcudart.*install torch there, or set"):
+        run_in_server(Facts(), [], None)
+
+
+def test_a_folder_with_a_long_path_will_do(daemon: Daemon, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / ("x" * 100)
+    folder.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    assert facts()["server"] == facts()["server"]
