@@ -5,11 +5,12 @@ from __future__ import annotations
 import contextlib
 import os
 import selectors
+import shutil
 import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -74,16 +75,18 @@ class _Server:
         self._selector = selectors.DefaultSelector()
         self._selector.register(listener, selectors.EVENT_READ, self._accept)
         self._parent_fd = open_pidfd(parent)
+        self._parent_ended = False
         if self._parent_fd is not None:
-            self._selector.register(self._parent_fd, selectors.EVENT_READ, lambda: None)
+            self._selector.register(self._parent_fd, selectors.EVENT_READ, self._see_parents_end)
 
     def serve(self, folder: Path) -> None:
         """Run the workers' tasks until the parent of all workers has ended, or no worker is left for a while."""
-        while self._lives() and not self._retires(folder):
+        while not self._retires(folder):
             for key, _ in self._selector.select(self._patience()):
                 key.data()
             for host in list(self._hosts):
                 self._reap(host)
+        self._selector.unregister(self._listener)
         for worker in list(self._workers):
             self._forget(worker)
         deadline = time.monotonic() + _PATIENCE_S
@@ -91,15 +94,21 @@ class _Server:
             self._selector.select(min(left_s, 0.1))
             for host in list(self._hosts):
                 self._reap(host)
-        end_descendants()
-        remove_leftovers()
+        _clean_up()
+
+    def _see_parents_end(self) -> None:
+        # Not by ``kill(pid, 0)``: in a container whose first process reaps nobody, an orphaned daemon stays a zombie.
+        assert self._parent_fd is not None
+        self._parent_ended = True
+        self._selector.unregister(self._parent_fd)
 
     def _lives(self) -> bool:
-        try:
-            os.kill(self._parent, 0)
-        except ProcessLookupError:
-            return False
-        return True
+        if self._parent_fd is None:
+            try:
+                os.kill(self._parent, 0)
+            except ProcessLookupError:
+                return False
+        return not self._parent_ended
 
     def _patience(self) -> float | None:
         if self._parent_fd is None or any(pidfd is None for pidfd, _ in self._hosts.values()):
@@ -107,16 +116,17 @@ class _Server:
         return None if self._workers else max(0.0, self._unused_since + _UNUSED_S - time.monotonic())
 
     def _retires(self, folder: Path) -> bool:
-        """Return whether nobody has used the server for a while; then nobody finds it any more."""
-        if self._workers or time.monotonic() < self._unused_since + _UNUSED_S:
+        """Return whether the server is to end, as nobody needs it any more; then nobody finds it either."""
+        if self._lives() and (self._workers or time.monotonic() < self._unused_since + _UNUSED_S):
             return False
-        with locked_servers():
+        with contextlib.suppress(OSError), locked_servers():  # YARN may have removed the folder
             self._listener.setblocking(False)
             with contextlib.suppress(BlockingIOError):
                 self._accept()
-            if not self._workers:
-                (folder / "socket").unlink(missing_ok=True)
-        return not self._workers
+            if self._lives() and self._workers:
+                return False
+            shutil.rmtree(folder, ignore_errors=True)
+        return True
 
     def _accept(self) -> None:
         connection, _ = self._listener.accept()
@@ -172,8 +182,7 @@ class _Server:
             self._selector.unregister(pidfd)
             os.close(pidfd)
         if status != 0:
-            end_descendants(self._hosts)
-            remove_leftovers()
+            _clean_up(self._hosts)
         worker.host = None
         if worker in self._workers:
             self._reply(worker, {"status": status})
@@ -181,6 +190,13 @@ class _Server:
     def _reply(self, worker: _Worker, message: Message) -> None:
         with contextlib.suppress(LinkClosed):  # the worker has ended, which its connection tells
             worker.link.send(message)
+
+
+def _clean_up(kept: Collection[int] = ()) -> None:
+    """End the processes, and remove the folders, that host processes have left; ``kept`` are those that go on."""
+    end_descendants(kept)
+    with contextlib.suppress(OSError):  # of a folder that cannot be made again, and so has nothing to remove
+        remove_leftovers()
 
 
 # Note [One server for an executor]

@@ -19,6 +19,7 @@ import pytest
 
 from lagom.errors import PlanError
 from lagom.executor.executor_link import disconnect, run_in_server
+from lagom.host.workspace import base_dir
 from lagom.wire.server import anonymous_file
 from tests.executor.probes import Facts, Sleeps
 
@@ -150,11 +151,13 @@ def test_a_killed_server_ends_its_tasks_and_is_replaced(daemon: Daemon, capfd: p
     assert facts()["server"] != server
 
 
-def test_a_server_ends_with_its_daemon(daemon: Daemon) -> None:
+def test_a_server_and_its_folder_go_with_its_daemon_even_if_nobody_reaps_that(daemon: Daemon) -> None:
     server = facts()["server"]
+    folders = set(base_dir().glob("server-*"))
     daemon.process.kill()
-    daemon.process.wait()
+    os.waitid(os.P_PID, daemon.process.pid, os.WEXITED | os.WNOWAIT)  # ended, and a zombie for as long as nobody reaps
     wait_until(lambda: not lives(server))
+    assert len(folders - set(base_dir().glob("server-*"))) == 1
 
 
 def test_a_torch_that_cannot_be_imported_is_told(
