@@ -5,7 +5,7 @@ PYTHON := .venv/bin/python
 PROCESSES := 4
 PYTEST := .ci/tests -n $(PROCESSES)
 READY := .venv/ready
-# Spark's classes, which the JVMs of the tests then need not parse: they start on half of the CPU time.
+# Spark's classes, which the JVMs of the demo and the tests then need not parse: they start on half of the CPU time.
 CLASSES := .venv/spark.jsa
 # A thousand processes start in the tests: none of them should compile lagom anew.
 unexport PYTHONDONTWRITEBYTECODE
@@ -30,12 +30,12 @@ $(READY): .ci/setup pyproject.toml constraints.txt $(wildcard csrc/*)
 	@.ci/setup
 	@touch $@
 
-demo: $(READY)
+demo: $(READY) $(CLASSES)
 	@$(PYTHON) -m examples.demo --picture build/demo.svg
 
 $(CLASSES): $(READY)
 	@echo "setup: Spark's classes into $@"
-	@$(PYTHON) -m tests.integration.clusters > /dev/null 2>&1 || echo "setup: no $@; Spark starts more slowly in the tests"
+	@$(PYTHON) -m tests.integration.clusters > /dev/null 2>&1 || echo "setup: no $@; Spark starts more slowly"
 
 test: $(READY) $(CLASSES)
 	@$(PYTEST)

@@ -14,6 +14,7 @@ import contextlib
 import json
 import os
 import signal
+import sys
 import tempfile
 import threading
 import time
@@ -34,9 +35,11 @@ from lagom import experiment
 from lagom.config import TorchDistributedConfig
 from lagom.records.chart import line_chart
 
-_BATCH = 512
+_BATCH = 256
 _WINDOW = 2
 """Steps for each point of the speed."""
+_CLASSES = Path(sys.prefix, "spark.jsa")
+"""Spark's classes as a JVM keeps them, which ``make`` has had written."""
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -268,7 +271,12 @@ def _spark(slots: int) -> Iterator[None]:
         yield
         return
     builder = SparkSession.builder.master(f"local[{slots}]").config("spark.ui.enabled", False)
-    session = builder.config("spark.ui.showConsoleProgress", False).getOrCreate()
+    # The JVM lives for seconds: it would optimise and parse classes for longer than it runs.
+    options = "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC"
+    if _CLASSES.exists():
+        options += f" -Xlog:disable -XX:SharedArchiveFile={_CLASSES}"
+    builder = builder.config("spark.driver.extraJavaOptions", options)
+    session = builder.config("spark.ui.showConsoleProgress", False).config("spark.log.level", "ERROR").getOrCreate()
     try:
         yield
     finally:
@@ -278,7 +286,7 @@ def _spark(slots: int) -> Iterator[None]:
 def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--epochs", type=int, default=5)
-    parser.add_argument("--images", type=int, default=4096, help="training images; a quarter as many are for the test")
+    parser.add_argument("--images", type=int, default=2048, help="training images; a quarter as many are for the test")
     parser.add_argument("--world-size", type=int, help="number of ranks; 2, and 1 inline")
     parser.add_argument("--launcher", choices=["spark", "local", "inline"], default="spark")
     parser.add_argument("--threads", type=int, default=os.cpu_count(), help="of the second plain call; 1 leaves it out")

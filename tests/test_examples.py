@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+import time
 from itertools import pairwise
 from pathlib import Path
 
@@ -106,6 +107,23 @@ def test_example_runs_on_spark_from_an_environment_that_is_not_activated(name: s
     assert any(words in done.stdout for words in ("world size 2", "best of 4 trials", "lagom, 2 ranks"))
     CHECKS[name](done.stdout)
     assert os.listdir(folder) == []
+
+
+@pytest.mark.integration
+@pytest.mark.soak
+@pytest.mark.latency
+@pytest.mark.timeout(300)
+def test_the_demonstration_ends_within_a_minute_and_gains_by_ranks(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "examples.demo"]
+    env = os.environ | {"PYTHONPATH": str(ROOT)}
+    start = time.monotonic()
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, check=False)
+    assert time.monotonic() - start < 60
+    assert done.returncode == 0, done.stderr
+    _the_demonstration_is_true(done.stdout)
+    speeds = re.search(r"^speed +1.00 x(?: +[\d.]+ x)? +([\d.]+) x +([\d.]+) x$", done.stdout, flags=re.MULTILINE)
+    assert speeds is not None
+    assert all(float(speed) > 1 for speed in speeds.groups())
 
 
 def _lagom_learns_as_plainly(output: str) -> None:
