@@ -56,7 +56,7 @@ ROOMS = {
     "__init__": "config data errors experiment memory_plan memory_planner result world",
     # The processes of a host, and the rank.
     "host": "errors files monitor patching plan random_states restart wire worker pyarrow pyspark torch",
-    "executor": "errors host monitor wire worker pyarrow pyspark",
+    "executor": "errors host monitor patching wire worker pyarrow pyspark",
     "worker": "call collectives collectives.sockets config debugger errors files memory_plan monitor patching payload "
     "plan program random_states restart run_state search.on_rank session verify.on_rank wire world zero numpy torch "
     "IPython",

@@ -15,6 +15,7 @@ from typing import Any
 
 from lagom.errors import LagomError, PlanError, RankError
 from lagom.executor.executor_link import run_in_server, without_torch
+from lagom.executor.spark_state import SparkState
 from lagom.executor.task_host import ExecutorTask
 from lagom.monitor.stalls import rank_names
 from lagom.wire.client import Message
@@ -41,6 +42,7 @@ def run_task(spec: RunSpec) -> Iterator[Any]:
         attempt=context.attemptNumber(),
         ip=context.getTaskInfos()[context.partitionId()].address.rsplit(":", 1)[0] if spec.plan.barrier else "",
         gpus=tuple(gpus_of_task(spec, context)),
+        spark=SparkState.of_worker(),
     )
     with contextlib.ExitStack() as stack:
         files = {name: anonymous_file(name) for name in task.files}

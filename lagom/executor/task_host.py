@@ -14,9 +14,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from lagom.errors import LagomError
+from lagom.executor.spark_state import SparkState
 from lagom.host.rank_host import run_task_ranks
 from lagom.host.trial_host import serve_trials
 from lagom.host.workspace import host_workspace, pack_files
+from lagom.patching.import_hooks import on_import
 from lagom.wire.client import DriverClient, LinkClosed, Message, deliver, dial
 from lagom.wire.failure_text import failure_text
 from lagom.wire.rendezvous import Stopped
@@ -46,6 +48,7 @@ class ExecutorTask:
     """Spark's address of its host; empty for a search."""
     gpus: tuple[str, ...]
     """The GPU of each rank, in the form of CUDA_VISIBLE_DEVICES."""
+    spark: SparkState
 
     @property
     def files(self) -> Sequence[str]:
@@ -61,7 +64,8 @@ class ExecutorTask:
             gather: gives the texts of all tasks of the stage for that of this one.
         """
         by_name = dict(zip(self.files, files, strict=True))
-        told = _serve_slot(self) if self.spec.plan.searches else _run(self, by_name, gather)
+        with on_import({"pyspark": self.spark.restore}):
+            told = _serve_slot(self) if self.spec.plan.searches else _run(self, by_name, gather)
         os.ftruncate(by_name["told"], 0)
         os.pwrite(by_name["told"], pickle.dumps(told), 0)
 

@@ -102,3 +102,28 @@ def test_the_task_can_be_unpacked_where_there_is_no_lagom() -> None:
     code = "import pickle, sys; sys.modules['lagom'] = None; print(pickle.loads(bytes.fromhex(sys.argv[1])).__name__)"
     done = subprocess.run([sys.executable, "-c", code, data.hex()], capture_output=True, text=True, check=False)
     assert (done.stdout, done.stderr) == ("run\n", "")
+
+
+def test_pyspark_tells_ranks_the_files_and_the_context_of_their_task() -> None:
+    # In processes of their own: pyspark keeps both in classes.
+    worker = (
+        "import pickle\n"
+        "from pyspark import BarrierTaskContext, SparkFiles, TaskContext\n"
+        "from lagom.executor.spark_state import SparkState\n"
+        "SparkFiles._is_running_on_worker, SparkFiles._root_directory = True, '/added'\n"
+        "context = BarrierTaskContext._getOrCreate()\n"
+        "context._partitionId = 7\n"
+        "TaskContext._setTaskContext(context)\n"
+        "print(pickle.dumps(SparkState.of_worker()).hex())\n"
+    )
+    rank = (
+        "import pickle, sys\n"
+        "from lagom.patching.import_hooks import on_import\n"
+        "with on_import({'pyspark': pickle.loads(bytes.fromhex(sys.argv[1])).restore}):\n"
+        "    assert 'pyspark' not in sys.modules\n"
+        "    from pyspark import BarrierTaskContext, SparkFiles, TaskContext\n"
+        "print(SparkFiles.get('x'), TaskContext.get().partitionId(), type(TaskContext.get()).__name__)\n"
+    )
+    state = subprocess.run([sys.executable, "-c", worker], capture_output=True, text=True, check=True).stdout
+    shown = subprocess.run([sys.executable, "-c", rank, state], capture_output=True, text=True, check=True).stdout
+    assert shown == "/added/x 7 BarrierTaskContext\n"
