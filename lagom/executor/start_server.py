@@ -1,5 +1,6 @@
 """The command of an executor's fork server: finds lagom where the executor's Python workers have it, and serves."""
 
+import functools
 import importlib.machinery
 import sys
 import types
@@ -7,16 +8,16 @@ from collections.abc import Sequence
 from typing import Any
 
 
-def find_spec(name: str, path: Sequence[str] | None, target: Any = None) -> Any:
+def find_spec(root: str, name: str, path: Sequence[str] | None, target: Any = None) -> Any:
     """Find lagom before the finder of an editable installation does, as spark_task.py has the workers do."""
     if name.partition(".")[0] != "lagom":
         return None
-    return importlib.machinery.PathFinder.find_spec(name, [sys.argv[1]] if path is None else path)
+    return importlib.machinery.PathFinder.find_spec(name, [root] if path is None else path)
 
 
 if __name__ == "__main__":
     sys.path.insert(0, sys.argv[1])
-    sys.meta_path.insert(0, types.SimpleNamespace(find_spec=find_spec))
+    sys.meta_path.insert(0, types.SimpleNamespace(find_spec=functools.partial(find_spec, sys.argv[1])))
     from lagom.executor.executor_server import main
 
     main()

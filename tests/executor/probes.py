@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+
+import lagom
 
 
 @dataclass(frozen=True)
@@ -16,7 +19,9 @@ class Facts:
 
     def run(self, files: Sequence[int], gather: Callable[[str], Sequence[str]]) -> None:
         """Write to the first file."""
+        sys.argv[:] = ["program"]  # as a rank does
         facts = {
+            "lagom": importlib.reload(lagom).__file__,
             "server": os.getppid(),
             "torch": "torch" in sys.modules,
             "env": dict(os.environ),
