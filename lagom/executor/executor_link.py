@@ -43,6 +43,7 @@ def run_in_server(task: Task, files: Sequence[int], gather: Callable[[str], Sequ
 
     Raises:
         PlanError: if torch cannot be imported here.
+        LagomError: if the system starts no process.
     """
     request = anonymous_file("request")
     with contextlib.ExitStack() as stack:
@@ -60,6 +61,8 @@ def run_in_server(task: Task, files: Sequence[int], gather: Callable[[str], Sequ
             return "ended with the process that holds torch for its executor, which was killed"
     if "problem" in reply:
         raise PlanError(without_torch(reply["problem"]))
+    if "refused" in reply:
+        raise LagomError(f"no process for the ranks can be started on {platform.node()}: {reply['refused']}")
     status = reply["status"]
     return f"was killed by {signal.Signals(os.WTERMSIG(status)).name}" if os.WIFSIGNALED(status) else "ended"
 

@@ -68,6 +68,7 @@ class _Server:
         self._parent = parent
         self._run = run
         self._problem = problem
+        self._unused_s = 0.0 if problem else _UNUSED_S  # the next call finds a torch that has been mended
         self._workers: list[_Worker] = []
         self._hosts: dict[int, tuple[int | None, _Worker]] = {}
         """The file that tells the end of each host process, and the worker of its task."""
@@ -113,11 +114,11 @@ class _Server:
     def _patience(self) -> float | None:
         if self._parent_fd is None or any(pidfd is None for pidfd, _ in self._hosts.values()):
             return _LOOK_S
-        return None if self._workers else max(0.0, self._unused_since + _UNUSED_S - time.monotonic())
+        return None if self._workers else max(0.0, self._unused_since + self._unused_s - time.monotonic())
 
     def _retires(self, folder: Path) -> bool:
         """Return whether the server is to end, as nobody needs it any more; then nobody finds it either."""
-        if self._lives() and (self._workers or time.monotonic() < self._unused_since + _UNUSED_S):
+        if self._lives() and (self._workers or time.monotonic() < self._unused_since + self._unused_s):
             return False
         with contextlib.suppress(OSError), locked_servers():  # YARN may have removed the folder
             self._listener.setblocking(False)
@@ -145,14 +146,21 @@ class _Server:
         elif self._problem:
             self._reply(worker, {"problem": self._problem})
         else:
-            with self._files_closed_in_child() as close:
-                worker.host = fork_host(lambda: (close(), self._run(fds))[-1])
-            pidfd = open_pidfd(worker.host)
-            self._hosts[worker.host] = pidfd, worker
-            if pidfd is not None:
-                self._selector.register(pidfd, selectors.EVENT_READ, lambda: None)
+            self._fork(worker, fds)
         for fd in fds:
             os.close(fd)
+
+    def _fork(self, worker: _Worker, fds: Sequence[int]) -> None:
+        try:
+            with self._files_closed_in_child() as close:
+                host = fork_host(lambda: (close(), self._run(fds))[-1])
+        except OSError as error:  # the system has no more processes or memory
+            self._reply(worker, {"refused": error.strerror})
+            return
+        worker.host, pidfd = host, open_pidfd(host)
+        self._hosts[host] = pidfd, worker
+        if pidfd is not None:
+            self._selector.register(pidfd, selectors.EVENT_READ, lambda: None)
 
     @contextlib.contextmanager
     def _files_closed_in_child(self) -> Iterator[Callable[[], None]]:

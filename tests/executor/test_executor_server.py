@@ -17,7 +17,8 @@ from typing import Any
 
 import pytest
 
-from lagom.errors import PlanError
+import lagom
+from lagom.errors import LagomError, PlanError
 from lagom.executor.executor_link import disconnect, run_in_server
 from lagom.host.workspace import base_dir
 from lagom.wire.server import anonymous_file
@@ -115,6 +116,7 @@ def test_tasks_share_what_the_server_has_imported_and_have_what_the_worker_has(
     assert first["torch"]
     assert first["gathered"] == ["mine", "another's"]
     assert "GLIBC_TUNABLES" not in first["env"]
+    assert first["lagom"] == lagom.__file__
     monkeypatch.setenv("OF_THE_WORKER", "1")
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -160,13 +162,41 @@ def test_a_server_and_its_folder_go_with_its_daemon_even_if_nobody_reaps_that(da
     assert len(folders - set(base_dir().glob("server-*"))) == 1
 
 
-def test_a_torch_that_cannot_be_imported_is_told(
+def test_a_torch_that_cannot_be_imported_is_told_until_it_is_mended(
     daemon: Daemon, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "torch.py").write_text("raise ImportError('libcudart.so.12: cannot open shared object file')")
     monkeypatch.syspath_prepend(str(tmp_path))
     with pytest.raises(PlanError, match=r"has no torch \(ImportError: libcudart.*install torch there, or set"):
         run_in_server(Facts(), [], None)
+    (tmp_path / "torch.py").unlink()
+    assert executor_link._link is not None
+    executor_link._link.close()  # as the end of a failed task's worker does
+    executor_link._link = None
+    wait_until(lambda: not servers(daemon.process.pid))
+    assert facts()["torch"]
+
+
+def test_a_system_that_starts_no_more_processes_is_told_and_the_server_stays(
+    daemon: Daemon, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refusing = tmp_path / "refusing"
+    (tmp_path / "sitecustomize.py").write_text(
+        "import errno, os\n"
+        "fork = os.fork\n"
+        "def refused():\n"
+        f"    if os.path.exists({str(refusing)!r}):\n"
+        "        raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))\n"
+        "    return fork()\n"
+        "os.fork = refused\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    server = facts()["server"]
+    refusing.touch()
+    with pytest.raises(LagomError, match=r"no process for the ranks can be started on .*: Resource temporarily unav"):
+        run_in_server(Facts(), [], None)
+    refusing.unlink()
+    assert facts()["server"] == server
 
 
 def test_a_folder_with_a_long_path_will_do(daemon: Daemon, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
