@@ -58,7 +58,7 @@ def run_in_server(task: Task, files: Sequence[int], gather: Callable[[str], Sequ
         try:
             reply = _reply(link, asks, gather)
         except LinkClosed:
-            return "ended with the process that holds torch for its executor, which was killed"
+            return "ended with the process that holds torch for its executor, which was killed or crashed"
     if "problem" in reply:
         raise PlanError(without_torch(reply["problem"]))
     if "refused" in reply:
