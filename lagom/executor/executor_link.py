@@ -126,7 +126,7 @@ def _connection() -> socket.socket:
     root = str(Path(__file__).parents[2])
     folder = base_dir() / f"server-{_executor(root)}"
     with locked_servers():
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(FileNotFoundError, ConnectionRefusedError):
             return _dial(folder)
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(mode=0o700)

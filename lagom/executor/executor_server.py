@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from lagom.host.descendants import adopt_orphans, end_descendants, fork_host
+from lagom.host.descendants import adopt_orphans, end_descendants, fork_host, reap_adopted
 from lagom.host.forked_rank import open_pidfd
 from lagom.host.workspace import locked_servers, remove_leftovers
 from lagom.wire.client import DriverClient, LinkClosed, Message
@@ -85,6 +85,7 @@ class _Server:
         while not self._retires(folder):
             for key, _ in self._selector.select(self._patience()):
                 key.data()
+            reap_adopted(self._hosts)
             for host in list(self._hosts):
                 self._reap(host)
         self._selector.unregister(self._listener)

@@ -170,9 +170,7 @@ def test_a_torch_that_cannot_be_imported_is_told_until_it_is_mended(
     with pytest.raises(PlanError, match=r"has no torch \(ImportError: libcudart.*install torch there, or set"):
         run_in_server(Facts(), [], None)
     (tmp_path / "torch.py").unlink()
-    assert executor_link._link is not None
-    executor_link._link.close()  # as the end of a failed task's worker does
-    executor_link._link = None
+    disconnect()  # as the end of a failed task's worker does
     wait_until(lambda: not servers(daemon.process.pid))
     assert facts()["torch"]
 
