@@ -10,7 +10,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,7 +28,10 @@ _PATIENCE_S = 1.5
 
 
 def main() -> None:
-    """Serve until the executor's workers have ended; the arguments are two files and the parent of the workers."""
+    """Serve until the executor's workers have ended.
+
+    Arguments of the command: where lagom is, the listening socket, the workers' parent, the folder of the server.
+    """
     from lagom.executor import task_host
 
     os.setpgid(0, 0)  # a signal to the group of Spark's daemon must not reach it; the daemon's end does
@@ -152,9 +155,15 @@ class _Server:
             os.close(fd)
 
     def _fork(self, worker: _Worker, fds: Sequence[int]) -> None:
+        of_server = [self._listener.fileno(), *(other.link.fileno() for other in self._workers)]
+
+        def run() -> None:
+            for fd in of_server:
+                os.close(fd)
+            self._run(fds)
+
         try:
-            with self._files_closed_in_child() as close:
-                host = fork_host(lambda: (close(), self._run(fds))[-1])
+            host = fork_host(run)
         except OSError as error:  # the system has no more processes or memory
             self._reply(worker, {"refused": error.strerror})
             return
@@ -162,16 +171,6 @@ class _Server:
         self._hosts[host] = pidfd, worker
         if pidfd is not None:
             self._selector.register(pidfd, selectors.EVENT_READ, lambda: None)
-
-    @contextlib.contextmanager
-    def _files_closed_in_child(self) -> Iterator[Callable[[], None]]:
-        files = [self._listener.fileno(), *(worker.link.fileno() for worker in self._workers)]
-
-        def close() -> None:
-            for fd in files:
-                os.close(fd)
-
-        yield close
 
     def _forget(self, worker: _Worker) -> None:
         self._selector.unregister(worker.link.socket)
@@ -216,7 +215,7 @@ def _clean_up(kept: Collection[int] = ()) -> None:
 # it. The workers have one parent, Spark's daemon, by which they find the server.
 #
 # The server is started by a command, as the local one is, so that it can have what only an environment can say: that
-# the C library takes large pages (docs/decisions/072-ask-for-huge-pages.md).
+# the C library takes large pages (docs/decisions/072-huge-pages.md).
 #
 # What ends with what: when a worker ends, as Spark ends it with its task, its connection breaks, and the server ends
 # the task's host process. When the server ends, the kernel ends its host processes, and the connections tell the
