@@ -12,6 +12,7 @@ ALLOWED = {
     "launchers/spark.py::task_by_value": "the driver's own function, pickled a line above, by value",
     "launchers/spark_task.py::run": "the run as the driver describes it, inside Spark's job",
     "executor/spark_worker.py::run_task": "what became of ranks, from the host process, by a file without a name",
+    "executor/spark_state.py::restore": "pyspark's context, which came with the task of the line below",
     "executor/task_host.py::run": "the task as a Python worker of this user's describes it, by a file without a name",
     "host/fork_server.py::_run_host": "the run as the driver describes it, over an inherited pair of sockets",
     "payload.py::unpack_parts": "the call, over an inherited file, Spark's job or the driver's proven channel; "

@@ -89,7 +89,7 @@ def _remove_unused(path: Path) -> None:
 @contextmanager
 def locked_servers() -> Iterator[None]:
     """Be the only process of this user that looks for a fork server of an executor, starts or removes one."""
-    lock = os.open(base_dir() / ".servers", os.O_RDWR | os.O_CREAT, 0o600)
+    lock = os.open(base_dir(), os.O_RDONLY)  # the folder itself, so that no file is left
     try:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield

@@ -180,7 +180,7 @@ def test_progress_counts() -> None:
                 list(DataLoader(Numbers(5)))
         return session.progress()
 
-    expected = {"epoch": 2, "step": 3, "steps": 3, "loss": None}
+    expected = {"epoch": 2, "step": 3, "steps": 3, "loss": None, "starts": True}  # nothing has called a function
     (told,) = run_ranks(1, run)
     assert 0 < told.pop("data_s") < 60
     assert told == {**expected, "samples": 10, "ticks": 2 * (3 + 5)}
