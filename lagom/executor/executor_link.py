@@ -27,7 +27,7 @@ _MAX_PATH = 100  # characters of a socket's path
 
 
 class Task(Protocol):
-    """What a host process runs; can be pickled."""
+    """A task that a host process runs; it is pickled to get there."""
 
     def run(self, files: Sequence[int], gather: Callable[[str], Sequence[str]]) -> None:
         """Run with ``files``; see ``run_in_server`` for ``gather``."""
@@ -107,7 +107,10 @@ def _sent(fds: Sequence[int]) -> DriverClient:
             return _link
         except OSError:  # the server was killed
             disconnect()
-    raise LagomError(f"the process that holds torch for the executor on {platform.node()} ends again and again")
+    raise LagomError(
+        f"the process that holds torch for the executor on {platform.node()} ends again and again; look into the "
+        "executor's stderr for the reason, and run `import torch` with its Python"
+    )
 
 
 _link: DriverClient | None = None
