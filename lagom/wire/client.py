@@ -14,7 +14,7 @@ import time
 
 from lagom.wire.framing import NONCE, PROOF, BadFrame, FrameDecoder, FrameKeys, FrameSeals, body_of, frame_of
 from lagom.wire.framing import Message as Message
-from lagom.wire.peer_silence import probe_silence, silent_s
+from lagom.wire.peer_silence import PeerSilence, probe_silence
 from lagom.wire.tls import trusting
 
 MAX_BACKLOG_BYTES = 64 << 20  # bytes of log that may wait for a slow driver; then lines are dropped
@@ -47,6 +47,7 @@ class DriverClient:
     ) -> None:
         connection.setblocking(False)
         self.socket = connection
+        self._silence = PeerSilence(connection)
         self._incoming = incoming or FrameDecoder()
         self._seals = outgoing
         self._outgoing = bytearray()
@@ -89,7 +90,7 @@ class DriverClient:
 
     def give_up_silent(self) -> None:
         """Close the connection if the other machine has been silent for too long: ``poll`` then raises."""
-        if silent_s(self.socket) >= LOST_AFTER_S:
+        if self._silence.seconds() >= LOST_AFTER_S:
             with contextlib.suppress(OSError):
                 self.socket.shutdown(socket.SHUT_RDWR)
 

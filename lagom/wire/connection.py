@@ -6,9 +6,11 @@ import asyncio
 import hmac
 import secrets
 from collections.abc import Callable
+from functools import cached_property
 from typing import Any
 
 from lagom.wire.framing import NONCE, PROOF, FrameDecoder, FrameKeys, FrameSeals, Message, frame_of
+from lagom.wire.peer_silence import PeerSilence
 
 STRANGE = (OSError, EOFError, ValueError, KeyError, TypeError, AttributeError, asyncio.TimeoutError)
 """Errors that a stranger, or a peer that sends nonsense, can cause."""
@@ -78,6 +80,11 @@ class DriverConnection(asyncio.BufferedProtocol):
     def connection(self) -> Any:
         """The socket, or asyncio's stand-in for it."""
         return self._transport.get_extra_info("socket")
+
+    @cached_property
+    def silence(self) -> PeerSilence:
+        """How long the other machine has been silent."""
+        return PeerSilence(self.connection)
 
     @property
     def gone(self) -> bool:

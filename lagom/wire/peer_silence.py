@@ -1,4 +1,4 @@
-"""``silent_s``: measure for how long the machine at the other end of a connection has been silent.
+"""``PeerSilence``: for how long the machine at the other end of a connection has been silent.
 
 See Note [Silence].
 """
@@ -8,9 +8,11 @@ from __future__ import annotations
 import math
 import socket
 import struct
+import time
 from typing import Any
 
 _PROBE_S = 1
+_JITTER_S = 0.1  # the kernel counts the age of an answer in ticks
 _OPTIONS = ("TCP_KEEPIDLE", "TCP_KEEPINTVL", "TCP_KEEPCNT", "TCP_INFO")
 _INFO = struct.Struct("=2x2B48x2I")
 """Fields of Linux's tcp_info: retransmissions and probes without an answer so far; milliseconds since the last data
@@ -20,7 +22,7 @@ arrived, and since the last acknowledgement."""
 def probe_silence(connection: Any, lost_after_s: float) -> None:
     """Have the kernel probe the other machine each second; after ``lost_after_s`` without an answer it is lost.
 
-    While our data is unacknowledged the kernel retransmits instead, for longer: use ``silent_s`` then.
+    While our data is unacknowledged the kernel retransmits instead, for longer: ask ``PeerSilence`` then.
     """
     if connection.family == socket.AF_UNIX or not all(hasattr(socket, name) for name in _OPTIONS):
         return
@@ -30,21 +32,39 @@ def probe_silence(connection: Any, lost_after_s: float) -> None:
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, math.ceil(lost_after_s / _PROBE_S))
 
 
-def silent_s(connection: Any) -> float:
-    """Return the seconds since the other machine last answered, while a probe or data of ours has no answer.
+class PeerSilence:
+    """For how long the machine at the other end of ``connection`` has been silent."""
 
-    Return 0 if that is unknown.
-    """
+    def __init__(self, connection: Any) -> None:
+        self._connection = connection
+        self._since: float | None = None  # by time.monotonic()
+
+    def seconds(self) -> float:
+        """Return for how long a probe or data of ours has been without an answer, 0 if that is unknown.
+
+        Call it each second or so: it counts from the call that first finds no answer, and at most a second before that.
+        """
+        age_s, now = _unanswered_s(self._connection), time.monotonic()
+        if age_s is None:
+            self._since = None
+            return 0.0
+        if self._since is None or now - age_s > self._since + _JITTER_S:  # answered since: this is another probe
+            self._since = now - min(age_s, _PROBE_S)
+        return now - self._since
+
+
+def _unanswered_s(connection: Any) -> float | None:
+    """Return the seconds since the last answer if a probe or data of ours has none yet, else None."""
     if connection.family == socket.AF_UNIX or not hasattr(socket, "TCP_INFO"):
-        return 0.0
+        return None
     try:
         info: bytes = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _INFO.size)
     except OSError:  # the connection is closed
-        return 0.0
+        return None
     if len(info) < _INFO.size:
-        return 0.0
+        return None
     repeats, probes, *ages = _INFO.unpack(info)
-    return min(ages) / 1e3 if repeats or probes else 0.0
+    return min(ages) / 1e3 if repeats or probes else None
 
 
 # Note [Silence]
@@ -57,5 +77,5 @@ def silent_s(connection: Any) -> float:
 # switch restarts, a virtual machine moves.
 #
 # A machine whose process reads nothing, such as a driver under Ctrl-Z, answers too, but is probed ever more rarely, at
-# last every two minutes: it is silent only while a probe has no answer. TCP_USER_TIMEOUT would end such a connection,
-# as its data does not get through.
+# last every two minutes. A probe that has just been sent has no answer yet, and the last one may be two minutes old; so
+# silence counts from the probe. TCP_USER_TIMEOUT would end such a connection, as its data does not get through.

@@ -16,7 +16,7 @@ from typing import Any
 from lagom.wire.connection import DriverConnection
 from lagom.wire.framing import Message, body_of
 from lagom.wire.listener import DriverListener, files_for, listening_socket
-from lagom.wire.peer_silence import probe_silence, silent_s
+from lagom.wire.peer_silence import probe_silence
 
 _BUFFER = 1 << 18  # bytes
 _LOOK_S = 1.0
@@ -125,7 +125,7 @@ class DriverServer:
             await asyncio.sleep(_LOOK_S)
             for task, peer in list(self._peers.items()):
                 if not peer.gone:
-                    seconds = silent_s(peer.connection)
+                    seconds = peer.silence.seconds()
                     self._on_silence(task, seconds)
                     if seconds >= self._lost_after_s:
                         peer.close()

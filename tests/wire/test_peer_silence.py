@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import socket
+import struct
 import subprocess
 import sys
 import time
@@ -12,7 +13,7 @@ import pytest
 
 from lagom.wire import client as link_module
 from lagom.wire.client import DriverClient, LinkClosed
-from lagom.wire.peer_silence import probe_silence, silent_s
+from lagom.wire.peer_silence import PeerSilence, probe_silence
 from tests.integration import hosts
 
 LISTENER = (
@@ -45,13 +46,47 @@ def test_a_process_that_takes_nothing_in_is_not_a_machine_that_is_gone() -> None
         with theirs:
             probe_silence(ours, 2.0)
             fill(ours)
+            silence = PeerSilence(ours)
             longest, deadline = 0.0, time.monotonic() + 7.0
             while time.monotonic() < deadline:
-                longest = max(longest, silent_s(ours))
+                longest = max(longest, silence.seconds())
                 time.sleep(0.1)
             assert ours.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR) == 0
             assert longest < 2.0
             assert theirs.recv(10) == b"x" * 10
+
+
+class Kernel:
+    """A connection whose kernel says of each look whether a probe has no answer, and how old the last answer is."""
+
+    family = socket.AF_INET
+
+    def __init__(self, *looks: tuple[int, float]) -> None:
+        self.looks = iter(looks)
+
+    def getsockopt(self, _level: int, _option: int, size: int) -> bytes:
+        probes, age_s = next(self.looks)
+        return struct.pack("=2x2B48x2I", 0, probes, *[int(1e3 * age_s)] * 2).ljust(size)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux's kernel is asked")
+@pytest.mark.parametrize(
+    ("looks", "seconds"),
+    [
+        ([(0, 0.5), (1, 1.5), (2, 2.5), (3, 3.5)], [0, 1, 2, 3]),  # cut off: a probe each second
+        ([(0, 90), (1, 120), (0, 0.9), (0, 1.9)], [0, 1, 0, 0]),  # takes nothing in: a probe on its way
+        ([(1, 120), (1, 121), (0, 0.5), (1, 1.5)], [1, 2, 0, 1]),  # takes nothing in, and the network lost one
+        ([(1, 120), (1, 0.4), (1, 1.4)], [1, 0.4, 1.4]),  # answered, and asked again, between two looks
+    ],
+)
+def test_silence_counts_from_the_probe_that_has_no_answer(
+    looks: list[tuple[int, float]], seconds: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    silence, found = PeerSilence(Kernel(*looks)), []
+    for now in range(len(looks)):
+        monkeypatch.setattr(time, "monotonic", lambda now=now: 100.0 + now)
+        found.append(silence.seconds())
+    assert found == pytest.approx(seconds)
 
 
 @pytest.mark.skipif(not hosts.allowed(), reason="no namespaces may be made here")
