@@ -28,20 +28,20 @@ def alive(pid):
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
     return False
 
-def alive_when_the_first_is_gone(*pids):
+def alive_when_gone(*gone, others=()):
     deadline = time.monotonic() + 20
-    while alive(pids[0]) and time.monotonic() < deadline:
+    while any(map(alive, gone)) and time.monotonic() < deadline:
         time.sleep(0.02)
-    return [alive(pid) for pid in pids]
+    return [alive(pid) for pid in (*gone, *others)]
 
 adopt_orphans(True)
 (first, helper), (second, server) = rank(), rank()
 os.kill(first, signal.SIGKILL)
 os.waitpid(first, 0)
 end_rank(first, [second])
-print(alive_when_the_first_is_gone(helper, second, server))
+print(alive_when_gone(helper, others=[second, server]))
 end_rank(second, [])
-print(alive_when_the_first_is_gone(server, second))
+print(alive_when_gone(server, second))
 """
 
 
