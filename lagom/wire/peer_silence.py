@@ -73,8 +73,8 @@ def _unanswered_s(connection: Any) -> float | None:
 # keepalive at once, while a rank computes without releasing the GIL, while a process is stopped or waits for a disk,
 # and while a busy machine lets our processes wait for seconds. This machine's kernel knows when the last answer came,
 # so a driver that could not run blames no other machine. Heartbeats of our own processes would report each busy host as
-# gone. A silent machine is named after 4 s. The run ends after 20 s, because a network recovers by itself from less: a
-# switch restarts, a virtual machine moves.
+# gone. A silent machine is named after 4 to 5 s. The run ends after 20 s, because a network recovers by itself from
+# less: a switch restarts, a virtual machine moves.
 #
 # A machine whose process reads nothing, such as a driver under Ctrl-Z, answers too, but is probed ever more rarely, at
 # last every two minutes. A probe that has just been sent has no answer yet, and the last one may be two minutes old; so
