@@ -41,8 +41,9 @@ ROOMS = {
     "restart wire worker world cloudpickle numpy pyarrow pyspark torch",
     "verify": "call config errors launchers plan verify.on_rank",
     "search": "aggregate call cluster config errors launchers monitor payload plan preparation program random_states "
-    "records result search.on_rank search.pages search.slots wire worker optuna pandas",
+    "records result search.on_rank search.pages search.samplers search.slots wire worker optuna pandas",
     "search.pages": "records result",
+    "search.samplers": "config errors program numpy optuna",
     "search.slots": "call cluster errors launchers payload plan program search.on_rank wire worker world",
     "memory_planner": "config errors launchers memory_plan plan world zero torch",
     "preparation": "cluster config debugger errors launchers plan program random_states records",
@@ -126,7 +127,8 @@ EAGER = {
     "lagom.launchers.spark": {"pyspark"},
     "lagom.launchers.spark_session": {"pyspark"},
     "lagom.payload": {"cloudpickle"},
-    "lagom.search.grid_sampler": {"optuna"},
+    "lagom.search.samplers.grid_sampler": {"optuna"},
+    "lagom.search.samplers.tpe_sampler": {"optuna"},
 }
 """But for these modules, and packages."""
 NOTHING = {"lagom.launchers.spark_task", "lagom.run_state.malloc_trim"}

@@ -118,7 +118,7 @@ class SearchResult(Mapping[str, Any]):
         """
         if self._study is None:
             return {}
-        from lagom.search.algorithms import importances
+        from lagom.search.samplers.algorithms import importances
 
         return importances(self._study)
 

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any, Literal
 from lagom.config import HyperparameterOptConfig
 from lagom.config.trials import JOURNAL
 from lagom.errors import LagomError
-from lagom.search.algorithms import grid, pruner, require_optuna, sampler, space_as_json, suggest
 from lagom.search.on_rank.change import HparamsChange
+from lagom.search.samplers.algorithms import grid, pruner, require_optuna, sampler, space_as_json, suggest
 from lagom.search.trial_journal import Journal
 from lagom.search.trial_source import TrialOutcome, TrialSpec
 

@@ -6,7 +6,7 @@ import functools
 import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import optuna
 import pytest
@@ -14,8 +14,9 @@ from optuna.distributions import CategoricalDistribution, FloatDistribution, Int
 
 from lagom import experiment
 from lagom.config import HyperparameterOptConfig, Searchspace
+from lagom.search.samplers.tpe_sampler import TPESampler
 from lagom.search.study import Study
-from lagom.search.trial_source import TrialOutcome, TrialSpec
+from lagom.search.trial_source import State, TrialOutcome, TrialSpec
 from tests.search.searching import LISTS, SPACE, losses, run, search, small
 
 Plain = Callable[[optuna.Trial], Mapping[str, Any]]
@@ -129,6 +130,37 @@ def test_with_one_slot_the_trials_are_those_of_optimize(
     )
     assert es_policy == "none" or any(each.state.name == "PRUNED" for each in wanted.trials)
     same(search(config).optuna, wanted)
+
+
+ENDS: tuple[State, ...] = ("complete", "complete", "complete", "pruned", "failed")
+
+
+@pytest.mark.parametrize("direction", ["min", "max"])
+def test_tpe_with_many_running_trials_draws_what_optuna_draws(direction: Literal["min", "max"]) -> None:
+    config = HyperparameterOptConfig(
+        searchspace=SPACE, optimizer="tpe", es_policy="none", num_trials=60, direction=direction, seed=7
+    )
+    found = Study(config)
+    assert type(found.optuna.sampler) is TPESampler  # and not Optuna's slower one
+    wanted = optuna.create_study(direction="minimize" if direction == "min" else "maximize", sampler=SAMPLERS["tpe"]())
+    running: list[tuple[TrialSpec, optuna.Trial]] = []
+    for turn in range(60):
+        spec, trial = found.ask(), wanted.ask()
+        assert spec is not None
+        assert spec.params == plain(trial)
+        running.append((spec, trial))
+        if len(running) < 9:
+            continue
+        spec, trial = running.pop(turn % 7)  # not in the order in which they began
+        value = losses(spec.params)[4]
+        state = "failed" if math.isnan(value) else ENDS[turn % len(ENDS)]
+        if state == "pruned":
+            found.report(spec.number, turn % 3, value)
+            trial.report(value, turn % 3)
+        found.tell(spec.number, TrialOutcome(state=state, value=value))
+        ended = {"pruned": optuna.trial.TrialState.PRUNED, "failed": optuna.trial.TrialState.FAIL}.get(state)
+        wanted.tell(trial, None if ended else value, ended)
+    assert {each["state"] for each in found.trials()} == {"complete", "pruned", "failed"}
 
 
 @pytest.mark.parametrize(

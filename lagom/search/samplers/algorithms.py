@@ -52,12 +52,16 @@ def sampler(config: HyperparameterOptConfig, num_known: int = 0) -> BaseSampler:
         found: BaseSampler = config.optimizer
         return found
     if config.optimizer == "grid":
-        from lagom.search.grid_sampler import GridSampler  # imports Optuna
+        from lagom.search.samplers.grid_sampler import GridSampler  # imports Optuna
 
         return GridSampler(grid(config), seed=config.seed)  # knows the trials that it has had by itself
-    kinds = {"gp": samplers.GPSampler, "tpe": samplers.TPESampler, _HYPERBAND: samplers.TPESampler}
-    kind: Callable[..., BaseSampler] = kinds.get(config.optimizer, samplers.RandomSampler)
-    return kind(seed=None if config.seed is None else (config.seed + 0x9E3779B1 * num_known) % 2**32)
+    seed = None if config.seed is None else (config.seed + 0x9E3779B1 * num_known) % 2**32
+    if config.optimizer in ("tpe", _HYPERBAND):
+        from lagom.search.samplers.tpe_sampler import TPESampler, known_version  # imports Optuna
+
+        space = _distributions(config)
+        return TPESampler(space, seed) if space and known_version() else samplers.TPESampler(seed=seed)
+    return samplers.GPSampler(seed=seed) if config.optimizer == "gp" else samplers.RandomSampler(seed=seed)
 
 
 def pruner(config: HyperparameterOptConfig) -> BasePruner:
@@ -140,6 +144,24 @@ def importances(study: Study) -> dict[str, float]:
         except (RuntimeError, ValueError):  # no hyperparameter is in all trials, or all have one value
             return {}
     return {name: share for name, share in found.items() if math.isfinite(share)}
+
+
+def _distributions(config: HyperparameterOptConfig) -> Mapping[str, Any] | None:
+    """Return what all trials draw from, by name; None for a function of a trial."""
+    from optuna import distributions
+
+    space = config.searchspace
+    if not isinstance(space, Searchspace):
+        return space if isinstance(space, Mapping) else None
+    found: dict[str, Any] = {}
+    for each in space.parameters:
+        if each.type == "DOUBLE":
+            found[each.name] = distributions.FloatDistribution(each.values[0], each.values[1], log=each.log)
+        elif each.type == "INTEGER":
+            found[each.name] = distributions.IntDistribution(each.values[0], each.values[1], log=each.log)
+        else:
+            found[each.name] = distributions.CategoricalDistribution(each.labels)
+    return found
 
 
 def _label(trial: Trial | FrozenTrial, each: Parameter) -> Any:

@@ -1,0 +1,1 @@
+"""Samplers, pruners and distributions of Optuna for a search."""
