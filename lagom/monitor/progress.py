@@ -31,7 +31,6 @@ class Progress:
         self._world_size = plan.world_size
         self._where = where
         self._is_here = plan.launcher == "local" or where.startswith("Spark local[")
-        self._also = also
         self._stalled: dict[int, Message] = {}
         """Reports of ranks that make no progress, by rank."""
         self._ranks: dict[int, Message] = {}
@@ -111,11 +110,7 @@ class Progress:
 
     def _say_topology(self) -> None:
         """Say where the ranks are; in a notebook, the title of the table does."""
-        text = f"lagom: {self._name}: {self._topology()}"
-        if self._table is None:
-            self.line.say(text)
-        elif self._also is not None:
-            self._also(text)
+        self.line.say_once(f"lagom: {self._name}: {self._topology()}")
 
     def _topology(self) -> str:
         ranks = "1 rank" if self._world_size == 1 else f"{self._world_size} ranks"

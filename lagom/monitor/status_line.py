@@ -63,6 +63,13 @@ class StatusLine:
         if self._also is not None:
             self._also(text)
 
+    def say_once(self, text: str) -> None:
+        """Write a line that stays; only keep it where a notebook's cell, by its title, has told it."""
+        if not self._elsewhere:
+            self.say(text)
+        elif self._also is not None:
+            self._also(text)
+
     def make_room(self, file: TextIO, text: str) -> None:
         """Make room for the program's ``text`` on ``file``, standard output or error."""
         self._clear()

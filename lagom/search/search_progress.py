@@ -72,8 +72,7 @@ class SearchProgress:
             host = str(message["host"]).split("|")[0]
             self._slots[number] = _SlotState(host, time.monotonic())
             if len(self._slots) == self._num_slots:
-                trials = f"{self._num_slots} trial{'s' * (self._num_slots != 1)} at a time"
-                self._line.say(f"lagom: {self._name}: {trials} on {self._where}")
+                self._line.say_once(f"lagom: {self._name}: {self._slots_and_place()}")
         elif (slot := self._slots.get(number)) is not None:
             self._take_of(slot, kind, message)
         if self._line.is_due():
@@ -166,8 +165,11 @@ class SearchProgress:
         )
         return busy / total if total else 0.0
 
+    def _slots_and_place(self) -> str:
+        return f"{self._num_slots} trial{'s' * (self._num_slots != 1)} at a time on {self._where}"
+
     def _page(self, ended: bool) -> str:
-        title = f"<b>{html.escape(self._name)}</b> on {html.escape(self._where)}"
+        title = f"<b>{html.escape(self._name)}</b>: {html.escape(self._slots_and_place())}"
         lines = [self._text(WIDTH * 4, ended).partition(": ")[2]]
         if len(self._slots) < self._num_slots and not ended:
             lines.append(f"{len(self._slots)} of {self._num_slots} slots are ready")

@@ -66,13 +66,16 @@ def end(
     progress.take(slot, {"type": "ended"})
 
 
-def test_the_table_follows_a_search_from_the_first_slot_to_the_end(display: Display) -> None:
+def test_the_table_follows_a_search_from_the_first_slot_to_the_end(
+    display: Display, capsys: pytest.CaptureFixture[str]
+) -> None:
     progress = SearchProgress("train <it>", "this machine", 2, "min", None, 4)
     join(progress, "box.example.com")
-    assert display.lines()[:1] == ["train <it> on this machine"]
+    assert display.lines()[:1] == ["train <it>: 2 trials at a time on this machine"]
     assert "1 of 2 slots are ready" in display.lines()
     assert display.rows()[1:] == [["0", "idle", "", "", ""]]
     progress.take(1, {"type": "join", "host": "box.example.com|1"})
+    assert capsys.readouterr().err == ""  # a notebook would show it in red
     begin(progress, 0, 0, lr=0.25, act="relu")
     progress.take(0, {"type": "progress", "step": 7})
     begin(progress, 1, 1, lr=0.5)
