@@ -5,10 +5,12 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
+import time
 from dataclasses import dataclass, field
 
 from lagom.monitor.stalls import Pulse
 from lagom.wire.client import DriverClient, Message
+from lagom.worker import stack_dump
 
 
 @dataclass(slots=True)
@@ -29,6 +31,17 @@ class ForkedRank:
     tail: bytearray = field(default_factory=bytearray)
     report: Message | None = None
     ended: bool = False
+
+    def current_work(self, heard_within_s: float) -> Message:
+        """Return what the rank does now: what it has said of itself, if that was within ``heard_within_s``.
+
+        Otherwise, as when C code keeps the GIL, it is the rank's stack, read from outside.
+        """
+        state = stack_dump.state(self.pid)
+        if self.pulse.doing is not None and time.monotonic() - self.pulse.heard_at < heard_within_s:
+            return {**self.pulse.doing, "state": state}
+        stack = "" if state else stack_dump.read_stack(self.pid, self.stacks)
+        return {"stack": stack, "line": "", "waits": False, "state": state}
 
     def wake(self, pid: int, bed: socket.socket, stall_timeout_s: float) -> None:
         """Have the sleeping twin ``pid`` go on in place of the rank's process, which has ended."""

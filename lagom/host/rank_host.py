@@ -71,12 +71,12 @@ def run_task_ranks(
         watch.report_start()
         reports = watch.supervise()
         if spec.plan.rehearsal is not None:
-            return watch.with_unsaid(reports)
+            return watch.driver.with_unsaid(reports)
         from lagom.files.settle import settle  # imported after the ranks have ended: settle imports torch
 
         for problem in settle(ground.host_dir, ranks, local_ranks):
-            watch.say(f"[lagom] {problem}\n")
-        return watch.with_unsaid(reports)
+            watch.driver.say(f"[lagom] {problem}\n")
+        return watch.driver.with_unsaid(reports)
 
 
 def _can_have_twins(spec: RunSpec) -> bool:

@@ -11,18 +11,16 @@ from collections.abc import Collection, Mapping, Sequence
 
 from lagom.host import oom_kills
 from lagom.host.descendants import end_rank, reap_adopted
+from lagom.host.driver_link import DriverLink
 from lagom.host.end_reports import death_report, stop_report
 from lagom.host.forked_rank import ForkedRank
 from lagom.host.twin_sets import TwinSet, TwinSets
 from lagom.monitor import stalls
-from lagom.monitor.output import OWN
 from lagom.monitor.stalls import Pulse
 from lagom.plan import Plan
 from lagom.wire.client import DriverClient, LinkClosed, Message
 from lagom.wire.rendezvous import LEAVE_S, WRITE_S
-from lagom.worker import stack_dump
 
-_UNSAID = 200_000  # characters of output that are sent with the results if there is no link
 _TAIL = 8192  # bytes of a rank's last output in the report of its death
 _STOP_S = 1.0  # time for the driver to receive a failure
 _CONSEQUENCE_S = 3.0  # time for another host to report the failure that caused a lost connection
@@ -38,15 +36,11 @@ class RankSupervisor:
             [plan.config.stall_timeout_s / 4, *([plan.config.timeout_s / 4] if plan.config.timeout_s else []), 1.0]
         )
         self._ranks: list[ForkedRank] = []
-        self._link = link
+        self.driver = DriverLink(link)
         self._selector = selectors.DefaultSelector()
         self._deadline: float | None = None
         self._kept: Collection[int] = ()
         self._kills: Mapping[str, int] = {}
-        self._blocks: dict[int, list[Message]] = {}
-        """Timeline blocks by rank, kept if there is no link; ``Spans`` bounds their size."""
-        self.unsaid: list[Message] = []
-        """Rank 0's output while there was no link, to be sent with the results."""
         self.unread: list[Message] = []
         """Messages of the driver that are not for the ranks."""
         self._is_held = False
@@ -76,7 +70,7 @@ class RankSupervisor:
 
     def report_start(self) -> None:
         """Tell the driver the processes of the ranks."""
-        self._send({"type": "started", "pids": {str(rank.rank): rank.pid for rank in self._ranks}})
+        self.driver.send({"type": "started", "pids": {str(rank.rank): rank.pid for rank in self._ranks}})
 
     def supervise(self, kept: Collection[int] = ()) -> list[Message]:
         """Serve until every rank has ended, the driver says stop, or a failure was reported; then end all ranks.
@@ -92,9 +86,7 @@ class RankSupervisor:
                 break
             for key, _ in self._selector.select(self._patience()):
                 key.data()
-            if self._link is not None:
-                self._link.give_up_silent()
-                self._flush(self._link)
+            self.driver.flush()
             if self.twins is not None:
                 self.twins.look(any(rank.report is not None and not _is_loss(rank.report) for rank in self._ranks))
             reap_adopted([*(rank.pid for rank in self._ranks), *kept])
@@ -114,15 +106,6 @@ class RankSupervisor:
         """Return whether ``rank`` is the only one of a trial and has returned, after which it only ends."""
         alone = self._plan.searches and len(self._ranks) == 1
         return alone and rank.report is not None and bool(rank.report["ok"])
-
-    def with_unsaid(self, reports: Sequence[Message]) -> list[Message]:
-        """Add rank 0's output and each rank's timeline to ``reports`` if no link has carried them."""
-        found = []
-        for report in reports:
-            output = self.unsaid if report["rank"] == 0 else []
-            output = [*output, *self._blocks.get(report["rank"], [])]
-            found.append(report | {"output": output} if output else report)
-        return found
 
     def end_all(self) -> None:
         """End every rank with all its children, and read their last messages."""
@@ -144,7 +127,7 @@ class RankSupervisor:
         self._selector.close()
 
     def _patience(self) -> float | None:
-        if any(rank.pidfd is None for rank in self._ranks) or (self._link is not None and self._link.waiting()):
+        if any(rank.pidfd is None for rank in self._ranks) or self.driver.waiting():
             return _POLL_S
         next_look = self.twins.next_look() if self.twins is not None else None
         ends = [end for end in (self._deadline, next_look) if end is not None]
@@ -155,12 +138,13 @@ class RankSupervisor:
             messages = link.poll()
         except LinkClosed:  # the driver has ended, or has given this process up
             self._selector.unregister(link)
-            self._link, self._deadline = None, 0.0
+            self.driver.lost()
+            self._deadline = 0.0
             return
         for message in messages:
             if message["type"] == "stop":
                 self._deadline = 0.0
-                self._send({"type": "stopping"})  # ranks may still have files to write, which takes a while
+                self.driver.send({"type": "stopping"})  # ranks may still have files to write, which takes a while
             elif message["type"] == "hold":
                 self._is_held = message["on"]
                 for rank in self._ranks:
@@ -192,7 +176,7 @@ class RankSupervisor:
                 elif message.get("pruned"):
                     self._end_within(LEAVE_S)  # a rank that does not report would wait for this one
             elif message["type"] == "files":
-                self._send(message)
+                self.driver.send(message)
             elif message["type"] == "doing":
                 rank.pulse.doing = message
             elif message["type"] == "debug":
@@ -203,17 +187,17 @@ class RankSupervisor:
                 self._drain_output(rank)  # of before
                 self._pass_on(rank, message["stream"], message["data"])
             elif message["type"] in ("timeline", "picture"):
-                self._keep_block(message | {"rank": rank.rank})
+                self.driver.send_block(message | {"rank": rank.rank})
             else:
                 rank.pulse.heard(int(message["ticks"]))
-                self._send(message | {"rank": rank.rank})
+                self.driver.send(message | {"rank": rank.rank})
 
     def _take_report(self, rank: ForkedRank, message: Message) -> None:
         """Ask the driver about a report of rank 0's; the other ranks get the same answer to the same report."""
         rank.pulse.moved()
         rank.num_reports += 1
         if rank.rank == 0:
-            self._send(message, sure=True)
+            self.driver.send(message, sure=True)
         elif len(self._answers) >= rank.num_reports:
             self._answer(rank)
 
@@ -224,8 +208,8 @@ class RankSupervisor:
     def _ask_debugger(self, rank: ForkedRank, message: Message) -> None:
         """Pass on what the debugger of ``rank`` shows or asks, after what the program has printed before."""
         self._drain_output(rank)
-        self._send(message | {"rank": rank.rank}, sure=True)
-        if self._link is None:
+        self.driver.send(message | {"rank": rank.rank}, sure=True)
+        if not self.driver.is_open:
             self._answer_debugger(rank, {"refused": "the driver cannot be reached from its host before the run ends"})
 
     def _answer_debugger(self, rank: ForkedRank, answer: Message) -> None:
@@ -238,34 +222,17 @@ class RankSupervisor:
         over = self._plan.config.timeout_s is not None and quiet_s >= self._plan.config.timeout_s
         if not over and (pulse.stalls or quiet_s < pulse.patience_s):
             return
-        now = {**self._current_work(rank), "rank": rank.rank, "quiet_s": quiet_s}
+        work = rank.current_work(2 * self._look_s + self._plan.config.hb_interval)
+        now = {**work, "rank": rank.rank, "quiet_s": quiet_s}
         if not pulse.stalls:
             pulse.stalls = True
-            if self._link is not None:
-                self._send(now | {"type": "stalled"})
+            if self.driver.is_open:
+                self.driver.send(now | {"type": "stalled"})
             else:
-                self.say(f"[lagom] {stalls.stall_text({rank.rank: now}, self._plan.world_size)}\n")
+                self.driver.say(f"[lagom] {stalls.stall_text({rank.rank: now}, self._plan.world_size)}\n")
         if over:
             rank.report = stalls.stall_report(rank.rank, now)
             self._tell_failure(rank)
-
-    def _current_work(self, rank: ForkedRank) -> Message:
-        """Return the rank's last report on itself; without one, as when C code keeps the GIL, return its stack."""
-        pulse = rank.pulse
-        if (
-            pulse.doing is not None
-            and time.monotonic() - pulse.heard_at < 2 * self._look_s + self._plan.config.hb_interval
-        ):
-            return {**pulse.doing, "state": stack_dump.state(rank.pid)}
-        state = stack_dump.state(rank.pid)
-        stack = "" if state else stack_dump.read_stack(rank.pid, rank.stacks)
-        return {"stack": stack, "line": "", "waits": False, "state": state}
-
-    def _keep_block(self, block: Message) -> None:
-        if self._link is not None:
-            self._send(block)
-        else:
-            self._blocks.setdefault(block["rank"], []).append(block)
 
     def _read(self, rank: ForkedRank, stream: str) -> bool:
         fd = rank.stdout if stream == "stdout" else rank.stderr
@@ -285,20 +252,9 @@ class RankSupervisor:
 
     def _pass_on(self, rank: ForkedRank, stream: str, data: str) -> None:
         if rank.rank == 0:
-            self._show(stream, data)
+            self.driver.show(stream, data)
         elif self._plan.keeps_logs:
-            self._send({"type": "log", "rank": rank.rank, "stream": stream, "data": data})
-
-    def say(self, text: str) -> None:
-        """Show ``text`` of lagom's to the user on standard error."""
-        self._show(OWN, text.encode(errors="backslashreplace").decode("latin-1"))
-
-    def _show(self, stream: str, data: str) -> None:
-        message = {"type": "log", "rank": 0, "stream": stream, "data": data}
-        if self._link is not None:
-            self._send(message)
-        elif sum(len(kept["data"]) for kept in self.unsaid) < _UNSAID:
-            self.unsaid.append(message)
+            self.driver.send({"type": "log", "rank": rank.rank, "stream": stream, "data": data})
 
     def _reap(self, rank: ForkedRank) -> None:
         pid, status = os.waitpid(rank.pid, os.WNOHANG)
@@ -325,18 +281,18 @@ class RankSupervisor:
         """Tell the driver that all ranks are at a point: output may go back to it, and to those from ``kept`` on."""
         for rank in self._ranks:
             self._drain_output(rank)
-        self._send({"type": "mark", "number": number, "kept": kept}, sure=True)
+        self.driver.send({"type": "mark", "number": number, "kept": kept}, sure=True)
 
     def _tell_twins(self, twins: TwinSet) -> None:
-        self._send({"type": "twins", "number": twins.number, "place": twins.place})
+        self.driver.send({"type": "twins", "number": twins.number, "place": twins.place})
 
     def _tell_no_twins(self, why: str) -> None:
-        self._send({"type": "no_twins", "why": why})
+        self.driver.send({"type": "no_twins", "why": why})
 
     def _wake_twins(self, report: Message) -> bool:
         """Have all ranks' twins go on after the loss of which ``report`` tells; return False if there are none."""
         others = [rank.report for rank in self._ranks if rank.report is not None]
-        if self.twins is None or self._link is None or not self.twins.may_wake or not all(map(_is_loss, others)):
+        if self.twins is None or not self.driver.is_open or not self.twins.may_wake or not all(map(_is_loss, others)):
             return False
         at = time.time()
         for rank in self._ranks:
@@ -354,7 +310,8 @@ class RankSupervisor:
         self._deadline = None
         told = {"rank": report["rank"], "cause": report["message"], "at": at, "began": found.began}
         pids = {str(rank.rank): rank.pid for rank in self._ranks}
-        self._send({"type": "woken", "number": found.number, "place": found.place, "pids": pids, **told}, sure=True)
+        place = {"number": found.number, "place": found.place, "pids": pids}
+        self.driver.send({"type": "woken", **place, **told}, sure=True)
         return True
 
     def _kill_but_twins(self, rank: ForkedRank) -> None:
@@ -390,31 +347,14 @@ class RankSupervisor:
             return
         if not consequence:
             self._drain(rank)
-            self._send(rank.report | {"type": "failed"}, sure=True)
+            self.driver.send(rank.report | {"type": "failed"}, sure=True)
         alone = WRITE_S if rank.rank != 0 and "died" not in rank.report else 0.0
-        heard = self._link is not None and not self._plan.searches  # all ranks of a trial are here
+        heard = self.driver.is_open and not self._plan.searches  # all ranks of a trial are here
         self._end_within(_CONSEQUENCE_S if consequence else (_STOP_S if heard else alone))
 
     def _end_within(self, patience_s: float) -> None:
         deadline = time.monotonic() + patience_s
         self._deadline = deadline if self._deadline is None else min(self._deadline, deadline)
-
-    def _flush(self, link: DriverClient) -> None:
-        try:
-            link.flush()
-        except LinkClosed:
-            self._link = None
-
-    def _send(self, message: Message, sure: bool = False) -> None:
-        if self._link is None:
-            return
-        try:
-            if sure:
-                self._link.send(message)
-            else:
-                self._link.offer(message)
-        except LinkClosed:
-            self._link = None
 
 
 def _is_loss(report: Message) -> bool:
