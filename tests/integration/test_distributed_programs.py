@@ -17,6 +17,20 @@ from lagom import cli, experiment
 from lagom.config import TorchDistributedConfig
 from tests import distributed_programs as programs
 
+_FORKING_TORCHRUN = """
+import runpy, sys
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+def run_script():
+    runpy.run_path(sys.argv[0], run_name="__main__")
+
+num_ranks, *sys.argv = sys.argv[1:]
+rendezvous = {"rdzv_backend": "c10d", "rdzv_endpoint": "localhost:0", "run_id": "test"}
+ranks = {"min_nodes": 1, "max_nodes": 1, "nproc_per_node": int(num_ranks), "max_restarts": 0, "start_method": "fork"}
+elastic_launch(LaunchConfig(**rendezvous, **ranks), run_script)()
+"""
+"""``torchrun --standalone``, whose ranks do not import torch again."""
+
 
 @pytest.fixture(scope="module")
 def under_torchrun(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], tuple[str, Path]]:
@@ -26,7 +40,8 @@ def under_torchrun(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], 
     def start(world_size: int) -> tuple[str, Path]:
         folder = tmp_path_factory.mktemp("torchrun") / "wanted"
         torchrun = ("-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world_size}", "--no-python")
-        return run(folder, "torchrun", *torchrun, sys.executable), folder
+        forking = ("-c", _FORKING_TORCHRUN, str(world_size))
+        return run(folder, "torchrun", *(forking if world_size == 2 else (*torchrun, sys.executable))), folder
 
     return start
 
@@ -63,8 +78,12 @@ def test_a_script_that_spawns_its_ranks_gives_the_same(
     assert found == wanted
     for rank in range(2):
         assert same(*(torch.load(path / f"rank{rank}.pt") for path in (tmp_path / "found", folder)))
-    alone = run(tmp_path / "alone", "spawn", "-m", "lagom.cli", "run", "-n", "1")
-    assert alone == wanted
+
+
+@pytest.mark.soak  # tests/distributed/test_mp_spawn.py shows by default that one rank spawns as torch does
+def test_one_rank_that_spawns_gives_the_same(tmp_path: Path, under_torchrun: Callable[[int], tuple[str, Path]]) -> None:
+    wanted, _ = under_torchrun(2)
+    assert run(tmp_path / "alone", "spawn", "-m", "lagom.cli", "run", "-n", "1") == wanted
 
 
 @pytest.mark.soak
@@ -88,11 +107,21 @@ def test_on_spark_it_is_torchruns_world_too(spark: Any, tmp_path: Path, monkeypa
 def test_processes_of_the_ranks_meet_at_the_masters_port(world_size: int) -> None:
     def program() -> tuple[dict[str, str], str]:
         variables = {name: os.environ[name] for name in programs.VARIABLES}
-        code = "import torch.distributed as d; d.init_process_group('gloo'); print(d.get_rank(), d.get_world_size())"
-        # Twice: every time it is a world of its own.
-        said = [subprocess.run([sys.executable, "-c", code], capture_output=True, text=True) for _ in range(2)]
+        # Two processes, one after the other: every time it is a world of its own.
+        code = """
+import os
+import torch.distributed
+for _ in range(2):
+    if os.fork() == 0:
+        torch.distributed.init_process_group("gloo")
+        print(torch.distributed.get_rank(), torch.distributed.get_world_size(), flush=True)
+        torch.distributed.barrier()  # nobody may still read the store of a process that has ended
+        os._exit(0)
+    os.wait()
+"""
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
         torch.distributed.is_initialized() or torch.distributed.init_process_group()
-        return variables, "".join(done.stdout + done.stderr for done in said)
+        return variables, done.stdout + done.stderr
 
     result = experiment.lagom(program, TorchDistributedConfig(launcher="local", world_size=world_size))
     for rank, (variables, said) in enumerate(result.per_rank):
