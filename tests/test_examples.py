@@ -37,7 +37,8 @@ def test_every_example_is_run_here() -> None:
 
 def test_the_demonstration_draws_each_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "new" / "demo.svg"
-    importlib.import_module("examples.demo").main([*TINY["demo"], "--launcher", "inline", "--picture", str(path)])
+    size = ["--epochs", "2", "--images", "1024", "--threads", "1"]
+    importlib.import_module("examples.demo").main([*size, "--launcher", "inline", "--picture", str(path)])
     drawn, output = path.read_text(), capsys.readouterr().out
     assert str(path) in output
     CHECKS["demo"](output)
