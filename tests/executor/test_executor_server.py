@@ -31,6 +31,7 @@ class Daemon:
     """Stands for Spark's daemon: this process finds its servers as if it were a worker below it."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        disconnect()  # from the server of another daemon
         self.process = subprocess.Popen(["sleep", "1000"])
         patch.setattr(os, "getppid", lambda: self.process.pid)
 
@@ -40,6 +41,17 @@ class Daemon:
         self.process.kill()
         self.process.wait()
         wait_until(lambda: not servers(self.process.pid))
+
+
+@pytest.fixture(scope="module")
+def lasting() -> Iterator[Daemon]:
+    """A daemon for all tests that leave it alive: each of its servers imports torch."""
+    with pytest.MonkeyPatch.context() as patch:
+        found = Daemon(patch)
+        try:
+            yield found
+        finally:
+            found.end()
 
 
 @pytest.fixture
@@ -110,7 +122,7 @@ def sleeping() -> Iterator[tuple[Any, list[int]]]:
 
 
 def test_tasks_share_what_the_server_has_imported_and_have_what_the_worker_has(
-    daemon: Daemon, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    lasting: Daemon, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first = facts()
     assert first["torch"]
@@ -127,14 +139,14 @@ def test_tasks_share_what_the_server_has_imported_and_have_what_the_worker_has(
     assert second["sys_path"] == sys.path
 
 
-def test_a_task_ends_with_its_worker_and_the_server_stays(daemon: Daemon) -> None:
+def test_a_task_ends_with_its_worker_and_the_server_stays(lasting: Daemon) -> None:
     with sleeping() as (worker, (host, child, server)):
         worker.kill()
         wait_until(lambda: not lives(host) and not lives(child))
     assert facts()["server"] == server
 
 
-def test_a_killed_host_process_is_told_and_leaves_nothing(daemon: Daemon, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_killed_host_process_is_told_and_leaves_nothing(lasting: Daemon, capfd: pytest.CaptureFixture[str]) -> None:
     with sleeping() as (worker, (host, child, _)):
         os.kill(host, signal.SIGKILL)
         worker.join()
@@ -142,7 +154,7 @@ def test_a_killed_host_process_is_told_and_leaves_nothing(daemon: Daemon, capfd:
     assert capfd.readouterr().out == "was killed by SIGKILL\n"
 
 
-def test_a_killed_server_ends_its_tasks_and_is_replaced(daemon: Daemon, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_killed_server_ends_its_tasks_and_is_replaced(lasting: Daemon, capfd: pytest.CaptureFixture[str]) -> None:
     before = facts()["server"]
     with sleeping() as (worker, (host, child, server)):
         assert server == before
@@ -153,7 +165,13 @@ def test_a_killed_server_ends_its_tasks_and_is_replaced(daemon: Daemon, capfd: p
     assert facts()["server"] != server
 
 
-def test_a_server_and_its_folder_go_with_its_daemon_even_if_nobody_reaps_that(daemon: Daemon) -> None:
+def test_a_server_and_its_folder_which_has_a_long_path_go_with_its_daemon_even_if_nobody_reaps_that(
+    daemon: Daemon, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / ("x" * 100)
+    folder.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    assert facts()["server"] == facts()["server"]
     server = facts()["server"]
     folders = set(base_dir().glob("server-*"))
     daemon.process.kill()
@@ -195,10 +213,3 @@ def test_a_system_that_starts_no_more_processes_is_told_and_the_server_stays(
         run_in_server(Facts(), [], None)
     refusing.unlink()
     assert facts()["server"] == server
-
-
-def test_a_folder_with_a_long_path_will_do(daemon: Daemon, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = tmp_path / ("x" * 100)
-    folder.mkdir()
-    monkeypatch.setattr(tempfile, "tempdir", str(folder))
-    assert facts()["server"] == facts()["server"]
