@@ -45,6 +45,7 @@ from lagom.session.patched import patched
 from lagom.session.session import Session
 from tests.huge_pages import use_huge_pages
 
+torch._dynamo.list_backends()  # torch.compile imports them all: another 0.7 s in every forked rank
 _gathers = itertools.count()
 _calls = itertools.count()
 _CONTEXT = multiprocessing.get_context("fork")
