@@ -69,6 +69,7 @@ NAMES = (
     "torch.autograd.graph._allow_mutation_on_saved_tensors_enabled",
     "torch.distributed.distributed_c10d._get_default_store",
     "torch.distributed.distributed_c10d._world",
+    "torch.distributions.Distribution._validate_args",
     "torch.jit._builtins",
     "torch.jit._builtins._get_builtin_table",
     "torch.jit._state",

@@ -50,11 +50,17 @@ def settings(config: Mapping[str, Any] | None, zero_lvl: int, say: Callable[[str
 
 
 def load(device: str) -> Any:
-    """Import DeepSpeed for a device type ("cpu", "cuda"), restore the environment that it changes, and return it.
+    """Import DeepSpeed for a device type ("cpu", "cuda"), restore what the import changes, and return it.
+
+    That is the environment, and whether torch.distributions check their arguments: torch's compiler, which DeepSpeed
+    imports, turns the checks off for the whole process.
 
     Raises:
         LagomError: if DeepSpeed is not installed, or its import fails.
     """
+    from torch.distributions import Distribution
+
+    checks_arguments = Distribution._validate_args
     wanted = {"DS_ACCELERATOR": device, "DS_LOG_LEVEL": "warning"}
     with environment(**(wanted | {key: os.environ[key] for key in wanted if key in os.environ})):
         try:
@@ -68,6 +74,7 @@ def load(device: str) -> Any:
             raise LagomError(
                 f"backend='deepspeed' needs DeepSpeed, which does not import: {error}; {REMEDY}"
             ) from error
+    Distribution.set_default_validate_args(checks_arguments)
     deepspeed.utils.logger.setLevel("WARNING")
     return deepspeed
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import os
 import pickle
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -37,6 +38,17 @@ def again(*zero_lvl: object) -> Any:
 def loaded() -> None:
     """Once, and not in every rank that is forked."""
     load("cpu")
+
+
+def test_distributions_check_their_arguments_after_the_import() -> None:
+    code = """
+import torch
+from lagom.deepspeed.loading import load
+load("cpu")
+torch.distributions.Normal(0.0, -1.0)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert "ValueError: Expected parameter scale" in done.stderr  # torch's compiler turns the checks off
 
 
 class Network(nn.Module):
