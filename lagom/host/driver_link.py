@@ -25,7 +25,7 @@ class DriverLink:
         """Whether the driver can be told something."""
         return self._client is not None
 
-    def lost(self) -> None:
+    def give_up(self) -> None:
         """Send nothing from now on: the driver has ended, or has given this process up."""
         self._client = None
 

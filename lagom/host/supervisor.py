@@ -138,7 +138,7 @@ class RankSupervisor:
             messages = link.poll()
         except LinkClosed:  # the driver has ended, or has given this process up
             self._selector.unregister(link)
-            self.driver.lost()
+            self.driver.give_up()
             self._deadline = 0.0
             return
         for message in messages:

@@ -110,7 +110,7 @@ class Progress:
 
     def _say_topology(self) -> None:
         """Say where the ranks are; in a notebook, the title of the table does."""
-        self.line.say_once(f"lagom: {self._name}: {self._topology()}")
+        self.line.say_outside_notebook(f"lagom: {self._name}: {self._topology()}")
 
     def _topology(self) -> str:
         ranks = "1 rank" if self._world_size == 1 else f"{self._world_size} ranks"

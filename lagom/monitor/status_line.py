@@ -63,8 +63,8 @@ class StatusLine:
         if self._also is not None:
             self._also(text)
 
-    def say_once(self, text: str) -> None:
-        """Write a line that stays; only keep it where a notebook's cell, by its title, has told it."""
+    def say_outside_notebook(self, text: str) -> None:
+        """Write a line that stays; in a notebook, whose cell has it as its title, only record it."""
         if not self._elsewhere:
             self.say(text)
         elif self._also is not None:

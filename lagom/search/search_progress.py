@@ -72,7 +72,7 @@ class SearchProgress:
             host = str(message["host"]).split("|")[0]
             self._slots[number] = _SlotState(host, time.monotonic())
             if len(self._slots) == self._num_slots:
-                self._line.say_once(f"lagom: {self._name}: {self._slots_and_place()}")
+                self._line.say_outside_notebook(f"lagom: {self._name}: {self._slots_and_place()}")
         elif (slot := self._slots.get(number)) is not None:
             self._take_of(slot, kind, message)
         if self._line.is_due():
