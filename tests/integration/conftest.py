@@ -33,21 +33,6 @@ def torchless(spark: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         yield
 
 
-@pytest.fixture
-def encryption(spark: Any) -> Iterator[None]:
-    """Have the session say that Spark encrypts, where it does not: lagom encrypts its own channels as if it did."""
-    legacy = "spark.sql.legacy.setCommandRejectsSparkCoreConfs"
-    if spark.conf.get("spark.authenticate", "false") == "true":
-        yield
-        return
-    settings = {legacy: "false", "spark.authenticate": "true", "spark.network.crypto.enabled": "true"}
-    for key, value in settings.items():
-        spark.conf.set(key, value)
-    yield
-    for key in reversed(settings):
-        spark.conf.unset(key)
-
-
 _open = contextlib.ExitStack()
 """The session that is open, if any."""
 

@@ -17,20 +17,6 @@ from lagom import cli, experiment
 from lagom.config import TorchDistributedConfig
 from tests import distributed_programs as programs
 
-_FORKING_TORCHRUN = """
-import runpy, sys
-from torch.distributed.launcher.api import LaunchConfig, elastic_launch
-
-def run_script():
-    runpy.run_path(sys.argv[0], run_name="__main__")
-
-num_ranks, *sys.argv = sys.argv[1:]
-rendezvous = {"rdzv_backend": "c10d", "rdzv_endpoint": "localhost:0", "run_id": "test"}
-ranks = {"min_nodes": 1, "max_nodes": 1, "nproc_per_node": int(num_ranks), "max_restarts": 0, "start_method": "fork"}
-elastic_launch(LaunchConfig(**rendezvous, **ranks), run_script)()
-"""
-"""``torchrun --standalone``, whose ranks do not import torch again."""
-
 
 @pytest.fixture(scope="module")
 def under_torchrun(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], tuple[str, Path]]:
@@ -40,8 +26,7 @@ def under_torchrun(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], 
     def start(world_size: int) -> tuple[str, Path]:
         folder = tmp_path_factory.mktemp("torchrun") / "wanted"
         torchrun = ("-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world_size}", "--no-python")
-        forking = ("-c", _FORKING_TORCHRUN, str(world_size))
-        return run(folder, "torchrun", *(forking if world_size == 2 else (*torchrun, sys.executable))), folder
+        return run(folder, "torchrun", *torchrun, sys.executable), folder
 
     return start
 

@@ -26,11 +26,6 @@ def marked(mark: bytes) -> float:
     return float(value)
 
 
-# Programs travel with their constants, in clear where Spark does not encrypt: so they have the numbers, whose pickles
-# have no mark, and not the marks.
-_LARGE_VALUE, _SMALL_VALUE = marked(_LARGE), marked(_SMALL)
-
-
 class Net(torch.nn.Module):
     """Weights whose gradients are marked; the small ones travel with signatures."""
 
@@ -40,7 +35,7 @@ class Net(torch.nn.Module):
         self.small = torch.nn.Parameter(torch.ones(5, dtype=torch.float64))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        total: torch.Tensor = _LARGE_VALUE * self.large.sum() + _SMALL_VALUE * self.small.sum()
+        total: torch.Tensor = marked(_LARGE) * self.large.sum() + marked(_SMALL) * self.small.sum()
         return x * total
 
 
@@ -63,28 +58,9 @@ def subnet(spark: Any) -> str:
     return str(spark.sparkContext.getConf().get("spark.driver.host")).rpartition(".")[0]
 
 
-_ENCRYPTING = pytest.mark.parametrize(
-    # On the first, the session says that Spark encrypts: the ranks do then, whatever Spark itself sends.
-    "spark",
-    ["foreign", pytest.param("foreign-encrypted", marks=pytest.mark.soak)],
-    indirect=True,
-)
-
-
-@pytest.mark.parametrize("spark", ["foreign"], indirect=True)
-def test_tensors_are_in_clear_on_the_wire_where_spark_does_not_encrypt(spark: Any) -> None:
-    _train_before_a_listener(spark, encrypts=False)
-
-
-@_ENCRYPTING
-@pytest.mark.usefixtures("encryption")
+@pytest.mark.parametrize("spark", ["foreign", "foreign-encrypted"], indirect=True)
 def test_no_tensor_is_in_clear_on_the_wire_where_spark_encrypts(spark: Any) -> None:
-    doors = _train_before_a_listener(spark, encrypts=True)
-    assert doors == [[]] * 3  # whoever comes later finds no open port
-
-
-def _train_before_a_listener(spark: Any, encrypts: bool) -> list[list[str]]:
-    """Train, look for the marks in what two hosts have sent, and return what listens of each rank."""
+    encrypts = spark.sparkContext.getConf().get("spark.network.crypto.enabled") == "true"
     with hosts.capture(subnet(spark)) as seen:
         result = programs.run(train, 3, batches="split")
     sent = b"".join(map(hosts.payload, seen))
@@ -93,13 +69,14 @@ def _train_before_a_listener(spark: Any, encrypts: bool) -> list[list[str]]:
     assert len(sent) > 4 * 200_000 * 8  # the gradients of four steps
     marks = {mark: mark in sent for mark in (_LARGE, _SMALL, _STORE)}
     assert marks == dict.fromkeys(marks, not encrypts)
-    return [found for _, found in result.per_rank]
+    if encrypts:  # whoever comes later finds no open port
+        assert [found for _, found in result.per_rank] == [[]] * 3
 
 
 def train_by_hand(backend: str | None) -> tuple[float, str]:
     """A program that is distributed already: the sum over the ranks, and what an exchange over gloo says."""
     dist.init_process_group(backend)
-    total = torch.full((100_000,), _LARGE_VALUE * 2.0 ** dist.get_rank(), dtype=torch.float64)
+    total = torch.full((100_000,), marked(_LARGE) * 2.0 ** dist.get_rank(), dtype=torch.float64)
     dist.all_reduce(total)
     try:
         dist.all_to_all_single(torch.empty(3), torch.ones(3))
@@ -108,8 +85,7 @@ def train_by_hand(backend: str | None) -> tuple[float, str]:
     return total[0].item(), ""
 
 
-@_ENCRYPTING
-@pytest.mark.usefixtures("encryption")
+@pytest.mark.parametrize("spark", ["foreign-encrypted"], indirect=True)
 def test_a_distributed_program_encrypts_too_and_is_refused_gloo_by_name(spark: Any) -> None:
     with hosts.capture(subnet(spark)) as seen:
         found = programs.run(train_by_hand, 3, hparams={"backend": None}).per_rank
@@ -117,7 +93,7 @@ def test_a_distributed_program_encrypts_too_and_is_refused_gloo_by_name(spark: A
     assert len(sent) > 2 * 100_000 * 8
     assert _LARGE not in sent
     for total, said in found:
-        assert total == pytest.approx(7 * _LARGE_VALUE, rel=1e-15)
+        assert total == pytest.approx(7 * marked(_LARGE), rel=1e-15)
         assert "gloo sends in clear" in said
         assert "allow_unencrypted_collectives=True" in said
     with pytest.raises(CollectiveError, match="the program asks for gloo by name"):

@@ -9,7 +9,6 @@ import sys
 import textwrap
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -74,30 +73,18 @@ def test_everything_in_main_travels(tmp_path: Path, session: str) -> None:
     assert "equal" in run_script(tmp_path, session, EVERYTHING_IN_MAIN)
 
 
-@pytest.mark.parametrize("spark", ["connect"], indirect=True, scope="session")
-def test_a_notebook_runs_like_a_script(spark: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    server = spark.client._builder.endpoint
-    run_notebook(tmp_path, monkeypatch, f'SparkSession.builder.remote("sc://{server}").getOrCreate()')
-
-
-@pytest.mark.soak  # the notebook above has a session already
-def test_a_notebook_starts_spark_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PYSPARK_PYTHON", sys.executable)
-    run_notebook(tmp_path, monkeypatch, CLASSIC)
-
-
-def run_notebook(folder: Path, monkeypatch: pytest.MonkeyPatch, session: str) -> None:
-    """Run the program in the cells of a notebook."""
+def test_a_notebook_runs_like_a_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     nbclient = pytest.importorskip("nbclient")
     nbformat = pytest.importorskip("nbformat")
     pytest.importorskip("ipykernel")
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.setenv("PYSPARK_PYTHON", sys.executable)
     text = textwrap.dedent(EVERYTHING_IN_MAIN)
-    cells = [f"from pyspark.sql import SparkSession\nspark = {session}", *text.split("\n\n"), "spark.stop()"]
+    cells = [f"from pyspark.sql import SparkSession\nspark = {CLASSIC}", *text.split("\n\n"), "spark.stop()"]
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells])
     before = signal.getsignal(signal.SIGINT)
     try:
-        nbclient.NotebookClient(notebook, timeout=120, resources={"metadata": {"path": str(folder)}}).execute()
+        nbclient.NotebookClient(notebook, timeout=120, resources={"metadata": {"path": str(tmp_path)}}).execute()
     finally:
         signal.signal(signal.SIGINT, before)  # nbclient leaves the one of its event loop
     assert "equal" in str(notebook.cells)

@@ -54,6 +54,21 @@ ENCRYPTED = pytest.mark.parametrize(
 )
 
 
+@pytest.fixture
+def encryption(spark: Any) -> Iterator[None]:
+    """Have the session say that Spark encrypts; on ``local[2]``, where Spark's own processes exchange nothing."""
+    legacy = "spark.sql.legacy.setCommandRejectsSparkCoreConfs"
+    if spark.conf.get("spark.authenticate", "false") == "true":
+        yield
+        return
+    settings = {legacy: "false", "spark.authenticate": "true", "spark.network.crypto.enabled": "true"}
+    for key, value in settings.items():
+        spark.conf.set(key, value)
+    yield
+    for key in reversed(settings):
+        spark.conf.unset(key)
+
+
 @ENCRYPTED
 @pytest.mark.usefixtures("encryption")
 def test_the_channel_is_encrypted(spark: Any, tap: bytearray, capfd: pytest.CaptureFixture[str]) -> None:
