@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import io
+import math
+import re
+import zipfile
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import pairwise, starmap
@@ -31,6 +34,8 @@ _WIDER: dict[np.dtype[Any], np.dtype[Any]] = {
     np.dtype(np.uint32): np.dtype(np.int64),
     np.dtype(np.uint64): np.dtype(np.int64),
 }
+_HEADER = re.compile(rb"\{'descr': '([<>|][biufc]\d+)', 'fortran_order': (False|True), 'shape': \(([\d, ]*)\), \} *\n")
+"""What ``numpy.save`` writes before numbers, without the first bytes."""
 _CELLS, _BYTES = 8, 64 << 10
 """Least number of cells, or of bytes of encoded cells, for which another thread pays."""
 
@@ -199,14 +204,18 @@ def _checked(found: NDArray[Any], field: UnischemaField) -> NDArray[Any]:
 
 
 def _saved(cell: Any) -> NDArray[Any]:
-    found: NDArray[Any] = np.load(io.BytesIO(bytes(cell)), allow_pickle=False)
-    return found
+    held = bytearray(cell)
+    header = read_header(held)
+    if header is None or header.dtype.hasobject:
+        found: NDArray[Any] = np.load(io.BytesIO(held), allow_pickle=False)  # says what is wrong
+        return found
+    flat = np.frombuffer(held, header.dtype, math.prod(header.shape), header.size)
+    return flat.reshape(header.shape, order="F" if header.is_fortran else "C")
 
 
 def _unzipped(cell: Any) -> NDArray[Any]:
-    with np.load(io.BytesIO(bytes(cell)), allow_pickle=False) as opened:
-        found: NDArray[Any] = opened["arr"]
-    return found
+    with zipfile.ZipFile(io.BytesIO(cell)) as opened:
+        return _saved(opened.read("arr.npy"))
 
 
 class Header(NamedTuple):
@@ -219,11 +228,20 @@ class Header(NamedTuple):
     """Bytes of the header."""
 
 
-def read_header(cell: bytes) -> Header | None:
-    """Read the header of a saved array; return None if ``cell`` has no valid header."""
+def read_header(cell: bytes | bytearray) -> Header | None:
+    """Read the header of a saved array; return None if ``cell`` has no valid header.
+
+    numpy reads it by Python's parser, which fails now and then if two threads are in it ("AST constructor recursion
+    depth mismatch", Python 3.11; CPython issue 106905). So headers of numbers are read without it.
+    """
     head = io.BytesIO(cell)
     try:
         version = np.lib.format.read_magic(head)
+        start = head.tell() + (2 if version == (1, 0) else 4)
+        size = start + int.from_bytes(cell[head.tell() : start], "little")
+        if plain := _HEADER.fullmatch(cell, start, size):
+            shape = tuple(map(int, re.findall(rb"\d+", plain[3])))
+            return Header(shape, plain[2] == b"True", np.dtype(plain[1].decode()), size)
         read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
         return Header(*read(head), head.tell())
     except Exception:  # damaged bytes raise many kinds of errors, also those of Python's tokenizer
