@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import os
 import pickle
 import selectors
@@ -26,8 +27,10 @@ _PATIENCE_S = 1.5
 
 def serve(connection: socket.socket) -> None:
     """Answer requests until the driver closes ``connection``; a request is a ``RunSpec`` and the files of its run."""
+    gc.disable()  # collections would take a fourth of the time of these imports
     import lagom.host.preload  # noqa: F401  (its imports are slow; forked processes inherit them)
 
+    gc.enable()
     adopt_orphans(True)
     hosts = _Hosts()
     with selectors.DefaultSelector() as selector:
