@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import random
@@ -16,9 +17,11 @@ import pytest
 import torch
 from xdist.scheduler import LoadScopeScheduling
 
-from tests import leaks
+from tests import leaks, ranks
 from tests.integration import clusters
 
+# Until all tests are imported, which takes a fifth longer with collections.
+gc.disable()
 # A shell's background job has it ignored, and so would all processes that tests start, and interrupt.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -41,6 +44,22 @@ def nothing_leaks() -> Iterator[None]:
     yield
     if found := leaks.leaked(before):
         pytest.fail("the test leaked\n  " + "\n  ".join(found), pytrace=False)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def warm_ranks() -> Iterator[None]:
+    """Has the tests of a file use the same ranks one after another."""
+    with ranks.warm_ranks():
+        yield
+
+
+@pytest.fixture(autouse=True)
+def inherited_changes(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Has the ranks of a test forked from this process if it changes something here, or is marked ``forked``."""
+    marked = any(request.node.get_closest_marker(name) for name in ("forked", "filterwarnings"))
+    forked = marked or {"monkeypatch", "capfd"} & set(request.fixturenames)
+    with ranks.forked_ranks() if forked else contextlib.nullcontext():
+        yield
 
 
 @pytest.fixture
@@ -76,6 +95,7 @@ def pytest_collection_finish() -> None:
     """Exclude what was imported from garbage collection: in a forked rank a collection copies all of its pages."""
     gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 def pytest_configure(config: pytest.Config) -> None:

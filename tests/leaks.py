@@ -27,6 +27,8 @@ with contextlib.suppress(ImportError):
     import cv2  # noqa: F401  # sets LD_LIBRARY_PATH when it is first imported; not needed by tests
 
 State = Mapping[str, Mapping[Any, Any]]
+STAYING: set[int | None] = set()
+"""Child processes of this process that outlive a test; see tests/rank_processes.py."""
 
 
 def state() -> State:
@@ -84,7 +86,7 @@ def _processes() -> dict[str, bool]:
 
 
 def _add_children(pid: int, command: str, found: dict[str, bool]) -> None:
-    for child in {int(pid) for task in _tasks(pid) for pid in _read(task / "children").split()}:
+    for child in {int(pid) for task in _tasks(pid) for pid in _read(task / "children").split()} - STAYING:
         child_command = _read(Path(f"/proc/{child}/cmdline")).replace("\0", " ").strip()
         # No command line: it has ended, and its parent has not asked for its exit status yet.
         if child_command and not _stays(command, child_command):

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import itertools
 import logging
-import multiprocessing
 import os
 import pickle
 import platform
 import sys
 import tempfile
-import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import timedelta
-from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
@@ -44,22 +43,18 @@ from lagom.run_state.random_streams import seed_everything
 from lagom.session.patched import patched
 from lagom.session.session import Session
 from tests.huge_pages import use_huge_pages
+from tests.rank_processes import TIMEOUT_S, WarmPool, on_new_ranks, packed
+from tests.rank_processes import RankFailedError as RankFailedError
 
 torch._dynamo.list_backends()  # torch.compile imports them all: another 0.7 s in every forked rank
 _gathers = itertools.count()
 _calls = itertools.count()
-_CONTEXT = multiprocessing.get_context("fork")
-_TIMEOUT_S = 120.0
 _KEY = b"known to these ranks"
 CREDENTIALS = Credentials(_KEY)
 COLLECTIVES: Collectives = "gloo" if os.environ.get("LAGOM_TEST_COLLECTIVES") == "gloo" else "auto"
 """Of ranks: "auto" has them exchange through shared memory, "gloo" does not; see CONTRIBUTING.md."""
 TIMELINE = os.environ.get("LAGOM_TEST_TIMELINE") == "1"
 """Ranks note what they do; see CONTRIBUTING.md."""
-
-
-class RankFailedError(AssertionError):
-    """A rank raised; the text is its traceback."""
 
 
 def run_ranks(
@@ -87,26 +82,40 @@ def run_ranks(
     if next(_calls) % 100 == 0:  # writing splits huge pages, a few in each call
         use_huge_pages()
     with tempfile.TemporaryDirectory() as host_dir:
-        pipes, processes = [], []
-        for rank in range(world_size):
-            ours, theirs = _CONTEXT.Pipe(duplex=False)
-            args = (rank, plan, function, Path(host_dir), theirs, patches, always_slices, credentials)
-            process = _CONTEXT.Process(target=_rank, args=args)
-            process.start()
-            theirs.close()
-            pipes.append(ours)
-            processes.append(process)
+        job = _Job(plan, function, Path(host_dir), patches, always_slices, credentials)
+        text = packed(job) if _pool is not None else None
         try:
-            return _collect(pipes)
+            if _pool is None or text is None:
+                return on_new_ranks(world_size, lambda rank: _answer(rank, job))
+            return _pool.run(world_size, text)
         finally:
-            for process in processes:
-                process.join(timeout=2)
-                process.kill()
-                process.join()
-                process.close()
             settle(Path(host_dir), range(world_size), range(world_size))
-            for pipe in pipes:
-                pipe.close()
+
+
+@contextmanager
+def warm_ranks() -> Iterator[None]:
+    """Have ``run_ranks`` use the same processes again and again, where it is given a function that can be pickled."""
+    global _pool
+    _pool = pool = WarmPool(_answer)
+    try:
+        yield
+    finally:
+        _pool = None
+        pool.end()
+
+
+@contextmanager
+def forked_ranks() -> Iterator[None]:
+    """Have ``run_ranks`` fork from this process as it is now, for a while."""
+    global _pool
+    kept, _pool = _pool, None
+    try:
+        yield
+    finally:
+        _pool = kept
+
+
+_pool: WarmPool | None = None
 
 
 def alone(function: Callable[[Session], Any], seed: int = 0) -> Any:
@@ -169,54 +178,26 @@ def _session(
     )
 
 
-def _collect(pipes: list[Connection]) -> list[Any]:
-    results: dict[int, Any] = {}
-    failures: list[tuple[bool, int, str]] = []
-    deadline = time.monotonic() + _TIMEOUT_S
-    waiting = dict(zip(pipes, range(len(pipes)), strict=True))
-    while waiting:
-        ready = wait(list(waiting), timeout=max(0.0, deadline - time.monotonic()))
-        if not ready:
-            raise RankFailedError(f"ranks {sorted(waiting.values())} did not end within {_TIMEOUT_S:.0f} s; {failures}")
-        for pipe in ready:
-            assert isinstance(pipe, Connection)
-            rank = waiting.pop(pipe)
-            try:
-                kind, value = pickle.loads(pipe.recv_bytes())
-            except EOFError:
-                kind, value = "failed", (False, "it died")
-            if kind == "failed":
-                failures.append((value[0], rank, value[1]))
-                deadline = min(deadline, time.monotonic() + 5)
-            else:
-                results[rank] = value
-    if failures:
-        _, rank, text = min(failures)
-        raise RankFailedError(f"rank {rank} failed:\n{text}")
-    return [results[rank] for rank in range(len(pipes))]
+@dataclass(frozen=True)
+class _Job:
+    plan: Plan
+    function: Callable[[Session], Any]
+    host_dir: Path
+    patches: bool
+    always_slices: bool
+    credentials: Credentials
 
 
-def _rank(
-    rank: int,
-    plan: Plan,
-    function: Callable[[Session], Any],
-    host_dir: Path,
-    pipe: Connection,
-    patches: bool,
-    always_slices: bool,
-    credentials: Credentials,
-) -> None:
+def _answer(rank: int, job: _Job) -> tuple[bytes, bool]:
+    global _gathers
+    _gathers = itertools.count()
     torch.set_num_threads(1)
     forget_spark()
     try:
-        value = _run(rank, plan, function, host_dir, patches, always_slices, credentials)
-        answer = pickle.dumps(("returned", value))
+        return pickle.dumps(("returned", _run(rank, job))), True
     except BaseException as error:
         is_consequence = isinstance(error, CollectiveError)
-        answer = pickle.dumps(("failed", (is_consequence, traceback.format_exc())))
-    pipe.send_bytes(answer)
-    pipe.close()
-    os._exit(0)
+        return pickle.dumps(("failed", (is_consequence, traceback.format_exc()))), False
 
 
 def forget_spark() -> None:
@@ -235,36 +216,29 @@ def forget_spark() -> None:
         sql.SparkSession._instantiatedSession = None
 
 
-def _run(
-    rank: int,
-    plan: Plan,
-    function: Callable[[Session], Any],
-    host_dir: Path,
-    patches: bool,
-    always_slices: bool,
-    credentials: Credentials,
-) -> Any:
+def _run(rank: int, job: _Job) -> Any:
+    plan, host_dir = job.plan, job.host_dir
     group, store = None, None
     if plan.world_size > 1:
-        timeout = timedelta(seconds=_TIMEOUT_S)
+        timeout = timedelta(seconds=TIMEOUT_S)
         store = FileStore(str(host_dir / "store"), -1)
         store.set_timeout(timeout)
         group = Group(
             rank,
             plan.world_size,
-            all_gather_by(SealedStore(store, _KEY), "ways", rank, plan.world_size, _TIMEOUT_S),
+            all_gather_by(SealedStore(store, _KEY), "ways", rank, plan.world_size, TIMEOUT_S),
             lambda name, place, size: gloo(PrefixStore(name, store), place, size),
-            credentials=credentials,
+            credentials=job.credentials,
             shares_memory=plan.config.collectives == "auto",
         )
     session = _session(plan, rank, group, store, host_dir, torch.device("cpu"))
-    whole_batch.ALWAYS = always_slices
-    if not patches:
+    whole_batch.ALWAYS = job.always_slices
+    if not job.patches:
         seed_everything(plan.config.seed or 0)
-        return function(session)
+        return job.function(session)
     with own_disk(str(host_dir), rank, plan.world_size, plan.world_size), patched(session):
         seed_everything(plan.config.seed or 0)
-        value = function(session)
+        value = job.function(session)
         if session.divergence is not None and session.divergence.error is not None:
             # Tests catch the error on the ranks, to compare it; a program that does is told again at its end.
             session.divergence.check_end = lambda _: None  # type: ignore[assignment,method-assign]
@@ -277,7 +251,7 @@ def text_gather(session: Session) -> Callable[[bytes], list[bytes]]:
     """An exchange of texts among all ranks, through the store, with which they can set up another one."""
     assert session.store is not None
     name = f"gather {next(_gathers)}"
-    return all_gather_by(SealedStore(session.store, _KEY), name, session.rank, session.world_size, _TIMEOUT_S)
+    return all_gather_by(SealedStore(session.store, _KEY), name, session.rank, session.world_size, TIMEOUT_S)
 
 
 def gloo_of(session: Session) -> Any:
@@ -297,5 +271,5 @@ def gloo(store: Store, rank: int, world_size: int) -> Any:
     """A private gloo group on the loopback device."""
     options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # not in the stubs
     options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
-    options._timeout = timedelta(seconds=_TIMEOUT_S)
+    options._timeout = timedelta(seconds=TIMEOUT_S)
     return dist.ProcessGroupGloo(store, rank, world_size, options)

@@ -12,7 +12,7 @@ import tempfile
 import types
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, redirect_stdout
+from contextlib import ExitStack, contextmanager, nullcontext, redirect_stdout
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -28,7 +28,7 @@ from lagom.patching.replace import replaced
 from lagom.row_split.whole_batch import Gatherer
 from lagom.run_state.random_streams import seed_everything
 from lagom.session.session import Session
-from tests.ranks import alone, run_ranks
+from tests.ranks import alone, forked_ranks, run_ranks
 
 HERE = Path(__file__).parent
 TOLERANCE = 1e-12
@@ -77,7 +77,8 @@ class Run:
 
 def plainly(program: str, options: Mapping[str, Any], change: Callable[[types.ModuleType], None] | None = None) -> Run:
     """The program in one plain process with nothing patched; ``change`` is made to its module before."""
-    return _in_scratch(lambda: [alone(_body(program, options, change))])
+    with forked_ranks() if change is not None else nullcontext():  # processes that the change ends with
+        return _in_scratch(lambda: [alone(_body(program, options, change))])
 
 
 def on_ranks(
