@@ -71,7 +71,7 @@ def test_a_compiled_part_for_another_python_is_left_alone_and_named(tmp_path: Pa
     assert spec is not None
     assert spec.origin is not None
     package = tmp_path / "lagom"
-    shutil.copytree(Path(lagom.__file__).parent, package, ignore=shutil.ignore_patterns("__pycache__", "*.so"))
+    shutil.copytree(Path(lagom.__file__).parent, package, ignore=shutil.ignore_patterns("*.so"))
     (tmp_path / "train.py").write_text(PROGRAM)
     # The Python below the virtual environment knows no finder of an editable installation.
     command = [str(Path(sys.base_prefix, "bin", "python3")), "train.py"]

@@ -22,7 +22,10 @@ from lagom.wire.connection import DriverConnection
 from lagom.wire.server import DriverServer
 from tests.integration import programs
 
-pytestmark = pytest.mark.parametrize("spark", ["foreign"], indirect=True, scope="session")
+pytestmark = [
+    pytest.mark.parametrize("spark", ["foreign", "foreign-encrypted"], indirect=True, scope="session"),
+    pytest.mark.soak_on("foreign"),  # starting two clusters of hosts takes longer than all of these tests
+]
 
 
 @pytest.fixture(autouse=True)

@@ -64,6 +64,7 @@ class TestOnEveryKind:
         odd_trials.check(odd_trials.search("spark", tmp_path / "runs"))
 
 
+@pytest.mark.soak  # tests/search/test_mlflow_trials.py shows the same by default on slots of this machine
 @pytest.mark.parametrize("spark", ["local[2]"], indirect=True, scope="session")
 def test_trials_log_to_their_runs_in_mlflow(spark: Any, tmp_path: Path) -> None:
     from tests.search import mlflow_searches

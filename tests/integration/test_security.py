@@ -167,12 +167,12 @@ def test_the_secret_is_nowhere(
     assert not found
 
 
-@pytest.mark.parametrize("spark", ["foreign"], indirect=True)
+@pytest.mark.parametrize("spark", ["standalone"], indirect=True)
 def test_a_spark_that_encrypts_nothing_and_only_says_so_is_warned_of(
     spark: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(SparkFacts, "encrypted", True)
-    config = TorchDistributedConfig(world_size=3, hparams={"large": os.urandom(2 << 20)})
+    config = TorchDistributedConfig(world_size=2, hparams={"large": os.urandom(2 << 20)})
     assert experiment.lagom(speaks, config).value.numel() == 3_000_000
     assert "spark.authenticate is not" in caplog.text
 

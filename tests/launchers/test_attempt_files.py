@@ -97,7 +97,9 @@ def ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> Path:
     return folder
 
 
-@pytest.mark.parametrize(("world_size", "victim", "at"), [(2, 0, 1), (2, 1, 2), (1, 0, 1)])
+@pytest.mark.parametrize(
+    ("world_size", "victim", "at"), [(2, 0, 1), pytest.param(2, 1, 2, marks=pytest.mark.soak), (1, 0, 1)]
+)
 def test_a_program_from_scratch_leaves_the_files_of_one_attempt(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, world_size: int, victim: int, at: int
 ) -> None:
@@ -120,7 +122,10 @@ def from_scratch_seeded(gate: str) -> None:
     from_scratch(gate)
 
 
-@pytest.mark.parametrize(("world_size", "victim", "at", "first"), [(2, 0, 2, 2), (2, 1, 3, 4), (1, 0, 2, 2)])
+@pytest.mark.parametrize(
+    ("world_size", "victim", "at", "first"),
+    [pytest.param(2, 0, 2, 2, marks=pytest.mark.soak), (2, 1, 3, 4), (1, 0, 2, 2)],
+)
 def test_a_program_with_a_checkpoint_goes_on_from_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, world_size: int, victim: int, at: int, first: int
 ) -> None:

@@ -317,11 +317,11 @@ def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
 @pytest.mark.parametrize(
     ("program", "world_size", "kills", "settings"),
     [
-        (evaluates, 2, [0], {}),
+        pytest.param(evaluates, 2, [0], {}, marks=pytest.mark.soak),
         (evaluates, 3, [1, 2], {"batches": "split"}),
         (accumulates, 3, [2], {}),
         (streams, 2, [1], {}),
-        (with_workers, 2, [1], {}),
+        pytest.param(with_workers, 2, [1], {}, marks=pytest.mark.soak),
         (with_workers, 2, [0], {"share_workers": True}),
         # Passes of 5 s, between which alone there are twins; else what the two before show.
         pytest.param(has_long_passes, 2, [1], {}, marks=pytest.mark.soak),

@@ -216,7 +216,8 @@ def test_a_number_that_leaves_torch_through_numpy_is_of_a_share() -> None:
 
 # That a comparison of tensors is a decision, test_rehearsal.py shows as well.
 @pytest.mark.parametrize(
-    "program", [stops_on_loss, could_stop_on_loss, pytest.param(compares_tensors, marks=pytest.mark.soak)]
+    "program",
+    [stops_on_loss, *(pytest.param(one, marks=pytest.mark.soak) for one in (could_stop_on_loss, compares_tensors))],
 )
 def test_a_program_that_decides_by_the_loss_of_a_share_needs_whole(program: Callable[[], Any]) -> None:
     with pytest.raises(VerificationError, match=r"needs\s+batches='whole'") as error:
