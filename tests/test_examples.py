@@ -19,7 +19,7 @@ from examples import mnist_data
 ROOT = Path(__file__).parent.parent
 EXAMPLES = ROOT / "examples"
 TINY = {
-    "demo": ["--epochs", "6", "--images", "2048", "--threads", "1"],
+    "demo": ["--epochs", "4", "--images", "512", "--threads", "1"],
     "parquet": ["--epochs", "1", "--points", "500"],
     "petastorm": ["--epochs", "1", "--images", "200"],
     "search": ["--trials", "4", "--epochs", "2", "--points", "500"],
