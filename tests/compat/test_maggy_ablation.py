@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +12,7 @@ import pandas as pd  # type: ignore[import-untyped]
 import pytest
 import torch
 
+from lagom import cli
 from lagom.compat import maggy
 
 ROOT = Path(__file__).parent.parent.parent
@@ -142,13 +142,17 @@ def _order(name: str) -> int:
     return next((place + 1 for place, kind in enumerate(kinds) if name.startswith(kind)), 0)
 
 
-def test_a_script_runs_under_lagom_run(tmp_path: Path) -> None:
+def test_a_script_runs_under_lagom_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "titanic.py").write_text(PROGRAM + "print('best', result['num_trials'], len(result.effects))\n")
-    command = [sys.executable, "-m", "lagom", "run", "-n", "2", "titanic.py"]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=300, check=False)
-    assert done.returncode == 0, done.stderr
-    assert "best 8 7" in done.stdout
-    assert "2 trials at a time" in done.stderr
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    status = cli.main(["run", "-n", "2", "titanic.py"])
+    out, err = capfd.readouterr()
+    assert status == 0, err
+    assert "best 8 7" in out
+    assert "2 trials at a time" in err
 
 
 def test_the_later_spelling_by_position_with_model_and_dataset() -> None:
