@@ -132,7 +132,7 @@ def _pickle(value: object, at_home: Mapping[type, str], by_reference: bool) -> t
 
     stream = io.BytesIO()
     try:
-        _Pickler(stream, out_of_band, at_home, by_reference).dump(value)
+        Pickler(stream, out_of_band, at_home, by_reference).dump(value)
     except Exception as error:
         culprit = find_unpicklable(value, _can_pickle)
         what = culprit or f"a {type(value).__name__}"
@@ -143,7 +143,7 @@ def _pickle(value: object, at_home: Mapping[type, str], by_reference: bool) -> t
 
 def _can_pickle(value: object) -> bool:
     try:
-        _Pickler(io.BytesIO(), lambda _: False, {}).dump(value)
+        Pickler(io.BytesIO(), lambda _: False, {}).dump(value)
     except Exception:  # the caller has the error already; only its place is wanted
         return False
     return True
@@ -159,7 +159,7 @@ def _cached(function: Callable[..., Any], maxsize: int | None, typed: bool) -> A
     return functools.lru_cache(maxsize, typed)(function)
 
 
-class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
+class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
     """cloudpickle with torch's storages pickled out of band; never imports torch."""
 
     def __init__(

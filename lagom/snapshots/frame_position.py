@@ -1,0 +1,61 @@
+"""``position_of``: the statement that a frame of the program is at, as a node of its source."""
+
+from __future__ import annotations
+
+import ast
+import dis
+import itertools
+import types
+from dataclasses import dataclass
+
+from lagom.snapshots.source_code import SourceFile, Span
+
+
+_CACHE = dis.opmap.get("CACHE", -1)
+
+
+class NoSnapshotError(Exception):
+    """Why no snapshot can be taken at this place, in a few words."""
+
+
+@dataclass(frozen=True, slots=True)
+class Position:
+    """Place in a function: a loop that is about to take its next item, or a call in progress."""
+
+    file: str
+    function: str
+    first_line: int
+    is_loop: bool
+    where: Span
+
+    def node(self, source: SourceFile) -> ast.For | ast.Call | None:
+        """Return the loop or the call."""
+        return source.loop_at(self.where) if self.is_loop else source.call_at(self.where)
+
+
+def position_of(frame: types.FrameType, source: SourceFile) -> Position:
+    """Return the position of ``frame``, a function of ``source``.
+
+    Raises:
+        NoSnapshotError: if it is at neither a loop nor a call.
+    """
+    code, at = frame.f_code, frame.f_lasti
+    while code.co_code[at] == _CACHE:  # a call of a function in Python is past its own cache already
+        at -= 2
+    name = dis.opname[code.co_code[at]]
+    line, end_line, column, end_column = next(itertools.islice(code.co_positions(), at // 2, None))
+    is_loop = name.startswith("FOR_ITER")
+    if line is None or end_line is None or column is None or end_column is None:
+        raise NoSnapshotError("Python was told to leave positions out of its code (-X no_debug_ranges)")
+    if not (is_loop or name.startswith("CALL")):
+        raise NoSnapshotError(f"{place_of(frame)} is neither at a call nor at a loop")
+    where = line, column, end_line, end_column
+    found = Position(code.co_filename, code.co_name, code.co_firstlineno, is_loop, where)
+    if found.node(source) is None:
+        raise NoSnapshotError(f"{place_of(frame)} is inside of a comprehension or another expression")
+    return found
+
+
+def place_of(frame: types.FrameType) -> str:
+    """Name the line that ``frame`` is at."""
+    return f"{frame.f_code.co_name} ({frame.f_code.co_filename}:{frame.f_lineno})"

@@ -1,0 +1,177 @@
+"""``ProgramFrames``: the frames of a running program, read in one process and made anew in another."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import gc
+import types
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from lagom.snapshots.continuation import HELP, ResumedFrame, check_continuation, continuation_code, first_parameter
+from lagom.snapshots.frame_position import NoSnapshotError, Position, place_of, position_of
+from lagom.snapshots.state_pickle import cell_contents, fill_cells
+from lagom.snapshots.source_code import MARK, SourceFile, iterator_name, manager_name
+
+
+
+_GENERATORS = 0x20 | 0x80 | 0x200  # generators, coroutines, asynchronous generators
+_PASSED = ("/lagom/loaders/", "/lagom/snapshots/", "/torch/utils/data/dataloader.py", "/tqdm/std.py")
+"""Parts of libraries that may be between the program and the point: what they hold is saved with their iterators."""
+
+
+@dataclass(slots=True)
+class FrameState:
+    """A function in progress: its position and its variables."""
+
+    position: Position
+    module: str
+    """The ``__name__`` of its globals."""
+    values: dict[str, Any]
+    cells: dict[str, types.CellType]
+    """Variables that it shares with functions defined in it or around it."""
+    contents: Sequence[tuple[types.CellType, bool, Any]]
+    """What they hold."""
+
+
+class ProgramFrames:
+    """Frames of the functions in ``sources``, by file, below the frame of ``boundary``."""
+
+    def __init__(self, sources: Mapping[str, SourceFile], boundary: types.CodeType) -> None:
+        self._sources, self._boundary = sources, boundary
+        self._checked: dict[tuple[types.CodeType, int, bool], Position] = {}
+
+    def now(self, frame: types.FrameType | None) -> list[tuple[types.FrameType, Position]]:
+        """Return the frames of the program from ``frame`` outwards, outermost first.
+
+        Raises:
+            NoSnapshotError: if one of them could not go on in another process.
+        """
+        found: list[tuple[types.FrameType, Position]] = []
+        while frame is not None and frame.f_code is not self._boundary:
+            name = frame.f_code.co_filename
+            if name in self._sources:
+                found.append((frame, self._position(frame, is_innermost=not found)))
+            elif not any(part in name for part in _PASSED) and not self._is_help(frame):
+                raise NoSnapshotError(f"{place_of(frame)} is between the program and its loader")
+            frame = frame.f_back
+        if frame is None or not found:
+            raise NoSnapshotError("no function of the program's own is running")
+        return found[::-1]
+
+    def _is_help(self, frame: types.FrameType) -> bool:
+        return HELP in frame.f_code.co_varnames
+
+    def _position(self, frame: types.FrameType, is_innermost: bool) -> Position:
+        key = frame.f_code, frame.f_lasti, is_innermost
+        if key not in self._checked:
+            self._checked[key] = self._find_position(frame, is_innermost)
+        return self._checked[key]
+
+    def _find_position(self, frame: types.FrameType, is_innermost: bool) -> Position:
+        code, source = frame.f_code, self._sources[frame.f_code.co_filename]
+        if code.co_flags & _GENERATORS:
+            raise NoSnapshotError(f"{place_of(frame)} is a generator")
+        function = source.function(code)
+        if function is None:
+            raise NoSnapshotError(f"{place_of(frame)} is no function of its own, but a lambda, comprehension or class body")
+        found = position_of(frame, source)
+        node = found.node(source)
+        assert node is not None
+        if not is_innermost and found.is_loop:
+            raise NoSnapshotError(f"{place_of(frame)} iterates over an iterator of the program's own")
+        if is_innermost and isinstance(node, ast.Call) and not (isinstance(node.func, ast.Name) and node.func.id == "next"):
+            raise NoSnapshotError(f"{place_of(frame)} calls a library that reads the loader")
+        check_continuation(source, function, node, is_innermost)
+        missing = set(_stack_names(source, function, node)) - {*code.co_varnames, *code.co_cellvars, *code.co_freevars}
+        if missing:
+            raise NoSnapshotError(f"{place_of(frame)} was defined after the run had begun")
+        return found
+
+    def states(self, frames: Sequence[tuple[types.FrameType, Position]]) -> list[FrameState]:
+        """Return the states of ``frames``; keeps their variables alive, so for a fork only.
+
+        Raises:
+            NoSnapshotError: if a variable that functions share cannot be found.
+        """
+        return [self._state(frame, position) for frame, position in frames]
+
+    def _state(self, frame: types.FrameType, position: Position) -> FrameState:
+        code, values = frame.f_code, dict(frame.f_locals)
+        shared = {*code.co_cellvars, *code.co_freevars}
+        cells = _cells(frame, values, shared) if shared else {}
+        own = {name: value for name, value in values.items() if name not in shared and not _is_help(name)}
+        return FrameState(position, frame.f_globals["__name__"], own, cells, cell_contents(cells))
+
+    def call(self, states: Sequence[FrameState], module: Callable[[str], dict[str, Any]]) -> Callable[[], Any]:
+        """Return a call that goes on with the functions in progress, and returns what the outermost one returns.
+
+        Args:
+            module: returns the globals of a name.
+        """
+        call: Callable[[], Any] | None = None
+        for state in reversed(states):
+            fill_cells(state.contents)
+            source, at = self._sources[state.position.file], state.position
+            node = at.node(source)
+            function = source.function_at(at.function, at.first_line)
+            assert node is not None
+            assert function is not None
+            code = continuation_code(source, function, node, call is None, list(state.values), list(state.cells))
+            closure = tuple(state.cells[name] for name in code.co_freevars)
+            resumed = types.FunctionType(code, module(state.module), at.function, None, closure)
+            first = [state.values[name] for name in first_parameter(function, state.cells)]
+            call = functools.partial(resumed, *first, ResumedFrame(state.values, call))
+        assert call is not None
+        return call
+
+
+def _is_help(name: str) -> bool:
+    return name == HELP or name.startswith(f"{MARK}item ")
+
+
+def _stack_names(source: SourceFile, function: ast.FunctionDef, node: ast.AST) -> list[str]:
+    """Return the variables for the iterators and managers that are in use at ``node``."""
+    chain = source.chain(node, function) or []
+    found = []
+    for above, below in zip(chain, [*chain[1:], None], strict=True):
+        is_body = below is None or source.parents[below][1] == "body"
+        if isinstance(above, ast.For) and is_body:
+            found.append(iterator_name(above))
+        elif isinstance(above, ast.With) and is_body:
+            found += [manager_name(above, number) for number in range(len(above.items))]
+    return found
+
+
+def _cells(frame: types.FrameType, values: Mapping[str, Any], names: set[str]) -> dict[str, types.CellType]:
+    """Return the cells of ``frame``: those of functions that it has defined, or that it is itself one of."""
+    found: dict[str, dict[int, types.CellType]] = {}
+    for function in gc.get_objects():
+        if type(function) is not types.FunctionType or not names & {*function.__code__.co_freevars}:
+            continue
+        if function.__code__.co_filename != frame.f_code.co_filename:
+            continue
+        for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+            if name in names and _holds(cell, values, name):
+                found.setdefault(name, {})[id(cell)] = cell
+    for name in names:
+        several = found.get(name, {})
+        if len(several) > 1:
+            raise NoSnapshotError(f"{place_of(frame)} shares {name} with functions of several calls")
+    # A variable that no living function shares is the frame's alone.
+    return {name: _only(found.get(name, {}), values, name) for name in names}
+
+
+def _holds(cell: types.CellType, values: Mapping[str, Any], name: str) -> bool:
+    try:
+        return name in values and cell.cell_contents is values[name]
+    except ValueError:
+        return name not in values
+
+
+def _only(several: Mapping[int, types.CellType], values: Mapping[str, Any], name: str) -> types.CellType:
+    if several:
+        return next(iter(several.values()))
+    return types.CellType(values[name]) if name in values else types.CellType()

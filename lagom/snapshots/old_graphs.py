@@ -1,0 +1,72 @@
+"""``has_live_graph`` and ``with_old_graph``: tensors whose autograd graph is used up, and their stand-ins elsewhere."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+
+from lagom.errors import LagomError
+
+
+def has_live_graph(root: Any) -> bool:
+    """Return whether the graph at ``root`` still has tensors for a backward, which frees them."""
+    seen, waiting = {root}, [root]
+    while waiting:
+        node = waiting.pop()
+        if _has_saved(node):
+            return True
+        for below, _ in node.next_functions:
+            if below is not None and below not in seen:
+                seen.add(below)
+                waiting.append(below)
+    return False
+
+
+@functools.cache
+def _saved_names(kind: type) -> tuple[str, ...]:
+    return tuple(name for name in dir(kind) if name.startswith("_raw_saved_"))
+
+
+def _has_saved(node: Any) -> bool:
+    names = (*_saved_names(type(node)), *(["saved_tensors"] if hasattr(type(node), "saved_tensors") else []))
+    for name in names:
+        try:
+            found = getattr(node, name)
+        except RuntimeError:  # a backward has freed it
+            return False
+        if isinstance(found, (list, tuple)) and not found:
+            continue
+        if found is not None and not _is_empty(found):
+            return True
+    return False
+
+
+def _is_empty(saved: Any) -> bool:
+    try:
+        return hasattr(saved, "data") and saved.data is None
+    except RuntimeError:
+        return False
+
+
+def with_old_graph(value: torch.Tensor, name: str) -> torch.Tensor:
+    """Return ``value`` as the output of a graph of this name, which is gone."""
+    kind: Any = type(name, (torch.autograd.Function,), {"forward": _forward, "backward": _backward})
+    kind._backward_cls.__name__ = name
+    with torch.enable_grad():
+        found: torch.Tensor = kind.apply(value.requires_grad_())
+    return found
+
+
+@staticmethod  # type: ignore[misc]
+def _forward(ctx: Any, value: torch.Tensor) -> torch.Tensor:
+    return value.view_as(value)
+
+
+@staticmethod  # type: ignore[misc]
+def _backward(ctx: Any, gradient: torch.Tensor) -> Any:
+    raise LagomError(
+        "a backward goes through a graph from before the snapshot that the run has gone on from; it has been used up "
+        "there, or has nothing that lagom could save"
+    )

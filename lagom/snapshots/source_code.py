@@ -1,0 +1,171 @@
+"""``SourceCode``: the user's source files, compiled anew so that the iterators of loops can be read from a frame.
+
+The value stack of a running frame cannot be read in Python. The iterator of a ``for`` loop and the manager of a
+``with`` block lie there, and nothing else that a statement in progress needs twice. So each of them gets a local
+variable, whose name no program can have.
+"""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import functools
+import types
+import warnings
+from collections.abc import Iterator
+
+MARK = "lagom "
+"""Begins the names of lagom's own variables in a program's functions; no identifier of a program has a space."""
+_ITER = f"{MARK}iter"
+Span = tuple[int, int, int, int]
+"""Line and column at which a part of the source begins, and those at which it ends."""
+_Scope = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda, ast.ClassDef)
+
+
+def iterator_name(loop: ast.For) -> str:
+    """Return the name of the variable that holds the iterator of ``loop``."""
+    return f"{MARK}{loop.lineno}:{loop.col_offset}"
+
+
+def manager_name(block: ast.With, number: int) -> str:
+    """Return the name of the variable that holds a context manager of ``block``."""
+    return f"{MARK}{block.lineno}:{block.col_offset}:{number}"
+
+
+def name_at(name: str, node: ast.AST) -> ast.Name:
+    """Return an expression that reads the variable ``name``, at the position of ``node``."""
+    return ast.copy_location(ast.Name(name, ast.Load()), node)
+
+
+class NamedStack(ast.NodeTransformer):
+    """Gives each iterator and each context manager in a function a variable."""
+
+    def __init__(self, in_function: bool = False) -> None:
+        self._in_function = in_function
+
+    def _visit_scope(self, node: ast.AST, in_function: bool) -> ast.AST:
+        before, self._in_function = self._in_function, in_function
+        self.generic_visit(node)
+        self._in_function = before
+        return node
+
+    def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.AST:
+        return self._visit_scope(node, in_function=True)
+
+    def visit_ClassDef(self, node: ast.ClassDef) -> ast.AST:
+        return self._visit_scope(node, in_function=False)
+
+    def visit_For(self, node: ast.For) -> ast.AST | list[ast.stmt]:
+        self.generic_visit(node)
+        if not self._in_function:
+            return node
+        name = iterator_name(node)
+        iterable = node.iter
+        made = ast.copy_location(ast.Call(name_at(_ITER, iterable), [iterable], []), iterable)
+        node.iter = _kept(name, made)
+        return [node, _cleared(name, node)]
+
+    def visit_With(self, node: ast.With) -> ast.AST | list[ast.stmt]:
+        self.generic_visit(node)
+        if not self._in_function:
+            return node
+        names = [manager_name(node, number) for number in range(len(node.items))]
+        for name, item in zip(names, node.items, strict=True):
+            item.context_expr = _kept(name, item.context_expr)
+        return [node, *(_cleared(name, node) for name in names)]
+
+
+def _kept(name: str, value: ast.expr) -> ast.expr:
+    target = ast.copy_location(ast.Name(name, ast.Store()), value)
+    return ast.copy_location(ast.NamedExpr(target, value), value)
+
+
+def _cleared(name: str, node: ast.stmt) -> ast.stmt:
+    """Return a statement that lets go of what the variable ``name`` holds, which would else live longer than before."""
+    found = ast.Assign([ast.Name(name, ast.Store())], ast.Constant(None))
+    ast.copy_location(found, node)
+    found.end_lineno, found.end_col_offset = node.lineno, node.col_offset
+    return ast.fix_missing_locations(found)
+
+
+class SourceFile:
+    """One source file of the program: its tree, and where each node stands in it."""
+
+    def __init__(self, name: str, text: str) -> None:
+        self.name, self.text = name, text
+        self.tree = ast.parse(text, name)
+        self.parents: dict[ast.AST, tuple[ast.AST, str, int | None]] = {}
+        self._functions: dict[tuple[str, int], ast.FunctionDef] = {}
+        self._calls: dict[tuple[int, int], ast.Call] = {}
+        self._loops: dict[Span, ast.For] = {}
+        self._index()
+
+    def _index(self) -> None:
+        for node in ast.walk(self.tree):
+            for field, value in ast.iter_fields(node):
+                for index, child in enumerate(value if isinstance(value, list) else [value]):
+                    if isinstance(child, ast.AST):
+                        self.parents[child] = node, field, index if isinstance(value, list) else None
+            if isinstance(node, ast.FunctionDef):
+                first = min([node.lineno, *(one.lineno for one in node.decorator_list)])
+                self._functions[node.name, first] = node
+            elif isinstance(node, ast.Call):
+                self._calls[span(node)[2:]] = node  # no other call ends with the same parenthesis
+            elif isinstance(node, ast.For):
+                # Python 3.11 gives the loop's own code its position, later versions that of its iterable.
+                self._loops[span(node)] = self._loops[span(node.iter)] = node
+
+    def function(self, code: types.CodeType) -> ast.FunctionDef | None:
+        """Return the function that ``code`` was compiled from."""
+        return self.function_at(code.co_name, code.co_firstlineno)
+
+    def function_at(self, name: str, first_line: int) -> ast.FunctionDef | None:
+        """Return the function ``name`` that begins at a line."""
+        return self._functions.get((name, first_line))
+
+    def call_at(self, where: Span) -> ast.Call | None:
+        """Return the call that ends where ``where`` does: its code may begin at the name of a method."""
+        return self._calls.get(where[2:])
+
+    def loop_at(self, where: Span) -> ast.For | None:
+        """Return the ``for`` loop whose code has the position ``where``."""
+        return self._loops.get(where)
+
+    def chain(self, node: ast.AST, function: ast.FunctionDef) -> list[ast.AST] | None:
+        """Return the nodes from ``function`` down to ``node``; None if another function or class is between."""
+        found = [node]
+        while found[-1] is not function:
+            parent = self.parents.get(found[-1])
+            if parent is None or (parent[0] is not function and isinstance(parent[0], _Scope)):
+                return None
+            found.append(parent[0])
+        return found[::-1]
+
+    @functools.cached_property
+    def with_named_stack(self) -> dict[tuple[str, int], types.CodeType]:
+        """The code of all functions, with a variable for each iterator and manager, by name and first line."""
+        setattr(builtins, _ITER, iter)
+        tree = NamedStack().visit(ast.parse(self.text, self.name))
+        return {(code.co_qualname, code.co_firstlineno): code for code in codes(compiled(tree, self.name))}
+
+
+def compiled(tree: ast.AST, name: str) -> types.CodeType:
+    """Compile a tree that was made from source that has been compiled before, so without its warnings."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return compile(tree, name, "exec", dont_inherit=True)  # type: ignore[arg-type]
+
+
+def codes(code: types.CodeType) -> Iterator[types.CodeType]:
+    """Yield ``code``, and the code of all that is defined in it."""
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from codes(constant)
+
+
+def span(node: ast.expr | ast.stmt) -> Span:
+    """Return where ``node`` begins and ends."""
+    assert node.end_lineno is not None
+    assert node.end_col_offset is not None
+    return node.lineno, node.col_offset, node.end_lineno, node.end_col_offset

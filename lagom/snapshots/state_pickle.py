@@ -1,0 +1,209 @@
+"""``pickle_state`` and ``unpickle_state``: all objects of a running program in one pickle, so that they stay the same ones.
+
+Functions of the program, its modules' variables and the data that came with the call are pickled by reference.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+import sys
+import threading
+import types
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from lagom.payload import Pickler
+from lagom.snapshots.old_graphs import has_live_graph, with_old_graph
+
+Refer = Callable[[memoryview], Any]
+Globals = Mapping[str, dict[str, Any]]
+"""The variables of the program's modules, by the modules' names."""
+_Lock, _RLock = type(threading.Lock()), type(threading.RLock())
+
+
+class Programs:
+    """What a pickle refers to by name while it is written or read."""
+
+    globals: Globals = types.MappingProxyType({})
+    places: tuple[Any, ...] = ()
+
+
+_now = Programs()
+
+
+@contextmanager
+def program_globals(found: Globals) -> Iterator[None]:
+    """Have pickles in the block refer to these variables."""
+    before, _now.globals = _now.globals, found
+    try:
+        yield
+    finally:
+        _now.globals = before
+
+
+def pickle_state(state: Any, at_home: Mapping[type, str], reduce: Callable[[Any], Any]) -> tuple[bytes, list[memoryview]]:
+    """Pickle ``state``; return the pickle and its large buffers.
+
+    Args:
+        at_home: classes that came with the call, with their ids.
+        reduce: returns how to pickle an object, as ``__reduce_ex__`` does, or NotImplemented.
+    """
+    buffers: list[memoryview] = []
+
+    def out_of_band(buffer: pickle.PickleBuffer) -> bool:
+        raw = buffer.raw()
+        if raw.nbytes < _LARGE:
+            return True
+        buffers.append(raw)
+        return False
+
+    stream = io.BytesIO()
+    pickler = _StatePickler(stream, out_of_band, at_home)
+    pickler.reduce = reduce
+    pickler.dump((state, pickler.gradients))
+    return stream.getvalue(), buffers
+
+
+_LARGE = 1 << 16
+
+
+class _Gradients:
+    """Gradients of the tensors that a pickle has met; pickled after all else, and put back when it is read."""
+
+    def __init__(self) -> None:
+        self.found: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def __reduce__(self) -> Any:
+        return _put_gradients, (self.found,)
+
+
+def _put_gradients(found: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    for tensor, gradient in found:
+        tensor.grad = gradient
+
+
+class _StatePickler(Pickler):
+    reduce: Callable[[Any], Any]
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.gradients = _Gradients()
+
+    def reducer_override(self, value: Any) -> Any:
+        kind = type(value)
+        if kind is types.FunctionType:
+            found = _function(value)
+        elif kind is types.CellType:
+            found = types.CellType, ()
+        elif isinstance(value, torch.Tensor):
+            found = self._tensor(value)
+        elif kind is weakref.ref:
+            found = _weak, (value(),)
+        elif kind is _Lock or kind is _RLock:
+            found = kind is _Lock and threading.Lock or threading.RLock, ()
+        elif isinstance(value, (types.GeneratorType, types.CoroutineType)):
+            raise pickle.PicklingError(f"{value.__name__} is a generator that has begun")
+        else:
+            found = self.reduce(value)
+        return super().reducer_override(value) if found is NotImplemented else found
+
+    def _tensor(self, value: torch.Tensor) -> Any:
+        if value.grad_fn is not None:
+            if has_live_graph(value.grad_fn):
+                raise pickle.PicklingError("a tensor has a graph that no backward has used yet")
+            return with_old_graph, (value.detach(), value.grad_fn.name())
+        if value.is_leaf and value.grad is not None:
+            self.gradients.found.append((value, value.grad))
+        if value._backward_hooks:
+            raise pickle.PicklingError("a tensor has hooks")
+        return NotImplemented
+
+
+def _weak(value: Any) -> Any:
+    return weakref.ref(value if value is not None else _Gone())
+
+
+class _Gone:
+    pass
+
+
+def _function(function: types.FunctionType) -> Any:
+    module = _module_of(function.__globals__)
+    if module is None:
+        return NotImplemented
+    if _found(module, function.__qualname__) is function:
+        return _found, (module, function.__qualname__)
+    cells = function.__closure__ or ()
+    contents = [(cell, *_content(cell)) for cell in cells]
+    names = ("__qualname__", "__defaults__", "__kwdefaults__", "__annotations__", "__doc__", "__module__")
+    state = {name: getattr(function, name) for name in names}, dict(vars(function)), contents
+    made = _made, (function.__code__, module, function.__name__, cells)
+    return (*made, state, None, None, _fill)
+
+
+def _module_of(variables: dict[str, Any]) -> str | None:
+    name = variables.get("__name__")
+    return name if isinstance(name, str) and _now.globals.get(name) is variables else None
+
+
+def _found(module: str, name: str) -> Any:
+    value: Any = None
+    variables: Any = _now.globals[module]
+    for part in name.split("."):
+        value = variables.get(part) if isinstance(variables, dict) else getattr(variables, part, None)
+        variables = value
+    return value
+
+
+def _content(cell: types.CellType) -> tuple[bool, Any]:
+    try:
+        return True, cell.cell_contents
+    except ValueError:
+        return False, None
+
+
+def _made(code: types.CodeType, module: str, name: str, cells: tuple[types.CellType, ...]) -> types.FunctionType:
+    return types.FunctionType(code, _now.globals[module], name, None, cells)
+
+
+def _fill(function: types.FunctionType, state: Any) -> None:
+    attributes, own, contents = state
+    for name, value in attributes.items():
+        setattr(function, name, value)
+    vars(function).update(own)
+    fill_cells(contents)
+
+
+def cell_contents(cells: Mapping[str, types.CellType]) -> list[tuple[types.CellType, bool, Any]]:
+    """Return ``cells`` with what they hold, for ``fill_cells``; in a pickle they are empty."""
+    return [(cell, *_content(cell)) for cell in cells.values()]
+
+
+def fill_cells(contents: Sequence[tuple[types.CellType, bool, Any]]) -> None:
+    """Give cells what they held."""
+    for cell, is_full, value in contents:
+        if is_full:
+            cell.cell_contents = value
+
+
+def unpickle_state(pickled: Any, buffers: Sequence[Any]) -> Any:
+    """Return the state that ``pickle_state`` has pickled."""
+    return pickle.loads(pickled, buffers=buffers)[0]
+
+
+def is_data(value: Any) -> bool:
+    """Return whether a variable of a module holds something else than a module, class or function."""
+    return not isinstance(value, (types.ModuleType, type, types.FunctionType, types.BuiltinFunctionType))
+
+
+def standard_streams(value: Any) -> Any:
+    """Return how to pickle a standard stream of this process."""
+    for name in ("stdin", "stdout", "stderr"):
+        if value is getattr(sys, name) or value is getattr(sys, f"__{name}__"):
+            return getattr, (sys, name)
+    return NotImplemented
