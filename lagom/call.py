@@ -19,3 +19,5 @@ class Call:
     """States of the driver's generators, from which ranks start; None if the plan has a seed, or nothing is random."""
     settings: Mapping[str, Any] = field(default_factory=dict)
     """Settings of the driver's process, from ``process_settings``; empty leaves the rank's process as it is."""
+    sources: Mapping[str, str] = field(default_factory=dict)
+    """The program's source files, by the names that its code has for them; empty without snapshots."""

@@ -2,23 +2,32 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import fields
+from dataclasses import fields, replace
+from pathlib import Path
 from typing import Any, overload
 
 from lagom.aggregate import aggregate, remedy
 from lagom.call import Call
 from lagom.config import AblationConfig, HyperparameterOptConfig, TorchDistributedConfig
+from lagom.config.torch_distributed import Launcher
 from lagom.launchers import choose
 from lagom.launchers.attempts import run_attempts
+from lagom.kept_call import keep_call, read_call
 from lagom.launchers.dataframes import write_frame
+from lagom.launchers.protocol import Launcher as Launches
 from lagom.plan import Plan, plan
 from lagom.preparation import already_distributed, checked, random_start, run_records, source_of
 from lagom.program.own_frames import cut_own_frames
 from lagom.program.signature import function_name
+from lagom.program.sources import source_files
 from lagom.random_states import set_random_states
+from lagom.records.run_dir import RunRecords
+from lagom.records.runs import find_run
+from lagom.restart.kept_snapshots import SnapshotFolder
 from lagom.result import Result
 from lagom.search.ablate import ablate
 from lagom.search.ablation_result import AblationResult
@@ -82,6 +91,7 @@ def lagom(train: Callable[..., Any], config: TorchDistributedConfig) -> Result |
         provided=write_frame(provided),
         random_states=random_start(config),
         settings=process_settings(),
+        sources=source_files(train, *provided.values(), *config.hparams.values()) if config.snapshot_every_s is not None else {},
     )
     if config.verify and the_plan.world_size > 1:
         if the_plan.already_distributed:
@@ -89,14 +99,52 @@ def lagom(train: Callable[..., Any], config: TorchDistributedConfig) -> Result |
         else:
             show(verify(launcher, the_plan, call))
     with run_records(config, the_plan, launcher.where(), source_of(train)) as records:
-        try:
-            outcomes, failures = run_attempts(launcher, the_plan, call, records)
-        except Exception as error:
-            cut_own_frames(error)
-            raise error  # in Python 3.10, a bare raise would restore the frames
-        value, values = _values([outcome.load() for outcome in outcomes], the_plan)
-        if records is not None:
-            records.ended({"outcome": "returned", "value": value, "per_rank": values})
+        snapshots = keep_call(records, the_plan, call, source_of(train))
+        return _run(launcher, the_plan, call, records, snapshots, started)
+
+
+def resume(
+    run_dir: str | os.PathLike[str], *, world_size: int | None = None, launcher: Launcher | None = None
+) -> Result:
+    """Go on with a run that has kept snapshots, from the last one, and return its result as ``lagom`` would have.
+
+    Args:
+        run_dir: the folder of the run.
+        world_size: number of ranks; None: as before.
+        launcher: where they run; None: as before.
+
+    Raises:
+        LagomError: if the run has kept no snapshots, or others than this user can write to them.
+        ValueError: if there is no such run.
+        Exception: as ``lagom``.
+    """
+    started = time.monotonic()
+    with read_call(find_run(run_dir, None)) as (run, call, snapshots):
+        changed = {"world_size": world_size, "launcher": launcher}
+        config = replace(run.config, **{name: value for name, value in changed.items() if value is not None})
+        chosen = choose(config.launcher)
+        the_plan = plan(config, chosen.cluster(), run.name, already_distributed=False)
+        folder = Path(snapshots.path).parent
+        with run_records(config, the_plan, chosen.where(), run.source, folder) as records:
+            return _run(chosen, the_plan, call, records, snapshots, started)
+
+
+def _run(
+    launcher: Launches,
+    the_plan: Plan,
+    call: Call,
+    records: RunRecords | None,
+    snapshots: SnapshotFolder | None,
+    started: float,
+) -> Result:
+    try:
+        outcomes, failures = run_attempts(launcher, the_plan, call, records, snapshots)
+    except Exception as error:
+        cut_own_frames(error)
+        raise error  # in Python 3.10, a bare raise would restore the frames
+    value, values = _values([outcome.load() for outcome in outcomes], the_plan)
+    if records is not None:
+        records.ended({"outcome": "returned", "value": value, "per_rank": values})
     return Result(
         value,
         values,

@@ -41,7 +41,17 @@ class Parcel:
         Raises:
             PayloadError: if a part of it cannot be pickled, with that part's name.
         """
-        self._pickled, self._buffers = _pickle(value, at_home or {}, by_reference)
+        self._frame(*_pickle(value, at_home or {}, by_reference))
+
+    @classmethod
+    def of_parts(cls, pickled: bytes, buffers: Sequence[memoryview]) -> Parcel:
+        """Return a parcel of a value that is pickled already."""
+        found = cls.__new__(cls)
+        found._frame(pickled, list(buffers))
+        return found
+
+    def _frame(self, pickled: bytes, buffers: list[memoryview]) -> None:
+        self._pickled, self._buffers = pickled, buffers
         sizes = [len(self._pickled), *(buffer.nbytes for buffer in self._buffers)]
         index = json.dumps(sizes).encode()
         self._head = _MAGIC + struct.pack(">Q", len(index)) + index
@@ -76,6 +86,11 @@ class Parcel:
 
 def unpack(data: bytes | bytearray | memoryview) -> Any:
     """Return the value of a parcel. Its arrays and tensors use ``data`` itself, and are writable if ``data`` is."""
+    return unpack_parts(parts_of(data))
+
+
+def parts_of(data: bytes | bytearray | memoryview) -> list[memoryview]:
+    """Return the parts of a parcel, the pickle and its buffers, without a copy."""
     view = memoryview(data).cast("B")
     start = len(_MAGIC) + 8
     if bytes(view[: len(_MAGIC)]) != _MAGIC or len(view) < start:
@@ -91,7 +106,7 @@ def unpack(data: bytes | bytearray | memoryview) -> Any:
         position, previous = position + size, size
     if position > len(view):
         raise PayloadError(f"a parcel of {position} bytes arrived as {len(view)} bytes")
-    return unpack_parts(pieces)
+    return pieces
 
 
 def unpack_parts(parts: Sequence[bytes | bytearray | memoryview]) -> Any:

@@ -110,7 +110,7 @@ class ProtectedFirstRank(FirstRankCalls):
             if (mode, buffering, encoding, errors, newline) not in _PLAIN:
                 self._check_arguments(mode, buffering, encoding, errors, newline)
             self._begin_whole(file, key, mode)
-            return open_noted(
+            result = open_noted(
                 file,
                 mode,
                 buffering,
@@ -120,6 +120,8 @@ class ProtectedFirstRank(FirstRankCalls):
                 lambda path, flags: opened(path, flags, 0o666),
                 lambda status: self.notes.ended_whole(key, status),
             )
+            self.notes.streams.add(result)  # a snapshot needs to know how long it is
+            return result
 
         return call
 

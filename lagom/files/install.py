@@ -148,6 +148,11 @@ def is_protected() -> bool:
     return isinstance(_calls, ProtectedFirstRank)
 
 
+def growing_lengths() -> dict[str, int]:
+    """Return the lengths of files that the program goes on writing, after what it holds back has been written out."""
+    return _calls.notes.lengths() if isinstance(_calls, ProtectedFirstRank) else {}
+
+
 def flush_at_save(stream: Any) -> None:
     """Have ``stream`` flushed whenever the program has saved a file: it goes on with it after a loss of the run."""
     if isinstance(_calls, ProtectedFirstRank):

@@ -70,7 +70,10 @@ class RestoredFiles:
             if self._written.appended:
                 log.warning("%s is not as the lost attempt saved it; appended files stay as when the run began", key)
             return
-        if version.at > self._at:
+        if self._written.snapshot_at is not None:
+            if version.at > self._written.snapshot_at:
+                log.warning("%s is as the lost attempt wrote it after the snapshot", key)
+        elif version.at > self._at:
             self._at = version.at
             self._resumed(key, version.at)
             self._flush()

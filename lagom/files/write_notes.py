@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -103,12 +103,19 @@ class WriteNotes:
 
     def saved(self, key: str, status: os.stat_result) -> None:
         """Note that ``key`` is complete now, or is about to be."""
+        self.tell("saved", key, identity=identity_of(status), lengths=self.lengths(self._appended))
+
+    def lengths(self, paths: Collection[str] | None = None) -> dict[str, int]:
+        """Write out what the program's streams hold back, and return the lengths of files that grow, or of ``paths``.
+
+        Files that are written anew count while they are open.
+        """
         self.streams.flush()
         lengths = {}
-        for path in list(self._appended):  # another thread may add one
+        for path in list(self._appended | self._open if paths is None else paths):  # another thread may add one
             if (other := self._status(path)) is not None:
                 lengths[path] = other.st_size
-        self.tell("saved", key, identity=identity_of(status), lengths=lengths)
+        return lengths
 
     def moves(self, key: str, to: str) -> None:
         """Note that ``key`` is about to be renamed to ``to``."""

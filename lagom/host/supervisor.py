@@ -14,6 +14,7 @@ from lagom.host.descendants import end_rank, reap_adopted
 from lagom.host.driver_link import DriverLink
 from lagom.host.end_reports import death_report, stop_report
 from lagom.host.forked_rank import ForkedRank
+from lagom.restart.kept_snapshots import FIRST_MARK
 from lagom.host.twin_sets import TwinSet, TwinSets
 from lagom.monitor import stalls
 from lagom.monitor.stalls import Pulse
@@ -186,6 +187,8 @@ class RankSupervisor:
             elif message["type"] == "log":
                 self._drain_output(rank)  # of before
                 self._pass_on(rank, message["stream"], message["data"])
+            elif message["type"] == "snapshot":
+                self._tell_snapshot(rank, message)
             elif message["type"] in ("timeline", "picture"):
                 self.driver.send_block(message | {"rank": rank.rank})
             else:
@@ -285,6 +288,15 @@ class RankSupervisor:
 
     def _tell_twins(self, twins: TwinSet) -> None:
         self.driver.send({"type": "twins", "number": twins.number, "place": twins.place})
+
+    def _tell_snapshot(self, rank: ForkedRank, message: Message) -> None:
+        """Pass on what rank 0 tells of its snapshots; it waits while its output up to one is read and marked."""
+        if message["what"] == "at":
+            self._mark_output(FIRST_MARK + message["number"], 0)
+            with contextlib.suppress(LinkClosed, OSError):  # the rank has ended
+                rank.control.send({"type": "marked"})
+        else:
+            self.driver.send(message)
 
     def _tell_no_twins(self, why: str) -> None:
         self.driver.send({"type": "no_twins", "why": why})

@@ -15,19 +15,27 @@ from lagom.launchers.protocol import Launcher, Outcome
 from lagom.plan import Plan
 from lagom.records.run_dir import RunRecords
 from lagom.restart.history import Failure, RunHistory
+from lagom.restart.kept_snapshots import SnapshotFolder
 from lagom.restart.losses import Loss, loss_in
 from lagom.restart.prepared_files import put_back, remove_siblings
 
 
 def run_attempts(
-    launcher: Launcher, plan: Plan, call: Call, records: RunRecords | None = None
+    launcher: Launcher,
+    plan: Plan,
+    call: Call,
+    records: RunRecords | None = None,
+    snapshots: SnapshotFolder | None = None,
 ) -> tuple[list[Outcome], list[Failure]]:
     """Run ``call`` as ``plan`` says, up to ``max_failures`` times again; return the last outcomes, and the losses.
 
     Raises:
         Exception: as ``raise_failure`` and ``Launcher.run``; for a loss, when no attempt is left.
     """
-    history = RunHistory(plan.config.max_failures, records.lost if records is not None else lambda _: None)
+    changed = records.lost if records is not None else lambda _: None
+    history = RunHistory(plan.config.max_failures, changed, snapshots)
+    if history.resumed is not None:
+        say(f"the run goes on from {history.resumed.place}", plan, records)
     now = plan
     try:
         while isinstance(found := _run_once(launcher, now, call, records, history), LagomError):
@@ -111,7 +119,8 @@ def _counted(error: LagomError, history: RunHistory, why: str) -> LagomError:
 def _announced(loss: Loss, history: RunHistory, now: Plan, plan: Plan) -> str:
     where = f" (on {loss.host})" if loss.host and loss.host not in loss.cause else ""
     number = f"attempt {history.num_attempts} of {plan.config.max_failures + 1}"
-    text = f"{loss.cause}{where}; the run begins again, {number}"
+    does = "begins again" if history.resumed is None else f"goes on from {history.resumed.place}"
+    text = f"{loss.cause}{where}; the run {does}, {number}"
     if now.world_size != plan.world_size:
         ranks = "1 rank" if now.world_size == 1 else f"{now.world_size} ranks"
         text += f", with {ranks} instead of {plan.world_size}"

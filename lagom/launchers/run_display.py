@@ -70,6 +70,8 @@ class RunDisplay:
             self._note("twins", {"number": event["number"], "at": _place(event["place"])})
         elif kind == "no_twins":
             self._note("without_twins", event["why"])
+        elif kind == "snapshot":
+            self._show_snapshot(event)
         elif kind == "woken":
             self._go_on(event)
         elif kind == "dropped":
@@ -95,6 +97,15 @@ class RunDisplay:
         self._progress.warn(f"{loss.cause}; the run goes on from {place}")
         if self._records is not None:
             self._records.started(event["pids"])
+
+    def _show_snapshot(self, event: Message) -> None:
+        """Record a snapshot; show why none can be taken."""
+        if event["what"] == "kept":
+            self._note("snapshots", {name: event[name] for name in ("number", "at", "place", "bytes")})
+            self._note("without_snapshots", None)
+        else:
+            self._note("without_snapshots", event["why"])
+            self._progress.warn(f"no snapshot can be taken: {event['why']}")
 
     def _note(self, name: str, value: object) -> None:
         if self._records is not None:

@@ -139,6 +139,8 @@ def _make_iterator_init(loaders: PassStarter) -> Any:
             with ExitStack() as stack:
                 if session.is_in_thread:
                     stack.enter_context(DRAWING)
+                if session.snapshots is not None:
+                    session.snapshots.begin_pass(self, loader)
                 if generator is not loader.generator:
                     stack.enter_context(replaced(loader, "generator", generator))
                 original(self, loader)
@@ -190,6 +192,8 @@ def _make_reset(loaders: PassStarter) -> Any:
             session.end_pass(current)
             current = self.__dict__[PASS] = loaders.begin(loader)
             self.__dict__[_BATCH_SOURCE] = choose_batch_source(session, loader, current)
+            if session.snapshots is not None:
+                session.snapshots.begin_pass(self, loader)
             if isinstance(self._collate_fn, ShardedCollate):
                 self._collate_fn.begin(current, session.config.batches)
         if current.sharded:
@@ -215,6 +219,8 @@ def _make_next(session: Session, readers: ReaderThreads) -> Any:
             return original(self)
         if session.twins is not None and not self._num_workers and session.may_meet:
             session.twins.point()
+        if session.snapshots is not None:
+            session.snapshots.point(self)
         session.reseed_uneven()
         if current.failed and session.may_meet:
             current.failed = False

@@ -8,6 +8,7 @@ import dis
 import functools
 import importlib.util
 import io
+import linecache
 import sys
 import sysconfig
 import types
@@ -133,6 +134,17 @@ def used_modules(function: types.FunctionType) -> Iterator[types.ModuleType]:
     for value in (*known, *_contents(function.__closure__ or ())):
         if isinstance(value, types.ModuleType):
             yield value
+
+
+def source_files(*values: Any) -> dict[str, str]:
+    """Return the sources of the user's own functions that ``values`` use, by the names that their code has for them."""
+    found: dict[str, str] = {}
+    for value in reachable_modules(*values):
+        if isinstance(value, types.FunctionType) and not is_foreign(value):
+            name = value.__code__.co_filename
+            if name not in found and (lines := linecache.getlines(name, value.__globals__)):
+                found[name] = "".join(lines)
+    return found
 
 
 def _opened(values: Iterable[Any], names: set[str]) -> Iterator[Any]:

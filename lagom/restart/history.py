@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from lagom.restart.kept_snapshots import FIRST_MARK, Snapshot, SnapshotFolder, SnapshotPlace
 from lagom.restart.losses import Loss
 from lagom.restart.shown_output import ShownOutput
 from lagom.restart.written_files import WrittenFiles
@@ -25,9 +26,15 @@ class RunHistory:
     Args:
         max_failures: how often the run begins again.
         changed: called with all failures when one is added or completed.
+        snapshots: folder of the run's snapshots, if it keeps any; the first attempt goes on from the newest.
     """
 
-    def __init__(self, max_failures: int = 0, changed: Callable[[list[Failure]], None] = lambda _: None) -> None:
+    def __init__(
+        self,
+        max_failures: int = 0,
+        changed: Callable[[list[Failure]], None] = lambda _: None,
+        snapshots: SnapshotFolder | None = None,
+    ) -> None:
         self._max_failures = max_failures
         self.output = ShownOutput()
         self.files = WrittenFiles()
@@ -37,6 +44,13 @@ class RunHistory:
         self._changed = changed
         self._began: float = time.time()
         """When the ranks of the attempt that was lost last have begun; until one is, of the present attempt."""
+        self._snapshots = snapshots
+        self.resumed: Snapshot | None = None
+        """The snapshot from which the present attempt goes on."""
+        if snapshots is not None and (newest := snapshots.newest()) is not None:
+            for message in snapshots.messages():
+                self.files.take(message)
+            self._resume(newest)
         self._joined: float | None = None
 
     @property
@@ -49,7 +63,8 @@ class RunHistory:
         if self._joined is None:
             self._joined = time.time()
             if self.failures:
-                self._complete(BEGINNING, self._joined - self._began)
+                before = self.resumed.facts["at"] if self.resumed is not None else self._began
+                self._complete(self.resumed.place if self.resumed is not None else BEGINNING, self._joined - before)
             self._began = self._joined
 
     def wrote(self, message: Mapping[str, Any]) -> None:
@@ -57,6 +72,8 @@ class RunHistory:
         if message["what"] == "resumed" and self.failures and self._joined is not None:
             self._complete(message["path"], self._joined - message["at"])
         self.files.take(message)
+        if self._snapshots is not None:
+            self._snapshots.add_message(message)
 
     def begins_again(self, loss: Loss | None) -> bool:
         """Return whether the run begins again if the present attempt ends with ``loss``."""
@@ -64,7 +81,7 @@ class RunHistory:
 
     def files_before(self) -> WrittenFiles | None:
         """Return what the attempts so far have written, for the next one; None if there is only one."""
-        if self._max_failures == 0:
+        if self._max_failures == 0 and self._snapshots is None:
             return None
         found = copy.deepcopy(self.files)
         self.files.goes_on = False
@@ -96,9 +113,23 @@ class RunHistory:
         """Add ``loss`` to the failures, and prepare for the next attempt."""
         self._add(loss)
         self._complete(None, time.time() - self._began)
-        self.output.begin_again()
+        newest = self._snapshots.newest() if self._snapshots is not None else None
+        if newest is not None:
+            self._resume(newest)
+            self.output.go_back(FIRST_MARK + newest.number)
+        else:
+            self.output.begin_again()
         self.loss = self._joined = None
         return self.failures[-1]
+
+    @property
+    def snapshots(self) -> SnapshotPlace | None:
+        """Return where the present attempt keeps snapshots, and the one that it goes on from."""
+        return None if self._snapshots is None else SnapshotPlace(self._snapshots, self.resumed)
+
+    def _resume(self, snapshot: Snapshot) -> None:
+        self.resumed = snapshot
+        self.files.go_back(snapshot.facts["lengths"], snapshot.facts["at"])
 
     def _complete(self, resumed_from: str | None, seconds: float) -> None:
         self.failures[-1] |= {"resumed_from": resumed_from, "seconds_lost": round(seconds, 3)}

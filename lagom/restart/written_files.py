@@ -10,6 +10,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from lagom.restart.disks import this_host
+
 REWRITTEN = -1
 """In place of a length: the file was there when the run began, and the program has emptied it itself since."""
 _MAX_SAVED = 20_000
@@ -58,6 +60,9 @@ class WrittenFiles:
     goes_on: bool = False
     """Whether the present attempt has read a checkpoint of an earlier one, or saved one of its own."""
 
+    snapshot_at: float | None = None
+    """When the snapshot was taken from which the present attempt goes on; None without one."""
+
     @property
     def is_empty(self) -> bool:
         """Return whether no attempt has written anything yet."""
@@ -87,6 +92,14 @@ class WrittenFiles:
             self.saved.pop(path, None)
         elif kind == "resumed":
             self.goes_on = True
+
+    def go_back(self, lengths: Mapping[str, int], at: float) -> None:
+        """Have the next attempt find files as long as they were at a snapshot: ``lengths`` at the time ``at``."""
+        self.snapshot_at, self.goes_on = at, True
+        for path, length in lengths.items():
+            known = self.appended.get(path)
+            self.writing.pop(path, None)
+            self.appended[path] = AppendedFile(length, host=known.host if known is not None else this_host())
 
     def version(self, path: str, identity: Identity) -> SavedVersion | None:
         """Return the version of ``path`` that is ``identity``."""

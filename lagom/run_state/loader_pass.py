@@ -13,6 +13,8 @@ from lagom.errors import LagomError
 from lagom.run_state.nested_tensors import tensors
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from lagom.loaders.evaluation_passes import PassUse
     from lagom.loaders.reading_threads import Publication, ReaderThreads
 
@@ -125,6 +127,13 @@ class PassTracker:
         else:
             self._training.remove(ref)
         self._training.append(ref)
+
+    def go_on(self, epoch: int, current: Iterable[LoaderPass]) -> None:
+        """Go on in ``epoch`` with the passes ``current``, which another process has begun."""
+        self._epoch = epoch
+        for one in current:
+            if one.training and one.step:
+                self._training.append(weakref.ref(one))
 
     def record_evaluation(self, current: LoaderPass) -> None:
         """Record a batch of an evaluation pass."""

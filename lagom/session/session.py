@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from lagom.monitor.spans import Spans
     from lagom.plan import Plan
     from lagom.restart.sleeping_twin import TwinForks
+    from lagom.snapshots.snapshots import Snapshots
     from lagom.row_split.recorder import BatchStatistics
     from lagom.row_split.sliced_forward import SlicedForward
     from lagom.search.on_rank.trial import Trial
@@ -147,6 +148,8 @@ class Session:
     """Only with ``zero_lvl=3``."""
     fail: Callable[[BaseException], None] | None = field(default=None, init=False)
     """Ends the run with an error of a thread other than the main one; None where nobody receives the error."""
+    snapshots: Snapshots | None = field(default=None, init=False)
+    """Snapshots of the program's state; None without."""
     twins: TwinForks | None = field(default=None, init=False)
     """Forks of this process that go on after a loss; None where the run has none."""
     notes: SealedStore | None = field(default=None, init=False)

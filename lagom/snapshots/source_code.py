@@ -131,6 +131,11 @@ class SourceFile:
         """Return the ``for`` loop whose code has the position ``where``."""
         return self._loops.get(where)
 
+    def is_of(self, code: types.CodeType) -> bool:
+        """Return whether ``code`` was compiled from this source, as it is now."""
+        found = self._plain.get((code.co_qualname, code.co_firstlineno))
+        return found is not None and found.co_code == code.co_code
+
     def chain(self, node: ast.AST, function: ast.FunctionDef) -> list[ast.AST] | None:
         """Return the nodes from ``function`` down to ``node``; None if another function or class is between."""
         found = [node]
@@ -140,6 +145,11 @@ class SourceFile:
                 return None
             found.append(parent[0])
         return found[::-1]
+
+    @functools.cached_property
+    def _plain(self) -> dict[tuple[str, int], types.CodeType]:
+        found = codes(compiled(self.tree, self.name))
+        return {(code.co_qualname, code.co_firstlineno): code for code in found}
 
     @functools.cached_property
     def with_named_stack(self) -> dict[tuple[str, int], types.CodeType]:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from lagom.plan import Plan
+from lagom.restart.kept_snapshots import SnapshotPlace
 from lagom.restart.written_files import WrittenFiles
 
 
@@ -47,6 +48,8 @@ class RunSpec:
     """The driver's certificate (PEM), if the channel is encrypted."""
     rank_certificate: str = field(default="", repr=False)
     """The ranks' key and certificate (PEM), if ranks of several hosts encrypt what they send each other."""
+    snapshots: SnapshotPlace | None = None
+    """Where rank 0 keeps snapshots, and the one that ranks go on from; None without."""
     losses_left: int = 0
     """How many losses of ranks this run may yet go on after."""
 

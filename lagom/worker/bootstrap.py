@@ -5,6 +5,7 @@ from __future__ import annotations
 import _io
 import contextlib
 import ctypes
+import functools
 import gc
 import io
 import os
@@ -96,12 +97,23 @@ def run(
         if seat is not None:  # without a seat, this is the driver's process, which has these settings
             set_process_settings(call.settings)
         stack.enter_context(seeded(plan.config.seed, call.random_states))
-        positional, named = arguments(
-            call.function, MadeArguments(dict(call.provided) | {"reporter": Reporter(session)})
-        )
+        function = _function(session, call, stack)
         if seat is not None:  # without a seat, the program's forks belong to the caller
             stack.enter_context(end_forks())
-        return _returned(session, call, leaves, lambda: call.function(*positional, **named))
+        return _returned(session, call, leaves, function)
+
+
+def _function(session: Session, call: Call, stack: ExitStack) -> Callable[[], Any]:
+    """Return the call of the function; that of its rest if the run goes on from a snapshot."""
+    reporter, snapshots = Reporter(session), session.snapshots
+    rest = None
+    if snapshots is not None:
+        stack.enter_context(snapshots.installed())
+        rest = snapshots.prepare(call, {"reporter": reporter})
+    if rest is None:
+        positional, named = arguments(call.function, MadeArguments(dict(call.provided) | {"reporter": reporter}))
+        rest = functools.partial(call.function, *positional, **named)
+    return rest if snapshots is None else functools.partial(snapshots.run, rest)
 
 
 def _returned(session: Session, call: Call, leaves: Leaves | None, function: Callable[[], Any]) -> Returned:

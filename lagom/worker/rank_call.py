@@ -136,6 +136,7 @@ class RankCall:
         session.debugger, self._debugger.session = self._debugger, session
         session.trial = self._trial
         self._have_twins(session)
+        self._keep_snapshots(session)
         self._heart.beat_for(session)
 
     def _have_twins(self, session: Session) -> None:
@@ -154,6 +155,17 @@ class RankCall:
         session.twins = TwinForks(channel, seat.twins_due, seat.rank, process, seat.host_dir)
         on_failure.append(session.twins.hold)
         notice_changes(session.twins.rewrites, session.twins.appends)
+
+    def _keep_snapshots(self, session: Session) -> None:
+        if self._spec.snapshots is None:
+            return
+        from lagom.files import growing_lengths
+        from lagom.snapshots.snapshots import Snapshots
+
+        heart, payload_fd = self._heart, self._seat.payload_fd
+        session.snapshots = Snapshots(
+            session, self._spec.snapshots, payload_fd, heart.tell, heart.ask, self._at_home, growing_lengths
+        )
 
     def _fail(self, error: BaseException) -> None:
         if self._decided.acquire(blocking=False):

@@ -1,0 +1,109 @@
+"""``keep_call`` and ``read_call``: the call of a run in its folder, so that another process can go on with the run."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from lagom.call import Call
+from lagom.config import TorchDistributedConfig
+from lagom.errors import LagomError, PlanError
+from lagom.payload import Parcel, unpack_file
+from lagom.plan import Plan
+from lagom.records.run_dir import RunRecords
+from lagom.restart.kept_snapshots import FOLDER, SnapshotFolder
+
+_SETTINGS = "settings"
+_DATA = {"module": None, "train_set": None, "test_set": None, "dataset": None, "hparams": {}}
+"""Fields of a config that are in the call."""
+
+
+@dataclass(frozen=True, slots=True)
+class KeptRun:
+    """What a run needs beside its call: the config without its data, and where it was called."""
+
+    config: TorchDistributedConfig
+    name: str
+    cwd: str
+    sys_path: tuple[str, ...]
+    argv: tuple[str, ...]
+    source: str | None
+
+
+def obstacle(plan: Plan) -> str | None:
+    """Return why a run of ``plan`` cannot keep snapshots, or None."""
+    config = plan.config
+    if sys.version_info < (3, 11):
+        return "Python 3.10 does not tell at which part of a line a function is; use 3.11 or newer"
+    if plan.already_distributed:
+        return "the program is distributed by itself, so each rank has a state of its own"
+    if config.batches != "whole" or config.zero_lvl or config.backend != "torch" or config.evaluation == "sharded":
+        return "ranks have states of their own; with batches='whole', zero_lvl=0 and backend='torch' all have the same"
+    if plan.gpu:
+        return "the state on GPUs is not kept yet"
+    if plan.launcher != "local":
+        return f"launcher={plan.launcher!r} has none yet"
+    return None
+
+
+def keep_call(records: RunRecords | None, plan: Plan, call: Call, source: str | None) -> SnapshotFolder | None:
+    """Write ``call`` into the run's folder if it is to keep snapshots; return the folder for them.
+
+    Raises:
+        PlanError: if snapshots are asked for and there is no folder on this machine.
+    """
+    if plan.config.snapshot_every_s is None:
+        return None
+    if records is None or records.upload is not None:
+        raise PlanError("snapshot_every_s needs a folder of this machine; set run_dir to a path")
+    if (why := obstacle(plan)) is not None:
+        records.note("without_snapshots", why)
+        sys.stderr.write(f"lagom: {plan.name}: no snapshots: {why}\n")
+        return None
+    folder = SnapshotFolder(str(records.folder / FOLDER))
+    folder.make()
+    config = dataclasses.replace(plan.config, **_DATA)
+    path = tuple(os.path.abspath(entry) for entry in sys.path)
+    run = KeptRun(config, plan.name, os.getcwd(), path, tuple(sys.argv), source)
+    for name, value in ((_SETTINGS, run), (Path(folder.call).name, call)):
+        fd = os.open(f"{folder.path}/{name}", os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        try:
+            Parcel(value).write(fd)
+        finally:
+            os.close(fd)
+    return folder
+
+
+@contextmanager
+def read_call(folder: Path) -> Iterator[tuple[KeptRun, Call, SnapshotFolder]]:
+    """Read what ``keep_call`` has written, and be in the folder where the run was called meanwhile.
+
+    Raises:
+        LagomError: if there is none, or if others than this user can write there.
+    """
+    found = SnapshotFolder(str(folder.resolve() / FOLDER))
+    found.check_owner()
+    run: KeptRun = _read(f"{found.path}/{_SETTINGS}")
+    before = os.getcwd()
+    try:
+        os.chdir(run.cwd)
+    except OSError as error:
+        raise LagomError(f"the run was called in {run.cwd}, which is not there any more: {error}") from error
+    try:
+        sys.path += [entry for entry in run.sys_path if entry not in sys.path]
+        yield run, _read(found.call), found
+    finally:
+        os.chdir(before)
+
+
+def _read(path: str) -> object:
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        return unpack_file(fd)
+    finally:
+        os.close(fd)

@@ -1,0 +1,126 @@
+"""``SnapshotFolder``: the snapshots of one run on disk, and the newest of them from which it goes on."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import stat
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lagom.errors import LagomError
+
+FOLDER, CALL, FILES = "snapshots", "call", "files.jsonl"
+FIRST_MARK = 1 << 40
+"""Added to the number of a snapshot, it is that of its mark in the run's output; sleeping twins have those below."""
+_KEPT = 2
+"""Snapshots that are kept: the newest, and the one before it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """A complete snapshot: its number in the run, and what its description says."""
+
+    folder: str
+    number: int
+    facts: Mapping[str, Any]
+
+    @property
+    def path(self) -> str:
+        """Return the file with the state."""
+        return f"{self.folder}/{_name(self.number)}.state"
+
+    @property
+    def place(self) -> str:
+        """Name the place in the program."""
+        epoch, step = self.facts["place"]
+        return f"batch {step + 1} of epoch {epoch}" if epoch else f"its snapshot {self.number}"
+
+
+@dataclass(frozen=True, slots=True)
+class SnapshotFolder:
+    """Folder of a run's snapshots, with the call that they belong to."""
+
+    path: str
+
+    @property
+    def call(self) -> str:
+        """Return the file with the call."""
+        return f"{self.path}/{CALL}"
+
+    def make(self) -> None:
+        """Make the folder, for this user alone."""
+        Path(self.path).mkdir(mode=0o700, exist_ok=True)
+
+    def newest(self) -> Snapshot | None:
+        """Return the newest complete snapshot."""
+        for number in reversed(self._numbers()):
+            with suppress(OSError, ValueError):
+                facts = json.loads(Path(f"{self.path}/{_name(number)}.json").read_text())
+                if os.path.getsize(f"{self.path}/{_name(number)}.state") == facts["bytes"]:
+                    return Snapshot(self.path, number, facts)
+        return None
+
+    def complete(self, number: int, facts: Mapping[str, Any]) -> None:
+        """Have the state of ``number``, which lies beside its place, be a snapshot; remove those before the last two."""
+        path = f"{self.path}/{_name(number)}"
+        os.replace(f"{path}.partial", f"{path}.state")
+        with open(f"{path}.json.partial", "w") as file:
+            json.dump(dict(facts), file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(f"{path}.json.partial", f"{path}.json")
+        for old in self._numbers()[:-_KEPT]:
+            for kind in ("json", "state"):
+                with suppress(OSError):
+                    os.unlink(f"{self.path}/{_name(old)}.{kind}")
+
+    def partial(self, number: int) -> str:
+        """Return the file for the state of ``number`` while it is written."""
+        return f"{self.path}/{_name(number)}.partial"
+
+    def add_message(self, message: Mapping[str, Any]) -> None:
+        """Keep what rank 0 has told of its files, for a process that goes on with the run."""
+        with suppress(OSError), open(f"{self.path}/{FILES}", "a") as file:
+            file.write(json.dumps(dict(message)) + "\n")
+
+    def messages(self) -> Iterator[Mapping[str, Any]]:
+        """Yield what rank 0 has told."""
+        with suppress(FileNotFoundError), open(f"{self.path}/{FILES}") as file:
+            for line in file:
+                with suppress(ValueError):  # the last line, of a process that was killed
+                    yield json.loads(line)
+
+    def check_owner(self) -> None:
+        """Check that nobody else can have written here: what lies here runs as this user.
+
+        Raises:
+            LagomError: if somebody can, or if there is no such folder.
+        """
+        for path in (self.path, self.call):
+            try:
+                status = os.stat(path)
+            except OSError as error:
+                raise LagomError(f"the run has kept no snapshots: {error}; set snapshot_every_s") from error
+            if status.st_uid != os.geteuid() or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+                raise LagomError(f"{path} is not this user's alone, so what it holds is not run; chown and chmod 700")
+
+    def _numbers(self) -> list[int]:
+        found = (re.fullmatch(r"snapshot-(\d+)\.json", name) for name in os.listdir(self.path))
+        return sorted(int(one[1]) for one in found if one is not None)
+
+
+def _name(number: int) -> str:
+    return f"snapshot-{number:06d}"
+
+
+@dataclass(frozen=True, slots=True)
+class SnapshotPlace:
+    """Where the ranks of an attempt keep snapshots, and the one that they go on from."""
+
+    folder: SnapshotFolder
+    resumed: Snapshot | None = None

@@ -1,0 +1,122 @@
+"""Positions of loaders: a pass is begun again with the random states that it began with, and skips what was taken."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils.data import DataLoader
+from torch.utils.data.dataloader import _BaseDataLoaderIter
+
+from lagom.patching.replace import replaced
+from lagom.random_states import random_states, set_random_states
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+PASS_START = "_lagom_pass_start"
+
+
+@dataclass(slots=True)
+class PassStart:
+    """States of the generators that a pass over a loader may draw from, at its beginning."""
+
+    common: Mapping[str, Any]
+    own: Sequence[tuple[torch.Generator, torch.Tensor]]
+
+
+def pass_start(loader: DataLoader[Any]) -> PassStart:
+    """Return the states of the generators of ``loader`` and its samplers now."""
+    batch_sampler = getattr(loader, "batch_sampler", None)
+    holders = (loader, getattr(loader, "sampler", None), batch_sampler, getattr(batch_sampler, "sampler", None))
+    found = {id(one): one for holder in holders if isinstance(one := getattr(holder, "generator", None), torch.Generator)}
+    return PassStart(random_states(), [(one, one.get_state()) for one in found.values()])
+
+
+def reduce_iterator(iterator: Any) -> Any:
+    """Return how to pickle an iterator of a loader: as its position."""
+    held = vars(iterator)
+    start = held.get(PASS_START)
+    loader = held["_lagom_loader"]() if start is not None else None
+    if loader is None:
+        return NotImplemented
+    current = held["_lagom_pass"]
+    if current.ended:
+        return iter, ((),)
+    taken = iterator._num_yielded
+    if taken and iterator._num_workers:
+        import pickle
+
+        raise pickle.PicklingError("a loader with workers is in the middle of a pass")
+    return begin_again, (loader, start, taken, current.training)
+
+
+begun: list[Any] = []
+"""Passes that go on, of the snapshot that is being read."""
+
+
+def begin_again(loader: DataLoader[Any], start: PassStart, taken: int, training: bool) -> Any:
+    """Return an iterator of ``loader`` that has given ``taken`` batches of the pass that began with ``start``."""
+    now = random_states()
+    states = [generator.get_state() for generator, _ in start.own]
+    set_random_states(start.common)
+    for generator, state in start.own:
+        generator.set_state(state)
+    skipped = 0 if is_stream(loader) else taken
+    with _skipping(skipped):
+        iterator = iter(loader)
+    if not isinstance(iterator, _BaseDataLoaderIter):
+        raise TypeError(f"{type(loader).__name__} has an iterator of its own")
+    for _ in range(taken - skipped):
+        next(iterator)
+    iterator._num_yielded = taken
+    current = vars(iterator)["_lagom_pass"]
+    current.step = taken if training else 0
+    vars(iterator)[PASS_START] = start
+    begun.append(current)
+    set_random_states(now)
+    for (generator, _), state in zip(start.own, states, strict=True):
+        generator.set_state(state)
+    return iterator
+
+
+def is_stream(loader: DataLoader[Any]) -> bool:
+    """Return whether ``loader`` reads an iterable data set, which has no indices to skip."""
+    return isinstance(loader.dataset, torch.utils.data.IterableDataset)
+
+
+class _Skipping:
+    """An index sampler whose next pass begins after ``number`` batches, and later ones at the beginning."""
+
+    def __init__(self, source: Any, number: int) -> None:
+        self._source, self.number = source, number
+
+    def __len__(self) -> int:
+        return len(self._source)
+
+    def __iter__(self) -> Iterator[Any]:
+        found = iter(self._source)
+        next(itertools.islice(found, self.number, self.number), None)
+        return found
+
+
+@contextmanager
+def _skipping(number: int) -> Iterator[None]:
+    """Have iterators of loaders that are made in the block begin after ``number`` batches."""
+    original, made = vars(DataLoader)["_index_sampler"].fget, list[_Skipping]()
+
+    def index_sampler(loader: DataLoader[Any]) -> Any:
+        made.append(_Skipping(original(loader), number))
+        return made[-1]
+
+    if number == 0:
+        yield
+        return
+    with replaced(DataLoader, "_index_sampler", property(index_sampler)):
+        yield
+    for one in made:
+        one.number = 0

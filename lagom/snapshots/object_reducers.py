@@ -1,0 +1,146 @@
+"""``reduce_object``: how objects of torch, tqdm and Python are pickled that do not pickle as they are."""
+
+from __future__ import annotations
+
+import io
+import logging
+import os
+import sys
+import types
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader
+from torch.utils.data.dataloader import _BaseDataLoaderIter
+
+from lagom.snapshots.loader_positions import reduce_iterator
+from lagom.snapshots.progress_bars import reduce_bar
+from lagom.snapshots.state_pickle import standard_streams
+
+
+def reduce_object(value: Any) -> Any:
+    """Return how to pickle ``value``, as ``__reduce_ex__`` does; NotImplemented for objects that pickle by themselves."""
+    if isinstance(value, _BaseDataLoaderIter):
+        return reduce_iterator(value)
+    if isinstance(value, DataLoader):
+        made, given, state, *more = value.__reduce_ex__(4)
+        return (made, given, {**state, "_iterator": None}, *more)
+    if isinstance(value, torch.Generator):
+        return _generator, (str(value.device), value.get_state())
+    if isinstance(value, Optimizer):
+        return _made, (type(value),), _optimizer_state(value), None, None, _set_optimizer
+    if isinstance(value, io.IOBase):
+        return _reduce_file(value)
+    if isinstance(value, logging.Handler):
+        state = {name: one for name, one in vars(value).items() if name not in ("lock", "stream")}
+        return _handler, (type(value), state, getattr(value, "stream", None))
+    return reduce_bar(value)
+
+
+def _generator(device: str, state: torch.Tensor) -> torch.Generator:
+    found = torch.Generator(device)
+    found.set_state(state)
+    return found
+
+
+def _made(kind: type) -> Any:
+    return kind.__new__(kind)
+
+
+def _optimizer_state(optimizer: Optimizer) -> dict[str, Any]:
+    """Return all attributes: torch's own ``__getstate__`` drops hooks, and what schedulers have put there."""
+    state = dict(vars(optimizer))
+    step = state.pop("step", None)
+    if isinstance(step, types.MethodType) and getattr(step, "_wrapped_by_lr_sched", False):
+        state["step"] = _COUNTED
+    elif step is not None:
+        state["step"] = step
+    return state
+
+
+_COUNTED = "lagom counted"
+
+
+def _set_optimizer(optimizer: Optimizer, state: dict[str, Any]) -> None:
+    counted = state.get("step") == _COUNTED
+    vars(optimizer).update({name: one for name, one in state.items() if not (name == "step" and counted)})
+    optimizer._patch_step_function()  # type: ignore[attr-defined]
+    if counted:
+        vars(optimizer)["step"] = _counted_step(type(optimizer).step, optimizer)
+
+
+def _counted_step(step: Any, optimizer: Optimizer) -> Any:
+    """Return ``step`` as a scheduler has it: it notes that it was called."""
+
+    def counted(self: Any, *args: Any, **kwargs: Any) -> Any:
+        self._opt_called = True
+        return type(self).step(self, *args, **kwargs)
+
+    counted._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+    return types.MethodType(counted, optimizer)
+
+
+def _handler(kind: type[logging.Handler], state: dict[str, Any], stream: Any) -> logging.Handler:
+    found = kind.__new__(kind)
+    vars(found).update(state)
+    found.createLock()
+    if stream is not None:
+        vars(found)["stream"] = stream
+    return found
+
+
+def _reduce_file(file: Any) -> Any:
+    found = standard_streams(file)
+    if found is not NotImplemented:
+        return found
+    if file.closed:
+        return _closed, ()
+    name = file.name
+    if not isinstance(name, str) or not isinstance(file, (io.TextIOWrapper, io.BufferedWriter, io.BufferedReader)):
+        return NotImplemented
+    path = os.path.abspath(name)
+    encoding = (file.encoding, file.errors) if isinstance(file, io.TextIOWrapper) else (None, None)
+    kind = "b" if encoding[0] is None else ""
+    if file.writable():
+        return _appending, (path, f"a{kind}", *encoding)
+    return _reading, (path, f"r{kind}", *encoding, file.tell())
+
+
+def _closed() -> Any:
+    file = io.StringIO()
+    file.close()
+    return file
+
+
+def _appending(path: str, mode: str, encoding: str | None, errors: str | None) -> Any:
+    return open(path, mode, encoding=encoding, errors=errors)
+
+
+def _reading(path: str, mode: str, encoding: str | None, errors: str | None, position: int) -> Any:
+    file = open(path, mode, encoding=encoding, errors=errors)  # noqa: SIM115
+    file.seek(position)
+    return file
+
+
+def thread_state() -> dict[str, Any]:
+    """Return torch's settings of this thread and process that a program may change."""
+    return {
+        "grad": torch.is_grad_enabled(),
+        "dtype": torch.get_default_dtype(),
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
+        "warn_only": torch.is_deterministic_algorithms_warn_only_enabled(),
+        "cwd": os.getcwd(),
+        "environ": dict(os.environ),
+        "argv": list(sys.argv),
+    }
+
+
+def set_thread_state(state: dict[str, Any]) -> None:
+    """Set what ``thread_state`` has returned."""
+    torch.set_grad_enabled(state["grad"])
+    torch.set_default_dtype(state["dtype"])
+    torch.use_deterministic_algorithms(state["deterministic"], warn_only=state["warn_only"])
+    os.chdir(state["cwd"])
+    os.environ.update({name: value for name, value in state["environ"].items() if name not in os.environ})
+    sys.argv[:] = state["argv"]
