@@ -91,7 +91,9 @@ def lagom(train: Callable[..., Any], config: TorchDistributedConfig) -> Result |
         provided=write_frame(provided),
         random_states=random_start(config),
         settings=process_settings(),
-        sources=source_files(train, *provided.values(), *config.hparams.values()) if config.snapshot_every_s is not None else {},
+        sources=source_files(train, *provided.values(), *config.hparams.values())
+        if config.snapshot_every_s is not None
+        else {},
     )
     if config.verify and the_plan.world_size > 1:
         if the_plan.already_distributed:

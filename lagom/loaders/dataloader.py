@@ -140,7 +140,7 @@ def _make_iterator_init(loaders: PassStarter) -> Any:
                 if session.is_in_thread:
                     stack.enter_context(DRAWING)
                 if session.snapshots is not None:
-                    session.snapshots.begin_pass(self, loader)
+                    session.snapshots.program.begin_pass(self, loader)
                 if generator is not loader.generator:
                     stack.enter_context(replaced(loader, "generator", generator))
                 original(self, loader)
@@ -193,7 +193,7 @@ def _make_reset(loaders: PassStarter) -> Any:
             current = self.__dict__[PASS] = loaders.begin(loader)
             self.__dict__[_BATCH_SOURCE] = choose_batch_source(session, loader, current)
             if session.snapshots is not None:
-                session.snapshots.begin_pass(self, loader)
+                session.snapshots.program.begin_pass(self, loader)
             if isinstance(self._collate_fn, ShardedCollate):
                 self._collate_fn.begin(current, session.config.batches)
         if current.sharded:

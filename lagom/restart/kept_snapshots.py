@@ -38,7 +38,7 @@ class Snapshot:
     def place(self) -> str:
         """Name the place in the program."""
         epoch, step = self.facts["place"]
-        return f"batch {step + 1} of epoch {epoch}" if epoch else f"its snapshot {self.number}"
+        return f"batch {(step or 0) + 1} of epoch {epoch or 1}"
 
 
 @dataclass(frozen=True, slots=True)

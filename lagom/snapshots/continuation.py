@@ -108,7 +108,11 @@ def continuation_code(
     changed = copy.copy(function)
     changed.args = _parameters(*first_parameter(function, cells), HELP)
     changed.decorator_list, changed.returns = [], None
-    changed.body = [*declared, *(_taken(name, function) for name in names if name not in first_parameter(function, cells)), *rest]
+    changed.body = [
+        *declared,
+        *(_taken(name, function) for name in names if name not in first_parameter(function, cells)),
+        *rest,
+    ]
     outer = copy.copy(changed)
     outer.name, outer.args = f"{MARK}cells", _parameters()
     outer.body = [*(_bound(name, function) for name in shared), changed]
@@ -232,7 +236,9 @@ class _Rest:
         found = find(node, field, depth) if find is not None else None
         if found is None:
             line = getattr(node, "lineno", 0)
-            raise NoSnapshotError(f"{self._function.name} is inside of a statement at line {line} that cannot be resumed")
+            raise NoSnapshotError(
+                f"{self._function.name} is inside of a statement at line {line} that cannot be resumed"
+            )
         return found
 
     def _loop(self, node: ast.For, iterator: ast.expr) -> list[ast.stmt]:
@@ -258,7 +264,9 @@ class _Rest:
         assign = ast.Assign([copy.deepcopy(node.target)], name_at(item, node.target))
         body = ast.If(test, self._block(depth + 1), [ast.copy_location(assign, node.target), *self._whole(node.body)])
         target = ast.copy_location(ast.Name(item, ast.Store()), node.target)
-        loop = ast.For(target, ast.copy_location(items, node.iter), [_at_head(body, node)], self._whole(node.orelse), None)
+        loop = ast.For(
+            target, ast.copy_location(items, node.iter), [_at_head(body, node)], self._whole(node.orelse), None
+        )
         return [ast.copy_location(loop, node), _bound(iterator_name(node), node)]
 
     def _in_while(self, node: ast.While, field: str, depth: int) -> list[ast.stmt] | None:

@@ -16,7 +16,6 @@ from lagom.snapshots.state_pickle import cell_contents, fill_cells
 from lagom.snapshots.source_code import MARK, SourceFile, iterator_name, manager_name
 
 
-
 _GENERATORS = 0x20 | 0x80 | 0x200  # generators, coroutines, asynchronous generators
 _PASSED = ("/lagom/loaders/", "/lagom/snapshots/", "/torch/utils/data/dataloader.py", "/tqdm/std.py")
 """Parts of libraries that may be between the program and the point: what they hold is saved with their iterators."""
@@ -76,13 +75,19 @@ class ProgramFrames:
             raise NoSnapshotError(f"{place_of(frame)} is a generator")
         function = source.function(code)
         if function is None:
-            raise NoSnapshotError(f"{place_of(frame)} is no function of its own, but a lambda, comprehension or class body")
+            raise NoSnapshotError(
+                f"{place_of(frame)} is no function of its own, but a lambda, comprehension or class body"
+            )
         found = position_of(frame, source)
         node = found.node(source)
         assert node is not None
         if not is_innermost and found.is_loop:
             raise NoSnapshotError(f"{place_of(frame)} iterates over an iterator of the program's own")
-        if is_innermost and isinstance(node, ast.Call) and not (isinstance(node.func, ast.Name) and node.func.id == "next"):
+        if (
+            is_innermost
+            and isinstance(node, ast.Call)
+            and not (isinstance(node.func, ast.Name) and node.func.id == "next")
+        ):
             raise NoSnapshotError(f"{place_of(frame)} calls a library that reads the loader")
         check_continuation(source, function, node, is_innermost)
         missing = set(_stack_names(source, function, node)) - {*code.co_varnames, *code.co_cellvars, *code.co_freevars}

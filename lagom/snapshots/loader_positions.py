@@ -18,6 +18,7 @@ from lagom.random_states import random_states, set_random_states
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+LOADER = "_lagom_loader"
 PASS_START = "_lagom_pass_start"
 
 
@@ -33,7 +34,9 @@ def pass_start(loader: DataLoader[Any]) -> PassStart:
     """Return the states of the generators of ``loader`` and its samplers now."""
     batch_sampler = getattr(loader, "batch_sampler", None)
     holders = (loader, getattr(loader, "sampler", None), batch_sampler, getattr(batch_sampler, "sampler", None))
-    found = {id(one): one for holder in holders if isinstance(one := getattr(holder, "generator", None), torch.Generator)}
+    found = {
+        id(one): one for holder in holders if isinstance(one := getattr(holder, "generator", None), torch.Generator)
+    }
     return PassStart(random_states(), [(one, one.get_state()) for one in found.values()])
 
 
@@ -41,7 +44,7 @@ def reduce_iterator(iterator: Any) -> Any:
     """Return how to pickle an iterator of a loader: as its position."""
     held = vars(iterator)
     start = held.get(PASS_START)
-    loader = held["_lagom_loader"]() if start is not None else None
+    loader = held[LOADER]() if start is not None else None
     if loader is None:
         return NotImplemented
     current = held["_lagom_pass"]

@@ -46,7 +46,9 @@ def program_globals(found: Globals) -> Iterator[None]:
         _now.globals = before
 
 
-def pickle_state(state: Any, at_home: Mapping[type, str], reduce: Callable[[Any], Any]) -> tuple[bytes, list[memoryview]]:
+def pickle_state(
+    state: Any, at_home: Mapping[type, str], reduce: Callable[[Any], Any]
+) -> tuple[bytes, list[memoryview]]:
     """Pickle ``state``; return the pickle and its large buffers.
 
     Args:

@@ -108,12 +108,12 @@ def _function(session: Session, call: Call, stack: ExitStack) -> Callable[[], An
     reporter, snapshots = Reporter(session), session.snapshots
     rest = None
     if snapshots is not None:
-        stack.enter_context(snapshots.installed())
+        stack.enter_context(snapshots.program.installed())
         rest = snapshots.prepare(call, {"reporter": reporter})
     if rest is None:
         positional, named = arguments(call.function, MadeArguments(dict(call.provided) | {"reporter": reporter}))
         rest = functools.partial(call.function, *positional, **named)
-    return rest if snapshots is None else functools.partial(snapshots.run, rest)
+    return rest if snapshots is None else functools.partial(snapshots.program.run, rest)
 
 
 def _returned(session: Session, call: Call, leaves: Leaves | None, function: Callable[[], Any]) -> Returned:

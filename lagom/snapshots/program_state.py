@@ -1,0 +1,189 @@
+"""``ProgramInProgress``: the functions of a call, whose state can be read while they run, and put back elsewhere."""
+
+from __future__ import annotations
+
+import contextlib
+import types
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from lagom.call import Call
+from lagom.program.sources import reachable_modules
+from lagom.random_states import random_states, set_random_states
+from lagom.snapshots.frame_position import NoSnapshotError, Position
+from lagom.snapshots.frames import FrameState, ProgramFrames
+from lagom.snapshots.loader_positions import LOADER, PASS_START, begun, pass_start
+from lagom.snapshots.object_reducers import reduce_object, set_thread_state, thread_state
+from lagom.snapshots.progress_bars import resumable_bars
+from lagom.snapshots.source_code import SourceFile
+from lagom.snapshots.state_pickle import is_data, pickle_state, program_globals, unpickle_state
+from lagom.unpicklable import find_unpicklable
+
+if TYPE_CHECKING:
+    from lagom.session.session import Session
+
+
+@dataclass(slots=True)
+class ProgramState:
+    """All that a program in progress has."""
+
+    frames: list[FrameState]
+    variables: dict[str, dict[str, Any]]
+    """Data that is global in the program's modules."""
+    functions: list[tuple[types.FunctionType, dict[str, Any]]]
+    """Attributes of functions."""
+    thread: dict[str, Any]
+    random: Mapping[str, Any]
+    epoch: int
+    samples: int
+
+
+class ProgramInProgress:
+    """The program of one rank.
+
+    Args:
+        at_home: classes that came with the call, with their ids.
+    """
+
+    def __init__(self, session: Session, at_home: Mapping[type, str]) -> None:
+        self._session, self._at_home = session, at_home
+        self._sources: dict[str, SourceFile] = {}
+        self._globals: dict[str, dict[str, Any]] = {}
+        self._functions: list[types.FunctionType] = []
+        self._frames = ProgramFrames(self._sources, ProgramInProgress.run.__code__)
+        self._own: dict[int, str] = {}
+        self._resumed: ProgramState | None = None
+
+    def prepare(self, call: Call, known: Mapping[str, Any]) -> None:
+        """Have the functions of ``call`` tell their positions.
+
+        Args:
+            known: objects of lagom's that the program may hold, by name.
+        """
+        _known.clear()
+        _known.update(known)
+        self._own = {id(value): name for name, value in known.items()}
+        given = call.provided
+        for value in reachable_modules(call.function, *given.values(), *given.get("hparams", {}).values()):
+            if isinstance(value, types.FunctionType) and (text := call.sources.get(value.__code__.co_filename)):
+                self._instrument(value, text)
+
+    def _instrument(self, function: types.FunctionType, text: str) -> None:
+        code = function.__code__
+        source = self._sources.get(code.co_filename)
+        try:
+            if source is None:
+                source = SourceFile(code.co_filename, text)
+            found = source.with_named_stack.get((code.co_qualname, code.co_firstlineno))
+        except SyntaxError:
+            return
+        if found is None or found.co_freevars != code.co_freevars or not source.is_of(code):
+            return
+        self._sources[code.co_filename] = source
+        self._globals.setdefault(function.__globals__["__name__"], function.__globals__)
+        self._functions.append(function)
+        function.__code__ = found
+
+    @contextlib.contextmanager
+    def installed(self) -> Iterator[None]:
+        """Have bars give iterators that can be kept, in the block."""
+        with resumable_bars():
+            yield
+
+    def begin_pass(self, iterator: Any, loader: Any) -> None:
+        """Note the states with which ``iterator`` begins a pass over ``loader``."""
+        held = vars(iterator)
+        # Workers end when both are dropped, so a loader that keeps its iterator is not held by it.
+        held[LOADER] = weakref.ref(loader) if loader.persistent_workers else lambda: loader
+        held[PASS_START] = pass_start(loader)
+
+    def run(self, function: Callable[[], Any]) -> Any:
+        """Call ``function``, the program or the rest of it; what is called by this method is the program."""
+        state, self._resumed = self._resumed, None
+        if state is not None:
+            set_thread_state(state.thread)
+            set_random_states(state.random)
+            del state
+        return function()
+
+    def frames(self, frame: types.FrameType | None) -> list[tuple[types.FrameType, Position]]:
+        """Return the functions in progress that have called ``frame``.
+
+        Raises:
+            NoSnapshotError: if one of them could not go on in another process.
+        """
+        return self._frames.now(frame)
+
+    def pickle(self, frames: Sequence[tuple[types.FrameType, Position]]) -> tuple[bytes, list[memoryview]]:
+        """Pickle the state of the program, whose functions in progress are ``frames``; return its large buffers too.
+
+        Raises:
+            NoSnapshotError: if a part of it cannot be pickled, with that part's name.
+        """
+        state = self._state(frames)
+        with program_globals(self._globals):
+            try:
+                return pickle_state(state, self._at_home, self._reduce)
+            except Exception as error:
+                raise NoSnapshotError(self._name_culprit(state, error)) from error
+
+    def go_on(self, pickled: Any, buffers: Sequence[Any]) -> Callable[[], Any]:
+        """Put back what ``pickle`` has returned; return the call for ``run`` that goes on from there."""
+        begun.clear()
+        with program_globals(self._globals):
+            state: ProgramState = unpickle_state(pickled, buffers)
+        for name, variables in state.variables.items():
+            self._globals[name].update(variables)
+        for function, attributes in state.functions:
+            vars(function).update(attributes)
+        self._session.samples_trained = state.samples
+        self._session.passes.go_on(state.epoch, begun)
+        self._resumed = state
+        return self._frames.call(state.frames, self._globals.__getitem__)
+
+    def _state(self, frames: Any) -> ProgramState:
+        session = self._session
+        return ProgramState(
+            frames=self._frames.states(frames),
+            variables={
+                name: {key: value for key, value in variables.items() if not key.startswith("__") and is_data(value)}
+                for name, variables in self._globals.items()
+            },
+            functions=[(function, dict(vars(function))) for function in self._functions if vars(function)],
+            thread=thread_state(),
+            random=random_states(),
+            epoch=session.passes.progress["epoch"] or 0,
+            samples=session.samples_trained,
+        )
+
+    def _reduce(self, value: Any) -> Any:
+        if (name := self._own.get(id(value))) is not None:
+            return _known_object, (name,)
+        return reduce_object(value)
+
+    def _name_culprit(self, state: ProgramState, error: Exception) -> str:
+        def can_pickle(value: object) -> bool:
+            try:
+                pickle_state(value, self._at_home, self._reduce)
+            except Exception:
+                return False
+            return True
+
+        named: dict[str, Any] = {}
+        for frame in state.frames:
+            named |= {f"{frame.position.function}()'s {name}": value for name, value in frame.values.items()}
+            named |= {f"{frame.position.function}()'s shared {i}": one[2] for i, one in enumerate(frame.contents)}
+        for module, variables in state.variables.items():
+            named |= {f"{module}.{name}": value for name, value in variables.items()}
+        found = find_unpicklable(named, can_pickle)
+        return f"{found or 'a part of the program'} cannot be kept: {' '.join(str(error).split())}"
+
+
+_known: dict[str, Any] = {}
+"""Objects of lagom's that the program of this process may hold."""
+
+
+def _known_object(name: str) -> Any:
+    return _known[name]
