@@ -365,8 +365,10 @@ class _Rest:
         """Return whether no call can change the value of an expression."""
         if isinstance(node, (ast.Tuple, ast.List, ast.JoinedStr)):
             return all(map(self._is_fixed, getattr(node, "elts", None) or getattr(node, "values", [])))
-        if isinstance(node, ast.FormattedValue):
+        if isinstance(node, (ast.FormattedValue, ast.keyword)):
             return self._is_fixed(node.value)
+        if isinstance(node, ast.UnaryOp):
+            return self._is_fixed(node.operand)
         return isinstance(node, ast.Constant) or (isinstance(node, ast.Name) and node.id in self._locals)
 
 

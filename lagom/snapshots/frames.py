@@ -12,6 +12,7 @@ from typing import Any
 
 from lagom.snapshots.continuation import HELP, ResumedFrame, check_continuation, continuation_code, first_parameter
 from lagom.snapshots.frame_position import NoSnapshotError, Position, place_of, position_of
+from lagom.snapshots.progress_bars import BarIterator
 from lagom.snapshots.state_pickle import cell_contents, fill_cells
 from lagom.snapshots.source_code import MARK, SourceFile, iterator_name, manager_name
 
@@ -95,13 +96,26 @@ class ProgramFrames:
             raise NoSnapshotError(f"{place_of(frame)} was defined after the run had begun")
         return found
 
-    def states(self, frames: Sequence[tuple[types.FrameType, Position]]) -> list[FrameState]:
-        """Return the states of ``frames``; keeps their variables alive, so for a fork only.
+    def states(self, frames: Sequence[tuple[types.FrameType, Position]], iterator: Any) -> list[FrameState]:
+        """Return the states of ``frames``, the innermost of which is about to take an item of ``iterator``.
+
+        They keep the variables alive, so this is for a fork only.
 
         Raises:
-            NoSnapshotError: if a variable that functions share cannot be found.
+            NoSnapshotError: if a variable that functions share cannot be found, or an item is under way already.
         """
-        return [self._state(frame, position) for frame, position in frames]
+        found = [self._state(frame, position) for frame, position in frames]
+        frame, position = frames[-1]
+        node = position.node(self._sources[position.file])
+        values = frame.f_locals
+        if isinstance(node, ast.For):
+            read = values.get(iterator_name(node))
+        else:
+            name = node.args[0] if node is not None and node.args else None
+            read = values.get(name.id, frame.f_globals.get(name.id)) if isinstance(name, ast.Name) else None
+        if not _reads_next(read, iterator):
+            raise NoSnapshotError(f"{place_of(frame)} reads the loader through a {type(read).__name__}")
+        return found
 
     def _state(self, frame: types.FrameType, position: Position) -> FrameState:
         code, values = frame.f_code, dict(frame.f_locals)
@@ -131,6 +145,18 @@ class ProgramFrames:
             call = functools.partial(resumed, *first, ResumedFrame(state.values, call))
         assert call is not None
         return call
+
+
+def _reads_next(outer: Any, iterator: Any) -> bool:
+    """Return whether ``outer`` holds nothing back when it asks ``iterator`` for an item."""
+    while outer is not iterator:
+        if isinstance(outer, BarIterator):
+            outer = outer.source.iterator
+        elif type(outer) in (enumerate, zip):  # what comes from the first part of a zip is under way at the others
+            outer = outer.__reduce__()[1][0]
+        else:
+            return False
+    return True
 
 
 def _is_help(name: str) -> bool:

@@ -69,13 +69,16 @@ def begin_again(loader: DataLoader[Any], start: PassStart, taken: int, training:
     set_random_states(start.common)
     for generator, state in start.own:
         generator.set_state(state)
-    skipped = 0 if is_stream(loader) else taken
-    with _skipping(skipped):
+    with _index_samplers() as samplers:
         iterator = iter(loader)
     if not isinstance(iterator, _BaseDataLoaderIter):
         raise TypeError(f"{type(loader).__name__} has an iterator of its own")
-    for _ in range(taken - skipped):
-        next(iterator)
+    if is_stream(loader):
+        for _ in range(taken):
+            next(iterator)
+    elif taken:
+        indices = samplers[-1].passes[0]
+        next(itertools.islice(indices, taken - 1, taken), None)
     iterator._num_yielded = taken
     current = vars(iterator)["_lagom_pass"]
     current.step = taken if training else 0
@@ -93,33 +96,29 @@ def is_stream(loader: DataLoader[Any]) -> bool:
 
 
 class _Skipping:
-    """An index sampler whose next pass begins after ``number`` batches, and later ones at the beginning."""
+    """An index sampler whose passes can skip batches, after the loader's iterator has drawn its own random numbers."""
 
-    def __init__(self, source: Any, number: int) -> None:
-        self._source, self.number = source, number
+    def __init__(self, source: Any) -> None:
+        self._source = source
+        self.passes: list[Iterator[Any]] = []
 
     def __len__(self) -> int:
         return len(self._source)
 
     def __iter__(self) -> Iterator[Any]:
         found = iter(self._source)
-        next(itertools.islice(found, self.number, self.number), None)
+        self.passes = [found]
         return found
 
 
 @contextmanager
-def _skipping(number: int) -> Iterator[None]:
-    """Have iterators of loaders that are made in the block begin after ``number`` batches."""
+def _index_samplers() -> Iterator[list[_Skipping]]:
+    """Have iterators of loaders that are made in the block leave their index samplers in a list."""
     original, made = vars(DataLoader)["_index_sampler"].fget, list[_Skipping]()
 
     def index_sampler(loader: DataLoader[Any]) -> Any:
-        made.append(_Skipping(original(loader), number))
+        made.append(_Skipping(original(loader)))
         return made[-1]
 
-    if number == 0:
-        yield
-        return
     with replaced(DataLoader, "_index_sampler", property(index_sampler)):
-        yield
-    for one in made:
-        one.number = 0
+        yield made

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import io
 import logging
 import os
 import sys
-import types
+import weakref
 from typing import Any
 
 import torch
@@ -48,37 +49,34 @@ def _made(kind: type) -> Any:
     return kind.__new__(kind)
 
 
-def _optimizer_state(optimizer: Optimizer) -> dict[str, Any]:
-    """Return all attributes: torch's own ``__getstate__`` drops hooks, and what schedulers have put there."""
+def _optimizer_state(optimizer: Optimizer) -> tuple[dict[str, Any], bool]:
+    """Return all attributes, and whether a scheduler counts steps: torch's ``__getstate__`` drops that, and hooks."""
     state = dict(vars(optimizer))
-    step = state.pop("step", None)
-    if isinstance(step, types.MethodType) and getattr(step, "_wrapped_by_lr_sched", False):
-        state["step"] = _COUNTED
-    elif step is not None:
-        state["step"] = step
-    return state
+    counts = getattr(state.get("step"), "_wrapped_by_lr_sched", False)
+    if counts:
+        del state["step"]
+    return state, counts
 
 
-_COUNTED = "lagom counted"
+def _set_optimizer(optimizer: Optimizer, found: tuple[dict[str, Any], bool]) -> None:
+    state, counts = found
+    vars(optimizer).update(state)
+    optimizer._patch_step_function()
+    if counts:
+        vars(optimizer)["step"] = _counting(type(optimizer).step, weakref.ref(optimizer))
 
 
-def _set_optimizer(optimizer: Optimizer, state: dict[str, Any]) -> None:
-    counted = state.get("step") == _COUNTED
-    vars(optimizer).update({name: one for name, one in state.items() if not (name == "step" and counted)})
-    optimizer._patch_step_function()  # type: ignore[attr-defined]
-    if counted:
-        vars(optimizer)["step"] = _counted_step(type(optimizer).step, optimizer)
+def _counting(step: Any, optimizer: weakref.ref[Optimizer]) -> Any:
+    """Return the method ``step`` as a scheduler has it: it notes that it was called."""
 
-
-def _counted_step(step: Any, optimizer: Optimizer) -> Any:
-    """Return ``step`` as a scheduler has it: it notes that it was called."""
-
-    def counted(self: Any, *args: Any, **kwargs: Any) -> Any:
-        self._opt_called = True
-        return type(self).step(self, *args, **kwargs)
+    @functools.wraps(step)
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        found: Any = optimizer()
+        found._opt_called = True
+        return step.__get__(found, type(found))(*args, **kwargs)
 
     counted._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
-    return types.MethodType(counted, optimizer)
+    return counted
 
 
 def _handler(kind: type[logging.Handler], state: dict[str, Any], stream: Any) -> logging.Handler:

@@ -79,7 +79,7 @@ class ProgramInProgress:
             found = source.with_named_stack.get((code.co_qualname, code.co_firstlineno))
         except SyntaxError:
             return
-        if found is None or found.co_freevars != code.co_freevars or not source.is_of(code):
+        if found is None or found.co_freevars != code.co_freevars or not (source.is_of(code) or found == code):
             return
         self._sources[code.co_filename] = source
         self._globals.setdefault(function.__globals__["__name__"], function.__globals__)
@@ -116,13 +116,19 @@ class ProgramInProgress:
         """
         return self._frames.now(frame)
 
-    def pickle(self, frames: Sequence[tuple[types.FrameType, Position]]) -> tuple[bytes, list[memoryview]]:
-        """Pickle the state of the program, whose functions in progress are ``frames``; return its large buffers too.
+    def pickle(
+        self, frames: Sequence[tuple[types.FrameType, Position]], iterator: Any
+    ) -> tuple[bytes, list[memoryview]]:
+        """Pickle the state of the program; return its large buffers too.
+
+        Args:
+            frames: the functions in progress.
+            iterator: of a loader, of which the innermost of them is about to take a batch.
 
         Raises:
             NoSnapshotError: if a part of it cannot be pickled, with that part's name.
         """
-        state = self._state(frames)
+        state = self._state(frames, iterator)
         with program_globals(self._globals):
             try:
                 return pickle_state(state, self._at_home, self._reduce)
@@ -143,10 +149,10 @@ class ProgramInProgress:
         self._resumed = state
         return self._frames.call(state.frames, self._globals.__getitem__)
 
-    def _state(self, frames: Any) -> ProgramState:
+    def _state(self, frames: Any, iterator: Any) -> ProgramState:
         session = self._session
         return ProgramState(
-            frames=self._frames.states(frames),
+            frames=self._frames.states(frames, iterator),
             variables={
                 name: {key: value for key, value in variables.items() if not key.startswith("__") and is_data(value)}
                 for name, variables in self._globals.items()

@@ -89,7 +89,7 @@ def _bar(kind: Any, state: dict[str, Any], elapsed: float | None) -> Any:
     vars(bar).update(state)
     bar.iterable = None
     if not bar.disable:
-        bar.fp = bars.DisableOnWriteError(sys.stderr, "fp")
+        bar.fp = bars.DisableOnWriteError(sys.stderr, tqdm_instance=bar)
         bar.sp = bar.status_printer(bar.fp)
         bar.start_t = time.time() - (elapsed or 0.0)
         bar.last_print_t = time.time()

@@ -91,7 +91,7 @@ class Snapshots:
         except NoSnapshotError as error:
             self._put_off(str(error), time.perf_counter() - start)
             return
-        self._take(frames, start)
+        self._take(frames, iterator, start)
 
     def _check_process(self) -> None:
         if threading.current_thread() is not threading.main_thread():
@@ -118,7 +118,7 @@ class Snapshots:
             self._why = why
             self._tell({"type": "snapshot", "what": "none", "why": why})
 
-    def _take(self, frames: Any, start: float) -> None:
+    def _take(self, frames: Any, iterator: Any, start: float) -> None:
         number = self._number = self._number + 1
         lengths = self._lengths()
         sys.stdout.flush()
@@ -134,19 +134,21 @@ class Snapshots:
         reader, writer = os.pipe()
         pid = os.fork()
         if pid == 0:
-            self._write_in_fork(number, frames, facts, writer)
+            self._write_in_fork(number, frames, iterator, facts, writer)
         os.close(writer)
         self._child, self._answer = pid, reader
         self._cost_s += time.perf_counter() - start
         self._next_at = time.perf_counter() + 0.1
 
-    def _write_in_fork(self, number: int, frames: Any, facts: dict[str, Any], writer: int) -> None:
+    def _write_in_fork(
+        self, number: int, frames: Any, iterator: Any, facts: dict[str, Any], writer: int
+    ) -> None:
         """Write the state as it was at the fork, and end."""
         answer: dict[str, Any] = {"number": number}
         try:
             os.nice(10)
             _let_go(writer)
-            answer |= self._write(number, *self.program.pickle(frames), facts)
+            answer |= self._write(number, *self.program.pickle(frames, iterator), facts)
         except BaseException as error:
             answer["why"] = _reason(error)
             if os.environ.get("LAGOM_SNAPSHOT_TRACE"):

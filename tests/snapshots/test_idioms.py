@@ -1,0 +1,113 @@
+"""Programs go on exactly from each of their batches; those that cannot are told why."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from lagom.call import Call
+from lagom.program.sources import source_files
+from lagom.run_state.random_streams import seed_everything
+from lagom.session.session import Session
+from lagom.snapshots.frame_position import NoSnapshotError
+from lagom.snapshots.program_state import ProgramInProgress
+from tests.ranks import run_ranks
+from tests.snapshots.idioms import EXACT, REFUSED
+
+pytestmark = pytest.mark.skipif(sys.version_info < (3, 11), reason="needs the columns of code")
+
+
+class Points:
+    """Takes a snapshot at some batches of a program."""
+
+    def __init__(self, session: Session, function: Callable[[], Any], wanted: Callable[[int], bool]) -> None:
+        self.program = ProgramInProgress(session, {})
+        self.program.prepare(Call(function=function, provided={}, sources=source_files(function)), {})
+        self.taken: list[tuple[bytes, list[bytearray]]] = []
+        self.reasons: Counter[str] = Counter()
+        self._wanted, self._number = wanted, -1
+
+    def point(self, iterator: Any) -> None:
+        self._number += 1
+        if not self._wanted(self._number):
+            return
+        try:
+            pickled, buffers = self.program.pickle(self.program.frames(sys._getframe(1)), iterator)
+            self.taken.append((pickled, [bytearray(one) for one in buffers]))
+        except NoSnapshotError as error:
+            self.reasons[str(error)] += 1
+
+
+def taken(session: Session, function: Callable[[], Any], every: int = 1) -> tuple[Any, Points]:
+    """The value of the program, and its snapshots."""
+    points: Any = Points(session, function, lambda number: number % every == 0)
+    session.snapshots = points
+    seed_everything(7)
+    with points.program.installed():
+        return points.program.run(function), points
+
+
+def resumed(session: Session, function: Callable[[], Any], snapshot: Any, at: int = 3) -> tuple[Any, Points]:
+    """The value of the program that goes on from ``snapshot`` in a new image, and a snapshot that it takes itself."""
+    points: Any = Points(session, function, lambda number: number == at)
+    session.snapshots = points
+    seed_everything(99)
+    with points.program.installed():
+        rest = points.program.go_on(snapshot[0], [bytearray(one) for one in snapshot[1]])
+        return points.program.run(rest), points
+
+
+def check(function: Callable[[], Any], every: int) -> None:
+    """Check that ``function`` goes on exactly, from snapshots of the program and of programs that have gone on."""
+
+    def all_points(session: Session) -> Any:
+        value, points = taken(session, function, every)
+        for number, snapshot in enumerate(points.taken):
+            again, later = resumed(session, function, snapshot)
+            assert again == value, number
+            for one in later.taken[:1] if number % 3 == 0 else ():
+                assert resumed(session, function, one)[0] == value, f"{number}, again"
+        return value, points.taken, points.reasons
+
+    def plain(session: Session) -> Any:
+        seed_everything(7)
+        return function()
+
+    def elsewhere(session: Session) -> Any:
+        return resumed(session, function, snapshots[len(snapshots) // 2])[0]
+
+    (found,) = run_ranks(1, all_points)
+    value, snapshots, reasons = found
+    assert snapshots
+    assert all(any(part in reason for part in PUT_OFF) for reason in reasons), reasons
+    assert run_ranks(1, plain) == [value]
+    assert run_ranks(1, elsewhere) == [value]
+
+
+PUT_OFF = ("lambda, comprehension or class body", "through a zip")
+"""Places that a program passes: the next batch after them has a snapshot again."""
+
+
+@pytest.mark.parametrize("function", EXACT, ids=lambda function: function.__name__)
+def test_a_program_goes_on_exactly(function: Callable[[], Any]) -> None:
+    check(function, every=5)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("function", EXACT, ids=lambda function: function.__name__)
+def test_a_program_goes_on_exactly_from_every_batch(function: Callable[[], Any]) -> None:
+    check(function, every=1)
+
+
+@pytest.mark.parametrize("function", REFUSED, ids=lambda function: function.__name__)
+def test_a_program_that_cannot_go_on_from_its_place_is_told_why(function: Callable[[], Any]) -> None:
+    def reasons(session: Session) -> Any:
+        return taken(session, function)[1].reasons
+
+    (found,) = run_ranks(1, reasons)
+    assert found
+    assert all(REFUSED[function] in reason for reason in found), found
