@@ -19,6 +19,10 @@ class DataError(LagomError):
     """A data set has content that cannot be read or be a tensor; the text names file, row group, column and row."""
 
 
+class SnapshotError(LagomError):
+    """A run cannot go on from its snapshot; it can begin again."""
+
+
 class RankError(LagomError):
     """A rank ended without an exception that could be sent to the driver: killed, exited, or unpicklable."""
 

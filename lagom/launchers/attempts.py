@@ -9,7 +9,7 @@ import dataclasses
 import sys
 
 from lagom.call import Call
-from lagom.errors import LagomError
+from lagom.errors import LagomError, SnapshotError
 from lagom.launchers.failure import raise_failure
 from lagom.launchers.protocol import Launcher, Outcome
 from lagom.plan import Plan
@@ -39,6 +39,10 @@ def run_attempts(
     now = plan
     try:
         while isinstance(found := _run_once(launcher, now, call, records, history), LagomError):
+            if isinstance(found, SnapshotError) and history.resumed is not None:
+                say(f"{found}: the run begins again from the beginning", plan, records)
+                history.give_up_snapshots()
+                continue
             if history.loss is None or plan.config.max_failures == 0:
                 raise found
             now = _next(launcher, plan, history, history.loss, found, records)

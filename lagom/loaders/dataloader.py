@@ -221,6 +221,7 @@ def _make_next(session: Session, readers: ReaderThreads) -> Any:
             session.twins.point()
         if session.snapshots is not None:
             session.snapshots.point(self)
+            session.snapshots.program.take_batch(self)
         session.reseed_uneven()
         if current.failed and session.may_meet:
             current.failed = False
@@ -244,6 +245,8 @@ def _make_next(session: Session, readers: ReaderThreads) -> Any:
                     current.shares.popleft()
             raise
         session.data_s += perf_counter() - start
+        if session.snapshots is not None:
+            session.snapshots.program.gave_batch(self, data)
         if on_cuda:
             data = moved(data, session.device)
         if current.training:

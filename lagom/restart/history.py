@@ -127,6 +127,14 @@ class RunHistory:
         """Return where the present attempt keeps snapshots, and the one that it goes on from."""
         return None if self._snapshots is None else SnapshotPlace(self._snapshots, self.resumed)
 
+    def give_up_snapshots(self) -> None:
+        """Have the next attempt begin from the beginning, and none go on from the snapshots so far."""
+        if self._snapshots is not None:
+            self._snapshots.remove_all()
+        self.resumed, self.files.snapshot_at = None, None
+        self.output.begin_again()
+        self.loss = self._joined = None
+
     def _resume(self, snapshot: Snapshot) -> None:
         self.resumed = snapshot
         self.files.go_back(snapshot.facts["lengths"], snapshot.facts["at"])

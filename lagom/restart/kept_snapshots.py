@@ -75,9 +75,17 @@ class SnapshotFolder:
             os.fsync(file.fileno())
         os.replace(f"{path}.json.partial", f"{path}.json")
         for old in self._numbers()[:-_KEPT]:
-            for kind in ("json", "state"):
-                with suppress(OSError):
-                    os.unlink(f"{self.path}/{_name(old)}.{kind}")
+            self._remove(old)
+
+    def remove_all(self) -> None:
+        """Remove all snapshots."""
+        for number in self._numbers():
+            self._remove(number)
+
+    def _remove(self, number: int) -> None:
+        for kind in ("json", "state"):
+            with suppress(OSError):
+                os.unlink(f"{self.path}/{_name(number)}.{kind}")
 
     def partial(self, number: int) -> str:
         """Return the file for the state of ``number`` while it is written."""

@@ -3,15 +3,25 @@
 from __future__ import annotations
 
 import itertools
+import pickle
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    RandomSampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
+from lagom.errors import SnapshotError
+from lagom.loaders.sample_digest import digest
 from lagom.patching.replace import replaced
 from lagom.random_states import random_states, set_random_states
 
@@ -19,7 +29,10 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
 LOADER = "_lagom_loader"
-PASS_START = "_lagom_pass_start"
+PASS_START, FIRST_BATCH, LAST_BATCH = "_lagom_pass_start", "_lagom_first_batch", "_lagom_last_batch"
+"""Of an iterator: generators' states when it was made and when its first batch was asked for; its last batch."""
+_SAMPLERS = (SequentialSampler, RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
+"""Samplers that draw random numbers at their first item only, and do not change."""
 
 
 @dataclass(slots=True)
@@ -28,6 +41,12 @@ class PassStart:
 
     common: Mapping[str, Any]
     own: Sequence[tuple[torch.Generator, torch.Tensor]]
+
+    def restore(self) -> None:
+        """Set the generators to these states."""
+        set_random_states(self.common)
+        for generator, state in self.own:
+            generator.set_state(state)
 
 
 def pass_start(loader: DataLoader[Any]) -> PassStart:
@@ -52,37 +71,58 @@ def reduce_iterator(iterator: Any) -> Any:
         return iter, ((),)
     taken = iterator._num_yielded
     if taken and iterator._num_workers:
-        import pickle
-
         raise pickle.PicklingError("a loader with workers is in the middle of a pass")
-    return begin_again, (loader, start, taken, current.training)
+    if not is_stream(loader) and not _repeats_order(loader):
+        raise pickle.PicklingError("a loader with a sampler of the program's own is in a pass")
+    last = digest(held[LAST_BATCH]) if taken and is_stream(loader) else b""
+    return begin_again, (loader, start, held.get(FIRST_BATCH), taken, current.training, last)
 
 
 begun: list[Any] = []
 """Passes that go on, of the snapshot that is being read."""
 
 
-def begin_again(loader: DataLoader[Any], start: PassStart, taken: int, training: bool) -> Any:
-    """Return an iterator of ``loader`` that has given ``taken`` batches of the pass that began with ``start``."""
-    now = random_states()
-    states = [generator.get_state() for generator, _ in start.own]
-    set_random_states(start.common)
-    for generator, state in start.own:
-        generator.set_state(state)
+def _repeats_order(loader: DataLoader[Any]) -> bool:
+    """Return whether a pass over ``loader`` that begins with the same random states has the same order."""
+    batch_sampler: Any = loader.batch_sampler
+    found = batch_sampler.sampler if type(batch_sampler) is BatchSampler else batch_sampler or loader.sampler
+    return type(found) in _SAMPLERS or getattr(found, "lagom_common", False)
+
+
+def begin_again(
+    loader: DataLoader[Any], start: PassStart, first: PassStart | None, taken: int, training: bool, last: bytes
+) -> Any:
+    """Return an iterator of ``loader`` that has given ``taken`` batches of a pass.
+
+    Args:
+        start: states when the pass began.
+        first: states when its first batch was asked for.
+        last: digest of the last batch, if batches are read again.
+
+    Raises:
+        SnapshotError: if it was another.
+    """
+    now, states = random_states(), [generator.get_state() for generator, _ in start.own]
+    start.restore()
     with _index_samplers() as samplers:
         iterator = iter(loader)
+    if first is not None:
+        first.restore()
     if not isinstance(iterator, _BaseDataLoaderIter):
         raise TypeError(f"{type(loader).__name__} has an iterator of its own")
     if is_stream(loader):
+        data = None
         for _ in range(taken):
-            next(iterator)
+            data = next(iterator)
+        if taken and digest(data) != last:
+            raise SnapshotError(f"{type(loader.dataset).__name__} does not repeat what it has given before")
     elif taken:
         indices = samplers[-1].passes[0]
         next(itertools.islice(indices, taken - 1, taken), None)
     iterator._num_yielded = taken
     current = vars(iterator)["_lagom_pass"]
     current.step = taken if training else 0
-    vars(iterator)[PASS_START] = start
+    vars(iterator).update({PASS_START: start, **({FIRST_BATCH: first} if first is not None else {})})
     begun.append(current)
     set_random_states(now)
     for (generator, _), state in zip(start.own, states, strict=True):

@@ -9,12 +9,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from torch.utils.data.dataloader import _DatasetKind
+
 from lagom.call import Call
 from lagom.program.sources import reachable_modules
 from lagom.random_states import random_states, set_random_states
 from lagom.snapshots.frame_position import NoSnapshotError, Position
 from lagom.snapshots.frames import FrameState, ProgramFrames
-from lagom.snapshots.loader_positions import LOADER, PASS_START, begun, pass_start
+from lagom.snapshots.loader_positions import FIRST_BATCH, LAST_BATCH, LOADER, PASS_START, begun, pass_start
 from lagom.snapshots.object_reducers import reduce_object, set_thread_state, thread_state
 from lagom.snapshots.progress_bars import resumable_bars
 from lagom.snapshots.source_code import SourceFile
@@ -98,6 +100,16 @@ class ProgramInProgress:
         # Workers end when both are dropped, so a loader that keeps its iterator is not held by it.
         held[LOADER] = weakref.ref(loader) if loader.persistent_workers else lambda: loader
         held[PASS_START] = pass_start(loader)
+
+    def take_batch(self, iterator: Any) -> None:
+        """Note the states with which ``iterator`` is asked for its first batch, when its sampler draws the order."""
+        if iterator._num_yielded == 0 and not iterator._num_workers:
+            vars(iterator)[FIRST_BATCH] = pass_start(vars(iterator)[LOADER]())
+
+    def gave_batch(self, iterator: Any, data: Any) -> None:
+        """Note the batch that ``iterator`` has given, if it has to be read again."""
+        if iterator._dataset_kind == _DatasetKind.Iterable:
+            vars(iterator)[LAST_BATCH] = data
 
     def run(self, function: Callable[[], Any]) -> Any:
         """Call ``function``, the program or the rest of it; what is called by this method is the program."""

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from lagom.call import Call
-from lagom.errors import LagomError
+from lagom.errors import LagomError, SnapshotError
 from lagom.payload import Parcel, parts_of
 from lagom.restart.kept_snapshots import Snapshot, SnapshotPlace
 from lagom.snapshots.call_memory import CallMemory
@@ -199,7 +199,12 @@ class Snapshots:
             mapped = mmap.mmap(file.fileno(), 0, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
         head, pickled, *own = parts_of(memoryview(mapped))
         buffers = self._memory.join(json.loads(bytes(head))["references"], own)
-        return self.program.go_on(pickled, buffers)
+        try:
+            return self.program.go_on(pickled, buffers)
+        except SnapshotError:
+            raise
+        except Exception as error:
+            raise SnapshotError(f"the snapshot cannot be put back: {type(error).__name__}: {error}") from error
 
 
 def _let_go(kept: int) -> None:
