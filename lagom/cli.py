@@ -60,6 +60,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _failed(error)
 
 
+def _resume(args: argparse.Namespace) -> int:
+    experiment.resume(args.run, world_size=args.n)
+    return 0
+
+
 def _run(args: argparse.Namespace) -> int:
     words, as_horovodrun = _words(args, "lagom run -n 4 train.py --epochs 2")
     on_spark = args.master not in (None, "local")
@@ -286,6 +291,14 @@ def _add_record_commands(commands: Any) -> None:
     one.set_defaults(command=_show)
     one.add_argument("run", metavar="RUN", help=named)
     text = "Say what differs between two runs: settings, versions, code, losses, speed, results."
+    again = commands.add_parser(
+        "resume",
+        help="go on with a run from its last snapshot",
+        description="Go on with a run that was called with snapshot_every_s, and whose process has ended.",
+    )
+    again.set_defaults(command=_resume)
+    again.add_argument("run", metavar="RUN", help=named)
+    again.add_argument("-n", type=int, metavar="N", help="number of ranks; as before if not given")
     two = commands.add_parser("compare", help="say what differs between two runs", description=text)
     two.set_defaults(command=_compare)
     two.add_argument("first", metavar="A", help=named)

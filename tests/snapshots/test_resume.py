@@ -1,0 +1,159 @@
+"""Runs that are killed in their second epoch go on from a snapshot, and are as runs that were not killed."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lagom import experiment
+from lagom.cli import main
+from lagom.errors import LagomError, PlanError
+from tests.snapshots.training import config, newest, train
+
+pytestmark = pytest.mark.skipif(sys.version_info < (3, 11), reason="needs the columns of code")
+PATIENCE_S = 100.0
+
+
+def wait_for_snapshot(folder: Path) -> None:
+    """Wait for a snapshot in the middle of the second epoch."""
+    end = time.monotonic() + PATIENCE_S
+    while time.monotonic() < end:
+        epoch, step = newest(folder).get("place", [0, 0])
+        if epoch == 2 and step >= 1:
+            return
+        assert epoch < 3, "the program was too fast"
+        time.sleep(0.01)
+    raise AssertionError(f"no snapshot: {[path.read_text() for path in folder.glob('runs/*/run.json')]}")
+
+
+@contextmanager
+def killed(folder: Path, rank: int) -> Iterator[None]:
+    """Kill a rank from outside once there is a snapshot in the second epoch."""
+
+    def kill() -> None:
+        wait_for_snapshot(folder)
+        (path,) = folder.glob("runs/*/run.json")
+        (folder / "slowly").unlink()
+        os.kill(json.loads(path.read_text())["ranks"][str(rank)]["pid"], signal.SIGKILL)
+
+    thread = threading.Thread(target=kill)
+    thread.start()
+    yield
+    thread.join()
+
+
+def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    return one["losses"] == other["losses"] and one["weights"] == other["weights"] and one["random"].equal(other["random"])
+
+
+def close(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    pairs = zip(one["weights"], other["weights"], strict=True)
+    return all(torch.allclose(torch.tensor(x), torch.tensor(y), rtol=0, atol=1e-12) for x, y in pairs)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], str]:
+    """The value of a run that is not killed, and the file that it writes."""
+    folder = tmp_path_factory.mktemp("whole")
+    value = experiment.lagom(train, config(folder, world_size=2)).value
+    return value, (folder / "rows.csv").read_text()
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_run_goes_on_from_its_snapshot_when_a_rank_is_killed(
+    rank: int, whole: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "slowly").touch()
+    with killed(tmp_path, rank):
+        result = experiment.lagom(train, config(tmp_path, world_size=2, snapshot_every_s=0.1))
+    assert same(result.value, whole[0])
+    assert (tmp_path / "rows.csv").read_text() == whole[1]
+    assert "of epoch 2" in result.failures[0]["resumed_from"]
+    shown = [line for line in capfd.readouterr().out.splitlines() if line.startswith("epoch")]
+    assert shown == [f"epoch {number}: {loss:.12g}" for number, loss in enumerate(result.value["losses"])]
+    assert result.run_dir is not None
+    record = json.loads((result.run_dir / "run.json").read_text())
+    assert record["snapshots"]["bytes"] > 0
+    assert record.get("without_snapshots") is None
+
+
+@pytest.fixture(scope="module")
+def lost_driver(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run whose driver was killed."""
+    folder = tmp_path_factory.mktemp("lost")
+    (folder / "slowly").touch()
+    program = Path(__file__).parent / "training.py"
+    env = os.environ | {"PYTHONPATH": str(program.parents[2])}
+    process = subprocess.Popen([sys.executable, str(program), str(folder)], stdout=subprocess.PIPE, env=env)
+    try:
+        wait_for_snapshot(folder)
+    finally:
+        process.kill()
+        process.communicate()
+    (folder / "slowly").unlink()
+    return folder
+
+
+@pytest.mark.parametrize("world_size", [None, 1, 3])
+def test_another_process_goes_on_with_a_run_whose_driver_was_killed(
+    world_size: int | None, whole: Any, lost_driver: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (run,) = (lost_driver / "runs").iterdir()
+    before = os.getcwd()
+    result = experiment.resume(run, world_size=world_size)
+    assert os.getcwd() == before
+    assert result.run_dir == run
+    assert (same if world_size is None else close)(result.value, whole[0])
+    rows = [line.rpartition(",") for line in (lost_driver / "rows.csv").read_text().splitlines()]
+    assert rows == [line.rpartition(",") for line in whole[1].splitlines()]
+    shown = capfd.readouterr()
+    assert "goes on from batch" in shown.err
+    assert [line.split(":")[0] for line in shown.out.splitlines() if line.startswith("epoch")] == ["epoch 1", "epoch 2"]
+
+
+def test_the_command_line_goes_on_with_a_run(lost_driver: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    (run,) = (lost_driver / "runs").iterdir()
+    assert main(["resume", str(run), "-n", "1"]) == 0
+    assert "epoch 2" in capfd.readouterr().out
+
+
+def test_a_run_without_snapshots_is_not_resumed(tmp_path: Path) -> None:
+    experiment.lagom(short, config(tmp_path, world_size=1))
+    (run,) = (tmp_path / "runs").iterdir()
+    with pytest.raises(LagomError, match="kept no snapshots"):
+        experiment.resume(run)
+
+
+def test_snapshots_that_others_can_write_are_not_read(tmp_path: Path) -> None:
+    experiment.lagom(short, config(tmp_path, world_size=1, snapshot_every_s=60))
+    (run,) = (tmp_path / "runs").iterdir()
+    (run / "snapshots").chmod(0o777)
+    with pytest.raises(LagomError, match="not this user's alone"):
+        experiment.resume(run)
+
+
+def test_a_run_that_cannot_keep_snapshots_says_why(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(PlanError, match="set run_dir"):
+        experiment.lagom(short, config(tmp_path, world_size=1, snapshot_every_s=60, run_dir=None))
+    result = experiment.lagom(short, config(tmp_path, world_size=2, snapshot_every_s=60, batches="split"))
+    assert "no snapshots: ranks have states of their own" in capfd.readouterr().err
+    assert result.value == 1
+    assert result.run_dir is not None
+    assert not (result.run_dir / "snapshots").exists()
+
+
+def short() -> int:
+    """Return at once."""
+    return 1

@@ -1,0 +1,66 @@
+"""A program that a test kills when it has a snapshot; run as a script, its process is the driver."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from lagom import experiment
+from lagom.config import TorchDistributedConfig
+
+POINTS = torch.rand(40, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(5))
+DATA = TensorDataset(POINTS, POINTS.prod(dim=1, keepdim=True))
+
+
+def epoch(model: nn.Module, optimizer: torch.optim.Optimizer, train_set: Any, number: int, folder: str) -> float:
+    total, rows = 0.0, open(f"{folder}/rows.csv", "a")  # noqa: SIM115  (open while batches are read)
+    for step, (x, y) in enumerate(DataLoader(train_set, batch_size=4, shuffle=True)):
+        optimizer.zero_grad()
+        loss = nn.functional.mse_loss(model(x), y)
+        loss.backward()
+        optimizer.step()
+        total += loss.item()
+        rows.write(f"{number},{step},{x.sum().item():.17g}\n")
+        if number == 1 and os.path.exists(f"{folder}/slowly"):
+            time.sleep(1.0)  # a snapshot may take 1% of the time
+    rows.close()
+    return total
+
+
+def train(train_set: Any, folder: str) -> dict[str, Any]:
+    """Train, print each epoch, and append each batch to a file."""
+    model = nn.Sequential(nn.Linear(3, 8), nn.Dropout(0.2), nn.Tanh(), nn.Linear(8, 1)).double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    os.makedirs(f"{folder}/made")
+    losses = []
+    for number in range(3):
+        losses.append(epoch(model, optimizer, train_set, number, folder))
+        print(f"epoch {number}: {losses[-1]:.12g}")
+    return {"losses": losses, "weights": [one.tolist() for one in model.state_dict().values()], "random": torch.rand(2)}
+
+
+def config(folder: Path, **more: Any) -> TorchDistributedConfig:
+    """The config of a run in ``folder``."""
+    settings = {"launcher": "local", "seed": 3, "run_dir": folder / "runs", "hparams": {"folder": str(folder)}}
+    return TorchDistributedConfig(train_set=DATA, **(settings | more))
+
+
+def newest(folder: Path) -> dict[str, Any]:
+    """The description of the newest snapshot in ``folder``; empty if there is none."""
+    found = sorted(folder.glob("runs/*/snapshots/snapshot-*.json"))
+    return json.loads(found[-1].read_text()) if found else {}
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).parents[2]))
+    from tests.snapshots.training import train as imported
+
+    experiment.lagom(imported, config(Path(sys.argv[1]), world_size=2, snapshot_every_s=0.1))
