@@ -14,9 +14,9 @@ from lagom.aggregate import aggregate, remedy
 from lagom.call import Call
 from lagom.config import AblationConfig, HyperparameterOptConfig, TorchDistributedConfig
 from lagom.config.torch_distributed import Launcher
+from lagom.kept_call import keep_call, read_call
 from lagom.launchers import choose
 from lagom.launchers.attempts import run_attempts
-from lagom.kept_call import keep_call, read_call
 from lagom.launchers.dataframes import write_frame
 from lagom.launchers.protocol import Launcher as Launches
 from lagom.plan import Plan, plan

@@ -14,11 +14,11 @@ from lagom.host.descendants import end_rank, reap_adopted
 from lagom.host.driver_link import DriverLink
 from lagom.host.end_reports import death_report, stop_report
 from lagom.host.forked_rank import ForkedRank
-from lagom.restart.kept_snapshots import FIRST_MARK
 from lagom.host.twin_sets import TwinSet, TwinSets
 from lagom.monitor import stalls
 from lagom.monitor.stalls import Pulse
 from lagom.plan import Plan
+from lagom.restart.kept_snapshots import FIRST_MARK
 from lagom.wire.client import DriverClient, LinkClosed, Message
 from lagom.wire.rendezvous import LEAVE_S, WRITE_S
 

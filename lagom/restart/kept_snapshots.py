@@ -66,7 +66,7 @@ class SnapshotFolder:
         return None
 
     def complete(self, number: int, facts: Mapping[str, Any]) -> None:
-        """Have the state of ``number``, which lies beside its place, be a snapshot; remove those before the last two."""
+        """Have the state of ``number`` be a snapshot, now that it is written; remove those before the last two."""
         path = f"{self.path}/{_name(number)}"
         os.replace(f"{path}.partial", f"{path}.state")
         with open(f"{path}.json.partial", "w") as file:

@@ -1,7 +1,7 @@
 """``Continuation``: the rest of a function from a position on, as a function of its local variables.
 
 Of each statement around the position, what is left of it is kept: a loop goes on with its iterator, a ``with`` block
-leaves its manager at its end, a ``try`` still has its handlers. So ``break``, ``else`` and ``return`` mean what they did.
+leaves its manager at its end, a ``try`` still has its handlers. So ``break``, ``else`` and ``return`` mean the same.
 """
 
 from __future__ import annotations

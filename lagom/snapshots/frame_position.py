@@ -10,7 +10,6 @@ from dataclasses import dataclass
 
 from lagom.snapshots.source_code import SourceFile, Span
 
-
 _CACHE = dis.opmap.get("CACHE", -1)
 
 

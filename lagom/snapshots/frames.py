@@ -13,9 +13,8 @@ from typing import Any
 from lagom.snapshots.continuation import HELP, ResumedFrame, check_continuation, continuation_code, first_parameter
 from lagom.snapshots.frame_position import NoSnapshotError, Position, place_of, position_of
 from lagom.snapshots.progress_bars import BarIterator
-from lagom.snapshots.state_pickle import cell_contents, fill_cells
 from lagom.snapshots.source_code import MARK, SourceFile, iterator_name, manager_name
-
+from lagom.snapshots.state_pickle import cell_contents, fill_cells
 
 _GENERATORS = 0x20 | 0x80 | 0x200  # generators, coroutines, asynchronous generators
 _PASSED = ("/lagom/loaders/", "/lagom/snapshots/", "/torch/utils/data/dataloader.py", "/tqdm/std.py")

@@ -21,7 +21,7 @@ from lagom.snapshots.state_pickle import standard_streams
 
 
 def reduce_object(value: Any) -> Any:
-    """Return how to pickle ``value``, as ``__reduce_ex__`` does; NotImplemented for objects that pickle by themselves."""
+    """Return how to pickle ``value``, as ``__reduce_ex__`` does; NotImplemented if it pickles as it is."""
     if isinstance(value, _BaseDataLoaderIter):
         return reduce_iterator(value)
     if isinstance(value, DataLoader):

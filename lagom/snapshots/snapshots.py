@@ -1,4 +1,4 @@
-"""``Snapshots``: keeps the state of the program on disk now and then, and has a rank go on from it. See Note [Snapshots]."""
+"""``Snapshots``: keeps the state of the program on disk now and then. See Note [Snapshots]."""
 
 from __future__ import annotations
 
@@ -140,9 +140,7 @@ class Snapshots:
         self._cost_s += time.perf_counter() - start
         self._next_at = time.perf_counter() + 0.1
 
-    def _write_in_fork(
-        self, number: int, frames: Any, iterator: Any, facts: dict[str, Any], writer: int
-    ) -> None:
+    def _write_in_fork(self, number: int, frames: Any, iterator: Any, facts: dict[str, Any], writer: int) -> None:
         """Write the state as it was at the fork, and end."""
         answer: dict[str, Any] = {"number": number}
         try:

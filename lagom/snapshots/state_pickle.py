@@ -1,4 +1,4 @@
-"""``pickle_state`` and ``unpickle_state``: all objects of a running program in one pickle, so that they stay the same ones.
+"""``pickle_state`` and ``unpickle_state``: all objects of a program in one pickle, so that they stay the same ones.
 
 Functions of the program, its modules' variables and the data that came with the call are pickled by reference.
 """
@@ -107,7 +107,7 @@ class _StatePickler(Pickler):
         elif kind is weakref.ref:
             found = _weak, (value(),)
         elif kind is _Lock or kind is _RLock:
-            found = kind is _Lock and threading.Lock or threading.RLock, ()
+            found = (kind is _Lock and threading.Lock) or threading.RLock, ()
         elif isinstance(value, (types.GeneratorType, types.CoroutineType)):
             raise pickle.PicklingError(f"{value.__name__} is a generator that has begun")
         else:

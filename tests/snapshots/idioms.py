@@ -1,5 +1,7 @@
 """Training programs as people write them: each ends with a value that tells whether it has gone on exactly."""
 
+# ruff: noqa: B007, PERF401
+
 from __future__ import annotations
 
 import copy
@@ -298,7 +300,7 @@ def several_loaders() -> Any:
     for (x, _), z in zip(first, second):  # noqa: B905
         seen.append((x.sum().item(), z.sum().item()))
         for rows in second:
-            seen.append(rows.sum().item())  # noqa: PERF401
+            seen.append(rows.sum().item())
     return seen
 
 
@@ -326,7 +328,14 @@ def kept_tensors() -> Any:
                 optimizer.zero_grad()
                 average.update_parameters(model)
     assert twin.weight is model[0].weight
-    return [loss.item() for loss in losses], str(losses[-1]), total.item(), state.tolist(), flat.tolist(), weights(average)
+    return (
+        [loss.item() for loss in losses],
+        str(losses[-1]),
+        total.item(),
+        state.tolist(),
+        flat.tolist(),
+        weights(average),
+    )
 
 
 def matched() -> Any:

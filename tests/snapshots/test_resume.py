@@ -55,10 +55,13 @@ def killed(folder: Path, rank: int) -> Iterator[None]:
 
 
 def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
-    return one["losses"] == other["losses"] and one["weights"] == other["weights"] and one["random"].equal(other["random"])
+    return (
+        one["losses"] == other["losses"] and one["weights"] == other["weights"] and one["random"].equal(other["random"])
+    )
 
 
 def close(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    """Whether the weights are equal but for rounding."""
     pairs = zip(one["weights"], other["weights"], strict=True)
     return all(torch.allclose(torch.tensor(x), torch.tensor(y), rtol=0, atol=1e-12) for x, y in pairs)
 

@@ -29,10 +29,17 @@ def epoch(model: nn.Module, optimizer: torch.optim.Optimizer, train_set: Any, nu
         optimizer.step()
         total += loss.item()
         rows.write(f"{number},{step},{x.sum().item():.17g}\n")
-        if number == 1 and os.path.exists(f"{folder}/slowly"):
-            time.sleep(1.0)  # a snapshot may take 1% of the time
+        if number == 1:
+            pause(folder, 0.3 * 2**step)
     rows.close()
     return total
+
+
+def pause(folder: str, seconds: float) -> None:
+    """Wait while the test waits for a snapshot, which may take 1% of the time only."""
+    end = time.monotonic() + seconds
+    while time.monotonic() < end and os.path.exists(f"{folder}/slowly"):
+        time.sleep(0.01)
 
 
 def train(train_set: Any, folder: str) -> dict[str, Any]:
