@@ -122,7 +122,7 @@ def resume(
     """
     started = time.monotonic()
     with read_call(find_run(run_dir, None)) as (run, call, snapshots):
-        changed = {"world_size": world_size, "launcher": launcher}
+        changed: dict[str, Any] = {"world_size": world_size, "launcher": launcher}
         config = replace(run.config, **{name: value for name, value in changed.items() if value is not None})
         chosen = choose(config.launcher)
         the_plan = plan(config, chosen.cluster(), run.name, already_distributed=False)

@@ -7,12 +7,16 @@ import json
 import logging
 import mmap
 import os
+import random
+import signal
 import sys
 import threading
 import time
 import traceback
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
+
+import torch
 
 from lagom.call import Call
 from lagom.errors import LagomError, SnapshotError
@@ -29,6 +33,8 @@ log = logging.getLogger("lagom")
 
 _SHARE = 0.01
 """Largest share of the run's time that forks and the pages copied after them may take."""
+_LOOK_S, _PATIENCE_S = 0.1, 1800.0
+"""Time between two looks at whether a fork has written its snapshot, and after which it counts as stuck."""
 _PUT_OFF_S = 0.02
 """Time until the next look after a place at which no snapshot could be taken."""
 
@@ -64,6 +70,7 @@ class Snapshots:
         self._cost_s = 0.0
         self._child: int | None = None
         self._answer = -1
+        self._forked_at = 0.0
         self._why = ""
 
     def prepare(self, call: Call, known: Mapping[str, Any]) -> Callable[[], Any] | None:
@@ -131,20 +138,24 @@ class Snapshots:
             "lengths": lengths,
             "world_size": self._session.world_size,
         }
+        state = random.getstate()
         reader, writer = os.pipe()
         pid = os.fork()
         if pid == 0:
+            random.setstate(state)  # Python seeds it in each fork
             self._write_in_fork(number, frames, iterator, facts, writer)
         os.close(writer)
         self._child, self._answer = pid, reader
         self._cost_s += time.perf_counter() - start
-        self._next_at = time.perf_counter() + 0.1
+        self._forked_at = time.perf_counter()
+        self._next_at = self._forked_at + _LOOK_S
 
     def _write_in_fork(self, number: int, frames: Any, iterator: Any, facts: dict[str, Any], writer: int) -> None:
         """Write the state as it was at the fork, and end."""
         answer: dict[str, Any] = {"number": number}
         try:
             os.nice(10)
+            torch.set_num_threads(1)  # the threads that it would use are not in the fork
             _let_go(writer)
             answer |= self._write(number, *self.program.pickle(frames, iterator), facts)
         except BaseException as error:
@@ -178,7 +189,9 @@ class Snapshots:
         except ChildProcessError:  # the program has waited for it
             pid = self._child
         if pid == 0:
-            self._next_at = time.perf_counter() + 0.1
+            self._next_at = time.perf_counter() + _LOOK_S
+            if self._next_at - self._forked_at > _PATIENCE_S:
+                os.kill(self._child, signal.SIGKILL)
             return
         answer = json.loads(os.read(self._answer, 1 << 16) or b'{"why": "the process that wrote it was killed"}')
         os.close(self._answer)

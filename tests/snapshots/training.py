@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import sys
 import time
 from pathlib import Path
@@ -18,6 +19,20 @@ from lagom.config import TorchDistributedConfig
 
 POINTS = torch.rand(40, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(5))
 DATA = TensorDataset(POINTS, POINTS.prod(dim=1, keepdim=True))
+
+
+class Network(nn.Module):
+    """Two layers, in float64, that count their forwards."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(3, 8), nn.Dropout(0.2), nn.Tanh(), nn.Linear(8, 1)).double()
+        self.num_forwards = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.num_forwards += 1
+        found: torch.Tensor = self.layers(x)
+        return found
 
 
 def epoch(model: nn.Module, optimizer: torch.optim.Optimizer, train_set: Any, number: int, folder: str) -> float:
@@ -44,19 +59,26 @@ def pause(folder: str, seconds: float) -> None:
 
 def train(train_set: Any, folder: str) -> dict[str, Any]:
     """Train, print each epoch, and append each batch to a file."""
-    model = nn.Sequential(nn.Linear(3, 8), nn.Dropout(0.2), nn.Tanh(), nn.Linear(8, 1)).double()
+    model = Network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     os.makedirs(f"{folder}/made")
-    losses = []
+    losses, noise = [], [random.random()]
     for number in range(3):
         losses.append(epoch(model, optimizer, train_set, number, folder))
+        noise.append(random.random())
         print(f"epoch {number}: {losses[-1]:.12g}")
-    return {"losses": losses, "weights": [one.tolist() for one in model.state_dict().values()], "random": torch.rand(2)}
+    weights = [one.tolist() for one in model.state_dict().values()]
+    return {"losses": losses, "weights": weights, "random": torch.rand(2), "python": [random.random(), noise]}
 
 
 def config(folder: Path, **more: Any) -> TorchDistributedConfig:
     """The config of a run in ``folder``."""
-    settings = {"launcher": "local", "seed": 3, "run_dir": folder / "runs", "hparams": {"folder": str(folder)}}
+    settings: dict[str, Any] = {
+        "launcher": "local",
+        "seed": 3,
+        "run_dir": folder / "runs",
+        "hparams": {"folder": str(folder)},
+    }
     return TorchDistributedConfig(train_set=DATA, **(settings | more))
 
 
@@ -67,7 +89,4 @@ def newest(folder: Path) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).parents[2]))
-    from tests.snapshots.training import train as imported
-
-    experiment.lagom(imported, config(Path(sys.argv[1]), world_size=2, snapshot_every_s=0.1))
+    experiment.lagom(train, config(Path(sys.argv[1]), world_size=2, snapshot_every_s=0.1))
