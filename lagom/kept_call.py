@@ -9,17 +9,19 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from lagom.call import Call
 from lagom.config import TorchDistributedConfig
 from lagom.errors import LagomError, PlanError
 from lagom.payload import Parcel, unpack_file
 from lagom.plan import Plan
+from lagom.program.script import Script
 from lagom.records.run_dir import RunRecords
 from lagom.restart.kept_snapshots import FOLDER, SnapshotFolder
 
 _SETTINGS = "settings"
-_DATA = {"module": None, "train_set": None, "test_set": None, "dataset": None, "hparams": {}}
+_DATA: dict[str, Any] = {"module": None, "train_set": None, "test_set": None, "dataset": None, "hparams": {}}
 """Fields of a config that are in the call."""
 
 
@@ -35,9 +37,13 @@ class KeptRun:
     source: str | None
 
 
-def obstacle(plan: Plan) -> str | None:
-    """Return why a run of ``plan`` cannot keep snapshots, or None."""
+def obstacle(plan: Plan, call: Call) -> str | None:
+    """Return why a run of ``call`` as ``plan`` says cannot keep snapshots, or None."""
     config = plan.config
+    if isinstance(call.function, Script):
+        return "scripts that lagom runs have none yet; call experiment.lagom with a function"
+    if not call.sources:
+        return "the source of the function is not known"
     if sys.version_info < (3, 11):
         return "Python 3.10 does not tell at which part of a line a function is; use 3.11 or newer"
     if plan.already_distributed:
@@ -61,7 +67,7 @@ def keep_call(records: RunRecords | None, plan: Plan, call: Call, source: str | 
         return None
     if records is None or records.upload is not None:
         raise PlanError("snapshot_every_s needs a folder of this machine; set run_dir to a path")
-    if (why := obstacle(plan)) is not None:
+    if (why := obstacle(plan, call)) is not None:
         records.note("without_snapshots", why)
         sys.stderr.write(f"lagom: {plan.name}: no snapshots: {why}\n")
         return None
@@ -89,7 +95,7 @@ def read_call(folder: Path) -> Iterator[tuple[KeptRun, Call, SnapshotFolder]]:
     found = SnapshotFolder(str(folder.resolve() / FOLDER))
     found.check_owner()
     run: KeptRun = _read(f"{found.path}/{_SETTINGS}")
-    before = os.getcwd()
+    before, path = os.getcwd(), list(sys.path)
     try:
         os.chdir(run.cwd)
     except OSError as error:
@@ -99,9 +105,10 @@ def read_call(folder: Path) -> Iterator[tuple[KeptRun, Call, SnapshotFolder]]:
         yield run, _read(found.call), found
     finally:
         os.chdir(before)
+        sys.path[:] = path
 
 
-def _read(path: str) -> object:
+def _read(path: str) -> Any:
     fd = os.open(path, os.O_RDONLY)
     try:
         return unpack_file(fd)

@@ -46,8 +46,10 @@ ROOMS = {
     "search.samplers": "config errors program numpy optuna",
     "search.slots": "call cluster errors launchers payload plan program search.on_rank wire worker world",
     "memory_planner": "config errors launchers memory_plan plan world zero torch",
+    "kept_call": "call config errors payload plan program records restart",
     "preparation": "cluster config debugger errors launchers plan program random_states records",
-    "experiment": "aggregate call config launchers plan preparation program random_states result search verify worker",
+    "experiment": "aggregate call config kept_call launchers plan preparation program random_states records restart "
+    "result search verify worker",
     "doctor": "__init__ call collectives config errors launchers memory_plan plan worker world torch",
     "horovodrun": "__init__ torch",
     "cli": "__init__ cli_options config doctor errors experiment horovodrun launchers program records result search "
@@ -59,12 +61,13 @@ ROOMS = {
     "host": "errors files monitor patching plan random_states restart wire worker pyarrow pyspark torch",
     "executor": "errors host monitor patching wire worker pyarrow pyspark",
     "worker": "call collectives collectives.sockets config debugger errors files memory_plan monitor patching payload "
-    "plan program random_states restart run_state search.on_rank session verify.on_rank wire world zero numpy torch "
-    "IPython",
+    "plan program random_states restart run_state search.on_rank session snapshots verify.on_rank wire world zero numpy "
+    "torch IPython",
     # What a rank does with the program, from the top down.
     "session": "collectives collectives.torch_backend deepspeed distributed files forward gradients "
     "gradients.reduction loaders optimizers restart row_split run_state timing torch_versions tracking torch",
     "torch_versions": "",
+    "snapshots": "call errors loaders patching payload program random_states restart unpicklable torch",
     "deepspeed": "errors forward gradients optimizers patching run_state zero deepspeed torch",
     "forward": "collectives errors micro_batches monitor patching row_split run_state zero torch",
     "timing": "collectives.torch_backend monitor patching torch",

@@ -80,8 +80,8 @@ class LocalLauncher:
             outcomes = [_file(stack, f"outcome-{rank}") for rank in range(plan.world_size)]
             spec = spec_of(plan, size)
             if history is not None:
-                before = {"files": history.files_before(), "snapshots": history.snapshots}
-                spec = dataclasses.replace(spec, **before, losses_left=history.num_left)
+                files, snapshots = history.files_before(), history.snapshots
+                spec = dataclasses.replace(spec, files=files, snapshots=snapshots, losses_left=history.num_left)
             request = pickle.dumps((spec, visible_gpus() if plan.gpu else ()))
             try:
                 run = self._attempt(plan, request, [payload, *outcomes], records, history)

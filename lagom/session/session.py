@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from lagom.row_split.recorder import BatchStatistics
     from lagom.row_split.sliced_forward import SlicedForward
     from lagom.search.on_rank.trial import Trial
-    from lagom.snapshots.snapshots import Snapshots
+    from lagom.snapshots.snapshot_taker import Snapshots
     from lagom.zero.gradient_shards import GradientShards
     from lagom.zero.optimizer_group import OptimizerGroup
     from lagom.zero.parameters.shards import ParameterShards

@@ -21,7 +21,8 @@ class CallMemory:
     def split(self, buffers: Sequence[memoryview]) -> tuple[list[tuple[int, int] | None], list[memoryview]]:
         """Return for each buffer its place in the call, or None; and the buffers without one."""
         ranges, kept = self._ranges(), self._kept_call()
-        references, own = [], []
+        references: list[tuple[int, int] | None] = []
+        own: list[memoryview] = []
         for buffer in buffers:
             place = _place(buffer, ranges)
             if place is None or kept is None or not _is_same(buffer, kept, place):

@@ -105,7 +105,7 @@ def continuation_code(
     shared = [name for name in cells if name not in known]
     if shared:
         declared.append(ast.copy_location(ast.Nonlocal(shared), function))
-    changed = copy.copy(function)
+    changed: Any = copy.copy(function)
     changed.args = _parameters(*first_parameter(function, cells), HELP)
     changed.decorator_list, changed.returns = [], None
     changed.body = [
@@ -233,7 +233,7 @@ class _Rest:
         if isinstance(node, _SIMPLE):
             return self._whole([self._with_call(node, depth)])
         find = getattr(self, f"_in_{type(node).__name__.lower()}", None)
-        found = find(node, field, depth) if find is not None else None
+        found: list[ast.stmt] | None = find(node, field, depth) if find is not None else None
         if found is None:
             line = getattr(node, "lineno", 0)
             raise NoSnapshotError(
@@ -278,7 +278,7 @@ class _Rest:
         loop = copy.copy(node)
         loop.orelse = self._whole(node.orelse)
         if field == "test":
-            test = self._with_call(node, depth).test  # type: ignore[attr-defined]
+            test = self._with_call(node, depth).test
             loop.test = ast.copy_location(ast.IfExp(first, test, copy.deepcopy(node.test)), node.test)
             loop.body = self._whole(node.body)
             return [loop]

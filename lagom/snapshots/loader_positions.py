@@ -146,7 +146,7 @@ class _Skipping:
         return len(self._source)
 
     def __iter__(self) -> Iterator[Any]:
-        found = iter(self._source)
+        found: Iterator[Any] = iter(self._source)
         self.passes = [found]
         return found
 

@@ -25,8 +25,8 @@ def reduce_object(value: Any) -> Any:
     if isinstance(value, _BaseDataLoaderIter):
         return reduce_iterator(value)
     if isinstance(value, DataLoader):
-        made, given, state, *more = value.__reduce_ex__(4)
-        return (made, given, {**state, "_iterator": None}, *more)
+        whole: Any = value.__reduce_ex__(4)
+        return (*whole[:2], {**whole[2], "_iterator": None}, *whole[3:])
     if isinstance(value, torch.Generator):
         return _generator, (str(value.device), value.get_state())
     if isinstance(value, Optimizer):
@@ -45,7 +45,7 @@ def _generator(device: str, state: torch.Tensor) -> torch.Generator:
     return found
 
 
-def _made(kind: type) -> Any:
+def _made(kind: Any) -> Any:
     return kind.__new__(kind)
 
 

@@ -25,7 +25,7 @@ def has_live_graph(root: Any) -> bool:
 
 
 @functools.cache
-def _saved_names(kind: type) -> tuple[str, ...]:
+def _saved_names(kind: Any) -> tuple[str, ...]:
     return tuple(name for name in dir(kind) if name.startswith("_raw_saved_"))
 
 

@@ -97,9 +97,8 @@ def _bar(kind: Any, state: dict[str, Any], elapsed: float | None) -> Any:
 
 
 def _resumed_iterator(bar: Any, iterable: Any, iterator: Any, number: int | None) -> BarIterator:
-    import tqdm.std
-
-    original = getattr(tqdm.std.tqdm.__iter__, "lagom_original", tqdm.std.tqdm.__iter__)
+    iterate: Any = type(bar).__iter__
+    original = getattr(iterate, "lagom_original", iterate)
     source = _Source(iterable)
     bar.iterable = iterable
     if number is not None:

@@ -13,6 +13,7 @@ import functools
 import types
 import warnings
 from collections.abc import Iterator
+from typing import Any
 
 MARK = "lagom "
 """Begins the names of lagom's own variables in a program's functions; no identifier of a program has a space."""
@@ -159,11 +160,12 @@ class SourceFile:
         return {(code.co_qualname, code.co_firstlineno): code for code in codes(compiled(tree, self.name))}
 
 
-def compiled(tree: ast.AST, name: str) -> types.CodeType:
+def compiled(tree: Any, name: str) -> types.CodeType:
     """Compile a tree that was made from source that has been compiled before, so without its warnings."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return compile(tree, name, "exec", dont_inherit=True)  # type: ignore[arg-type]
+        found: types.CodeType = compile(tree, name, "exec", dont_inherit=True)
+        return found
 
 
 def codes(code: types.CodeType) -> Iterator[types.CodeType]:

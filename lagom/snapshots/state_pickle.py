@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from lagom.payload import Pickler
+from lagom.payload import Pickler, unpack_parts
 from lagom.snapshots.old_graphs import has_live_graph, with_old_graph
 
 Refer = Callable[[memoryview], Any]
@@ -107,7 +107,9 @@ class _StatePickler(Pickler):
         elif kind is weakref.ref:
             found = _weak, (value(),)
         elif kind is _Lock or kind is _RLock:
-            found = (kind is _Lock and threading.Lock) or threading.RLock, ()
+            if kind is _Lock and value.locked():
+                raise pickle.PicklingError("a lock is held")
+            found = kind, ()
         elif isinstance(value, (types.GeneratorType, types.CoroutineType)):
             raise pickle.PicklingError(f"{value.__name__} is a generator that has begun")
         else:
@@ -195,7 +197,7 @@ def fill_cells(contents: Sequence[tuple[types.CellType, bool, Any]]) -> None:
 
 def unpickle_state(pickled: Any, buffers: Sequence[Any]) -> Any:
     """Return the state that ``pickle_state`` has pickled."""
-    return pickle.loads(pickled, buffers=buffers)[0]
+    return unpack_parts([pickled, *buffers])[0]
 
 
 def is_data(value: Any) -> bool:

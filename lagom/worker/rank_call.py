@@ -160,7 +160,7 @@ class RankCall:
         if self._spec.snapshots is None:
             return
         from lagom.files import growing_lengths
-        from lagom.snapshots.snapshots import Snapshots
+        from lagom.snapshots.snapshot_taker import Snapshots
 
         heart, payload_fd = self._heart, self._seat.payload_fd
         session.snapshots = Snapshots(

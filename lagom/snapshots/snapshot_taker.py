@@ -234,3 +234,32 @@ def _reason(error: BaseException) -> str:
     if isinstance(error, (NoSnapshotError, LagomError)):
         return str(error)
     return f"{type(error).__name__}: {error}"
+
+
+# Note [Snapshots]
+#
+# A snapshot is the state of a program in progress, from which another process goes on. With batches="whole" all ranks
+# hold the same state, that of one process, so rank 0 takes snapshots alone, and any number of ranks goes on from one:
+# each of them puts it back, and then calls the rest of the program.
+#
+# Point. A snapshot is taken where a loader is about to give a batch: nothing is under way there but functions of the
+# program. A fork of the rank has the state as it is at that moment (copy on write); it pickles it and writes it to the
+# run's folder, while the rank goes on. The description of a snapshot is moved to its place last, so a snapshot is
+# there as a whole or not at all.
+#
+# Functions in progress. Python tells the instruction that each frame is at, and so the call or the loop in its source,
+# and gives the values of its variables. It does not give the iterators of loops and the managers of `with` blocks,
+# which lie on the stack of values. So functions of the program are compiled anew when the rank has received them, with
+# a variable for each of these (source_code.py); this costs nothing in a loop. To go on, the rest of each function from
+# its position on is built from its source, as a function of its own, from the innermost outwards (continuation.py).
+#
+# Objects. One pickle has all variables, so that what was one object stays one: parameters in a model and in its
+# optimizer (state_pickle.py). What does not pickle as it is, is in object_reducers.py. Iterators of loaders are begun
+# again with the random states of their pass, and skip what they had given, by their indices (loader_positions.py).
+#
+# Refused. Where a frame cannot be read (a generator, a library that calls the program back), the snapshot waits for the
+# next batch. What cannot be pickled is named. If no snapshot was possible for as long as two should be apart, the user
+# is told why.
+#
+# Files and output. With a snapshot go the lengths of the files that the program appends to, and a mark in its output: a
+# new attempt finds the files cut to them (WrittenFiles.go_back), and shows only what comes after the mark.
