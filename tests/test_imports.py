@@ -29,7 +29,7 @@ ROOMS = {
     "payload": "errors unpicklable cloudpickle torch numpy",
     "unpicklable": "",
     "program": "config errors cloudpickle",
-    "restart": "",
+    "restart": "errors",
     "debugger": "config errors monitor patching plan random_states restart row_split wire",
     "wire": "errors plan restart cryptography",
     "monitor": "wire",
@@ -61,8 +61,8 @@ ROOMS = {
     "host": "errors files monitor patching plan random_states restart wire worker pyarrow pyspark torch",
     "executor": "errors host monitor patching wire worker pyarrow pyspark",
     "worker": "call collectives collectives.sockets config debugger errors files memory_plan monitor patching payload "
-    "plan program random_states restart run_state search.on_rank session snapshots verify.on_rank wire world zero numpy "
-    "torch IPython",
+    "plan program random_states restart run_state search.on_rank session snapshots verify.on_rank wire world zero "
+    "numpy torch IPython",
     # What a rank does with the program, from the top down.
     "session": "collectives collectives.torch_backend deepspeed distributed files forward gradients "
     "gradients.reduction loaders optimizers restart row_split run_state timing torch_versions tracking torch",

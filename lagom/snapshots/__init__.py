@@ -1,1 +1,1 @@
-"""Snapshots of a running program, from which a run goes on in another process. See Note [Snapshots] in snapshot_taker.py."""
+"""Snapshots of a running program, from which other processes go on. Start with ``snapshot_taker.py``."""

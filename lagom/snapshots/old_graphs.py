@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Hashable
 from typing import Any
 
 import torch
@@ -25,7 +26,7 @@ def has_live_graph(root: Any) -> bool:
 
 
 @functools.cache
-def _saved_names(kind: Any) -> tuple[str, ...]:
+def _saved_names(kind: Hashable) -> tuple[str, ...]:
     return tuple(name for name in dir(kind) if name.startswith("_raw_saved_"))
 
 

@@ -19,7 +19,7 @@ POINTS = torch.rand(24, 3, dtype=torch.float64, generator=torch.Generator().manu
 DATA = TensorDataset(POINTS, POINTS.prod(dim=1, keepdim=True))
 
 
-def network() -> nn.Module:
+def network() -> nn.Sequential:
     return nn.Sequential(nn.Linear(3, 6), nn.Dropout(0.2), nn.Tanh(), nn.Linear(6, 1)).double()
 
 
@@ -312,7 +312,8 @@ def kept_tensors() -> Any:
     twin.weight = model[0].weight
     average = torch.optim.swa_utils.AveragedModel(model)
     optimizer = torch.optim.SGD([*model.parameters(), twin.bias], lr=0.1)
-    losses, total, state = [], 0, torch.zeros(1, dtype=torch.float64)
+    total: Any = 0
+    losses, state = [], torch.zeros(1, dtype=torch.float64)
     flat = torch.zeros(6, dtype=torch.float64)
     view = flat[2:]
     for _ in range(2):
@@ -381,7 +382,8 @@ def with_generator_in_flight() -> Any:
 
 
 def with_live_graph() -> Any:
-    model, total = network(), 0
+    total: Any = 0
+    model = network()
     for x, _ in DataLoader(DATA, batch_size=12):
         total += (model(x) ** 2).sum()
     total.backward()
