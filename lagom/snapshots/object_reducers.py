@@ -6,7 +6,6 @@ import functools
 import io
 import logging
 import os
-import sys
 import weakref
 from typing import Any
 
@@ -119,26 +118,3 @@ def _reading(path: str, mode: str, encoding: str | None, errors: str | None, pos
     file = open(path, mode, encoding=encoding, errors=errors)  # noqa: SIM115
     file.seek(position)
     return file
-
-
-def thread_state() -> dict[str, Any]:
-    """Return torch's settings of this thread and process that a program may change."""
-    return {
-        "grad": torch.is_grad_enabled(),
-        "dtype": torch.get_default_dtype(),
-        "deterministic": torch.are_deterministic_algorithms_enabled(),
-        "warn_only": torch.is_deterministic_algorithms_warn_only_enabled(),
-        "cwd": os.getcwd(),
-        "environ": dict(os.environ),
-        "argv": list(sys.argv),
-    }
-
-
-def set_thread_state(state: dict[str, Any]) -> None:
-    """Set what ``thread_state`` has returned."""
-    torch.set_grad_enabled(state["grad"])
-    torch.set_default_dtype(state["dtype"])
-    torch.use_deterministic_algorithms(state["deterministic"], warn_only=state["warn_only"])
-    os.chdir(state["cwd"])
-    os.environ.update({name: value for name, value in state["environ"].items() if name not in os.environ})
-    sys.argv[:] = state["argv"]

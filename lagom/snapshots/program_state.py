@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import abc
 import contextlib
+import sys
 import types
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -12,12 +14,13 @@ from typing import TYPE_CHECKING, Any
 from torch.utils.data.dataloader import _DatasetKind
 
 from lagom.call import Call
-from lagom.program.sources import reachable_modules
+from lagom.program.sources import is_installed, reachable_modules
 from lagom.random_states import random_states, set_random_states
 from lagom.snapshots.frame_position import NoSnapshotError, Position
 from lagom.snapshots.frames import FrameState, ProgramFrames
 from lagom.snapshots.loader_positions import FIRST_BATCH, LAST_BATCH, LOADER, PASS_START, begun, pass_start
-from lagom.snapshots.object_reducers import reduce_object, set_thread_state, thread_state
+from lagom.snapshots.object_reducers import reduce_object
+from lagom.snapshots.process_state import first_settings, process_state, set_process_state
 from lagom.snapshots.progress_bars import resumable_bars
 from lagom.snapshots.source_code import SourceFile
 from lagom.snapshots.state_pickle import is_data, pickle_state, program_globals, unpickle_state
@@ -34,9 +37,11 @@ class ProgramState:
     frames: list[FrameState]
     variables: dict[str, dict[str, Any]]
     """Data that is global in the program's modules."""
-    functions: list[tuple[types.FunctionType, dict[str, Any]]]
-    """Attributes of functions."""
-    thread: dict[str, Any]
+    functions: list[tuple[types.FunctionType, dict[str, Any], Any, Any]]
+    """Attributes and defaults of functions."""
+    classes: list[tuple[type, dict[str, Any]]]
+    """Data that is an attribute of a class."""
+    process: dict[str, Any]
     random: Mapping[str, Any]
     epoch: int
     samples: int
@@ -54,8 +59,11 @@ class ProgramInProgress:
         self._sources: dict[str, SourceFile] = {}
         self._globals: dict[str, dict[str, Any]] = {}
         self._functions: list[types.FunctionType] = []
+        self._classes: list[type] = []
+        self._settings: dict[str, Any] = {}
         self._frames = ProgramFrames(self._sources, ProgramInProgress.run.__code__)
         self._own: dict[int, str] = {}
+        self._process: dict[str, Any] | None = None
         self._resumed: ProgramState | None = None
 
     def prepare(self, call: Call, known: Mapping[str, Any]) -> None:
@@ -71,6 +79,9 @@ class ProgramInProgress:
         for value in reachable_modules(call.function, *given.values(), *given.get("hparams", {}).values()):
             if isinstance(value, types.FunctionType) and (text := call.sources.get(value.__code__.co_filename)):
                 self._instrument(value, text)
+            elif type(value) in (type, abc.ABCMeta) and not is_installed(_file_of(value)):
+                self._classes.append(value)
+        self._settings = first_settings()
 
     def _instrument(self, function: types.FunctionType, text: str) -> None:
         code = function.__code__
@@ -115,10 +126,14 @@ class ProgramInProgress:
         """Call ``function``, the program or the rest of it; what is called by this method is the program."""
         state, self._resumed = self._resumed, None
         if state is not None:
-            set_thread_state(state.thread)
+            set_process_state(state.process)
             set_random_states(state.random)
             del state
         return function()
+
+    def note_process(self) -> None:
+        """Note the settings of the process, before they are changed for pickling."""
+        self._process = process_state(self._settings)
 
     def frames(self, frame: types.FrameType | None) -> list[tuple[types.FrameType, Position]]:
         """Return the functions in progress that have called ``frame``.
@@ -154,8 +169,12 @@ class ProgramInProgress:
             state: ProgramState = unpickle_state(pickled, buffers)
         for name, variables in state.variables.items():
             self._globals[name].update(variables)
-        for function, attributes in state.functions:
+        for function, attributes, defaults, by_keyword in state.functions:
             vars(function).update(attributes)
+            function.__defaults__, function.__kwdefaults__ = defaults, by_keyword
+        for kind, attributes in state.classes:
+            for name, value in attributes.items():
+                setattr(kind, name, value)
         self._session.samples_trained = state.samples
         self._session.passes.go_on(state.epoch, begun)
         self._resumed = state
@@ -169,8 +188,13 @@ class ProgramInProgress:
                 name: {key: value for key, value in variables.items() if not key.startswith("__") and is_data(value)}
                 for name, variables in self._globals.items()
             },
-            functions=[(function, dict(vars(function))) for function in self._functions if vars(function)],
-            thread=thread_state(),
+            functions=[
+                (one, dict(vars(one)), one.__defaults__, one.__kwdefaults__)
+                for one in self._functions
+                if vars(one) or one.__defaults__ or one.__kwdefaults__
+            ],
+            classes=[(kind, found) for kind in self._classes if (found := _attributes(kind))],
+            process=self._process or process_state(self._settings),
             random=random_states(),
             epoch=session.passes.progress["epoch"] or 0,
             samples=session.samples_trained,
@@ -197,6 +221,16 @@ class ProgramInProgress:
             named |= {f"{module}.{name}": value for name, value in variables.items()}
         found = find_unpicklable(named, can_pickle)
         return f"{found or 'a part of the program'} cannot be kept: {' '.join(str(error).split())}"
+
+
+def _attributes(kind: type) -> dict[str, Any]:
+    """Return the data among the attributes of a class."""
+    found = {name: value for name, value in vars(kind).items() if not name.startswith(("__", "_abc_"))}
+    return {name: value for name, value in found.items() if is_data(value) and not hasattr(value, "__get__")}
+
+
+def _file_of(kind: type) -> str:
+    return getattr(sys.modules.get(kind.__module__), "__file__", None) or ""
 
 
 _known: dict[str, Any] = {}

@@ -155,6 +155,7 @@ class Snapshots:
         answer: dict[str, Any] = {"number": number}
         try:
             os.nice(10)
+            self.program.note_process()
             torch.set_num_threads(1)  # the threads that it would use are not in the fork
             _let_go(writer)
             answer |= self._write(number, *self.program.pickle(frames, iterator), facts)

@@ -123,7 +123,7 @@ class _StatePickler(Pickler):
             return with_old_graph, (value.detach(), value.grad_fn.name())
         if value.is_leaf and value.grad is not None:
             self.gradients.found.append((value, value.grad))
-        if value._backward_hooks:
+        if value._backward_hooks or getattr(value, "_post_accumulate_grad_hooks", None):
             raise pickle.PicklingError("a tensor has hooks")
         return NotImplemented
 
@@ -201,8 +201,10 @@ def unpickle_state(pickled: Any, buffers: Sequence[Any]) -> Any:
 
 
 def is_data(value: Any) -> bool:
-    """Return whether a variable of a module holds something else than a module, class or function."""
-    return not isinstance(value, (types.ModuleType, type, types.FunctionType, types.BuiltinFunctionType))
+    """Return whether a variable of a module or class holds a state of its own, as functions with variables do too."""
+    if isinstance(value, types.FunctionType):
+        return bool(value.__closure__)
+    return not isinstance(value, (types.ModuleType, type, types.BuiltinFunctionType))
 
 
 def standard_streams(value: Any) -> Any:

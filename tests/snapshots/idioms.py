@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 import random
 from collections import defaultdict, deque
 from collections.abc import Iterator
@@ -234,11 +235,39 @@ def bars() -> Any:
 
 STEPS = 0
 LOG: list[float] = []
+COUNTED: list[tuple[int, int]] = []
+
+
+def make_counter() -> Any:
+    number = 0
+
+    def counted() -> int:
+        nonlocal number
+        number += 1
+        return number
+
+    return counted
+
+
+counter = make_counter()
+
+
+class Totals:
+    losses: list[float] = []  # noqa: RUF012
+    best = float("inf")
+
+
+def remember(loss: float, seen: list[float] = []) -> int:  # noqa: B006
+    seen.append(loss)
+    return len(seen)
 
 
 def count(loss: float) -> None:
     global STEPS
     STEPS += 1
+    Totals.losses.append(loss)
+    Totals.best = min(Totals.best, loss)
+    COUNTED.append((counter(), remember(loss)))
     LOG.append(loss)
     count.calls = getattr(count, "calls", 0) + 1  # type: ignore[attr-defined]
 
@@ -247,6 +276,9 @@ def global_variables() -> Any:
     global STEPS
     STEPS = 0
     LOG.clear()
+    COUNTED.clear()
+    Totals.losses, Totals.best = [], float("inf")
+    first = counter(), remember(0.0)
     count.calls = 0  # type: ignore[attr-defined]
     model = network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -257,7 +289,8 @@ def global_variables() -> Any:
             loss.backward()
             optimizer.step()
             count(loss.item())
-    return STEPS, list(LOG), count.calls, weights(model)  # type: ignore[attr-defined]
+    counted = [(one - first[0], other - first[1]) for one, other in COUNTED]
+    return STEPS, list(LOG), counted, count.calls, Totals.losses, Totals.best, weights(model)  # type: ignore[attr-defined]
 
 
 class Rows(Dataset[torch.Tensor]):
@@ -339,6 +372,28 @@ def kept_tensors() -> Any:
     )
 
 
+class Lines(logging.Handler):
+    """Keeps what is logged."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+
+def logged() -> Any:
+    log, lines = logging.getLogger("snapshots.idioms"), Lines()
+    log.handlers[:] = [lines]
+    log.setLevel(logging.INFO)
+    torch.set_num_threads(1)
+    for number, (x, _) in enumerate(DataLoader(DATA, batch_size=8)):
+        log.info("%d %.6f", number, x.sum().item())
+        log.debug("not kept")
+    return lines.lines, torch.get_num_threads()
+
+
 def matched() -> Any:
     seen = []
     for phase in ["train", "eval", "train"]:
@@ -358,7 +413,7 @@ def matched() -> Any:
 
 EXACT = (
     *(one_function, early_stopping, scheduled, trainer, closures, while_loops, bars, global_variables, augmented),
-    *(streamed, several_loaders, kept_tensors, matched),
+    *(streamed, several_loaders, kept_tensors, logged, matched),
 )
 """Programs that go on from most of their batches."""
 

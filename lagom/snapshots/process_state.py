@@ -1,0 +1,63 @@
+"""``process_state``: settings of torch, of logging and of the process that a program may change while it runs."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+
+
+def process_state(before: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings; of loggers and threads only what differs from ``before``, from ``first_settings``."""
+    threads = torch.get_num_threads()
+    return {
+        "grad": torch.is_grad_enabled(),
+        "dtype": torch.get_default_dtype(),
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
+        "warn_only": torch.is_deterministic_algorithms_warn_only_enabled(),
+        "precision": torch.get_float32_matmul_precision(),
+        "threads": threads if threads != before["threads"] else None,
+        "cwd": os.getcwd(),
+        "environ": dict(os.environ),
+        "argv": list(sys.argv),
+        "loggers": {name: one for name, one in _logger_settings().items() if one != before["loggers"].get(name)},
+    }
+
+
+def set_process_state(state: Mapping[str, Any]) -> None:
+    """Set what ``process_state`` has returned."""
+    torch.set_grad_enabled(state["grad"])
+    torch.set_default_dtype(state["dtype"])
+    torch.use_deterministic_algorithms(state["deterministic"], warn_only=state["warn_only"])
+    torch.set_float32_matmul_precision(state["precision"])
+    if state["threads"] is not None:
+        torch.set_num_threads(state["threads"])
+    os.chdir(state["cwd"])
+    os.environ.update({name: value for name, value in state["environ"].items() if name not in os.environ})
+    sys.argv[:] = state["argv"]
+    for name, (level, handlers, propagates, is_disabled) in state["loggers"].items():
+        logger = logging.getLogger(name)
+        logger.setLevel(level)
+        logger.handlers[:] = handlers
+        logger.propagate, logger.disabled = propagates, is_disabled
+
+
+def first_settings() -> dict[str, Any]:
+    """Return the settings that differ between ranks, as they are before the program changes them."""
+    return {"threads": torch.get_num_threads(), "loggers": _logger_settings()}
+
+
+def _logger_settings() -> dict[str, Any]:
+    """Return level, handlers and switches of all loggers but lagom's own, by name; "" is the root."""
+    return {name: (one.level, list(one.handlers), one.propagate, one.disabled) for name, one in _loggers()}
+
+
+def _loggers() -> Iterator[tuple[str, logging.Logger]]:
+    yield "", logging.getLogger()
+    for name, one in logging.Logger.manager.loggerDict.items():
+        if isinstance(one, logging.Logger) and name.partition(".")[0] != "lagom":
+            yield name, one
