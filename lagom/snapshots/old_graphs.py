@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Hashable
 from typing import Any
 
 import torch
@@ -25,9 +23,8 @@ def has_live_graph(root: Any) -> bool:
     return False
 
 
-@functools.cache
-def _saved_names(kind: Hashable) -> tuple[str, ...]:
-    return tuple(name for name in dir(kind) if name.startswith("_raw_saved_"))
+def _saved_names(kind: type) -> list[str]:
+    return [name for name in dir(kind) if name.startswith("_raw_saved_")]
 
 
 def _has_saved(node: Any) -> bool:

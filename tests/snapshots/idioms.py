@@ -80,7 +80,7 @@ def early_stopping() -> Any:
     optimizer = torch.optim.Adam(model.parameters(), lr=0.05)
     scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0)
     train_loader, test_loader = DataLoader(train_set, batch_size=4, shuffle=True), DataLoader(test_set, batch_size=4)
-    best, best_state, patience, log = float("inf"), None, 0, defaultdict(list)
+    best, best_state, patience, log = float("inf"), model.state_dict(), 0, defaultdict(list)
     for epoch in range(6):
         log["train"].append(train_epoch(model, train_loader, optimizer))
         loss = evaluate(model, test_loader)
@@ -99,9 +99,8 @@ def early_stopping() -> Any:
 def scheduled() -> Any:
     """Step a scheduler with each batch, with a closure in it."""
     model = network()
-    optimizer = torch.optim.AdamW(
-        [{"params": model[0].parameters(), "lr": 0.01}, {"params": model[3].parameters()}], lr=0.1
-    )
+    groups: list[dict[str, Any]] = [{"params": model[0].parameters(), "lr": 0.01}, {"params": model[3].parameters()}]
+    optimizer = torch.optim.AdamW(groups, lr=0.1)
     warmup = 4
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / warmup))
     losses = [0.0]
@@ -173,7 +172,8 @@ def trainer() -> Any:
 def closures() -> Any:
     model = network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    steps, recent = 0, deque(maxlen=3)
+    steps = 0
+    recent: deque[float] = deque(maxlen=3)
 
     def train_step(x: torch.Tensor, y: torch.Tensor) -> float:
         nonlocal steps
@@ -215,7 +215,7 @@ def while_loops() -> Any:
 
 
 def bars() -> Any:
-    from tqdm import tqdm
+    from tqdm import tqdm  # type: ignore[import-untyped]
 
     model = network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -339,7 +339,7 @@ def several_loaders() -> Any:
 
 def kept_tensors() -> Any:
     """Keep losses with their graphs, hidden states, gradients that are not used yet, views, and shared weights."""
-    model = network()
+    model: Any = network()
     model[3].weight = nn.Parameter(model[0].weight.detach()[:1].clone().repeat(1, 2))
     twin = nn.Linear(3, 6).double()
     twin.weight = model[0].weight
