@@ -131,7 +131,8 @@ class RunHistory:
         """Have the next attempt begin from the beginning, and none go on from the snapshots so far."""
         if self._snapshots is not None:
             self._snapshots.remove_all()
-        self.resumed, self.files.snapshot_at = None, None
+        self.resumed = None
+        self.files.forget_snapshot()
         self.output.begin_again()
         self.loss = self._joined = None
 

@@ -63,6 +63,9 @@ class WrittenFiles:
     snapshot_at: float | None = None
     """When the snapshot was taken from which the present attempt goes on; None without one."""
 
+    before_snapshot: dict[str, AppendedFile] = field(default_factory=dict)
+    """What was known of files before they went back to their lengths at a snapshot."""
+
     @property
     def is_empty(self) -> bool:
         """Return whether no attempt has written anything yet."""
@@ -98,8 +101,15 @@ class WrittenFiles:
         self.snapshot_at, self.goes_on = at, True
         for path, length in lengths.items():
             known = self.appended.get(path)
+            if known is not None:
+                self.before_snapshot.setdefault(path, known)
             self.writing.pop(path, None)
             self.appended[path] = AppendedFile(length, host=known.host if known is not None else this_host())
+
+    def forget_snapshot(self) -> None:
+        """Have the next attempt find files as they were when the run began."""
+        self.appended |= self.before_snapshot
+        self.before_snapshot, self.snapshot_at, self.goes_on = {}, None, True
 
     def version(self, path: str, identity: Identity) -> SavedVersion | None:
         """Return the version of ``path`` that is ``identity``."""

@@ -160,3 +160,15 @@ def test_a_run_that_cannot_keep_snapshots_says_why(tmp_path: Path, capfd: pytest
 def short() -> int:
     """Return at once."""
     return 1
+
+
+def test_a_run_whose_snapshot_cannot_be_put_back_begins_again(
+    whole: Any, lost_driver: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (run,) = (lost_driver / "runs").iterdir()
+    for path in (run / "snapshots").glob("*.state"):
+        path.write_bytes(path.read_bytes().replace(b"ProgramState", b"ProgramStale"))
+    result = experiment.resume(run)
+    assert "begins again from the beginning" in capfd.readouterr().err
+    assert same(result.value, whole[0])
+    assert (lost_driver / "rows.csv").read_text() == whole[1]
