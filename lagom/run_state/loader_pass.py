@@ -128,9 +128,9 @@ class PassTracker:
             self._training.remove(ref)
         self._training.append(ref)
 
-    def go_on(self, epoch: int, current: Iterable[LoaderPass]) -> None:
-        """Go on in ``epoch`` with the passes ``current``, which another process has begun."""
-        self._epoch = epoch
+    def go_on(self, progress: dict[str, int | None], current: Iterable[LoaderPass]) -> None:
+        """Go on from ``progress`` with the passes ``current``, which another process has begun."""
+        self.progress, self._epoch = progress, progress["epoch"] or 0
         for one in current:
             if one.training and one.step:
                 self._training.append(weakref.ref(one))

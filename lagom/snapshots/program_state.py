@@ -43,7 +43,7 @@ class ProgramState:
     """Data that is an attribute of a class."""
     process: dict[str, Any]
     random: Mapping[str, Any]
-    epoch: int
+    progress: dict[str, int | None]
     samples: int
 
 
@@ -176,7 +176,7 @@ class ProgramInProgress:
             for name, value in attributes.items():
                 setattr(kind, name, value)
         self._session.samples_trained = state.samples
-        self._session.passes.go_on(state.epoch, begun)
+        self._session.passes.go_on(state.progress, begun)
         self._resumed = state
         return self._frames.call(state.frames, self._globals.__getitem__)
 
@@ -196,7 +196,7 @@ class ProgramInProgress:
             classes=[(kind, found) for kind in self._classes if (found := _attributes(kind))],
             process=self._process or process_state(self._settings),
             random=random_states(),
-            epoch=session.passes.progress["epoch"] or 0,
+            progress=session.passes.progress,
             samples=session.samples_trained,
         )
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -172,3 +174,29 @@ def test_a_run_whose_snapshot_cannot_be_put_back_begins_again(
     assert "begins again from the beginning" in capfd.readouterr().err
     assert same(result.value, whole[0])
     assert (lost_driver / "rows.csv").read_text() == whole[1]
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("seed", range(10))
+def test_kills_at_random_moments_change_nothing(seed: int, whole: Any, tmp_path: Path) -> None:
+    moments, slowly = random.Random(seed), tmp_path / "slowly"
+    slowly.touch()
+
+    def kill() -> None:
+        time.sleep(moments.uniform(2, 8))
+        for _ in range(2):
+            (path,) = tmp_path.glob("runs/*/run.json")
+            rank = json.loads(path.read_text())["ranks"].get(str(moments.randrange(2)), {})
+            if "pid" in rank:  # else the next attempt has not begun yet
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(rank["pid"], signal.SIGKILL)
+            time.sleep(moments.uniform(2, 5))
+        slowly.unlink()
+
+    thread = threading.Thread(target=kill)
+    thread.start()
+    result = experiment.lagom(train, config(tmp_path, world_size=2, snapshot_every_s=0.2, sleeping_twins=seed % 3 == 0))
+    thread.join()
+    assert same(result.value, whole[0])
+    assert (tmp_path / "rows.csv").read_text() == whole[1]
+    assert result.failures
