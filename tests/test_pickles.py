@@ -16,8 +16,8 @@ ALLOWED = {
     "executor/task_host.py::run": "the task as a Python worker of this user's describes it, by a file without a name",
     "host/fork_server.py::_run_host": "the run as the driver describes it, over an inherited pair of sockets",
     "payload.py::unpack_parts": "the call, over an inherited file, Spark's job or the driver's proven channel; "
-    "results, on their way home by the same ways; batches of workers, through memory that a host's ranks share; and calls "
-    "and snapshots in the folder of a run, which nobody but this user can write to (SnapshotFolder.check_owner)",
+    "results, on their way home by the same ways; batches of workers, through memory that a host's ranks share; and "
+    "calls and snapshots in the folder of a run, which nobody but this user can write to (SnapshotFolder.check_owner)",
     "data/columns/unischema.py::loads": "fields of petastorm's, by an unpickler that knows them alone",
     "data/parquet/dataset.py::_reading": "a copy of an object of this process",
     "compat/horovod/broadcasting.py::broadcast_object": "Horovod's API: an object of any kind from the program's own "
