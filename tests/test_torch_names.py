@@ -25,6 +25,7 @@ NAMES = (
     "torch._C.DispatchKey",
     "torch._C.TensorBase",
     "torch._C._autograd",
+    "torch._C._autograd._get_sequence_nr",
     "torch._C._dispatch_has_kernel",
     "torch._C._dispatch_has_kernel_for_dispatch_key",
     "torch._C._dispatch_keys",

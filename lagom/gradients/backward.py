@@ -17,6 +17,7 @@ from lagom.gradients.backward_gradients import encode_batch
 from lagom.gradients.cached_backward import BackwardCache
 from lagom.gradients.grad_calls import GradCalls, inside_backward
 from lagom.gradients.replicas import Replicas
+from lagom.gradients.training_threads import TrainingThreads
 from lagom.patching.replace import replaced
 from lagom.row_split.path_to_output import watch_gradient
 from lagom.row_split.recorder import NotByRowsError
@@ -44,7 +45,7 @@ def synchronise_backward(session: Session, knows_rank: Callable[[], bool]) -> It
         knows_rank: tells whether the program has asked for its rank.
     """
     original = torch.autograd._engine_run_backward
-    backwards = _Backwards(session, original, knows_rank)
+    backwards, threads = _Backwards(session, original, knows_rank), TrainingThreads()
 
     def run_backward(outputs: Sequence[Any], *args: Any, **options: Any) -> Any:
         if not session.live:
@@ -53,6 +54,7 @@ def synchronise_backward(session: Session, knows_rank: Callable[[], bool]) -> It
             watch_gradient(one.node if isinstance(one, GradientEdge) else one.grad_fn)
         run = backwards.run_backward if options.get("accumulate_grad", False) else backwards.grad_calls.run
         try:
+            threads.check()
             return run(outputs, args, options)
         except DivergenceError as error:
             backwards.divergence.record_error(error)

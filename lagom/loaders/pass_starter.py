@@ -93,8 +93,21 @@ def can_shard(session: Session, loader: DataLoader[Any]) -> bool:
 
 
 def _num_steps(loader: DataLoader[Any]) -> int | None:
-    try:
-        # An IterableDataset remembers that its length was asked for.
-        return None if is_iterable(loader) else len(loader)
-    except Exception:  # a user's sampler may have no length, or fail to compute it
+    """Return the length of a loader; None where to ask for it may change something.
+
+    An iterable data set remembers that it was asked. A sampler of the program's own may go through itself, and draw
+    random numbers, to find its length.
+    """
+    batch_sampler = getattr(loader, "batch_sampler", None)
+    samplers = batch_sampler, getattr(loader, "sampler", None), getattr(batch_sampler, "sampler", None)
+    lengths = [getattr(type(one), "__len__", None) for one in samplers if one is not None]
+    if is_iterable(loader) or any(not _is_from_torch(length) for length in lengths):
         return None
+    try:
+        return len(loader)
+    except Exception:  # a user's data set may have no length, or fail to compute it
+        return None
+
+
+def _is_from_torch(function: object) -> bool:
+    return getattr(function, "__module__", "").startswith("torch.utils.data.")

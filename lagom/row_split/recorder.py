@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.autograd.graph import saved_tensors_hooks
+from torch.autograd.graph import Node, saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_flatten
 
@@ -136,6 +137,7 @@ class Recorder(OperationMode):
                 stack.enter_context(replaced(torch.Tensor, name, self._make_refused_read(getattr(torch.Tensor, name))))
             stack.enter_context(replaced(torch.Tensor, "register_hook", _refuse_hook))
             stack.enter_context(replaced(saved_tensors_hooks, "__enter__", _refuse_packing))
+            stack.enter_context(_refused_node_hooks())
             yield
 
     def _make_refused_read(self, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -159,6 +161,23 @@ class Recorder(OperationMode):
 
 def _refuse_hook(*_: Any) -> Any:
     raise NotByRowsError("sets a hook on a gradient, which would see that of a part of the batch")
+
+
+@contextmanager
+def _refused_node_hooks() -> Iterator[None]:
+    """Have a forward fail that sets a hook on a node of the graph; C++ has those, and lists them nowhere."""
+
+    def watch(_: object, event: str, called: Any) -> None:
+        is_hook = event == "c_call" and called.__name__ in ("register_hook", "register_prehook")
+        if is_hook and isinstance(called.__self__, Node):
+            _refuse_hook()
+
+    before = sys.getprofile()
+    sys.setprofile(watch)
+    try:
+        yield
+    finally:
+        sys.setprofile(before)
 
 
 def _refuse_packing(hooks: saved_tensors_hooks) -> None:

@@ -25,6 +25,17 @@ if TYPE_CHECKING:
 
 _MAX_DETOURS = 8
 """Number of detours, more than straight calls, after which a forward always runs whole."""
+OFTEN = "often goes another way than at its first calls"
+num_nodes_made = torch._C._autograd._get_sequence_nr
+"""Returns how many nodes of a graph this thread has made so far."""
+
+
+class NewWayError(OtherWayError):
+    """A forward has made another number of autograd's nodes than before, with inputs of such shapes."""
+
+    def __init__(self, shapes: object, num_nodes: int) -> None:
+        super().__init__()
+        self.shapes, self.num_nodes = shapes, num_nodes
 
 
 @dataclass(eq=False)
@@ -73,6 +84,7 @@ class SlicedRuns:
 
         Raises:
             OtherWayError: on all ranks, when the forward takes another way than in its probe; all state is restored.
+                A ``NewWayError``, if a probe may show that it is by rows as well.
         """
         session, group = self._session, self._session.group
         assert group is not None
@@ -86,7 +98,11 @@ class SlicedRuns:
             Draws(block, finding.axes, finding.reads, finding.multiples) if watches else None,
         )
         with _detour(candidate, finding, region.draws), region.enter(session):
+            before = num_nodes_made()
             outputs, spec = tree_flatten(candidate.run(leaves))
+            shapes, num_nodes = _shapes(candidate), num_nodes_made() - before
+            if not finding.is_known_way(shapes, num_nodes):
+                raise NewWayError(shapes, num_nodes)
         if spec != finding.spec:
             raise LagomError(
                 f"the forward of {type(candidate.module).__name__} gave outputs of another structure than at its first "
@@ -121,15 +137,21 @@ def _detour(candidate: SplitCandidate, finding: SplitFinding, draws: Draws | Non
             draws.end()
         elif not all(torch.equal(state, one.get_state()) for state, one in zip(states, generators, strict=True)):
             raise OtherWayError
-    except OtherWayError:
+    except OtherWayError as error:
         for state, generator in zip(states, generators, strict=True):
             generator.set_state(state)
         restore_buffers(buffers)
+        if isinstance(error, NewWayError):
+            raise
         finding.detours += 1
         if finding.detours > _MAX_DETOURS:
-            finding.reason = "often goes another way than at its first calls, by numbers that it reads or draws"
+            finding.reason = f"{OFTEN}, by numbers that it reads or draws"
         raise
     finding.detours = max(0, finding.detours - 1)
+
+
+def _shapes(candidate: SplitCandidate) -> object:
+    return tuple([leaf.shape if isinstance(leaf, torch.Tensor) else None for leaf in candidate.leaves])
 
 
 def _gather_outputs(
@@ -184,3 +206,8 @@ def _gather_outputs(
 # with those of the probe before anything follows from them. Where they differ, or where random numbers are drawn of a
 # kind that the probe has not seen, nothing of the forward's outputs was exchanged yet: random numbers and buffers are
 # restored, and all ranks run that call whole.
+#
+# Some of what a forward sees is not compared: environment variables, an optimizer's learning rate, and of a number in
+# a global or an object all but the sign. So the nodes that a call adds to the graph are counted. Where there are more
+# or fewer than before with the same shapes, the forward may have begun to mix rows (x - x.mean(0) adds two nodes), and
+# is probed again before anything is exchanged.

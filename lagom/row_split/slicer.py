@@ -13,7 +13,7 @@ from lagom.row_split.draws import OtherWayError
 from lagom.row_split.module_tree import ModuleTree, attribute_numbers, call_kind
 from lagom.row_split.probe import UNIFORM, probe
 from lagom.row_split.restore import parameter_checksums
-from lagom.row_split.sliced_forward import SlicedRuns
+from lagom.row_split.sliced_forward import OFTEN, NewWayError, SlicedRuns
 from lagom.row_split.split_candidate import (
     SplitCandidate,
     SplitFinding,
@@ -35,6 +35,8 @@ _TOP_HOOKS = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", lam
 """Returns the program's hooks on saved tensors; torch 2.6 cannot tell, and they then pack a part of the batch."""
 _MAX_KINDS = 64
 """Kinds of input of one module after which new ones are no longer probed."""
+_MAX_WAYS = 16
+"""Ways of a module with inputs of one kind after which it always runs whole."""
 
 
 def is_splittable(session: Session, module: nn.Module) -> bool:
@@ -108,13 +110,16 @@ class Slicer:
             return self._original(module, *args, **kwargs)
         if not finding.sliced:
             self._probe(candidate, finding)
-        if finding.sliced:
+        while finding.sliced:
             try:
                 return self._runs.run(candidate, finding)
+            except NewWayError as error:
+                way = error.shapes, error.num_nodes
             except OtherWayError:
-                pass  # it runs whole, and its own errors shall not refer to this one
-            if finding.reason is not None:
-                self._say_whole(module, finding.reason)
+                if finding.reason is not None:
+                    self._say_whole(module, finding.reason)
+                break  # it runs whole, and its own errors shall not refer to this one
+            self._probe_new_way(candidate, known, finding, *way)
         return self._run_whole(module, args, kwargs)
 
     def _record_small(self, module: nn.Module, args: tuple[Any, ...]) -> None:
@@ -189,6 +194,26 @@ class Slicer:
             finding.reason = None  # the next batch may differ
         elif finding.reason is not None:
             self._say_whole(candidate.module, finding.reason)
+
+    def _probe_new_way(
+        self,
+        candidate: SplitCandidate,
+        known: dict[object, SplitFinding],
+        finding: SplitFinding,
+        shapes: object,
+        num_nodes: int,
+    ) -> None:
+        """Find out whether a forward is by rows in a way that it has not taken before; see Note [Other ways]."""
+        for other in known.values():
+            if not any(map(any, other.ways.values())):
+                other.sliced = False  # without gradients there are no nodes to count: probed at its next call
+        finding.new_ways += 1
+        if finding.new_ways > _MAX_WAYS:
+            finding.reason, finding.sliced = OFTEN, False
+            self._say_whole(candidate.module, OFTEN)
+            return
+        self._probe(candidate, finding)
+        finding.ways[shapes].add(num_nodes)
 
     def _say_whole(self, module: nn.Module, reason: str) -> None:
         if not self._depth:

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
 PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 """Types of arguments and outputs in which no rows are hidden."""
+_MAX_SHAPES = 1024
+"""Shapes of batches after which those of a module are forgotten."""
 
 
 @dataclass(frozen=True)
@@ -86,6 +88,10 @@ class SplitFinding:
     """Numbers of a buffer, a draw or another tensor that the forward read, by which it may have chosen its way."""
     changes_buffers: bool = False
     """The forward has changed buffers."""
+    ways: dict[object, set[int]] = field(default_factory=dict)
+    """For each shape of the batch, how many nodes of autograd a sliced call has made."""
+    new_ways: int = 0
+    """Number of ways that it has taken beside the first one."""
     detours: int = 0
     """Sliced calls that took another way, less those that did not."""
     reason: str | None = None
@@ -96,6 +102,12 @@ class SplitFinding:
     """The probe has shown that it computes its rows one by one."""
     repeats: bool = False
     """The probe has shown that it changes no state, so that it can be repeated."""
+
+    def is_known_way(self, shapes: object, num_nodes: int) -> bool:
+        """Return whether a sliced call with inputs of ``shapes`` may make so many nodes; the first one tells."""
+        if len(self.ways) > _MAX_SHAPES:
+            self.ways.clear()
+        return num_nodes in self.ways.setdefault(shapes, {num_nodes})
 
 
 def like_given(copy: Tensor, leaf: Tensor) -> Tensor:

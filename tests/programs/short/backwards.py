@@ -54,6 +54,20 @@ def normalised_by_a_hook() -> dict[str, Any]:
     return _fit(Normalised())
 
 
+def seen_by_a_node() -> dict[str, Any]:
+    """A hook on a node of the graph, set in the forward, prints what it sees; another one clamps it."""
+
+    class Seen(_Net):
+        def forward(self, x: Tensor) -> Tensor:
+            hidden = self.one(x).tanh()
+            if (node := hidden.grad_fn) is not None:
+                node.register_prehook(lambda gradients: (gradients[0].clamp(-0.01, 0.01),))
+                node.register_hook(lambda into, _: print(f"{into[0].norm().item():.10f}"))
+            return self.two(hidden)
+
+    return _fit(Seen())
+
+
 def clamped_by_a_function() -> dict[str, Any]:
     """A function of the program's own clamps the gradient that passes it."""
 

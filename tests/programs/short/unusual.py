@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
+import os
 import random
 from collections import OrderedDict
 from typing import Any
@@ -313,3 +314,54 @@ def gradients_by_hand() -> dict[str, Any]:
         optimizer.step()
         print(f"{loss.item():.10f} {cut.grad.norm().item():.10f}")
     return {"weights": [one.state_dict() for one in (bottom, top, other)]}
+
+
+@dataclasses.dataclass
+class _Settings:
+    weight: float = 0.1
+
+
+def mixes_past_a_threshold() -> dict[str, Any]:
+    """Forwards that begin to mix rows once a number has passed a threshold, wherever that number is kept."""
+    settings, levels, epochs = _Settings(), np.full(2, 0.1), {"now": 1.0}
+    optimizers: list[torch.optim.Optimizer] = []
+
+    def variable() -> float:
+        return float(os.environ.get("LAGOM_TEST_WEIGHT", "0.1"))
+
+    places = {
+        "variable": variable,
+        "array": lambda: float(levels[1]),
+        "field": lambda: settings.weight,
+        "closure": lambda: epochs["now"] - 1.5,
+        "rate": lambda: 1 - 2 * optimizers[-1].param_groups[0]["lr"],
+    }
+    found = {}
+    for name, weight in places.items():
+
+        class Mixing(_Net):
+            def forward(self, x: Tensor) -> Tensor:
+                found = self.one(x).tanh()
+                return self.two(found - found.mean(0) if weight() > 0.5 else found)  # noqa: B023
+
+        model = Mixing()
+        x, y, loader = _data()
+        optimizers.append(torch.optim.SGD(model.parameters(), lr=0.4))
+        for epoch in range(4):
+            if epoch == 2:
+                os.environ["LAGOM_TEST_WEIGHT"] = "0.9"
+                levels[1] = settings.weight = 0.9
+                epochs["now"] = 3.0
+                optimizers[-1].param_groups[0]["lr"] = 0.1
+            for inputs, labels in loader:
+                optimizers[-1].zero_grad()
+                loss = F.cross_entropy(model(inputs), labels)
+                loss.backward()
+                optimizers[-1].step()
+            with torch.no_grad():
+                print(f"{name} {epoch} {loss.item():.10f} {F.cross_entropy(model(x), y).item():.10f}")
+        del os.environ["LAGOM_TEST_WEIGHT"]
+        levels[1] = settings.weight = 0.1
+        epochs["now"] = 1.0
+        found[name] = model.state_dict()
+    return found
