@@ -15,7 +15,7 @@ from lagom.session.session import Session
 from tests.ranks import RankFailedError, alone, run_ranks
 
 
-def _make_step() -> tuple[nn.Module, Callable[[], None]]:
+def _make_step() -> tuple[nn.Linear, Callable[[], None]]:
     torch.manual_seed(0)
     model, data = nn.Linear(3, 1).double(), torch.randn(4, 3, dtype=torch.float64)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
