@@ -137,7 +137,7 @@ def rank_spec(
         gpu_index=gpu_index,
         nccl=bool(table["nccl"]),
         key=hmac.digest(spec.secret, f"ranks of {spec.run_id}".encode(), "sha256"),
-        certificate="" if table["store"] is None else spec.rank_certificate,
+        certificate=spec.rank_certificate if spec.plan.encrypts_ranks and table["store"] is not None else "",
     )
 
 

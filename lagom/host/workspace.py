@@ -17,12 +17,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from lagom.wire.client import fetch
+from lagom.host.payload_copies import fetch_payload
 from lagom.wire.server import anonymous_file
 from lagom.wire.spec import RunSpec
 
 _UNUSED_S = 7 * 24 * 3600.0  # then an unused version of lagom that a driver sent here is removed
-_FETCH_S = 60.0  # without a byte received
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,7 +49,7 @@ def host_workspace(spec: RunSpec, payload_fd: int | None = None) -> Iterator[Hos
         host_dir = stack.enter_context(_shared_folder(spec.run_id))
         driver_here = payload_fd is not None or _is_drivers_host(spec)
         if payload_fd is None:
-            payload_fd = _payload(spec, host_dir, driver_here)
+            payload_fd = _payload(spec, host_dir, driver_here, stack)
             stack.callback(os.close, payload_fd)
         cwd = Path(spec.cwd)
         scratch = not (driver_here and os.access(cwd, os.R_OK | os.X_OK))
@@ -150,7 +149,7 @@ def _is_drivers_host(spec: RunSpec) -> bool:
         return False
 
 
-def _payload(spec: RunSpec, host_dir: Path, driver_here: bool) -> int:
+def _payload(spec: RunSpec, host_dir: Path, driver_here: bool, stack: contextlib.ExitStack) -> int:
     if spec.payload is not None:
         fd = anonymous_file("payload")
         with os.fdopen(os.dup(fd), "wb") as file:
@@ -168,8 +167,7 @@ def _payload(spec: RunSpec, host_dir: Path, driver_here: bool) -> int:
                 raise ConnectionError(
                     "the data is too large to travel inside the job, and this host cannot reach the driver"
                 )
-            digest = spec.payload_sha256
-            fetch(spec.address, spec.secret, path + ".part", spec.payload_size, digest, _FETCH_S, spec.certificate)
+            stack.enter_context(fetch_payload(spec, path + ".part"))
             os.replace(path + ".part", path)
     return os.open(path, os.O_RDWR)
 

@@ -298,6 +298,7 @@ class RunView:
             self.stop()
             return
         self.channel.broadcast(table)
+        self.channel.end_relay()
 
     def _give_up_waiting(self) -> None:
         if len(self._joins) < self._num_tasks and not self._stopping:

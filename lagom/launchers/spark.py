@@ -36,6 +36,7 @@ from lagom.program.sources import is_installed, lagom_zip, modules_zip
 from lagom.records.run_dir import RunRecords
 from lagom.restart.history import RunHistory
 from lagom.wire.failure_text import failure_in
+from lagom.wire.payload_sources import MOST_FROM_DRIVER
 from lagom.wire.server import anonymous_file
 from lagom.wire.spec import RunSpec
 from lagom.wire.tls import NoCertificate, certificate_of_a_run, key_and_certificate
@@ -81,7 +82,7 @@ class SparkLauncher:
             )
             stack.enter_context(run)
             tls, certificate = encryption(self.facts) if plan.encrypted else (None, "")
-            of_ranks = key_and_certificate() if plan.encrypts_ranks else ""
+            of_ranks = key_and_certificate() if plan.encrypted else ""
             address = self._listen(run, tls)
             if address is None:
                 run.unheard()
@@ -89,6 +90,7 @@ class SparkLauncher:
             spec = payload.spec(plan, address, run.channel.secret, modules, one_machine=self.facts.one_machine)
             files = history.files_before() if history is not None and address is not None else None
             spec = dataclasses.replace(spec, certificate=certificate, rank_certificate=of_ranks, files=files)
+            spec = dataclasses.replace(spec, passes_payload_on=plan.num_slots > MOST_FROM_DRIVER)
             rows = self.run_job(run, plan, spec, stack)
             home = OutcomeCollector(rows, run)
             if history is None or not history.begins_again(run.loss()):

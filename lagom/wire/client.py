@@ -147,13 +147,15 @@ class DriverClient:
 
 
 def dial(
-    address: tuple[str, int], secret: bytes, hello: Message, timeout_s: float, certificate: str = ""
+    address: tuple[str, int], secret: bytes, hello: Message, timeout_s: float, certificate: str | ssl.SSLContext = ""
 ) -> DriverClient | None:
     """Connect to the driver at ``address`` and prove the secret; return None if that fails in time.
 
     Args:
-        certificate: the driver's (PEM); the connection is then encrypted, and accepts no other certificate.
+        certificate: the driver's (PEM); the connection is then encrypted, and accepts no other certificate. Or the
+            settings for a host, which wants a certificate too.
     """
+    tls = trusting(certificate) if isinstance(certificate, str) and certificate else certificate
     deadline = time.monotonic() + timeout_s
     for _ in range(_TRIES):
         try:
@@ -163,8 +165,8 @@ def dial(
         try:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             probe_silence(connection, LOST_AFTER_S)
-            if certificate:
-                connection = trusting(certificate).wrap_socket(connection)
+            if isinstance(tls, ssl.SSLContext):
+                connection = tls.wrap_socket(connection)
             return _authenticate(connection, secret, hello, deadline)
         except (OSError, EOFError, ValueError):  # closed again, or another program listens there
             connection.close()
@@ -200,39 +202,6 @@ def _receive_exactly(connection: socket.socket, size: int, deadline: float) -> b
             raise EOFError
         data += chunk
     return data
-
-
-def fetch(
-    address: tuple[str, int],
-    secret: bytes,
-    path: str,
-    size: int,
-    sha256: str,
-    timeout_s: float,
-    certificate: str = "",
-) -> None:
-    """Copy the run's payload from the driver into the file ``path``.
-
-    Raises:
-        LinkClosed: if it does not arrive, or differs from what the driver sent.
-    """
-    link = dial(address, secret, {"purpose": "fetch"}, timeout_s, certificate)
-    if link is None:
-        raise LinkClosed(f"the driver at {address[0]}:{address[1]} cannot be reached, or hangs up on us")
-    digest, left = hashlib.sha256(), size
-    try:
-        link.socket.settimeout(timeout_s)
-        with open(path, "wb", opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
-            while left and (chunk := link.socket.recv(min(left, 1 << 20))):
-                file.write(chunk)
-                digest.update(chunk)
-                left -= len(chunk)
-    finally:
-        link.close()
-    if left or digest.hexdigest() != sha256:
-        raise LinkClosed(
-            f"{size - left} of {size} bytes arrived" if left else "the bytes that arrived are not those sent"
-        )
 
 
 def deliver(

@@ -16,6 +16,7 @@ from typing import Any
 from lagom.wire.connection import DriverConnection
 from lagom.wire.framing import Message, body_of
 from lagom.wire.listener import DriverListener, files_for, listening_socket
+from lagom.wire.payload_relay import PayloadRelay
 from lagom.wire.peer_silence import probe_silence
 
 _BUFFER = 1 << 18  # bytes
@@ -38,8 +39,9 @@ class DriverServer:
         on_silence: Callable[[int, float], None] = lambda task, seconds: None,
         lost_after_s: float = 20.0,
         hello_s: float = 5.0,
+        secret: bytes | None = None,
     ) -> None:
-        self.secret = secrets.token_bytes(32)
+        self.secret = secret or secrets.token_bytes(32)
         self.delivered: dict[str, int] = {}
         self._on_message = on_message
         self._on_close = on_close
@@ -47,6 +49,7 @@ class DriverServer:
         self._lost_after_s = lost_after_s
         self._hello_s = hello_s
         self._payload_fd = payload_fd
+        self._relay: PayloadRelay | None = None
         self._peers: dict[int, DriverConnection] = {}
         self._open: set[DriverConnection] = set()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -100,6 +103,15 @@ class DriverServer:
         """Call ``function`` in the channel's thread after ``delay_s``, unless the channel is closed before."""
         self._loop.call_soon_threadsafe(self._loop.call_later, delay_s, function)
 
+    def end_relay(self) -> None:
+        """Have hosts give the payload to nobody any more: all that belong to the run have it."""
+
+        def end() -> None:
+            if self._relay is not None:
+                self._relay.end()
+
+        self._loop.call_soon_threadsafe(end)
+
     def _send(self, tasks: list[int] | None, message: Message) -> None:
         body = body_of(message)
 
@@ -149,16 +161,27 @@ class DriverServer:
     def _admit(self, peer: DriverConnection, hello: Message) -> None:
         """Serve a proved client by the purpose in its first message."""
         purpose = hello.get("purpose")
-        if purpose not in ("fetch", "deliver"):
+        if purpose not in ("fetch", "deliver", "relay"):
             self._serve(int(hello["task"]), peer)
             return
-        if purpose == "fetch":
+        if purpose == "relay":
+            self._pass_on(peer)
+        elif purpose == "fetch":
             self._keep(peer)
-            task = self._loop.create_task(self.hand_out(peer))
+            task = self._loop.create_task(self.hand_out(peer, int(hello.get("start", 0))))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
         else:
             self.take_in(str(hello["name"]), int(hello["size"]), peer)
+
+    def _pass_on(self, host: DriverConnection) -> None:
+        if self._payload_fd is None:
+            raise ValueError("there is no payload here")
+        if self._relay is None:
+            self._relay = PayloadRelay(os.fstat(self._payload_fd).st_size)
+        relay = self._relay
+        relay.serve(host)
+        self._keep(host, lambda: relay.forget(host))
 
     def _keep(self, peer: DriverConnection, over: Callable[[], None] = lambda: None) -> None:
         """Record ``peer`` until its connection has ended, and call ``over`` then."""
@@ -184,9 +207,8 @@ class DriverServer:
         peer.serve(lambda message: self._on_message(task, message))
         self._keep(peer, over)
 
-    async def hand_out(self, peer: DriverConnection) -> None:
+    async def hand_out(self, peer: DriverConnection, position: int = 0) -> None:
         # Several hosts fetch at once, so read by position.
-        position = 0
         while self._payload_fd is not None and not peer.gone:
             chunk = os.pread(self._payload_fd, 1 << 20, position)
             if not chunk:

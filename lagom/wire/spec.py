@@ -36,6 +36,8 @@ class RunSpec:
     """The payload itself, if it is small."""
     payload_sha256: str = ""
     """Digest of a payload that other hosts must fetch."""
+    passes_payload_on: bool = False
+    """True if hosts that have fetched the payload give it to others."""
     modules_zip: bytes = b""
     """The user's own modules, for hosts that do not see the driver's files."""
     address: tuple[str, int] | None = None
@@ -47,7 +49,7 @@ class RunSpec:
     certificate: str = ""
     """The driver's certificate (PEM), if the channel is encrypted."""
     rank_certificate: str = field(default="", repr=False)
-    """The ranks' key and certificate (PEM), if ranks of several hosts encrypt what they send each other."""
+    """The ranks' key and certificate (PEM), if hosts encrypt what they send each other."""
     snapshots: SnapshotPlace | None = None
     """Where rank 0 keeps snapshots, and the one that ranks go on from; None without."""
     losses_left: int = 0

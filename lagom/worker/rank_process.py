@@ -66,7 +66,7 @@ def _detach(seat: RankSpec, ground: HostWorkspace, stdout: int, stderr: int, par
     os.dup2(stdout, 1)
     os.dup2(stderr, 2)
     seats = {seat.control_fd, seat.outcome_fd, seat.store_fd, seat.stacks_fd, seat.twin_fd}
-    _close_all_but({0, 1, 2, ground.payload_fd, *seats})
+    close_all_but({0, 1, 2, ground.payload_fd, *seats})
     streams: dict[str, io.TextIOBase] = {"stdin": open(0, closefd=False)}  # noqa: SIM115
     for fd, name in ((1, "stdout"), (2, "stderr")):
         raw = open(fd, "wb", closefd=False)  # noqa: SIM115
@@ -127,7 +127,8 @@ def die_with(parent: int) -> None:
             os._exit(1)
 
 
-def _close_all_but(keep: set[int | None]) -> None:
+def close_all_but(keep: set[int | None]) -> None:
+    """Close all files of this process but those in ``keep``."""
     kept = sorted(fd for fd in keep if fd is not None)
     for low, high in zip(kept, [*kept[1:], os.sysconf("SC_OPEN_MAX")], strict=True):
         os.closerange(low + 1, high)

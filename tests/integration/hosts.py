@@ -27,16 +27,18 @@ class Host:
     address: str
     command: tuple[str, ...]
     """Put before a command, runs it there."""
-    device: str
-    """Name of its network device on this side."""
+    name: str
+    """Name of its network namespace."""
+    link: str
+    """Begins a command of ``ip`` that sets its link up or down."""
 
     def cut_off(self) -> None:
         """Take it off the network, for good or until ``reconnect``: nothing that it or others send arrives."""
-        _ip(f"link set {self.device} down")
+        ip(f"{self.link} down")
 
     def reconnect(self) -> None:
         """Put it back on."""
-        _ip(f"link set {self.device} up")
+        ip(f"{self.link} up")
 
 
 def allowed() -> bool:
@@ -44,9 +46,9 @@ def allowed() -> bool:
     if os.getuid() != 0 or not shutil.which("ip") or not shutil.which("unshare"):
         return False
     name = f"lgt{os.getpid()}"
-    made = _quiet("ip", "link", "add", name, "type", "bridge")
-    _quiet("ip", "link", "del", name)
-    return made and _quiet("unshare", "--pid", "--fork", "--mount", "--net", "--mount-proc", "true")
+    made = quiet("ip", "link", "add", name, "type", "bridge")
+    quiet("ip", "link", "del", name)
+    return made and quiet("unshare", "--pid", "--fork", "--mount", "--net", "--mount-proc", "true")
 
 
 @contextmanager
@@ -84,50 +86,67 @@ def payload(frame: bytes) -> bytes:
 @contextmanager
 def network(count: int) -> Iterator[tuple[str, list[Host]]]:
     """``count`` hosts on one bridge; gives this machine's own address there, and the hosts."""
-    number = _free_subnet()
-    bridge, subnet = f"lgb{number}", f"10.213.{number}"
     with ExitStack() as stack:
-        stack.callback(_quiet, "ip", "link", "del", bridge)
-        _ip(f"address add {subnet}.1/24 dev {bridge}")
-        _ip(f"link set {bridge} up")
+        number = stack.enter_context(subnet())
         made = [stack.enter_context(_host(number, host)) for host in range(count)]
-        yield f"{subnet}.1", made
+        yield f"10.213.{number}.1", made
+
+
+@contextmanager
+def subnet() -> Iterator[int]:
+    """Make a bridge ``lgb{number}`` with this machine's address on it, and give its number."""
+    number = _free_subnet()
+    bridge = f"lgb{number}"
+    with ExitStack() as stack:
+        stack.callback(quiet, "ip", "link", "del", bridge)
+        ip(f"address add 10.213.{number}.1/24 dev {bridge}")
+        ip(f"link set {bridge} up")
+        yield number
 
 
 def _free_subnet() -> int:
     """Make a bridge ``lgb{number}`` and return its number; two tests, or what a killed one left, never share one."""
     for number in random.SystemRandom().sample(range(250), 250):
-        if _quiet("ip", "link", "add", f"lgb{number}", "type", "bridge"):
+        if quiet("ip", "link", "add", f"lgb{number}", "type", "bridge"):
             return number
     raise RuntimeError("250 bridges lgb* are here: remove those that killed tests left, with `ip link del`")
 
 
 @contextmanager
-def _host(subnet: int, number: int) -> Iterator[Host]:
-    name, veth, address = f"lgh{subnet}n{number}", f"lg{subnet}v{number}", f"10.213.{subnet}.{10 + number}"
-    _quiet("ip", "netns", "del", name)  # of a killed test whose bridge is gone
-    _ip(f"netns add {name}")
+def _host(number: int, host: int) -> Iterator[Host]:
+    name, veth = f"lgh{number}n{host}", f"lg{number}v{host}"
+    quiet("ip", "netns", "del", name)  # of a killed test whose bridge is gone
+    ip(f"netns add {name}")
     try:
-        _ip(f"link add {veth} type veth peer name eth0 netns {name}")
-        _ip(f"link set {veth} master lgb{subnet} up")
-        _ip(f"-n {name} address add {address}/24 dev eth0")
-        _ip(f"-n {name} link set eth0 up")
-        _ip(f"-n {name} link set lo up")
-        # Not a /tmp of its own: the project and its Python may lie there.
-        with tempfile.TemporaryDirectory(prefix=name, ignore_cleanup_errors=True) as folder:
-            # Java asks for the address of its own host name.
-            own = f"echo {address} {name} >{folder}/hosts && mount --bind {folder}/hosts /etc/hosts"
-            enter = f'{own} && hostname {name} && export TMPDIR={folder} && exec "$@"'
-            unshare = ("unshare", "--pid", "--fork", "--mount", "--uts", "--mount-proc", "--kill-child")
-            yield Host(address, ("ip", "netns", "exec", name, *unshare, "sh", "-c", enter, "sh"), veth)
+        ip(f"link add {veth} type veth peer name eth0 netns {name}")
+        ip(f"link set {veth} master lgb{number} up")
+        with entered(name, f"10.213.{number}.{10 + host}", f"link set {veth}") as found:
+            yield found
     finally:
-        _quiet("ip", "netns", "del", name)
-        _quiet("ip", "link", "del", veth)
+        quiet("ip", "netns", "del", name)
+        quiet("ip", "link", "del", veth)
 
 
-def _ip(arguments: str) -> None:
+@contextmanager
+def entered(name: str, address: str, link: str) -> Iterator[Host]:
+    """Give the namespace ``name``, whose device is ``eth0``, an address and a temporary folder."""
+    ip(f"-n {name} address add {address}/24 dev eth0")
+    ip(f"-n {name} link set eth0 up")
+    ip(f"-n {name} link set lo up")
+    # Not a /tmp of its own: the project and its Python may lie there.
+    with tempfile.TemporaryDirectory(prefix=name, ignore_cleanup_errors=True) as folder:
+        # Java asks for the address of its own host name.
+        own = f"echo {address} {name} >{folder}/hosts && mount --bind {folder}/hosts /etc/hosts"
+        enter = f'{own} && hostname {name} && export TMPDIR={folder} && exec "$@"'
+        unshare = ("unshare", "--pid", "--fork", "--mount", "--uts", "--mount-proc", "--kill-child")
+        yield Host(address, ("ip", "netns", "exec", name, *unshare, "sh", "-c", enter, "sh"), name, link)
+
+
+def ip(arguments: str) -> None:
+    """Run ``ip`` with ``arguments``."""
     subprocess.run(["ip", *arguments.split()], check=True, capture_output=True)
 
 
-def _quiet(*command: str) -> bool:
+def quiet(*command: str) -> bool:
+    """Run ``command``, and return whether it succeeded."""
     return subprocess.run(command, check=False, capture_output=True).returncode == 0

@@ -40,9 +40,9 @@ def connections(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     seen: list[str] = []
     hand_out, take_in = DriverServer.hand_out, DriverServer.take_in
 
-    async def counted_out(self: DriverServer, peer: DriverConnection) -> None:
+    async def counted_out(self: DriverServer, peer: DriverConnection, position: int = 0) -> None:
         seen.append("fetch")
-        await hand_out(self, peer)
+        await hand_out(self, peer, position)
 
     def counted_in(self: DriverServer, name: str, size: int, peer: DriverConnection) -> None:
         seen.append(f"deliver {name}")

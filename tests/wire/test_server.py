@@ -20,8 +20,9 @@ from typing import Any
 
 import pytest
 
-from lagom.wire.client import DriverClient, LinkClosed, deliver, dial, fetch
+from lagom.wire.client import DriverClient, LinkClosed, deliver, dial
 from lagom.wire.framing import MAX_FRAME, NONCE, PROOF, FrameKeys, FrameSeals, Message, body_of, frame_of
+from lagom.wire.payload_copy import PayloadCopy
 from lagom.wire.server import DriverServer, anonymous_file
 
 
@@ -423,7 +424,7 @@ def payload() -> Iterator[tuple[int, bytes]]:
 
 
 def fetched(driver: Driver, path: Path, size: int, digest: str, secret: bytes | None = None) -> bytes:
-    fetch(driver.address, secret or driver.channel.secret, str(path), size, digest, 2.0)
+    PayloadCopy(str(path), size, digest).take(driver.address, secret or driver.channel.secret, "", 2.0)
     return path.read_bytes()
 
 

@@ -20,6 +20,8 @@ from lagom.plan import Plan
 from lagom.program.sources import lagom_zip, modules_zip
 from lagom.search.slots.trial_slots import SlotChannel, SlotEvent
 from lagom.wire.client import Message
+from lagom.wire.payload_sources import MOST_FROM_DRIVER
+from lagom.wire.tls import key_and_certificate
 
 _CALM_S = 10.0  # for tasks to end when the search does: a cancelled job takes Spark's Python workers with it
 _END_S = 1.5  # for tasks to end on Ctrl-C or an error, or where some have not begun
@@ -60,7 +62,10 @@ class SparkSlots(SlotChannel):
         one_machine = self._facts.one_machine
         modules = b"" if one_machine else modules_zip(self._call.function)
         spec = self._payload.spec(self._plan, address, self.channel.secret, modules, one_machine=one_machine)
-        spec = dataclasses.replace(spec, certificate=self._certificate)
+        relays = self._num_tasks > MOST_FROM_DRIVER
+        of_hosts = key_and_certificate() if relays and self._plan.encrypted else ""
+        spec = dataclasses.replace(spec, certificate=self._certificate, rank_certificate=of_hosts)
+        spec = dataclasses.replace(spec, passes_payload_on=relays)
         function = task_by_value(task_module.spark_task(lagom_zip(), pickled(spec)))
         ranks = self._num_tasks * self._plan.ranks_per_slot
         tasks = dataclasses.replace(self._plan, world_size=ranks)
