@@ -22,6 +22,8 @@ class Cluster:
     """Tasks that can run at the same time; the default number of ranks."""
     oversubscribe: bool = False
     """True if a run may have more tasks than slots, as with processes of one machine."""
+    most_ranks: int | None = None
+    """Ranks that a run may have at most, for other reasons than slots."""
     gpus_per_slot: int = 0
     """GPUs that each of these tasks has for itself."""
     barrier: bool = True

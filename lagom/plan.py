@@ -92,7 +92,10 @@ def plan(
     """
     ranks_per_slot = max(1, cluster.gpus_per_slot)
     room = cluster.slots * ranks_per_slot
-    world_size = config.world_size or room
+    most = room if cluster.most_ranks is None else cluster.most_ranks
+    world_size = config.world_size or min(room, most)
+    if cluster.most_ranks is not None and world_size > most:
+        raise PlanError(f"world_size is {world_size}; {_WHERE[cluster.launcher]} holds at most {most} ranks")
     if room == 0 or (world_size > room and not (cluster.oversubscribe and not cluster.gpus_per_slot)):
         what = "GPUs" if cluster.gpus_per_slot else "task slots"
         remedies = ([f"ask for at most {room}"] if room else []) + ([cluster.remedy] if cluster.remedy else [])

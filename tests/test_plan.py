@@ -44,11 +44,16 @@ def test_slots_are_taken_as_asked_for_and_all_where_no_number_is(
     assert (made.world_size, made.num_slots) == (found, num_slots)
 
 
+def test_a_machine_of_many_cores_gets_as_many_ranks_as_it_may_hold() -> None:
+    assert plan(TorchDistributedConfig(), local(384, most_ranks=248)).world_size == 248
+
+
 @pytest.mark.parametrize(
     ("world_size", "cluster", "said"),
     [
         (None, spark(0), "0 task slots"),
         (3, spark(2), "2 task slots"),
+        (249, local(2, most_ranks=248), "this machine holds at most 248 ranks"),
         (3, local(2, gpus_per_slot=1), "2 GPUs"),
         (9, spark(2, gpus_per_slot=4), "8 GPUs"),
     ],

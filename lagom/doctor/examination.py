@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import resource
 import shutil
 import socket
 import tempfile
@@ -51,6 +52,7 @@ def examine(reporter: Any, address: tuple[str, int] | None) -> dict[str, Any]:
         "cuda_build": torch.version.cuda,
         "no_compiled_part": reason_without_native(),
         "compiler": shutil.which("g++") or shutil.which("clang++") or shutil.which("c++"),
+        "files": resource.getrlimit(resource.RLIMIT_NOFILE)[1],
         "shared": _free("/dev/shm"),
         "scratch": _free(tempfile.gettempdir()),
         "ip": session.group.ip if session.group is not None else None,

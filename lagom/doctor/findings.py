@@ -12,6 +12,7 @@ Facts = Sequence[Mapping[str, Any]]
 _SCRATCH = 1 << 30  # bytes
 _MEMORY = 1 << 30
 _SHARED = 256 << 20
+_FILES = 4096  # for the host process of 248 ranks, and programs with many loader workers
 _SHOWN = 8  # hosts
 _CLOCK_S = 1.0
 _LAUNCH_S = 10.0
@@ -44,6 +45,7 @@ def findings(facts: Facts, launch_s: float) -> list[Finding]:
         _driver,
         _shared,
         _scratch,
+        _files,
         _compiled,
         _compiler,
         _clocks,
@@ -171,6 +173,14 @@ def _scratch(facts: Facts) -> Finding:
     if (least["scratch"] or 0) < _SCRATCH:
         return Finding("warn", "disk", f"{found} ({least['host']})", "free some, or set TMPDIR on the executors")
     return Finding("pass", "disk", found)
+
+
+def _files(facts: Facts) -> Finding | None:
+    short = {one["host"]: one["files"] for one in facts if 0 <= one["files"] < _FILES}
+    if not short:
+        return None
+    found = f"a process may open {next(iter(short.values()))} on {', '.join(sorted(short)[:4])}"
+    return Finding("warn", "open files", found, "raise the hard limit (ulimit -Hn, or LimitNOFILE of the service)")
 
 
 def _compiled(facts: Facts) -> Finding:

@@ -26,6 +26,14 @@ from lagom.wire.server import anonymous_file
 _MAX_PATH = 100  # characters of a socket's path
 
 
+_TRIES = 3
+"""Servers that may end before they have started a task: one that imports torch takes much memory at once."""
+
+
+class _NotBegunError(LinkClosed):
+    """The server has ended, and the task has not begun."""
+
+
 class Task(Protocol):
     """A task that a host process runs; it is pickled to get there."""
 
@@ -51,14 +59,20 @@ def run_in_server(task: Task, files: Sequence[int], gather: Callable[[str], Sequ
         worker = {"env": dict(os.environ), "cwd": os.getcwd(), "sys_path": list(sys.path)}
         with os.fdopen(os.dup(request), "wb") as file:
             pickle.dump((worker, task), file)
-        ours, theirs = socket.socketpair()
-        asks = stack.enter_context(contextlib.closing(DriverClient(ours)))
-        with theirs:
-            link = _sent([request, theirs.fileno(), *files])
-        try:
-            reply = _reply(link, asks, gather)
-        except LinkClosed:
-            return "ended with the process that holds torch for its executor, which was killed or crashed"
+        for _ in range(_TRIES):
+            ours, theirs = socket.socketpair()
+            asks = stack.enter_context(contextlib.closing(DriverClient(ours)))
+            with theirs:
+                link = _sent([request, theirs.fileno(), *files])
+            try:
+                reply = _reply(link, asks, gather)
+                break
+            except _NotBegunError:
+                disconnect()
+            except LinkClosed:
+                return "ended with the process that holds torch for its executor, which was killed or crashed"
+        else:
+            raise LagomError(_ends_again())
     if "problem" in reply:
         raise PlanError(without_torch(reply["problem"]))
     if "refused" in reply:
@@ -76,7 +90,12 @@ def without_torch(problem: str) -> str:
 
 
 def _reply(link: DriverClient, asks: DriverClient, gather: Callable[[str], Sequence[str]] | None) -> Message:
-    """Return the server's reply; answer meanwhile what the host process asks."""
+    """Return the server's last reply; answer meanwhile what the host process asks.
+
+    Raises:
+        _NotBegunError: if the server ended before it had started the host process.
+        LinkClosed: if it ended later.
+    """
 
     def answer() -> None:
         try:
@@ -90,10 +109,15 @@ def _reply(link: DriverClient, asks: DriverClient, gather: Callable[[str], Seque
     with selectors.DefaultSelector() as selector:
         selector.register(link, selectors.EVENT_READ, lambda: found.extend(link.poll()))
         selector.register(asks, selectors.EVENT_READ, answer)
-        while not found:
-            for key, _ in selector.select():
-                key.data()
-    return found[0]
+        try:
+            while not found or "began" in found[-1]:
+                for key, _ in selector.select():
+                    key.data()
+        except LinkClosed as error:
+            if not found:
+                raise _NotBegunError(str(error)) from error
+            raise
+    return found[-1]
 
 
 def _sent(fds: Sequence[int]) -> DriverClient:
@@ -107,7 +131,11 @@ def _sent(fds: Sequence[int]) -> DriverClient:
             return _link
         except OSError:  # the server was killed
             disconnect()
-    raise LagomError(
+    raise LagomError(_ends_again())
+
+
+def _ends_again() -> str:
+    return (
         f"the process that holds torch for the executor on {platform.node()} ends again and again; look into the "
         "executor's stderr for the reason, and run `import torch` with its Python"
     )

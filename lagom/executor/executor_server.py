@@ -171,6 +171,7 @@ class _Server:
         except OSError as error:  # the system has no more processes or memory
             self._reply(worker, {"refused": error.strerror})
             return
+        self._reply(worker, {"began": True})
         worker.host, pidfd = host, open_pidfd(host)
         self._hosts[host] = pidfd, worker
         if pidfd is not None:

@@ -8,12 +8,14 @@ import hmac
 import importlib.metadata
 import os
 import platform
+import resource
 import socket
 import sys
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from lagom.errors import LagomError
 from lagom.host.forked_rank import ForkedRank, open_pidfd
 from lagom.host.supervisor import RankSupervisor
 from lagom.host.twin_sets import TwinSets
@@ -25,6 +27,9 @@ from lagom.wire.rendezvous import join_run
 from lagom.wire.server import anonymous_file
 from lagom.wire.spec import RankSpec, RunSpec
 from lagom.worker.rank_process import run_rank
+
+_FILES_OF_RANK = 8  # link, output, errors, stacks, outcome, end, twins, and one for its fork
+_FILES = 200  # besides
 
 
 def run_task_ranks(
@@ -47,6 +52,7 @@ def run_task_ranks(
     """
     first = task * spec.plan.ranks_per_slot
     ranks = range(first, min(first + spec.plan.ranks_per_slot, spec.plan.world_size))
+    allow_files(len(ranks))
     with contextlib.ExitStack() as stack:
         door = stack.enter_context(socket.socket()) if task == 0 else None
         if door is not None:
@@ -77,6 +83,24 @@ def run_task_ranks(
         for problem in settle(ground.host_dir, ranks, local_ranks):
             watch.driver.say(f"[lagom] {problem}\n")
         return watch.driver.with_unsaid(reports)
+
+
+def allow_files(num_ranks: int) -> None:
+    """Allow this process, and the ranks that it will fork, as many open files as ``num_ranks`` take.
+
+    Raises:
+        LagomError: if the system allows fewer.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _FILES + _FILES_OF_RANK * num_ranks
+    if soft == resource.RLIM_INFINITY or wanted <= soft:
+        return
+    if hard != resource.RLIM_INFINITY and wanted > hard:
+        raise LagomError(
+            f"{num_ranks} ranks on {platform.node()} take {wanted} open files in one process, and it may open {hard}; "
+            "raise the limit (ulimit -Hn), or ask for fewer ranks"
+        )
+    resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def _can_have_twins(spec: RunSpec) -> bool:

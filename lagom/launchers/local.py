@@ -58,7 +58,7 @@ class LocalLauncher:
                 remedy="hide the GPUs from torch with CUDA_VISIBLE_DEVICES='' to run on the CPU",
             )
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        return Cluster(launcher="local", slots=cores, oversubscribe=True)
+        return Cluster(launcher="local", slots=cores, oversubscribe=True, most_ranks=_MAX_RANKS)
 
     def where(self) -> str:
         """Name the place for a reader."""
@@ -72,8 +72,6 @@ class LocalLauncher:
         self, plan: Plan, call: Call, records: RunRecords | None = None, history: RunHistory | None = None
     ) -> list[Outcome]:
         """See ``Launcher.run``."""
-        if plan.world_size > _MAX_RANKS:
-            raise LagomError(f"world_size is {plan.world_size}; the local launcher holds at most {_MAX_RANKS} ranks")
         with contextlib.ExitStack() as stack:
             payload = _file(stack, "payload")
             size = Parcel(call).write(payload)

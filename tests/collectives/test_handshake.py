@@ -183,3 +183,22 @@ def test_another_users_process_is_hung_up_on_at_once_even_with_the_key() -> None
         with pytest.raises(TimeoutError):
             first(listener, 1.0)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+def test_what_says_a_byte_now_and_then_in_a_listeners_place_is_given_up_in_time(listener: socket.socket) -> None:
+    over = threading.Event()
+
+    def drip() -> None:
+        connection, _ = listener.accept()
+        with connection:
+            while not over.wait(0.05):
+                connection.sendall(b"x")
+
+    thread = threading.Thread(target=drip)
+    thread.start()
+    try:
+        with dial(listener) as connection, pytest.raises(TimeoutError):
+            introduce(connection, KEY, 1, 0.3)
+    finally:
+        over.set()
+        thread.join()

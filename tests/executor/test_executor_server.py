@@ -213,3 +213,25 @@ def test_a_system_that_starts_no_more_processes_is_told_and_the_server_stays(
         run_in_server(Facts(), [], None)
     refusing.unlink()
     assert facts()["server"] == server
+
+
+@pytest.mark.parametrize("times", [pytest.param(1, marks=pytest.mark.soak), 1000])
+def test_a_server_that_is_killed_before_a_task_begins_is_replaced_some_times(
+    daemon: Daemon, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, times: int
+) -> None:
+    left = tmp_path / "left"
+    left.write_text("." * times)
+    (tmp_path / "sitecustomize.py").write_text(
+        "import os, pathlib, signal, sys\n"
+        f"left = pathlib.Path({str(left)!r})\n"
+        "if any(word.endswith('start_server.py') for word in sys.orig_argv) and left.read_text():\n"
+        "    left.write_text(left.read_text()[1:])\n"
+        "    os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    if times == 1:
+        assert facts()["torch"]
+        return
+    with pytest.raises(LagomError, match="ends again and again"):
+        run_in_server(Facts(), [], None)
+    assert times - len(left.read_text()) >= 3

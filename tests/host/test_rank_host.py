@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import atexit
+import concurrent.futures
 import dataclasses
+import multiprocessing
 import os
+import resource
 import signal
 import socket
 import sys
@@ -21,8 +24,9 @@ import lagom
 from lagom.call import Call
 from lagom.cluster import Cluster
 from lagom.config import TorchDistributedConfig
+from lagom.errors import LagomError
 from lagom.host import descendants
-from lagom.host.rank_host import rank_spec, run_task_ranks
+from lagom.host.rank_host import allow_files, rank_spec, run_task_ranks
 from lagom.host.workspace import host_workspace
 from lagom.payload import Parcel, unpack_file
 from lagom.plan import plan
@@ -256,3 +260,24 @@ def test_a_program_for_torchrun_sees_the_gpus_of_its_host_in_the_order_of_its_ra
         table = {"ranks": [*here, there], "store": ["1.2.3.4", 5], "nccl": nccl}
         seat = rank_spec(table, 1, its, place, 0, None, masks[1])
     assert (seat.gpu, seat.gpu_index) == wanted
+
+
+def test_a_host_allows_the_files_of_its_ranks_or_says_how_many_it_needs() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with concurrent.futures.ProcessPoolExecutor(1, multiprocessing.get_context("fork")) as pool:
+        assert pool.submit(_limits, 512, min(4096, hard), 2).result() == "512"
+        assert pool.submit(_limits, 512, min(4096, hard), 248).result() == "2184"
+        assert (
+            "take 2184 open files in one process, and it may open 2000" in pool.submit(_limits, 512, 2000, 248).result()
+        )
+    assert resource.getrlimit(resource.RLIMIT_NOFILE) == (soft, hard)
+
+
+def _limits(soft: int, hard: int, num_ranks: int) -> str:
+    """What a process with these limits says when it is to hold ranks, or its limit then."""
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    try:
+        allow_files(num_ranks)
+    except LagomError as error:
+        return str(error)
+    return str(resource.getrlimit(resource.RLIMIT_NOFILE)[0])

@@ -39,14 +39,15 @@ def introduce(connection: socket.socket, key: bytes, rank: int, timeout_s: float
         Stranger: when the listener's proof is wrong, or it hangs up.
         OSError: when the listener takes longer than ``timeout_s``.
     """
-    connection.settimeout(timeout_s)
+    deadline = time.monotonic() + timeout_s
     if connection.family == socket.AF_UNIX and not is_own(connection):
         raise Stranger("another user's process listens where a rank should")
-    nonces = _exactly(connection, _NONCE) + secrets.token_bytes(_NONCE)
+    nonces = _exactly(connection, _NONCE, deadline) + secrets.token_bytes(_NONCE)
     number = _RANK.pack(rank)
     connection.sendall(number + nonces[_NONCE:] + _proof(key, b"who connects", number, nonces))
-    if not hmac.compare_digest(_exactly(connection, _PROOF), _proof(key, b"who listens", number, nonces)):
+    if not hmac.compare_digest(_exactly(connection, _PROOF, deadline), _proof(key, b"who listens", number, nonces)):
         raise Stranger("what listens there is no rank of this run")
+    connection.settimeout(timeout_s)
     return connection
 
 
@@ -158,9 +159,10 @@ def _proof(key: bytes, who: bytes, rank: bytes, nonces: bytes) -> bytes:
     return hmac.digest(key, b"lagom ranks 1: " + who + rank + nonces, "sha256")
 
 
-def _exactly(connection: socket.socket, size: int) -> bytes:
+def _exactly(connection: socket.socket, size: int, deadline: float) -> bytes:
     data = b""
-    while len(data) < size:
+    while len(data) < size:  # whoever sends a byte now and then has no more time
+        connection.settimeout(max(0.001, deadline - time.monotonic()))
         part = connection.recv(size - len(data))
         if not part:
             raise HungUp("what listens there hung up")
