@@ -10,7 +10,7 @@ import torch.autograd
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
-from lagom.errors import DivergenceError
+from lagom.errors import DivergenceError, LagomError
 from lagom.gradients.accumulation import Accumulation
 from lagom.gradients.autograd_grad import AutogradGradAverager
 from lagom.gradients.backward_gradients import encode_batch
@@ -47,9 +47,12 @@ def synchronise_backward(session: Session, knows_rank: Callable[[], bool]) -> It
     original = torch.autograd._engine_run_backward
     backwards, threads = _Backwards(session, original, knows_rank), TrainingThreads()
 
+    @torch._disable_dynamo  # a compiled step breaks its graph here, and Dynamo would compile all that follows inside
     def run_backward(outputs: Sequence[Any], *args: Any, **options: Any) -> Any:
         if not session.live:
             return original(outputs, *args, **options)
+        if session.device.type == "cuda":
+            _refuse_capture()
         for one in args[3]:
             watch_gradient(one.node if isinstance(one, GradientEdge) else one.grad_fn)
         run = backwards.run_backward if options.get("accumulate_grad", False) else backwards.grad_calls.run
@@ -65,6 +68,15 @@ def synchronise_backward(session: Session, knows_rank: Callable[[], bool]) -> It
             yield
         finally:
             backwards.accumulation.close()
+
+
+def _refuse_capture() -> None:
+    """Refuse a backward that a CUDA graph records: its replays would compute gradients that nobody averages."""
+    if torch.cuda.is_current_stream_capturing():
+        raise LagomError(
+            "a CUDA graph records this backward, and its replays would leave out the exchange with the other ranks; "
+            "run the backward outside of torch.cuda.graph(), or use torch.compile(model, mode='reduce-overhead')"
+        )
 
 
 class _Backwards:
