@@ -25,7 +25,7 @@ from lagom.wire.rendezvous import Stopped
 from lagom.wire.spec import RunSpec
 from lagom.worker.network_interfaces import own_address
 
-_DIAL_S = 1.0
+DIAL_S = 1.0
 _SEARCH_DIAL_S = 5.0
 _GATHER_S = 3600.0
 _ATTEMPT = 1_000_000
@@ -106,7 +106,7 @@ def _run(
     spec, link = task.spec, None
     try:
         if spec.address is not None:
-            link = dial(spec.address, spec.secret, {"purpose": "task", "task": task.number}, _DIAL_S, spec.certificate)
+            link = dial(spec.address, spec.secret, {"purpose": "task", "task": task.number}, DIAL_S, spec.certificate)
         if link is not None:
             os.pwrite(files["told"], pickle.dumps([]), 0)  # if this process is killed, the driver sees it
         return _run_ranks(task, link, gather if spec.plan.barrier else None, files)

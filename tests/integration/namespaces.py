@@ -134,7 +134,7 @@ def _serve(host: Host, told: Connection) -> None:
         libc = ctypes.CDLL(None, use_errno=True)
         if libc.setns(namespace.fileno(), _CLONE_NEWNET) != 0:
             raise OSError(ctypes.get_errno(), f"cannot enter {host.name}")
-    task_host._DIAL_S = 30.0  # where packets are lost: no task may do without its link, as there is no Spark to ask
+    task_host.DIAL_S = 30.0  # where packets are lost: no task may do without its link, as there is no Spark to ask
     with contextlib.suppress(EOFError, ConnectionResetError), tempfile.TemporaryDirectory() as folder:
         tempfile.tempdir = folder
         while (asked := told.recv()) is not None:
