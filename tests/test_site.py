@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import re
+import shlex
 from pathlib import Path
 
 import pytest
+
+from benchmarks import plots
+from lagom import cli
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted([*(ROOT / "docs").rglob("*.md"), ROOT / "README.md", ROOT / "CONTRIBUTING.md"])
@@ -31,6 +36,34 @@ def test_every_page_is_in_the_navigation() -> None:
     assert pages - decisions == listed
     index = (ROOT / "docs" / "decisions" / "README.md").read_text()
     assert [page for page in sorted(decisions) if f"({page.removeprefix('decisions/')})" not in index] == []
+
+
+def test_plots_show_the_figures_of_the_tables() -> None:
+    """Else: python -m benchmarks.plots."""
+    for plot in plots.PLOTS:
+        assert (ROOT / "docs" / plot.file).read_text() == plots.drawn(plot), plot.file
+    assert dict(plots.figures(plots.PLOTS[0]))["lagom, per_rank"] < 1
+
+
+@pytest.mark.parametrize("page", PAGES, ids=NAMES)
+def test_commands_are_known(page: Path) -> None:
+    """Commands in blocks and in the text: options of lagom's, modules, targets of make."""
+    text = page.read_text()
+    blocks = "\n".join(re.findall(r"```(?:sh)?\n(.*?)```", text, re.DOTALL))
+    inline = re.findall(r"`([^`\n]+)`", re.sub(r"```.*?```", "", text, flags=re.DOTALL))
+    lines = [re.split(r"\s{2,}#|\s#\s", line)[0].removeprefix("$ ").strip() for line in [*blocks.splitlines(), *inline]]
+    for line in lines:
+        if "..." in line or not line.isascii():
+            continue
+        if found := re.match(r"python -m (benchmarks\.\w+)", line):
+            assert (ROOT / found[1].replace(".", "/")).with_suffix(".py").exists(), line
+        if found := re.match(r"make (\w+)", line):
+            assert re.search(rf"^{found[1]}:", (ROOT / "Makefile").read_text(), re.MULTILINE), line
+        if re.match(r"lagom (run|debug|search|doctor|runs|show|compare) [\w-]", line):
+            with contextlib.suppress(SystemExit):  # --help
+                cli._parser().parse_args(shlex.split(line)[1:])
+                continue
+            assert "--help" in line, line
 
 
 def test_dead_links_are_found(tmp_path: Path) -> None:

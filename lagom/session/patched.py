@@ -27,6 +27,7 @@ from lagom.timing.program_spans import recorded_calls
 from lagom.torch_versions import untried
 from lagom.tracking.mlflow import log_once_to_mlflow
 from lagom.tracking.tensorboard import write_events_once
+from lagom.tracking.wandb import log_once_to_wandb
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -58,6 +59,7 @@ def patched(session: Session) -> Iterator[None]:
         if distributed or session.trial is not None:
             end_tracking = stack.enter_context(log_once_to_mlflow(session))
         if distributed:
+            stack.enter_context(log_once_to_wandb(session))
             stack.enter_context(_patched_for_ranks(session))
         if distributed or session.plan.rehearsal is not None or is_protected():
             stack.enter_context(shared_files(session))

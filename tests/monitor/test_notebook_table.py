@@ -115,13 +115,34 @@ def test_a_rank_that_makes_no_progress_is_loud_until_the_run_ends() -> None:
     assert "made no progress" not in table("train", {0: rank(), 1: rank()}, "failed", stalled=[1])
 
 
+class LastShown:
+    """A front end that keeps the last page."""
+
+    page = ""
+
+    def display(self, bundle: dict[str, str], *, raw: bool, display_id: bool) -> LastShown:
+        self.page = bundle["text/html"]
+        return self
+
+
+def waiting() -> str:
+    """The page before any rank has reported."""
+    NotebookTable(shown := LastShown()).wait("train: 2 ranks on Spark", "waiting for 2 tasks")
+    return shown.page
+
+
+STRAGGLER = {0: rank(waits=0.31, waits_for={"1": 0.31}), 1: rank(step=25, samples=3400, rate=425.0, waits=0.0)}
+STARTS = {"epoch": 0, "step": 0, "memory": 10**9, "starts": True}
 STATES = {
-    "runs": table("train", {0: rank()}),
-    "stalls": table("train", {0: rank()}, stalled=[0]),
-    "done": table("train", {0: rank()}, "done"),
-    "interrupted": table("train", {0: rank()}, "interrupted"),
-    "failed": table("train", {0: rank()}, "failed on rank 0: ValueError"),
-    "many ranks": table("train", {number: rank(waits=0.3, waits_for={"1": 0.3}, gpu=0.5) for number in range(32)}),
+    "waits": waiting(),
+    "starts": table("train: 2 ranks", {0: STARTS, 1: STARTS}),
+    "runs": table("train: 2 ranks", {0: rank(), 1: rank()}),
+    "has a straggler": table("train: 2 ranks", STRAGGLER),
+    "stalls": table("train: 2 ranks", {0: rank(), 1: rank()}, stalled=[1]),
+    "done": table("train: 2 ranks", {0: rank(), 1: rank()}, "done"),
+    "interrupted": table("train: 2 ranks", {0: rank(), 1: rank()}, "interrupted"),
+    "failed": table("train: 2 ranks", {0: rank(), 1: rank()}, "failed on rank 0: ValueError"),
+    "32 ranks": table("train", {number: rank(waits=0.3, waits_for={"1": 0.3}, gpu=0.5) for number in range(32)}),
 }
 
 
@@ -129,7 +150,8 @@ def test_a_state_can_be_told_by_its_colour() -> None:
     colours = {name: re.findall(r"border-left:4px solid (#\w+)", page) for name, page in STATES.items()}
     assert all(len(found) == 1 for found in colours.values())
     assert colours["stalls"] == colours["failed"]
-    assert colours["many ranks"] == colours["runs"]
+    assert colours["32 ranks"] == colours["runs"] == colours["starts"] == colours["has a straggler"]
+    assert colours["waits"] == colours["interrupted"]
     assert len({found[0] for found in colours.values()}) == 4
 
 
@@ -141,7 +163,21 @@ def test_a_state_is_readable_on_light_and_dark_pages_and_needs_no_page_around_it
     assert not re.search(r"<(script|style|link|img)|class=|https?:", page)
     assert "overflow-x:auto" in page
     assert page.count("<div") == page.count("</div>")
-    assert max(len(row) for row in re.findall("<tr>.*?</tr>", page)) < 3000
+    assert max((len(row) for row in re.findall("<tr>.*?</tr>", page)), default=0) < 3000
+    assert width(page) < 900
+
+
+def width(page: str) -> float:
+    """Return about how many pixels wide the table is: 7 for a letter, 11 between columns, 117 at least for a bar."""
+    rows = [
+        [
+            max(7.0 * len(re.sub("<.*?>", "", cell)), 117.0 if "width:9em" in cell else 0.0)
+            for cell in re.findall("<t[hd].*?>(.*?)</t[hd]>", row)
+        ]
+        for row in re.findall("<tr>.*?</tr>", page)
+        if "colspan" not in row
+    ]
+    return sum(11 + max(cells) for cells in zip(*rows, strict=True))
 
 
 def contrast(first: str, second: str) -> float:

@@ -1,28 +1,15 @@
-"""docs/search.md: its programs run, and its table of settings is that of the config."""
+"""docs/search.md: its table of settings is that of the config; tests/test_pages.py runs its programs."""
 
 from __future__ import annotations
 
 import dataclasses
 import re
-import sys
-import types
 from pathlib import Path
-
-import pytest
 
 from lagom.config import HyperparameterOptConfig, Searchspace, TorchDistributedConfig
 from lagom.config.fields import field_texts
 
 PAGE = Path(__file__).parent.parent.parent / "docs" / "search.md"
-
-
-def test_the_programs_of_the_page_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("LAGOM_RUN_DIR", str(tmp_path / "runs"))
-    program = types.ModuleType("__main__")
-    monkeypatch.setitem(sys.modules, "__main__", program)  # where a notebook's functions live
-    for block in re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL):
-        exec(compile(block, PAGE.name, "exec"), vars(program))
 
 
 def test_every_setting_stands_in_the_page_with_its_default_and_meaning() -> None:
