@@ -22,6 +22,7 @@ _BAR = (
 # Front ends style tables themselves: columns of equal width, centered, numbers broken in two.
 _TABLE = "table-layout:auto;margin:0;border-collapse:collapse"
 _CELL = "text-align:left;white-space:nowrap;padding:.15em .8em .15em 0"
+_HEAD = _CELL.replace("nowrap", "normal") + ";vertical-align:bottom"
 
 
 def notebook() -> Any:
@@ -78,7 +79,7 @@ def table(
     held = held_up(ranks)
     rows = [_row(rank, ranks[rank], held[rank], rank in stalled) for rank in behind]
     shown = [name for name in rows[0] if any(row[name] for row in rows)] if rows else []
-    head = "".join(f"<th style='{_CELL}'>{name}</th>" for name in shown)
+    head = "".join(f"<th style='{_HEAD}'>{name}</th>" for name in shown)
     body = "".join(
         "<tr>" + "".join(f"<td style='{_CELL}'>{row[name]}</td>" for name in shown) + "</tr>" for row in rows
     )
