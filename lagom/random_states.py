@@ -64,7 +64,7 @@ def start_random_states(states: Mapping[str, Any]) -> None:
     if "numpy" not in states and "numpy" in sys.modules:
         sys.modules["numpy"].random.seed(states["entropy"])
     set_random_states(states)
-    if "cuda" not in states and torch.accelerator.current_accelerator() is not None:
+    if "cuda" not in states and _has_accelerator():
         torch.cuda.manual_seed_all(torch.initial_seed())  # as torch.manual_seed requested; does nothing without a GPU
 
 
@@ -75,7 +75,17 @@ def seed_torch(seed: int) -> None:
     """
     import torch
 
-    if torch.accelerator.current_accelerator() is None:
-        torch.default_generator.manual_seed(seed)
-    else:
+    if _has_accelerator():
         torch.manual_seed(seed)
+    else:
+        torch.default_generator.manual_seed(seed)
+
+
+def _has_accelerator() -> bool:
+    """Return whether torch is built for an accelerator; with torch 2.6, whether there is one."""
+    import torch
+
+    try:
+        return torch.accelerator.current_accelerator() is not None
+    except RuntimeError:  # torch 2.6, where there is none
+        return False

@@ -179,6 +179,7 @@ def logged_by_mlflow_itself() -> dict[str, Any]:
         for step in range(3):
             loss = model(torch.ones(4, 2)).mean()
             writer.add_scalar("loss", loss.item(), step)
+        writer.add_hparams({"lr": 0.1}, {"final": 0.5})  # MLflow writes what it has of the scalars
         sample = torch.ones(4, 2)
         info = mlflow.pytorch.log_model(
             model, name="model", pip_requirements=["torch"], registered_model_name="net", input_example=sample.numpy()
