@@ -169,7 +169,7 @@ def test_what_is_logged_and_read_is_that_of_one_process(in_memory: Path) -> None
 
 
 def logged_by_mlflow_itself() -> dict[str, Any]:
-    """What MLflow logs without being told: a SummaryWriter's hyperparameters, the load of the machine, a model's files."""
+    """Have MLflow log a SummaryWriter's hyperparameters, the load of the machine, and a model."""
     from torch.utils.tensorboard import SummaryWriter
 
     mlflow.pytorch.autolog()
