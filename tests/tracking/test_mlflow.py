@@ -39,7 +39,6 @@ with warnings.catch_warnings():
     import mlflow
     import mlflow.entities
     import mlflow.exceptions
-    import mlflow.pytorch
     import mlflow.tracking.fluent
 
 
@@ -166,52 +165,6 @@ def test_what_is_logged_and_read_is_that_of_one_process(in_memory: Path) -> None
         assert len({tuple(one.pop("ids")) for one in found}) == 1
         assert found == [expected] * 2
         assert kept(shared, uri) == holds
-
-
-def logged_by_mlflow_itself() -> dict[str, Any]:
-    """Have MLflow log a SummaryWriter's hyperparameters, the load of the machine, and a model."""
-    from torch.utils.tensorboard import SummaryWriter
-
-    mlflow.pytorch.autolog()
-    mlflow.set_experiment("bridges")
-    model = nn.Linear(2, 1)
-    with mlflow.start_run(log_system_metrics=True) as run, SummaryWriter("events") as writer:
-        for step in range(3):
-            loss = model(torch.ones(4, 2)).mean()
-            writer.add_scalar("loss", loss.item(), step)
-        writer.add_hparams({"lr": 0.1}, {"final": 0.5})
-        sample = torch.ones(4, 2)
-        info = mlflow.pytorch.log_model(
-            model, name="model", pip_requirements=["torch"], registered_model_name="net", input_example=sample.numpy()
-        )
-        client, system = mlflow.MlflowClient(), "system/cpu_utilization_percentage"
-        while not client.get_metric_history(run.info.run_id, system):
-            time.sleep(0.05)
-    found = mlflow.pytorch.load_model(info.model_uri)
-    metrics = client.get_run(run.info.run_id).data.metrics
-    return {
-        "final": [one.value for one in client.get_metric_history(run.info.run_id, "final")],
-        "metrics": sorted(name for name in metrics if not name.startswith("system/network")),
-        "model": torch.allclose(found(sample), model(sample)),
-        "versions": [one.version for one in client.search_model_versions("name='net'")],
-        "runs": len(mlflow.search_runs(output_format="list")),
-    }
-
-
-@pytest.mark.soak
-def test_autolog_system_metrics_and_models_are_those_of_one_process(
-    in_memory: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("MLFLOW_SYSTEM_METRICS_SAMPLING_INTERVAL", "0.1")
-    monkeypatch.setenv("MLFLOW_SYSTEM_METRICS_SAMPLES_BEFORE_LOGGING", "1")
-    for name in ("plain", "ranks"):
-        (in_memory / name).mkdir()
-    store = "sqlite:///runs.db"
-    wanted = alone(lambda _: standing_in(in_memory / "plain", store, logged_by_mlflow_itself))
-    assert wanted["final"] == [0.5]
-    assert (wanted["runs"], wanted["model"]) == (1, True)
-    found = run_ranks(2, lambda _: standing_in(in_memory / "ranks", store, logged_by_mlflow_itself))
-    assert found == [wanted] * 2
 
 
 def test_a_run_has_one_id_on_all_ranks(tmp_path: Path) -> None:
