@@ -175,7 +175,7 @@ def width(page: str) -> float:
         for row in rows
         if len(row) == len(rows[0])
     ]
-    return sum(11 + max(cells) for cells in zip(*sizes, strict=True))
+    return sum(11.0 + float(max(cells)) for cells in zip(*sizes, strict=True))
 
 
 def _longest(cell: str, breaks: bool) -> int:
