@@ -27,7 +27,7 @@ from lagom.snapshots.source_code import (
 
 HELP = f"{MARK}resumed"
 """Local variable of a continuation that holds its ``ResumedFrame``."""
-_ITEM = f"{MARK}item "
+_ITEM, _REST = f"{MARK}item ", f"{MARK}rest"
 _SIMPLE = (ast.Expr, ast.Assign, ast.AugAssign, ast.AnnAssign, ast.Return, ast.Assert, ast.Raise, ast.Delete)
 
 
@@ -75,13 +75,17 @@ class EnteredManager:
         return type(self._manager).__exit__(self._manager, *error)
 
 
-def check_continuation(source: SourceFile, function: ast.FunctionDef, node: ast.AST, is_innermost: bool) -> None:
-    """Check that ``function`` can go on from ``node``.
+def check_continuation(source: SourceFile, function: ast.FunctionDef, node: ast.AST, is_innermost: bool) -> set[str]:
+    """Check that ``function`` can go on from ``node``; return the variables that have to hold plain values for it.
+
+    A statement has read these before its call, as text or as a condition, so no call may have changed what they hold.
 
     Raises:
         NoSnapshotError: if it cannot.
     """
-    _Rest(source, function, node, is_innermost).statements()
+    rest = _Rest(source, function, node, is_innermost)
+    rest.statements()
+    return rest.read
 
 
 def continuation_code(
@@ -107,6 +111,7 @@ def continuation_code(
         declared.append(ast.copy_location(ast.Nonlocal(shared), function))
     changed: Any = copy.copy(function)
     changed.args = _parameters(*first_parameter(function, cells), HELP)
+    changed.name = _REST  # so that its own name in it, as of a recursive function, is the program's
     changed.decorator_list, changed.returns = [], None
     changed.body = [
         *declared,
@@ -119,11 +124,8 @@ def continuation_code(
     if hasattr(function, "type_params"):
         changed.type_params, outer.type_params = [], []
     tree = ast.fix_missing_locations(_with_replaced(source, function, outer))
-    return next(
-        code
-        for code in codes(compiled(tree, source.name))
-        if code.co_name == function.name and HELP in code.co_varnames[: code.co_argcount]
-    )
+    found = next(code for code in codes(compiled(tree, source.name)) if code.co_name == _REST)
+    return found.replace(co_name=function.name)
 
 
 def first_parameter(function: ast.FunctionDef, cells: Collection[str]) -> list[str]:
@@ -206,6 +208,7 @@ class _Rest:
         if chain is None:
             raise NoSnapshotError(f"{function.name} is inside of a lambda or a class body")
         self._chain: Sequence[ast.AST] = chain
+        self.read: set[str] = set()
 
     def statements(self) -> list[ast.stmt]:
         return self._block(1)
@@ -357,6 +360,8 @@ class _Rest:
                 if not (_is_reference(before) if is_callee else self._is_fixed(before)):
                     line = getattr(before, "lineno", 0)
                     raise NoSnapshotError(f"line {line} has computed {ast.unparse(before)} before its call")
+                if isinstance(parent, (ast.BoolOp, ast.IfExp, ast.Compare)):
+                    self.read |= _names(before)
         call = self._node
         if self._is_innermost and isinstance(call, ast.Call) and not all(map(_is_reference, [call.func, *call.args])):
             raise NoSnapshotError(f"line {call.lineno} would compute the arguments of a call again")
@@ -365,11 +370,16 @@ class _Rest:
         """Return whether no call can change the value of an expression."""
         if isinstance(node, (ast.Tuple, ast.List, ast.JoinedStr)):
             return all(map(self._is_fixed, getattr(node, "elts", None) or getattr(node, "values", [])))
-        if isinstance(node, (ast.FormattedValue, ast.keyword)):
+        if isinstance(node, ast.keyword):
             return self._is_fixed(node.value)
-        if isinstance(node, ast.UnaryOp):
-            return self._is_fixed(node.operand)
+        if isinstance(node, (ast.FormattedValue, ast.UnaryOp)):
+            self.read |= _names(node)
+            return self._is_fixed(node.value if isinstance(node, ast.FormattedValue) else node.operand)
         return isinstance(node, ast.Constant) or (isinstance(node, ast.Name) and node.id in self._locals)
+
+
+def _names(node: ast.AST) -> set[str]:
+    return {one.id for one in ast.walk(node) if isinstance(one, ast.Name)}
 
 
 def _is_reference(node: ast.AST) -> bool:

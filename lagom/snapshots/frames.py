@@ -13,10 +13,12 @@ from typing import Any
 from lagom.snapshots.continuation import HELP, ResumedFrame, check_continuation, continuation_code, first_parameter
 from lagom.snapshots.frame_position import NoSnapshotError, Position, place_of, position_of
 from lagom.snapshots.progress_bars import BarIterator
-from lagom.snapshots.source_code import MARK, SourceFile, iterator_name, manager_name
+from lagom.snapshots.source_code import MARK, SourceFile, iterator_name, iterator_of, manager_name
 from lagom.snapshots.state_pickle import cell_contents, fill_cells
 
 _GENERATORS = 0x20 | 0x80 | 0x200  # generators, coroutines, asynchronous generators
+_PLAIN = (int, float, complex, str, bytes, type(None))
+"""Kinds of values that no call can change."""
 _PASSED = ("/lagom/loaders/", "/lagom/snapshots/", "/torch/utils/data/dataloader.py", "/tqdm/std.py")
 """Parts of libraries that may be between the program and the point: what they hold is saved with their iterators."""
 
@@ -40,7 +42,7 @@ class ProgramFrames:
 
     def __init__(self, sources: Mapping[str, SourceFile], boundary: types.CodeType) -> None:
         self._sources, self._boundary = sources, boundary
-        self._checked: dict[tuple[types.CodeType, int, bool], Position] = {}
+        self._checked: dict[tuple[types.CodeType, int, bool], tuple[Position, set[str]]] = {}
 
     def now(self, frame: types.FrameType | None) -> list[tuple[types.FrameType, Position]]:
         """Return the frames of the program from ``frame`` outwards, outermost first.
@@ -67,9 +69,15 @@ class ProgramFrames:
         key = frame.f_code, frame.f_lasti, is_innermost
         if key not in self._checked:
             self._checked[key] = self._find_position(frame, is_innermost)
-        return self._checked[key]
+        found, read = self._checked[key]
+        values = frame.f_locals if read else {}
+        for name in read:
+            if name in values and not isinstance(values[name], _PLAIN):
+                kind = type(values[name]).__name__
+                raise NoSnapshotError(f"{place_of(frame)} has read {name} (a {kind}) before its call")
+        return found
 
-    def _find_position(self, frame: types.FrameType, is_innermost: bool) -> Position:
+    def _find_position(self, frame: types.FrameType, is_innermost: bool) -> tuple[Position, set[str]]:
         code, source = frame.f_code, self._sources[frame.f_code.co_filename]
         if code.co_flags & _GENERATORS:
             raise NoSnapshotError(f"{place_of(frame)} is a generator")
@@ -89,11 +97,11 @@ class ProgramFrames:
             and not (isinstance(node.func, ast.Name) and node.func.id == "next")
         ):
             raise NoSnapshotError(f"{place_of(frame)} calls a library that reads the loader")
-        check_continuation(source, function, node, is_innermost)
+        read = check_continuation(source, function, node, is_innermost)
         missing = set(_stack_names(source, function, node)) - {*code.co_varnames, *code.co_cellvars, *code.co_freevars}
         if missing:
-            raise NoSnapshotError(f"{place_of(frame)} was defined after the run had begun")
-        return found
+            raise NoSnapshotError(f"{place_of(frame)} calls locals(), or was defined after the run had begun")
+        return found, read
 
     def states(self, frames: Sequence[tuple[types.FrameType, Position]], iterator: Any) -> list[FrameState]:
         """Return the states of ``frames``, the innermost of which is about to take an item of ``iterator``.
@@ -108,7 +116,7 @@ class ProgramFrames:
         node = position.node(self._sources[position.file])
         values = frame.f_locals
         if isinstance(node, ast.For):
-            read = values.get(iterator_name(node))
+            read = iterator_of(values.get(iterator_name(node)))
         else:
             name = node.args[0] if node is not None and node.args else None
             read = values.get(name.id, frame.f_globals.get(name.id)) if isinstance(name, ast.Name) else None
@@ -177,21 +185,17 @@ def _stack_names(source: SourceFile, function: ast.FunctionDef, node: ast.AST) -
 
 def _cells(frame: types.FrameType, values: Mapping[str, Any], names: set[str]) -> dict[str, types.CellType]:
     """Return the cells of ``frame``: those of functions that it has defined, or that it is itself one of."""
-    found: dict[str, dict[int, types.CellType]] = {}
+    found: dict[str, types.CellType] = {}
     for function in gc.get_objects():
         if type(function) is not types.FunctionType or not names & {*function.__code__.co_freevars}:
             continue
         if function.__code__.co_filename != frame.f_code.co_filename:
             continue
         for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
-            if name in names and _holds(cell, values, name):
-                found.setdefault(name, {})[id(cell)] = cell
-    for name in names:
-        several = found.get(name, {})
-        if len(several) > 1:
-            raise NoSnapshotError(f"{place_of(frame)} shares {name} with functions of several calls")
+            if name in names and name not in found and _holds(cell, values, name) and _is_of(frame, name, cell):
+                found[name] = cell
     # A variable that no living function shares is the frame's alone.
-    return {name: _only(found.get(name, {}), values, name) for name in names}
+    return {name: found[name] if name in found else _new_cell(values, name) for name in names}
 
 
 def _holds(cell: types.CellType, values: Mapping[str, Any], name: str) -> bool:
@@ -201,7 +205,19 @@ def _holds(cell: types.CellType, values: Mapping[str, Any], name: str) -> bool:
         return name not in values
 
 
-def _only(several: Mapping[int, types.CellType], values: Mapping[str, Any], name: str) -> types.CellType:
-    if several:
-        return next(iter(several.values()))
+def _is_of(frame: types.FrameType, name: str, cell: types.CellType) -> bool:
+    """Return whether ``cell`` is that of ``frame``, which then sees a change, and not another with the same value."""
+    is_full = name in frame.f_locals
+    before, mark = cell.cell_contents if is_full else None, object()
+    try:
+        cell.cell_contents = mark
+        return frame.f_locals.get(name) is mark
+    finally:
+        if is_full:
+            cell.cell_contents = before
+        else:
+            del cell.cell_contents
+
+
+def _new_cell(values: Mapping[str, Any], name: str) -> types.CellType:
     return types.CellType(values[name]) if name in values else types.CellType()

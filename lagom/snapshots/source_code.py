@@ -12,12 +12,12 @@ import builtins
 import functools
 import types
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 MARK = "lagom "
 """Begins the names of lagom's own variables in a program's functions; no identifier of a program has a space."""
-_ITER = f"{MARK}iter"
+_ITER, _HELD = f"{MARK}iter", f"{MARK}held"
 Span = tuple[int, int, int, int]
 """Line and column at which a part of the source begins, and those at which it ends."""
 _Scope = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda, ast.ClassDef)
@@ -38,6 +38,27 @@ def name_at(name: str, node: ast.AST) -> ast.Name:
     return ast.copy_location(ast.Name(name, ast.Load()), node)
 
 
+class HeldIterator:
+    """Gives a loop an iterator whose ``__iter__`` has been called: it may shuffle, so it is not called twice."""
+
+    def __init__(self, iterator: Iterator[Any]) -> None:
+        self.iterator = iterator
+
+    def __iter__(self) -> Iterator[Any]:
+        return self.iterator
+
+
+def held(iterator: Iterator[Any]) -> Iterable[Any]:
+    """Return ``iterator`` for a loop, as a ``HeldIterator`` unless its ``__iter__`` is one of C, which does nothing."""
+    is_c = isinstance(getattr(type(iterator), "__iter__", None), types.WrapperDescriptorType)
+    return iterator if is_c else HeldIterator(iterator)
+
+
+def iterator_of(value: Any) -> Any:
+    """Return the iterator in the variable of a loop."""
+    return value.iterator if type(value) is HeldIterator else value
+
+
 class NamedStack(ast.NodeTransformer):
     """Gives each iterator and each context manager in a function a variable."""
 
@@ -45,6 +66,8 @@ class NamedStack(ast.NodeTransformer):
         self._in_function = in_function
 
     def _visit_scope(self, node: ast.AST, in_function: bool) -> ast.AST:
+        if _lists_variables(node):
+            return node
         before, self._in_function = self._in_function, in_function
         self.generic_visit(node)
         self._in_function = before
@@ -62,7 +85,7 @@ class NamedStack(ast.NodeTransformer):
             return node
         name = iterator_name(node)
         iterable = node.iter
-        made = ast.copy_location(ast.Call(name_at(_ITER, iterable), [iterable], []), iterable)
+        made = _called(_HELD, _called(_ITER, iterable))
         node.iter = _kept(name, made)
         return [node, _cleared(name, node)]
 
@@ -74,6 +97,21 @@ class NamedStack(ast.NodeTransformer):
         for name, item in zip(names, node.items, strict=True):
             item.context_expr = _kept(name, item.context_expr)
         return [node, *(_cleared(name, node) for name in names)]
+
+
+def _lists_variables(function: ast.AST) -> bool:
+    """Return whether a program sees all variables of ``function``, so that it must not have others."""
+    return isinstance(function, ast.FunctionDef) and any(
+        isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Name)
+        and node.func.id in ("locals", "vars", "dir")
+        and not node.args
+        for node in ast.walk(function)
+    )
+
+
+def _called(name: str, argument: ast.expr) -> ast.expr:
+    return ast.copy_location(ast.Call(name_at(name, argument), [argument], []), argument)
 
 
 def _kept(name: str, value: ast.expr) -> ast.expr:
@@ -135,7 +173,7 @@ class SourceFile:
     def is_of(self, code: types.CodeType) -> bool:
         """Return whether ``code`` was compiled from this source, as it is now."""
         found = self._plain.get((code.co_qualname, code.co_firstlineno))
-        return found is not None and found.co_code == code.co_code
+        return found is not None and _parts(found) == _parts(code)
 
     def chain(self, node: ast.AST, function: ast.FunctionDef) -> list[ast.AST] | None:
         """Return the nodes from ``function`` down to ``node``; None if another function or class is between."""
@@ -156,8 +194,14 @@ class SourceFile:
     def with_named_stack(self) -> dict[tuple[str, int], types.CodeType]:
         """The code of all functions, with a variable for each iterator and manager, by name and first line."""
         setattr(builtins, _ITER, iter)
+        setattr(builtins, _HELD, held)
         tree = NamedStack().visit(ast.parse(self.text, self.name))
         return {(code.co_qualname, code.co_firstlineno): code for code in codes(compiled(tree, self.name))}
+
+
+def _parts(code: types.CodeType) -> tuple[Any, ...]:
+    own = [one for one in code.co_consts if not isinstance(one, types.CodeType)]
+    return code.co_code, code.co_names, code.co_varnames, own
 
 
 def compiled(tree: Any, name: str) -> types.CodeType:
