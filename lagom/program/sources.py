@@ -92,7 +92,7 @@ def _imports_of(function: Callable[..., Any]) -> Iterator[str]:
     """Yield the names that ``function`` imports when it runs, and those that functions it uses import."""
     for value in reachable_modules(function):
         if isinstance(value, types.FunctionType):
-            yield from (name for code in codes(value.__code__) for name in _imports_of_code(code))
+            yield from imports_of_codes(value.__code__)
         elif isinstance(value, Script):
             yield from ([value.module] if value.module else [])
             yield from (name for code in codes(*value.parts) for name in _imports_of_code(code))
@@ -177,6 +177,11 @@ def codes(*parts: types.CodeType) -> Iterator[types.CodeType]:
     for code in parts:
         yield code
         yield from codes(*(constant for constant in code.co_consts if isinstance(constant, types.CodeType)))
+
+
+def imports_of_codes(*parts: types.CodeType) -> Iterator[str]:
+    """Yield the names that ``parts`` import, and the functions and classes that they define."""
+    yield from (name for code in codes(*parts) for name in _imports_of_code(code))
 
 
 def _imports_of_code(code: types.CodeType) -> Iterator[str]:

@@ -86,6 +86,9 @@ def _repeats_order(loader: DataLoader[Any]) -> bool:
     """Return whether a pass over ``loader`` that begins with the same random states has the same order."""
     batch_sampler: Any = loader.batch_sampler
     found = batch_sampler.sampler if type(batch_sampler) is BatchSampler else batch_sampler or loader.sampler
+    if type(found) is RandomSampler and found.generator is not None:
+        # Later items are drawn later, when the program may have drawn numbers of its own from this generator.
+        return not found.replacement and found.num_samples <= len(found.data_source)
     return type(found) in _SAMPLERS or getattr(found, "lagom_common", False)
 
 
@@ -111,10 +114,10 @@ def begin_again(
     if not isinstance(iterator, _BaseDataLoaderIter):
         raise TypeError(f"{type(loader).__name__} has an iterator of its own")
     if is_stream(loader):
-        data = None
+        data, before = None, digest(vars(loader.dataset))
         for _ in range(taken):
             data = next(iterator)
-        if taken and digest(data) != last:
+        if taken and (digest(data) != last or digest(vars(loader.dataset)) != before):
             raise SnapshotError(f"{type(loader.dataset).__name__} does not repeat what it has given before")
     elif taken:
         indices = samplers[-1].passes[0]

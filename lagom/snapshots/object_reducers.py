@@ -91,6 +91,8 @@ def _reduce_file(file: Any) -> Any:
     found = standard_streams(file)
     if found is not NotImplemented:
         return found
+    if isinstance(file, (io.BytesIO, io.StringIO)):
+        return NotImplemented
     if file.closed:
         return _closed, ()
     name = file.name

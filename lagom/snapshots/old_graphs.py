@@ -54,6 +54,7 @@ def with_old_graph(value: torch.Tensor, name: str) -> torch.Tensor:
     kind._backward_cls.__name__ = name
     with torch.enable_grad():
         found: torch.Tensor = kind.apply(value.requires_grad_())
+    found.data = value.detach()  # the same memory: it may be a view of a parameter
     return found
 
 

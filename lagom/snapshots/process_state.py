@@ -9,10 +9,11 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
+from torch.utils.hooks import RemovableHandle
 
 
 def process_state(before: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings; of loggers and threads only what differs from ``before``, from ``first_settings``."""
+    """Return the settings; of loggers, threads and the environment only what differs from ``first_settings``."""
     threads = torch.get_num_threads()
     return {
         "grad": torch.is_grad_enabled(),
@@ -22,7 +23,9 @@ def process_state(before: Mapping[str, Any]) -> dict[str, Any]:
         "precision": torch.get_float32_matmul_precision(),
         "threads": threads if threads != before["threads"] else None,
         "cwd": os.getcwd(),
-        "environ": dict(os.environ),
+        "autocast": (torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")),
+        "next_hook": RemovableHandle.next_id,
+        "environ": {name: os.environ.get(name) for name in _changed(before["environ"], os.environ)},
         "argv": list(sys.argv),
         "loggers": {name: one for name, one in _logger_settings().items() if one != before["loggers"].get(name)},
     }
@@ -37,7 +40,14 @@ def set_process_state(state: Mapping[str, Any]) -> None:
     if state["threads"] is not None:
         torch.set_num_threads(state["threads"])
     os.chdir(state["cwd"])
-    os.environ.update({name: value for name, value in state["environ"].items() if name not in os.environ})
+    torch.set_autocast_enabled("cpu", state["autocast"][0])
+    torch.set_autocast_dtype("cpu", state["autocast"][1])
+    RemovableHandle.next_id = max(RemovableHandle.next_id, state["next_hook"])  # another hook of this id is replaced
+    for name, value in state["environ"].items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
     sys.argv[:] = state["argv"]
     for name, (level, handlers, propagates, is_disabled) in state["loggers"].items():
         logger = logging.getLogger(name)
@@ -48,7 +58,11 @@ def set_process_state(state: Mapping[str, Any]) -> None:
 
 def first_settings() -> dict[str, Any]:
     """Return the settings that differ between ranks, as they are before the program changes them."""
-    return {"threads": torch.get_num_threads(), "loggers": _logger_settings()}
+    return {"threads": torch.get_num_threads(), "loggers": _logger_settings(), "environ": dict(os.environ)}
+
+
+def _changed(before: Mapping[str, str], now: Mapping[str, str]) -> set[str]:
+    return {name for name in {*before, *now} if before.get(name) != now.get(name)}
 
 
 def _logger_settings() -> dict[str, Any]:

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 from torch.utils.data.dataloader import _DatasetKind
 
 from lagom.call import Call
-from lagom.program.sources import is_installed, reachable_modules
+from lagom.errors import SnapshotError
+from lagom.program.sources import imports_of_codes, is_installed, reachable_modules
 from lagom.random_states import random_states, set_random_states
 from lagom.snapshots.frame_position import NoSnapshotError, Position
 from lagom.snapshots.frames import FrameState, ProgramFrames
@@ -23,7 +24,14 @@ from lagom.snapshots.object_reducers import reduce_object
 from lagom.snapshots.process_state import first_settings, process_state, set_process_state
 from lagom.snapshots.progress_bars import resumable_bars
 from lagom.snapshots.source_code import SourceFile
-from lagom.snapshots.state_pickle import is_data, pickle_state, program_globals, unpickle_state
+from lagom.snapshots.state_pickle import (
+    globals_of,
+    is_data,
+    is_filled_cache,
+    pickle_state,
+    program_globals,
+    unpickle_state,
+)
 from lagom.unpicklable import find_unpicklable
 
 if TYPE_CHECKING:
@@ -61,6 +69,9 @@ class ProgramInProgress:
         self._functions: list[types.FunctionType] = []
         self._classes: list[type] = []
         self._settings: dict[str, Any] = {}
+        self._before: dict[str | type, dict[str, Any]] = {}
+        self._imports: set[str] = set()
+        self._streams: tuple[Any, Any] = sys.stdout, sys.stderr
         self._frames = ProgramFrames(self._sources, ProgramInProgress.run.__code__)
         self._own: dict[int, str] = {}
         self._process: dict[str, Any] | None = None
@@ -77,11 +88,15 @@ class ProgramInProgress:
         self._own = {id(value): name for name, value in known.items()}
         given = call.provided
         for value in reachable_modules(call.function, *given.values(), *given.get("hparams", {}).values()):
+            if isinstance(value, types.FunctionType):
+                self._imports |= set(imports_of_codes(value.__code__))
             if isinstance(value, types.FunctionType) and (text := call.sources.get(value.__code__.co_filename)):
                 self._instrument(value, text)
             elif type(value) in (type, abc.ABCMeta) and not is_installed(_file_of(value)):
                 self._classes.append(value)
-        self._settings = first_settings()
+        self._settings, self._streams = first_settings(), (sys.stdout, sys.stderr)
+        self._before |= {name: dict(variables) for name, variables in self._modules([]).items()}
+        self._before |= {kind: dict(vars(kind)) for kind in self._classes}
 
     def _instrument(self, function: types.FunctionType, text: str) -> None:
         code = function.__code__
@@ -167,8 +182,9 @@ class ProgramInProgress:
         begun.clear()
         with program_globals(self._globals):
             state: ProgramState = unpickle_state(pickled, buffers)
-        for name, variables in state.variables.items():
-            self._globals[name].update(variables)
+            self._check_sources(state.frames)
+            for name, variables in state.variables.items():
+                globals_of(name).update(variables)
         for function, attributes, defaults, by_keyword in state.functions:
             vars(function).update(attributes)
             function.__defaults__, function.__kwdefaults__ = defaults, by_keyword
@@ -180,25 +196,64 @@ class ProgramInProgress:
         self._resumed = state
         return self._frames.call(state.frames, self._globals.__getitem__)
 
+    def _check_sources(self, frames: Sequence[FrameState]) -> None:
+        for frame in frames:
+            at = frame.position
+            if at.file not in self._sources or self._sources[at.file].function_at(at.function, at.first_line) is None:
+                raise SnapshotError(f"{at.function} in {at.file} is not as it was when the run began")
+
     def _state(self, frames: Any, iterator: Any) -> ProgramState:
         session = self._session
+        if self._streams != (sys.stdout, sys.stderr):
+            raise NoSnapshotError("the program has put another stream in the place of sys.stdout or sys.stderr")
         return ProgramState(
             frames=self._frames.states(frames, iterator),
             variables={
-                name: {key: value for key, value in variables.items() if not key.startswith("__") and is_data(value)}
-                for name, variables in self._globals.items()
+                name: {
+                    key: value
+                    for key, value in variables.items()
+                    if not key.startswith("__") and (is_data(value) or self._is_changed(name, key, value))
+                }
+                for name, variables in self._modules([one.f_locals for one, _ in frames]).items()
             },
             functions=[
                 (one, dict(vars(one)), one.__defaults__, one.__kwdefaults__)
                 for one in self._functions
                 if vars(one) or one.__defaults__ or one.__kwdefaults__
             ],
-            classes=[(kind, found) for kind in self._classes if (found := _attributes(kind))],
+            classes=[(kind, found) for kind in self._classes if (found := self._attributes(kind))],
             process=self._process or process_state(self._settings),
             random=random_states(),
             progress=session.passes.progress,
             samples=session.samples_trained,
         )
+
+    def _modules(self, variables: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+        """Return the variables of the program's modules: those of its functions, and all that these modules use."""
+        found = dict(self._globals)
+        waiting = [*found.values(), *variables, {name: sys.modules.get(name) for name in self._imports}]
+        while waiting:
+            for value in list(waiting.pop().values()):
+                module = _own_module(value)
+                if module is not None and module.__name__ not in found:
+                    found[module.__name__] = vars(module)
+                    waiting.append(vars(module))
+        return found
+
+    def _is_changed(self, owner: str | type, name: str, value: Any) -> bool:
+        """Return whether the program has put another function, class or module into a variable."""
+        return owner in self._before and self._before[owner].get(name) is not value
+
+    def _attributes(self, kind: type) -> dict[str, Any]:
+        """Return the data among the attributes of a class, and functions that the program has replaced."""
+        found = {name: value for name, value in vars(kind).items() if not name.startswith(("__", "_abc_"))}
+        return {
+            name: value
+            for name, value in found.items()
+            if (is_data(value) and not hasattr(value, "__get__"))
+            or is_filled_cache(value)
+            or self._is_changed(kind, name, value)
+        }
 
     def _reduce(self, value: Any) -> Any:
         if (name := self._own.get(id(value))) is not None:
@@ -223,10 +278,17 @@ class ProgramInProgress:
         return f"{found or 'a part of the program'} cannot be kept: {' '.join(str(error).split())}"
 
 
-def _attributes(kind: type) -> dict[str, Any]:
-    """Return the data among the attributes of a class."""
-    found = {name: value for name, value in vars(kind).items() if not name.startswith(("__", "_abc_"))}
-    return {name: value for name, value in found.items() if is_data(value) and not hasattr(value, "__get__")}
+def _own_module(value: Any) -> types.ModuleType | None:
+    """Return the program's module that ``value`` is or comes from; None if it is installed, or lagom's."""
+    if isinstance(value, types.ModuleType):
+        name = value.__name__
+    else:
+        name = (value if isinstance(value, (type, types.FunctionType)) else type(value)).__module__
+    if not isinstance(name, str) or name.partition(".")[0] in ("lagom", "__main__", "builtins"):
+        return None
+    module = sys.modules.get(name)
+    file = getattr(module, "__file__", None)
+    return module if isinstance(module, types.ModuleType) and file and not is_installed(file) else None
 
 
 def _file_of(kind: type) -> str:

@@ -5,6 +5,9 @@ Functions of the program, its modules' variables and the data that came with the
 
 from __future__ import annotations
 
+import functools
+import importlib
+import inspect
 import io
 import pickle
 import sys
@@ -18,6 +21,7 @@ from typing import Any
 import torch
 
 from lagom.payload import Pickler, unpack_parts
+from lagom.program.sources import is_installed
 from lagom.snapshots.old_graphs import has_live_graph, with_old_graph
 
 Refer = Callable[[memoryview], Any]
@@ -107,11 +111,13 @@ class _StatePickler(Pickler):
         elif kind is weakref.ref:
             found = _weak, (value(),)
         elif kind is _Lock or kind is _RLock:
-            if kind is _Lock and value.locked():
+            if value.locked() if kind is _Lock else value._is_owned():
                 raise pickle.PicklingError("a lock is held")
             found = kind, ()
         elif isinstance(value, (types.GeneratorType, types.CoroutineType)):
             raise pickle.PicklingError(f"{value.__name__} is a generator that has begun")
+        elif is_filled_cache(value):
+            raise pickle.PicklingError(f"{value.__qualname__} is a cache that holds values")
         else:
             found = self.reduce(value)
         return super().reducer_override(value) if found is NotImplemented else found
@@ -138,10 +144,12 @@ class _Gone:
 
 def _function(function: types.FunctionType) -> Any:
     module = _module_of(function.__globals__)
+    if module is None and function.__closure__:
+        raise pickle.PicklingError(f"{function.__qualname__} has variables of its own, and belongs to no module")
     if module is None:
         return NotImplemented
     if _found(module, function.__qualname__) is function:
-        return _found, (module, function.__qualname__)
+        return (_found, (module, function.__qualname__)) if module in _now.globals else NotImplemented
     cells = function.__closure__ or ()
     contents = [(cell, *_content(cell)) for cell in cells]
     names = ("__qualname__", "__defaults__", "__kwdefaults__", "__annotations__", "__doc__", "__module__")
@@ -152,12 +160,23 @@ def _function(function: types.FunctionType) -> Any:
 
 def _module_of(variables: dict[str, Any]) -> str | None:
     name = variables.get("__name__")
-    return name if isinstance(name, str) and _now.globals.get(name) is variables else None
+    if not isinstance(name, str):
+        return None
+    if _now.globals.get(name) is variables:
+        return name
+    module = sys.modules.get(name)
+    return name if module is not None and name not in _now.globals and vars(module) is variables else None
+
+
+def globals_of(module: str) -> dict[str, Any]:
+    """Return the variables of a module by its name."""
+    found = _now.globals.get(module)
+    return vars(importlib.import_module(module)) if found is None else found
 
 
 def _found(module: str, name: str) -> Any:
     value: Any = None
-    variables: Any = _now.globals[module]
+    variables: Any = globals_of(module)
     for part in name.split("."):
         value = variables.get(part) if isinstance(variables, dict) else getattr(variables, part, None)
         variables = value
@@ -172,7 +191,7 @@ def _content(cell: types.CellType) -> tuple[bool, Any]:
 
 
 def _made(code: types.CodeType, module: str, name: str, cells: tuple[types.CellType, ...]) -> types.FunctionType:
-    return types.FunctionType(code, _now.globals[module], name, None, cells)
+    return types.FunctionType(code, globals_of(module), name, None, cells)
 
 
 def _fill(function: types.FunctionType, state: Any) -> None:
@@ -205,6 +224,14 @@ def is_data(value: Any) -> bool:
     if isinstance(value, types.FunctionType):
         return bool(value.__closure__)
     return not isinstance(value, (types.ModuleType, type, types.BuiltinFunctionType))
+
+
+def is_filled_cache(value: Any) -> bool:
+    """Return whether ``value`` is a function under ``functools.cache`` that holds values, which cannot be read."""
+    if type(value) is not functools._lru_cache_wrapper or not value.cache_info().currsize:
+        return False
+    code = getattr(inspect.unwrap(value), "__code__", None)
+    return code is None or not is_installed(code.co_filename)
 
 
 def standard_streams(value: Any) -> Any:

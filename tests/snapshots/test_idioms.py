@@ -10,14 +10,17 @@ from typing import Any
 import pytest
 
 from lagom.call import Call
+from lagom.errors import SnapshotError
 from lagom.program.sources import source_files
 from lagom.run_state.random_streams import seed_everything
 from lagom.session.session import Session
 from lagom.snapshots.frame_position import NoSnapshotError
 from lagom.snapshots.program_state import ProgramInProgress
 from tests.ranks import run_ranks
-from tests.snapshots.idioms import EXACT, REFUSED
+from tests.snapshots import idioms, rare_idioms
 
+EXACT = (*idioms.EXACT, *rare_idioms.EXACT)
+REFUSED = idioms.REFUSED | rare_idioms.REFUSED
 pytestmark = pytest.mark.skipif(sys.version_info < (3, 11), reason="needs the columns of code")
 
 
@@ -109,5 +112,21 @@ def test_a_program_that_cannot_go_on_from_its_place_is_told_why(function: Callab
         return taken(session, function)[1].reasons
 
     (found,) = run_ranks(1, reasons)
-    assert found
+    assert found, "it has taken snapshots"
     assert all(REFUSED[function] in reason for reason in found), found
+
+
+def test_a_program_does_not_see_that_it_may_be_kept() -> None:
+    def seen(session: Session) -> Any:
+        return taken(session, rare_idioms.all_variables)[0]
+
+    assert run_ranks(1, seen) == [["_", "first"]]
+
+
+def test_a_stream_that_changes_itself_is_not_read_again() -> None:
+    def go_on(session: Session) -> None:
+        snapshots = taken(session, rare_idioms.counting_stream)[1].taken
+        with pytest.raises(SnapshotError, match="does not repeat"):
+            resumed(session, rare_idioms.counting_stream, snapshots[2])
+
+    run_ranks(1, go_on)

@@ -1,0 +1,3 @@
+"""A module of a program that has no functions."""
+
+NUMBER = 0
