@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, overload
@@ -102,7 +102,8 @@ def lagom(train: Callable[..., Any], config: TorchDistributedConfig) -> Result |
             show(verify(launcher, the_plan, call))
     with run_records(config, the_plan, launcher.where(), source_of(train)) as records:
         snapshots = keep_call(records, the_plan, call, source_of(train))
-        return _run(launcher, the_plan, call, records, snapshots, started)
+        with snapshots.locked() if snapshots is not None else nullcontext():
+            return _run(launcher, the_plan, call, records, snapshots, started)
 
 
 def resume(
@@ -116,12 +117,13 @@ def resume(
         launcher: where they run; None: as before.
 
     Raises:
-        LagomError: if the run has kept no snapshots, or others than this user can write to them.
+        LagomError: if the run has kept no snapshots, still goes on in another process, or has functions that are not
+            as they were; or if others than this user can write to the snapshots.
         ValueError: if there is no such run.
         Exception: as ``lagom``.
     """
     started = time.monotonic()
-    with read_call(find_run(run_dir, None)) as (run, call, snapshots):
+    with read_call(find_run(run_dir, None)) as (run, call, snapshots), snapshots.locked():
         changed: dict[str, Any] = {"world_size": world_size, "launcher": launcher}
         config = replace(run.config, **{name: value for name, value in changed.items() if value is not None})
         chosen = choose(config.launcher)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import sys
+import types
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,8 +18,10 @@ from lagom.errors import LagomError, PlanError
 from lagom.payload import Parcel, unpack_file
 from lagom.plan import Plan
 from lagom.program.script import Script
+from lagom.program.sources import reachable_modules
 from lagom.records.run_dir import RunRecords
 from lagom.restart.kept_snapshots import FOLDER, SnapshotFolder
+from lagom.snapshots.source_code import SourceFile
 
 _SETTINGS = "settings"
 _DATA: dict[str, Any] = {"module": None, "train_set": None, "test_set": None, "dataset": None, "hparams": {}}
@@ -90,7 +93,7 @@ def read_call(folder: Path) -> Iterator[tuple[KeptRun, Call, SnapshotFolder]]:
     """Read what ``keep_call`` has written, and be in the folder where the run was called meanwhile.
 
     Raises:
-        LagomError: if there is none, or if others than this user can write there.
+        LagomError: if there is none, if others than this user can write there, or if functions have changed since.
     """
     found = SnapshotFolder(str(folder.resolve() / FOLDER))
     found.check_owner()
@@ -102,10 +105,32 @@ def read_call(folder: Path) -> Iterator[tuple[KeptRun, Call, SnapshotFolder]]:
         raise LagomError(f"the run was called in {run.cwd}, which is not there any more: {error}") from error
     try:
         sys.path += [entry for entry in run.sys_path if entry not in sys.path]
-        yield run, _read(found.call), found
+        call: Call = _read(found.call)
+        if changed := sorted(_changed_functions(call)):
+            raise LagomError(
+                f"{', '.join(changed)}: not as when the run began, so it cannot go on; put the old source back, "
+                "or begin a new run"
+            )
+        yield run, call, found
     finally:
         os.chdir(before)
         sys.path[:] = path
+
+
+def _changed_functions(call: Call) -> Iterator[str]:
+    """Yield the functions of ``call`` that are not those of its source files, by name and file."""
+    sources: dict[str, SourceFile] = {}
+    given = call.provided
+    for value in reachable_modules(call.function, *given.values(), *given.get("hparams", {}).values()):
+        if not isinstance(value, types.FunctionType) or value.__name__ == "<lambda>":
+            continue
+        name = value.__code__.co_filename
+        if (text := call.sources.get(name)) is None:
+            continue
+        if name not in sources:
+            sources[name] = SourceFile(name, text)
+        if not sources[name].is_of(value.__code__):
+            yield f"{value.__qualname__}() in {name}"
 
 
 def _read(path: str) -> Any:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import re
 import stat
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from lagom.errors import LagomError
 FOLDER, CALL, FILES = "snapshots", "call", "files.jsonl"
 FIRST_MARK = 1 << 40
 """Added to the number of a snapshot, it is that of its mark in the run's output; sleeping twins have those below."""
+_LOCK = "lock"
 _KEPT = 2
 """Snapshots that are kept: the newest, and the one before it."""
 
@@ -54,7 +56,25 @@ class SnapshotFolder:
 
     def make(self) -> None:
         """Make the folder, for this user alone."""
-        Path(self.path).mkdir(mode=0o700, exist_ok=True)
+        Path(self.path).mkdir(mode=0o700)
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Keep other processes from going on with the run in the block.
+
+        Raises:
+            LagomError: if one does.
+        """
+        fd = os.open(f"{self.path}/{_LOCK}", os.O_RDWR | os.O_CREAT, 0o600)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            os.close(fd)
+            raise LagomError(f"the run is still going on in another process; it holds {self.path}/{_LOCK}") from error
+        try:
+            yield
+        finally:
+            os.close(fd)
 
     def newest(self) -> Snapshot | None:
         """Return the newest complete snapshot."""
@@ -76,6 +96,12 @@ class SnapshotFolder:
         os.replace(f"{path}.json.partial", f"{path}.json")
         for old in self._numbers()[:-_KEPT]:
             self._remove(old)
+
+    def remove_partial(self, number: int) -> None:
+        """Remove what there is of a snapshot that could not be written."""
+        for path in (self.partial(number), f"{self.path}/{_name(number)}.json.partial"):
+            with suppress(OSError):
+                os.unlink(path)
 
     def remove_all(self) -> None:
         """Remove all snapshots."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import logging
 import mmap
 import os
 import random
@@ -12,7 +11,6 @@ import signal
 import sys
 import threading
 import time
-import traceback
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -29,10 +27,8 @@ from lagom.snapshots.program_state import ProgramInProgress
 if TYPE_CHECKING:
     from lagom.session.session import Session
 
-log = logging.getLogger("lagom")
-
 _SHARE = 0.01
-"""Largest share of the run's time that forks and the pages copied after them may take."""
+"""Largest share of the run's time that rank 0 may spend until it has forked; pages copied later do not count."""
 _LOOK_S, _PATIENCE_S = 0.1, 1800.0
 """Time between two looks at whether a fork has written its snapshot, and after which it counts as stuck."""
 _PUT_OFF_S = 0.02
@@ -160,9 +156,8 @@ class Snapshots:
             _let_go(writer)
             answer |= self._write(number, *self.program.pickle(frames, iterator), facts)
         except BaseException as error:
+            self._place.folder.remove_partial(number)
             answer["why"] = _reason(error)
-            if os.environ.get("LAGOM_SNAPSHOT_TRACE"):
-                answer["trace"] = traceback.format_exc()
         finally:
             with contextlib.suppress(OSError):
                 os.write(writer, json.dumps(answer).encode())
@@ -196,17 +191,18 @@ class Snapshots:
             return
         answer = json.loads(os.read(self._answer, 1 << 16) or b'{"why": "the process that wrote it was killed"}')
         os.close(self._answer)
+        if "bytes" not in answer:
+            self._place.folder.remove_partial(self._number)
         self._child = None
         now = time.perf_counter()
         if "why" in answer:
-            if "trace" in answer:
-                log.warning("%s", answer["trace"])
             self._put_off(answer["why"], self._cost_s)
             return
         self._tell({"type": "snapshot", "what": "kept", **answer})
         self._due_at = self._next_at = max(now + self._every_s, self._began + self._cost_s / _SHARE)
 
     def _go_on(self, snapshot: Snapshot) -> Callable[[], Any]:
+        self._place.folder.check_owner()
         with open(snapshot.path, "rb") as file:
             mapped = mmap.mmap(file.fileno(), 0, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
         head, pickled, *own = parts_of(memoryview(mapped))

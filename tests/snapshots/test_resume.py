@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import os
 import random
@@ -20,8 +21,11 @@ import pytest
 import torch
 
 from lagom import experiment
+from lagom.call import Call
 from lagom.cli import main
 from lagom.errors import LagomError, PlanError
+from lagom.payload import Parcel, unpack_file
+from lagom.restart.kept_snapshots import SnapshotFolder
 from tests.snapshots.training import config, newest, train
 
 pytestmark = pytest.mark.skipif(sys.version_info < (3, 11), reason="needs the columns of code")
@@ -200,3 +204,24 @@ def test_kills_at_random_moments_change_nothing(seed: int, whole: Any, tmp_path:
     assert same(result.value, whole[0])
     assert (tmp_path / "rows.csv").read_text() == whole[1]
     assert result.failures
+
+
+def test_a_run_that_still_goes_on_is_not_resumed(lost_driver: Path) -> None:
+    (run,) = (lost_driver / "runs").iterdir()
+    before = (run / "run.json").read_text()
+    with SnapshotFolder(str(run / "snapshots")).locked(), pytest.raises(LagomError, match="still going on"):
+        experiment.resume(run)
+    assert (run / "run.json").read_text() == before
+
+
+def test_a_run_whose_functions_have_changed_is_not_resumed(lost_driver: Path) -> None:
+    (run,) = (lost_driver / "runs").iterdir()
+    folder = SnapshotFolder(str(run / "snapshots"))
+    with open(folder.call, "rb") as file:
+        call: Call = unpack_file(file.fileno())
+    (name,) = (name for name in call.sources if name.endswith("training.py"))
+    changed = call.sources[name].replace("total += loss.item()", "total += 2 * loss.item()")
+    with open(folder.call, "wb") as file:
+        Parcel(dataclasses.replace(call, sources={**call.sources, name: changed})).write(file.fileno())
+    with pytest.raises(LagomError, match=r"^epoch\(\) in .*training.py: not as when the run began"):
+        experiment.resume(run)
