@@ -118,7 +118,7 @@ def read_call(folder: Path) -> Iterator[tuple[KeptRun, Call, SnapshotFolder]]:
 
 
 def _changed_functions(call: Call) -> Iterator[str]:
-    """Yield the functions of ``call`` that are not those of its source files, by name and file."""
+    """Yield the functions of ``call`` that are not those of its source files, and modules that it imports later."""
     sources: dict[str, SourceFile] = {}
     given = call.provided
     for value in reachable_modules(call.function, *given.values(), *given.get("hparams", {}).values()):
@@ -131,6 +131,9 @@ def _changed_functions(call: Call) -> Iterator[str]:
             sources[name] = SourceFile(name, text)
         if not sources[name].is_of(value.__code__):
             yield f"{value.__qualname__}() in {name}"
+    for name, text in call.sources.items():
+        if name not in sources and os.path.isfile(name) and Path(name).read_text() != text:
+            yield name
 
 
 def _read(path: str) -> Any:

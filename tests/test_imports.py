@@ -46,7 +46,7 @@ ROOMS = {
     "search.samplers": "config errors program numpy optuna",
     "search.slots": "call cluster errors launchers payload plan program search.on_rank wire worker world",
     "memory_planner": "config errors launchers memory_plan plan world zero torch",
-    "kept_call": "call config errors payload plan program records restart",
+    "kept_call": "call config errors payload plan program records restart snapshots",
     "preparation": "cluster config debugger errors launchers plan program random_states records",
     "experiment": "aggregate call config kept_call launchers plan preparation program random_states records restart "
     "result search verify worker",

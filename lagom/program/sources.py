@@ -137,14 +137,27 @@ def used_modules(function: types.FunctionType) -> Iterator[types.ModuleType]:
 
 
 def source_files(*values: Any) -> dict[str, str]:
-    """Return the sources of the user's own functions that ``values`` use, by the names that their code has for them."""
+    """Return the sources of the user's own functions that ``values`` use, by the names that their code has for them.
+
+    The user's own modules that these functions import when they run are among them.
+    """
     found: dict[str, str] = {}
     for value in reachable_modules(*values):
         if isinstance(value, types.FunctionType) and not is_foreign(value):
+            found |= {str(path): path.read_text() for path in map(_own_file, imports_of_codes(value.__code__)) if path}
             name = value.__code__.co_filename
             if name not in found and (lines := linecache.getlines(name, value.__globals__)):
                 found[name] = "".join(lines)
     return found
+
+
+def _own_file(module: str) -> Path | None:
+    """Return the file of the user's own ``module``, without importing it."""
+    root = own_root(module.partition(".")[0])
+    if root is None:
+        return None
+    path = root.parent / module.replace(".", "/")
+    return next((one for one in (path.with_suffix(".py"), path / "__init__.py") if one.is_file()), None)
 
 
 def _opened(values: Iterable[Any], names: set[str]) -> Iterator[Any]:
@@ -185,7 +198,14 @@ def imports_of_codes(*parts: types.CodeType) -> Iterator[str]:
 
 
 def _imports_of_code(code: types.CodeType) -> Iterator[str]:
-    return (step.argval for step in dis.get_instructions(code) if step.opname == "IMPORT_NAME" and step.argval)
+    """Yield the modules that ``code`` imports, and what it imports from them, which may be modules too."""
+    module = ""
+    for step in dis.get_instructions(code):
+        if step.opname == "IMPORT_NAME" and step.argval:
+            module = step.argval
+            yield module
+        elif step.opname == "IMPORT_FROM" and module:
+            yield f"{module}.{step.argval}"
 
 
 def _contents(cells: Iterable[types.CellType]) -> Iterator[Any]:

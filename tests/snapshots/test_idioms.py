@@ -130,3 +130,8 @@ def test_a_stream_that_changes_itself_is_not_read_again() -> None:
             resumed(session, rare_idioms.counting_stream, snapshots[2])
 
     run_ranks(1, go_on)
+
+
+def test_modules_that_a_function_imports_are_among_its_sources() -> None:
+    names = source_files(rare_idioms.other_modules)
+    assert {"rare_idioms.py", "counted_losses.py"} <= {name.rpartition("/")[2] for name in names}

@@ -214,14 +214,16 @@ def test_a_run_that_still_goes_on_is_not_resumed(lost_driver: Path) -> None:
     assert (run / "run.json").read_text() == before
 
 
-def test_a_run_whose_functions_have_changed_is_not_resumed(lost_driver: Path) -> None:
+def test_a_run_whose_functions_have_changed_is_not_resumed(lost_driver: Path, tmp_path: Path) -> None:
     (run,) = (lost_driver / "runs").iterdir()
     folder = SnapshotFolder(str(run / "snapshots"))
     with open(folder.call, "rb") as file:
         call: Call = unpack_file(file.fileno())
     (name,) = (name for name in call.sources if name.endswith("training.py"))
     changed = call.sources[name].replace("total += loss.item()", "total += 2 * loss.item()")
+    later = tmp_path / "imported_later.py"
+    later.write_text("2")
     with open(folder.call, "wb") as file:
-        Parcel(dataclasses.replace(call, sources={**call.sources, name: changed})).write(file.fileno())
-    with pytest.raises(LagomError, match=r"^epoch\(\) in .*training.py: not as when the run began"):
+        Parcel(dataclasses.replace(call, sources={**call.sources, name: changed, str(later): "1"})).write(file.fileno())
+    with pytest.raises(LagomError, match=r"imported_later.py, epoch\(\) in .*training.py: not as when the run began"):
         experiment.resume(run)
