@@ -42,7 +42,7 @@ from lagom.worker.compatible import compatible
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; return the exit status, which is the script's own."""
-    args = _parser().parse_args(argv)
+    args = argument_parser().parse_args(argv)
     args.argv = list(sys.argv[1:] if argv is None else argv)
     try:
         return int(args.command(args))
@@ -108,7 +108,7 @@ def _search(args: argparse.Namespace) -> int:
         args.argv, cwd = resumed(folder)
         os.chdir(cwd)
         sys.argv[1:] = args.argv  # which the records keep
-        args = _parser().parse_args(args.argv, args)
+        args = argument_parser().parse_args(args.argv, args)
     words, _ = _words(args, "lagom search --space lr=log:1e-5:1e-1 --metric loss --trials 20 train.py --epochs 2")
     on_spark = args.master not in (None, "local")
     config = search_config(args, {**training_fields(args), "launcher": "spark" if on_spark else "local"})
@@ -234,7 +234,7 @@ def _session(master: str, slots: int | None) -> Any:
     return start_session(f"local[{slots or '*'}]" if master == "spark" else master)
 
 
-def _parser() -> argparse.ArgumentParser:
+def argument_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="lagom", description="Ordinary PyTorch programs on many ranks, unchanged.")
     parser.add_argument("--version", action="version", version=f"lagom {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")

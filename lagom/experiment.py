@@ -103,7 +103,11 @@ def lagom(train: Callable[..., Any], config: TorchDistributedConfig) -> Result |
     with run_records(config, the_plan, launcher.where(), source_of(train)) as records:
         snapshots = keep_call(records, the_plan, call, source_of(train))
         with snapshots.locked() if snapshots is not None else nullcontext():
-            return _run(launcher, the_plan, call, records, snapshots, started)
+            try:
+                return _run(launcher, the_plan, call, records, snapshots, started)
+            except Exception as error:
+                cut_own_frames(error)
+                raise error  # in Python 3.10, a bare raise would restore the frames
 
 
 def resume(
@@ -130,7 +134,11 @@ def resume(
         the_plan = plan(config, chosen.cluster(), run.name, already_distributed=False)
         folder = Path(snapshots.path).parent
         with run_records(config, the_plan, chosen.where(), run.source, folder) as records:
-            return _run(chosen, the_plan, call, records, snapshots, started)
+            try:
+                return _run(chosen, the_plan, call, records, snapshots, started)
+            except Exception as error:
+                cut_own_frames(error)
+                raise error  # as in lagom()
 
 
 def _run(
@@ -141,11 +149,7 @@ def _run(
     snapshots: SnapshotFolder | None,
     started: float,
 ) -> Result:
-    try:
-        outcomes, failures = run_attempts(launcher, the_plan, call, records, snapshots)
-    except Exception as error:
-        cut_own_frames(error)
-        raise error  # in Python 3.10, a bare raise would restore the frames
+    outcomes, failures = run_attempts(launcher, the_plan, call, records, snapshots)
     value, values = _values([outcome.load() for outcome in outcomes], the_plan)
     if records is not None:
         records.ended({"outcome": "returned", "value": value, "per_rank": values})

@@ -22,8 +22,17 @@ OF_OTHERS = {
     "_native",
     "_pid",
 }
-OF_OTHERS |= {"_is_running_on_worker", "_repr_html_", "_root_directory", "_timeout", "_Unpickler", "_workers", "_world"}
-"""Names of Python's, torch's, PySpark's and Jupyter's, and of the compiled part, that lagom has too."""
+OF_OTHERS |= {
+    "_is_running_on_worker",
+    "_repr_html_",
+    "_root_directory",
+    "_step",
+    "_timeout",
+    "_Unpickler",
+    "_workers",
+    "_world",
+}
+"""Names of Python's, torch's, PySpark's, Jupyter's and W&B's, and of the compiled part, that lagom has too."""
 _PRIVATE = re.compile(r"_(?!_)\w+")
 
 

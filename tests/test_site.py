@@ -61,7 +61,7 @@ def test_commands_are_known(page: Path) -> None:
             assert re.search(rf"^{found[1]}:", (ROOT / "Makefile").read_text(), re.MULTILINE), line
         if re.match(r"lagom (run|debug|search|doctor|runs|show|compare) [\w-]", line):
             with contextlib.suppress(SystemExit):  # --help
-                cli._parser().parse_args(shlex.split(line)[1:])
+                cli.argument_parser().parse_args(shlex.split(line)[1:])
                 continue
             assert "--help" in line, line
 

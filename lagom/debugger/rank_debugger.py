@@ -153,6 +153,8 @@ class RankDebugger:
             OperationMode.pausing_thread = None
             if session is not None:
                 session.typing_thread = None
+                if session.sliced_forward is not None:
+                    session.sliced_forward.was_at_prompt = True
             if states is not None:
                 set_random_states(states)
 
