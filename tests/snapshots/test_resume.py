@@ -7,6 +7,7 @@ import dataclasses
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -98,9 +99,17 @@ def test_a_run_goes_on_from_its_snapshot_when_a_rank_is_killed(
     assert record.get("without_snapshots") is None
 
 
+@pytest.fixture
+def lost_driver(killed_driver: Path) -> Path:
+    """The folder of a run whose driver was killed, with the snapshots that it had then: each resumed run keeps more."""
+    (run,) = (killed_driver / "runs").iterdir()
+    shutil.rmtree(run / "snapshots")
+    shutil.copytree(killed_driver / "kept", run / "snapshots")
+    return killed_driver
+
+
 @pytest.fixture(scope="module")
-def lost_driver(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a run whose driver was killed."""
+def killed_driver(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("lost")
     (folder / "slowly").touch()
     program = Path(__file__).parent / "training.py"
@@ -112,6 +121,8 @@ def lost_driver(tmp_path_factory: pytest.TempPathFactory) -> Path:
         process.kill()
         process.communicate()
     (folder / "slowly").unlink()
+    (run,) = (folder / "runs").iterdir()
+    shutil.copytree(run / "snapshots", folder / "kept")
     return folder
 
 
