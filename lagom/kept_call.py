@@ -55,8 +55,8 @@ def obstacle(plan: Plan, call: Call) -> str | None:
         return "ranks have states of their own; with batches='whole', zero_lvl=0 and backend='torch' all have the same"
     if plan.gpu:
         return "the state on GPUs is not kept yet"
-    if plan.launcher != "local":
-        return f"launcher={plan.launcher!r} has none yet"
+    if plan.launcher == "inline":
+        return "with launcher='inline' the ranks are the calling process, and end with it"
     return None
 
 

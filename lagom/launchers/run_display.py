@@ -46,6 +46,8 @@ class RunDisplay:
         """Tell the user that the ranks cannot send messages before they end."""
         if self._plan.rehearsal is None:
             self._progress.unheard()
+            if self._plan.config.snapshot_every_s is not None:
+                self._show_snapshot({"what": "none", "why": "executors cannot reach the driver"})
 
     def show(self, event: Message) -> None:
         """Show and record one message."""

@@ -88,9 +88,12 @@ class SparkLauncher:
                 run.unheard()
             modules = b"" if self.facts.one_machine else modules_zip(call.function)
             spec = payload.spec(plan, address, run.channel.secret, modules, one_machine=self.facts.one_machine)
-            files = history.files_before() if history is not None and address is not None else None
-            spec = dataclasses.replace(spec, certificate=certificate, rank_certificate=of_ranks, files=files)
-            spec = dataclasses.replace(spec, passes_payload_on=plan.num_slots > MOST_FROM_DRIVER)
+            if history is not None and address is not None:
+                spec = dataclasses.replace(spec, files=history.files_before(), snapshots=history.snapshots)
+            passes_on = plan.num_slots > MOST_FROM_DRIVER
+            spec = dataclasses.replace(
+                spec, certificate=certificate, rank_certificate=of_ranks, passes_payload_on=passes_on
+            )
             rows = self.run_job(run, plan, spec, stack)
             home = OutcomeCollector(rows, run)
             if history is None or not history.begins_again(run.loss()):

@@ -76,6 +76,10 @@ class SnapshotFolder:
         finally:
             os.close(fd)
 
+    def is_here(self) -> bool:
+        """Return whether this process can read what the driver has put here, and write beside it."""
+        return os.access(self.call, os.R_OK) and os.access(self.path, os.W_OK)
+
     def newest(self) -> Snapshot | None:
         """Return the newest complete snapshot."""
         for number in reversed(self._numbers()):

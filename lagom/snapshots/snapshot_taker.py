@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import mmap
 import os
 import random
 import signal
+import socket
 import sys
 import threading
 import time
@@ -75,8 +77,21 @@ class Snapshots:
         Args:
             known: objects of lagom's that the program may hold, by name.
         """
+        resumed, why = self._place.resumed, self._obstacle()
+        if why and resumed is not None:
+            raise SnapshotError(why)
+        if why and self._session.rank == 0:
+            self._next_at = math.inf
+            self._tell({"type": "snapshot", "what": "none", "why": why})
         self.program.prepare(call, known)
-        return self._go_on(self._place.resumed) if self._place.resumed is not None else None
+        return self._go_on(resumed) if resumed is not None else None
+
+    def _obstacle(self) -> str:
+        path = self._place.folder.path
+        if self._place.folder.is_here():
+            return ""
+        where = f"{socket.gethostname()}, which holds rank {self._session.rank},"
+        return f"{where} cannot read and write {path}; set run_dir to a folder that all hosts share"
 
     def point(self, iterator: Any) -> None:
         """Take a snapshot if one is due: called before ``iterator`` gives the program a batch."""

@@ -9,6 +9,7 @@ import os
 import random
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -26,7 +27,8 @@ from lagom.call import Call
 from lagom.cli import main
 from lagom.errors import LagomError, PlanError
 from lagom.payload import Parcel, unpack_file
-from lagom.restart.kept_snapshots import SnapshotFolder
+from lagom.restart.history import RunHistory
+from lagom.restart.kept_snapshots import SnapshotFolder, SnapshotPlace
 from tests.snapshots.training import config, newest, train
 
 pytestmark = pytest.mark.skipif(sys.version_info < (3, 11), reason="needs the columns of code")
@@ -177,6 +179,19 @@ def test_a_run_that_cannot_keep_snapshots_says_why(tmp_path: Path, capfd: pytest
 def short() -> int:
     """Return at once."""
     return 1
+
+
+def test_a_host_that_does_not_share_the_runs_folder_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    elsewhere = SnapshotPlace(SnapshotFolder(str(tmp_path / "not here")))
+    monkeypatch.setattr(RunHistory, "snapshots", property(lambda _: elsewhere))
+    result = experiment.lagom(short, config(tmp_path, world_size=2, snapshot_every_s=60))
+    assert result.value == 1
+    wanted = f"{socket.gethostname()}, which holds rank 0, cannot read and write {elsewhere.folder.path}"
+    assert wanted in capfd.readouterr().err
+    assert result.run_dir is not None
+    assert wanted in json.loads((result.run_dir / "run.json").read_text())["without_snapshots"]
 
 
 def test_a_run_whose_snapshot_cannot_be_put_back_begins_again(
