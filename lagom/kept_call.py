@@ -30,7 +30,7 @@ _DATA: dict[str, Any] = {"module": None, "train_set": None, "test_set": None, "d
 
 @dataclass(frozen=True, slots=True)
 class KeptRun:
-    """What a run needs beside its call: the config without its data, and where it was called."""
+    """Facts of a run beside its call: the config without its data, and where it was called."""
 
     config: TorchDistributedConfig
     name: str

@@ -158,7 +158,7 @@ def _name(number: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class SnapshotPlace:
-    """Where the ranks of an attempt keep snapshots, and the one that they go on from."""
+    """Folder in which the ranks of an attempt keep snapshots, and the snapshot that they go on from."""
 
     folder: SnapshotFolder
     resumed: Snapshot | None = None

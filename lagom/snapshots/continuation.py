@@ -32,7 +32,7 @@ _SIMPLE = (ast.Expr, ast.Assign, ast.AugAssign, ast.AnnAssign, ast.Return, ast.A
 
 
 class ResumedFrame:
-    """What a continuation needs while it is on its way to its position."""
+    """Values for a continuation until it has reached its position."""
 
     FIRST = object()
     """Stands for the item that a loop was at."""

@@ -31,7 +31,7 @@ _Lock, _RLock = type(threading.Lock()), type(threading.RLock())
 
 
 class Programs:
-    """What a pickle refers to by name while it is written or read."""
+    """Objects that a pickle refers to by name while it is written or read."""
 
     globals: Globals = types.MappingProxyType({})
     places: tuple[Any, ...] = ()

@@ -73,7 +73,7 @@ def _shared(session: Session, answers: Answers, original: Callable[..., Any]) ->
 
 
 def _facts(run: Any) -> dict[str, Any]:
-    """What other ranks are told of rank 0's ``run``: plain values, also those of its config that a server chose."""
+    """Return what other ranks learn of rank 0's ``run``: plain values, also those of its config that a server chose."""
     facts = {name: value for name in _NAMES if isinstance(value := getattr(run, name, None), str) and value}
     return {**facts, "config": _plain(dict(run.config))}
 
