@@ -89,7 +89,7 @@ ROOMS = {
     "tracking": "collectives errors files patching restart",
     "files": "collectives errors patching restart run_state numpy torch",
     "run_state": "errors patching random_states numpy torch",
-    "patching": "",
+    "patching": "torch",
     "collectives": "collectives.sockets errors monitor numpy torch",
     "collectives.sockets": "",
     "collectives.torch_backend": "collectives collectives.sockets monitor torch",

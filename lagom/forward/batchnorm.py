@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -14,6 +13,7 @@ from torch.overrides import has_torch_function_unary
 from lagom.collectives.agreement_exchange import AgreedExchange, signature
 from lagom.errors import DivergenceError
 from lagom.forward.batchnorm_arithmetic import BatchNormCall, NormaliseFunction, combine_moments, local_moments
+from lagom.patching.late_dynamo import remember_torch_functions
 from lagom.patching.replace import replaced
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ def synchronise_batchnorm(session: Session) -> Iterator[None]:
 
     TorchScript modules, and a ``batch_norm`` imported by name before the run, are out of reach.
     """
-    _tell_dynamo()
+    remember_torch_functions()
     original = F.batch_norm
     eager = WholeBatchStatistics(session, original).batch_norm
 
@@ -60,15 +60,6 @@ def synchronise_batchnorm(session: Session) -> Iterator[None]:
 
     with replaced(F, "batch_norm", batch_norm):
         yield
-
-
-def _tell_dynamo() -> None:
-    """Have Dynamo look up torch's functions by name now: it takes any function found later for torch's own."""
-    rules: Any = sys.modules.get(
-        "torch._dynamo.trace_rules"
-    )  # done when it is imported, but undone by torch.distributed
-    if rules is not None:
-        rules.get_torch_obj_rule_map()
 
 
 class WholeBatchStatistics:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from lagom.errors import LagomError
 from lagom.gradients.backward_gradients import BackwardGradients
+from lagom.patching.late_dynamo import at_compilation
 from lagom.patching.replace import replaced
 
 if TYPE_CHECKING:
@@ -201,12 +202,9 @@ class Accumulation:
         self._is_patched = True
         for name in ("grad", "_grad"):
             self._patches.enter_context(replaced(Tensor, name, self._make_property(vars(torch._C.TensorBase)[name])))
-        from torch._dynamo.callback import callback_handler  # slow to import
+        self._patches.enter_context(at_compilation(self._stop_at_compilation))
 
-        callback_handler.register_start_callback(self._stop_at_compilation)
-        self._patches.callback(callback_handler.remove_start_callback, self._stop_at_compilation)
-
-    def _stop_at_compilation(self, *_: object) -> None:  # torch 2.6 gives no argument
+    def _stop_at_compilation(self, *_: object) -> None:
         if self._session.may_meet:
             self.flush()
             self._over = True

@@ -28,7 +28,7 @@ _PATIENCE_S = 1.5
 def serve(connection: socket.socket) -> None:
     """Answer requests until the driver closes ``connection``; a request is a ``RunSpec`` and the files of its run."""
     gc.disable()  # collections would take a fourth of the time of these imports
-    import lagom.host.preload  # noqa: F401  (its imports are slow; forked processes inherit them)
+    from lagom.host import preload  # its imports are slow; forked processes inherit them
 
     gc.enable()
     adopt_orphans(True)
@@ -40,6 +40,7 @@ def serve(connection: socket.socket) -> None:
                 if key.fileobj is not connection:
                     selector.unregister(key.fileobj)
                     hosts.forget_ended(key.fd)
+                    preload.import_what_was_used()
                     continue
                 try:
                     data, fds, _, _ = socket.recv_fds(connection, 1 << 22, MAX_FDS)

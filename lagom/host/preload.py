@@ -7,12 +7,11 @@ import gc
 import platform
 import sys
 
-import torch._dynamo  # noqa: F401  (0.7 s, which an optimizer's first step would take in every rank)
-
 import lagom.files.settle
 import lagom.worker.bootstrap  # noqa: F401
 from lagom.files.symbols import loaded, slots
 from lagom.patching.importers import remember_importers
+from lagom.patching.late_dynamo import import_dynamo_if_used, put_off_dynamo
 
 
 def look_at_loaded() -> None:
@@ -24,6 +23,16 @@ def look_at_loaded() -> None:
     sys.path_importer_cache.clear()
 
 
+def import_what_was_used() -> None:
+    """Import Dynamo if the last run compiled something, as the next one probably does."""
+    gc.disable()
+    if import_dynamo_if_used():
+        look_at_loaded()
+        gc.freeze()
+    gc.enable()
+
+
+put_off_dynamo()
 look_at_loaded()
 # Spark collects garbage after each task: 0.2 s for all these modules, and a copy of memory that ranks share.
 gc.freeze()

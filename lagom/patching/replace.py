@@ -2,24 +2,51 @@
 
 from __future__ import annotations
 
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from types import ModuleType
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+_NOTHING = object()
+_active: dict[int, tuple[object, str, object]] = {}
+"""Owner, name and original of each attribute that is replaced now, in this order; ``_NOTHING`` if it was inherited."""
+
 
 @contextmanager
 def replaced(owner: object, name: str, value: object) -> Iterator[None]:
     """Set ``owner.name`` to ``value``, then restore it; an inherited name is inherited again."""
-    inherited = name not in vars(owner)
     # From the dict: the staticmethod or property itself, not the result of attribute access.
-    before = vars(owner).get(name)
+    before = vars(owner).get(name, _NOTHING)
+    entry = owner, name, before
+    _active[id(entry)] = entry
     setattr(owner, name, value)
     try:
         yield
     finally:
-        if inherited:
-            delattr(owner, name)
-        else:
-            setattr(owner, name, before)
+        del _active[id(entry)]
+        _put_back(owner, name, before)
+
+
+@contextmanager
+def originals(package: str) -> Iterator[None]:
+    """Put back everything that is replaced in modules and classes of ``package``, for the time of the ``with``."""
+    with ExitStack() as stack:
+        for owner, name, before in reversed(list(_active.values())):
+            if _home(owner).partition(".")[0] == package:
+                stack.callback(setattr, owner, name, vars(owner)[name])
+                _put_back(owner, name, before)
+        yield
+
+
+def _put_back(owner: object, name: str, before: object) -> None:
+    if before is _NOTHING:
+        delattr(owner, name)
+    else:
+        setattr(owner, name, before)
+
+
+def _home(owner: object) -> str:
+    """Return the name of the module that ``owner`` is, or whose class it is."""
+    return owner.__name__ if isinstance(owner, ModuleType) else getattr(owner, "__module__", None) or ""

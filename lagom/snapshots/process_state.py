@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch.utils.hooks import RemovableHandle
 
+from lagom.patching.late_dynamo import set_deterministic
+
 
 def process_state(before: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings; of loggers, threads and the environment only what differs from ``first_settings``."""
@@ -35,7 +37,7 @@ def set_process_state(state: Mapping[str, Any]) -> None:
     """Set what ``process_state`` has returned."""
     torch.set_grad_enabled(state["grad"])
     torch.set_default_dtype(state["dtype"])
-    torch.use_deterministic_algorithms(state["deterministic"], warn_only=state["warn_only"])
+    set_deterministic(state["deterministic"], state["warn_only"])
     torch.set_float32_matmul_precision(state["precision"])
     if state["threads"] is not None:
         torch.set_num_threads(state["threads"])

@@ -90,10 +90,11 @@ def _of_torch(torch: Any) -> dict[str, Any]:
 def _set_torch(found: Settings) -> None:
     import torch
 
+    from lagom.patching.late_dynamo import set_deterministic
+
     torch.set_default_dtype(getattr(torch, found["dtype"]))
     torch.set_grad_enabled(found["grad"])
-    enabled, warn_only = found["deterministic"]
-    torch.use_deterministic_algorithms(enabled, warn_only=warn_only)
+    set_deterministic(*found["deterministic"])
     torch.set_float32_matmul_precision(found["precision"])
     anomalies, check_nan = found["anomalies"]
     torch.autograd.set_detect_anomaly(anomalies, check_nan=check_nan)

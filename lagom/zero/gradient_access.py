@@ -14,6 +14,7 @@ from torch.nn.utils import clip_grad, clip_grads_with_norm_, get_total_norm
 from torch.optim import Optimizer
 
 from lagom.patching.importers import Importers
+from lagom.patching.late_dynamo import at_compilation
 from lagom.patching.replace import replaced
 from lagom.zero.gradient_shards import GradientShards
 
@@ -171,15 +172,11 @@ def exchange_numbers(session: Session, place: str, mine: list[float]) -> list[li
 @contextmanager
 def _stop_at_compilation(session: Session, gradients: GradientShards) -> Iterator[None]:
     """Keep gradients whole once something is compiled: compiled code may read them past ``Tensor.grad``."""
-    from torch._dynamo.callback import callback_handler
 
-    def compiles(*_: object) -> None:  # torch 2.6 gives no argument
+    def compiles(*_: object) -> None:
         if session.may_meet:
             session.say_once("something is compiled: gradients stay whole on every rank, as with zero_lvl=1")
             gradients.stop()
 
-    callback_handler.register_start_callback(compiles)
-    try:
+    with at_compilation(compiles):
         yield
-    finally:
-        callback_handler.remove_start_callback(compiles)

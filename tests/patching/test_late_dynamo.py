@@ -1,0 +1,132 @@
+"""torch's compiler in ranks: imported when a program compiles, with torch's own functions in its tables."""
+
+from __future__ import annotations
+
+import os
+import sys
+import warnings
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from lagom import experiment
+from lagom.config import TorchDistributedConfig
+from lagom.launchers import local
+from lagom.patching.replace import originals, replaced
+
+
+@pytest.fixture(autouse=True)
+def new_server() -> Iterator[None]:
+    """Ranks are forked from a process that has run nothing yet."""
+    local.shut_down()
+    yield
+    local.shut_down()
+
+
+def run(function: Any, world_size: int = 2, **hparams: Any) -> Any:
+    config = TorchDistributedConfig(launcher="local", world_size=world_size, hparams=hparams)
+    return experiment.lagom(function, config).per_rank
+
+
+def train(compiles: bool) -> tuple[list[torch.Tensor], float, bool]:
+    """Weights, a loss of an evaluation, and whether Dynamo was imported before the training."""
+    warnings.simplefilter("ignore")  # torch.compile warns of its own modules
+    was_there = "torch._dynamo.convert_frame" in sys.modules
+    torch.manual_seed(0)
+    model: Any = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.ReLU(), nn.Linear(6, 3)).double()
+    if compiles:
+        model.compile(backend="eager")
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    data = torch.utils.data.TensorDataset(torch.randn(22, 4).double(), torch.randint(3, (22,)))
+    for inputs, targets in torch.utils.data.DataLoader(data, batch_size=6):
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(inputs), targets).backward()
+        optimizer.step()
+    model.eval()
+    with torch.no_grad():
+        loss = nn.functional.cross_entropy(model(data.tensors[0]), data.tensors[1]).item()
+    return [tensor.detach().clone() for tensor in model.state_dict().values()], loss, was_there
+
+
+def test_it_is_imported_for_programs_that_compile_and_weights_are_those_of_one_process() -> None:
+    from tests.ranks import alone  # imports Dynamo, which the ranks' import of this file must not
+
+    def loads(compiles: bool) -> Any:
+        return *train(compiles), "torch._dynamo.convert_frame" in sys.modules
+
+    def plainly(compiles: bool, _: object) -> Any:
+        return train(compiles)
+
+    for compiles, before, after in (False, False, False), (True, False, True), (True, True, True):
+        weights, loss, _ = alone(partial(plainly, compiles))
+        for found, found_loss, was_there, is_there in run(loads, compiles=compiles):
+            assert (was_there, is_there) == (before, after)
+            assert found_loss == pytest.approx(loss, abs=1e-12)
+            for mine, wanted in zip(found, weights, strict=True):
+                torch.testing.assert_close(mine, wanted, rtol=0, atol=1e-12)
+
+
+def test_uncompiled_code_does_without_it() -> None:
+    def use_torch() -> bool:
+        import inspect
+        import unittest
+
+        torch.distributed.init_process_group("gloo")
+        torch.distributed.destroy_process_group()
+        weight = torch.ones(3, requires_grad=True)
+        torch.optim.SGD([weight]).load_state_dict(torch.optim.SGD([weight]).state_dict())
+        inspect.getmodule(weight)
+        with unittest.TestCase().assertWarns(UserWarning):
+            warnings.warn("one", UserWarning, stacklevel=1)
+        return "torch._dynamo.convert_frame" in sys.modules
+
+    assert run(use_torch) == (False, False)
+
+
+def test_whatever_needs_it_gets_it() -> None:
+    statements = (
+        "import torch._dynamo.config; torch._dynamo.config.suppress_errors",
+        "from torch._dynamo.utils import counters; counters",
+        "torch._dynamo.config.suppress_errors",
+        "torch.compiler.disable(len)([])",
+        "torch._dynamo.disable(len)([])",
+        "import torch._inductor.config",
+    )
+
+    def use(statement: str) -> bool:
+        optimizer = torch.optim.SGD([torch.ones(1, requires_grad=True)])
+        optimizer.zero_grad()
+        exec(statement)
+        optimizer.zero_grad()
+        kept = vars(torch.optim.Optimizer.zero_grad.__wrapped__)["__dynamo_disable"]  # type: ignore[attr-defined]
+        return torch._dynamo is sys.modules["torch._dynamo"] and kept.__module__ == "torch._dynamo.eval_frame"
+
+    def use_each() -> list[int]:
+        return [os.waitpid(pid, 0)[1] for pid in map(forked, statements)]
+
+    def forked(statement: str) -> int:
+        pid = os.fork()
+        if pid == 0:
+            os._exit(0 if use(statement) else 1)
+        return pid
+
+    assert run(use_each, world_size=1) == ([0] * len(statements),)
+
+
+def test_originals_are_put_back_for_a_while() -> None:
+    first: Any = len
+    second: Any = sum
+    before = nn.functional.relu
+    with replaced(nn.functional, "relu", first), replaced(nn.functional, "relu", second):
+        with replaced(nn.ReLU, "__call__", first), replaced(sys, "breakpointhook", first):
+            with originals("torch"):
+                assert nn.functional.relu is before
+                assert "__call__" not in vars(nn.ReLU)
+                assert sys.breakpointhook is first
+            assert vars(nn.ReLU)["__call__"] is first
+        assert nn.functional.relu is second
+    assert nn.functional.relu is before
