@@ -89,22 +89,28 @@ def test_on_spark_it_is_torchruns_world_too(spark: Any, tmp_path: Path, monkeypa
 
 
 @pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.soak), 2])
-def test_processes_of_the_ranks_meet_at_the_masters_port(world_size: int) -> None:
+def test_processes_of_the_ranks_meet_at_the_masters_port(world_size: int, tmp_path: Path) -> None:
     def program() -> tuple[dict[str, str], str]:
         variables = {name: os.environ[name] for name in programs.VARIABLES}
-        # Two processes, one after the other: every time it is a world of its own.
+        # Two processes, one after the other: every time it is a world of its own. The second begins when the first has
+        # ended on all ranks, whose store has the same port.
         code = """
-import os
+import os, time
 import torch.distributed
-for _ in range(2):
+for number in range(2):
     if os.fork() == 0:
         torch.distributed.init_process_group("gloo")
         print(torch.distributed.get_rank(), torch.distributed.get_world_size(), flush=True)
         torch.distributed.barrier()  # nobody may still read the store of a process that has ended
         os._exit(0)
     os.wait()
+    os.mkdir(f"{folder}/{number}-{os.environ['RANK']}")
+    while sum(name.startswith(str(number)) for name in os.listdir(folder)) < int(os.environ["WORLD_SIZE"]):
+        time.sleep(0.01)
 """
-        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+        done = subprocess.run(
+            [sys.executable, "-c", f"folder = {str(tmp_path)!r}{code}"], capture_output=True, text=True
+        )
         torch.distributed.is_initialized() or torch.distributed.init_process_group()
         return variables, done.stdout + done.stderr
 

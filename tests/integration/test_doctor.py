@@ -12,10 +12,9 @@ from lagom.doctor.findings import Finding
 from lagom.doctor.visit import print_findings, visit
 
 
-def on(kind: str, soak: bool = False) -> pytest.MarkDecorator:
-    """Runs a test on that kind of Spark."""
-    marks = [pytest.mark.soak] if soak else []
-    return pytest.mark.parametrize("spark", [pytest.param(kind, marks=marks)], indirect=True, scope="session")
+def on(*kinds: str) -> pytest.MarkDecorator:
+    """Runs a test on these kinds of Spark."""
+    return pytest.mark.parametrize("spark", kinds, indirect=True, scope="session")
 
 
 def found_on(world_size: int) -> dict[str, Finding]:
@@ -25,7 +24,8 @@ def found_on(world_size: int) -> dict[str, Finding]:
     return {one.what: one for one in found}
 
 
-@on("standalone")
+@pytest.mark.soak_on("standalone")
+@on("local[2]", "standalone")
 def test_a_cluster_in_order_passes(spark: Any) -> None:
     found = found_on(2)
     assert {one.level for one in found.values()} <= {"pass", "warn"}, found

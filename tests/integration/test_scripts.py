@@ -9,6 +9,7 @@ import sys
 import textwrap
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -68,19 +69,22 @@ EVERYTHING_IN_MAIN = """
     "session",
     [pytest.param(CLASSIC, id="classic"), pytest.param(REMOTE, id="connect")],
 )
-@pytest.mark.soak  # the notebook below runs the same text
+@pytest.mark.soak  # the notebook below runs the same text on Spark Connect, and the last test has a classic session
 def test_everything_in_main_travels(tmp_path: Path, session: str) -> None:
     assert "equal" in run_script(tmp_path, session, EVERYTHING_IN_MAIN)
 
 
-def test_a_notebook_runs_like_a_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("spark", ["connect"], indirect=True, scope="session")
+def test_a_notebook_runs_like_a_script(spark: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     nbclient = pytest.importorskip("nbclient")
     nbformat = pytest.importorskip("nbformat")
     pytest.importorskip("ipykernel")
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     monkeypatch.setenv("PYSPARK_PYTHON", sys.executable)
+    # With the server that is there, as another user of it.
+    session = f"SparkSession.builder.remote('sc://{spark.client._builder.endpoint}').create()"
     text = textwrap.dedent(EVERYTHING_IN_MAIN)
-    cells = [f"from pyspark.sql import SparkSession\nspark = {CLASSIC}", *text.split("\n\n"), "spark.stop()"]
+    cells = [f"from pyspark.sql import SparkSession\nspark = {session}", *text.split("\n\n"), "spark.stop()"]
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells])
     before = signal.getsignal(signal.SIGINT)
     try:

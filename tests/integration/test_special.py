@@ -21,7 +21,8 @@ from tests.integration import programs
 
 def on(kind: str) -> pytest.MarkDecorator:
     """Runs a test on that kind of Spark."""
-    marks = [pytest.mark.soak] if kind == "dynamic" else []  # it waits for executors to come and go
+    # One waits for executors to come and go; tests/executor/test_spark_gpus.py shows by default what the other does.
+    marks = [pytest.mark.soak] if kind in ("dynamic", "gpus") else []
     return pytest.mark.parametrize("spark", [pytest.param(kind, marks=marks)], indirect=True, scope="session")
 
 
