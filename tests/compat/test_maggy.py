@@ -14,10 +14,13 @@ import torch
 from torch.utils.data import TensorDataset
 
 import lagom.compat.petastorm  # noqa: F401  # which writes a data set with today's pyarrow
+from lagom import cli
 from lagom import config as lagom_config
 from lagom import experiment as lagom_experiment
 from lagom.compat import maggy
+from lagom.deepspeed.loading import load
 from tests.data.write_rows import write
+from tests.launchers.forked_server import forked_server
 
 ROOT = Path(__file__).parent.parent.parent
 POINTS = torch.rand((90, 2), generator=torch.Generator().manual_seed(1), dtype=torch.float64)
@@ -156,6 +159,15 @@ def test_without_a_config_the_function_runs_once() -> None:
     assert experiment.lagom(lambda: 5).per_rank == (5,)
 
 
+@pytest.fixture(scope="module")
+def _deepspeed_loaded() -> None:
+    """Once, and not in every rank."""
+    with pytest.MonkeyPatch.context() as changed:
+        changed.setitem(sys.modules, "mlflow", None)  # DeepSpeed does without it, and its import is slow
+        load("cpu")
+
+
+@pytest.mark.usefixtures("_deepspeed_loaded")
 def test_deepspeed_programs_run_on_cpu_too() -> None:
     from maggy import experiment
     from maggy.experiment_config import TorchDistributedConfig
@@ -191,7 +203,8 @@ def test_deepspeed_programs_run_on_cpu_too() -> None:
     config = TorchDistributedConfig(module=module, **sets, backend="deepspeed", deepspeed_config=wanted)
     assert config.zero_lvl == 2
     config.world_size = 2
-    assert experiment.lagom(train, config)["test result"] < 0.8
+    with forked_server():
+        assert experiment.lagom(train, config)["test result"] < 0.8
     assert wanted["optimizer"] == {"type": "Adam", "params": {"lr": 0.01}}
 
 
@@ -323,12 +336,19 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
 
 
-def test_the_example_runs_unchanged_under_lagom_run() -> None:
-    done = run("-n", "2", "--seed", "1", "examples/maggy/scalar_field.py", "--epochs", "1", "--points", "500")
-    assert done.returncode == 0, done.stderr
-    first, second = done.stdout.splitlines()
+def test_the_example_runs_unchanged_under_lagom_run(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    maggy.remove()
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    line = ["run", "-n", "2", "--seed", "1", "examples/maggy/scalar_field.py", "--epochs", "1", "--points", "500"]
+    status = cli.main(line)
+    out, err = capfd.readouterr()
+    assert status == 0, err
+    first, second = out.splitlines()
     assert first.removeprefix("zero_lvl=0") == second.removeprefix("zero_lvl=2")
-    assert done.stderr.count("2 ranks on this machine") == 2
+    assert err.count("2 ranks on this machine") == 2
 
 
 @pytest.mark.integration

@@ -8,7 +8,15 @@ from typing import Any
 
 import pytest
 
+from tests.launchers.forked_server import forked_server
 from tests.search.mlflow_searches import check_runs_below_the_active_one, mlflow, runs, search, store
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _imported_once() -> Iterator[None]:
+    """Has trials find MLflow imported, which would take each of them three seconds."""
+    with forked_server():
+        yield
 
 
 @pytest.fixture(autouse=True)

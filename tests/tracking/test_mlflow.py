@@ -39,6 +39,8 @@ with warnings.catch_warnings():
     import mlflow
     import mlflow.entities
     import mlflow.exceptions
+    import mlflow.store.model_registry.sqlalchemy_store
+    import mlflow.store.tracking.sqlalchemy_store  # once, and not in each process that is forked
     import mlflow.tracking.fluent
 
 
@@ -324,8 +326,8 @@ def server() -> Iterator[tuple[str, Counter[str]]]:
             thread.join()
 
 
-def test_a_server_is_asked_as_by_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Through a launcher: MLflow is imported on the ranks, and the run is ended at the end of the process."""
+def test_a_server_is_asked_as_by_one_process(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """On two ranks through a launcher: they import MLflow, and the run is ended at the end of the process."""
 
     def train() -> str:
         import mlflow
@@ -348,12 +350,12 @@ def test_a_server_is_asked_as_by_one_process(monkeypatch: pytest.MonkeyPatch) ->
     counts = []
     with server() as (uri, seen):
         monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
-        for world_size in (1, 2):
-            config = TorchDistributedConfig(world_size=world_size, launcher="local", run_dir=None)
-            result = experiment.lagom(train, config)
-            assert set(result.per_rank) == {result.value}
-            counts.append(dict(seen))
-            seen.clear()
+        alone(lambda _: standing_in(tmp_path, uri, train))
+        counts.append(dict(seen))
+        seen.clear()
+        result = experiment.lagom(train, TorchDistributedConfig(world_size=2, launcher="local", run_dir=None))
+        assert set(result.per_rank) == {result.value}
+        counts.append(dict(seen))
     assert counts[0] == counts[1]
     assert counts[1]["runs/create"] == counts[1]["loss at 2"] == counts[1]["runs/update"] == 1
     assert lagom.rank() == 0

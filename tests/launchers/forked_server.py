@@ -1,0 +1,67 @@
+"""``forked_server``: launches on this machine fork from a copy of the test's process, with all that it has imported."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from unittest.mock import patch
+
+from lagom.host import fork_server
+
+
+@contextmanager
+def forked_server() -> Iterator[None]:
+    """Have launches on this machine use a fork server that is forked from this process, for a while.
+
+    Its ranks and trials find the libraries that the test has imported, each of which would take seconds in each of
+    them. For tests of something else than the launcher.
+    """
+    server = _ForkedServer()
+    try:
+        with (
+            patch("lagom.launchers.local.server", lambda: server),
+            patch("lagom.search.slots.local_slots.server", lambda: server),
+        ):
+            yield
+    finally:
+        server.close()
+
+
+class _ForkedServer:
+    """Stands in for the launcher's server."""
+
+    def __init__(self) -> None:
+        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 20)
+        with theirs:
+            self._pid = os.fork() or self._serve(theirs)
+
+    def send(self, request: bytes, fds: list[int]) -> None:
+        """Send ``request`` with the files of its run."""
+        socket.send_fds(self._socket, [request], fds)
+
+    def ended(self) -> bool:
+        """Return False: nobody kills this server."""
+        return False
+
+    def close(self) -> None:
+        """End the server, and all its runs."""
+        self._socket.close()
+        os.waitpid(self._pid, 0)
+
+    def _serve(self, connection: socket.socket) -> int:
+        try:
+            self._socket.close()
+            os.setsid()
+            os.chdir("/")
+            nothing = os.open(os.devnull, os.O_RDWR)
+            for fd in (0, 1):
+                os.dup2(nothing, fd)
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
+            signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps ended children
+            fork_server.serve(connection)
+        finally:
+            os._exit(0)
