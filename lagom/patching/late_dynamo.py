@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import mmap
+import os
 import sys
 import threading
 import weakref
@@ -72,8 +73,8 @@ class _LateDynamo(ModuleType):
         super().__init__(_NAME)
         spec = importlib.util.find_spec(_NAME)
         self.__file__ = spec.origin if spec is not None else None
-        self.used = mmap.mmap(-1, 1)
-        """1 once a process forked from this one has imported the package; in memory that all share."""
+        self.used = _shared_byte()
+        """1 once a process forked from this one has imported the package."""
         self._lock = threading.RLock()
         self._enabled = weakref.WeakSet[Any]()
         """Functions that torch believes to run without Dynamo."""
@@ -106,6 +107,18 @@ class _LateDynamo(ModuleType):
                 for function in self._enabled:
                     vars(function).pop("__dynamo_disable", None)
         return sys.modules[_NAME]
+
+
+def _shared_byte() -> mmap.mmap:
+    """Return a byte that this process shares with those forked from it."""
+    try:
+        file = os.memfd_create("lagom")  # by this name it is told from memory that a program shares with its workers
+    except (AttributeError, OSError):  # the system has none, or a container forbids it
+        return mmap.mmap(-1, 1)
+    os.ftruncate(file, 1)
+    found = mmap.mmap(file, 1)
+    os.close(file)
+    return found
 
 
 # Note [Dynamo]
