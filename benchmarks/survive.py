@@ -2,8 +2,8 @@
 
     python -m benchmarks.survive [--rounds 5]
 
-With sleeping twins, the third table has the seconds from the kill to the next step, and the processor time of rank 0 a
-step, with and without twins, in turns, for steps and states of several sizes.
+With sleeping twins, and then with snapshots, the third table has the seconds from the kill to the next step, and the
+processor time of rank 0 a step, with and without the protection, in turns, for steps and states of several sizes.
 
 On 2 ranks of this machine, and of Spark local[2]. The first table has the seconds from the kill of rank 1 to the end of
 the first step of the next attempt, of which the warm launch of a run is a part. The second has medians of the same
@@ -38,6 +38,8 @@ from lagom.result import Result
 WORLD_SIZE = 2
 SIZES = {"48 KB of state": (64, 200), "12 MB of state": (1024, 25), "200 MB of state": (4096, 2)}
 """Width of a layer, which has its weights and Adam's two states, and passes of 64 batches over its data."""
+PROTECTIONS: dict[str, dict[str, Any]] = {"twins": {"sleeping_twins": True}, "snapshots": {"snapshot_every_s": 1.0}}
+"""By the key of run.json that tells that the run is protected by now."""
 LAUNCHERS: tuple[Launcher, ...] = ("local", "spark")
 
 
@@ -51,66 +53,72 @@ def main(argv: Sequence[str] | None = None) -> int:
         for name, (protected, alone) in costs(Path(folder), args.rounds).items():
             ratio = statistics.median(protected) / statistics.median(alone)
             print(f"{name:22} {_shown(protected, 'us')}, without {_shown(alone, 'us')}: {ratio:.3f} times")
-        show_twins(Path(folder), args.rounds)
+        for protection in PROTECTIONS:
+            show_cost(protection, Path(folder), args.rounds)
     return 0
 
 
-def show_twins(folder: Path, rounds: int) -> None:
-    """Print the table of sleeping twins."""
+def show_cost(protection: str, folder: Path, rounds: int) -> None:
+    """Print the table of sleeping twins, or of snapshots."""
     for name, (size, num_passes) in SIZES.items():
-        seconds = [going_on_s(size, 3 * num_passes, folder / f"twins-{name}-{number}") for number in range(rounds)]
-        print(f"{name:18} twins, from the kill to the next step: {_shown(seconds, 's')}")
-        found: dict[bool, list[float]] = {True: [], False: []}
+        places = [folder / f"{protection}-{name}-{number}" for number in range(rounds)]
+        seconds = [going_on_s(protection, size, 3 * num_passes, place) for place in places]
+        print(f"{name:18} {protection}, from the kill to the next step: {_shown(seconds, 's')}")
+        found: dict[bool, dict[str, list[float]]] = {True: {"us": [], "wall_us": []}, False: {"us": [], "wall_us": []}}
         for number in range(rounds):
-            for twins in (True, False) if number % 2 else (False, True):
-                result = _run_loops(size, num_passes, None, twins)
-                found[twins].append(result.per_rank[0]["us"])
-        ratio = statistics.median(found[True]) / statistics.median(found[False])
-        shown = f"{_shown(found[True], 'us')}, without {_shown(found[False], 'us')}: {ratio:.3f} times"
-        print(f"{name:18} a step of a loop over a loader {shown}")
+            for protects in (True, False) if number % 2 else (False, True):
+                settings = PROTECTIONS[protection] if protects else {}
+                value = _run_loops(size, num_passes, folder / f"{protection}-{name}", settings).per_rank[0]
+                for key, values in found[protects].items():
+                    values.append(value[key])
+        for key, what in ("us", "processor time of a step"), ("wall_us", "a step"):
+            with_, without = found[True][key], found[False][key]
+            ratio = statistics.median(with_) / statistics.median(without)
+            print(f"{name:18} {what} {_shown(with_, 'us')}, without {_shown(without, 'us')}: {ratio:.3f} times")
 
 
-def _run_loops(size: int, num_passes: int, run_dir: Path | None, twins: bool) -> Result:
+def _run_loops(size: int, num_passes: int, run_dir: Path, settings: Mapping[str, Any]) -> Result:
     hparams = {"size": size, "num_passes": num_passes}
     config = TorchDistributedConfig(
-        world_size=WORLD_SIZE, launcher="local", run_dir=run_dir, sleeping_twins=twins, hparams=hparams
+        world_size=WORLD_SIZE, launcher="local", run_dir=run_dir, hparams=hparams, **settings
     )
     return experiment.lagom(loops, config)
 
 
-def going_on_s(size: int, num_passes: int, folder: Path) -> float:
-    """Return the seconds from the kill of rank 1 to the end of the first step of its twin."""
+def going_on_s(protection: str, size: int, num_passes: int, folder: Path) -> float:
+    """Return the seconds from the kill of rank 1 to the end of the first step after it."""
     folder.mkdir()
     killed_at: list[float] = []
 
     def kill() -> None:
-        while not (pids := _pids(folder, twins=True)):
+        while not (pids := _pids(folder, protection)):
             time.sleep(0.01)
         killed_at.append(time.time())
         os.kill(pids[1], signal.SIGKILL)
 
     thread = threading.Thread(target=kill)
     thread.start()
-    result = _run_loops(size, num_passes, folder, True)
+    result = _run_loops(size, num_passes, folder, PROTECTIONS[protection])
     thread.join()
     assert "batch" in result.failures[0]["resumed_from"], result.failures
     return float(min(end for end in result.per_rank[0]["ends"] if end > killed_at[0])) - killed_at[0]
 
 
 def loops(size: int, num_passes: int) -> Mapping[str, Any]:
-    """Train a layer of ``size`` by ``size`` with Adam on a loader; return its processor time a step, and all ends."""
+    """Train a layer of ``size`` by ``size`` with Adam on a loader; return its time a step, and all ends."""
     model = nn.Linear(size, size)
     optimizer = torch.optim.Adam(model.parameters())
     x = torch.ones(512, size)
     ends: list[float] = []
-    used = time.process_time()
+    used, began = time.process_time(), time.perf_counter()
     for _ in range(num_passes):
         for (rows,) in DataLoader(TensorDataset(x), batch_size=8):
             optimizer.zero_grad()
             model(rows).square().mean().backward()
             optimizer.step()
             ends.append(time.time())
-    return {"us": (time.process_time() - used) / len(ends) * 1e6, "ends": ends}
+    took = {"us": time.process_time() - used, "wall_us": time.perf_counter() - began}
+    return {name: seconds / len(ends) * 1e6 for name, seconds in took.items()} | {"ends": ends}
 
 
 def recovery_s(launcher: Launcher, folder: Path) -> float:
@@ -214,10 +222,10 @@ def _median_us(call: Callable[[], None], num: int) -> float:
     return statistics.median(times)
 
 
-def _pids(folder: Path, twins: bool = False) -> list[int]:
+def _pids(folder: Path, protection: str = "") -> list[int]:
     for path in folder.glob("*/run.json"):
         facts = json.loads(path.read_text())
-        ranks = facts["ranks"] if not twins or "twins" in facts else {}
+        ranks = facts["ranks"] if not protection or facts.get(protection) else {}
         if len(ranks) == WORLD_SIZE and all("pid" in one for one in ranks.values()):
             return [ranks[str(rank)]["pid"] for rank in range(WORLD_SIZE)]
     return []

@@ -1,0 +1,188 @@
+"""Measures the whole time of a run that loses a rank three times, with lagom, and with torchrun and a checkpoint.
+
+    python -m benchmarks.survive_kills [--steps 6000] [--kills 3]
+
+One training of two ranks on this machine, a layer of 1024 by 1024 with Adam (12 MB of state), in four forms: lagom
+with sleeping twins; lagom with a snapshot every 10 s; lagom with neither, which begins again; and torchrun
+--max-restarts with DDP, a DistributedSampler and a checkpoint every 10 s, written by hand. Each runs once as it is, and
+once with SIGKILLs of rank 1 at equal times of the first. The table has the seconds of both, and those lost for each
+kill.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import textwrap
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from lagom import experiment
+from lagom.config import TorchDistributedConfig
+
+WORLD_SIZE = 2
+SIZE, BATCH, ROWS = 1024, 8, 512
+EVERY_S = 10.0
+"""Seconds between two snapshots, and two checkpoints."""
+FORMS: dict[str, dict[str, Any]] = {
+    "lagom, sleeping twins": {"sleeping_twins": True},
+    "lagom, snapshots": {"snapshot_every_s": EVERY_S},
+    "lagom, begins again": {},
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure, and print the table."""
+    parser = argparse.ArgumentParser(description="Whole time of a run that loses ranks.")
+    parser.add_argument("--steps", type=int, default=6000)
+    parser.add_argument("--kills", type=int, default=3)
+    args = parser.parse_args(argv)
+    forms: dict[str, Callable[[Path, int], None]] = {name: _by_lagom(settings) for name, settings in FORMS.items()}
+    forms["torchrun, a checkpoint by hand"] = _by_torchrun
+    with tempfile.TemporaryDirectory() as scratch:
+        _by_lagom({})(Path(scratch, "first"), 10)  # starts the server that ranks are forked from
+        for number, (name, run) in enumerate(forms.items()):
+            alone = _timed(run, Path(scratch, f"{number}-alone"), args.steps, [])
+            kills = [alone * (kill + 1) / (args.kills + 1) for kill in range(args.kills)]
+            killed = _timed(run, Path(scratch, f"{number}-killed"), args.steps, kills)
+            lost = (killed - alone) / args.kills
+            print(
+                f"{name:32} {alone:6.1f} s, with {args.kills} kills {killed:6.1f} s: {lost:5.1f} s a kill", flush=True
+            )
+    return 0
+
+
+def _timed(run: Callable[[Path, int], None], folder: Path, steps: int, kills: Sequence[float]) -> float:
+    """Return the seconds of a run of ``steps``, of which rank 1 is killed after each of ``kills``."""
+    folder.mkdir()
+    start = time.monotonic()
+
+    def kill() -> None:
+        for after in kills:
+            time.sleep(max(0.0, start + after - time.monotonic()))
+            os.kill(_pid(folder), signal.SIGKILL)
+
+    thread = threading.Thread(target=kill)
+    thread.start()
+    run(folder, steps)
+    seconds = time.monotonic() - start
+    thread.join()
+    return seconds
+
+
+def _pid(folder: Path) -> int:
+    """Return the process of rank 1 that lives."""
+    while True:
+        for path in folder.glob("runs/*/run.json"):
+            ranks = json.loads(path.read_text()).get("ranks", {})
+            if _lives(pid := int(ranks.get("1", {}).get("pid", 0))):
+                return pid
+        own = folder / "pid-1"
+        if own.exists() and own.read_text() and _lives(pid := int(own.read_text())):
+            return pid
+        time.sleep(0.01)
+
+
+def _lives(pid: int) -> bool:
+    try:
+        return pid > 0 and Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def train(steps: int) -> float:
+    """Train on a loader for ``steps`` of a batch; return the last loss."""
+    torch.manual_seed(0)
+    model = nn.Linear(SIZE, SIZE)
+    optimizer = torch.optim.Adam(model.parameters())
+    data = TensorDataset(torch.randn(ROWS, SIZE))
+    done, loss = 0, torch.zeros(())
+    while done < steps:
+        for (rows,) in DataLoader(data, batch_size=BATCH, shuffle=True):
+            optimizer.zero_grad()
+            loss = model(rows).square().mean()
+            loss.backward()
+            optimizer.step()
+            done += 1
+    return loss.item()
+
+
+def _by_lagom(settings: dict[str, Any]) -> Callable[[Path, int], None]:
+    def run(folder: Path, steps: int) -> None:
+        config = TorchDistributedConfig(
+            world_size=WORLD_SIZE,
+            launcher="local",
+            run_dir=folder / "runs",
+            max_failures=10,
+            hparams={"steps": steps},
+            **settings,
+        )
+        experiment.lagom(train, config)
+
+    return run
+
+
+SCRIPT = f"""
+import os, sys, time
+from pathlib import Path
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+folder, steps = Path(sys.argv[1]), int(sys.argv[2])
+rank = int(os.environ["RANK"])
+(folder / f"pid-{{rank}}").write_text(str(os.getpid()))
+torch.distributed.init_process_group("gloo")
+torch.manual_seed(0)
+model = DistributedDataParallel(nn.Linear({SIZE}, {SIZE}))
+optimizer = torch.optim.Adam(model.parameters())
+data = TensorDataset(torch.randn({ROWS}, {SIZE}))
+sampler = DistributedSampler(data)
+done = epoch = 0
+if (folder / "last.pt").exists():
+    state = torch.load(folder / "last.pt")
+    model.load_state_dict(state["model"])
+    optimizer.load_state_dict(state["optimizer"])
+    done, epoch = state["done"], state["epoch"]
+saved = time.monotonic()
+while done < steps:
+    sampler.set_epoch(epoch)
+    for (rows,) in DataLoader(data, batch_size={BATCH // WORLD_SIZE}, sampler=sampler):
+        optimizer.zero_grad()
+        model(rows).square().mean().backward()
+        optimizer.step()
+        done += 1
+    epoch += 1
+    if rank == 0 and time.monotonic() - saved > {EVERY_S}:
+        state = {{"model": model.state_dict(), "optimizer": optimizer.state_dict(), "done": done, "epoch": epoch}}
+        torch.save(state, folder / "next.pt")
+        os.replace(folder / "next.pt", folder / "last.pt")
+        saved = time.monotonic()
+torch.distributed.destroy_process_group()
+"""
+
+
+def _by_torchrun(folder: Path, steps: int) -> None:
+    script = folder / "script.py"
+    script.write_text(textwrap.dedent(SCRIPT))
+    launch = ("-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={WORLD_SIZE}", "--max-restarts=10")
+    command = [sys.executable, *launch, str(script), str(folder), str(steps)]
+    with (folder / "log").open("w") as log:
+        subprocess.run(command, stdout=log, stderr=log, check=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
