@@ -33,7 +33,8 @@ struct alignas(64) Call {
     uint64_t number;  // of exchanges so far
 };
 
-// A message between two ranks, in chunks: both count those that they have passed.
+// Counters for the messages from one rank to another, which travel in chunks: the one counts those that it has
+// written, the other those that it has read.
 struct Mail {
     Counter written, read;
 };

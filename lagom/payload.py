@@ -205,7 +205,8 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         if torch is not None and isinstance(value, torch.storage.TypedStorage):
             return _typed_storage, (self._storage(value._untyped_storage), value.dtype)
         if torch is not None and isinstance(value, torch.UntypedStorage):
-            # For dtypes without typed storages, such as float8; torch still takes the untyped storage from it.
+            # Tensors of dtypes without typed storages, such as float8, have an untyped one. It travels as one of bytes,
+            # from which torch takes the untyped one again.
             return _typed_storage, (self._storage(value), torch.uint8)
         if self._by_reference:
             numpy = sys.modules.get("numpy")

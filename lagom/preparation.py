@@ -117,7 +117,10 @@ def provided_arguments(config: TorchDistributedConfig) -> dict[str, Any]:
 
 
 def already_distributed(train: Callable[..., Any], provided: dict[str, Any], cluster: Cluster) -> bool:
-    """Return whether the program, or an argument from the config, is written for torchrun, and can run so here."""
+    """Return whether the program, or an argument from the config, is written for torchrun and can run that way here.
+
+    One that knows only NCCL needs GPUs; without them the answer is no, and a warning says so.
+    """
     given = [provided.get(name) for name in ("module", "train_set", "test_set")] + list(provided["hparams"].values())
     given += [part for value in given if isinstance(value, (list, tuple)) for part in value[:16]]
     used = [train, *(value for value in given if callable(value))]

@@ -19,10 +19,12 @@ FRAME = 1 << 17
 
 
 class AgreedExchange:
-    """Exchanges signatures, and numbers together with them. See Note [Which gradients].
+    """Exchanges signatures, and small numbers in the same message, which are used only if all signatures are equal.
+
+    See Note [Which gradients] in gradients/gradient_averager.py.
 
     Args:
-        size: see ``FRAME``; 0 when numbers are on GPUs.
+        size: bytes that may follow the signatures to all other ranks together; 0 when the numbers are on GPUs.
     """
 
     def __init__(self, group: Group, size: int = FRAME) -> None:

@@ -82,4 +82,5 @@ def _reduced(reduction: str | None) -> frozenset[torch.dtype]:
 # When all ranks are processes of one host, CPU tensors go through memory that they share; see csrc/communicator.hpp.
 # The first exchange finds out, on all ranks together, whether this is possible: one rank without the compiled part
 # means none for all. When ranks are on several hosts, only sums, broadcasts and gathers use shared memory, and then
-# travel between hosts; see Note [Several hosts]. Exchanges in an independent order have their own memory and a thread.
+# travel between hosts; see Note [Several hosts] in hosts.py. Exchanges in an independent order have their own memory
+# and a thread.

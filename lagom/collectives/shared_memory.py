@@ -26,9 +26,7 @@ _MAIL = 1 << 16
 _SPIN_S = 2e-6
 """Seconds that a rank spins for another before it yields to other processes, if each rank has its own core."""
 _YIELDS = (200, 10)
-"""Number of yields before a rank sleeps: if each rank has its own core, and if ranks share cores. See Note [Waiting].
-
-"""
+"""Yields before a rank sleeps, where each rank has its own core, and where ranks share cores. See Note [Waiting]."""
 _TIMEOUT_S = 60.0
 """Limit to hand the memory round, once all ranks are known to be there."""
 

@@ -101,7 +101,7 @@ class Transports:
     def connect(self) -> Sequence[Transport]:
         """Return a transport of lagom's own and another one for an independent order; none if there can be none.
 
-        See Note [Shared memory].
+        See Note [Shared memory] in memory_transport.py.
         """
         if self._fast is None:
             self._fast = ()

@@ -252,9 +252,9 @@ def _kept_in_classes(calls: FileCalls, new: dict[str, Any]) -> Iterator[tuple[ob
 # The real disk serves paths that no rank changes for itself: devices, /proc, the caches of torch and of hubs,
 # __pycache__, files that tempfile makes in its default folder (names of the rank's own, often handed to other
 # programs), and downloads, which the first rank of a host does for all. C code that opens paths (h5py, pyarrow, sqlite,
-# cv2) calls the same functions, see Note [Files of C code]. Other programs see and change the real disk, on every rank.
-# So do ranks on another host that share a file system with rank 0's (NFS): they write to overlays too, but no record
-# tells them what rank 0 has changed there since the start.
+# cv2) calls the same functions, see Note [Files of C code] in libraries.py. Other programs see and change the real
+# disk, on every rank. So do ranks on another host that share a file system with rank 0's (NFS): they write to overlays
+# too, but no record tells them what rank 0 has changed there since the start.
 
 # Note [Order of a directory]
 # The file system decides the order of os.listdir. A data set of a directory's files must have the same order on all

@@ -1,4 +1,4 @@
-"""``BucketPipeline``: sends buckets of gradients while the backward still runs. See Note [Overlap]."""
+"""``BucketPipeline``: sends buckets of gradients while the backward still runs. See Note [Overlap] in overlap.py."""
 
 from __future__ import annotations
 

@@ -79,5 +79,5 @@ class BackwardCache:
 # Nearly all backwards of a program reach the same parameters as an earlier one, which have no gradients and no hooks
 # before, and they are not part of an accumulation. For these, agreeing and averaging is enough: the leaves need no
 # `BackwardGradients`, and `GradientAverager` need not look them up. Other ranks see no difference: there is the same
-# single exchange with the same signature, also for the comparisons of Note [Divergence]. If anything has changed,
-# before the backward or after, or if the ranks do not agree, the backward is finished in the ordinary way.
+# single exchange with the same signature, also for the comparisons of Note [Divergence] in divergence.py. If anything
+# has changed, before the backward or after, or if the ranks do not agree, the backward is finished in the ordinary way.

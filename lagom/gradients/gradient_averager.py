@@ -270,12 +270,12 @@ def _describe_batches(batches: Sequence[int | None]) -> str:
 #
 # A parameter that several modules share (tied weights) is one leaf with one number: autograd adds what each use
 # contributes, and the sum is averaged once. Uses in forwards that are split by rows and in whole ones may mix: those of
-# a rank's rows count as many times as there are ranks (see Note [Whole]).
+# a rank's rows count as many times as there are ranks (see Note [Whole] in row_split/whole_batch.py).
 #
 # When a leaf is reached for the first time, the signature also contains a hash of its values, since training from
 # different initial values would give wrong results without an error.
 #
-# Only the gradients that one backward adds are averaged; see Note [Hooks of leaves]. A plain tensor is data (such as
-# the input of an adversarial attack) if its rows are this rank's samples and its values differ between ranks. Its
-# gradient stays this rank's own. The same holds for a plain tensor with the exact shape of a tensor of the batch, such
-# as a perturbation, which begins as zeros on all ranks.
+# Only the gradients that one backward adds are averaged; see Note [Hooks of leaves] in backward_gradients.py. A plain
+# tensor is data (such as the input of an adversarial attack) if its rows are this rank's samples and its values differ
+# between ranks. Its gradient stays this rank's own. The same holds for a plain tensor with the exact shape of a tensor
+# of the batch, such as a perturbation, which begins as zeros on all ranks.

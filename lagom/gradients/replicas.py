@@ -136,7 +136,8 @@ class Replicas:
 # With batches="whole", every rank has whole batches, and computes small networks whole. Then each rank has the
 # gradients of one process. To average them changes nothing, and takes as long as the backward of such a network: ranks
 # wait for each other in each step. So gradients are compared instead: those of each kind of backward when it comes for
-# the first time, and later whenever parameters are compared (see Note [Divergence]). In between, ranks do not wait.
+# the first time, and later whenever parameters are compared (see Note [Divergence] in divergence.py). In between, ranks
+# do not wait.
 #
 # Ranks that compute something of their own (a generator without a seed) have other gradients from the beginning, and
 # those are averaged. So are those of a program that has asked for its rank by the time of a comparison. Where ranks

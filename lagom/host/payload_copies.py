@@ -29,7 +29,7 @@ _PR_SET_PDEATHSIG = 1
 def fetch_payload(spec: RunSpec, path: str) -> Iterator[None]:
     """Copy the payload of ``spec`` to ``path``; in the context, other hosts may get it from here.
 
-    See Note [Payload between hosts].
+    See Note [Payload between hosts] in wire/payload_sources.py.
 
     Raises:
         LinkClosed: if it does not arrive.

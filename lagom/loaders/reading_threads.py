@@ -132,10 +132,10 @@ class ReaderThreads:
             self._left[thread] = torch.default_generator.get_state()
 
     def make_generator(self, current: LoaderPass) -> torch.Generator | None:
-        """Return a generator of its own for a pass in this thread, if other threads draw from the global one; or None.
+        """Return a new generator for the pass if other threads draw from the global one in the meantime; else None.
 
-        Rank 0 decides for all ranks. A thread's first pass gets None: usually the main thread then waits for its first
-        batch, and draws nothing.
+        Rank 0 decides for all ranks. A thread's first pass gets None: usually the main thread waits for the first batch
+        of that pass, and draws nothing.
         """
         name = current.publication().name
         seed = derive_seed("thread", torch.initial_seed(), name) if threading.current_thread() in self._mixed else 0

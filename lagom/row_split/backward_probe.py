@@ -131,8 +131,8 @@ def _is_own(node: Any) -> bool:
 # Note [Backwards of programs]
 #
 # The gradient of torch's operations is the derivative of what they compute: where the forward works row by row, so does
-# the backward, and R times the gradient gives R times the result (see Note [Whole]). A function of the program's own
-# may clamp a gradient, divide it by a norm over the batch, round it, or add something to it. Where a forward uses one,
-# a probe runs backwards too, from gradients of the outputs that are random: one that is 2**40 times as large, or as
-# small, must give as many times the result, and those of the blocks must add up to that of the whole. A hook that a
-# forward sets on a tensor may also keep what it sees, so that such a module is not sliced.
+# the backward, and R times the gradient gives R times the result (see Note [Whole] in whole_batch.py). A function of
+# the program's own may clamp a gradient, divide it by a norm over the batch, round it, or add something to it. Where a
+# forward uses one, a probe runs backwards too, from gradients of the outputs that are random: one that is 2**40 times
+# as large, or as small, must give as many times the result, and those of the blocks must add up to that of the whole. A
+# hook that a forward sets on a tensor may also keep what it sees, so that such a module is not sliced.

@@ -75,7 +75,8 @@ class Draws(OperationMode):
 
     Args:
         axes: by kind of draw, the dimension that counts the rows of the batch (or a multiple); None: none does.
-        reads: numbers that the forward took out of torch when it was probed; None: there may be others.
+        reads: numbers and shapes that the forward took from tensors when it was probed, such as by ``.item()``; another
+            one is an ``OtherWayError``. None: they are not compared.
         multiples: kinds of draws that had several rows for each row of the batch when the forward was probed.
         remedy: advice at the end of an error.
     """

@@ -264,11 +264,11 @@ def _tensor_versions(leaves: list[Any]) -> list[int | None]:
 # - A row of NaN may spoil no other row; it does so even through a mean that has the weight zero so far.
 # - No number of the input may decide anything (item(), numpy(), masks that select): another batch might take another
 #   way. Nor may one of Python's or numpy's generators. Other numbers that it reads (a buffer's, or one of torch's
-#   random numbers) must be the same at each sliced call; see Note [Other ways].
+#   random numbers) must be the same at each sliced call; see Note [Other ways] in sliced_forward.py.
 # - Buffers must be equal afterwards, except BatchNorm's, whose statistics are the whole batch's in each block.
 # - Random draws must have a fixed count for each row; see ``Draws``.
 # - The program's hooks and prints would see a part of the batch, so there may be none.
-# - A backward that is not torch's own is compared too; see Note [Backwards of programs].
+# - A backward that is not torch's own is compared too; see Note [Backwards of programs] in backward_probe.py.
 #
 # A batch of equal rows, as of a warm-up with zeros, shows nothing: the next batch is probed. Parameters that are almost
 # zero are enlarged during the probe: a gate that starts closed would hide a coupling of rows that shows later. Random

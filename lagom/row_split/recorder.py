@@ -1,4 +1,4 @@
-"""``Recorder``: record the operations of a forward. See Note [Probe]."""
+"""``Recorder``: record the operations of a forward. See Note [Probe] in probe.py."""
 
 from __future__ import annotations
 

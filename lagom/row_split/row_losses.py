@@ -151,6 +151,7 @@ def _share_loss(sharing: _Sharing, loss: TorchLoss) -> Iterator[None]:
 # noticed, and saved-tensor hooks see a rank's rows. A loss is an exchange then, which all ranks must come to: once the
 # program has asked for its rank, it may compute one on a single rank, so losses are no longer shared out.
 #
-# The arithmetic is that of Note [Whole]. With R ranks, a rank's own number has R times the gradient of one process,
-# and a number that is equal on all ranks has that gradient. So the gradient of the sum s of s_r is R g for each s_r;
-# as an operation, it is the copy of g to all ranks, times R, and the gradient of the copy is the sum, divided by R.
+# The arithmetic is that of Note [Whole] in whole_batch.py. With R ranks, a rank's own number has R times the gradient
+# of one process, and a number that is equal on all ranks has that gradient. So the gradient of the sum s of s_r is R g
+# for each s_r; as an operation, it is the copy of g to all ranks, times R, and the gradient of the copy is the sum,
+# divided by R.

@@ -76,7 +76,7 @@ def _lies_by_rows(mask: Tensor, axis: int) -> bool:
 
 # Note [Skipping]
 #
-# Each rank draws the numbers of one process (see Note [Whole]), of which it needs those of its rows. Torch draws masks
-# on CPUs one element after the other, each of two numbers of a Mersenne Twister, which takes 7 to 16 ns; to renew the
-# twister's state takes 1 ns. With MKL on Intel's CPUs torch draws a mask of a single number of the twister, by another
-# generator: a trial finds that out, and then the whole mask is drawn.
+# Each rank draws the numbers of one process (see Note [Whole] in whole_batch.py), of which it needs those of its rows.
+# Torch draws masks on CPUs one element after the other, each of two numbers of a Mersenne Twister, which takes 7 to 16
+# ns; to renew the twister's state takes 1 ns. With MKL on Intel's CPUs torch draws a mask of a single number of the
+# twister, by another generator: a trial finds that out, and then the whole mask is drawn.

@@ -171,7 +171,7 @@ def try_again(candidate: SplitCandidate, num_blocks: int, statistics: Callable[[
 
 
 def describe_failure(error: Exception) -> str:
-    """Return the reason for which a module is not sliced that fails on a part of its batch."""
+    """Return the reason why a module is not sliced: it fails on a part of its batch."""
     return f"fails on a part of its batch ({type(error).__name__}: {str(error)[:200]})"
 
 

@@ -244,12 +244,12 @@ _MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))
 
 # Note [Surroundings]
 #
-# A probe runs a forward more often than the program does (see Note [Probe]), and its finding holds while the forward
-# takes the same way. Attributes of modules are restored, and calls are distinguished by them. But a forward may also
-# count its calls in a global variable, draw from a generator of its own, or ask a config whether to mix rows in this
-# epoch. So all values that its code can reach are collected: attributes of modules; the globals and closures that their
-# methods name; and so on through functions and objects of the program. Objects of libraries count by their values, not
-# by their code.
+# A probe runs a forward more often than the program does (see Note [Probe] in probe.py), and its finding holds while
+# the forward takes the same way. Attributes of modules are restored, and calls are distinguished by them. But a forward
+# may also count its calls in a global variable, draw from a generator of its own, or ask a config whether to mix rows
+# in this epoch. So all values that its code can reach are collected: attributes of modules; the globals and closures
+# that their methods name; and so on through functions and objects of the program. Objects of libraries count by their
+# values, not by their code.
 #
 # A forward whose calls change any of these twice is not probed, and runs whole (a single change may fill a cache).
 # Calls that differ in a switch, or in a number's sign, are of different kinds, and each kind is probed. Numbers count

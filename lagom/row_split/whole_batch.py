@@ -243,5 +243,6 @@ class RowExchange:
 # over the ranks is the sum of one process. So the gradient of a gather is the block of g, times R, and the gradient of
 # a slice is the gathered gradient, divided by R. Parameters that the program uses outside a sliced forward (weight
 # decay in the loss) have g on every rank, and the average is g. Two forwards in a row pass whole tensors on. BatchNorm
-# in a sliced forward sees the same factor on all ranks; see Note [BatchNorm]. Both operations are linear, and each is
-# the other's gradient, so second gradients are right as well: the gradient of R S(g) is R G(v) / R.
+# in a sliced forward sees the same factor on all ranks; see Note [BatchNorm] in forward/batchnorm_arithmetic.py. Both
+# operations are linear, and each is the other's gradient, so second gradients are right as well: the gradient of R S(g)
+# is R G(v) / R.

@@ -82,8 +82,8 @@ class BatchTracker:
         if share is None:
             return
         found = next((tensor for tensor in tensors(data) if tensor.dim()), None)
-        # A rank without samples has one stand-in sample that counts nowhere. Only the first dimension is checked:
-        # images have 1 or 3 channels, and a batch's tail may have as many samples.
+        # A rank without samples has one stand-in sample that counts nowhere. Only the first dimension is compared with
+        # sizes of batches: another, such as 3 channels, may be the number of samples in a tail by chance.
         if found is None or found.shape[0] in (max(share.num_mine, 1), share.num_rows):
             return
         if self._sizes.get(found.shape[0], share.weight(self._world_size)) != share.weight(self._world_size):

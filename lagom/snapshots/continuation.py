@@ -32,7 +32,7 @@ _SIMPLE = (ast.Expr, ast.Assign, ast.AugAssign, ast.AnnAssign, ast.Return, ast.A
 
 
 class ResumedFrame:
-    """Values for a continuation until it has reached its position."""
+    """What a continuation needs to reach its position: variables, and the loops and blocks that it was in."""
 
     FIRST = object()
     """Stands for the item that a loop was at."""

@@ -30,7 +30,7 @@ class _Source:
 
 
 class BarIterator:
-    """The iterator of a bar, with the iterator below it."""
+    """The iterator of a tqdm bar, by ``run``, tqdm's own; can be pickled, as it keeps the iterator of what it shows."""
 
     def __init__(self, bar: Any, run: Any, source: _Source) -> None:
         self.bar, self._run, self.source = bar, run, source

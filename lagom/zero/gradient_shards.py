@@ -286,9 +286,9 @@ class GradientShards:
 # only the part that this rank will step by. ``Tensor.grad`` is a property: when a program reads a sharded gradient, the
 # whole one is gathered and is then an ordinary gradient. It stays whole until the program throws it away, since the
 # program may change it under another name. A read is an exchange: one rank requests it, and the others answer wherever
-# they are; see Note [Asking]. If they have gone on so far that their shards are no longer those of the moment of the
-# request, that is an error on all ranks. The program never sees a shard. Operations that treat every element alike, or
-# only need norms, work on shards; each has a patch that knows about shards.
+# they are; see Note [Asking] in collectives/requests.py. If they have gone on so far that their shards are no longer
+# those of the moment of the request, that is an error on all ranks. The program never sees a shard. Operations that
+# treat every element alike, or only need norms, work on shards; each has a patch that knows about shards.
 #
 # So a gradient is whole before its optimizer's first step, after the program has read it until it is thrown away
 # (`was_shown`), if two optimizers step its parameter (`stays_whole`), and if its optimizer is not sharded at all (its

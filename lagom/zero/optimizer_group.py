@@ -149,9 +149,9 @@ class OptimizerGroup:
         return None if sharded is None else sharded.num_bytes()
 
     def end(self) -> None:
-        """Gather the state of the optimizers that still exist, as in the program's result, at its end on all ranks.
+        """Gather the whole state of each optimizer that still exists, as the function may return it; a collective.
 
-        A collective.
+        To be called at the end of the function.
         """
         if self._by_number:
             gc.collect()  # schedulers and optimizers reference each other

@@ -34,7 +34,7 @@ class ShardedOptimizer:
 
     Args:
         number: number of the optimizer, equal on all ranks.
-        finding: how it can be stepped in parts, never ``Kind.COUPLED``.
+        finding: how it can be stepped in parts, never ``ShardingKind.COUPLED``.
         parameters: the sharded parameters; the others are stepped whole on every rank.
         gradients: has shards of gradients; None if they are whole.
         weights: has shards of parameters; None if they are whole.
@@ -108,7 +108,7 @@ class ShardedOptimizer:
 
     @contextmanager
     def swap_out(self, optimizer: Optimizer) -> Iterator[None]:
-        """Restore the optimizer for a block inside ``swapped``; the block may change gradients."""
+        """Restore the optimizer for a block inside ``swap_in``; the block may change gradients."""
         self._swap_back(optimizer)
         self._count_step()
         try:
@@ -231,7 +231,7 @@ class ShardedOptimizer:
         self._order = [id(key) for key in whole]
 
     def serve_state(self) -> None:
-        """Take part in another rank's ``whole``."""
+        """Take part in another rank's ``gather_state``."""
         self._gather_states(keep=False)
 
     def gather_state(self) -> Any:
@@ -279,7 +279,8 @@ def _shape_like(line: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
 # the parameters' memory. A closure is evaluated with everything put back.
 #
 # Before a step, the ranks check that all of them are about to make it. So outside of a step the parts of all ranks
-# belong to the same number of steps, and one of them may request the whole state at any time. See Note [Asking].
+# belong to the same number of steps, and one of them may request the whole state at any time. See Note [Asking] in
+# collectives/requests.py.
 #
 # A whole state, once it was requested, is the optimizer's until its next step. That step keeps this rank's part of it,
 # so the program's changes to the state, or a loaded state, are not lost. It is a copy of that moment; on one machine

@@ -189,5 +189,6 @@ def _first_block(parts: Sequence[bytes | memoryview]) -> bytes | memoryview:
 # If Spark encrypts its traffic, ranks encrypt what they send to other hosts, by TLS 1.3 (Python's ssl). The driver
 # makes a key and a certificate for the ranks of the run, which travel with the secret, inside Spark's job. All ranks
 # have the same: each end shows the certificate, proves that it has the key, and accepts no other certificate. The
-# proofs of Note [Proofs of ranks] come first, in clear: a stranger gets no further than without encryption, and reaches
-# no code of OpenSSL. Who stands between two ranks can hand on their proofs, but then lacks the certificate's key.
+# proofs of Note [Proofs of ranks] in handshake.py come first, in clear: a stranger gets no further than without
+# encryption, and reaches no code of OpenSSL. Who stands between two ranks can hand on their proofs, but then lacks the
+# certificate's key.

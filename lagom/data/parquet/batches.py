@@ -151,7 +151,7 @@ class TableBatchSampler(Sampler[Any]):
                 yield Positions(epoch, range(first, stop))
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        # Each unpickled copy is a source of its own.
+        # An unpickled copy is another sampler: its passes have another ``Epoch.source``.
         self.__dict__.update(state, _source=next(_numbers))
 
 

@@ -47,7 +47,7 @@ class RowGroupCursor:
         Args:
             most: largest number of rows to decode at a time.
             is_alone: whether no other cursor decodes at the same time, so that Arrow may use several threads; see
-                Note [Whose threads].
+                Note [Whose threads] in streams.py.
             is_last: whether the rows go into batches without another copy.
         """
         self._source = source

@@ -220,4 +220,4 @@ _THREAD = (
 # memory that workers share with the process that starts them (shared_objects.py, shared_mappings.py), through which a
 # worker might tell the program something; with pinned memory; in threads of the program, and in loaders with iterators
 # of their own. If a thread reads what the main thread has begun with iter(), the absent workers start then.
-# share_workers="auto" leaves out more, and shares only after a trial: see Note [Trials].
+# share_workers="auto" leaves out more, and shares only after a trial: see Note [Trials] in loader_trial.py.

@@ -26,7 +26,7 @@ def _is_local(address: Any) -> bool:
 
 
 class WorkerWatch:
-    """Tells the process that starts workers what they have done so far.
+    """Tells the process that starts workers what any of them has done that others can see, and if it asked its rank.
 
     Args:
         context: the ``multiprocessing`` context that starts them.

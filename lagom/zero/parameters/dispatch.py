@@ -59,7 +59,7 @@ _address = torch._C.TensorBase.data_ptr
 
 
 class ParameterUses(TorchDispatchMode):
-    """Handles each operation before it runs. See Note [Parts of parameters]."""
+    """Handles each operation before it runs. See Note [Parts of parameters] in shards.py."""
 
     supports_higher_order_operators = True
 

@@ -344,11 +344,11 @@ _APART = (
 # writes to a parameter marks it; when it is freed, each rank keeps its part of the new values. Functions that read
 # values past operations (numpy(), data_ptr(), pickle) have patches of their own.
 #
-# To make a parameter whole a rank sends a request (see Note [Asking]), so it may do that alone. When all ranks request
-# the same at once, that exchange is the only one besides the values. Parts belong together if the parameter has had the
-# same values on all ranks. So each rank keeps a digest of the bits that its part was cut from, and the number of
-# optimizer steps since. If they differ, one rank has changed the parameter alone, or to other values, which is an error
-# on all ranks.
+# To make a parameter whole a rank sends a request (see Note [Asking] in collectives/requests.py), so it may do that
+# alone. When all ranks request the same at once, that exchange is the only one besides the values. Parts belong
+# together if the parameter has had the same values on all ranks. So each rank keeps a digest of the bits that its part
+# was cut from, and the number of optimizer steps since. If they differ, one rank has changed the parameter alone, or to
+# other values, which is an error on all ranks.
 #
-# An optimizer steps the parts in place; see Note [Stepping a part]. Small parameters stay whole, and are handled as
-# with ``zero_lvl=2``.
+# An optimizer steps the parts in place; see Note [Stepping a part] in zero/sharded_optimizer.py. Small parameters stay
+# whole, and are handled as with ``zero_lvl=2``.
