@@ -10,9 +10,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from lagom.snapshots.continuation import HELP, ResumedFrame, check_continuation, continuation_code, first_parameter
+from lagom.snapshots.continuation import ResumedFrame, check_continuation, continuation_code, first_parameter
 from lagom.snapshots.frame_position import NoSnapshotError, Position, place_of, position_of
 from lagom.snapshots.progress_bars import BarIterator
+from lagom.snapshots.remaining_statements import HELP
 from lagom.snapshots.source_code import MARK, SourceFile, iterator_name, iterator_of, manager_name
 from lagom.snapshots.state_pickle import cell_contents, fill_cells
 
