@@ -69,7 +69,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def run(
-    folder: Path, *arguments: str, python: tuple[str, ...] = ("-m", "lagom.cli", "run", "-n", "2")
+    folder: Path, *arguments: str, python: tuple[str, ...] = ("-m", "lagom", "run", "-n", "2")
 ) -> tuple[int, str, str]:
     """Exit status, standard output and standard error of the script under lagom, or under ``python=()``."""
     return started(folder, *python, "program.py", *arguments)
@@ -109,7 +109,7 @@ def test_a_script_prints_and_saves_on_two_ranks_what_plain_python_does(folder: P
 
 def test_exit_status_and_traceback_are_the_scripts(folder: Path, lagom_run: LagomRun) -> None:
     path = folder / "program.py"
-    status, _, error = run(folder, "--fail", "out of luck")
+    status, _, error = lagom_run("program.py", "--fail", "out of luck")
     assert status == 1
     assert error.rstrip().endswith("RuntimeError: out of luck")
     assert f'File "{path}", line' in error
@@ -264,7 +264,7 @@ def test_a_syntax_error_is_told_as_python_tells_it(
     assert error.splitlines()[-1] == "SyntaxError: expected ':'"
 
 
-def test_a_module_runs_as_python_runs_it(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_module_runs_as_python_runs_it(folder: Path, lagom_run: LagomRun) -> None:
     package = folder / "own" / "inner"
     package.mkdir(parents=True)
     (folder / "own" / "__init__.py").write_text("LOADED = []\n")
@@ -275,9 +275,9 @@ def test_a_module_runs_as_python_runs_it(folder: Path, monkeypatch: pytest.Monke
     (package / "__main__.py").write_text(text)
     plain = started(folder, "-m", "own.inner", "--epochs", "3")
     assert plain[0] == 0, plain
-    status, out, error = started(folder, "-m", "lagom", "run", "-n", "2", "-m", "own.inner", "--epochs", "3")
+    status, out, error = lagom_run("-m", "own.inner", "--epochs", "3")
     assert (status, out) == (0, plain[1]), error
-    monkeypatch.syspath_prepend(str(folder))
+    sys.path.insert(0, str(folder))  # a list of this test's
     assert b"own/inner/base.py" in modules_zip(Script.of_module("own.inner", []))
     assert "own" not in sys.modules
 

@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -45,28 +46,36 @@ sys.stdout.write("no newline at the end")
 """
 
 
-def shown(folder: Path, *python: str) -> tuple[str, list[str]]:
-    """Standard output, and the lines of standard error that are not lagom's own."""
+def shown(folder: Path, run: Callable[[], tuple[str, str]]) -> tuple[str, list[str]]:
+    """Standard output of ``run`` in ``folder``, and the lines of standard error that are not lagom's own."""
     folder.mkdir()
     (folder / "program.py").write_text(PROGRAM)
-    done = subprocess.run(
-        [sys.executable, *python, "program.py"],
-        cwd=folder,
-        env=os.environ | {"PYTHONPATH": str(Path(cli.__file__).parents[1]), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=170,
-        check=True,
-    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        patch.setattr(sys, "path", list(sys.path))
+        out, err = run()
     # Warnings name the script's file.
-    lines = done.stderr.replace("\r", "\n").replace(f"{folder}{os.sep}", "").splitlines()
-    return done.stdout, [line for line in lines if line and not line.startswith("lagom: ")]
+    lines = err.replace("\r", "\n").replace(f"{folder}{os.sep}", "").splitlines()
+    return out, [line for line in lines if line and not line.startswith("lagom: ")]
+
+
+def _by_python() -> tuple[str, str]:
+    command, env = [sys.executable, "program.py"], os.environ | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=170, check=True)
+    return done.stdout, done.stderr
 
 
 @pytest.mark.parametrize("world_size", ["2", *(pytest.param(size, marks=pytest.mark.soak) for size in ("1", "3"))])
-def test_prints_logs_and_progress_bars_are_shown_once(world_size: str, tmp_path: Path) -> None:
-    plain = shown(tmp_path / "plain")
-    found = shown(tmp_path / "shared", "-m", "lagom.cli", "run", "--master", "local", "-n", world_size)
+def test_prints_logs_and_progress_bars_are_shown_once(
+    world_size: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def by_lagom() -> tuple[str, str]:
+        assert cli.main(["run", "--master", "local", "-n", world_size, "program.py"]) == 0
+        out, err = capfd.readouterr()
+        return out, err
+
+    plain = shown(tmp_path / "plain", _by_python)
+    found = shown(tmp_path / "shared", by_lagom)
     assert found == plain
     assert plain[0].count("epoch 1: ") == 1
     assert "epoch 1 4/4" in plain[1]

@@ -237,14 +237,14 @@ class Stopping(Dataset[torch.Tensor]):
         return torch.ones(2)
 
 
-@pytest.mark.parametrize("context", ["fork", "spawn"])
-def test_a_worker_of_a_loader_cannot_stop_and_says_so(person: Person, context: str) -> None:
+@pytest.mark.parametrize(("context", "world_size"), [("fork", 2), ("spawn", 1)])  # a spawned worker imports torch
+def test_a_worker_of_a_loader_cannot_stop_and_says_so(person: Person, context: str, world_size: int) -> None:
     def load() -> None:
         for _ in DataLoader(Stopping(), batch_size=4, num_workers=1, multiprocessing_context=context):
             pass
 
     with pytest.raises(LagomError, match=r"breakpoint\(\) in process \d+, which a rank has started.*num_workers=0"):
-        run(load)
+        run(load, world_size=world_size)
 
 
 def test_a_trial_of_a_search_cannot_stop_and_says_so(person: Person) -> None:

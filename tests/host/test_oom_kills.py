@@ -49,12 +49,12 @@ def test_what_is_said_of_it() -> None:
 
 @pytest.fixture
 def group() -> Iterator[Path]:
-    """A control group of 1.5 GB."""
+    """A control group of 1 GB."""
     second = (GROUPS / "cgroup.controllers").exists()
     made = (GROUPS if second else GROUPS / "memory") / f"lagom-test-{os.getpid()}"
     try:
         made.mkdir()
-        (made / ("memory.max" if second else "memory.limit_in_bytes")).write_text(str(1536 << 20))
+        (made / ("memory.max" if second else "memory.limit_in_bytes")).write_text(str(1 << 30))
     except OSError:
         with contextlib.suppress(OSError):
             made.rmdir()
@@ -82,7 +82,7 @@ def train():
         import time
         time.sleep(50)
 
-experiment.lagom(train, TorchDistributedConfig(launcher="local", world_size=2, run_dir=None))
+experiment.lagom(train, TorchDistributedConfig(launcher="local", world_size=2, run_dir=None, max_failures=0))
 """
 
 

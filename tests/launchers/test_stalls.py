@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import multiprocessing
 import os
 import re
@@ -45,9 +46,11 @@ def never_ends(kind: str) -> None:
     if kind == "sleep":
         time.sleep(1000)
     while kind == "loop":
-        pass
+        time.sleep(0.01 + 0 * sum(range(10_000)))  # computes now and then, as tests beside this one want to
     if kind == "without Python":
-        re.match(r"(a+)+$", "a" * 40 + "b")  # in C, and no other thread gets a turn
+        mutex = ctypes.create_string_buffer(64)
+        for _ in range(2):
+            ctypes.PyDLL(None).pthread_mutex_lock(mutex)  # in C, and no other thread gets a turn
 
 
 def train(kind: str) -> None:
@@ -68,7 +71,12 @@ def ended(function: Any, **settings: Any) -> StallError:
 
 @pytest.mark.parametrize(
     ("kind", "where"),
-    [("sleep", "time.sleep(1000)"), ("loop", "while kind"), ("without Python", "re.match("), ("worker", "time.sleep")],
+    [
+        ("sleep", "time.sleep(1000)"),
+        ("loop", "sum(range("),
+        ("without Python", "pthread_mutex_lock("),
+        ("worker", "time.sleep"),
+    ],
 )
 def test_a_rank_that_is_stuck_is_named_with_its_stack(kind: str, where: str, capfd: pytest.CaptureFixture[str]) -> None:
     error = ended(train, hparams={"kind": kind})

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
+import json
 import os
+import runpy
 import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
+from unittest.mock import patch
 
 ROOT = Path(__file__).parents[2]
 PROGRAM = """
@@ -35,9 +41,21 @@ def start(seconds: object, trials: int, *args: str, launcher: str = "local") -> 
 
     It prints whether it was interrupted, and number, state and value of each trial.
     """
-    Path("program.py").write_text(PROGRAM.format(seconds=seconds, trials=trials, launcher=launcher))
+    _write(seconds, trials, launcher)
     pipe, env = subprocess.PIPE, os.environ | {"PYTHONPATH": str(ROOT)}
     return subprocess.Popen([sys.executable, "program.py", *args], stdout=pipe, stderr=pipe, text=True, env=env)
+
+
+def run_here(seconds: object, trials: int, resume: str) -> Any:
+    """Resume such a search as the main program of this process; return what it prints."""
+    _write(seconds, trials, "local")
+    with patch.object(sys, "argv", ["program.py", resume]), contextlib.redirect_stdout(io.StringIO()) as out:
+        runpy.run_path("program.py", run_name="__main__")
+    return json.loads(out.getvalue())
+
+
+def _write(seconds: object, trials: int, launcher: str) -> None:
+    Path("program.py").write_text(PROGRAM.format(seconds=seconds, trials=trials, launcher=launcher))
 
 
 def wait_for_trials(number: int) -> Path:

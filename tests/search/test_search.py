@@ -18,7 +18,7 @@ from lagom import experiment
 from lagom.config import HyperparameterOptConfig, Searchspace, TorchDistributedConfig
 from lagom.errors import LagomError, MetricError, PlanError
 from tests.search import odd_trials
-from tests.search.search_process import start, wait_for_trials
+from tests.search.search_process import run_here, start, wait_for_trials
 
 SPACE = Searchspace(lr=("DOUBLE", [1e-3, 1e-1], "log"), units=("INTEGER", [2, 8]))
 
@@ -56,7 +56,14 @@ def config(**changes: Any) -> HyperparameterOptConfig:
     return HyperparameterOptConfig(**settings | changes)
 
 
-@pytest.mark.parametrize(("ranks", "launcher"), [(1, "local"), (2, "local"), (1, "inline")])
+@pytest.mark.parametrize(
+    ("ranks", "launcher"),
+    [
+        pytest.param(1, "local", marks=pytest.mark.soak),  # with two ranks, and inline, is shown by default
+        (2, "local"),
+        (1, "inline"),
+    ],
+)
 def test_the_number_of_a_trial_is_that_of_a_run_with_its_hyperparameters(ranks: int, launcher: Any) -> None:
     result = experiment.lagom(train, config(es_policy="none", ranks_per_trial=ranks, launcher=launcher, num_trials=4))
     assert [trial["state"] for trial in result.trials] == ["complete"] * 4
@@ -240,25 +247,21 @@ def test_ctrl_c_ends_trials_that_run_and_returns_those_that_have_ended() -> None
     assert all(state == "complete" for _, state, _ in trials)
 
 
-def test_a_search_goes_on_after_its_driver_was_killed() -> None:
-    program = start(0.3, 30)
+def test_a_search_goes_on_after_its_driver_was_killed(capfd: pytest.CaptureFixture[str]) -> None:
+    program = start(0.3, 16)
     folder = wait_for_trials(6)
     program.kill()
     program.communicate()
     before = len(list(folder.glob("trials/*")))
-    assert before < 30
-    again = start(0.0, 30, str(folder))
-    out, errors = again.communicate(timeout=120)
-    assert again.returncode == 0, errors
-    interrupted, trials = json.loads(out)
+    assert before < 16
+    interrupted, trials = run_here(0.0, 16, str(folder))
     assert not interrupted
-    assert [number for number, _, _ in trials] == list(range(30))
+    assert [number for number, _, _ in trials] == list(range(16))
     assert {state for _, state, _ in trials} == {"complete"}
-    assert len({value for _, _, value in trials}) == 30
+    assert len({value for _, _, value in trials}) == 16
     assert os.path.samefile(folder, next(Path("runs").iterdir()))
-    assert re.search(r"\b30 (of 30 )?trials done", errors)
-    finished = start(0.0, 30, str(folder))
-    out, errors = finished.communicate(timeout=120)
-    assert json.loads(out)[1] == trials
-    assert re.search(r"\b30 (of 30 )?trials done", errors)
+    assert re.search(r"\b16 (of 16 )?trials done", capfd.readouterr().err)
+    assert run_here(0.0, 16, str(folder))[1] == trials
+    errors = capfd.readouterr().err
+    assert re.search(r"\b16 (of 16 )?trials done", errors)
     assert "at a time" not in errors  # no slot was started for nothing
