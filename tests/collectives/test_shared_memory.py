@@ -10,7 +10,7 @@ import signal
 import socket
 import threading
 from collections.abc import Callable
-from functools import partial, reduce
+from functools import cache, lru_cache, partial, reduce
 from pathlib import Path
 from typing import Any
 
@@ -41,8 +41,9 @@ SIZES = (0, 1, 7, 1000, 20_000, 300_001)
 """Elements: none, few, up to those that go in several pieces."""
 
 
+@lru_cache(maxsize=64)
 def given(rank: int, count: int, dtype: torch.dtype) -> torch.Tensor:
-    """What ``rank`` gives: any bits for whole numbers, else both signs, small and large."""
+    """What ``rank`` gives, to be left as it is: any bits for whole numbers, else both signs, small and large."""
     generator = torch.Generator().manual_seed(17 * rank + count)
     if dtype == torch.bool:
         return torch.randint(0, 2, (count,), generator=generator).bool()
@@ -50,6 +51,17 @@ def given(rank: int, count: int, dtype: torch.dtype) -> torch.Tensor:
         least, most = torch.iinfo(dtype).min, torch.iinfo(dtype).max
         return torch.randint(max(least, -(2**62)), min(most, 2**62), (count,), generator=generator).to(dtype)
     return (torch.randn(count, generator=generator) * 8).to(dtype)
+
+
+def given_bytes(number: int, count: int) -> torch.Tensor:
+    """Bytes that differ by ``number``, to be left as they are: parts of one tensor, as many need many."""
+    return _bytes()[number * 101 :][:count]
+
+
+@cache
+def _bytes() -> torch.Tensor:
+    generator = torch.Generator().manual_seed(17)
+    return torch.randint(0, 256, (5_000_000,), dtype=torch.uint8, generator=generator)
 
 
 _FOLDS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
@@ -75,7 +87,7 @@ def folded(name: str, parts: list[torch.Tensor]) -> torch.Tensor:
 
 
 def reductions() -> list[tuple[str, torch.dtype]]:
-    return [(name, t) for name, o in OPERATIONS.items() for t, code in TYPES.items() if native().has(code, o)]
+    return [(name, t) for t, code in TYPES.items() for name, o in OPERATIONS.items() if native().has(code, o)]
 
 
 def test_every_reduction_has_torchs_bits_on_all_ranks() -> None:
@@ -86,7 +98,7 @@ def test_every_reduction_has_torchs_bits_on_all_ranks() -> None:
         for name, dtype in reductions():
             for count in SIZES:
                 wanted = folded(name, [given(rank, count, dtype) for rank in world])
-                found = given(session.rank, count, dtype)
+                found = given(session.rank, count, dtype).clone()
                 near.all_reduce(found.data_ptr(), count, TYPES[dtype], OPERATIONS[name])
                 if not torch.equal(found, wanted):
                     wrong.append(("all_reduce", name, dtype, count))
@@ -132,7 +144,7 @@ def moved(session: Session) -> Any:
     rank, size = session.rank, session.world_size
     wrong = []
     for count in (0, 1, 77, 70_001, 1_200_003 if size < 8 else 530_001):
-        every = [given(other, count, torch.uint8) for other in range(size)]
+        every = [given_bytes(other, count) for other in range(size)]
         out = torch.zeros(size * count, dtype=torch.uint8)
         near.all_gather(every[rank].data_ptr(), out.data_ptr(), count)
         wrong += [] if torch.equal(out, torch.cat(every)) else ["all_gather"]
@@ -143,11 +155,11 @@ def moved(session: Session) -> Any:
             out.zero_()
             near.gather(every[rank].data_ptr(), out.data_ptr() if rank == root else 0, count, root)
             wrong += [] if torch.equal(out, torch.cat(every) if rank == root else torch.zeros_like(out)) else ["gather"]
-            whole = given(root + 50, count * size, torch.uint8)
+            whole = given_bytes(root + 50, count * size)
             near.scatter(whole.data_ptr() if rank == root else 0, one.data_ptr(), count, root)
             wrong += [] if torch.equal(one, whole[rank * count :][:count]) else ["scatter"]
         lengths = [[count * ((i + 2 * j) % 3) // 2 for j in range(size)] for i in range(size)]
-        sent = [given(i + 90, sum(lengths[i]), torch.uint8) for i in range(size)]
+        sent = [given_bytes(i + 90, sum(lengths[i])) for i in range(size)]
         back = [lengths[i][rank] for i in range(size)]
         out = torch.zeros(sum(back), dtype=torch.uint8)
         near.all_to_all(sent[rank].data_ptr(), lengths[rank], out.data_ptr(), back)

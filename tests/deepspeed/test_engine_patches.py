@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import copy
+import importlib
 import os
 import pickle
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -14,6 +14,8 @@ import pytest
 import torch
 import torch.utils.checkpoint
 from torch import nn
+from torch._dynamo.eval_frame import TorchPatcher
+from torch.distributions import Distribution
 from torch.utils.data import DataLoader, TensorDataset
 
 import lagom
@@ -41,14 +43,30 @@ def loaded() -> None:
 
 
 def test_distributions_check_their_arguments_after_the_import() -> None:
-    code = """
-import torch
-from lagom.deepspeed.loading import load
-load("cpu")
-torch.distributions.Normal(0.0, -1.0)
-"""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert "ValueError: Expected parameter scale" in done.stderr  # torch's compiler turns the checks off
+    def program(_: Session) -> list[bool]:
+        found = []
+        for imports in (lambda: importlib.import_module(f"{COMPILED}.muon_optimizer"), lambda: load("cpu")):
+            for name in [name for name in sys.modules if name.startswith(COMPILED)]:
+                del sys.modules[name]
+            TorchPatcher.patch.cache_clear()  # torch's compiler turns the checks off once in a process
+            Distribution.set_default_validate_args(True)
+            imports()
+            found.append(_checks_arguments())
+        return found
+
+    assert run_ranks(1, program, patches=False) == [[False, True]]
+
+
+COMPILED = "deepspeed.runtime.zero.muon"
+"""The package of DeepSpeed that is compiled when it is imported."""
+
+
+def _checks_arguments() -> bool:
+    try:
+        torch.distributions.Normal(0.0, -1.0)
+    except ValueError:
+        return True
+    return False
 
 
 class Network(nn.Module):

@@ -165,7 +165,8 @@ def compiled(_: Session) -> dict[str, Tensor]:
     model = normed()
     warnings.simplefilter("ignore")  # torch.compile warns after a graph break
     fast = torch.compile(model, backend="eager")
-    return train(model, loss=lambda x, y: F.mse_loss(fast(x), y))
+    # Two kinds of batches: each further shape is compiled anew.
+    return train(model, count=10, loss=lambda x, y: F.mse_loss(fast(x), y))
 
 
 PROGRAMS: dict[str, Program] = {

@@ -63,7 +63,8 @@ def test_each_rank_gets_its_share_of_the_batches_of_one_machine(world_size: int)
 
 
 # Such a worker imports torch, which takes seconds, so only rank 1 has one. For lagom both methods are the same.
-@pytest.mark.parametrize("method", [pytest.param("forkserver", marks=pytest.mark.soak), "spawn"])
+@pytest.mark.soak  # test_self_sharded.py has a stream in such a worker, and test_any_loader.py deals out its batches
+@pytest.mark.parametrize("method", ["forkserver", "spawn"])
 def test_so_it_does_from_workers_that_are_started_anew(method: str) -> None:
     def run(session: Session) -> Any:
         context = method if session.rank == 1 else "fork"

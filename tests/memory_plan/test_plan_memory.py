@@ -21,7 +21,7 @@ from lagom.run_state.memory_layout import storage_of
 from lagom.session.session import Session
 from tests.ranks import run_ranks
 
-WIDTH = 512
+WIDTH = 256
 
 
 class Network(nn.Module):

@@ -79,11 +79,12 @@ def test_so_they_are_where_only_some_forwards_are_worth_sharing_out(monkeypatch:
 
 
 def cases() -> Iterator[Any]:
-    """Run two ranks, whose blocks of the last batch differ in size; three only for one kind, or in a soak."""
+    """Run two ranks, whose blocks of the last batch differ in size; three for one kind, and the others in a soak."""
     for kind in KINDS:
         for name in models_of(kind):
-            yield pytest.param(kind, name, 2, id=f"{name}-2")
-            yield pytest.param(kind, name, 3, id=f"{name}-3", marks=[] if kind is norms else [pytest.mark.soak])
+            for world_size in (2, 3):
+                marks = [] if world_size == (3 if kind is norms else 2) else [pytest.mark.soak]
+                yield pytest.param(kind, name, world_size, id=f"{name}-{world_size}", marks=marks)
 
 
 @pytest.mark.parametrize(("kind", "name", "world_size"), list(cases()))

@@ -30,7 +30,7 @@ from tests.ranks import RankFailedError, alone, lagom_log, run_ranks
 Program = Callable[[Session], Any]
 
 
-def data(num: int = 21, width: int = 5) -> TensorDataset:
+def data(num: int = 13, width: int = 5) -> TensorDataset:
     """Make samples with a target each; the last batch of 8 is an uneven tail of 5."""
     generator = torch.Generator().manual_seed(3)
     x = torch.randn(num, width, generator=generator, dtype=torch.float64)

@@ -354,11 +354,6 @@ def evaluate() -> float:
         return sum(float(inputs.sum()) for inputs, _ in DataLoader(DATA, batch_size=10))
 
 
-def test_sharded_evaluation_is_right_where_the_program_does_not_add_up() -> None:
-    found = refused(evaluate, evaluation="sharded")
-    assert "needs evaluation='gathered': with it, the ranks do what one process does" in " ".join(found.split())
-
-
 def test_what_follows_from_time_is_left_out_however_long_ranks_take() -> None:
     def timed() -> str:
         import lagom
@@ -521,7 +516,9 @@ def test_the_run_itself_is_the_one_without_verify(capfd: pytest.CaptureFixture[s
     set_random_states(before)
 
 
-def test_a_run_that_would_be_wrong_does_not_begin(tmp_path: Path) -> None:
+def test_sharded_evaluation_is_right_where_the_program_does_not_add_up_and_such_a_run_does_not_begin(
+    tmp_path: Path,
+) -> None:
     path = str(tmp_path / "begun")
 
     def program() -> float:
@@ -529,8 +526,11 @@ def test_a_run_that_would_be_wrong_does_not_begin(tmp_path: Path) -> None:
         Path(path).touch()
         return total
 
-    with pytest.raises(VerificationError):
+    with pytest.raises(VerificationError) as error:
         experiment.lagom(program, configured(evaluation="sharded", verify=True))
+    assert "needs evaluation='gathered': with it, the ranks do what one process does" in " ".join(
+        str(error.value).split()
+    )
     assert not os.path.exists(path)
 
 

@@ -97,9 +97,9 @@ def test_each_rank_has_its_part_of_the_parameters_only() -> None:
         assert {type(p) for p in model.parameters()} == {nn.Parameter}
         return whole, parts, sum(p.nbytes for p in model.parameters())
 
-    for whole, parts, wanted in run_ranks(3, train, zero_lvl=LEVEL):
+    for whole, parts, wanted in run_ranks(2, train, zero_lvl=LEVEL):
         assert whole == 0
-        assert wanted / 3 <= parts < 1.1 * wanted / 3 + 64 * 40
+        assert wanted / 2 <= parts < 1.1 * wanted / 2 + 64 * 40
 
 
 @pytest.mark.parametrize(
@@ -411,11 +411,11 @@ def test_a_state_goes_on_at_another_level_and_world_size() -> None:
 
         return run
 
-    wanted = alone(train(alone(train(None))))
-    for first, second in (((LEVEL, 3), (LEVEL, 2)), ((LEVEL, 2), (1, 1))):
-        middle = run_ranks(first[1], train(None), zero_lvl=first[0])[0]
-        for found in run_ranks(second[1], train(middle), zero_lvl=second[0]):
-            close(found, wanted)
+    wanted, found = alone(train(None)), run_ranks(3, train(None), zero_lvl=LEVEL)
+    for world_size, level in ((2, LEVEL), (1, 1)):
+        wanted, found = alone(train(wanted)), run_ranks(world_size, train(found[0]), zero_lvl=level)
+        for state in found:
+            close(state, wanted)
 
 
 def test_what_a_program_returns_is_whole() -> None:
