@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
@@ -50,17 +51,20 @@ def _exists(name: str, root: Path) -> bool:
     file, *parts = name.split("::")
     if not parts or not parts[-1].startswith("test_") or not (root / file).is_file():
         return False
-    body: Iterable[ast.stmt] = ast.parse((root / file).read_text()).body
-    for part in parts:
-        named = [
-            node
-            for node in body
-            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)) and node.name == part
-        ]
-        if not named:
-            return False
-        body = named[0].body
-    return True
+    return tuple(parts) in _defined(root / file)
+
+
+@functools.cache
+def _defined(path: Path) -> frozenset[tuple[str, ...]]:
+    """Functions and classes of a file, each by its names from the outermost on."""
+    return frozenset(_names(ast.parse(path.read_text()).body, ()))
+
+
+def _names(body: Iterable[ast.stmt], outer: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
+    for node in body:
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+            yield (*outer, node.name)
+            yield from _names(node.body, (*outer, node.name))
 
 
 def _rows(text: str) -> list[tuple[int, str]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import subprocess
 import sys
 from collections import Counter
@@ -157,7 +158,7 @@ def test_every_module_imports_only_what_its_room_allows() -> None:
 def test_rooms_import_each_other_without_a_circle() -> None:
     graph: dict[str, set[str]] = {}
     for module, source in read().items():
-        for imported in _imports(module, ast.parse(source)):
+        for imported in _imports(module, source):
             if imported.name.startswith("lagom.") and _room(imported.name) != _room(module):
                 graph.setdefault(_room(module), set()).add(_room(imported.name))
     # lagom itself names its modules on first use, and all may ask it for the version.
@@ -247,7 +248,7 @@ def violations(module: str, source: str) -> list[str]:
     allowed = set(ROOMS[room].split()) | {room}
     eager = EAGER.get(module, set()) | EAGER.get(f"lagom.{room}", set())
     found = []
-    for imported in _imports(module, ast.parse(source)):
+    for imported in _imports(module, source):
         top = imported.name.split(".")[0]
         if top in sys.stdlib_module_names or imported.name == "lagom._native":
             continue
@@ -270,12 +271,17 @@ def _closure(names: set[str], modules: Mapping[str, str]) -> set[str]:
         if name not in modules:
             found.add(name.split(".")[0])
             continue
-        todo += [imported.name for imported in _imports(name, ast.parse(modules[name])) if not imported.later]
+        todo += [imported.name for imported in _imports(name, modules[name]) if not imported.later]
         todo.append(name.rpartition(".")[0] or "lagom")
     return found
 
 
-def _imports(module: str, tree: ast.Module) -> Iterator[Import]:
+@functools.cache
+def _imports(module: str, source: str) -> tuple[Import, ...]:
+    return tuple(_walk(module, ast.parse(source)))
+
+
+def _walk(module: str, tree: ast.Module) -> Iterator[Import]:
     todo: list[tuple[ast.AST, bool]] = [(tree, False)]
     while todo:
         node, later = todo.pop()

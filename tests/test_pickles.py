@@ -49,7 +49,10 @@ def test_a_pickle_that_is_read_is_found_by_any_of_its_names(tmp_path: Path) -> N
 
 def _places(path: Path, root: Path = ROOT) -> Iterator[str]:
     """Functions of a file that read pickles."""
-    tree = ast.parse(path.read_text())
+    text = path.read_text()
+    if not any(name in text for name in _READS):
+        return
+    tree = ast.parse(text)
     names = {
         alias.asname or alias.name
         for node in ast.walk(tree)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -13,8 +14,11 @@ import pytest
 import torch
 
 from examples import mnist_data
+from lagom import cli
+from lagom.compat import horovod
 
 ROOT = Path(__file__).parents[2]
+NOTEBOOK = ROOT / "examples" / "horovod" / "notebook.py"
 SCRIPT = ROOT / "examples" / "horovod" / "mnist.py"
 TINY = ["--epochs", "1", "--images", "500"]
 
@@ -28,50 +32,66 @@ def _check_notebook(out: str, folder: Path) -> None:
     assert torch.load(folder / "checkpoints" / "checkpoint-1.pt")["model"].keys() >= {"hidden.weight"}
 
 
-@pytest.mark.parametrize(
-    "launcher",
-    ["local", pytest.param("spark", marks=[pytest.mark.integration, pytest.mark.soak])],
-)
+@pytest.fixture
+def _in_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [str(ROOT), *sys.path])
+    monkeypatch.setenv("LAGOM_RUN_DIR", str(tmp_path / "runs"))
+
+
+@pytest.mark.usefixtures("_in_folder")
 @pytest.mark.timeout(140)
-def test_the_notebooks_two_functions_run_as_they_are(launcher: str, tmp_path: Path) -> None:
-    # As __main__, like a notebook's cells.
-    command = [sys.executable, "examples/horovod/notebook.py", *TINY, "--folder", str(tmp_path), "--launcher", launcher]
+def test_the_notebooks_two_functions_run_as_they_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["notebook.py", *TINY, "--folder", str(tmp_path), "--launcher", "local"])
+    horovod.install()  # as its import does the first time
+    try:
+        runpy.run_path(str(NOTEBOOK), run_name="__main__")  # like a notebook's cells
+    finally:
+        horovod.remove()
+    _check_notebook(capfd.readouterr().out, tmp_path)
+
+
+@pytest.mark.integration
+@pytest.mark.soak
+@pytest.mark.timeout(140)
+def test_the_notebooks_two_functions_run_on_spark(tmp_path: Path) -> None:
+    command = [sys.executable, str(NOTEBOOK), *TINY, "--folder", str(tmp_path), "--launcher", "spark"]
     done = subprocess.run(command, cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     _check_notebook(done.stdout, tmp_path)
 
 
-def _run(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "lagom.cli", "run", *words]
-    env = os.environ | {"PYTHONPATH": str(ROOT), "LAGOM_RUN_DIR": str(folder / "runs")}
-    return subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, check=False, timeout=120)
-
-
+@pytest.mark.usefixtures("_in_folder")
 @pytest.mark.timeout(140)
-def test_a_script_runs_by_horovodruns_command_line(tmp_path: Path) -> None:
+def test_a_script_runs_by_horovodruns_command_line(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     mnist_data.write(tmp_path / "mnist", num_train=640, num_test=100)
     options = ["--epochs", "1", "--fp16-allreduce", "--clip", "5", "--batches-per-allreduce", "2", "--lr", "0.03"]
     options += ["--data", "mnist"]
     line = ["-np", "2", "-H", "localhost:2", "--timeline-filename", "t.json", "python", str(SCRIPT), *options]
-    done = _run(tmp_path, *line)
-    assert done.returncode == 0, done.stderr
+    status = cli.main(["run", *line])
+    out, err = capfd.readouterr()
+    assert status == 0, err
     # 640 images in batches of 64, on each of 2 ranks.
-    assert {f"[rank {rank}] epoch 1, batch 0 of 5:" in done.stdout for rank in (0, 1)} == {True}
-    assert len(re.findall(r"test loss [\d.]+, accuracy [\d.]+%", done.stdout)) == 1
+    assert {f"[rank {rank}] epoch 1, batch 0 of 5:" in out for rank in (0, 1)} == {True}
+    assert len(re.findall(r"test loss [\d.]+, accuracy [\d.]+%", out)) == 1
     assert sorted(path.name for path in tmp_path.iterdir()) == ["mnist", "runs", "t.json"]
     names = {event.get("name") for event in json.loads((tmp_path / "t.json").read_text())["traceEvents"]}
     assert names >= {"NEGOTIATE_ALLREDUCE", "ALLREDUCE", "BROADCAST"}
 
 
 @pytest.mark.soak
+@pytest.mark.usefixtures("_in_folder")
 @pytest.mark.timeout(140)
-def test_a_script_goes_on_from_its_checkpoint_with_adasum(tmp_path: Path) -> None:
+def test_a_script_goes_on_from_its_checkpoint_with_adasum(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     mnist_data.write(tmp_path / "mnist", num_train=640, num_test=100)
     for epoch in (1, 2):
         options = ["--epochs", "1", "--use-adasum", "--data", "mnist", "--checkpoint", "checkpoint.pt"]
-        done = _run(tmp_path, "-np", "2", str(SCRIPT), *options)
-        assert done.returncode == 0, done.stderr
-        assert f"epoch {epoch}: test loss" in done.stdout  # rank 0 has read the checkpoint, and told the others
+        status = cli.main(["run", "-np", "2", str(SCRIPT), *options])
+        out, err = capfd.readouterr()
+        assert status == 0, err
+        assert f"epoch {epoch}: test loss" in out  # rank 0 has read the checkpoint, and told the others
         assert torch.load(tmp_path / "checkpoint.pt")["epoch"] == epoch
 
 
