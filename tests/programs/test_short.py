@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cache, partial
 from typing import Any
 
@@ -98,11 +98,23 @@ def in_float64(program: Program) -> Any:
 
 PROGRAMS = _programs()
 """Every public function of each file, imported before any test begins."""
-NAMES = [
-    pytest.param(file, name, id=f"{file}-{name}", marks=pytest.mark.soak if file == "compiled" else ())
-    for file, programs in PROGRAMS.items()
-    for name in programs
-]
+ON_THREE_RANKS = ("architectures", "generative", "loading", "unusual")
+"""Files whose forwards and loaders are of many kinds: their ranks have uneven blocks of each batch."""
+WAYS = {"3-sliced": (3, True), "2": (2, False), "2-sliced": (2, True), "3": (3, False), "1": (1, True)}
+"""World sizes, and whether forwards are sliced also where that does not pay."""
+
+
+def _ways(file: str) -> Iterator[Any]:
+    """Yield the parameters of the programs of ``file``, which run in one way by default.
+
+    Slices on three ranks are uneven in every batch and their sums are added in another order, and on two in the last
+    one. Where forwards run whole on every rank, as those of small models do, less differs from one process.
+    """
+    usual = "3-sliced" if file in ON_THREE_RANKS else "2-sliced"
+    for name in PROGRAMS[file]:
+        for way, (world_size, always_slices) in WAYS.items():
+            marks = () if way == usual and file != "compiled" else pytest.mark.soak
+            yield pytest.param(file, name, world_size, always_slices, id=f"{file}-{name}-{way}", marks=marks)
 
 
 @cache
@@ -115,19 +127,9 @@ def runs(file: str, world_size: int, always_slices: bool) -> dict[str, judge.Run
     return judge.one_after_another(PROGRAMS[file], world_size, batches="whole", always_slices=always_slices)
 
 
-# Blocks of three ranks are uneven, and sums of three numbers are added in another order: these show what two show.
-# Where forwards run whole on every rank, as those of small models do, less is different from one process.
 @pytest.mark.parametrize(
-    ("world_size", "always_slices"),
-    [
-        pytest.param(3, True, id="3-sliced"),
-        pytest.param(2, False, id="2", marks=pytest.mark.soak),
-        pytest.param(2, True, id="2-sliced", marks=pytest.mark.soak),
-        pytest.param(3, False, id="3", marks=pytest.mark.soak),
-        pytest.param(1, True, id="1", marks=pytest.mark.soak),
-    ],
+    ("file", "name", "world_size", "always_slices"), [way for file in PROGRAMS for way in _ways(file)]
 )
-@pytest.mark.parametrize(("file", "name"), NAMES)
 def test_ranks_give_what_one_process_gives(file: str, name: str, world_size: int, always_slices: bool) -> None:
     plain, run = plain_runs(file)[name], runs(file, world_size, always_slices)[name]
     for rank in run.ranks:

@@ -32,7 +32,7 @@ def _mlp(num_in: int = 6, num_out: int = 3) -> nn.Sequential:
     return nn.Sequential(nn.Linear(num_in, 16), nn.Tanh(), nn.Linear(16, num_out))
 
 
-def _data(num_samples: int = 43) -> TensorDataset:
+def _data(num_samples: int = 27) -> TensorDataset:
     x = torch.randn(num_samples, 6)
     return TensorDataset(x, x[:, :3].argmax(1))
 
@@ -109,7 +109,7 @@ def hard_examples_again() -> dict[str, Any]:
         def __getitem__(self, index: int) -> Any:
             return (*self.held[index], index)
 
-    data, losses = Numbered(), torch.ones(43)
+    data, losses = Numbered(), torch.ones(27)
     model = _mlp()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for _ in range(3):
@@ -422,7 +422,7 @@ def loaders_in_turns() -> dict[str, Any]:
     """Labelled and unlabelled loaders of different lengths, cycled; pseudo-labels above a threshold."""
     from itertools import cycle
 
-    labelled, unlabelled = DataLoader(_data(20), 4, shuffle=True), DataLoader(_data(43), 8, shuffle=True)
+    labelled, unlabelled = DataLoader(_data(20), 4, shuffle=True), DataLoader(_data(27), 8, shuffle=True)
     model = _mlp()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for (inputs, labels), (free, _) in zip(cycle(labelled), unlabelled, strict=False):

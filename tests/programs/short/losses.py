@@ -35,7 +35,7 @@ def _fit(model: nn.Module, x: Tensor, y: Tensor, criterion: Criterion, *more: nn
     return {"weights": model.state_dict(), "history": history, "more": [one.detach() for one in more]}
 
 
-def _classes(num_classes: int = 3, num_samples: int = 43) -> tuple[Tensor, Tensor]:
+def _classes(num_classes: int = 3, num_samples: int = 27) -> tuple[Tensor, Tensor]:
     x = torch.randn(num_samples, 6)
     return x, x[:, :num_classes].argmax(1)
 
@@ -151,8 +151,8 @@ def ranking() -> dict[str, Any]:
         pairs = F.softplus(-(scores[:, None] - scores))[better].mean()
         return pairs - (relevance.softmax(0) * scores.log_softmax(0)).sum()
 
-    x = torch.randn(43, 6)
-    return _fit(_mlp(1), x, x[:, 0] + 0.1 * torch.randn(43), criterion)
+    x = torch.randn(27, 6)
+    return _fit(_mlp(1), x, x[:, 0] + 0.1 * torch.randn(27), criterion)
 
 
 def margin_ranking() -> dict[str, Any]:
@@ -162,7 +162,7 @@ def margin_ranking() -> dict[str, Any]:
         sign = torch.sign(relevance - relevance.flip(0))
         return F.margin_ranking_loss(scores.squeeze(1), scores.squeeze(1).flip(0), sign, margin=0.1)
 
-    x = torch.randn(43, 6)
+    x = torch.randn(27, 6)
     return _fit(_mlp(1), x, x[:, 0], criterion)
 
 
@@ -175,9 +175,9 @@ def survival() -> dict[str, Any]:
         risk, died = risk.squeeze(1)[order], died[order]
         return -((risk - risk.logcumsumexp(0)) * died).sum() / died.sum().clamp_min(1)
 
-    x = torch.randn(43, 6)
-    time = torch.rand(43) * torch.exp(-x[:, 0])
-    return _fit(_mlp(1), x, torch.stack([time, (torch.rand(43) > 0.3).double()], 1), criterion)
+    x = torch.randn(27, 6)
+    time = torch.rand(27) * torch.exp(-x[:, 0])
+    return _fit(_mlp(1), x, torch.stack([time, (torch.rand(27) > 0.3).double()], 1), criterion)
 
 
 def quantiles() -> dict[str, Any]:
@@ -188,7 +188,7 @@ def quantiles() -> dict[str, Any]:
         error = wanted[:, None] - found
         return torch.maximum(levels * error, (levels - 1) * error).mean(0).sum()
 
-    x = torch.randn(43, 6)
+    x = torch.randn(27, 6)
     return _fit(_mlp(3), x, x[:, 0].sin(), criterion)
 
 
@@ -200,7 +200,7 @@ def mixture_density() -> dict[str, Any]:
         weights, means, logs = found.chunk(3, 1)
         return -MixtureSameFamily(Categorical(logits=weights), Normal(means, logs.exp())).log_prob(wanted).mean()
 
-    x = torch.randn(43, 6)
+    x = torch.randn(27, 6)
     return _fit(_mlp(9), x, x[:, 0].sin() + (x[:, 1] > 0) * 2.0, criterion)
 
 
@@ -211,7 +211,7 @@ def counts_and_variances() -> dict[str, Any]:
         poisson = F.poisson_nll_loss(found[:, 0], wanted[:, 0], full=True)
         return poisson + F.gaussian_nll_loss(found[:, 1], wanted[:, 1], F.softplus(found[:, 2]))
 
-    x = torch.randn(43, 6)
+    x = torch.randn(27, 6)
     return _fit(_mlp(3), x, torch.stack([x[:, 0].abs().round(), x[:, 1].cos()], 1), criterion)
 
 
@@ -223,7 +223,7 @@ def uncertainty_weights() -> dict[str, Any]:
         losses = torch.stack([F.mse_loss(found[:, 0], wanted[:, 0]), F.l1_loss(found[:, 1], wanted[:, 1])])
         return (losses * torch.exp(-logs) + logs).sum()
 
-    x = torch.randn(43, 6)
+    x = torch.randn(27, 6)
     return _fit(_mlp(2), x, torch.stack([x[:, 0].sin(), x[:, 1] * 3], 1), criterion, logs)
 
 
@@ -404,7 +404,7 @@ def sinkhorn() -> dict[str, Any]:
             columns = -torch.logsumexp(rows[:, None] - cost, 0)
         return (torch.exp(rows[:, None] + columns - cost) * cost).sum()
 
-    x = torch.randn(43, 6)
+    x = torch.randn(27, 6)
     return _fit(_mlp(2), x, x[:, :2].cos(), criterion)
 
 

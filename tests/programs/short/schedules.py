@@ -14,7 +14,7 @@ from torch.optim.swa_utils import SWALR, AveragedModel, get_ema_multi_avg_fn, up
 from torch.utils.data import DataLoader, TensorDataset
 
 
-def _data(num_samples: int = 43) -> tuple[Tensor, Tensor, DataLoader[Any]]:
+def _data(num_samples: int = 27) -> tuple[Tensor, Tensor, DataLoader[Any]]:
     x = torch.randn(num_samples, 6)
     y = x[:, :3].argmax(1)
     return x, y, DataLoader(TensorDataset(x, y), batch_size=8, shuffle=True)

@@ -347,7 +347,7 @@ def mixes_past_a_threshold() -> dict[str, Any]:
         model = Mixing()
         x, y, loader = _data()
         optimizers.append(torch.optim.SGD(model.parameters(), lr=0.4))
-        for epoch in range(4):
+        for epoch in range(3):
             if epoch == 2:
                 os.environ["LAGOM_TEST_WEIGHT"] = "0.9"
                 levels[1] = settings.weight = 0.9
