@@ -25,6 +25,8 @@ gc.disable()
 # A shell's background job has it ignored, and so would all processes that tests start, and interrupt.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+# An optimizer's first step would import Dynamo, and torch.compile all backends, in every rank forked from this process.
+torch._dynamo.list_backends()
 # Tests fork ranks from this process, and a pool of OpenMP threads, which a larger operation would start, does not
 # survive a fork: the child waits for it forever.
 torch.set_num_threads(1)

@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch._dynamo  # an optimizer imports it at its first step: 0.7 s in every forked rank
 import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore, PrefixStore, Store
 
@@ -46,7 +45,6 @@ from tests.huge_pages import use_huge_pages
 from tests.rank_processes import TIMEOUT_S, WarmPool, on_new_ranks, packed
 from tests.rank_processes import RankFailedError as RankFailedError
 
-torch._dynamo.list_backends()  # torch.compile imports them all: another 0.7 s in every forked rank
 _gathers = itertools.count()
 _calls = itertools.count()
 _KEY = b"known to these ranks"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.metadata
 import os
 import time
 from collections.abc import Iterator
@@ -72,12 +73,18 @@ def _remains() -> set[str]:
     return folders | files
 
 
+_UNCLOSED = "ignore:Exception ignored in. <socket.socket:pytest.PytestUnraisableExceptionWarning"
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Marks everything here ``integration``, and ``soak`` what a test has ``soak_on``."""
+    leaves_sockets = importlib.metadata.version("pyspark").startswith("4.0.")  # each collect() leaves its own to Python
     for item in items:
         if "tests/integration" in item.path.as_posix():
             item.add_marker(pytest.mark.integration)
+            if leaves_sockets:
+                item.add_marker(pytest.mark.filterwarnings(_UNCLOSED))
             kinds = {kind for marker in item.iter_markers("soak_on") for kind in marker.args}
             if kinds & set(item.callspec.params.values() if kinds else ()):  # type: ignore[attr-defined]
                 item.add_marker(pytest.mark.soak)
