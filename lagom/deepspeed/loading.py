@@ -49,6 +49,22 @@ def settings(config: Mapping[str, Any] | None, zero_lvl: int, say: Callable[[str
     return found
 
 
+@contextmanager
+def unimportable(name: str) -> Iterator[None]:
+    """Have imports of the package fail in the ``with``, unless it is imported already.
+
+    DeepSpeed's autotuner imports MLflow where there is one, which takes longer than all of DeepSpeed.
+    """
+    if name in sys.modules:
+        yield
+        return
+    sys.modules[name] = None  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        del sys.modules[name]
+
+
 def load(device: str) -> Any:
     """Import DeepSpeed for a device type ("cpu", "cuda"), restore what the import changes, and return it.
 
@@ -64,7 +80,7 @@ def load(device: str) -> Any:
     wanted = {"DS_ACCELERATOR": device, "DS_LOG_LEVEL": "warning"}
     with environment(**(wanted | {key: os.environ[key] for key in wanted if key in os.environ})):
         try:
-            with _quietly(), warnings.catch_warnings():
+            with _quietly(), warnings.catch_warnings(), unimportable("mlflow"):
                 warnings.simplefilter("ignore")
                 import deepspeed
 
