@@ -15,7 +15,7 @@ from lagom.config.trials import JOURNAL
 from lagom.errors import AblationError, LagomError
 from lagom.search.effects import Effect, effect, is_seed_ignored
 from lagom.search.on_rank.ablation_change import AblationChange
-from lagom.search.trial_journal import Journal
+from lagom.search.trial_journal import TrialJournal
 from lagom.search.trial_source import TrialOutcome, TrialSpec
 from lagom.search.variants import Variant
 
@@ -60,7 +60,7 @@ class AblationTrials:
         self._end = end
         order = [_Repetition(variant, seed) for variant in self._variants for seed in seeds]
         self._all = dict(enumerate(order))
-        self._journal = Journal(folder / JOURNAL) if folder is not None else None
+        self._journal = TrialJournal(folder / JOURNAL) if folder is not None else None
         self._rows: dict[int, dict[str, Any]] = {}
         if self._journal is not None:
             try:
@@ -155,7 +155,7 @@ class AblationTrials:
         folder = None if row["folder"] is None else (self._folder or Path()) / row["folder"]
         return {**row, "folder": folder}
 
-    def _resume(self, journal: Journal) -> None:
+    def _resume(self, journal: TrialJournal) -> None:
         for row in journal.read_logs(0):
             known = self._all.get(row.get("number", -1))
             if known is None or known.params != row.get("params"):

@@ -18,7 +18,7 @@ from lagom.config.trials import JOURNAL
 from lagom.errors import LagomError
 from lagom.search.on_rank.change import HparamsChange
 from lagom.search.samplers.algorithms import grid, pruner, require_optuna, sampler, space_as_json, suggest
-from lagom.search.trial_journal import Journal
+from lagom.search.trial_journal import TrialJournal
 from lagom.search.trial_source import TrialOutcome, TrialSpec
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ class Study:
     def __init__(self, config: HyperparameterOptConfig, folder: Path | None = None) -> None:
         require_optuna(config)
         self._config = config
-        self._journal = Journal(folder / JOURNAL) if folder is not None else None
+        self._journal = TrialJournal(folder / JOURNAL) if folder is not None else None
         self._folder = folder
         self._running: dict[int, _Running] = {}
         self._params: dict[int, dict[str, Any]] = {}
@@ -213,7 +213,7 @@ class Study:
         return str(folder)
 
 
-def _opened(config: HyperparameterOptConfig, journal: Journal | None) -> optuna.Study:
+def _opened(config: HyperparameterOptConfig, journal: TrialJournal | None) -> optuna.Study:
     """Return a new study of Optuna's, or the one in ``journal``."""
     import optuna
     from optuna.storages import InMemoryStorage, JournalStorage

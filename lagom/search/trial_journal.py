@@ -1,4 +1,4 @@
-"""``Journal``: the file with all trials of a search, which survives a killed driver."""
+"""``TrialJournal``: the file with all trials of a search, which survives a killed driver."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import IO, Any
 from lagom.errors import LagomError
 
 
-class Journal:
+class TrialJournal:
     """A backend of Optuna's ``JournalStorage`` with the format of its ``JournalFileBackend``, for one writer.
 
     Optuna's own locks the file and waits for the disk (fsync) at each of about ten entries for a trial, which takes
