@@ -45,8 +45,11 @@ _CLASSES = Path(sys.prefix, "spark.jsa")
 def main(argv: Sequence[str] | None = None) -> None:
     """Call ``train`` plainly with one thread and with several, through lagom, and through lagom with a loss."""
     args = _arguments(argv)
+    load = os.getloadavg()[0]
     runs, lost = compare(args)
     print(table(runs))
+    if load > 1:
+        print(f"\nOther programs kept this machine busy (load {load:.1f}): the times and speeds say little.")
     for loss in lost:
         print(
             f"\nRank {loss['rank']} was killed: the run went on from {Path(loss['resumed_from']).name}, and lost "

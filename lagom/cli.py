@@ -32,6 +32,7 @@ from lagom.program.detect_distributed import is_driver
 from lagom.program.own_frames import cut_own_frames
 from lagom.program.script import Script
 from lagom.records.compare_runs import compare_runs
+from lagom.records.run_dir import RESULT
 from lagom.records.runs import find_run, list_runs
 from lagom.result import show
 from lagom.search.on_rank.script_trial import ScriptTrial
@@ -61,7 +62,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _resume(args: argparse.Namespace) -> int:
-    experiment.resume(args.run, world_size=args.n)
+    folder = experiment.resume(args.run, world_size=args.n).run_dir
+    print(
+        f"lagom: the run has ended. {folder}/{RESULT} has its result as text; what the function returned, tensors and "
+        f"all, is experiment.resume({str(folder)!r}).value",
+        file=sys.stderr,
+    )
     return 0
 
 

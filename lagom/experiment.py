@@ -116,7 +116,7 @@ def resume(
     """Go on with a run that has kept snapshots, from the last one, and return its result as ``lagom`` would have.
 
     Args:
-        run_dir: the folder of the run.
+        run_dir: the folder of the run, or a part of its name in the default folder.
         world_size: number of ranks; None: as before.
         launcher: where they run; None: as before.
 
@@ -127,7 +127,7 @@ def resume(
         Exception: as ``lagom``.
     """
     started = time.monotonic()
-    with read_call(find_run(run_dir, None)) as (run, call, snapshots), snapshots.locked():
+    with read_call(find_run(run_dir, TorchDistributedConfig().run_dir)) as (run, call, snapshots), snapshots.locked():
         changed: dict[str, Any] = {"world_size": world_size, "launcher": launcher}
         config = replace(run.config, **{name: value for name, value in changed.items() if value is not None})
         chosen = choose(config.launcher)

@@ -168,7 +168,7 @@ def _look_up(name: str, provided: Mapping[str, Any], hparams: Mapping[str, Any])
 
 
 def _missing(function: Callable[..., Any], name: str, provided: Mapping[str, Any], hparams: Mapping[str, Any]) -> str:
-    there = ", ".join(key for key in _FIELDS if key in provided)
+    there = ", ".join(key for key in _FIELDS if key in provided and key != "reporter")  # lagom's own
     keys = ", ".join(map(repr, hparams)) or "nothing"
     what = f"set {name}= in the config" if name in _FIELDS else f"put {name!r} into hparams"
     hint = nearest(name, (*_FIELDS, *hparams)) if name not in _FIELDS else ""

@@ -143,7 +143,10 @@ class SnapshotFolder:
             try:
                 status = os.stat(path)
             except OSError as error:
-                raise LagomError(f"the run has kept no snapshots: {error}; set snapshot_every_s") from error
+                raise LagomError(
+                    f"the run has kept no snapshots in {self.path}: a run keeps them if it is called with "
+                    "snapshot_every_s, and a script of lagom run does not yet"
+                ) from error
             if status.st_uid != os.geteuid() or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
                 raise LagomError(f"{path} is not this user's alone, so what it holds is not run; chown and chmod 700")
 

@@ -145,10 +145,15 @@ def test_another_process_goes_on_with_a_run_whose_driver_was_killed(
     assert [line.split(":")[0] for line in shown.out.splitlines() if line.startswith("epoch")] == ["epoch 1", "epoch 2"]
 
 
-def test_the_command_line_goes_on_with_a_run(lost_driver: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_the_command_line_goes_on_with_a_run_by_its_name(
+    lost_driver: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     (run,) = (lost_driver / "runs").iterdir()
-    assert main(["resume", str(run), "-n", "1"]) == 0
-    assert "epoch 2" in capfd.readouterr().out
+    monkeypatch.setenv("LAGOM_RUN_DIR", str(run.parent))
+    assert main(["resume", run.name[-6:], "-n", "1"]) == 0
+    shown = capfd.readouterr()
+    assert "epoch 2" in shown.out
+    assert f"the run has ended. {run}/result.json has its result" in shown.err
 
 
 def test_a_run_without_snapshots_is_not_resumed(tmp_path: Path) -> None:
