@@ -6,12 +6,10 @@ import base64
 import contextlib
 import datetime
 import functools
-import itertools
 import json
 import logging
 import os
 import re
-import reprlib
 import secrets
 import shutil
 import threading
@@ -24,8 +22,8 @@ from lagom.errors import PlanError
 from lagom.monitor.spans import unpack_spans
 from lagom.records.driver_facts import driver_facts
 from lagom.records.git_info import GitCheckout
+from lagom.records.json_values import as_json
 from lagom.records.retention import Retention, lock_run
-from lagom.records.secrets import HIDDEN, hide_in_text, is_secret
 from lagom.records.timeline import TIMELINES, merge
 from lagom.records.upload import Upload, is_url, on_disk
 from lagom.wire.client import Message
@@ -38,8 +36,6 @@ A long run has some thousands of reports of each rank, and not one for every sec
 """
 MAX_LOG_BYTES = 256 << 20
 """Bytes of a rank's output that are kept."""
-_MAX_TEXT = 20_000  # characters
-_MAX_ITEMS = 200  # items of a list or a dict
 
 log = logging.getLogger("lagom")
 P = ParamSpec("P")
@@ -270,31 +266,3 @@ def _elsewhere(url: str, name: str, facts: Mapping[str, Any]) -> RunRecords:
             f"run_dir is {url.partition('?')[0]!r}, and nothing can be written there: {type(error).__name__}: {error}; "
             f"install what fsspec needs for {kind}:, see to the credentials, or name another place, or None for nothing"
         ) from error
-
-
-def as_json(value: Any, depth: int = 6, *, hide: bool = False) -> Any:
-    """Return ``value`` in JSON's types, other objects as text, and large values shortened.
-
-    With ``hide``, values whose names look like a secret are left out, however deep.
-    """
-    if value is None or isinstance(value, (bool, int, float)):
-        return value
-    if isinstance(value, str):
-        return value if len(value) <= _MAX_TEXT else value[:_MAX_TEXT] + "…"
-    if depth and isinstance(value, Mapping):
-        items = list(itertools.islice(value.items(), _MAX_ITEMS))
-        left = {"…": f"{len(value) - len(items)} more"} if len(value) > len(items) else {}
-        found = {}
-        for key, item in items:
-            name = str(as_json(key, 0))
-            found[name] = HIDDEN if hide and is_secret(name, item) else as_json(item, depth - 1, hide=hide)
-        return found | left
-    if depth and isinstance(value, (list, tuple)):
-        more = [f"… {len(value) - _MAX_ITEMS} more"] if len(value) > _MAX_ITEMS else []
-        return [as_json(item, depth - 1, hide=hide) for item in value[:_MAX_ITEMS]] + more
-    try:
-        text = reprlib.repr(value) if isinstance(value, (Mapping, list, tuple, set, bytes)) else repr(value)
-    except Exception:  # a foreign __repr__ may raise anything
-        text = f"<{type(value).__name__}>"
-    text = hide_in_text(text) if hide else text
-    return text if len(text) <= _MAX_TEXT else text[:_MAX_TEXT] + "…"

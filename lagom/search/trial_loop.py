@@ -19,7 +19,7 @@ from lagom.launchers.failure import raise_failure
 from lagom.launchers.protocol import Outcome
 from lagom.payload import Parcel, unpack
 from lagom.plan import Plan
-from lagom.records.run_dir import as_json
+from lagom.records.json_values import as_json
 from lagom.search.mlflow_trials import MlflowTrials
 from lagom.search.search_progress import SearchProgress
 from lagom.search.slots.trial_slots import TrialSlots

@@ -27,8 +27,9 @@ from lagom.config import TorchDistributedConfig
 from lagom.errors import PlanError, RankError
 from lagom.records import run_dir as module
 from lagom.records.chart import line_chart
+from lagom.records.json_values import as_json
 from lagom.records.report import report
-from lagom.records.run_dir import RunRecords, as_json, records
+from lagom.records.run_dir import RunRecords, records
 from lagom.result import Result
 
 
