@@ -14,7 +14,7 @@ from lagom.launchers.failure import raise_failure
 from lagom.launchers.protocol import Launcher, Outcome
 from lagom.plan import Plan
 from lagom.records.run_dir import RunRecords
-from lagom.restart.history import Failure, RunHistory
+from lagom.restart.history import BEGINNING, Failure, RunHistory
 from lagom.restart.kept_snapshots import SnapshotFolder
 from lagom.restart.losses import Loss, loss_in
 from lagom.restart.prepared_files import put_back, remove_siblings
@@ -36,12 +36,16 @@ def run_attempts(
     history = RunHistory(plan.config.max_failures, changed, snapshots)
     if history.resumed is not None:
         say(f"the run goes on from {history.resumed.place}", plan, records)
+        if records is not None:
+            records.goes_on(history.resumed.place)
     now = plan
     try:
         while isinstance(found := _run_once(launcher, now, call, records, history), LagomError):
             if isinstance(found, SnapshotError) and history.resumed is not None:
                 say(f"{found}: the run begins again from the beginning", plan, records)
                 history.give_up_snapshots()
+                if records is not None and not history.failures:
+                    records.goes_on(BEGINNING)
                 continue
             if history.loss is None or plan.config.max_failures == 0:
                 raise found

@@ -95,7 +95,9 @@ def _checkout(git: Mapping[str, Any]) -> dict[str, Any]:
 
 def _durations(run: Mapping[str, Any], result: Mapping[str, Any]) -> dict[str, Any]:
     seconds = {"seconds until the ranks had joined": run.get("seconds_to_join"), "seconds": result.get("seconds")}
-    return {"started": run.get("started")} | {name: value for name, value in seconds.items() if value is not None}
+    again = "\n".join(f"{one['time']}, from {one['from']}" for one in run.get("resumed", ()))
+    found = {"started": run.get("started")} | ({"resumed": again} if again else {})
+    return found | {name: value for name, value in seconds.items() if value is not None}
 
 
 def _headline(run: Mapping[str, Any], result: Mapping[str, Any]) -> str:

@@ -34,6 +34,8 @@ _PARTS = 500
 
 A long run has some thousands of reports of each rank, and not one for every second.
 """
+_PER_PROCESS = ("where", "world_size", "gpu", "ranks_per_slot")
+"""Facts that a process which goes on with a run may change."""
 MAX_LOG_BYTES = 256 << 20
 """Bytes of a rank's output that are kept."""
 
@@ -67,7 +69,10 @@ class RunRecords:
         upload: Upload | None = None,
         retention: Retention | None = None,
     ) -> None:
-        """Write to ``folder``; with ``retention``, remove older runs beside it when this one ends."""
+        """Write to ``folder``, which may hold the records of an earlier process of the same run.
+
+        With ``retention``, older runs beside it are removed when this one ends.
+        """
         self.folder = folder
         """Folder on this machine."""
         self._retention = retention
@@ -79,14 +84,17 @@ class RunRecords:
         self._started = time.monotonic()
         source = facts.get("source")
         self._checkout = GitCheckout(Path(source).parent if source else Path.cwd())
-        self._facts = {
-            **facts,
-            "started": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-            **driver_facts(),
-            "git": self._checkout.facts(),
-            "ranks": {},
-            "failures": [],
-        }
+        now = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
+        about = {**driver_facts(), "git": self._checkout.facts()}
+        self._facts = _loaded(folder / RUN)
+        if self._facts:
+            changed = {name: facts[name] for name in _PER_PROCESS if name in facts}
+            self._process = {"time": now, "from": "the beginning", **changed, **about}
+            self._facts |= {**changed, "resumed": [*self._facts.get("resumed", ()), self._process]}
+        else:
+            self._process = self._facts = {**facts, "started": now, **about}
+        self._failures_before = self._facts.get("failures", [])
+        self._facts |= {"ranks": {}, "failures": self._failures_before}
         self._num_pictures = 0
         self._writing = threading.Lock()
         self._logs: dict[int, IO[bytes]] = {}
@@ -121,9 +129,15 @@ class RunRecords:
             self._write(RUN, self._facts)
 
     @_harmless
+    def goes_on(self, place: str) -> None:
+        """Record the place from which this process goes on with a run of an earlier one."""
+        self._process["from"] = place
+        self._write(RUN, self._facts)
+
+    @_harmless
     def lost(self, failures: Sequence[Mapping[str, Any]]) -> None:
-        """Record the losses so far."""
-        self._facts["failures"] = list(failures)
+        """Record the losses of this process so far."""
+        self._facts["failures"] = [*self._failures_before, *failures]
         self._write(RUN, self._facts)
 
     @_harmless
@@ -201,7 +215,8 @@ class RunRecords:
     def ended(self, outcome: Mapping[str, Any]) -> None:
         """Record the outcome of the run."""
         self._checkout.finish()
-        self._write(RUN, self._facts | {"git": self._checkout.facts()})
+        self._process["git"] = self._checkout.facts()
+        self._write(RUN, self._facts)
         self._write(RESULT, {**outcome, "seconds": round(time.monotonic() - self._started, 3)})
 
     def close(self) -> None:
@@ -227,6 +242,10 @@ class RunRecords:
         with self._writing:
             partial.write_text(json.dumps(as_json(what, hide=name == RUN), indent=2) + "\n")
             partial.replace(self.folder / name)
+
+
+def _loaded(path: Path) -> dict[str, Any]:
+    return json.loads(path.read_text()) if path.exists() else {}
 
 
 def records(run_dir: str | os.PathLike[str] | None, is_default: bool, facts: Mapping[str, Any]) -> RunRecords | None:

@@ -1,0 +1,49 @@
+"""The records of a run with which another process goes on."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lagom.records.compare_runs import compare_runs
+from lagom.records.report import report
+from lagom.records.run_dir import RunRecords
+
+FIRST = {"name": "a run", "description": "of a test", "config": {"module": "Net()", "hparams": {"lr": 0.5}}}
+LATER = {"name": "a run", "description": "", "config": {"module": None, "hparams": {}}}
+LOSS = {"time": "2026-01-01T00:00:00+00:00", "rank": 0, "host": "a", "cause": "lost", "resumed_from": None}
+
+
+def loaded(path: Path) -> Any:
+    return json.loads(path.read_text())
+
+
+def test_a_resumed_run_keeps_the_settings_of_its_first_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folders = [tmp_path / "whole", tmp_path / "resumed"]
+    monkeypatch.setattr(sys, "argv", ["train.py"])
+    for folder in folders:
+        folder.mkdir()
+        records = RunRecords(folder, FIRST | {"source": __file__, "world_size": 2})
+        records.lost([LOSS | {"seconds_lost": 1.0}])
+        records.ended({"outcome": "returned", "value": 1.0})
+        records.close()
+    first = loaded(folders[1] / "run.json")
+    monkeypatch.setattr(sys, "argv", ["lagom", "resume"])
+    for place in ("batch 3 of epoch 1", "batch 5 of epoch 2"):
+        records = RunRecords(folders[1], LATER | {"source": None, "world_size": 3})
+        records.goes_on(place)
+        records.lost([])
+        records.ended({"outcome": "returned", "value": 1.0})
+        records.close()
+    facts = loaded(folders[1] / "run.json")
+    resumed = facts.pop("resumed")
+    assert facts == first | {"world_size": 3}
+    assert [one["from"] for one in resumed] == ["batch 3 of epoch 1", "batch 5 of epoch 2"]
+    assert {one["driver"]["argv"][1] for one in resumed} == {"resume"}
+    rows = [line.split("  ")[0] for line in compare_runs(*folders).splitlines()[1:]]
+    assert [row for row in rows if row != "seconds"] == ["world_size", "result"]
+    assert ", from batch 5 of epoch 2" in report(folders[1])
