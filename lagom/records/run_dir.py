@@ -81,7 +81,7 @@ class RunRecords:
         self.upload = upload
         """Upload to ``run_dir``, if that is not on this machine."""
         self.broken = False
-        self._started = time.monotonic()
+        self._started = time.monotonic() - _seconds_before(folder)
         source = facts.get("source")
         self._checkout = GitCheckout(Path(source).parent if source else Path.cwd())
         now = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
@@ -242,6 +242,16 @@ class RunRecords:
         with self._writing:
             partial.write_text(json.dumps(as_json(what, hide=name == RUN), indent=2) + "\n")
             partial.replace(self.folder / name)
+
+
+def _seconds_before(folder: Path) -> float:
+    """Return how long earlier processes of the run in ``folder`` took, as far as they have recorded it."""
+    seconds: float = _loaded(folder / RESULT).get("seconds", 0.0)
+    with contextlib.suppress(OSError):
+        for line in (folder / PROGRESS).read_text().splitlines():
+            with contextlib.suppress(ValueError):  # the last line of a driver that was killed
+                seconds = max(seconds, json.loads(line)["seconds"])
+    return seconds
 
 
 def _loaded(path: Path) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -47,3 +48,36 @@ def test_a_resumed_run_keeps_the_settings_of_its_first_call(tmp_path: Path, monk
     rows = [line.split("  ")[0] for line in compare_runs(*folders).splitlines()[1:]]
     assert [row for row in rows if row != "seconds"] == ["world_size", "result"]
     assert ", from batch 5 of epoch 2" in report(folders[1])
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The seconds that ``time.monotonic`` tells, in a list."""
+    now = [1000.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    return now
+
+
+def process(folder: Path, clock: list[float], begin: float, ends: bool) -> None:
+    """Write the records of a process of 10 s, which reports in its 4th and 8th second."""
+    clock[0] = begin
+    records = RunRecords(folder, FIRST)
+    for after in (4.0, 8.0):
+        clock[0] = begin + after
+        records.progressed({"rank": 0, "samples": 1})
+    clock[0] = begin + 10.0
+    if ends:
+        records.ended({"outcome": "raised"})
+    records.close()
+
+
+@pytest.mark.parametrize(("ends", "lasts"), [(True, 10.0), (False, 8.0)])
+def test_time_goes_on_in_a_resumed_run(ends: bool, lasts: float, tmp_path: Path, clock: list[float]) -> None:
+    process(tmp_path, clock, 1000.0, ends)
+    with (tmp_path / "progress.jsonl").open("a") as file:
+        file.write("" if ends else '{"seco\n')  # its driver was killed
+    process(tmp_path, clock, 50.0, True)
+    (tmp_path / "progress.jsonl").write_text((tmp_path / "progress.jsonl").read_text().replace('{"seco\n', ""))
+    seconds = [json.loads(line)["seconds"] for line in (tmp_path / "progress.jsonl").read_text().splitlines()]
+    assert seconds == [4.0, 8.0, lasts + 4.0, lasts + 8.0]
+    assert loaded(tmp_path / "result.json")["seconds"] == lasts + 10.0
