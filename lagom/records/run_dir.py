@@ -95,6 +95,8 @@ class RunRecords:
             self._process = self._facts = {**facts, "started": now, **about}
         self._failures_before = self._facts.get("failures", [])
         self._facts |= {"ranks": {}, "failures": self._failures_before}
+        self._joined_before = "seconds_to_join" in self._facts
+        """Whether ranks of an earlier attempt have joined."""
         self._num_pictures = 0
         self._writing = threading.Lock()
         self._logs: dict[int, IO[bytes]] = {}
@@ -114,7 +116,8 @@ class RunRecords:
         for number, rank in enumerate(message["ranks"]):
             device = {"gpu": gpus[number]} if number < len(gpus) else {}
             self._facts["ranks"][str(rank)] = {**place, **device}
-        self._facts["seconds_to_join"] = round(time.monotonic() - self._started, 3)
+        if not self._joined_before:
+            self._facts["seconds_to_join"] = round(time.monotonic() - self._started, 3)
         number = len(self._facts["ranks"])
         if last or number & (number - 1) == 0:
             self._write(RUN, self._facts)
@@ -151,6 +154,7 @@ class RunRecords:
     def begin_again(self, world_size: int) -> None:
         """Record a new attempt of ``world_size`` ranks."""
         self._facts |= {"ranks": {}, "world_size": world_size}
+        self._joined_before = "seconds_to_join" in self._facts
         if (self.folder / TIMELINES).exists():
             (self.folder / TIMELINES).rename(self.folder / f"{TIMELINES}-lost-{len(self._facts['failures'])}")
 

@@ -81,3 +81,18 @@ def test_time_goes_on_in_a_resumed_run(ends: bool, lasts: float, tmp_path: Path,
     seconds = [json.loads(line)["seconds"] for line in (tmp_path / "progress.jsonl").read_text().splitlines()]
     assert seconds == [4.0, 8.0, lasts + 4.0, lasts + 8.0]
     assert loaded(tmp_path / "result.json")["seconds"] == lasts + 10.0
+
+
+def test_the_seconds_until_ranks_joined_are_those_of_the_first_attempt(tmp_path: Path, clock: list[float]) -> None:
+    found = []
+    for _ in range(2):  # the second process goes on with the run
+        records = RunRecords(tmp_path, FIRST)
+        for attempt in range(2):
+            if attempt:
+                records.begin_again(2)
+            for rank in range(2):
+                clock[0] += 1.0
+                records.joined({"host": "a", "ip": "::1", "ranks": [rank]})
+            found.append(loaded(tmp_path / "run.json")["seconds_to_join"])
+        records.close()
+    assert found == [2.0] * 4
