@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import reprlib
 from collections.abc import Mapping
 from typing import Any
@@ -11,10 +12,11 @@ from lagom.records.secrets import HIDDEN, hide_in_text, is_secret
 
 _MAX_TEXT = 20_000  # characters
 _MAX_ITEMS = 200  # items of a list or a dict
+_MAX_ELEMENTS = 16  # elements of an array that are written
 
 
 def as_json(value: Any, depth: int = 6, *, hide: bool = False) -> Any:
-    """Return ``value`` in JSON's types, other objects as text, and large values shortened.
+    """Return ``value`` in JSON's types, other objects as text, and large values shortened; arrays as their shape.
 
     With ``hide``, values whose names look like a secret are left out, however deep.
     """
@@ -34,8 +36,49 @@ def as_json(value: Any, depth: int = 6, *, hide: bool = False) -> Any:
         more = [f"… {len(value) - _MAX_ITEMS} more"] if len(value) > _MAX_ITEMS else []
         return [as_json(item, depth - 1, hide=hide) for item in value[:_MAX_ITEMS]] + more
     try:
-        text = reprlib.repr(value) if isinstance(value, (Mapping, list, tuple, set, bytes)) else repr(value)
+        text = _array_text(value) or (
+            reprlib.repr(value) if isinstance(value, (Mapping, list, tuple, set, bytes)) else repr(value)
+        )
     except Exception:  # a foreign __repr__ may raise anything
         text = f"<{type(value).__name__}>"
     text = hide_in_text(text) if hide else text
     return text if len(text) <= _MAX_TEXT else text[:_MAX_TEXT] + "…"
+
+
+def _array_text(value: Any) -> str | None:
+    """Return kind, shape and type of a tensor or array, such as "tensor 64x20 float32"; None for others, and if small.
+
+    Tensors are known by their class's module, since a table of runs is printed without torch.
+    """
+    modules = {base.__module__.partition(".")[0] for base in type(value).__mro__}
+    shape = getattr(value, "shape", None) if modules & {"torch", "numpy"} else None
+    if not isinstance(shape, tuple) or math.prod(shape) <= _MAX_ELEMENTS:
+        return None
+    kind = "tensor" if "torch" in modules else "array"
+    return f"{kind} {'x'.join(map(str, shape))} {str(value.dtype).removeprefix('torch.')}"
+
+
+def text_of(value: Any, limit: int) -> str:
+    """Return a value from the records as text of at most ``limit`` characters on one line.
+
+    Of a list that is too long the last item is shown, as the newest of a curve.
+    """
+    text = _one_line(value)
+    if len(text) > limit and isinstance(value, list) and value and isinstance(value[-1], (int, float)):
+        text = f"[…, {_one_line(value[-1])}]"
+    return text if len(text) <= limit else text[: limit - 1] + "…"
+
+
+def numbers_first(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return ``values`` with the numbers before all else."""
+    return dict(sorted(values.items(), key=lambda item: not isinstance(item[1], (int, float))))
+
+
+def _one_line(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:.6g}"
+    if isinstance(value, list):
+        return f"[{', '.join(map(_one_line, value))}]"
+    if isinstance(value, dict):
+        return ", ".join(f"{key} {_one_line(item)}" for key, item in value.items())
+    return " ".join(str(value).split())
