@@ -61,10 +61,13 @@ def _array_text(value: Any) -> str | None:
 def text_of(value: Any, limit: int) -> str:
     """Return a value from the records as text of at most ``limit`` characters on one line.
 
-    Of a list that is too long the last item is shown, as the newest of a curve.
+    Of a list that is too long the last number is shown, the newest of a curve; of a dict, numbers come first.
     """
-    text = _one_line(value)
-    if len(text) > limit and isinstance(value, list) and value and isinstance(value[-1], (int, float)):
+    if isinstance(value, dict):
+        text = ", ".join(f"{key} {text_of(item, limit // 2)}" for key, item in numbers_first(value).items())
+    else:
+        text = _one_line(value)
+    if len(text) > limit and isinstance(value, list) and isinstance(value[-1], (int, float)):
         text = f"[…, {_one_line(value[-1])}]"
     return text if len(text) <= limit else text[: limit - 1] + "…"
 
@@ -75,10 +78,6 @@ def numbers_first(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _one_line(value: Any) -> str:
-    if isinstance(value, float):
-        return f"{value:.6g}"
     if isinstance(value, list):
         return f"[{', '.join(map(_one_line, value))}]"
-    if isinstance(value, dict):
-        return ", ".join(f"{key} {_one_line(item)}" for key, item in value.items())
-    return " ".join(str(value).split())
+    return f"{value:.6g}" if isinstance(value, float) else " ".join(str(value).split())

@@ -10,11 +10,14 @@ from typing import Any
 
 from lagom.monitor.stragglers import straggler
 from lagom.records.chart import line_chart
+from lagom.records.json_values import numbers_first, text_of
 from lagom.records.run_dir import PROGRESS, RESULT, RUN
 from lagom.records.timeline_svg import timeline_section
 
 _TAIL = 16_384  # bytes of each rank's output that the page shows
 _MAX_RANKS = 16  # ranks whose lines and output the page shows; the rest is in the folder
+_MAX_METRICS = 30
+_LONGEST = 100  # characters of a list or a dict in the result
 _CHARTS = (
     ("loss", "Loss of the rank's share of a batch", 1.0, ""),
     ("rate", "Samples per second", 1.0, ""),
@@ -199,9 +202,15 @@ def _table(title: str, rows: Mapping[str, Any]) -> str:
 def _by_lines(value: Any) -> str:
     """Return a result as text: each metric on a line, and what has several lines, as a DataFrame, below its name."""
     if not isinstance(value, dict):
-        return _shown(value)
-    texts = {key: _shown(item) for key, item in value.items()}
-    return "\n".join(f"{key}:\n{text}" if "\n" in text else f"{key}: {text}" for key, text in texts.items())
+        return _brief(value)
+    texts = {key: _brief(item) for key, item in list(numbers_first(value).items())[:_MAX_METRICS]}
+    lines = [f"{key}:\n{text}" if "\n" in text else f"{key}: {text}" for key, text in texts.items()]
+    return "\n".join([*lines, *([f"and {len(value) - len(texts)} more"] if len(value) > len(texts) else [])])
+
+
+def _brief(value: Any) -> str:
+    text = _shown(value)
+    return text_of(value, _LONGEST) if isinstance(value, (list, dict)) and len(text) > _LONGEST else text
 
 
 def _shown(value: Any) -> str:

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from lagom.records.json_values import text_of
 from lagom.records.retention import is_under_way
 from lagom.records.run_dir import RESULT, RUN
 from lagom.records.upload import is_url, on_disk
@@ -68,9 +69,9 @@ def result_text(folder: Path) -> str:
     if not result:
         return "under way" if is_under_way(folder) else "no end: its driver was killed"
     if result["outcome"] == "interrupted":
-        return _short(f"interrupted: {result.get('value')}")
+        return text_of(f"interrupted: {result.get('value')}", _LONGEST)
     if result["outcome"] == "returned":
-        return _short(result.get("value"))
+        return text_of(result.get("value"), _LONGEST)
     where = f" on rank {result['rank']}" if result.get("rank") is not None else ""
     return f"{result['error']}{where}"
 
@@ -87,19 +88,6 @@ def _row(folder: Path) -> tuple[str, ...]:
     run, result = loaded(folder / RUN), loaded(folder / RESULT)
     seconds = f"{result['seconds']:.1f}" if "seconds" in result else ""
     return folder.name, result_text(folder), seconds, str(run.get("world_size", "")), checkout_text(run.get("git"))
-
-
-def _short(value: Any) -> str:
-    if isinstance(value, dict):
-        text = ", ".join(f"{key} {_number(item)}" for key, item in value.items())
-    else:
-        text = _number(value)
-    text = " ".join(text.split())
-    return text if len(text) <= _LONGEST else text[: _LONGEST - 1] + "…"
-
-
-def _number(value: Any) -> str:
-    return f"{value:.6g}" if isinstance(value, float) else str(value)
 
 
 def _folder(place: str | os.PathLike[str] | None) -> Path:

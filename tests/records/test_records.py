@@ -215,7 +215,11 @@ def test_what_is_large_or_strange_is_kept_in_part() -> None:
     assert kept["list"][:3] == [0, 1, 2]
     assert kept["list"][-1] == "… 999800 more"
     assert kept["(1, 2)"] == "<Strange>"
-    assert kept["tensor"].startswith("tensor([0., 0.")
+    assert kept["tensor"] == "tensor 1000000 float32"
+    arrays = [nn.Parameter(torch.zeros(64, 20)), torch.zeros(30, 9).numpy(), torch.tensor(0.5), pandas.Series([1] * 99)]
+    parameter, array, small, table = as_json(arrays)
+    assert (parameter, array, small) == ("tensor 64x20 float32", "array 30x9 float32", "tensor(0.5000)")
+    assert table.count("\n") > 5
     assert len(json.dumps(kept)) < 10_000
     deep: list[Any] = []
     deep.append(deep)
@@ -339,3 +343,16 @@ def test_a_table_that_was_returned_keeps_its_lines_in_the_report(tmp_path: Path)
         page = experiment.lagom(lambda value=value: value, config).report().read_text()
         assert re.search(r"<pre>[^<]*\n0 +first +0.50?\n1 +second +0.25", page)
     assert "auc: 0.9\nframe:\n" in page
+
+
+def test_large_results_are_short_in_the_report_with_numbers_first(tmp_path: Path) -> None:
+    value = {"state": nn.Linear(64, 20).state_dict(), "losses": [1 / n for n in range(1, 101)], "auc": 0.9}
+    config = TorchDistributedConfig(launcher="inline", run_dir=tmp_path)
+    page = experiment.lagom(lambda: value, config).report().read_text()
+    shown = page.partition("<pre>")[2].partition("</pre>")[0].splitlines()
+    state = (
+        "state: {&quot;weight&quot;: &quot;tensor 20x64 float32&quot;, &quot;bias&quot;: &quot;tensor 20 float32&quot;}"
+    )
+    assert shown == ["auc: 0.9", state, "losses: […, 0.01]"]
+    page = experiment.lagom(lambda: {f"layer{n}": [0] for n in range(150)}, config).report().read_text()
+    assert "layer29: [0]\nand 120 more</pre>" in page

@@ -94,6 +94,16 @@ def test_runs_are_listed_with_result_seconds_and_git(runs: Path, capsys: pytest.
     assert lagom_says(capsys, "runs", str(runs / "none")) == f"there are no runs in {runs / 'none'}\n"
 
 
+def test_a_list_of_losses_is_listed_with_its_last(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    losses = [4 / number for number in range(1, 41)]
+    values = (losses, {"losses": losses, "auc": 0.75}, losses[:2])
+    for number, value in enumerate(values):
+        config = TorchDistributedConfig(launcher="inline", name=f"run{number}", run_dir=tmp_path)
+        experiment.lagom(lambda value=value: value, config)
+    cells = [re.split(" {2,}", line)[1] for line in lagom_says(capsys, "runs", str(tmp_path)).splitlines()[1:]]
+    assert sorted(cells) == sorted(["[…, 0.1]", "auc 0.75, losses […, 0.1]", "[4, 2]"])
+
+
 def test_a_comparison_has_what_differs_alone(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     said = lagom_says(capsys, "compare", "run0", str(named(runs, "run1")))
     rows = dict(re.split(r" {2,}", line.strip(), maxsplit=1) for line in said.splitlines()[1:])
