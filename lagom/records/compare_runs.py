@@ -7,9 +7,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from lagom.records.json_values import loaded
 from lagom.records.report import events_of
 from lagom.records.run_dir import PROGRESS, RESULT, RUN
-from lagom.records.runs import aligned, checkout_text, loaded, result_text
+from lagom.records.runs import aligned, checkout_text, result_text
 
 _PARTS = (0.25, 0.5, 0.75, 1.0)
 """Shares of a run's samples at which losses are compared."""

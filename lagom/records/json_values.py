@@ -1,11 +1,14 @@
-"""``as_json``: any value in JSON's types, for the records of a run."""
+"""``as_json``, ``loaded`` and ``text_of``: a value for the records of a run, and from them."""
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+import json
 import math
 import reprlib
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from lagom.records.secrets import HIDDEN, hide_in_text, is_secret
@@ -13,6 +16,14 @@ from lagom.records.secrets import HIDDEN, hide_in_text, is_secret
 _MAX_TEXT = 20_000  # characters
 _MAX_ITEMS = 200  # items of a list or a dict
 _MAX_ELEMENTS = 16  # elements of an array that are written
+
+
+def loaded(path: Path) -> dict[str, Any]:
+    """Return the record in the JSON file ``path``; empty if there is none, or none that can be read."""
+    with contextlib.suppress(OSError, ValueError):
+        found = json.loads(path.read_text())
+        return found if isinstance(found, dict) else {}
+    return {}
 
 
 def as_json(value: Any, depth: int = 6, *, hide: bool = False) -> Any:

@@ -10,7 +10,7 @@ from typing import Any
 
 from lagom.monitor.stragglers import straggler
 from lagom.records.chart import line_chart
-from lagom.records.json_values import numbers_first, text_of
+from lagom.records.json_values import loaded, numbers_first, text_of
 from lagom.records.run_dir import PROGRESS, RESULT, RUN
 from lagom.records.timeline_svg import timeline_section
 
@@ -38,10 +38,10 @@ def report(folder: Path) -> str:
     Raises:
         ValueError: when ``folder`` holds no run.
     """
-    run = _loaded(folder / RUN)
+    run = loaded(folder / RUN)
     if not run:
         raise ValueError(f"{folder} holds no records of a run: there is no {RUN} in it")
-    result = _loaded(folder / RESULT)
+    result = loaded(folder / RESULT)
     events = events_of(folder / PROGRESS)
     charts = ""
     for key, title, factor, unit in _CHARTS:
@@ -71,7 +71,7 @@ def page(title: str, parts: Sequence[str]) -> str:
 
 def settings_sections(folder: Path) -> list[str]:
     """Return HTML of a run's settings and surroundings, from the records in ``folder``."""
-    run, result = _loaded(folder / RUN), _loaded(folder / RESULT)
+    run, result = loaded(folder / RUN), loaded(folder / RESULT)
     return [
         _table("Settings", run.get("config", {})),
         _table("Versions", run.get("versions", {})),
@@ -172,10 +172,6 @@ def events_of(path: Path) -> dict[int, list[dict[str, Any]]]:
 def series(events: Sequence[Mapping[str, Any]], key: str, factor: float) -> list[tuple[float, float]]:
     """Return seconds and values of ``key``, times ``factor``, of the events that have it."""
     return [(one["seconds"], one[key] * factor) for one in events if one.get(key) is not None]
-
-
-def _loaded(path: Path) -> dict[str, Any]:
-    return json.loads(path.read_text()) if path.exists() else {}
 
 
 def _tail(path: Path) -> str:

@@ -22,7 +22,7 @@ from lagom.errors import PlanError
 from lagom.monitor.spans import unpack_spans
 from lagom.records.driver_facts import driver_facts
 from lagom.records.git_info import GitCheckout
-from lagom.records.json_values import as_json
+from lagom.records.json_values import as_json, loaded
 from lagom.records.retention import Retention, lock_run
 from lagom.records.timeline import TIMELINES, merge
 from lagom.records.upload import Upload, is_url, on_disk
@@ -86,7 +86,7 @@ class RunRecords:
         self._checkout = GitCheckout(Path(source).parent if source else Path.cwd())
         now = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
         about = {**driver_facts(), "git": self._checkout.facts()}
-        self._facts = _loaded(folder / RUN)
+        self._facts = loaded(folder / RUN)
         if self._facts:
             changed = {name: facts[name] for name in _PER_PROCESS if name in facts}
             self._process = {"time": now, "from": "the beginning", **changed, **about}
@@ -250,16 +250,12 @@ class RunRecords:
 
 def _seconds_before(folder: Path) -> float:
     """Return how long earlier processes of the run in ``folder`` took, as far as they have recorded it."""
-    seconds: float = _loaded(folder / RESULT).get("seconds", 0.0)
+    seconds: float = loaded(folder / RESULT).get("seconds", 0.0)
     with contextlib.suppress(OSError):
         for line in (folder / PROGRESS).read_text().splitlines():
             with contextlib.suppress(ValueError):  # the last line of a driver that was killed
                 seconds = max(seconds, json.loads(line)["seconds"])
     return seconds
-
-
-def _loaded(path: Path) -> dict[str, Any]:
-    return json.loads(path.read_text()) if path.exists() else {}
 
 
 def records(run_dir: str | os.PathLike[str] | None, is_default: bool, facts: Mapping[str, Any]) -> RunRecords | None:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
-import json
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from lagom.records.json_values import text_of
+from lagom.records.json_values import loaded, text_of
 from lagom.records.retention import is_under_way
 from lagom.records.run_dir import RESULT, RUN
 from lagom.records.upload import is_url, on_disk
@@ -53,14 +51,6 @@ def find_run(run: str | os.PathLike[str], place: str | os.PathLike[str] | None) 
         raise ValueError(f"{os.fspath(run)!r} is no run: neither a folder with a {RUN}, nor a name in {top}")
     names = ", ".join(folder.name for folder in found[-3:])
     raise ValueError(f"{os.fspath(run)!r} is in the names of {len(found)} runs: {names}; name one of them")
-
-
-def loaded(path: Path) -> dict[str, Any]:
-    """Return the record in the JSON file ``path``; empty if there is none, or none that can be read."""
-    with contextlib.suppress(OSError, ValueError):
-        found = json.loads(path.read_text())
-        return found if isinstance(found, dict) else {}
-    return {}
 
 
 def result_text(folder: Path) -> str:
