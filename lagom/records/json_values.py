@@ -26,6 +26,16 @@ def loaded(path: Path) -> dict[str, Any]:
     return {}
 
 
+def recorded_seconds(result: Path, progress: Path) -> float:
+    """Return how long a run took by its result, or, if its driver was killed, by its last progress report."""
+    seconds: float = loaded(result).get("seconds", 0.0)
+    with contextlib.suppress(OSError):
+        for line in progress.read_text().splitlines():
+            with contextlib.suppress(ValueError):  # the last line of a driver that was killed
+                seconds = max(seconds, json.loads(line)["seconds"])
+    return seconds
+
+
 def as_json(value: Any, depth: int = 6, *, hide: bool = False) -> Any:
     """Return ``value`` in JSON's types, other objects as text, and large values shortened; arrays as their shape.
 

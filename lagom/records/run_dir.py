@@ -22,7 +22,7 @@ from lagom.errors import PlanError
 from lagom.monitor.spans import unpack_spans
 from lagom.records.driver_facts import driver_facts
 from lagom.records.git_info import GitCheckout
-from lagom.records.json_values import as_json, loaded
+from lagom.records.json_values import as_json, loaded, recorded_seconds
 from lagom.records.retention import Retention, lock_run
 from lagom.records.timeline import TIMELINES, merge
 from lagom.records.upload import Upload, is_url, on_disk
@@ -81,7 +81,7 @@ class RunRecords:
         self.upload = upload
         """Upload to ``run_dir``, if that is not on this machine."""
         self.broken = False
-        self._started = time.monotonic() - _seconds_before(folder)
+        self._started = time.monotonic() - recorded_seconds(folder / RESULT, folder / PROGRESS)
         source = facts.get("source")
         self._checkout = GitCheckout(Path(source).parent if source else Path.cwd())
         now = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
@@ -97,6 +97,8 @@ class RunRecords:
         self._facts |= {"ranks": {}, "failures": self._failures_before}
         self._joined_before = "seconds_to_join" in self._facts
         """Whether ranks of an earlier attempt have joined."""
+        self._goes_on, self._timed = bool(self._facts.get("resumed")), set[int]()
+        """Whether there was an earlier attempt, and ranks whose speed in the present one is known."""
         self._num_pictures = 0
         self._writing = threading.Lock()
         self._logs: dict[int, IO[bytes]] = {}
@@ -155,6 +157,7 @@ class RunRecords:
         """Record a new attempt of ``world_size`` ranks."""
         self._facts |= {"ranks": {}, "world_size": world_size}
         self._joined_before = "seconds_to_join" in self._facts
+        self._goes_on, self._timed = True, set()
         if (self.folder / TIMELINES).exists():
             (self.folder / TIMELINES).rename(self.folder / f"{TIMELINES}-lost-{len(self._facts['failures'])}")
 
@@ -174,7 +177,11 @@ class RunRecords:
 
     @_harmless
     def progressed(self, event: Message) -> None:
-        """Record a rank's progress report."""
+        """Record a rank's progress report, without the speed where samples of an earlier attempt count as new."""
+        if self._goes_on and event["rank"] not in self._timed:
+            if event.get("samples"):
+                self._timed.add(event["rank"])
+            event = {**event, "rate": None}
         now = time.monotonic()
         if now - self._kept_at.get(event["rank"], 0.0) < (now - self._started) / _PARTS:
             return
@@ -246,16 +253,6 @@ class RunRecords:
         with self._writing:
             partial.write_text(json.dumps(as_json(what, hide=name == RUN), indent=2) + "\n")
             partial.replace(self.folder / name)
-
-
-def _seconds_before(folder: Path) -> float:
-    """Return how long earlier processes of the run in ``folder`` took, as far as they have recorded it."""
-    seconds: float = loaded(folder / RESULT).get("seconds", 0.0)
-    with contextlib.suppress(OSError):
-        for line in (folder / PROGRESS).read_text().splitlines():
-            with contextlib.suppress(ValueError):  # the last line of a driver that was killed
-                seconds = max(seconds, json.loads(line)["seconds"])
-    return seconds
 
 
 def records(run_dir: str | os.PathLike[str] | None, is_default: bool, facts: Mapping[str, Any]) -> RunRecords | None:

@@ -96,3 +96,25 @@ def test_the_seconds_until_ranks_joined_are_those_of_the_first_attempt(tmp_path:
             found.append(loaded(tmp_path / "run.json")["seconds_to_join"])
         records.close()
     assert found == [2.0] * 4
+
+
+def test_samples_of_an_earlier_attempt_are_no_speed(tmp_path: Path, clock: list[float]) -> None:
+    def report(samples: int, rate: float) -> None:
+        clock[0] += 1.0
+        for rank in range(2):
+            records.progressed({"rank": rank, "samples": samples, "rate": rate})
+
+    records = RunRecords(tmp_path, FIRST)
+    for attempt in range(3):
+        if attempt == 1:
+            records.begin_again(2)
+        elif attempt == 2:
+            records.close()
+            records = RunRecords(tmp_path, LATER)
+        report(0, 0.0)
+        report(1000, 1000.0 if attempt else 7.0)  # all that the attempts before have done, within a second
+        report(1007, 7.0)
+    records.close()
+    events = [json.loads(line) for line in (tmp_path / "progress.jsonl").read_text().splitlines()]
+    rates = [event["rate"] for event in events if event["rank"] == 1]
+    assert rates == [0.0, 7.0, 7.0, None, None, 7.0, None, None, 7.0]
