@@ -31,10 +31,13 @@ def replaced(owner: object, name: str, value: object) -> Iterator[None]:
 
 @contextmanager
 def originals(package: str) -> Iterator[None]:
-    """Put back everything that is replaced in modules and classes of ``package``, for the time of the ``with``."""
+    """Put back the public functions of modules of ``package`` that are replaced, for the time of the ``with``.
+
+    Not methods and private functions, such as those of loaders and backwards: other threads may call these meanwhile.
+    """
     with ExitStack() as stack:
         for owner, name, before in reversed(list(_active.values())):
-            if _home(owner).partition(".")[0] == package:
+            if isinstance(owner, ModuleType) and owner.__name__.partition(".")[0] == package and name[0] != "_":
                 stack.callback(setattr, owner, name, vars(owner)[name])
                 _put_back(owner, name, before)
         yield
@@ -45,8 +48,3 @@ def _put_back(owner: object, name: str, before: object) -> None:
         delattr(owner, name)
     else:
         setattr(owner, name, before)
-
-
-def _home(owner: object) -> str:
-    """Return the name of the module that ``owner`` is, or whose class it is."""
-    return owner.__name__ if isinstance(owner, ModuleType) else getattr(owner, "__module__", None) or ""

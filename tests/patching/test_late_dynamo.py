@@ -118,16 +118,19 @@ def test_whatever_needs_it_gets_it() -> None:
     assert run(use_each, world_size=1) == ([0] * len(statements),)
 
 
-def test_originals_are_put_back_for_a_while() -> None:
+def test_public_functions_are_put_back_for_a_while() -> None:
     first: Any = len
     second: Any = sum
     before = nn.functional.relu
     with replaced(nn.functional, "relu", first), replaced(nn.functional, "relu", second):
-        with replaced(nn.ReLU, "__call__", first), replaced(sys, "breakpointhook", first):
-            with originals("torch"):
-                assert nn.functional.relu is before
-                assert "__call__" not in vars(nn.ReLU)
-                assert sys.breakpointhook is first
-            assert vars(nn.ReLU)["__call__"] is first
+        with (
+            replaced(nn.ReLU, "forward", first),
+            replaced(torch.autograd, "_engine_run_backward", first),
+            replaced(sys, "breakpointhook", first),
+            originals("torch"),
+        ):
+            assert nn.functional.relu is before
+            for left in nn.ReLU.forward, torch.autograd._engine_run_backward, sys.breakpointhook:
+                assert left is first
         assert nn.functional.relu is second
     assert nn.functional.relu is before
