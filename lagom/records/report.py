@@ -19,7 +19,7 @@ _MAX_RANKS = 16  # ranks whose lines and output the page shows; the rest is in t
 _MAX_METRICS = 30
 _LONGEST = 100  # characters of a list or a dict in the result
 _CHARTS = (
-    ("loss", "Loss of the rank's share of a batch", 1.0, ""),
+    ("loss", "Loss of a batch", 1.0, ""),
     ("rate", "Samples per second", 1.0, ""),
     ("data", "Time spent waiting for data", 100.0, " %"),
     ("waits", "Time spent waiting for other ranks", 100.0, " %"),

@@ -299,6 +299,13 @@ def test_a_run_that_was_cut_short_has_a_report_too(tmp_path: Path) -> None:
         report(tmp_path / "nowhere")
 
 
+def test_the_loss_is_that_of_a_batch_as_ranks_have_it_whole_by_default(tmp_path: Path) -> None:
+    kept = RunRecords(tmp_path, {"name": "x", "world_size": 1})
+    kept.progressed({"rank": 0, "samples": 1, "loss": 0.5})
+    kept.close()
+    assert ">Loss of a batch<" in report(tmp_path)
+
+
 def test_a_chart_has_a_line_for_each_and_round_numbers_at_its_side() -> None:
     drawn = line_chart("Loss", {"rank 0": [(0.0, 0.31), (2.0, 0.17)], "rank 1": [(1.0, float("nan"))]}, " %")
     assert drawn.count("<polyline") == 1
