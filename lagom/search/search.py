@@ -44,8 +44,17 @@ def search(train: Callable[..., Any], config: HyperparameterOptConfig) -> Search
         hparams=config.hparams,
         study=study.optuna,
         metric=config.optimization_key,
+        logarithmic=_logarithmic(config.searchspace, study.optuna),
         **dataclasses.asdict(ran),
     )
+
+
+def _logarithmic(space: Any, study: Any) -> set[str]:
+    """Return the hyperparameters that are drawn evenly by their logarithms, of a function those that it suggested."""
+    if isinstance(space, Searchspace):
+        return {each.name for each in space.parameters if each.log}
+    found = [space] if isinstance(space, Mapping) else [trial.distributions for trial in study.get_trials()]
+    return {name for each in found for name, one in each.items() if getattr(one, "log", False)}
 
 
 def _check_choices(space: Any) -> None:

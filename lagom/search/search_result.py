@@ -5,7 +5,7 @@ from __future__ import annotations
 import html
 import os
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -33,6 +33,7 @@ class SearchResult(Mapping[str, Any]):
         direction: "min" or "max".
         hparams: what all trials share.
         metric: name of the metric.
+        logarithmic: hyperparameters that were drawn evenly by their logarithms.
     """
 
     def __init__(
@@ -48,6 +49,7 @@ class SearchResult(Mapping[str, Any]):
         run_dir: Path | None = None,
         interrupted: bool = False,
         metric: str = "metric",
+        logarithmic: Collection[str] = (),
     ) -> None:
         self._trials = [dict(trial) for trial in trials]
         self._direction = direction
@@ -59,6 +61,7 @@ class SearchResult(Mapping[str, Any]):
         self._run_dir = run_dir
         self._interrupted = interrupted
         self._metric = metric
+        self._logarithmic = logarithmic
 
     @property
     def trials(self) -> list[dict[str, Any]]:
@@ -221,7 +224,7 @@ class SearchResult(Mapping[str, Any]):
         importance = [Bar(name, share) for name, share in self.importances.items()]
         return [
             value_charts(self._trials, self._direction),
-            parallel_coordinates(self._trials, self._direction, self._metric),
+            parallel_coordinates(self._trials, self._direction, self._metric, self._logarithmic),
             narrow(interval_chart("Importance of hyperparameters (PED-ANOVA)", importance)),
             slot_timeline(self._trials),
             trial_table(self._ranked(), self._names()),

@@ -11,9 +11,11 @@ from typing import Any
 
 import pytest
 import torch
+from optuna.distributions import FloatDistribution
 
 from lagom import experiment
 from lagom.config import AblationConfig, AblationStudy, HyperparameterOptConfig, Searchspace
+from lagom.search.pages.axis import Axis
 from lagom.search.search_result import SearchResult
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -94,6 +96,38 @@ def test_lines_go_through_all_hyperparameters(tmp_path: Path) -> None:
     ]
     chart = charts(conditional, tmp_path)["Hyperparameters of the trials that ran to their end"]
     assert sorted(len(one.attrib["points"].split()) for one in chart.iter(f"{SVG}polyline")) == [1, 2, 4]
+
+
+def suggested(trial: Any) -> dict[str, Any]:
+    """Return the hyperparameters of a trial, by the suggestions of Optuna."""
+    return {"lr": trial.suggest_float("lr", 1e-4, 1e-1, log=True), "x": trial.suggest_float("x", 1.0, 2.0)}
+
+
+@pytest.mark.parametrize(
+    "space",
+    [
+        Searchspace(lr=("DOUBLE", [1e-4, 1e-1], "log"), x=("DOUBLE", [1, 2])),
+        {"lr": FloatDistribution(1e-4, 1e-1, log=True), "x": FloatDistribution(1.0, 2.0)},
+        suggested,
+    ],
+)
+def test_hyperparameters_that_are_drawn_by_logarithms_are_shown_so(space: Any, tmp_path: Path) -> None:
+    config = HyperparameterOptConfig(
+        searchspace=space, num_trials=8, direction="min", optimizer="random", launcher="inline", run_dir=None, seed=1
+    )
+    result = experiment.lagom(lambda hparams: hparams["lr"] + hparams["x"], config)
+    page = result.report(tmp_path / "page.html").read_text()
+    title = "Hyperparameters of the trials that ran to their end"
+    (text,) = (text for text in re.findall(r"<svg.*?</svg>", page, re.DOTALL) if title in text)
+    assert {"0.0001", "0.001", "0.01", "1.4"} <= set(texts(ElementTree.fromstring(text)))
+
+
+def test_logarithmic_axes_have_room_for_all_values() -> None:
+    axis = Axis.of_values([32, 512, 64], is_log=True)
+    assert [mark for _, mark in axis.marks] == ["10", "100", "1000"]
+    assert axis.place(100) == pytest.approx(0.5)
+    assert Axis.of_values([0.1], is_log=True).place(0.1) == pytest.approx(0.0)
+    assert not Axis.of_values([0, 1], is_log=True).is_log
 
 
 def test_slots_have_their_trials_where_they_ran(tmp_path: Path) -> None:

@@ -35,11 +35,7 @@ class Axis:
         """Return an axis for finite ``values``; ``whole`` lets far-off values stretch it as well."""
         low, high = min(values), max(values)
         if low > 0 and high / low >= _LOG_RATIO and statistics.median(values) - low < _CROWDED * (high - low):
-            first, last = math.floor(math.log10(low)), math.ceil(math.log10(high))
-            step = max(1, -(-(last - first) // 5))
-            powers = range(first, last + 1, step)
-            marks = [((power - first) / (last - first), f"{10.0**power:g}") for power in powers]
-            return cls(marks, 10.0**first, 10.0**last, is_log=True)
+            return cls.of_powers(low, high)
         if not whole:
             low, high = _fences(sorted(values))
         ticks = round_ticks(low, high)
@@ -47,8 +43,24 @@ class Axis:
         return cls([((tick - ticks[0]) / span, number_text(tick)) for tick in ticks], ticks[0], ticks[-1])
 
     @classmethod
-    def of_values(cls, values: Sequence[Any]) -> Axis:
-        """Return an axis for values of any kind; numbers stand by their size if there are many of them."""
+    def of_powers(cls, low: float, high: float) -> Axis:
+        """Return a logarithmic axis with ``low`` and ``high``, which are positive, between powers of ten."""
+        first = math.floor(math.log10(low))
+        last = max(first + 1, math.ceil(math.log10(high)))
+        step = max(1, -(-(last - first) // 5))
+        powers = range(first, last + 1, step)
+        marks = [((power - first) / (last - first), f"{10.0**power:g}") for power in powers]
+        return cls(marks, 10.0**first, 10.0**last, is_log=True)
+
+    @classmethod
+    def of_values(cls, values: Sequence[Any], *, is_log: bool = False) -> Axis:
+        """Return an axis for values of any kind; numbers stand by their size if there are many of them.
+
+        Args:
+            is_log: whether numbers stand by their logarithms, if all are positive.
+        """
+        if is_log and all(isinstance(one, (int, float)) and one > 0 for one in values):
+            return cls.of_powers(min(values), max(values))
         kinds = {repr(value): value for value in values}
         if len(kinds) > 6 and all(isinstance(one, (int, float)) and not isinstance(one, bool) for one in values):
             return cls.of_numbers([float(value) for value in values], whole=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import html
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from itertools import groupby
 from typing import Any
 
@@ -20,10 +20,15 @@ _HALO = 'stroke="Canvas" stroke-width="3" paint-order="stroke"'
 _COLOUR, _BEST = "#0072b2", "#d55e00"
 
 
-def parallel_coordinates(trials: Sequence[Mapping[str, Any]], direction: str, metric: str) -> str:
+def parallel_coordinates(
+    trials: Sequence[Mapping[str, Any]], direction: str, metric: str, logarithmic: Collection[str] = ()
+) -> str:
     """Return an SVG element, the better a trial the darker its line; empty with fewer than two trials.
 
     Trials without a finite metric, and beyond the best 300, are left out.
+
+    Args:
+        logarithmic: hyperparameters that were drawn evenly by their logarithms.
     """
     sign = -1 if direction == "max" else 1
     shown = [one for one in trials if one["state"] == "complete" and math.isfinite(one["value"])]
@@ -31,7 +36,8 @@ def parallel_coordinates(trials: Sequence[Mapping[str, Any]], direction: str, me
     names = list(dict.fromkeys(name for one in shown for name in one["params"]))[:_MAX_AXES]
     if len(shown) < 2 or not names:
         return ""
-    axes = [Axis.of_values([one["params"][name] for one in shown if name in one["params"]]) for name in names]
+    values_of = {name: [one["params"][name] for one in shown if name in one["params"]] for name in names}
+    axes = [Axis.of_values(values, is_log=name in logarithmic) for name, values in values_of.items()]
     axes.append(Axis.of_numbers([one["value"] for one in shown]))
     step = (_WIDTH - _LEFT - _RIGHT) / len(names)
     title = "Hyperparameters of the trials that ran to their end"
