@@ -61,15 +61,17 @@ def _flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def _curve(folder: Path) -> dict[str, str]:
-    """Return rank 0's loss at some shares of its samples, and its mean speed."""
+    """Return rank 0's loss at some shares of its samples and at the end, and its mean speed."""
     events = events_of(folder / PROGRESS).get(0, [])
     losses = [one for one in events if one.get("loss") is not None]
     found = {}
     if losses:
         last = losses[-1]["samples"]
-        for part in _PARTS:
-            at = next(one for one in losses if one["samples"] >= part * last)
-            found[f"loss at {part:.0%} of the samples"] = f"{at['loss']:.6g}"
+        at = [next(one for one in losses if one["samples"] >= part * last) for part in _PARTS]
+        for part, one, later in zip(_PARTS, at, [*at[1:], None], strict=True):
+            # A report that stands for a later share as well is too far from this one.
+            found[f"loss at {part:.0%} of the samples"] = f"{one['loss']:.6g}" if one is not later else "-"
+        found["last loss"] = f"{losses[-1]['loss']:.6g}"
     if len(events) > 1 and events[-1]["seconds"] > events[0]["seconds"]:
         begin, end = events[0], events[-1]
         speed = (end["samples"] - begin["samples"]) / (end["seconds"] - begin["seconds"])

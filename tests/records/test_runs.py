@@ -124,7 +124,19 @@ def test_curves_are_compared_at_equal_shares_of_the_samples(runs: Path, capsys: 
     rows = {name: rest.split() for name, rest in re.findall(r"^(\S.*?) {2,}(.*)$", said, re.MULTILINE)}
     assert rows["loss at 50% of the samples"] == ["0.5", "1"]
     assert rows["loss at 100% of the samples"] == ["0.25", "0.5"]
+    assert rows["last loss"] == ["0.25", "0.5"]
     assert rows["samples per second of rank 0"] == ["10", "20"]
+
+
+def test_a_curve_of_few_points_has_no_loss_at_other_shares(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name, ends in (("run0", (40,)), ("run1", (20, 40))):
+        lines = [f'{{"rank": 0, "seconds": {at}, "samples": {at}, "loss": {at / 8}}}' for at in ends]
+        (named(runs, name) / "progress.jsonl").write_text("\n".join(lines))
+    said = lagom_says(capsys, "compare", "run0", "run1")
+    rows = {name: rest.split() for name, rest in re.findall(r"^(\S.*?) {2,}(.*)$", said, re.MULTILINE)}
+    at = [rows[f"loss at {part}% of the samples"] for part in (25, 50, 75, 100)]
+    assert at == [["-", "-"], ["-", "2.5"], ["-", "-"], ["5", "5"]]
+    assert rows["last loss"] == ["5", "5"]
 
 
 def test_the_report_of_an_older_run_is_opened(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
