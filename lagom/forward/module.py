@@ -73,6 +73,8 @@ def prepare_forwards(session: Session, streams: OwnStreams) -> Iterator[None]:
 
 
 _CHECKPOINT = "_checkpoint_without_reentrant_generator"
+if hasattr(torch.utils.checkpoint, f"{_CHECKPOINT}_impl"):  # from torch 2.15 on, ``checkpoint`` calls this one
+    _CHECKPOINT += "_impl"
 
 
 class _ForwardState:
