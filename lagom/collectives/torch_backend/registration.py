@@ -35,7 +35,8 @@ def register(credentials: Credentials = NO_CREDENTIALS, ip: str = "") -> None:
     if BACKEND not in dist.Backend.backend_list:
         dist.Backend.register_backend(BACKEND, _created, devices=["cpu"])
         # From torch 2.15 on, its flight recorder raises for groups of a class in Python, but for those in this set.
-        getattr(dist.distributed_c10d, "_FR_SELF_RECORDING_BACKENDS", set()).add(BACKEND)
+        recorded: set[str] = getattr(dist.distributed_c10d, "_FR_SELF_RECORDING_BACKENDS", set())
+        recorded.add(BACKEND)
 
 
 def _created(store: dist.Store, rank: int, size: int, timeout: timedelta) -> Any:
