@@ -199,7 +199,15 @@ _WARM = (
 """Command lines of what may stay: Spark's JVM, its Python daemon and workers, Python's and lagom's fork servers."""
 _GROWING = {"thread", "child process", "Dataset initializer"}
 """Kinds of state of which a test may remove items, but not add any."""
+
+
+def _module_of_the_program() -> Mapping[str, int]:
+    """Return which module is ``__main__``: processes that are spawned run its file."""
+    return {"__main__": id(sys.modules["__main__"])}
+
+
 _PROBES: dict[str, Callable[[], Mapping[Any, Any]]] = {
+    "module": _module_of_the_program,
     "environment variable": _environment,
     "thread": _threads,
     "child process": _processes,

@@ -24,9 +24,6 @@ from lagom.collectives.torch_backend.shared_group import SharedProcessGroup
 from lagom.session.session import Session
 from tests.ranks import run_ranks
 
-with warnings.catch_warnings(action="ignore", category=DeprecationWarning):  # once, and not in every rank
-    from torch.distributed.optim import ZeroRedundancyOptimizer
-
 if native() is None:
     pytest.skip("lagom was installed without its compiled part: no compiler, or no Linux", allow_module_level=True)
 
@@ -116,6 +113,9 @@ def messages(rank: int, size: int) -> Any:
 
 
 def trained(rank: int, size: int) -> Any:
+    # In the ranks only: it compiles functions, and lagom postpones no averages where something is compiled.
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
     def steps(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         generator = torch.Generator().manual_seed(rank)
         for _ in range(4):

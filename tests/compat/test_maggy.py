@@ -342,6 +342,7 @@ def test_the_example_runs_unchanged_under_lagom_run(
     maggy.remove()
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setitem(sys.modules, "__main__", sys.modules["__main__"])  # the script, until the test ends
     line = ["run", "-n", "2", "--seed", "1", "examples/maggy/scalar_field.py", "--epochs", "1", "--points", "500"]
     status = cli.main(line)
     out, err = capfd.readouterr()
