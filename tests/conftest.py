@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import importlib
 import os
 import random
 import signal
@@ -96,7 +97,7 @@ def _place(path: Path) -> int:
 def pytest_collection_finish() -> None:
     """Exclude what was imported from garbage collection: in a forked rank a collection copies all of its pages."""
     # In ranks forked from a process with such functions lagom postpones no averages of gradients.
-    compiled = vars(vars(torch.jit)["_state"])["_python_cu"].get_functions()
+    compiled = vars(importlib.import_module("torch.jit._state"))["_python_cu"].get_functions()
     assert not compiled, "a test's file has compiled functions on import: have it import the module in a function"
     gc.collect()
     gc.freeze()
