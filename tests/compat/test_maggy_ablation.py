@@ -156,6 +156,7 @@ def test_a_script_runs_under_lagom_run(
     (tmp_path / "titanic.py").write_text(PROGRAM + "print('best', result['num_trials'], len(result.effects))\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setitem(sys.modules, "__main__", sys.modules["__main__"])  # the script, until the test ends
     status = cli.main(["run", "-n", "2", "titanic.py"])
     out, err = capfd.readouterr()
     assert status == 0, err
