@@ -48,8 +48,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     load = os.getloadavg()[0]
     runs, lost = compare(args)
     print(table(runs))
-    if load > 1:
-        print(f"\nOther programs kept this machine busy (load {load:.1f}): the times and speeds say little.")
+    if load > (os.cpu_count() or 1) / 2:
+        print(f"\nThis machine was busy when the demo began (load {load:.1f}): run it again for times that say more.")
     for loss in lost:
         print(
             f"\nRank {loss['rank']} was killed: the run went on from {Path(loss['resumed_from']).name}, and lost "

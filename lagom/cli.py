@@ -241,6 +241,7 @@ def _session(master: str, slots: int | None) -> Any:
 
 
 def argument_parser() -> argparse.ArgumentParser:
+    """Return the parser of all commands and their options."""
     parser = argparse.ArgumentParser(prog="lagom", description="Ordinary PyTorch programs on many ranks, unchanged.")
     parser.add_argument("--version", action="version", version=f"lagom {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")

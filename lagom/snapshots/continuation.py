@@ -20,7 +20,7 @@ _REST = f"{MARK}rest"
 
 
 class ResumedFrame:
-    """What a continuation needs to reach its position: variables, and the loops and blocks that it was in."""
+    """Brings a continuation to its position: holds its variables, and the loops and blocks that it was in."""
 
     FIRST = object()
     """Stands for the item that a loop was at."""
