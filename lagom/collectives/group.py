@@ -15,7 +15,7 @@ from lagom.collectives.sockets.encryption import NO_CREDENTIALS, Credentials
 from lagom.collectives.transports import Transports
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Collection, Sequence
 
     import torch.distributed as dist
 
@@ -41,7 +41,7 @@ class Group(RequestExchange):
         all_gather: an exchange of texts that works already; the ranks find each other with it.
         gloo: makes a process group from a name, a rank and a world size. It is called when one is needed: for tensors
             that neither shared memory nor lagom's own sockets serve.
-        nccl: serves CUDA tensors; None if ranks have no GPU, or share one.
+        nccl: makes a process group for CUDA tensors, from a name; None if ranks have no GPU, or share one.
         credentials: those of the run's ranks.
         ip: address at which ranks on other hosts reach this one.
         shares_memory: send CPU tensors through shared memory when the ranks are on one host. See Note [Shared memory].
@@ -58,7 +58,7 @@ class Group(RequestExchange):
         all_gather: Callable[[bytes], list[bytes]],
         gloo: Callable[[str, int, int], dist.ProcessGroup],
         *,
-        nccl: dist.ProcessGroup | None = None,
+        nccl: Callable[[str], dist.ProcessGroup] | None = None,
         credentials: Credentials = NO_CREDENTIALS,
         ip: str = "127.0.0.1",
         shares_memory: bool = True,
@@ -80,7 +80,8 @@ class Group(RequestExchange):
             ip=ip,
             shares_memory=shares_memory,
         )
-        self._aside: Transport | None = None
+        self._aside: dict[str, Transport] = {}
+        """Transports of an order of their own, by type of device."""
         self._thread: BackgroundExchanges | None = None
 
     def waited(self) -> list[int]:
@@ -125,25 +126,26 @@ class Group(RequestExchange):
         with Operation("all_reduce", self.spans, tensor.nbytes) as operation:
             return operation.goes_on(self._transports.choose("all_reduce", tensor, "sum").all_reduce(tensor))
 
-    def open_aside(self) -> None:
-        """Connect for ``all_reduce_aside`` on the first call, which is a collective."""
-        if self._aside is None:
-            with Operation("connecting"):
-                self._aside = self._transports.connect_aside()
-            if not self._aside.is_asynchronous:
-                self._thread = BackgroundExchanges("lagom-all-reduce")
+    def open_aside(self, devices: Collection[torch.device] = (torch.device("cpu"),)) -> None:
+        """Connect for ``all_reduce_aside`` of tensors on ``devices``; a collective, until they are connected."""
+        for device in sorted(devices, key=str):
+            if device.type not in self._aside:
+                with Operation("connecting"):
+                    self._aside[device.type] = aside = self._transports.connect_aside(device)
+                if not aside.is_asynchronous:
+                    self._thread = BackgroundExchanges("lagom-all-reduce")
 
     def all_reduce_aside(self, tensor: torch.Tensor) -> Work:
-        """Begin to sum a CPU tensor as ``all_reduce_later`` does, in an order independent of the other exchanges.
+        """Begin to sum ``tensor`` as ``all_reduce_later`` does, in an order independent of the other exchanges.
 
         ``open_aside`` comes first.
         """
         assert tensor.is_contiguous()
-        assert self._aside is not None
-        if self._thread is not None:
-            return self._thread.later(partial(_sum, self._aside, tensor, self.spans))
+        aside = self._aside[tensor.device.type]
+        if not aside.is_asynchronous and self._thread is not None:
+            return self._thread.later(partial(_sum, aside, tensor, self.spans))
         with Operation("all_reduce", self.spans, tensor.nbytes, ASIDE) as operation:
-            return operation.goes_on(self._aside.all_reduce(tensor))
+            return operation.goes_on(aside.all_reduce(tensor))
 
     @property
     def reduces_parts(self) -> bool:
@@ -158,10 +160,10 @@ class Group(RequestExchange):
             counts: how many numbers each rank receives, one rank's behind the other's.
             out: receives this rank's sums; or ``whole`` itself, which then receives them in its own part.
         """
+        memory = self._aside["cpu"].memory
         assert self._thread is not None
-        assert self._aside is not None
-        assert self._aside.memory is not None
-        return self._thread.later(partial(_sum_parts, self._aside.memory, whole, counts, out))
+        assert memory is not None
+        return self._thread.later(partial(_sum_parts, memory, whole, counts, out))
 
     def wait(self, work: Work) -> None:
         """Wait until ``work`` is done."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING
 
+import torch
+
 from lagom.collectives.host_messages import HostMessages, connect_messages
 from lagom.collectives.hosts import HostTransport, connect_hosts
 from lagom.collectives.memory_transport import MemoryTransport
@@ -18,7 +20,6 @@ from lagom.collectives.torch_transport import TorchTransport
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    import torch
     import torch.distributed as dist
 
     from lagom.collectives.native import Communicator
@@ -37,7 +38,7 @@ class Transports:
         all_gather: an exchange that works already.
         gloo: makes a process group for any tensors, from a name, a rank and a world size.
         timeout_s: how long a rank waits for another.
-        nccl: serves CUDA tensors; None if ranks have no GPU, or share one.
+        nccl: makes a process group for CUDA tensors, from a name; None if ranks have no GPU, or share one.
         credentials: those of the run's ranks.
         ip: address at which ranks on other hosts reach this one.
         shares_memory: whether ranks may share memory.
@@ -51,7 +52,7 @@ class Transports:
         gloo: Callable[[str, int, int], dist.ProcessGroup],
         timeout_s: float,
         *,
-        nccl: dist.ProcessGroup | None,
+        nccl: Callable[[str], dist.ProcessGroup] | None,
         credentials: Credentials,
         ip: str,
         shares_memory: bool,
@@ -61,7 +62,8 @@ class Transports:
         self._all_gather = all_gather
         self._make_gloo = gloo
         self._timeout_s = timeout_s
-        self._nccl = TorchTransport(nccl) if nccl is not None else None
+        self._make_nccl = nccl
+        self._nccl = TorchTransport(nccl("nccl")) if nccl is not None else None
         self._credentials = credentials
         self._ip = ip
         self._shares_memory = shares_memory
@@ -133,8 +135,14 @@ class Transports:
             self.connect()
         return self._connect_messages() if self.memory is None else self.memory
 
-    def connect_aside(self) -> Transport:
-        """Return a transport for CPU tensors, whose exchanges have an order of their own."""
+    def connect_aside(self, device: torch.device) -> Transport:
+        """Return a transport for tensors on ``device``, whose exchanges have an order of their own."""
+        if device.type != "cpu" and self._make_nccl is not None:
+            by_nccl = TorchTransport(self._make_nccl("nccl aside"))
+            by_nccl.all_reduce(
+                torch.zeros(1, device=device)
+            ).wait()  # connects here, and not in the midst of a backward
+            return by_nccl
         if fast := self.connect():
             return fast[1]
         if self._mesh() is None:

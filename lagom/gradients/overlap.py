@@ -24,12 +24,13 @@ if TYPE_CHECKING:
     from lagom.run_state.leaves import Leaves
 
 MIN_BYTES = 4 << 20
-"""Bytes of large gradients on the CPU from which overlap pays for its additional exchange; measured."""
+"""Bytes of large gradients from which overlap pays for its additional exchange; measured on the CPU."""
 _PLACE = "the start of a backward"
 _MAX_KNOWN = 64
 _MAX_PATIENCE = 64
 """Largest number of backwards without overlap after ranks have reached different leaves."""
-Key = tuple[tuple[int, torch.dtype, torch.Size], ...]
+Key = tuple[tuple[int, torch.dtype, torch.Size, bool], ...]
+"""Number, type and shape of each leaf, and whether it is on a GPU."""
 
 
 class OverlappedBackward:
@@ -72,13 +73,17 @@ class OverlappedBackward:
 
     def record_layout(self, layout: Layout) -> None:
         """Remember ``layout``, on which all ranks have agreed, if it is large enough to overlap next time."""
-        if layout.on_cpu < MIN_BYTES or not self._allowed:
+        # Where ranks share a GPU, its gradients go by gloo when the backward has ended.
+        is_served = [self._group.has_gpus or not entry.cuda for entry in layout.entries]
+        size = layout.on_cpu + (layout.on_gpu if self._group.has_gpus else 0)
+        if size < MIN_BYTES or not self._allowed:
             return
         leaves = [self._leaves.tensor(number) for number in layout.numbers]
         key = _backward_key(layout.numbers, [leaf for leaf in leaves if leaf is not None])
         if len(self._known) == _MAX_KNOWN:
             self._known.clear()
-        buckets = [[layout.numbers[i] for i in bucket.indices] for bucket in layout.buckets]
+        served = [bucket.indices for bucket in layout.buckets if is_served[bucket.indices[0]]]
+        buckets = [[layout.numbers[i] for i in indices] for indices in served]
         self._known[key] = _sign(key), buckets
 
     def begin(self, numbers: Sequence[int], leaves: Sequence[torch.Tensor], plain: Iterable[torch.Tensor] = ()) -> None:
@@ -108,7 +113,8 @@ class OverlappedBackward:
             self._divergence.find_divergence(_PLACE)
             self._pause, self._patience = self._patience, min(2 * self._patience, _MAX_PATIENCE)
         elif buckets:
-            self._group.open_aside()
+            firsts = [self._leaves.tensor(bucket[0]) for bucket in buckets]
+            self._group.open_aside({leaf.device for leaf in firsts if leaf is not None})
             self._running = BucketPipeline(self._group, self._leaves, buckets)
             if self.parts is not None:
                 self._running.scatter_early(early, self.parts, deals)
@@ -147,7 +153,7 @@ class OverlappedBackward:
 
 def _backward_key(numbers: Sequence[int], leaves: Sequence[torch.Tensor]) -> Key:
     """Return a key that is equal for backwards that reach the same leaves."""
-    entries = [(n, leaf.dtype, leaf.shape) for n, leaf in zip(numbers, leaves, strict=True)]
+    entries = [(n, leaf.dtype, leaf.shape, leaf.is_cuda) for n, leaf in zip(numbers, leaves, strict=True)]
     return tuple(sorted(entries, key=itemgetter(0)))
 
 
@@ -162,7 +168,8 @@ def _sign(key: Key) -> bytes:
 # with an exchange: each rank sends a signature of the leaves that it will reach. All ranks make this exchange, since
 # all know the earlier backwards. If all signatures are equal, and are that of an earlier backward, the buckets of its
 # layout are summed in order, each as soon as its gradients are complete. They have connections of their own, because
-# other exchanges of the backward (statistics of BatchNorm) may come earlier or later on another rank. At the end of the
+# other exchanges of the backward (statistics of BatchNorm) may come earlier or later on another rank: on GPUs these
+# are another communicator of NCCL, whose kernels run beside those of the backward. At the end of the
 # backward, also of a failed one, the remaining buckets are sent, with zeros for leaves without a gradient. So all ranks
 # send the same buckets in any case. The small gradients follow with a signature, as in any other backward. A parameter
 # that modules share is complete after its last use.

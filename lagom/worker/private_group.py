@@ -54,15 +54,18 @@ def process_group(
         options._timeout = timeout
         return gloo_class(dist.PrefixStore(name, store), rank, size, options)
 
-    nccl = None
-    if device.type == "cuda" and seat.nccl:
-        nccl = _nccl(dist.PrefixStore("nccl", store), seat.rank, world_size, seat.ip, timeout)
+    made: list[Any] = []
+
+    def nccl(name: str) -> Any:
+        made.append(_nccl(dist.PrefixStore(name, store), seat.rank, world_size, seat.ip, timeout))
+        return made[-1]
+
     group = Group(
         seat.rank,
         world_size,
         all_gather_by(SealedStore(store, seat.key), "ways", seat.rank, world_size, timeout_s),
         gloo,
-        nccl=nccl,
+        nccl=nccl if device.type == "cuda" and seat.nccl else None,
         credentials=credentials,
         ip=seat.ip,
         shares_memory=config.collectives == "auto",
@@ -74,8 +77,8 @@ def process_group(
         yield group, store
     finally:
         group.close()
-    if nccl is not None:
-        nccl.shutdown()
+    for one in made:
+        one.shutdown()
 
 
 def _store(seat: RankSpec, world_size: int, credentials: Credentials, timeout_s: float) -> dist.Store:

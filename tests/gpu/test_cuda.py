@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -101,37 +103,101 @@ def test_a_tensor_on_the_gpu_comes_home_from_a_rank() -> None:
     assert value.cpu().tolist() == [0, 1, 2, 3, 4]
 
 
-def test_gradients_on_the_gpu_are_averaged_by_nccl() -> None:
+@contextmanager
+def group_of_one() -> Iterator[Group]:
+    """A group of one rank, whose tensors on the GPU go by NCCL."""
     store = dist.TCPStore("127.0.0.1", 0, 1, is_master=True, wait_for_workers=False)
-    gloo: Any = dist.ProcessGroupGloo(dist.PrefixStore("gloo", store), 0, 1, timedelta(seconds=30))
-    nccl: Any = dist.ProcessGroupNCCL(dist.PrefixStore("nccl", store), 0, 1, dist.ProcessGroupNCCL.Options())
+    gloo: Any = dist.ProcessGroupGloo(dist.PrefixStore("gloo", store), 0, 1, timedelta(seconds=60))
+    made: list[Any] = []
+
+    def nccl(name: str) -> Any:
+        made.append(dist.ProcessGroupNCCL(dist.PrefixStore(name, store), 0, 1, dist.ProcessGroupNCCL.Options()))
+        return made[-1]
+
     try:
+        yield Group(0, 1, lambda data: [data], lambda *_: gloo, nccl=nccl)
+    finally:
+        for one in made:
+            one.shutdown()
+
+
+def averager(group: Group) -> GradientAverager:
+    leaves = Leaves()
+    watch = DivergenceMonitor(group, leaves, list, {}, str)
+    return GradientAverager(group, leaves, watch, AgreedExchange(group, 0), likeness=lambda _: Likeness.NONE, name=str)
+
+
+def test_gradients_on_the_gpu_are_averaged_by_nccl() -> None:
+    with group_of_one() as group:
         parameters = [torch.nn.Parameter(torch.ones(3, device="cuda")) for _ in range(2)]
         pending = BackwardGradients()
         pending.expect(parameters)
         for parameter in parameters:
             parameter.grad = torch.full((3,), 2.0, device="cuda")
-        group = Group(0, 1, lambda data: [data], lambda *_: gloo, nccl=nccl)
-        leaves = Leaves()
-        watch = DivergenceMonitor(group, leaves, list, {}, str)
-        GradientAverager(
-            group, leaves, watch, AgreedExchange(group, 0), likeness=lambda _: Likeness.NONE, name=str
-        ).reduce(pending)
+        averager(group).reduce(pending)
         assert all(parameter.grad is not None and parameter.grad.tolist() == [2, 2, 2] for parameter in parameters)
-    finally:
-        nccl.shutdown()
+
+
+def test_buckets_travel_by_nccl_while_a_backward_runs() -> None:
+    with group_of_one() as group:
+        check_buckets_leave_early(averager(group), group, "cuda")
+
+
+def check_buckets_leave_early(averager: GradientAverager, group: Group, device: str) -> None:
+    """The second backward sends the last parameter's bucket before it comes to the first parameter."""
+    first, second = (torch.nn.Parameter(torch.full((1 << 21,), value, device=device)) for value in (3.0, 5.0))
+    sent, seen = [], []
+    all_reduce = group.all_reduce_aside
+
+    def note(tensor: torch.Tensor) -> Any:
+        sent.append(tensor.numel())
+        return all_reduce(tensor)
+
+    group.all_reduce_aside = note  # type: ignore[method-assign]
+    for _ in range(2):
+        first.grad = second.grad = None
+        middle = first * 2
+        middle.register_hook(lambda _: seen.append(len(sent)))
+        loss = (middle * second).sum()
+        pending = BackwardGradients()
+        pending.expect([first, second])
+        averager.begin_backward(pending)
+        loss.backward()
+        averager.reduce(pending)
+        assert first.grad is not None
+        assert second.grad is not None
+        assert torch.equal(first.grad, torch.full_like(first, 10.0))
+        assert torch.equal(second.grad, torch.full_like(second, 6.0))
+    assert seen == [0, 1]
+    assert sent == [1 << 21] * 2
+
+
+@pytest.mark.parametrize("size", [8, 1 << 21])
+def test_no_steady_step_waits_for_the_gpu(size: int) -> None:
+    """Small gradients, and such as travel while the backward runs."""
+    with group_of_one() as group:
+        averaging = averager(group)
+        parameter = torch.nn.Parameter(torch.ones(size, device="cuda"))
+        optimizer = torch.optim.SGD([parameter], lr=0.1)
+        for step in range(6):
+            torch.cuda.set_sync_debug_mode("error" if step > 2 else "default")
+            try:
+                optimizer.zero_grad()
+                pending = BackwardGradients()
+                pending.expect([parameter])
+                averaging.begin_backward(pending)
+                parameter.square().sum().backward()
+                averaging.reduce(pending)
+                optimizer.step()
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+        torch.testing.assert_close(parameter.detach().cpu(), torch.full((size,), 0.8**6))
 
 
 def test_parameters_on_the_gpu_are_let_go_of_and_gathered_by_nccl() -> None:
     """At ``zero_lvl=3`` with one rank: their memory is the device's again while nothing needs it."""
-    store = dist.TCPStore("127.0.0.1", 0, 1, is_master=True, wait_for_workers=False)
-    gloo: Any = dist.ProcessGroupGloo(dist.PrefixStore("gloo", store), 0, 1, timedelta(seconds=60))
-    nccl: Any = dist.ProcessGroupNCCL(dist.PrefixStore("nccl", store), 0, 1, dist.ProcessGroupNCCL.Options())
-    group = Group(0, 1, lambda data: [data], lambda *_: gloo, nccl=nccl)
-    try:
+    with group_of_one() as group:
         look_at_weights(ParameterShards(group, Leaves(), lambda: True, print), "cuda")
-    finally:
-        nccl.shutdown()
 
 
 def look_at_weights(weights: ParameterShards, device: str) -> None:

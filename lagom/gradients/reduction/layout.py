@@ -73,9 +73,11 @@ class Layout:
         self.packed = PackedTensors([(entries[i].dtype, entries[i].shape) for i in self.framed], as_type)
         # Reversed, since a backward reaches the last parameters first.
         self.buckets = [bucket for part in rest.values() for bucket in _make_buckets(part[::-1], entries)]
-        on_cpu = [entries[i] for (cuda, _), part in rest.items() if not cuda for i in part]
-        self.on_cpu = sum(entry.shape.numel() * entry.dtype.itemsize for entry in on_cpu)
-        """Bytes of all buckets on the CPU."""
+        sizes = [0, 0]
+        for (cuda, dtype), part in rest.items():
+            sizes[cuda] += sum(entries[i].shape.numel() for i in part) * dtype.itemsize
+        self.on_cpu, self.on_gpu = sizes
+        """Bytes of all buckets on the CPU, and on GPUs."""
 
 
 def wire_dtype(dtype: torch.dtype) -> torch.dtype:
