@@ -37,6 +37,12 @@ def add_run_options(run: argparse.ArgumentParser) -> None:
         "--min-world-size", type=int, metavar="N", help="the fewest ranks with which to begin again on Spark"
     )
     run.add_argument(
+        "--snapshot-every",
+        type=float,
+        metavar="S",
+        help="keep the state of the program each S seconds, from which the run goes on, also by lagom resume",
+    )
+    run.add_argument(
         "--sleeping-twins", action="store_true", help="keep copies of the ranks that go on when one is killed"
     )
 

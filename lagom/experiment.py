@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -14,7 +15,7 @@ from lagom.aggregate import aggregate, remedy
 from lagom.call import Call
 from lagom.config import AblationConfig, HyperparameterOptConfig, TorchDistributedConfig
 from lagom.config.torch_distributed import Launcher
-from lagom.kept_call import keep_call, read_call
+from lagom.kept_call import keep_call, keep_result, read_call, read_result
 from lagom.launchers import choose
 from lagom.launchers.attempts import run_attempts
 from lagom.launchers.dataframes import write_frame
@@ -115,6 +116,8 @@ def resume(
 ) -> Result:
     """Go on with a run that has kept snapshots, from the last one, and return its result as ``lagom`` would have.
 
+    If the run has returned already, its result is that of then.
+
     Args:
         run_dir: the folder of the run, or a part of its name in the default folder.
         world_size: number of ranks; None: as before.
@@ -128,11 +131,15 @@ def resume(
     """
     started = time.monotonic()
     with read_call(find_run(run_dir, TorchDistributedConfig().run_dir)) as (run, call, snapshots), snapshots.locked():
+        folder = Path(snapshots.path).parent
+        if (kept := read_result(snapshots)) is not None:
+            value, values, seconds = kept
+            sys.stderr.write(f"lagom: {run.name}: the run had ended already; nothing is computed again\n")
+            return Result(value, values, seconds=seconds, name=run.name, where="", run_dir=folder)
         changed: dict[str, Any] = {"world_size": world_size, "launcher": launcher}
         config = replace(run.config, **{name: value for name, value in changed.items() if value is not None})
         chosen = choose(config.launcher)
         the_plan = plan(config, chosen.cluster(), run.name, already_distributed=False)
-        folder = Path(snapshots.path).parent
         with run_records(config, the_plan, chosen.where(), run.source, folder) as records:
             try:
                 return _run(chosen, the_plan, call, records, snapshots, started)
@@ -151,12 +158,15 @@ def _run(
 ) -> Result:
     outcomes, failures = run_attempts(launcher, the_plan, call, records, snapshots)
     value, values = _values([outcome.load() for outcome in outcomes], the_plan)
+    seconds = time.monotonic() - started
+    if snapshots is not None:
+        keep_result(snapshots, value, values, seconds)
     if records is not None:
         records.ended({"outcome": "returned", "value": value, "per_rank": values})
     return Result(
         value,
         values,
-        seconds=time.monotonic() - started,
+        seconds=seconds,
         name=the_plan.name,
         where=launcher.where(),
         run_dir=records.folder if records is not None else None,

@@ -1,4 +1,7 @@
-"""``keep_call`` and ``read_call``: the call of a run in its folder, so that another process can go on with the run."""
+"""``keep_call`` and ``read_call``: the call of a run in its folder, so that another process can go on with the run.
+
+``keep_result`` and ``read_result``: the result of a run that has ended.
+"""
 
 from __future__ import annotations
 
@@ -7,14 +10,14 @@ import os
 import sys
 import types
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from lagom.call import Call
 from lagom.config import TorchDistributedConfig
-from lagom.errors import LagomError, PlanError
+from lagom.errors import LagomError, PayloadError, PlanError
 from lagom.payload import Parcel, unpack_file
 from lagom.plan import Plan
 from lagom.program.script import Script
@@ -43,8 +46,6 @@ class KeptRun:
 def obstacle(plan: Plan, call: Call) -> str | None:
     """Return why a run of ``call`` as ``plan`` says cannot keep snapshots, or None."""
     config = plan.config
-    if isinstance(call.function, Script):
-        return "scripts that lagom runs have none yet; call experiment.lagom with a function"
     if not call.sources:
         return "the source of the function is not known"
     if sys.version_info < (3, 11):
@@ -79,12 +80,8 @@ def keep_call(records: RunRecords | None, plan: Plan, call: Call, source: str | 
     config = dataclasses.replace(plan.config, **_DATA)
     path = tuple(os.path.abspath(entry) for entry in sys.path)
     run = KeptRun(config, plan.name, os.getcwd(), path, tuple(sys.argv), source)
-    for name, value in ((_SETTINGS, run), (Path(folder.call).name, call)):
-        fd = os.open(f"{folder.path}/{name}", os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        try:
-            Parcel(value).write(fd)
-        finally:
-            os.close(fd)
+    _write(f"{folder.path}/{_SETTINGS}", run)
+    _write(folder.call, call)
     return folder
 
 
@@ -106,7 +103,8 @@ def read_call(folder: Path) -> Iterator[tuple[KeptRun, Call, SnapshotFolder]]:
     try:
         sys.path += [entry for entry in run.sys_path if entry not in sys.path]
         call: Call = _read(found.call)
-        if changed := sorted(_changed_functions(call)):
+        has_ended = os.path.exists(found.result)
+        if not has_ended and (changed := sorted(_changed_functions(call))):
             raise LagomError(
                 f"{', '.join(changed)}: not as when the run began, so it cannot go on; put the old source back, "
                 "or begin a new run"
@@ -117,8 +115,28 @@ def read_call(folder: Path) -> Iterator[tuple[KeptRun, Call, SnapshotFolder]]:
         sys.path[:] = path
 
 
+def keep_result(folder: SnapshotFolder, value: Any, values: list[Any], seconds: float) -> None:
+    """Write the result of a run into its folder, unless it does not pickle or does not fit."""
+    try:
+        _write(f"{folder.result}.partial", (value, values, seconds))
+        os.replace(f"{folder.result}.partial", folder.result)
+    except (PayloadError, OSError):  # then the end of the run is computed again when it is asked for
+        with suppress(OSError):
+            os.unlink(f"{folder.result}.partial")
+
+
+def read_result(folder: SnapshotFolder) -> tuple[Any, list[Any], float] | None:
+    """Return what ``keep_result`` has written; None if the run has not ended."""
+    if not os.path.exists(folder.result):
+        return None
+    found: tuple[Any, list[Any], float] = _read(folder.result)
+    return found
+
+
 def _changed_functions(call: Call) -> Iterator[str]:
     """Yield the functions of ``call`` that are not those of its source files, and modules that it imports later."""
+    if isinstance(call.function, Script):  # it is in the call, and the modules that it has imported in the snapshot
+        return
     sources: dict[str, SourceFile] = {}
     given = call.provided
     for value in reachable_modules(call.function, *given.values(), *given.get("hparams", {}).values()):
@@ -134,6 +152,14 @@ def _changed_functions(call: Call) -> Iterator[str]:
     for name, text in call.sources.items():
         if name not in sources and os.path.isfile(name) and Path(name).read_text() != text:
             yield name
+
+
+def _write(path: str, value: Any) -> None:
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    try:
+        Parcel(value).write(fd)
+    finally:
+        os.close(fd)
 
 
 def _read(path: str) -> Any:

@@ -14,7 +14,8 @@ import pickle
 import struct
 import sys
 import types
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import cloudpickle
@@ -124,6 +125,19 @@ def unpack_file(fd: int, *, offset: int = 0) -> Any:
         raise PayloadError("there is nothing in the file of a parcel: its writer ended before it wrote")
     mapped = mmap.mmap(fd, size, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
     return unpack(memoryview(mapped)[offset:])
+
+
+@contextmanager
+def pickled_by_value(modules: Iterable[types.ModuleType]) -> Iterator[None]:
+    """Have pickles in the block hold what these modules define, and not its names; ``__main__`` is always so."""
+    registered = [module for module in modules if module.__name__ != "__main__"]
+    for module in registered:
+        cloudpickle.register_pickle_by_value(module)
+    try:
+        yield
+    finally:
+        for module in registered:
+            cloudpickle.unregister_pickle_by_value(module)
 
 
 def classes_received() -> dict[type, str]:

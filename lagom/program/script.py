@@ -4,13 +4,14 @@ from __future__ import annotations
 import __future__ as futures
 
 import contextlib
+import functools
 import importlib
 import importlib.util
 import linecache
 import sys
 import tokenize
 import types
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
@@ -83,13 +84,18 @@ class Script:
     def parts(self) -> tuple[types.CodeType, ...]:
         """The compiled script, or the compiled cells of a notebook; a SyntaxError names the line."""
         parts, flags = [], 0
-        for name, text in self._texts():
+        for name, text in self.texts():
             parts.append(compile(text, name, "exec", flags, dont_inherit=True))
             flags |= parts[-1].co_flags & _FUTURE_FLAGS  # as in a notebook, later cells have them too
         return tuple(parts)
 
     def __call__(self) -> None:
         """Run the script."""
+        variables = vars(self.make_main())
+        self.run(functools.partial(exec, part, variables) for part in self.parts)
+
+    def make_main(self) -> types.ModuleType:
+        """Make the module ``__main__`` of this process, and its arguments and import path, as python does."""
         main = types.ModuleType("__main__")
         main.__file__ = self.file or self.path
         main.__annotations__ = {}
@@ -104,19 +110,23 @@ class Script:
         if self.module:
             main.__spec__ = ModuleSpec(self.module, None, origin=self.file)
             main.__package__ = self.module.rpartition(".")[0]
-            if main.__package__:
-                importlib.import_module(main.__package__)
         # So that tracebacks show lines of cells, and of files that executors do not have.
-        for name, text in self._texts():
+        for name, text in self.texts():
             linecache.cache[name] = (len(text), None, text.splitlines(keepends=True), name)
+        return main
+
+    def run(self, parts: Iterable[Callable[[], object]]) -> None:
+        """Call ``parts``, the script or what is left of it, in its package; an exit with status 0 is an end."""
+        if package := self.module.rpartition(".")[0]:
+            importlib.import_module(package)
         try:
-            for part in self.parts:
-                exec(part, main.__dict__)
+            for part in parts:
+                part()
         except SystemExit as end:
             if end.code not in (None, 0):
                 raise
 
-    def _texts(self) -> list[tuple[str, str]]:
+    def texts(self) -> list[tuple[str, str]]:
         """Return the name in tracebacks and the source of each part."""
         name = self.file or self.path
         if not self.cells:

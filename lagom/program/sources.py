@@ -139,10 +139,12 @@ def used_modules(function: types.FunctionType) -> Iterator[types.ModuleType]:
 def source_files(*values: Any) -> dict[str, str]:
     """Return the sources of the user's own functions that ``values`` use, by the names that their code has for them.
 
-    The user's own modules that these functions import when they run are among them.
+    The user's own modules that these functions import when they run are among them, and scripts.
     """
     found: dict[str, str] = {}
     for value in reachable_modules(*values):
+        if isinstance(value, Script):
+            found |= dict(value.texts())
         if isinstance(value, types.FunctionType) and not is_foreign(value):
             found |= {str(path): path.read_text() for path in map(_own_file, imports_of_codes(value.__code__)) if path}
             name = value.__code__.co_filename

@@ -18,7 +18,7 @@ from lagom.errors import LagomError
 FOLDER, CALL, FILES = "snapshots", "call", "files.jsonl"
 FIRST_MARK = 1 << 40
 """Added to the number of a snapshot, it is that of its mark in the run's output; sleeping twins have those below."""
-_LOCK = "lock"
+_LOCK, _RESULT = "lock", "result"
 _KEPT = 2
 """Snapshots that are kept: the newest, and the one before it."""
 
@@ -53,6 +53,11 @@ class SnapshotFolder:
     def call(self) -> str:
         """Return the file with the call."""
         return f"{self.path}/{CALL}"
+
+    @property
+    def result(self) -> str:
+        """Return the file with the result of a run that has ended."""
+        return f"{self.path}/{_RESULT}"
 
     def make(self) -> None:
         """Make the folder, for this user alone."""
@@ -145,7 +150,7 @@ class SnapshotFolder:
             except OSError as error:
                 raise LagomError(
                     f"the run has kept no snapshots in {self.path}: a run keeps them if it is called with "
-                    "snapshot_every_s, and a script of lagom run does not yet"
+                    "snapshot_every_s, a script with lagom run --snapshot-every"
                 ) from error
             if status.st_uid != os.geteuid() or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
                 raise LagomError(f"{path} is not this user's alone, so what it holds is not run; chown and chmod 700")

@@ -1,4 +1,4 @@
-"""``Continuation``: the rest of a function from a position on, as a function of its local variables.
+"""``Continuation``: the rest of a function from a position on, as a function of its local variables; or of a script.
 
 Of each statement around the position, what is left of it is kept: a loop goes on with its iterator, a ``with`` block
 leaves its manager at its end, a ``try`` still has its handlers. So ``break``, ``else`` and ``return`` mean the same.
@@ -13,8 +13,8 @@ import types
 from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any
 
-from lagom.snapshots.remaining_statements import HELP, Rest, bound
-from lagom.snapshots.source_code import MARK, SourceFile, codes, compiled, name_at
+from lagom.snapshots.remaining_statements import HELP, Rest
+from lagom.snapshots.source_code import LOCAL, MARK, Function, SourceFile, codes, compiled, name_at
 
 _REST = f"{MARK}rest"
 
@@ -63,7 +63,7 @@ class EnteredManager:
         return type(self._manager).__exit__(self._manager, *error)
 
 
-def check_continuation(source: SourceFile, function: ast.FunctionDef, node: ast.AST, is_innermost: bool) -> set[str]:
+def check_continuation(source: SourceFile, function: Function, node: ast.AST, is_innermost: bool) -> set[str]:
     """Check that ``function`` can go on from ``node``; return the variables that have to hold plain values for it.
 
     A statement has read these before its call, as text or as a condition, so no call may have changed what they hold.
@@ -108,12 +108,19 @@ def continuation_code(
     ]
     outer = copy.copy(changed)
     outer.name, outer.args = f"{MARK}cells", _parameters()
-    outer.body = [*(bound(name, function) for name in shared), changed]
+    outer.body = [*(LOCAL.clear(name, function) for name in shared), changed]
     if hasattr(function, "type_params"):
         changed.type_params, outer.type_params = [], []
     tree = ast.fix_missing_locations(_with_replaced(source, function, outer))
     found = next(code for code in codes(compiled(tree, source.name)) if code.co_name == _REST)
     return found.replace(co_name=function.name)
+
+
+def script_code(source: SourceFile, node: ast.AST, is_innermost: bool) -> types.CodeType:
+    """Compile the rest of a script from ``node`` on; ``HELP`` has to be a name of Python's own when it runs."""
+    rest = Rest(source, source.tree, node, is_innermost).statements()
+    tree = ast.Module([*_futures(source.tree), *rest], [])
+    return compiled(ast.fix_missing_locations(tree), source.name)
 
 
 def first_parameter(function: ast.FunctionDef, cells: Collection[str]) -> list[str]:
@@ -141,8 +148,7 @@ def _with_replaced(source: SourceFile, function: ast.FunctionDef, new: ast.stmt)
         parent, field, _ = source.parents[child]
         above = copy.copy(parent)
         if isinstance(parent, ast.Module):
-            futures = [one for one in parent.body if isinstance(one, ast.ImportFrom) and one.module == "__future__"]
-            above.body = [*futures, replacement]  # type: ignore[attr-defined]
+            above.body = [*_futures(parent), replacement]  # type: ignore[attr-defined]
             return above
         if isinstance(parent, (ast.FunctionDef, ast.ClassDef)):
             # The names of an enclosing function stay known as its variables: by its other statements.
@@ -151,6 +157,10 @@ def _with_replaced(source: SourceFile, function: ast.FunctionDef, new: ast.stmt)
         else:
             setattr(above, field, [replacement if one is child else one for one in getattr(parent, field)])
         child, replacement = parent, above  # type: ignore[assignment]
+
+
+def _futures(tree: ast.Module) -> list[ast.stmt]:
+    return [one for one in tree.body if isinstance(one, ast.ImportFrom) and one.module == "__future__"]
 
 
 def _declarations(function: ast.FunctionDef) -> list[ast.Global | ast.Nonlocal]:

@@ -3,25 +3,47 @@
 from __future__ import annotations
 
 import ast
+import builtins
 import functools
 import gc
 import types
+from collections import ChainMap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from lagom.snapshots.continuation import ResumedFrame, check_continuation, continuation_code, first_parameter
+from lagom.snapshots.continuation import (
+    ResumedFrame,
+    check_continuation,
+    continuation_code,
+    first_parameter,
+    script_code,
+)
 from lagom.snapshots.frame_position import NoSnapshotError, Position, place_of, position_of
 from lagom.snapshots.progress_bars import BarIterator
 from lagom.snapshots.remaining_statements import HELP
-from lagom.snapshots.source_code import MARK, SourceFile, iterator_name, iterator_of, manager_name
+from lagom.snapshots.source_code import (
+    MARK,
+    Function,
+    ScriptVariables,
+    SourceFile,
+    iterator_name,
+    iterator_of,
+    manager_name,
+)
 from lagom.snapshots.state_pickle import cell_contents, fill_cells
 
 _GENERATORS = 0x20 | 0x80 | 0x200  # generators, coroutines, asynchronous generators
 _PLAIN = (int, float, complex, str, bytes, type(None))
 """Kinds of values that no call can change."""
-_PASSED = ("/lagom/loaders/", "/lagom/snapshots/", "/torch/utils/data/dataloader.py", "/tqdm/std.py")
-"""Parts of libraries that may be between the program and the point: what they hold is saved with their iterators."""
+_PASSED = (
+    "/lagom/loaders/",
+    "/lagom/snapshots/",
+    "/lagom/program/script.py",
+    "/torch/utils/data/dataloader.py",
+    "/tqdm/std.py",
+)
+"""Parts of libraries that may be around the program and its parts: what they hold is saved with their iterators."""
 
 
 @dataclass(slots=True)
@@ -100,7 +122,7 @@ class ProgramFrames:
             raise NoSnapshotError(f"{place_of(frame)} calls a library that reads the loader")
         read = check_continuation(source, function, node, is_innermost)
         missing = set(_stack_names(source, function, node)) - {*code.co_varnames, *code.co_cellvars, *code.co_freevars}
-        if missing:
+        if missing and not isinstance(function, ast.Module):
             raise NoSnapshotError(f"{place_of(frame)} calls locals(), or was defined after the run had begun")
         return found, read
 
@@ -115,22 +137,28 @@ class ProgramFrames:
         found = [self._state(frame, position) for frame, position in frames]
         frame, position = frames[-1]
         node = position.node(self._sources[position.file])
-        values = frame.f_locals
+        values = ChainMap(self._own(frame), frame.f_globals)
         if isinstance(node, ast.For):
             read = iterator_of(values.get(iterator_name(node)))
         else:
             name = node.args[0] if node is not None and node.args else None
-            read = values.get(name.id, frame.f_globals.get(name.id)) if isinstance(name, ast.Name) else None
+            read = values.get(name.id) if isinstance(name, ast.Name) else None
         if not _reads_next(read, iterator):
             raise NoSnapshotError(f"{place_of(frame)} reads the loader through a {type(read).__name__}")
         return found
 
     def _state(self, frame: types.FrameType, position: Position) -> FrameState:
-        code, values = frame.f_code, dict(frame.f_locals)
+        code, values = frame.f_code, dict(self._own(frame))
         shared = {*code.co_cellvars, *code.co_freevars}
         cells = _cells(frame, values, shared) if shared else {}
         own = {name: value for name, value in values.items() if name not in shared and not _is_help(name)}
         return FrameState(position, frame.f_globals["__name__"], own, cells, cell_contents(cells))
+
+    def _own(self, frame: types.FrameType) -> dict[str, Any]:
+        """Return the variables of ``frame``; of a script only those that are not global."""
+        source = self._sources[frame.f_code.co_filename]
+        is_script = isinstance(source.function(frame.f_code), ast.Module)
+        return ScriptVariables.kept if is_script else frame.f_locals
 
     def call(self, states: Sequence[FrameState], module: Callable[[str], dict[str, Any]]) -> Callable[[], Any]:
         """Return a call that goes on with the functions in progress, and returns what the outermost one returns.
@@ -146,6 +174,10 @@ class ProgramFrames:
             function = source.function_at(at.function, at.first_line)
             assert node is not None
             assert function is not None
+            if isinstance(function, ast.Module):
+                code = script_code(source, node, call is None)
+                call = functools.partial(_go_on, code, module(state.module), state.values, call)
+                continue
             code = continuation_code(source, function, node, call is None, list(state.values), list(state.cells))
             closure = tuple(state.cells[name] for name in code.co_freevars)
             resumed = types.FunctionType(code, module(state.module), at.function, None, closure)
@@ -153,6 +185,16 @@ class ProgramFrames:
             call = functools.partial(resumed, *first, ResumedFrame(state.values, call))
         assert call is not None
         return call
+
+
+def _go_on(
+    code: types.CodeType, variables: dict[str, Any], kept: dict[str, Any], call: Callable[[], Any] | None
+) -> None:
+    """Run the rest of a script."""
+    ScriptVariables.kept.clear()
+    ScriptVariables.kept.update(kept)
+    setattr(builtins, HELP, ResumedFrame({}, call))
+    exec(code, variables)
 
 
 def _reads_next(outer: Any, iterator: Any) -> bool:
@@ -171,7 +213,7 @@ def _is_help(name: str) -> bool:
     return name == HELP or name.startswith(f"{MARK}item ")
 
 
-def _stack_names(source: SourceFile, function: ast.FunctionDef, node: ast.AST) -> list[str]:
+def _stack_names(source: SourceFile, function: Function, node: ast.AST) -> list[str]:
     """Return the variables for the iterators and managers that are in use at ``node``."""
     chain = source.chain(node, function) or []
     found = []

@@ -91,10 +91,10 @@ def _reduce_file(file: Any) -> Any:
     found = standard_streams(file)
     if found is not NotImplemented:
         return found
-    if isinstance(file, (io.BytesIO, io.StringIO)):
-        return NotImplemented
     if file.closed:
         return _closed, ()
+    if isinstance(file, (io.BytesIO, io.StringIO)):
+        return NotImplemented
     name = file.name
     if not isinstance(name, str) or not isinstance(file, (io.TextIOWrapper, io.BufferedWriter, io.BufferedReader)):
         return NotImplemented

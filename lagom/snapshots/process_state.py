@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import sys
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -29,6 +30,7 @@ def process_state(before: Mapping[str, Any]) -> dict[str, Any]:
         "next_hook": RemovableHandle.next_id,
         "environ": {name: os.environ.get(name) for name in _changed(before["environ"], os.environ)},
         "argv": list(sys.argv),
+        "signals": {number: one for number, one in _handlers().items() if one != before["signals"].get(number)},
         "loggers": {name: one for name, one in _logger_settings().items() if one != before["loggers"].get(name)},
     }
 
@@ -51,6 +53,8 @@ def set_process_state(state: Mapping[str, Any]) -> None:
         else:
             os.environ[name] = value
     sys.argv[:] = state["argv"]
+    for number, handler in state["signals"].items():
+        signal.signal(number, handler)
     for name, (level, handlers, propagates, is_disabled) in state["loggers"].items():
         logger = logging.getLogger(name)
         logger.setLevel(level)
@@ -60,7 +64,18 @@ def set_process_state(state: Mapping[str, Any]) -> None:
 
 def first_settings() -> dict[str, Any]:
     """Return the settings that differ between ranks, as they are before the program changes them."""
-    return {"threads": torch.get_num_threads(), "loggers": _logger_settings(), "environ": dict(os.environ)}
+    return {
+        "threads": torch.get_num_threads(),
+        "loggers": _logger_settings(),
+        "environ": dict(os.environ),
+        "signals": _handlers(),
+    }
+
+
+def _handlers() -> dict[int, Any]:
+    """Return the handlers of signals; one that C code has set is not known."""
+    found = {number: signal.getsignal(number) for number in signal.valid_signals()}
+    return {number: handler for number, handler in found.items() if handler is not None}
 
 
 def _changed(before: Mapping[str, str], now: Mapping[str, str]) -> set[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import abc
 import contextlib
+import pickle
 import sys
 import types
 import weakref
@@ -15,15 +16,18 @@ from torch.utils.data.dataloader import _DatasetKind
 
 from lagom.call import Call
 from lagom.errors import SnapshotError
+from lagom.program.script import Script
 from lagom.program.sources import imports_of_codes, is_installed, reachable_modules
 from lagom.random_states import random_states, set_random_states
+from lagom.snapshots.exit_functions import ExitFunctions
 from lagom.snapshots.frame_position import NoSnapshotError, Position
 from lagom.snapshots.frames import FrameState, ProgramFrames
 from lagom.snapshots.loader_positions import FIRST_BATCH, LAST_BATCH, LOADER, PASS_START, begun, pass_start
 from lagom.snapshots.object_reducers import reduce_object
 from lagom.snapshots.process_state import first_settings, process_state, set_process_state
 from lagom.snapshots.progress_bars import resumable_bars
-from lagom.snapshots.source_code import SourceFile
+from lagom.snapshots.script_in_progress import ScriptInProgress
+from lagom.snapshots.source_code import SourceFile, make_known
 from lagom.snapshots.state_pickle import (
     globals_of,
     is_data,
@@ -50,6 +54,9 @@ class ProgramState:
     classes: list[tuple[type, dict[str, Any]]]
     """Data that is an attribute of a class."""
     process: dict[str, Any]
+    settings: Any
+    """Those of libraries."""
+    at_exit: Sequence[Any]
     random: Mapping[str, Any]
     progress: dict[str, int | None]
     samples: int
@@ -60,10 +67,18 @@ class ProgramInProgress:
 
     Args:
         at_home: classes that came with the call, with their ids.
+        settings: returns the settings of libraries, and sets them.
     """
 
-    def __init__(self, session: Session, at_home: Mapping[type, str]) -> None:
+    def __init__(
+        self,
+        session: Session,
+        at_home: Mapping[type, str],
+        settings: tuple[Callable[[], Any], Callable[[Any], None]] = (dict, lambda _: None),
+    ) -> None:
         self._session, self._at_home = session, at_home
+        self._library_settings, self._set_library_settings = settings
+        self._at_exit = ExitFunctions()
         self._sources: dict[str, SourceFile] = {}
         self._globals: dict[str, dict[str, Any]] = {}
         self._functions: list[types.FunctionType] = []
@@ -73,16 +88,18 @@ class ProgramInProgress:
         self._imports: set[str] = set()
         self._streams: tuple[Any, Any] = sys.stdout, sys.stderr
         self._frames = ProgramFrames(self._sources, ProgramInProgress.run.__code__)
+        self._script = ScriptInProgress(self._sources, self._globals)
         self._own: dict[int, str] = {}
         self._process: dict[str, Any] | None = None
         self._resumed: ProgramState | None = None
 
-    def prepare(self, call: Call, known: Mapping[str, Any]) -> None:
-        """Have the functions of ``call`` tell their positions.
+    def prepare(self, call: Call, known: Mapping[str, Any]) -> Callable[[], Any] | None:
+        """Have the functions of ``call`` tell their positions; return what is called instead, if it is a script.
 
         Args:
             known: objects of lagom's that the program may hold, by name.
         """
+        make_known()
         _known.clear()
         _known.update(known)
         self._own = {id(value): name for name, value in known.items()}
@@ -97,6 +114,7 @@ class ProgramInProgress:
         self._settings, self._streams = first_settings(), (sys.stdout, sys.stderr)
         self._before |= {name: dict(variables) for name, variables in self._modules([]).items()}
         self._before |= {kind: dict(vars(kind)) for kind in self._classes}
+        return self._script.prepare(call.function) if isinstance(call.function, Script) else None
 
     def _instrument(self, function: types.FunctionType, text: str) -> None:
         code = function.__code__
@@ -117,7 +135,7 @@ class ProgramInProgress:
     @contextlib.contextmanager
     def installed(self) -> Iterator[None]:
         """Have bars give iterators that can be kept, in the block."""
-        with resumable_bars():
+        with resumable_bars(), self._at_exit.noticed(), self._script.imports_noticed():
             yield
 
     def begin_pass(self, iterator: Any, loader: Any) -> None:
@@ -141,7 +159,9 @@ class ProgramInProgress:
         """Call ``function``, the program or the rest of it; what is called by this method is the program."""
         state, self._resumed = self._resumed, None
         if state is not None:
+            self._set_library_settings(state.settings)
             set_process_state(state.process)
+            self._at_exit.go_on(state.at_exit)
             set_random_states(state.random)
             del state
         return function()
@@ -170,16 +190,21 @@ class ProgramInProgress:
         Raises:
             NoSnapshotError: if a part of it cannot be pickled, with that part's name.
         """
+        imports = self._script.imports()
         state = self._state(frames, iterator)
-        with program_globals(self._globals):
+        with program_globals(self._globals, self._script.modules):
             try:
-                return pickle_state(state, self._at_home, self._reduce)
+                pickled, buffers = pickle_state(state, self._at_home, self._reduce)
             except Exception as error:
                 raise NoSnapshotError(self._name_culprit(state, error)) from error
+        return pickle.dumps((imports, pickled)), buffers
 
     def go_on(self, pickled: Any, buffers: Sequence[Any]) -> Callable[[], Any]:
         """Put back what ``pickle`` has returned; return the call for ``run`` that goes on from there."""
         begun.clear()
+        imports, pickled = pickle.loads(pickled)
+        if imports is not None:
+            self._script.make_again(imports)
         with program_globals(self._globals):
             state: ProgramState = unpickle_state(pickled, buffers)
             self._check_sources(state.frames)
@@ -194,7 +219,8 @@ class ProgramInProgress:
         self._session.samples_trained = state.samples
         self._session.passes.go_on(state.progress, begun)
         self._resumed = state
-        return self._frames.call(state.frames, self._globals.__getitem__)
+        call = self._frames.call(state.frames, self._globals.__getitem__)
+        return call if imports is None else self._script.rest(call, state.frames[0].position.file)
 
     def _check_sources(self, frames: Sequence[FrameState]) -> None:
         for frame in frames:
@@ -209,11 +235,7 @@ class ProgramInProgress:
         return ProgramState(
             frames=self._frames.states(frames, iterator),
             variables={
-                name: {
-                    key: value
-                    for key, value in variables.items()
-                    if not key.startswith("__") and (is_data(value) or self._is_changed(name, key, value))
-                }
+                name: self._data(name, variables)
                 for name, variables in self._modules([one.f_locals for one, _ in frames]).items()
             },
             functions=[
@@ -223,10 +245,22 @@ class ProgramInProgress:
             ],
             classes=[(kind, found) for kind in self._classes if (found := self._attributes(kind))],
             process=self._process or process_state(self._settings),
+            settings=self._library_settings(),
+            at_exit=self._at_exit.registered,
             random=random_states(),
             progress=session.passes.progress,
             samples=session.samples_trained,
         )
+
+    def _data(self, name: str, variables: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the data among the variables of a module; of a script's all of them."""
+        if (all_of_them := self._script.kept(name, variables)) is not None:
+            return all_of_them
+        return {
+            key: value
+            for key, value in variables.items()
+            if not key.startswith("__") and (is_data(value) or self._is_changed(name, key, value))
+        }
 
     def _modules(self, variables: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
         """Return the variables of the program's modules: those of its functions, and all that these modules use."""

@@ -9,17 +9,22 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from lagom.snapshots.frame_position import NoSnapshotError
-from lagom.snapshots.source_code import MARK, NamedStack, SourceFile, iterator_name, manager_name, name_at
+from lagom.snapshots.source_code import (
+    LOCAL,
+    MARK,
+    OF_SCRIPT,
+    Function,
+    NamedStack,
+    SourceFile,
+    iterator_name,
+    manager_name,
+    name_at,
+)
 
 HELP = f"{MARK}resumed"
-"""Local variable of a continuation that holds its ``ResumedFrame``."""
+"""Local variable of a continuation that holds its ``ResumedFrame``; of a script's, a name of Python's own."""
 _ITEM = f"{MARK}item "
 _SIMPLE = (ast.Expr, ast.Assign, ast.AugAssign, ast.AnnAssign, ast.Return, ast.Assert, ast.Raise, ast.Delete)
-
-
-def bound(name: str, node: ast.AST) -> ast.stmt:
-    """Return a statement that makes ``name`` a variable, at the place of ``node``."""
-    return ast.copy_location(ast.Assign([ast.Name(name, ast.Store())], ast.Constant(None)), node)
 
 
 class _Undeclared(ast.NodeTransformer):
@@ -39,14 +44,16 @@ class _Undeclared(ast.NodeTransformer):
 
 
 class Rest:
-    """Builds what is left of a function from a node on."""
+    """Builds what is left of a function, or of a script, from a node on."""
 
-    def __init__(self, source: SourceFile, function: ast.FunctionDef, node: ast.AST, is_innermost: bool) -> None:
-        self._source, self._function, self._node, self._is_innermost = source, function, node, is_innermost
+    def __init__(self, source: SourceFile, function: Function, node: ast.AST, is_innermost: bool) -> None:
+        self._source, self._node, self._is_innermost = source, node, is_innermost
+        self._name = function.name if isinstance(function, ast.FunctionDef) else "the script"
+        self._stack = LOCAL if isinstance(function, ast.FunctionDef) else OF_SCRIPT
         self._locals = _local_names(function)
         chain = source.chain(node, function)
         if chain is None:
-            raise NoSnapshotError(f"{function.name} is inside of a lambda or a class body")
+            raise NoSnapshotError(f"{self._name} is inside of a lambda or a class body")
         self._chain: Sequence[ast.AST] = chain
         self.read: set[str] = set()
         """Variables that have to hold plain values."""
@@ -64,14 +71,14 @@ class Rest:
     def _whole(self, statements: Sequence[ast.stmt]) -> list[ast.stmt]:
         """Return ``statements`` as they are, with variables for their iterators and managers."""
         block = ast.Module([copy.deepcopy(one) for one in statements], [])
-        found: list[ast.stmt] = NamedStack(in_function=True).visit(_Undeclared().visit(block)).body
+        found: list[ast.stmt] = NamedStack(self._stack).visit(_Undeclared().visit(block)).body
         return found
 
     def _statement(self, depth: int) -> list[ast.stmt]:
         node = self._chain[depth]
         if node is self._node:
             assert isinstance(node, ast.For)
-            return self._loop(node, name_at(iterator_name(node), node.iter))
+            return self._loop(node, self._stack.read(iterator_name(node), node.iter))
         child = self._chain[depth + 1]
         field = self._source.parents[child][1]
         if isinstance(node, _SIMPLE):
@@ -80,9 +87,7 @@ class Rest:
         found: list[ast.stmt] | None = find(node, field, depth) if find is not None else None
         if found is None:
             line = getattr(node, "lineno", 0)
-            raise NoSnapshotError(
-                f"{self._function.name} is inside of a statement at line {line} that cannot be resumed"
-            )
+            raise NoSnapshotError(f"{self._name} is inside of a statement at line {line} that cannot be resumed")
         return found
 
     def _loop(self, node: ast.For, iterator: ast.expr) -> list[ast.stmt]:
@@ -90,7 +95,7 @@ class Rest:
         loop = copy.copy(node)
         loop.target, loop.iter = copy.deepcopy(node.target), iterator
         loop.body, loop.orelse = self._whole(node.body), self._whole(node.orelse)
-        return [loop, bound(iterator_name(node), node)]
+        return [loop, self._stack.clear(iterator_name(node), node)]
 
     def _in_if(self, node: ast.If, field: str, depth: int) -> list[ast.stmt] | None:
         if field == "test":
@@ -103,15 +108,15 @@ class Rest:
         if field == "orelse":
             return self._block(depth + 1)
         item = f"{_ITEM}{depth}"
-        items = ast.Call(self._help("items", node.iter), [name_at(iterator_name(node), node.iter)], [])
-        test = ast.Compare(name_at(item, node.iter), [ast.Is()], [self._help("FIRST", node.iter)])
-        assign = ast.Assign([copy.deepcopy(node.target)], name_at(item, node.target))
+        items = ast.Call(self._help("items", node.iter), [self._stack.read(iterator_name(node), node.iter)], [])
+        test = ast.Compare(self._stack.read(item, node.iter), [ast.Is()], [self._help("FIRST", node.iter)])
+        assign = ast.Assign([copy.deepcopy(node.target)], self._stack.read(item, node.target))
         body = ast.If(test, self._block(depth + 1), [ast.copy_location(assign, node.target), *self._whole(node.body)])
-        target = ast.copy_location(ast.Name(item, ast.Store()), node.target)
+        target = self._stack.target(item, node.target)
         loop = ast.For(
             target, ast.copy_location(items, node.iter), [_at_head(body, node)], self._whole(node.orelse), None
         )
-        return [ast.copy_location(loop, node), bound(iterator_name(node), node)]
+        return [ast.copy_location(loop, node), self._stack.clear(iterator_name(node), node)]
 
     def _in_while(self, node: ast.While, field: str, depth: int) -> list[ast.stmt] | None:
         if field == "orelse":
@@ -127,10 +132,9 @@ class Rest:
             loop.body = self._whole(node.body)
             return [loop]
         flag = f"{_ITEM}{depth}"
-        kept = ast.NamedExpr(ast.copy_location(ast.Name(flag, ast.Store()), node.test), first)
-        loop.test = ast.BoolOp(ast.Or(), [ast.copy_location(kept, node.test), copy.deepcopy(node.test)])
+        loop.test = ast.BoolOp(ast.Or(), [self._stack.keep(flag, first), copy.deepcopy(node.test)])
         ast.copy_location(loop.test, node.test)
-        body = ast.If(name_at(flag, node.test), self._block(depth + 1), self._whole(node.body))
+        body = ast.If(self._stack.read(flag, node.test), self._block(depth + 1), self._whole(node.body))
         loop.body = [_at_head(body, node)]
         return [loop]
 
@@ -143,11 +147,13 @@ class Rest:
         names = [manager_name(node, number) for number in range(len(node.items))]
         block = copy.copy(node)
         block.items = [
-            ast.withitem(ast.copy_location(ast.Call(self._help("entered", node), [name_at(name, node)], []), node))
+            ast.withitem(
+                ast.copy_location(ast.Call(self._help("entered", node), [self._stack.read(name, node)], []), node)
+            )
             for name in names
         ]
         block.body = body
-        return [block, *(bound(name, node) for name in names)]
+        return [block, *(self._stack.clear(name, node) for name in names)]
 
     def _in_try(self, node: ast.Try, field: str, depth: int) -> list[ast.stmt] | None:
         if field not in ("body", "orelse"):
@@ -232,10 +238,11 @@ def _is_reference(node: ast.AST) -> bool:
     return isinstance(node, (ast.Name, ast.Constant))
 
 
-def _local_names(function: ast.FunctionDef) -> set[str]:
+def _local_names(function: Function) -> set[str]:
     """Return the variables that only ``function`` itself changes."""
     names = {node.id for node in ast.walk(function) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
-    names |= {node.arg for node in ast.walk(function.args) if isinstance(node, ast.arg)}
+    if isinstance(function, ast.FunctionDef):
+        names |= {node.arg for node in ast.walk(function.args) if isinstance(node, ast.arg)}
     declared = [node for node in ast.walk(function) if isinstance(node, (ast.Global, ast.Nonlocal))]
     return names - {name for one in declared for name in one.names}
 

@@ -46,6 +46,7 @@ class Snapshots:
         ask: does so and waits for the answer.
         at_home: classes that came with the call, with their ids.
         lengths: writes out what the program holds back, and returns the lengths of the files that it goes on writing.
+        settings: returns the settings of libraries, and sets them.
     """
 
     def __init__(
@@ -57,9 +58,10 @@ class Snapshots:
         ask: Callable[[dict[str, Any]], Any],
         at_home: Mapping[type, str],
         lengths: Callable[[], dict[str, int]],
+        settings: tuple[Callable[[], Any], Callable[[Any], None]],
     ) -> None:
         self._session, self._place, self._tell, self._ask = session, place, tell, ask
-        self.program = ProgramInProgress(session, at_home)
+        self.program = ProgramInProgress(session, at_home, settings)
         self._memory = CallMemory(payload_fd, place.folder.call)
         self._lengths = lengths
         self._every_s: float = session.config.snapshot_every_s or 0.0
@@ -72,7 +74,9 @@ class Snapshots:
         self._why = ""
 
     def prepare(self, call: Call, known: Mapping[str, Any]) -> Callable[[], Any] | None:
-        """Have the functions of ``call`` tell their positions; return the call of its rest if the run goes on.
+        """Have the functions of ``call`` tell their positions; return what is called instead.
+
+        That is the call of its rest if the run goes on, and of a script a call that notes what it imports.
 
         Args:
             known: objects of lagom's that the program may hold, by name.
@@ -83,8 +87,8 @@ class Snapshots:
         if why and self._session.rank == 0:
             self._next_at = math.inf
             self._tell({"type": "snapshot", "what": "none", "why": why})
-        self.program.prepare(call, known)
-        return self._go_on(resumed) if resumed is not None else None
+        script = self.program.prepare(call, known)
+        return self._go_on(resumed) if resumed is not None else script
 
     def _obstacle(self) -> str:
         path = self._place.folder.path

@@ -2,7 +2,8 @@
 
 The value stack of a running frame cannot be read in Python. The iterator of a ``for`` loop and the manager of a
 ``with`` block lie there, and nothing else that a statement in progress needs twice. So each of them gets a local
-variable, whose name no program can have.
+variable, whose name no program can have. Those of a script's own statements have a place beside its variables, which
+are global, so that a program may list them.
 """
 
 from __future__ import annotations
@@ -13,11 +14,15 @@ import functools
 import types
 import warnings
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 MARK = "lagom "
 """Begins the names of lagom's own variables in a program's functions; no identifier of a program has a space."""
-_ITER, _HELD = f"{MARK}iter", f"{MARK}held"
+_ITER, _HELD, _KEEP, _KEPT = f"{MARK}iter", f"{MARK}held", f"{MARK}keep", f"{MARK}kept"
+Function = ast.FunctionDef | ast.Module
+"""A function, or the script itself."""
+SCRIPT = "<module>"
+"""Python's name for the code of a script."""
 Span = tuple[int, int, int, int]
 """Line and column at which a part of the source begins, and those at which it ends."""
 _Scope = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda, ast.ClassDef)
@@ -59,44 +64,111 @@ def iterator_of(value: Any) -> Any:
     return value.iterator if type(value) is HeldIterator else value
 
 
+class LocalVariables:
+    """Has iterators and managers in local variables of the function that uses them."""
+
+    def keep(self, name: str, value: ast.expr) -> ast.expr:
+        """Return an expression that gives ``name`` the value."""
+        target = ast.copy_location(ast.Name(name, ast.Store()), value)
+        return ast.copy_location(ast.NamedExpr(target, value), value)
+
+    def read(self, name: str, node: ast.AST) -> ast.expr:
+        """Return an expression that reads ``name``, at the position of ``node``."""
+        return name_at(name, node)
+
+    def target(self, name: str, node: ast.AST) -> ast.expr:
+        """Return the target of a loop that gives ``name`` its values."""
+        return ast.copy_location(ast.Name(name, ast.Store()), node)
+
+    def clear(self, name: str, node: ast.AST) -> ast.stmt:
+        """Return a statement that lets go of what ``name`` holds, which would else live longer than before."""
+        return ast.copy_location(ast.Assign([ast.Name(name, ast.Store())], ast.Constant(None)), node)
+
+
+class ScriptVariables(LocalVariables):
+    """Has those of a script's own statements in a place beside its variables."""
+
+    kept: ClassVar[dict[str, Any]] = {}
+    """The iterators and managers of the script of this process."""
+
+    def keep(self, name: str, value: ast.expr) -> ast.expr:
+        key = ast.copy_location(ast.Constant(name), value)
+        return ast.copy_location(ast.Call(name_at(_KEEP, value), [key, value], []), value)
+
+    def read(self, name: str, node: ast.AST) -> ast.expr:
+        key = ast.copy_location(ast.Constant(name), node)
+        return ast.copy_location(ast.Subscript(name_at(_KEPT, node), key, ast.Load()), node)
+
+    def target(self, name: str, node: ast.AST) -> ast.expr:
+        key = ast.copy_location(ast.Constant(name), node)
+        return ast.copy_location(ast.Subscript(name_at(_KEPT, node), key, ast.Store()), node)
+
+    def clear(self, name: str, node: ast.AST) -> ast.stmt:
+        nothing = ast.copy_location(ast.Constant(None), node)
+        return ast.copy_location(ast.Expr(self.keep(name, nothing)), node)
+
+
+def _keep(name: str, value: Any) -> Any:
+    ScriptVariables.kept[name] = value
+    return value
+
+
+LOCAL, OF_SCRIPT = LocalVariables(), ScriptVariables()
+
+
+def make_known() -> None:
+    """Have code with a named stack find what it calls."""
+    names = {_ITER: iter, _HELD: held, _KEEP: _keep, _KEPT: ScriptVariables.kept}
+    for name, value in names.items():
+        setattr(builtins, name, value)
+
+
 class NamedStack(ast.NodeTransformer):
-    """Gives each iterator and each context manager in a function a variable."""
+    """Gives each iterator and each context manager in a function a variable, and in other statements ``variables``."""
 
-    def __init__(self, in_function: bool = False) -> None:
-        self._in_function = in_function
+    def __init__(self, variables: LocalVariables | None = None) -> None:
+        self._variables = variables
 
-    def _visit_scope(self, node: ast.AST, in_function: bool) -> ast.AST:
+    def _visit_scope(self, node: ast.AST, variables: LocalVariables | None) -> ast.AST:
         if _lists_variables(node):
             return node
-        before, self._in_function = self._in_function, in_function
+        before, self._variables = self._variables, variables
         self.generic_visit(node)
-        self._in_function = before
+        self._variables = before
         return node
 
     def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.AST:
-        return self._visit_scope(node, in_function=True)
+        return self._visit_scope(node, LOCAL)
+
+    def visit_AsyncFunctionDef(self, node: ast.AsyncFunctionDef) -> ast.AST:
+        return self._visit_scope(node, LOCAL)
 
     def visit_ClassDef(self, node: ast.ClassDef) -> ast.AST:
-        return self._visit_scope(node, in_function=False)
+        return self._visit_scope(node, None)
 
     def visit_For(self, node: ast.For) -> ast.AST | list[ast.stmt]:
         self.generic_visit(node)
-        if not self._in_function:
+        if self._variables is None:
             return node
         name = iterator_name(node)
-        iterable = node.iter
-        made = _called(_HELD, _called(_ITER, iterable))
-        node.iter = _kept(name, made)
-        return [node, _cleared(name, node)]
+        made = _called(_HELD, _called(_ITER, node.iter))
+        node.iter = self._variables.keep(name, made)
+        return [node, self._cleared(name, node)]
 
     def visit_With(self, node: ast.With) -> ast.AST | list[ast.stmt]:
         self.generic_visit(node)
-        if not self._in_function:
+        if self._variables is None:
             return node
         names = [manager_name(node, number) for number in range(len(node.items))]
         for name, item in zip(names, node.items, strict=True):
-            item.context_expr = _kept(name, item.context_expr)
-        return [node, *(_cleared(name, node) for name in names)]
+            item.context_expr = self._variables.keep(name, item.context_expr)
+        return [node, *(self._cleared(name, node) for name in names)]
+
+    def _cleared(self, name: str, node: ast.stmt) -> ast.stmt:
+        assert self._variables is not None
+        found = self._variables.clear(name, node)
+        found.end_lineno, found.end_col_offset = node.lineno, node.col_offset
+        return ast.fix_missing_locations(found)
 
 
 def _lists_variables(function: ast.AST) -> bool:
@@ -114,24 +186,17 @@ def _called(name: str, argument: ast.expr) -> ast.expr:
     return ast.copy_location(ast.Call(name_at(name, argument), [argument], []), argument)
 
 
-def _kept(name: str, value: ast.expr) -> ast.expr:
-    target = ast.copy_location(ast.Name(name, ast.Store()), value)
-    return ast.copy_location(ast.NamedExpr(target, value), value)
-
-
-def _cleared(name: str, node: ast.stmt) -> ast.stmt:
-    """Return a statement that lets go of what the variable ``name`` holds, which would else live longer than before."""
-    found = ast.Assign([ast.Name(name, ast.Store())], ast.Constant(None))
-    ast.copy_location(found, node)
-    found.end_lineno, found.end_col_offset = node.lineno, node.col_offset
-    return ast.fix_missing_locations(found)
-
-
 class SourceFile:
-    """One source file of the program: its tree, and where each node stands in it."""
+    """One source file of the program: its tree, and where each node stands in it.
 
-    def __init__(self, name: str, text: str) -> None:
+    Args:
+        name: the name that its code has for it.
+        is_script: its own statements are a program, which may be in progress too.
+    """
+
+    def __init__(self, name: str, text: str, is_script: bool = False) -> None:
         self.name, self.text = name, text
+        self.variables = OF_SCRIPT if is_script else None
         self.tree = ast.parse(text, name)
         self.parents: dict[ast.AST, tuple[ast.AST, str, int | None]] = {}
         self._functions: dict[tuple[str, int], ast.FunctionDef] = {}
@@ -147,19 +212,22 @@ class SourceFile:
                         self.parents[child] = node, field, index if isinstance(value, list) else None
             if isinstance(node, ast.FunctionDef):
                 first = min([node.lineno, *(one.lineno for one in node.decorator_list)])
-                self._functions[node.name, first] = node
+                # A continuation, which is not decorated again, begins at the second of these lines.
+                self._functions[node.name, first] = self._functions[node.name, node.lineno] = node
             elif isinstance(node, ast.Call):
                 self._calls[span(node)[2:]] = node  # no other call ends with the same parenthesis
             elif isinstance(node, ast.For):
                 # Python 3.11 gives the loop's own code its position, later versions that of its iterable.
                 self._loops[span(node)] = self._loops[span(node.iter)] = node
 
-    def function(self, code: types.CodeType) -> ast.FunctionDef | None:
-        """Return the function that ``code`` was compiled from."""
+    def function(self, code: types.CodeType) -> Function | None:
+        """Return the function that ``code`` was compiled from, or the script."""
         return self.function_at(code.co_name, code.co_firstlineno)
 
-    def function_at(self, name: str, first_line: int) -> ast.FunctionDef | None:
-        """Return the function ``name`` that begins at a line."""
+    def function_at(self, name: str, first_line: int) -> Function | None:
+        """Return the function ``name`` that begins at a line, or the script."""
+        if name == SCRIPT:
+            return self.tree if self.variables is not None else None
         return self._functions.get((name, first_line))
 
     def call_at(self, where: Span) -> ast.Call | None:
@@ -175,7 +243,7 @@ class SourceFile:
         found = self._plain.get((code.co_qualname, code.co_firstlineno))
         return found is not None and _parts(found) == _parts(code)
 
-    def chain(self, node: ast.AST, function: ast.FunctionDef) -> list[ast.AST] | None:
+    def chain(self, node: ast.AST, function: Function) -> list[ast.AST] | None:
         """Return the nodes from ``function`` down to ``node``; None if another function or class is between."""
         found = [node]
         while found[-1] is not function:
@@ -193,10 +261,13 @@ class SourceFile:
     @functools.cached_property
     def with_named_stack(self) -> dict[tuple[str, int], types.CodeType]:
         """The code of all functions, with a variable for each iterator and manager, by name and first line."""
-        setattr(builtins, _ITER, iter)
-        setattr(builtins, _HELD, held)
-        tree = NamedStack().visit(ast.parse(self.text, self.name))
-        return {(code.co_qualname, code.co_firstlineno): code for code in codes(compiled(tree, self.name))}
+        return {(code.co_qualname, code.co_firstlineno): code for code in codes(self.module_code)}
+
+    @functools.cached_property
+    def module_code(self) -> types.CodeType:
+        """The code of the file, with these variables."""
+        tree = NamedStack(self.variables).visit(ast.parse(self.text, self.name))
+        return compiled(ast.fix_missing_locations(tree), self.name)
 
 
 def _parts(code: types.CodeType) -> tuple[Any, ...]:

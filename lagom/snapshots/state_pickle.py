@@ -15,12 +15,13 @@ import threading
 import types
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 
-from lagom.payload import Pickler, unpack_parts
+from lagom.patching.replace import replaced
+from lagom.payload import Pickler, pickled_by_value, unpack_parts
 from lagom.program.sources import is_installed
 from lagom.snapshots.old_graphs import has_live_graph, with_old_graph
 
@@ -34,20 +35,28 @@ class Programs:
     """Objects that a pickle refers to by name while it is written or read."""
 
     globals: Globals = types.MappingProxyType({})
-    places: tuple[Any, ...] = ()
+    kept: Mapping[str, types.ModuleType] = types.MappingProxyType({})
+    """Modules that are kept with their functions and classes."""
 
 
 _now = Programs()
 
 
 @contextmanager
-def program_globals(found: Globals) -> Iterator[None]:
-    """Have pickles in the block refer to these variables."""
-    before, _now.globals = _now.globals, found
+def program_globals(
+    found: Globals, kept: Mapping[str, types.ModuleType] = types.MappingProxyType({})
+) -> Iterator[None]:
+    """Have pickles in the block refer to these variables.
+
+    Args:
+        kept: modules whose functions and classes are in the pickle, as the process that reads it has empty ones.
+    """
+    before, _now.globals, _now.kept = (_now.globals, _now.kept), found, kept
     try:
-        yield
+        with pickled_by_value(kept.values()):
+            yield
     finally:
-        _now.globals = before
+        _now.globals, _now.kept = before
 
 
 def pickle_state(
@@ -116,11 +125,16 @@ class _StatePickler(Pickler):
             found = kind, ()
         elif isinstance(value, (types.GeneratorType, types.CoroutineType)):
             raise pickle.PicklingError(f"{value.__name__} is a generator that has begun")
+        elif isinstance(value, types.ModuleType) and _now.kept.get(value.__name__) is value:
+            found = importlib.import_module, (value.__name__,)
         elif is_filled_cache(value):
             raise pickle.PicklingError(f"{value.__qualname__} is a cache that holds values")
         else:
             found = self.reduce(value)
-        return super().reducer_override(value) if found is NotImplemented else found
+        found = super().reducer_override(value) if found is NotImplemented else found
+        if isinstance(value, type) and isinstance(found, tuple) and getattr(value, "__module__", None) in _now.kept:
+            return _class_made, found[:2], *found[2:]
+        return found
 
     def _tensor(self, value: torch.Tensor) -> Any:
         if value.grad_fn is not None:
@@ -132,6 +146,33 @@ class _StatePickler(Pickler):
         if value._backward_hooks or getattr(value, "_post_accumulate_grad_hooks", None):
             raise pickle.PicklingError("a tensor has hooks")
         return NotImplemented
+
+
+def _class_made(make: Callable[..., type], given: tuple[Any, ...]) -> type:
+    """Make a class of the program again: what its bases and its metaclass do with a new class, they have done."""
+    parts = [one for part in given for one in (part if isinstance(part, tuple) else (part,))]
+    with ExitStack() as stack:
+        for kind in {base for one in parts if isinstance(one, type) for base in one.__mro__}:
+            for name, quiet in _quiet_hooks(kind).items():
+                hook = getattr(vars(kind).get(name), "__func__", vars(kind).get(name))
+                if isinstance(hook, types.FunctionType) and not is_installed(hook.__code__.co_filename):
+                    stack.enter_context(replaced(kind, name, quiet))
+        return make(*given)
+
+
+def _quiet_hooks(kind: type) -> dict[str, Any]:
+    """Return functions in the place of those that are called with a new class."""
+
+    owner: Any = kind
+
+    def made(meta: Any, name: str, bases: tuple[type, ...], variables: dict[str, Any], **_: Any) -> Any:
+        return super(owner, meta).__new__(meta, name, bases, variables)
+
+    def nothing(*_: Any, **__: Any) -> None:
+        pass
+
+    of_metaclass = {"__new__": staticmethod(made), "__init__": nothing} if issubclass(kind, type) else {}
+    return {"__init_subclass__": classmethod(nothing), **of_metaclass}
 
 
 def _weak(value: Any) -> Any:
@@ -148,7 +189,7 @@ def _function(function: types.FunctionType) -> Any:
         raise pickle.PicklingError(f"{function.__qualname__} has variables of its own, and belongs to no module")
     if module is None:
         return NotImplemented
-    if _found(module, function.__qualname__) is function:
+    if module not in _now.kept and _found(module, function.__qualname__) is function:
         return (_found, (module, function.__qualname__)) if module in _now.globals else NotImplemented
     cells = function.__closure__ or ()
     contents = [(cell, *_content(cell)) for cell in cells]

@@ -38,6 +38,11 @@ def process_settings() -> dict[str, Any]:
     return found
 
 
+def library_settings() -> dict[str, Any]:
+    """Return those of torch, numpy, warnings and Python: what ``process_settings`` knows but for loggers and cells."""
+    return process_settings() | {"logging": {"disabled": logging.root.manager.disable, "loggers": {}}, "cells": {}}
+
+
 def set_process_settings(settings: Settings) -> None:
     """Apply ``settings``, from ``process_settings`` of another process; leave everything else as it is."""
     if not settings:

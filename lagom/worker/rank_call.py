@@ -27,6 +27,7 @@ from lagom.wire.client import DriverClient, Message
 from lagom.wire.spec import RankSpec, RunSpec
 from lagom.worker.heartbeat import Heartbeat
 from lagom.worker.outcome import pack_error, pack_result
+from lagom.worker.process_settings import library_settings, set_process_settings
 from lagom.worker.process_tree import children
 from lagom.world import Place, rank_calls_reported
 
@@ -162,9 +163,9 @@ class RankCall:
         from lagom.files import growing_lengths
         from lagom.snapshots.snapshot_taker import Snapshots
 
-        heart, payload_fd = self._heart, self._seat.payload_fd
+        heart, payload_fd, settings = self._heart, self._seat.payload_fd, (library_settings, set_process_settings)
         session.snapshots = Snapshots(
-            session, self._spec.snapshots, payload_fd, heart.tell, heart.ask, self._at_home, growing_lengths
+            session, self._spec.snapshots, payload_fd, heart.tell, heart.ask, self._at_home, growing_lengths, settings
         )
 
     def _fail(self, error: BaseException) -> None:

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from lagom import experiment
-from tests.snapshots.test_resume import killed, same
+from tests.snapshots.kills import killed
+from tests.snapshots.test_resume import same
 from tests.snapshots.training import config, train
 
 

@@ -10,12 +10,9 @@ import random
 import shutil
 import signal
 import socket
-import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -29,38 +26,10 @@ from lagom.errors import LagomError, PlanError
 from lagom.payload import Parcel, unpack_file
 from lagom.restart.history import RunHistory
 from lagom.restart.kept_snapshots import SnapshotFolder, SnapshotPlace
-from tests.snapshots.training import config, newest, train
+from tests.snapshots.kills import kill_driver, killed
+from tests.snapshots.training import config, train
 
 pytestmark = pytest.mark.skipif(sys.version_info < (3, 11), reason="needs the columns of code")
-PATIENCE_S = 100.0
-
-
-def wait_for_snapshot(folder: Path) -> None:
-    """Wait for a snapshot in the middle of the second epoch."""
-    end = time.monotonic() + PATIENCE_S
-    while time.monotonic() < end:
-        epoch, step = newest(folder).get("place", [0, 0])
-        if epoch == 2 and step >= 1:
-            return
-        assert epoch < 3, "the program was too fast"
-        time.sleep(0.01)
-    raise AssertionError(f"no snapshot: {[path.read_text() for path in folder.glob('runs/*/run.json')]}")
-
-
-@contextmanager
-def killed(folder: Path, rank: int) -> Iterator[None]:
-    """Kill a rank from outside once there is a snapshot in the second epoch."""
-
-    def kill() -> None:
-        wait_for_snapshot(folder)
-        (path,) = folder.glob("runs/*/run.json")
-        (folder / "slowly").unlink()
-        os.kill(json.loads(path.read_text())["ranks"][str(rank)]["pid"], signal.SIGKILL)
-
-    thread = threading.Thread(target=kill)
-    thread.start()
-    yield
-    thread.join()
 
 
 def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
@@ -113,16 +82,9 @@ def lost_driver(killed_driver: Path) -> Path:
 @pytest.fixture(scope="module")
 def killed_driver(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("lost")
-    (folder / "slowly").touch()
     program = Path(__file__).parent / "training.py"
     env = os.environ | {"PYTHONPATH": str(program.parents[2])}
-    process = subprocess.Popen([sys.executable, str(program), str(folder)], stdout=subprocess.PIPE, env=env)
-    try:
-        wait_for_snapshot(folder)
-    finally:
-        process.kill()
-        process.communicate()
-    (folder / "slowly").unlink()
+    kill_driver([sys.executable, str(program), str(folder)], folder, env)
     (run,) = (folder / "runs").iterdir()
     shutil.copytree(run / "snapshots", folder / "kept")
     return folder
@@ -143,6 +105,11 @@ def test_another_process_goes_on_with_a_run_whose_driver_was_killed(
     shown = capfd.readouterr()
     assert "goes on from batch" in shown.err
     assert [line.split(":")[0] for line in shown.out.splitlines() if line.startswith("epoch")] == ["epoch 1", "epoch 2"]
+    again = experiment.resume(run)
+    assert same(again.value, result.value)
+    shown = capfd.readouterr()
+    assert "had ended already" in shown.err
+    assert shown.out == ""
 
 
 def test_the_command_line_goes_on_with_a_run_by_its_name(

@@ -1,0 +1,57 @@
+"""Kills of a rank, or of the driver, once there is a snapshot in the second epoch."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from tests.snapshots.training import newest
+
+PATIENCE_S = 100.0
+
+
+def wait_for_snapshot(folder: Path) -> None:
+    """Wait for a snapshot in the middle of the second epoch."""
+    end = time.monotonic() + PATIENCE_S
+    while time.monotonic() < end:
+        epoch, step = newest(folder).get("place", [0, 0])
+        if epoch == 2 and step >= 1:
+            return
+        assert epoch < 3, "the program was too fast"
+        time.sleep(0.01)
+    raise AssertionError(f"no snapshot: {[path.read_text() for path in folder.glob('runs/*/run.json')]}")
+
+
+@contextmanager
+def killed(folder: Path, rank: int) -> Iterator[None]:
+    """Kill a rank from outside once there is a snapshot in the second epoch."""
+
+    def kill() -> None:
+        wait_for_snapshot(folder)
+        (path,) = folder.glob("runs/*/run.json")
+        (folder / "slowly").unlink()
+        os.kill(json.loads(path.read_text())["ranks"][str(rank)]["pid"], signal.SIGKILL)
+
+    thread = threading.Thread(target=kill)
+    thread.start()
+    yield
+    thread.join()
+
+
+def kill_driver(command: Sequence[str], folder: Path, env: Mapping[str, str]) -> None:
+    """Start a run in ``folder`` by ``command``, and kill its driver once there is a snapshot in the second epoch."""
+    (folder / "slowly").touch()
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, env=env, cwd=folder)
+    try:
+        wait_for_snapshot(folder)
+    finally:
+        process.kill()
+        process.communicate()
+    (folder / "slowly").unlink()

@@ -1,0 +1,89 @@
+"""Scripts of ``lagom run`` that are killed in their second epoch are as scripts that were not killed."""
+
+from __future__ import annotations
+
+import functools
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from lagom.cli import main
+from tests.snapshots.kills import kill_driver, killed
+from tests.snapshots.scripts import BESIDE, LOOP, MAIN
+
+pytestmark = pytest.mark.skipif(sys.version_info < (3, 11), reason="needs the columns of code")
+SCRIPTS = {"loop": (LOOP, ["1"], 0), "main": (MAIN, ["--lr", "0.05"], 3)}
+"""Text, arguments and exit status of each script."""
+OPTIONS = ["-n", "2", "--seed", "3", "--run-dir", "runs"]
+ENV = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
+Plain = Callable[[str], tuple[str, str]]
+
+
+def make(folder: Path, name: str) -> list[str]:
+    """Write a script and the module beside it into ``folder``; return its path and arguments."""
+    (folder / "beside.py").write_text(BESIDE)
+    (folder / f"{name}.py").write_text(SCRIPTS[name][0])
+    return [f"{name}.py", *SCRIPTS[name][1]]
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Plain:
+    """Return the output of a script that is not killed, and the file that it writes."""
+
+    @functools.cache
+    def find(name: str) -> tuple[str, str]:
+        folder = tmp_path_factory.mktemp(name)
+        command = [sys.executable, "-m", "lagom", "run", *OPTIONS, *make(folder, name)]
+        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, cwd=folder, env=ENV)
+        assert done.returncode == SCRIPTS[name][2]
+        return done.stdout, (folder / "rows.csv").read_text()
+
+    return find
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_a_script_goes_on_when_a_rank_is_killed(
+    name: str, plain: Plain, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "slowly").touch()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    with killed(tmp_path, rank=1):
+        status = main(["run", *OPTIONS, "--snapshot-every", "0.1", *make(tmp_path, name)])
+    assert status == SCRIPTS[name][2]
+    shown = capfd.readouterr()
+    assert re.search("the run goes on from batch .* of epoch 2", shown.err)
+    assert "begins again" not in shown.err
+    assert (shown.out, (tmp_path / "rows.csv").read_text()) == plain(name)
+
+
+@pytest.mark.parametrize("name", ["main", pytest.param("loop", marks=pytest.mark.soak)])  # as in the test above
+def test_a_script_goes_on_elsewhere_when_its_driver_was_killed(
+    name: str, plain: Plain, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    command = [sys.executable, "-m", "lagom", "run", *OPTIONS, "--snapshot-every", "0.1"]
+    kill_driver([*command, *make(tmp_path, name)], tmp_path, ENV)
+    (tmp_path / "beside.py").unlink()
+    (tmp_path / f"{name}.py").write_text("raise RuntimeError('the script is run again')")
+    monkeypatch.chdir("/")
+    (folder,) = (tmp_path / "runs").iterdir()
+    assert main(["resume", str(folder), "-n", "3"]) == SCRIPTS[name][2]
+    shown = capfd.readouterr()
+    assert "begins again" not in shown.err
+    output, rows = plain(name)
+    *before, last = output.splitlines()
+    assert close(shown.out, "\n".join([*(one for one in before if re.match("epoch [12]", one)), last, ""]), 1e-11)
+    assert close((tmp_path / "rows.csv").read_text(), rows, 1e-12)
+
+
+def close(one: str, other: str, tolerance: float) -> bool:
+    """Whether the texts are equal but for the last digits of their numbers."""
+    number = re.compile(r"\d[\d.]*(?:e-?\d+)?")
+    pairs = zip(map(float, number.findall(one)), map(float, number.findall(other)), strict=True)
+    is_close = all(x == pytest.approx(y, rel=tolerance, abs=tolerance) for x, y in pairs)
+    return is_close and number.sub("", one) == number.sub("", other)
