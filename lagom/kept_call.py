@@ -54,8 +54,6 @@ def obstacle(plan: Plan, call: Call) -> str | None:
         return "the program is distributed by itself, so each rank has a state of its own"
     if config.batches != "whole" or config.zero_lvl or config.backend != "torch" or config.evaluation == "sharded":
         return "ranks have states of their own; with batches='whole', zero_lvl=0 and backend='torch' all have the same"
-    if plan.gpu:
-        return "the state on GPUs is not kept yet"
     if plan.launcher == "inline":
         return "with launcher='inline' the ranks are the calling process, and end with it"
     return None

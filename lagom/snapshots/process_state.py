@@ -14,6 +14,8 @@ from torch.utils.hooks import RemovableHandle
 
 from lagom.patching.late_dynamo import set_deterministic
 
+_CUDNN = ("enabled", "benchmark", "deterministic", "allow_tf32")
+
 
 def process_state(before: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings; of loggers, threads and the environment only what differs from ``first_settings``."""
@@ -26,7 +28,10 @@ def process_state(before: Mapping[str, Any]) -> dict[str, Any]:
         "precision": torch.get_float32_matmul_precision(),
         "threads": threads if threads != before["threads"] else None,
         "cwd": os.getcwd(),
-        "autocast": (torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")),
+        "autocast": {
+            kind: (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda")
+        },
+        "cudnn": {name: getattr(torch.backends.cudnn, name) for name in _CUDNN},
         "next_hook": RemovableHandle.next_id,
         "environ": {name: os.environ.get(name) for name in _changed(before["environ"], os.environ)},
         "argv": list(sys.argv),
@@ -44,8 +49,11 @@ def set_process_state(state: Mapping[str, Any]) -> None:
     if state["threads"] is not None:
         torch.set_num_threads(state["threads"])
     os.chdir(state["cwd"])
-    torch.set_autocast_enabled("cpu", state["autocast"][0])
-    torch.set_autocast_dtype("cpu", state["autocast"][1])
+    for kind, (is_enabled, dtype) in state["autocast"].items():
+        torch.set_autocast_enabled(kind, is_enabled)
+        torch.set_autocast_dtype(kind, dtype)
+    for name, value in state["cudnn"].items():
+        setattr(torch.backends.cudnn, name, value)
     RemovableHandle.next_id = max(RemovableHandle.next_id, state["next_hook"])  # another hook of this id is replaced
     for name, value in state["environ"].items():
         if value is None:

@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -29,10 +30,14 @@ from lagom.snapshots.program_state import ProgramInProgress
 if TYPE_CHECKING:
     from lagom.session.session import Session
 
+Pickled = tuple[bytes, list[memoryview]]
+"""A pickle, and its large buffers."""
 _SHARE = 0.01
 """Largest share of the run's time that rank 0 may spend until it has forked; pages copied later do not count."""
 _LOOK_S, _PATIENCE_S = 0.1, 1800.0
 """Time between two looks at whether a fork has written its snapshot, and after which it counts as stuck."""
+FORKED: tuple[str, ...] = ("cpu",)
+"""Devices whose tensors a fork can read. CUDA does not work in one, so state on GPUs is pickled before the fork."""
 _PUT_OFF_S = 0.02
 """Time until the next look after a place at which no snapshot could be taken."""
 
@@ -110,10 +115,11 @@ class Snapshots:
         try:
             self._check_process()
             frames = self.program.frames(sys._getframe(1))
+            pickled = self._pickle_here(frames, iterator)
         except NoSnapshotError as error:
             self._put_off(str(error), time.perf_counter() - start)
             return
-        self._take(frames, iterator, start)
+        self._take(pickled or partial(self._pickle_in_fork, frames, iterator), start)
 
     def _check_process(self) -> None:
         if threading.current_thread() is not threading.main_thread():
@@ -140,7 +146,20 @@ class Snapshots:
             self._why = why
             self._tell({"type": "snapshot", "what": "none", "why": why})
 
-    def _take(self, frames: Any, iterator: Any, start: float) -> None:
+    def _pickle_here(self, frames: Any, iterator: Any) -> Callable[[], Pickled] | None:
+        """Pickle the state in this process if a fork of it could not; return what gives the pickle."""
+        if self._session.device.type in FORKED:
+            return None
+        self.program.note_process()
+        pickled = self.program.pickle(frames, iterator)
+        return lambda: pickled
+
+    def _pickle_in_fork(self, frames: Any, iterator: Any) -> Pickled:
+        self.program.note_process()
+        torch.set_num_threads(1)  # the threads that it would use are not in the fork
+        return self.program.pickle(frames, iterator)
+
+    def _take(self, pickle: Callable[[], Pickled], start: float) -> None:
         number = self._number = self._number + 1
         lengths = self._lengths()
         sys.stdout.flush()
@@ -158,22 +177,20 @@ class Snapshots:
         pid = os.fork()
         if pid == 0:
             random.setstate(state)  # Python seeds it in each fork
-            self._write_in_fork(number, frames, iterator, facts, writer)
+            self._write_in_fork(number, pickle, facts, writer)
         os.close(writer)
         self._child, self._answer = pid, reader
         self._cost_s += time.perf_counter() - start
         self._forked_at = time.perf_counter()
         self._next_at = self._forked_at + _LOOK_S
 
-    def _write_in_fork(self, number: int, frames: Any, iterator: Any, facts: dict[str, Any], writer: int) -> None:
+    def _write_in_fork(self, number: int, pickle: Callable[[], Pickled], facts: dict[str, Any], writer: int) -> None:
         """Write the state as it was at the fork, and end."""
         answer: dict[str, Any] = {"number": number}
         try:
             os.nice(10)
-            self.program.note_process()
-            torch.set_num_threads(1)  # the threads that it would use are not in the fork
             _let_go(writer)
-            answer |= self._write(number, *self.program.pickle(frames, iterator), facts)
+            answer |= self._write(number, *pickle(), facts)
         except BaseException as error:
             self._place.folder.remove_partial(number)
             answer["why"] = _reason(error)
@@ -260,8 +277,9 @@ def _reason(error: BaseException) -> str:
 #
 # Point. A snapshot is taken where a loader is about to give a batch: nothing is under way there but functions of the
 # program. A fork of the rank has the state as it is at that moment (copy on write); it pickles it and writes it to the
-# run's folder, while the rank goes on. The description of a snapshot is moved to its place last, so a snapshot is
-# there as a whole or not at all.
+# run's folder, while the rank goes on. A fork cannot read what is on a GPU: there the rank makes the pickle, and the
+# fork only writes it. The description of a snapshot is moved to its place last, so a snapshot is there as a whole or
+# not at all.
 #
 # Functions in progress. Python tells the instruction that each frame is at, and so the call or the loop in its source,
 # and gives the values of its variables. It does not give the iterators of loops and the managers of `with` blocks,

@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -27,6 +28,8 @@ from lagom.run_state.plain_leaves import Likeness
 from lagom.zero.parameters.dispatch import ParameterUses
 from lagom.zero.parameters.shards import ParameterShards
 from tests.programs import scaled
+from tests.snapshots import training
+from tests.snapshots.kills import killed
 
 pytestmark = pytest.mark.gpu
 
@@ -220,6 +223,19 @@ def look_at_weights(weights: ParameterShards, device: str) -> None:
     other = kept.clone().requires_grad_()
     torch.nn.functional.linear(x, other).square().mean().backward()
     assert torch.equal(parameter.grad, other.grad)  # type: ignore[arg-type]
+
+
+def test_a_killed_rank_goes_on_from_a_snapshot_with_the_state_of_the_gpu(tmp_path: Path) -> None:
+    folders = [tmp_path / "whole", tmp_path / "killed"]
+    for folder in folders:
+        folder.mkdir()
+    wanted = experiment.lagom(training.train, training.config(folders[0], world_size=1)).value
+    (folders[1] / "slowly").touch()
+    with killed(folders[1], 0):
+        result = experiment.lagom(training.train, training.config(folders[1], world_size=1, snapshot_every_s=0.1))
+    assert "of epoch 2" in result.failures[0]["resumed_from"]
+    assert result["losses"] == wanted["losses"]
+    assert result["weights"] == wanted["weights"]
 
 
 def test_mixed_precision_with_a_scaler_gives_the_numbers_of_a_plain_run() -> None:

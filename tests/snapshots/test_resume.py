@@ -27,7 +27,7 @@ from lagom.payload import Parcel, unpack_file
 from lagom.restart.history import RunHistory
 from lagom.restart.kept_snapshots import SnapshotFolder, SnapshotPlace
 from tests.snapshots.kills import kill_driver, killed
-from tests.snapshots.training import config, train
+from tests.snapshots.training import config, train, train_as_on_a_gpu
 
 pytestmark = pytest.mark.skipif(sys.version_info < (3, 11), reason="needs the columns of code")
 
@@ -52,13 +52,13 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], str
     return value, (folder / "rows.csv").read_text()
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize(("rank", "function"), [(0, train_as_on_a_gpu), (1, train)])
 def test_a_run_goes_on_from_its_snapshot_when_a_rank_is_killed(
-    rank: int, whole: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    rank: int, function: Any, whole: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "slowly").touch()
     with killed(tmp_path, rank):
-        result = experiment.lagom(train, config(tmp_path, world_size=2, snapshot_every_s=0.1))
+        result = experiment.lagom(function, config(tmp_path, world_size=2, snapshot_every_s=0.1))
     assert same(result.value, whole[0])
     assert (tmp_path / "rows.csv").read_text() == whole[1]
     assert "of epoch 2" in result.failures[0]["resumed_from"]

@@ -71,6 +71,14 @@ def train(train_set: Any, folder: str) -> dict[str, Any]:
     return {"losses": losses, "weights": weights, "random": torch.rand(2), "python": [random.random(), noise]}
 
 
+def train_as_on_a_gpu(train_set: Any, folder: str) -> dict[str, Any]:
+    """Train, with snapshots that are not pickled in a fork."""
+    from lagom.snapshots import snapshot_taker
+
+    snapshot_taker.FORKED = ()
+    return train(train_set, folder)
+
+
 def config(folder: Path, **more: Any) -> TorchDistributedConfig:
     """The config of a run in ``folder``."""
     settings: dict[str, Any] = {
