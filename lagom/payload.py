@@ -127,17 +127,22 @@ def unpack_file(fd: int, *, offset: int = 0) -> Any:
     return unpack(memoryview(mapped)[offset:])
 
 
+_by_value: set[str] = set()
+
+
 @contextmanager
 def pickled_by_value(modules: Iterable[types.ModuleType]) -> Iterator[None]:
     """Have pickles in the block hold what these modules define, and not its names; ``__main__`` is always so."""
     registered = [module for module in modules if module.__name__ != "__main__"]
     for module in registered:
         cloudpickle.register_pickle_by_value(module)
+        _by_value.add(module.__name__)
     try:
         yield
     finally:
         for module in registered:
             cloudpickle.unregister_pickle_by_value(module)
+            _by_value.discard(module.__name__)
 
 
 def classes_received() -> dict[type, str]:
@@ -225,7 +230,9 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         if self._by_reference:
             numpy = sys.modules.get("numpy")
             return value.__reduce_ex__(4) if numpy is not None and isinstance(value, numpy.ndarray) else NotImplemented
-        if type(value) is _Cached and _tracker._lookup_module_and_qualname(value) is None:
+        if type(value) is _Cached and (
+            value.__module__ in _by_value or _tracker._lookup_module_and_qualname(value) is None
+        ):
             # cloudpickle leaves it to pickle, which would look for its name in the reader's __main__.
             settings = value.cache_parameters()
             return _cached, (value.__wrapped__, settings["maxsize"], settings["typed"])

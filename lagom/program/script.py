@@ -18,7 +18,7 @@ from pathlib import Path
 
 from lagom.program.notebook_cells import cell_name, code_cells
 
-_FUTURE_FLAGS = sum(getattr(futures, name).compiler_flag for name in futures.all_feature_names)
+FUTURE_FLAGS = sum(getattr(futures, name).compiler_flag for name in futures.all_feature_names)
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +86,7 @@ class Script:
         parts, flags = [], 0
         for name, text in self.texts():
             parts.append(compile(text, name, "exec", flags, dont_inherit=True))
-            flags |= parts[-1].co_flags & _FUTURE_FLAGS  # as in a notebook, later cells have them too
+            flags |= parts[-1].co_flags & FUTURE_FLAGS  # as in a notebook, later cells have them too
         return tuple(parts)
 
     def __call__(self) -> None:

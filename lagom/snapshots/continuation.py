@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any
 
 from lagom.snapshots.remaining_statements import HELP, Rest
-from lagom.snapshots.source_code import LOCAL, MARK, Function, SourceFile, codes, compiled, name_at
+from lagom.snapshots.source_code import LOCAL, MARK, Function, SourceFile, codes, name_at
 
 _REST = f"{MARK}rest"
 
@@ -111,16 +111,15 @@ def continuation_code(
     outer.body = [*(LOCAL.clear(name, function) for name in shared), changed]
     if hasattr(function, "type_params"):
         changed.type_params, outer.type_params = [], []
-    tree = ast.fix_missing_locations(_with_replaced(source, function, outer))
-    found = next(code for code in codes(compiled(tree, source.name)) if code.co_name == _REST)
+    tree = _with_replaced(source, function, outer)
+    found = next(code for code in codes(source.compiled(tree)) if code.co_name == _REST)
     return found.replace(co_name=function.name)
 
 
 def script_code(source: SourceFile, node: ast.AST, is_innermost: bool) -> types.CodeType:
     """Compile the rest of a script from ``node`` on; ``HELP`` has to be a name of Python's own when it runs."""
     rest = Rest(source, source.tree, node, is_innermost).statements()
-    tree = ast.Module([*_futures(source.tree), *rest], [])
-    return compiled(ast.fix_missing_locations(tree), source.name)
+    return source.compiled(ast.Module([*_futures(source.tree), *rest], []))
 
 
 def first_parameter(function: ast.FunctionDef, cells: Collection[str]) -> list[str]:

@@ -27,7 +27,7 @@ from lagom.snapshots.object_reducers import reduce_object
 from lagom.snapshots.process_state import first_settings, process_state, set_process_state
 from lagom.snapshots.progress_bars import resumable_bars
 from lagom.snapshots.script_in_progress import ScriptInProgress
-from lagom.snapshots.source_code import SourceFile, make_known
+from lagom.snapshots.source_code import SourceFile, in_words, make_known
 from lagom.snapshots.state_pickle import (
     globals_of,
     is_data,
@@ -304,7 +304,7 @@ class ProgramInProgress:
 
         named: dict[str, Any] = {}
         for frame in state.frames:
-            named |= {f"{frame.position.function}()'s {name}": value for name, value in frame.values.items()}
+            named |= {f"{frame.position.function}()'s {in_words(name)}": one for name, one in frame.values.items()}
             named |= {f"{frame.position.function}()'s shared {i}": one[2] for i, one in enumerate(frame.contents)}
         for module, variables in state.variables.items():
             named |= {f"{module}.{name}": value for name, value in variables.items()}

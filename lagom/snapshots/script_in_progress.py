@@ -20,7 +20,7 @@ from typing import Any
 
 from lagom.patching.importers import imported_after, newest_module
 from lagom.patching.replace import replaced
-from lagom.program.script import Script
+from lagom.program.script import FUTURE_FLAGS, Script
 from lagom.program.sources import is_installed
 from lagom.snapshots.source_code import SourceFile
 
@@ -69,8 +69,8 @@ class ScriptInProgress:
     def prepare(self, script: Script) -> Callable[[], None]:
         """Have ``script`` tell its position; return its call."""
         self._script, self._newest = script, newest_module()
-        for name, text in script.texts():
-            self._sources[name] = SourceFile(name, text, is_script=True)
+        for (name, text), part in zip(script.texts(), script.parts, strict=True):
+            self._sources[name] = SourceFile(name, text, is_script=True, flags=part.co_flags & FUTURE_FLAGS)
         return self._begin
 
     def _begin(self) -> None:

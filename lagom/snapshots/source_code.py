@@ -38,6 +38,11 @@ def manager_name(block: ast.With, number: int) -> str:
     return f"{MARK}{block.lineno}:{block.col_offset}:{number}"
 
 
+def in_words(name: str) -> str:
+    """Return what a variable is for a reader: its name, or the line of the loop or block that it belongs to."""
+    return f"loop or block of line {name[len(MARK) :].partition(':')[0]}" if name.startswith(MARK) else name
+
+
 def name_at(name: str, node: ast.AST) -> ast.Name:
     """Return an expression that reads the variable ``name``, at the position of ``node``."""
     return ast.copy_location(ast.Name(name, ast.Load()), node)
@@ -192,10 +197,11 @@ class SourceFile:
     Args:
         name: the name that its code has for it.
         is_script: its own statements are a program, which may be in progress too.
+        flags: of ``compile``, for the future imports that hold in it.
     """
 
-    def __init__(self, name: str, text: str, is_script: bool = False) -> None:
-        self.name, self.text = name, text
+    def __init__(self, name: str, text: str, is_script: bool = False, flags: int = 0) -> None:
+        self.name, self.text, self._flags = name, text, flags
         self.variables = OF_SCRIPT if is_script else None
         self.tree = ast.parse(text, name)
         self.parents: dict[ast.AST, tuple[ast.AST, str, int | None]] = {}
@@ -255,7 +261,7 @@ class SourceFile:
 
     @functools.cached_property
     def _plain(self) -> dict[tuple[str, int], types.CodeType]:
-        found = codes(compiled(self.tree, self.name))
+        found = codes(self.compiled(self.tree))
         return {(code.co_qualname, code.co_firstlineno): code for code in found}
 
     @functools.cached_property
@@ -267,20 +273,20 @@ class SourceFile:
     def module_code(self) -> types.CodeType:
         """The code of the file, with these variables."""
         tree = NamedStack(self.variables).visit(ast.parse(self.text, self.name))
-        return compiled(ast.fix_missing_locations(tree), self.name)
+        return self.compiled(tree)
+
+    def compiled(self, tree: Any) -> types.CodeType:
+        """Compile a tree that was made from the source, which has been compiled before, so without its warnings."""
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            fixed = ast.fix_missing_locations(tree)
+            found: types.CodeType = compile(fixed, self.name, "exec", self._flags, dont_inherit=True)
+            return found
 
 
 def _parts(code: types.CodeType) -> tuple[Any, ...]:
     own = [one for one in code.co_consts if not isinstance(one, types.CodeType)]
     return code.co_code, code.co_names, code.co_varnames, own
-
-
-def compiled(tree: Any, name: str) -> types.CodeType:
-    """Compile a tree that was made from source that has been compiled before, so without its warnings."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        found: types.CodeType = compile(tree, name, "exec", dont_inherit=True)
-        return found
 
 
 def codes(code: types.CodeType) -> Iterator[types.CodeType]:

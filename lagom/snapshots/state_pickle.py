@@ -13,6 +13,7 @@ import pickle
 import sys
 import threading
 import types
+import typing
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -122,11 +123,14 @@ class _StatePickler(Pickler):
         elif kind is _Lock or kind is _RLock:
             if value.locked() if kind is _Lock else value._is_owned():
                 raise pickle.PicklingError("a lock is held")
-            found = kind, ()
+            found = threading.Lock if kind is _Lock else threading.RLock, ()
         elif isinstance(value, (types.GeneratorType, types.CoroutineType)):
             raise pickle.PicklingError(f"{value.__name__} is a generator that has begun")
         elif isinstance(value, types.ModuleType) and _now.kept.get(value.__name__) is value:
             found = importlib.import_module, (value.__name__,)
+        elif kind in (typing.NewType, typing.ParamSpec) and value.__module__ in _now.kept:
+            given = (value.__supertype__,) if kind is typing.NewType else ()
+            found = _type_made, (kind, (value.__name__, *given), value.__module__)
         elif is_filled_cache(value):
             raise pickle.PicklingError(f"{value.__qualname__} is a cache that holds values")
         else:
@@ -146,6 +150,12 @@ class _StatePickler(Pickler):
         if value._backward_hooks or getattr(value, "_post_accumulate_grad_hooks", None):
             raise pickle.PicklingError("a tensor has hooks")
         return NotImplemented
+
+
+def _type_made(kind: Any, given: tuple[Any, ...], module: str) -> Any:
+    found = kind(*given)
+    found.__module__ = module
+    return found
 
 
 def _class_made(make: Callable[..., type], given: tuple[Any, ...]) -> type:

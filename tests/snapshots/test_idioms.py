@@ -16,6 +16,7 @@ from lagom.run_state.random_streams import seed_everything
 from lagom.session.session import Session
 from lagom.snapshots.frame_position import NoSnapshotError
 from lagom.snapshots.program_state import ProgramInProgress
+from lagom.worker.process_settings import library_settings, set_process_settings
 from tests.ranks import run_ranks
 from tests.snapshots import idioms, rare_idioms
 
@@ -28,8 +29,9 @@ class Points:
     """Takes a snapshot at some batches of a program."""
 
     def __init__(self, session: Session, function: Callable[[], Any], wanted: Callable[[int], bool]) -> None:
-        self.program = ProgramInProgress(session, {})
-        self.program.prepare(Call(function=function, provided={}, sources=source_files(function)), {})
+        self.program = ProgramInProgress(session, {}, (library_settings, set_process_settings))
+        call = Call(function=function, provided={}, sources=source_files(function))
+        self.call: Callable[[], Any] = self.program.prepare(call, {}) or function
         self.taken: list[tuple[bytes, list[bytearray]]] = []
         self.reasons: Counter[str] = Counter()
         self._wanted, self._number = wanted, -1
@@ -51,7 +53,7 @@ def taken(session: Session, function: Callable[[], Any], every: int = 1) -> tupl
     session.snapshots = points
     seed_everything(7)
     with points.program.installed():
-        return points.program.run(function), points
+        return points.program.run(points.call), points
 
 
 def resumed(session: Session, function: Callable[[], Any], snapshot: Any, at: int = 3) -> tuple[Any, Points]:

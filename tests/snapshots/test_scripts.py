@@ -9,12 +9,18 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from lagom.cli import main
+from lagom.program.script import Script
+from lagom.run_state.random_streams import seed_everything
+from lagom.session.session import Session
+from tests.ranks import run_ranks
 from tests.snapshots.kills import kill_driver, killed
-from tests.snapshots.scripts import BESIDE, LOOP, MAIN
+from tests.snapshots.scripts import BESIDE, LOOP, MAIN, ODD, PARTS, REFUSED
+from tests.snapshots.test_idioms import resumed, taken
 
 pytestmark = pytest.mark.skipif(sys.version_info < (3, 11), reason="needs the columns of code")
 SCRIPTS = {"loop": (LOOP, ["1"], 0), "main": (MAIN, ["--lr", "0.05"], 3)}
@@ -79,6 +85,55 @@ def test_a_script_goes_on_elsewhere_when_its_driver_was_killed(
     *before, last = output.splitlines()
     assert close(shown.out, "\n".join([*(one for one in before if re.match("epoch [12]", one)), last, ""]), 1e-11)
     assert close((tmp_path / "rows.csv").read_text(), rows, 1e-12)
+
+
+@pytest.mark.parametrize("every", [4, pytest.param(1, marks=pytest.mark.soak)])  # other batches
+def test_a_script_with_all_that_scripts_have_goes_on_exactly(
+    every: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "parts").mkdir()
+    for name, text in PARTS.items():
+        (tmp_path / "parts" / f"{name}.py").write_text(text)
+    (tmp_path / "odd.py").write_text(ODD)
+    script = Script.read(tmp_path / "odd.py", [])
+
+    def plain(session: Session) -> Any:
+        seed_everything(7)
+        script()
+        return repr(vars(sys.modules["__main__"])["found"])
+
+    def first(session: Session) -> Any:
+        points = taken(session, script, every)[1]
+        return points.taken, list(points.reasons), repr(vars(sys.modules["__main__"])["found"])
+
+    def go_on(session: Session, snapshot: Any) -> Any:
+        later = resumed(session, script, snapshot)[1].taken
+        return repr(vars(sys.modules["__main__"])["found"]), later
+
+    (wanted,) = run_ranks(1, plain)
+    ((snapshots, reasons, value),) = run_ranks(1, first)
+    assert value == wanted
+    assert all("lambda, comprehension or class body" in reason for reason in reasons), reasons
+    for number, snapshot in enumerate(snapshots):
+        ((value, later),) = run_ranks(1, functools.partial(go_on, snapshot=snapshot))
+        assert value == wanted, number
+    for snapshot in later:
+        assert run_ranks(1, functools.partial(go_on, snapshot=snapshot))[0][0] == wanted
+
+
+def test_what_a_script_has_that_cannot_be_kept_is_named(tmp_path: Path) -> None:
+    (tmp_path / "refused.py").write_text(REFUSED)
+    script = Script.read(tmp_path / "refused.py", [])
+    (reasons,) = run_ranks(1, lambda session: list(taken(session, script)[1].reasons))
+    parts = [
+        "<module>()'s loop or block of line 24.gen (a generator) cannot be kept: section is a generator that has begun",
+        "__main__.filled (a _lru_cache_wrapper) cannot be kept: filled is a cache that holds values",
+        "__main__.connection (a Connection) cannot be kept",
+        "forever (",
+        "the script is inside of a statement at line 37 that cannot be resumed",
+        "Body (",
+    ]
+    assert [part for part in parts if not any(part in reason for reason in reasons)] == []
 
 
 def close(one: str, other: str, tolerance: float) -> bool:
