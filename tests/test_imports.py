@@ -68,7 +68,9 @@ ROOMS = {
     "session": "collectives collectives.torch_backend deepspeed distributed files forward gradients "
     "gradients.reduction loaders optimizers restart row_split run_state timing torch_versions tracking torch",
     "torch_versions": "",
-    "snapshots": "call errors loaders patching payload program random_states restart unpicklable torch",
+    "snapshots": "call errors loaders patching payload program random_states restart snapshots.passes unpicklable "
+    "torch",
+    "snapshots.passes": "errors loaders loaders.sharing patching random_states run_state session numpy torch",
     "deepspeed": "errors forward gradients optimizers patching run_state zero deepspeed torch",
     "forward": "collectives errors micro_batches monitor patching row_split run_state zero torch",
     "timing": "collectives.torch_backend monitor patching torch",

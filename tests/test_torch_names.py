@@ -91,6 +91,8 @@ NAMES = (
     "torch.utils.data._utils.signal_handling._remove_worker_pids",
     "torch.utils.data._utils.signal_handling._set_worker_pids",
     "torch.utils.data._utils.worker._IterableDatasetStopIteration",
+    "torch.utils.data._utils.worker._ResumeIteration",
+    "torch.utils.data._utils.worker._worker_loop",
     "torch.utils.data.dataloader._BaseDataLoaderIter",
     "torch.utils.data.dataloader._DatasetKind",
     "torch.utils.data.dataloader._MultiProcessingDataLoaderIter",

@@ -140,7 +140,7 @@ def _make_iterator_init(loaders: PassStarter) -> Any:
                 if session.is_in_thread:
                     stack.enter_context(DRAWING)
                 if session.snapshots is not None:
-                    session.snapshots.program.begin_pass(self, loader)
+                    session.snapshots.program.loaders.begin_pass(self, loader)
                 if generator is not loader.generator:
                     stack.enter_context(replaced(loader, "generator", generator))
                 original(self, loader)
@@ -193,7 +193,7 @@ def _make_reset(loaders: PassStarter) -> Any:
             current = self.__dict__[PASS] = loaders.begin(loader)
             self.__dict__[_BATCH_SOURCE] = choose_batch_source(session, loader, current)
             if session.snapshots is not None:
-                session.snapshots.program.begin_pass(self, loader)
+                session.snapshots.program.loaders.begin_pass(self, loader)
             if isinstance(self._collate_fn, ShardedCollate):
                 self._collate_fn.begin(current, session.config.batches)
         if current.sharded:
@@ -221,7 +221,7 @@ def _make_next(session: Session, readers: ReaderThreads) -> Any:
             session.twins.point()
         if session.snapshots is not None:
             session.snapshots.point(self)
-            session.snapshots.program.take_batch(self)
+            session.snapshots.program.loaders.take_batch(self)
         session.reseed_uneven()
         if current.failed and session.may_meet:
             current.failed = False
@@ -234,6 +234,8 @@ def _make_next(session: Session, readers: ReaderThreads) -> Any:
             data, share = readers.read(take, original, self) if session.is_in_thread else take(original, self)
         except StopIteration:
             session.end_pass(current)
+            if session.snapshots is not None:
+                session.snapshots.program.loaders.end_pass(self)
             if session.may_meet:
                 session.evaluation_passes.end_pass(current)
             raise
@@ -246,7 +248,7 @@ def _make_next(session: Session, readers: ReaderThreads) -> Any:
             raise
         session.data_s += perf_counter() - start
         if session.snapshots is not None:
-            session.snapshots.program.gave_batch(self, data)
+            session.snapshots.program.loaders.gave_batch(self, data)
         if on_cuda:
             data = moved(data, session.device)
         if current.training:

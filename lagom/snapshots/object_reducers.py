@@ -11,10 +11,9 @@ from typing import Any
 
 import torch
 from torch.optim import Optimizer
-from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
-from lagom.snapshots.loader_positions import reduce_iterator
+from lagom.snapshots.passes.loader_positions import reduce_iterator
 from lagom.snapshots.progress_bars import reduce_bar
 from lagom.snapshots.state_pickle import standard_streams
 
@@ -23,9 +22,6 @@ def reduce_object(value: Any) -> Any:
     """Return how to pickle ``value``, as ``__reduce_ex__`` does; NotImplemented if it pickles as it is."""
     if isinstance(value, _BaseDataLoaderIter):
         return reduce_iterator(value)
-    if isinstance(value, DataLoader):
-        whole: Any = value.__reduce_ex__(4)
-        return (*whole[:2], {**whole[2], "_iterator": None}, *whole[3:])
     if isinstance(value, torch.Generator):
         return _generator, (str(value.device), value.get_state())
     if isinstance(value, Optimizer):

@@ -7,12 +7,9 @@ import contextlib
 import pickle
 import sys
 import types
-import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
-
-from torch.utils.data.dataloader import _DatasetKind
 
 from lagom.call import Call
 from lagom.errors import SnapshotError
@@ -22,8 +19,10 @@ from lagom.random_states import random_states, set_random_states
 from lagom.snapshots.exit_functions import ExitFunctions
 from lagom.snapshots.frame_position import NoSnapshotError, Position
 from lagom.snapshots.frames import FrameState, ProgramFrames
-from lagom.snapshots.loader_positions import FIRST_BATCH, LAST_BATCH, LOADER, PASS_START, begun, pass_start
 from lagom.snapshots.object_reducers import reduce_object
+from lagom.snapshots.passes.loader_passes import LoaderPasses
+from lagom.snapshots.passes.loader_positions import forget_iterators
+from lagom.snapshots.passes.worker_positions import WorkersInPassError
 from lagom.snapshots.process_state import first_settings, process_state, set_process_state
 from lagom.snapshots.progress_bars import resumable_bars
 from lagom.snapshots.script_in_progress import ScriptInProgress
@@ -77,6 +76,7 @@ class ProgramInProgress:
         settings: tuple[Callable[[], Any], Callable[[Any], None]] = (dict, lambda _: None),
     ) -> None:
         self._session, self._at_home = session, at_home
+        self.loaders = LoaderPasses(session)
         self._library_settings, self._set_library_settings = settings
         self._at_exit = ExitFunctions()
         self._sources: dict[str, SourceFile] = {}
@@ -138,29 +138,14 @@ class ProgramInProgress:
         with resumable_bars(), self._at_exit.noticed(), self._script.imports_noticed():
             yield
 
-    def begin_pass(self, iterator: Any, loader: Any) -> None:
-        """Note the states with which ``iterator`` begins a pass over ``loader``."""
-        held = vars(iterator)
-        # Workers end when both are dropped, so a loader that keeps its iterator is not held by it.
-        held[LOADER] = weakref.ref(loader) if loader.persistent_workers else lambda: loader
-        held[PASS_START] = pass_start(loader)
-
-    def take_batch(self, iterator: Any) -> None:
-        """Note the states with which ``iterator`` is asked for its first batch, when its sampler draws the order."""
-        if iterator._num_yielded == 0 and not iterator._num_workers:
-            vars(iterator)[FIRST_BATCH] = pass_start(vars(iterator)[LOADER]())
-
-    def gave_batch(self, iterator: Any, data: Any) -> None:
-        """Note the batch that ``iterator`` has given, if it has to be read again."""
-        if iterator._dataset_kind == _DatasetKind.Iterable:
-            vars(iterator)[LAST_BATCH] = data
-
     def run(self, function: Callable[[], Any]) -> Any:
         """Call ``function``, the program or the rest of it; what is called by this method is the program."""
         state, self._resumed = self._resumed, None
         if state is not None:
             self._set_library_settings(state.settings)
             set_process_state(state.process)
+            self.loaders.go_on(state.progress)
+            self._session.samples_trained = state.samples  # batches that were read again do not count
             self._at_exit.go_on(state.at_exit)
             set_random_states(state.random)
             del state
@@ -195,13 +180,15 @@ class ProgramInProgress:
         with program_globals(self._globals, self._script.modules):
             try:
                 pickled, buffers = pickle_state(state, self._at_home, self._reduce)
+            except WorkersInPassError as error:
+                raise NoSnapshotError(str(error)) from error
             except Exception as error:
                 raise NoSnapshotError(self._name_culprit(state, error)) from error
         return pickle.dumps((imports, pickled)), buffers
 
     def go_on(self, pickled: Any, buffers: Sequence[Any]) -> Callable[[], Any]:
         """Put back what ``pickle`` has returned; return the call for ``run`` that goes on from there."""
-        begun.clear()
+        forget_iterators()
         imports, pickled = pickle.loads(pickled)
         if imports is not None:
             self._script.make_again(imports)
@@ -217,7 +204,6 @@ class ProgramInProgress:
             for name, value in attributes.items():
                 setattr(kind, name, value)
         self._session.samples_trained = state.samples
-        self._session.passes.go_on(state.progress, begun)
         self._resumed = state
         call = self._frames.call(state.frames, self._globals.__getitem__)
         return call if imports is None else self._script.rest(call, state.frames[0].position.file)

@@ -25,6 +25,8 @@ from lagom.payload import Parcel, parts_of
 from lagom.restart.kept_snapshots import Snapshot, SnapshotPlace
 from lagom.snapshots.call_memory import CallMemory
 from lagom.snapshots.frame_position import NoSnapshotError
+from lagom.snapshots.passes.loader_positions import PASS_START
+from lagom.snapshots.passes.worker_positions import WorkersInPassError
 from lagom.snapshots.program_state import ProgramInProgress
 
 if TYPE_CHECKING:
@@ -77,6 +79,9 @@ class Snapshots:
         self._answer = -1
         self._forked_at = 0.0
         self._why = ""
+        self._asked: Any = None
+        self._refused: Any = None
+        """Start of a pass that cannot be kept but at its first batch."""
 
     def prepare(self, call: Call, known: Mapping[str, Any]) -> Callable[[], Any] | None:
         """Have the functions of ``call`` tell their positions; return what is called instead.
@@ -109,14 +114,15 @@ class Snapshots:
         if self._child is not None:
             self._look()
             return
-        if iterator._num_workers and iterator._num_yielded:
+        if iterator._num_yielded and vars(iterator)[PASS_START] is self._refused:
             return
-        start = time.perf_counter()
+        start, self._asked = time.perf_counter(), vars(iterator)[PASS_START]
         try:
             self._check_process()
             frames = self.program.frames(sys._getframe(1))
             pickled = self._pickle_here(frames, iterator)
         except NoSnapshotError as error:
+            self._refused = self._asked if isinstance(error.__cause__, WorkersInPassError) else None
             self._put_off(str(error), time.perf_counter() - start)
             return
         self._take(pickled or partial(self._pickle_in_fork, frames, iterator), start)
@@ -193,7 +199,7 @@ class Snapshots:
             answer |= self._write(number, *pickle(), facts)
         except BaseException as error:
             self._place.folder.remove_partial(number)
-            answer["why"] = _reason(error)
+            answer |= {"why": _reason(error), "in_pass": isinstance(error.__cause__, WorkersInPassError)}
         finally:
             with contextlib.suppress(OSError):
                 os.write(writer, json.dumps(answer).encode())
@@ -232,6 +238,7 @@ class Snapshots:
         self._child = None
         now = time.perf_counter()
         if "why" in answer:
+            self._refused = self._asked if answer.get("in_pass") else None
             self._put_off(answer["why"], self._cost_s)
             return
         self._tell({"type": "snapshot", "what": "kept", **answer})

@@ -18,10 +18,11 @@ from lagom.snapshots.frame_position import NoSnapshotError
 from lagom.snapshots.program_state import ProgramInProgress
 from lagom.worker.process_settings import library_settings, set_process_settings
 from tests.ranks import run_ranks
-from tests.snapshots import idioms, rare_idioms
+from tests.snapshots import idioms, rare_idioms, worker_idioms
 
 EXACT = (*idioms.EXACT, *rare_idioms.EXACT)
-REFUSED = idioms.REFUSED | rare_idioms.REFUSED
+WITH_WORKERS = (*worker_idioms.EXACT, *worker_idioms.RARELY_RUN)
+REFUSED = idioms.REFUSED | rare_idioms.REFUSED | worker_idioms.REFUSED
 pytestmark = pytest.mark.skipif(sys.version_info < (3, 11), reason="needs the columns of code")
 
 
@@ -102,8 +103,15 @@ def test_a_program_goes_on_exactly(function: Callable[[], Any]) -> None:
     check(function, every=5)
 
 
-@pytest.mark.soak
-@pytest.mark.parametrize("function", EXACT, ids=lambda function: function.__name__)
+@pytest.mark.parametrize("function", worker_idioms.EXACT, ids=lambda function: function.__name__)
+def test_a_program_whose_loaders_have_workers_goes_on_exactly(function: Callable[[], Any]) -> None:
+    check(function, every=9)  # it takes some tenths of a second to begin workers again
+
+
+@pytest.mark.soak  # the two tests above go on from some batches of some of these
+@pytest.mark.parametrize(
+    "function", [*EXACT, *worker_idioms.EXACT, *worker_idioms.RARELY_RUN], ids=lambda function: function.__name__
+)
 def test_a_program_goes_on_exactly_from_every_batch(function: Callable[[], Any]) -> None:
     check(function, every=1)
 

@@ -10,9 +10,10 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from lagom import experiment
 from lagom.config import TorchDistributedConfig
@@ -35,15 +36,31 @@ class Network(nn.Module):
         return found
 
 
+class Noisy(Dataset[Any]):
+    """Random augmentation with the generators of torch, numpy and ``random``, and with one of its own."""
+
+    def __init__(self, rows: Any) -> None:
+        self.rows, self.numbers = rows, np.random.default_rng(3)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> Any:
+        x, y = self.rows[index]
+        noise = float(np.random.rand()) + random.random() + float(self.numbers.random())
+        return x + torch.rand(3, dtype=torch.float64) + noise, y, index
+
+
 def epoch(model: nn.Module, optimizer: torch.optim.Optimizer, train_set: Any, number: int, folder: str) -> float:
     total, rows = 0.0, open(f"{folder}/rows.csv", "a")  # noqa: SIM115  (open while batches are read)
-    for step, (x, y) in enumerate(DataLoader(train_set, batch_size=4, shuffle=True)):
+    loader = DataLoader(Noisy(train_set), batch_size=4, shuffle=True, num_workers=2 * (number == 1))
+    for step, (x, y, indices) in enumerate(loader):
         optimizer.zero_grad()
         loss = nn.functional.mse_loss(model(x), y)
         loss.backward()
         optimizer.step()
         total += loss.item()
-        rows.write(f"{number},{step},{x.sum().item():.17g}\n")
+        rows.write(f"{number},{step},{indices.tolist()},{x.sum().item():.17g}\n")
         if number == 1:
             pause(folder, 0.3 * 2**step)
     rows.close()

@@ -36,6 +36,8 @@ _PASSES = 4
 class TableReader:
     """Reads a table for one process."""
 
+    lagom_cache = True
+
     def __init__(self, table: Table, leaves: Sequence[tuple[str, Sequence[ColumnLeaf]]], most_bytes: int) -> None:
         self._table = table
         self._source = Source(table, leaves)

@@ -20,7 +20,8 @@ _MAX_ITEMS = 64
 """Number of items of a container that are searched."""
 _MAX_OBJECTS = 5_000
 """Number of objects that are searched, those nearest to the roots first."""
-_PLAIN = frozenset((bool, int, float, complex, str, bytes, type(None), torch.Size, torch.dtype, np.dtype))
+PLAIN = frozenset((bool, int, float, complex, str, bytes, type(None), torch.Size, torch.dtype, np.dtype))
+"""Kinds of values that hold no other objects."""
 _CONTAINERS = (list, tuple, set, frozenset, deque)
 _SHARING = ("multiprocessing", "_multiprocessing", "ctypes", "_ctypes", "socket", "_socket", "_posixshmem")
 """Modules whose objects processes share, or that point to memory."""
@@ -28,21 +29,26 @@ _CORE = frozenset(("torch", "numpy", "lagom", "builtins"))
 
 
 def reach_shared_memory(roots: Iterable[object]) -> bool:
-    """Return whether memory, pipes or files that processes share can be reached from ``roots``.
+    """Return whether memory, pipes or files that processes share can be reached from ``roots``."""
+    return any(_is_shared(value) for value in reachable(roots))
 
-    Attributes, containers, closures, and globals that functions of the program name are searched.
+
+def reachable(roots: Iterable[object], most: int = _MAX_OBJECTS) -> Iterator[Any]:
+    """Yield up to ``most`` objects that can be reached from ``roots``, those nearest first.
+
+    Attributes, containers, closures, and globals that functions of the program name are searched. No parts are searched
+    of lagom's own objects that have an attribute ``lagom_cache``: what they hold changes nothing that they give.
     """
     seen: dict[int, object] = {}  # keeps temporary objects alive, so that their ids stay theirs
     left = deque(roots)
-    while left and len(seen) < _MAX_OBJECTS:
+    while left and len(seen) < most:
         value = left.popleft()
-        if type(value) in _PLAIN or id(value) in seen:
+        if type(value) in PLAIN or id(value) in seen:
             continue
         seen[id(value)] = value
-        if _is_shared(value):
-            return True
-        left.extend(_parts(value))
-    return False
+        yield value
+        if not getattr(type(value), "lagom_cache", False):
+            left.extend(parts_of(value))
 
 
 def _is_shared(value: Any) -> bool:
@@ -75,7 +81,8 @@ def _lies_in_shared_memory(array: Any) -> bool:
     return array is not None and type(array) not in (bytes, bytearray)
 
 
-def _parts(value: Any) -> Iterator[Any]:
+def parts_of(value: Any) -> Iterator[Any]:
+    """Yield the objects that ``value`` holds."""
     kind = type(value)
     if issubclass(kind, torch.Tensor):
         return
@@ -121,7 +128,7 @@ def _slot_names(kind: type) -> tuple[str, ...]:
 def _class_parts(kind: type) -> Iterator[Any]:
     for one in kind.__mro__:
         if _is_of_the_program(one.__module__):
-            yield from list(vars(one).values())
+            yield from [value for name, value in vars(one).items() if name != "__slotnames__"]  # pickle adds it
 
 
 def _function_parts(function: types.FunctionType) -> Iterator[Any]:
