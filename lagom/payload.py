@@ -193,6 +193,9 @@ def _cached(function: Callable[..., Any], maxsize: int | None, typed: bool) -> A
     return functools.lru_cache(maxsize, typed)(function)
 
 
+_NO_FILE = "<dynamic-code>"
+
+
 class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
     """cloudpickle with torch's storages pickled out of band; never imports torch."""
 
@@ -213,6 +216,10 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
     def reducer_override(self, value: Any) -> Any:
         if isinstance(value, type) and value in self._at_home:
             return _class_at_home, (self._at_home[value], value.__qualname__)
+        if isinstance(value, types.CodeType):
+            make, given = _tracker._code_reduce(value)
+            # cloudpickle 3.1.3 drops the file's name, by which tracebacks, debuggers and TorchScript find the source.
+            return make, tuple(value.co_filename if one == _NO_FILE else one for one in given)
         if isinstance(value, types.ModuleType) and type(value) is not types.ModuleType:
             # A module of a class of its own, which cloudpickle does not know, such as torch.backends.cudnn.
             name: str = value.__name__

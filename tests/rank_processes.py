@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import io
 import logging
 import multiprocessing
 import os
@@ -19,10 +20,10 @@ from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-import cloudpickle
 import numpy
 import torch
 
+from lagom.payload import Pickler
 from tests import leaks
 
 _CONTEXT = multiprocessing.get_context("fork")
@@ -126,7 +127,9 @@ class WarmPool:
 def packed(job: object) -> bytes | None:
     """Return ``job`` with the environment it is to run in; None if it can only be inherited by a fork."""
     try:
-        return bytes(cloudpickle.dumps((job, dict(os.environ), os.getcwd())))
+        stream = io.BytesIO()
+        Pickler(stream, lambda _: True, {}).dump((job, dict(os.environ), os.getcwd()))
+        return stream.getvalue()
     except Exception:  # whatever the closure of a test holds
         return None
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import os
+import sys
 import threading
 import types
 from collections import OrderedDict
@@ -216,6 +217,15 @@ def test_lambdas_closures_and_classes_from_nowhere_come_back() -> None:
 
     assert there_and_back(lambda x: x + step)(1) == 4
     assert there_and_back(Local(4)).next() == 7
+
+
+def test_functions_keep_the_name_of_their_file() -> None:
+    def outer() -> Any:
+        return lambda: sys._getframe()
+
+    found = there_and_back(outer)
+    assert found is not outer
+    assert [found.__code__.co_filename, found()().f_code.co_filename] == [__file__] * 2
 
 
 def test_big_buffers_stay_out_of_the_pickle() -> None:

@@ -109,7 +109,7 @@ def reachable_modules(*values: Any) -> Iterator[Any]:
         seen.add(id(value))
         yield value
         if isinstance(value, functools.partial):
-            waiting.append(value.func)
+            waiting += [value.func, *value.args, *value.keywords.values()]
         elif isinstance(value, types.MethodType):
             waiting += [value.__func__, value.__self__]
         elif isinstance(value, types.FunctionType):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import types
 from collections import OrderedDict
 from typing import Any
 
@@ -11,7 +12,8 @@ from torch import Tensor
 
 _PLAIN = frozenset((bool, int, str, bytes, type(None), torch.Size, torch.dtype, torch.device))
 _HEAP = 1 << 9
-"""Flag of classes that Python code has made."""
+"""Flag of classes that Python code has made, and of some that C code has."""
+_OF_C = (types.MemberDescriptorType, types.MethodDescriptorType, types.WrapperDescriptorType)
 _BASES = (object, dict, OrderedDict, list, tuple)
 """Built-in classes whose objects are compared, and those of classes that are derived from them."""
 
@@ -47,7 +49,7 @@ class BatchComparison:
 
     def _match_objects(self, kind: type, mine: Any, other: Any) -> bool:
         if issubclass(kind, (Tensor, np.ndarray)) or not all(
-            one in _BASES or one.__flags__ & _HEAP for one in kind.__mro__
+            one in _BASES or _is_of_python(one) for one in kind.__mro__
         ):
             return False
         if any(vars(one).get("__slots__") for one in kind.__mro__ if one not in _BASES):
@@ -79,6 +81,13 @@ class BatchComparison:
             return False
         first, second = (torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage) for storage in storages)
         return torch.equal(first, second)
+
+
+def _is_of_python(kind: type) -> bool:
+    """Return whether Python code has made a class: C code may keep what cannot be seen in its objects."""
+    if not kind.__flags__ & _HEAP:
+        return False
+    return not any(isinstance(one, _OF_C) and one.__objclass__ is kind for one in vars(kind).values())
 
 
 def _describe(tensor: Tensor) -> tuple[object, ...] | None:
