@@ -43,6 +43,14 @@ def originals(package: str) -> Iterator[None]:
         yield
 
 
+def replaced_at(value: object) -> tuple[object, str] | None:
+    """Return where ``value`` has been set in the place of an original: the owner, and the attribute's name."""
+    for owner, name, _ in list(_active.values()):
+        if vars(owner).get(name) is value:
+            return owner, name
+    return None
+
+
 def _put_back(owner: object, name: str, before: object) -> None:
     if before is _NOTHING:
         delattr(owner, name)

@@ -6,6 +6,7 @@ only the rest of the script runs. Modules of installed packages are imported aga
 
 from __future__ import annotations
 
+import builtins
 import contextlib
 import functools
 import importlib
@@ -146,6 +147,8 @@ class ScriptInProgress:
             module = sys.modules[one.name] = importlib.util.module_from_spec(spec)
             self._sources[one.file], self._files[one.name] = SourceFile(one.file, one.text), one.file
             self._variables[one.name] = vars(module)
+        for name in self.modules:
+            self._variables[name]["__builtins__"] = vars(builtins)  # as running a module does
         for name in imports.installed:
             with contextlib.suppress(Exception):  # where a value of the snapshot needs it, that says so
                 importlib.import_module(name)

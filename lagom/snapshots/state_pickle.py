@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from lagom.patching.replace import replaced
+from lagom.patching.replace import replaced, replaced_at
 from lagom.payload import Pickler, pickled_by_value, unpack_parts
 from lagom.program.sources import is_installed
 from lagom.snapshots.old_graphs import has_live_graph, with_old_graph
@@ -195,6 +195,8 @@ class _Gone:
 
 def _function(function: types.FunctionType) -> Any:
     module = _module_of(function.__globals__)
+    if module is not None and module.startswith("lagom.") and (place := replaced_at(function)) is not None:
+        return getattr, place
     if module is None and function.__closure__:
         raise pickle.PicklingError(f"{function.__qualname__} has variables of its own, and belongs to no module")
     if module is None:

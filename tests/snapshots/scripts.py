@@ -4,6 +4,8 @@ BESIDE = '''
 import os
 import time
 
+from torch import nn
+
 print("the module beside the script is imported")
 num_batches = 0
 
@@ -19,6 +21,11 @@ def train_epoch(model, loader, step, rows, epoch):
     return loss
 
 
+class Halved(nn.Module):
+    def forward(self, x):
+        return x / 2
+
+
 def pause(seconds):
     """Wait while the test waits for a snapshot, which may take 1% of the time only."""
     end = time.monotonic() + seconds
@@ -31,10 +38,11 @@ import sys
 
 import beside
 import torch
+from torch import *
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-torch.manual_seed(int(sys.argv[1]))
+torch.manual_seed(len(sys.argv[1]))
 num_forwards = 0
 
 
@@ -55,7 +63,7 @@ model = Network()
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 print("the script begins")
 with open("rows.csv", "w") as rows:
-    for epoch in range(3):
+    for epoch in (0, 1, 2):
         for number, (x, y) in enumerate(loader):
             optimizer.zero_grad()
             loss = nn.functional.mse_loss(model(x), y)
@@ -65,6 +73,7 @@ with open("rows.csv", "w") as rows:
             if epoch == 1:
                 beside.pause(0.3 * 2**number)
         print(f"epoch {epoch}: {loss.item():.12g}, {num_forwards} forwards, {torch.rand(1)}")
+save(model, "model.pt")
 print([name for name in globals() if "lagom" in name], Network is type(model), sys.modules["__main__"].model is model)
 '''
 
@@ -76,7 +85,7 @@ import sys
 from dataclasses import asdict, dataclass, field
 
 import torch
-from beside import train_epoch
+from beside import Halved, train_epoch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -90,7 +99,7 @@ class Settings:
 
 def main(settings: Settings) -> int:
     torch.manual_seed(1)
-    model = nn.Sequential(nn.Linear(3, 8), nn.Dropout(0.2), nn.Tanh(), nn.Linear(8, 1)).double()
+    model = nn.Sequential(Halved(), nn.Linear(3, 8), nn.Dropout(0.2), nn.Tanh(), nn.Linear(8, 1)).double()
     optimizer = torch.optim.SGD(model.parameters(), lr=settings.lr, momentum=0.9)
     points = torch.rand(40, 3, dtype=torch.float64)
     loader = DataLoader(TensorDataset(points, points.prod(dim=1, keepdim=True)), batch_size=4, shuffle=True)
