@@ -46,7 +46,7 @@ def position_of(frame: types.FrameType, source: SourceFile) -> Position:
     is_loop = name.startswith("FOR_ITER")
     if line is None or end_line is None or column is None or end_column is None:
         raise NoSnapshotError("Python was told to leave positions out of its code (-X no_debug_ranges)")
-    if not (is_loop or name.startswith("CALL")):
+    if not (is_loop or name.startswith(("CALL", "PRECALL"))):  # a call of C that was repeated stops at its PRECALL
         raise NoSnapshotError(f"{place_of(frame)} is neither at a call nor at a loop")
     where = line, column, end_line, end_column
     found = Position(code.co_filename, code.co_name, code.co_firstlineno, is_loop, where)

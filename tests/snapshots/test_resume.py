@@ -70,6 +70,21 @@ def test_a_run_goes_on_from_its_snapshot_when_a_rank_is_killed(
     assert record.get("without_snapshots") is None
 
 
+@pytest.mark.soak  # the test above does so with two ranks
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_any_number_of_ranks_goes_on_with_workers_of_loaders(world_size: int, tmp_path: Path) -> None:
+    for name in ("whole", "killed"):
+        (tmp_path / name).mkdir()
+    wanted = experiment.lagom(train, config(tmp_path / "whole", world_size=world_size))
+    (tmp_path / "killed" / "slowly").touch()
+    with killed(tmp_path / "killed", world_size - 1):
+        result = experiment.lagom(train, config(tmp_path / "killed", world_size=world_size, snapshot_every_s=0.1))
+    assert (same if world_size == 1 else close)(result.value, wanted.value)
+    assert "of epoch 2" in result.failures[0]["resumed_from"]
+    rows, wanted_rows = ((tmp_path / name / "rows.csv").read_text() for name in ("killed", "whole"))
+    assert rows == wanted_rows
+
+
 @pytest.fixture
 def lost_driver(killed_driver: Path) -> Path:
     """The folder of a run whose driver was killed, with the snapshots that it had then: each resumed run keeps more."""

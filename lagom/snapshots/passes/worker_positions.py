@@ -12,6 +12,7 @@ import queue
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from multiprocessing.queues import Queue
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
@@ -238,7 +239,8 @@ def note_workers(iterator: Any, notes: WorkerNotes | None = None) -> NoteTaker |
         notes: of workers that have gone on.
     """
     held = vars(iterator)
-    if NOTES not in held and type(iterator) is _MultiProcessingDataLoaderIter and not is_stream(iterator):
+    results = held.get("_worker_result_queue") if type(iterator) is _MultiProcessingDataLoaderIter else None
+    if NOTES not in held and isinstance(results, Queue) and not is_stream(iterator):
         held[NOTES] = NoteTaker(iterator, notes or WorkerNotes.of_new(iterator._num_workers))
     found: NoteTaker | None = held.get(NOTES)
     return found
@@ -263,7 +265,9 @@ def notes_in_pass(iterator: Any, loader: DataLoader[Any], current: LoaderPass, *
         raise WorkersInPassError("a loader with workers has in_order=False")
     if current.sharded:
         raise WorkersInPassError('a loader with workers is read with evaluation="sharded"')
-    if not is_stream(loader) and (notes is None or notes.has_failed):
+    if not is_stream(loader) and notes is None:
+        raise WorkersInPassError("the workers of a loader are not processes")
+    if notes is not None and notes.has_failed:
         raise WorkersInPassError("a batch of a loader with workers could not be made")
     if held[USED] != (now := used_by_workers(loader)):
         kind = first_difference(held[USED].prints, now.prints)
