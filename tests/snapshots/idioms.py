@@ -199,7 +199,7 @@ def while_loops() -> Any:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     loader = DataLoader(DATA, batch_size=8, shuffle=True)
     batches, step, losses = iter(loader), 0, []
-    while step < 20:
+    while True:
         try:
             x, y = next(batches)
         except StopIteration:
@@ -211,6 +211,8 @@ def while_loops() -> Any:
         optimizer.step()
         step += 1
         losses.append(loss.item())
+        if step == 20:
+            break
     return losses, weights(model)
 
 
