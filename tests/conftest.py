@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import importlib
+import importlib.metadata
 import os
 import random
 import signal
@@ -105,8 +106,14 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Have xdist give out the tests in the order in which they were collected."""
+    """Have xdist give out the tests in the order in which they were collected; pass over an old PySpark's sockets."""
     config.option.loadscopereorder = False
+    if importlib.metadata.version("pyspark") < "4.2":  # it leaves the socket of each collect() to Python, which says so
+        for kind in (
+            "unclosed <socket:ResourceWarning",
+            "Exception ignored in. <socket:pytest.PytestUnraisableExceptionWarning",
+        ):
+            config.addinivalue_line("filterwarnings", f"ignore:{kind}")
 
 
 class _ByFile(LoadScopeScheduling):  # type: ignore[misc]  # xdist has no types

@@ -76,7 +76,14 @@ def _environment() -> dict[str, str]:
 
 
 def _threads() -> dict[str, bool]:
-    return {f"{thread.name} ({thread.ident})": True for thread in threading.enumerate()}
+    client = sys.modules.get("pyspark.sql.connect.client.reattach")
+    pool = (
+        getattr(vars(client).get("ExecutePlanResponseReattachableIterator"), "_release_thread_pool_instance", None)
+        if client
+        else None
+    )
+    kept = getattr(pool, "_threads", ())  # PySpark 4.1's client keeps one pool for all sessions
+    return {f"{thread.name} ({thread.ident})": True for thread in threading.enumerate() if thread not in kept}
 
 
 def _processes() -> dict[str, bool]:
