@@ -1,0 +1,122 @@
+"""Programs that lose a rank at a random moment end with the numbers, prints and files of a run that was not killed.
+
+Five kills by default, and with ``-m soak`` one of every program for each seed and way to go on: ``python -m pytest -m
+soak tests/programs/test_kills.py``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import random
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache, partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+from lagom import experiment
+from lagom.config import TorchDistributedConfig
+from lagom.result import Result
+from lagom.run_state.random_streams import seed_everything
+from tests.programs import judge
+from tests.programs.expectations import CASES, Case
+from tests.snapshots.slowed import slowly
+
+WAYS: dict[str, tuple[dict[str, Any], str]] = {
+    "begins again": ({}, "runs/*/run.json"),
+    "twins": ({"sleeping_twins": True}, "runs/*/run.json"),
+    "snapshots": ({"snapshot_every_s": 0.05}, "runs/*/snapshots/snapshot-*.json"),
+}
+"""Settings, and the file that is there from when on a rank is killed."""
+BY_DEFAULT = (
+    *(("accumulation", "twins"), ("early_stopping", "snapshots"), ("journal", "begins again")),
+    *(("averaging", "snapshots"), ("scaled", "twins")),
+)
+SEEDS = range(2)
+
+
+class Ended(NamedTuple):
+    """What is left of a run."""
+
+    seconds: float
+    result: Result
+    printed: str
+    files: dict[str, bytes]
+
+
+def trial(case: Case, way: str, seed: int) -> Any:
+    is_default = seed == 0 and (str(case), way) in BY_DEFAULT
+    return pytest.param(case, way, seed, id=f"{case}-{way}-{seed}", marks=() if is_default else pytest.mark.soak)
+
+
+@pytest.mark.parametrize(
+    ("case", "way", "seed"), [trial(case, way, seed) for way in WAYS for case in CASES for seed in SEEDS]
+)
+def test_a_killed_rank_changes_nothing(case: Case, way: str, seed: int) -> None:
+    draw = random.Random(f"{case} {way} {seed}")
+    world_size = draw.choice([2, 3])
+    wanted = plain_run(case, world_size)
+    settings, first = WAYS[way]
+    with killing(draw.randrange(world_size), first, draw.uniform(0.0, 0.8) * wanted.seconds) as kills:
+        found = run(case, world_size, **settings)
+    assert len(found.result.failures) <= len(kills)  # a rank may have ended as it was killed
+    # After a snapshot, the first calls of a model run as at a start: whole, and with gradients that are averaged.
+    tolerance = judge.TOLERANCE if way == "snapshots" else 0.0
+    assert judge.differences(found.result.value, wanted.result.value, tolerance=tolerance) == []
+    assert judge.text_differences(found.printed, wanted.printed) == []
+    assert judge.file_differences(found.files, wanted.files) == []
+
+
+@cache
+def plain_run(case: Case, world_size: int) -> Ended:
+    """A run that is not killed."""
+    return run(case, world_size)
+
+
+def run(case: Case, world_size: int, **settings: Any) -> Ended:
+    """Run a program on this machine, in a folder of its own."""
+    train = partial(slowly, judge.PROGRAMS[case.program].train, dict(case.options))
+    seed_everything(0)
+    start = time.monotonic()
+    with judge.scratch() as folder:
+        config = TorchDistributedConfig(launcher="local", world_size=world_size, run_dir="runs", **settings)
+        result = experiment.lagom(train, config)
+        assert result.run_dir is not None
+        printed = (result.run_dir / "rank-0.log").read_text()
+        files = {name: data for name, data in judge.files_in(folder).items() if not name.startswith("runs/")}
+        return Ended(time.monotonic() - start, result, printed, files)
+
+
+@contextmanager
+def killing(rank: int, first: str, after_s: float) -> Iterator[list[int]]:
+    """Kill the process of ``rank`` of the run that begins, if it lives for so long after there is a file ``first``."""
+    killed: list[int] = []
+    over = threading.Event()
+
+    def kill() -> None:
+        while not list(Path().glob(first)):
+            if over.wait(0.005):
+                return
+        over.wait(after_s)
+        while not over.wait(0.005):
+            with contextlib.suppress(OSError, ValueError, KeyError):  # no rank has begun yet, or it has ended
+                (path,) = Path("runs").glob("*/run.json")
+                pid = json.loads(path.read_text())["ranks"][str(rank)]["pid"]
+                os.kill(pid, signal.SIGKILL)
+                killed.append(pid)
+                return
+
+    thread = threading.Thread(target=kill)
+    thread.start()
+    try:
+        yield killed
+    finally:
+        over.set()
+        thread.join()
