@@ -1,13 +1,16 @@
-"""Runs on Spark that lose a rank go on from their last snapshot."""
+"""Runs on Spark that lose a rank go on from their last snapshot, or begin again."""
 
 from __future__ import annotations
 
+import random
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from lagom import experiment
+from tests.programs.expectations import CASES
+from tests.programs.test_kills import judge_kill
 from tests.snapshots.kills import killed
 from tests.snapshots.test_resume import same
 from tests.snapshots.training import config, train
@@ -26,3 +29,12 @@ def test_a_run_goes_on_from_its_snapshot_when_a_rank_is_killed(spark: Any, tmp_p
     assert same(result.value, wanted)
     assert (folder / "rows.csv").read_text() == (tmp_path / "whole" / "rows.csv").read_text()
     assert "of epoch 2" in result.failures[0]["resumed_from"]
+
+
+@pytest.mark.soak  # above, and on this machine in tests/programs/test_kills.py by default
+@pytest.mark.parametrize("spark", ["local[2]"], indirect=True, scope="session")
+@pytest.mark.parametrize("way", ["begins again", "snapshots"])
+@pytest.mark.parametrize("seed", range(10))
+def test_a_program_that_loses_a_rank_gives_what_it_gives_without(seed: int, way: str, spark: Any) -> None:
+    draw = random.Random(f"{way} {seed}")
+    judge_kill(draw.choice(CASES), way, draw, world_size=2, launcher="spark")

@@ -61,11 +61,15 @@ def trial(case: Case, way: str, seed: int) -> Any:
 )
 def test_a_killed_rank_changes_nothing(case: Case, way: str, seed: int) -> None:
     draw = random.Random(f"{case} {way} {seed}")
-    world_size = draw.choice([2, 3])
-    wanted = plain_run(case, world_size)
+    judge_kill(case, way, draw, world_size=draw.choice([2, 3]), launcher="local")
+
+
+def judge_kill(case: Case, way: str, draw: random.Random, **where: Any) -> None:
+    """Run a program with a kill, and compare it with a run that is not killed."""
+    wanted = plain_run(case, **where)
     settings, first = WAYS[way]
-    with killing(draw.randrange(world_size), first, draw.uniform(0.0, 0.8) * wanted.seconds) as kills:
-        found = run(case, world_size, **settings)
+    with killing(draw.randrange(where["world_size"]), first, draw.uniform(0.0, 0.8) * wanted.seconds) as kills:
+        found = run(case, **where, **settings)
     assert len(found.result.failures) <= len(kills)  # a rank may have ended as it was killed
     # After a snapshot, the first calls of a model run as at a start: whole, and with gradients that are averaged.
     tolerance = judge.TOLERANCE if way == "snapshots" else 0.0
@@ -75,18 +79,18 @@ def test_a_killed_rank_changes_nothing(case: Case, way: str, seed: int) -> None:
 
 
 @cache
-def plain_run(case: Case, world_size: int) -> Ended:
+def plain_run(case: Case, **where: Any) -> Ended:
     """A run that is not killed."""
-    return run(case, world_size)
+    return run(case, **where)
 
 
-def run(case: Case, world_size: int, **settings: Any) -> Ended:
-    """Run a program on this machine, in a folder of its own."""
+def run(case: Case, **settings: Any) -> Ended:
+    """Run a program in a folder of its own."""
     train = partial(slowly, judge.PROGRAMS[case.program].train, dict(case.options))
     seed_everything(0)
     start = time.monotonic()
     with judge.scratch() as folder:
-        config = TorchDistributedConfig(launcher="local", world_size=world_size, run_dir="runs", **settings)
+        config = TorchDistributedConfig(run_dir=folder / "runs", **settings)
         result = experiment.lagom(train, config)
         assert result.run_dir is not None
         printed = (result.run_dir / "rank-0.log").read_text()
