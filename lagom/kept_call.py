@@ -27,6 +27,7 @@ from lagom.restart.kept_snapshots import FOLDER, SnapshotFolder
 from lagom.snapshots.source_code import SourceFile
 
 _SETTINGS = "settings"
+NO_FOLDER = "snapshot_every_s needs a folder of this machine; set run_dir to a path"
 _DATA: dict[str, Any] = {"module": None, "train_set": None, "test_set": None, "dataset": None, "hparams": {}}
 """Fields of a config that are in the call."""
 
@@ -68,7 +69,7 @@ def keep_call(records: RunRecords | None, plan: Plan, call: Call, source: str | 
     if plan.config.snapshot_every_s is None:
         return None
     if records is None or records.upload is not None:
-        raise PlanError("snapshot_every_s needs a folder of this machine; set run_dir to a path")
+        raise PlanError(NO_FOLDER)
     if (why := obstacle(plan, call)) is not None:
         records.note("without_snapshots", why)
         sys.stderr.write(f"lagom: {plan.name}: no snapshots: {why}\n")
@@ -79,8 +80,13 @@ def keep_call(records: RunRecords | None, plan: Plan, call: Call, source: str | 
     path = tuple(os.path.abspath(entry) for entry in sys.path)
     run = KeptRun(config, plan.name, os.getcwd(), path, tuple(sys.argv), source)
     _write(f"{folder.path}/{_SETTINGS}", run)
-    _write(folder.call, call)
+    write_call(folder, call)
     return folder
+
+
+def write_call(folder: SnapshotFolder, call: Call) -> None:
+    """Write ``call`` where snapshots refer to its data."""
+    _write(folder.call, call)
 
 
 @contextmanager

@@ -35,6 +35,10 @@ class Rehearsal:
     jumps: bool = False
     """Make clocks jump each time the program reads them, so that values that depend on time differ between runs.
     """
+    snapshot_after: int | None = None
+    """Take a snapshot at the first batch that is asked for after so many backwards; None: take none."""
+    num_before: int = 0
+    """Number of backwards before the snapshot that the program goes on from."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

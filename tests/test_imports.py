@@ -40,7 +40,7 @@ ROOMS = {
     "result": "config monitor records",
     "launchers": "call cluster config data.parquet debugger errors executor host monitor payload plan program records "
     "restart wire worker world cloudpickle numpy pyarrow pyspark torch",
-    "verify": "call config errors launchers plan verify.on_rank",
+    "verify": "call config errors kept_call launchers plan records restart verify.on_rank",
     "search": "aggregate call cluster config errors launchers monitor payload plan preparation program random_states "
     "records result search.on_rank search.pages search.samplers search.slots wire worker optuna pandas",
     "search.pages": "records result",
@@ -83,7 +83,7 @@ ROOMS = {
     "micro_batches": "errors patching random_states row_split run_state torch",
     "row_split": "collectives errors patching random_states run_state numpy torch",
     "search.on_rank": "call config data.parquet errors patching program random_states run_state world numpy torch",
-    "verify.on_rank": "contents loaders patching random_states row_split run_state torch",
+    "verify.on_rank": "contents loaders patching random_states row_split run_state snapshots torch",
     "loaders": "collectives data.parquet errors files loaders.sharing monitor patching payload program row_split "
     "run_state world numpy torch",
     "loaders.sharing": "collectives errors files patching payload run_state world numpy torch",

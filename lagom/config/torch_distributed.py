@@ -93,7 +93,8 @@ class TorchDistributedConfig:
     """In training, BatchNorm uses the statistics of the whole batch, not of a rank's share."""
     verify: bool = False
     """Before the run, rehearses its first steps in one process and on the ranks, and compares. If the ranks do not give
-    what one process gives, a ``VerificationError`` says why, and which setting would."""
+    what one process gives, a ``VerificationError`` says why, and which setting would. With ``snapshot_every_s``, also
+    rehearses that the program goes on from a snapshot."""
     seed: int | None = None
     """Seed of torch's, numpy's and random's generators, equal on all ranks. None: ranks start from the states in the
     calling process, which continues from where the run ends, as after a plain call."""

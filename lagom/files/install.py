@@ -24,6 +24,7 @@ from lagom.files.first_rank import FirstRankCalls, NoJournal
 from lagom.files.journal import Journal
 from lagom.files.libraries import interpose_libraries
 from lagom.files.other_ranks import OtherRankCalls
+from lagom.files.overlay import copy_disk
 from lagom.files.programs import warn_of_programs
 from lagom.patching.replace import replaced
 
@@ -49,13 +50,15 @@ def own_disk(
     written: WrittenFiles | None = None,
     tell: Tell = lambda _: None,
     notices: bool = False,
+    begins: str | None = None,
 ) -> Iterator[None]:
     """Have the program see the disk as one process would. See Note [A disk of each rank's own].
 
     The ranks of the host share ``host_dir``; afterwards ``settle`` moves remaining files from there to the real disk.
     Without ``lands`` no rank uses the real disk: rank 0 has its own one too. ``written`` is what earlier attempts of
     the run have written, None if it begins only once; then rank 0 calls ``tell`` with its own changes. With ``notices``
-    each rank hears of its changes by ``notice_changes``.
+    each rank hears of its changes by ``notice_changes``. ``begins`` is a folder that ``keep_disk`` has made: a disk of
+    the rank's own begins with its files.
     """
     global _calls  # the one disk of this process
     if lands and world_size == 1 and written is None:
@@ -75,6 +78,8 @@ def own_disk(
         else:
             own = f"{folder}/{rank}"
             os.makedirs(own, mode=0o700, exist_ok=True)
+            if begins is not None:
+                copy_disk(begins, own)
             if written is not None and not written.is_empty:
                 calls = RestoringRank(host_dir, by_name, journal, own, written)
             else:
@@ -117,6 +122,18 @@ def report_changes(told: Callable[[str], None]) -> None:
     """Call ``told`` from now on with each path that this process is about to change, unless ranks leave it alone."""
     if isinstance(_calls, FirstRankCalls):
         _calls.on_change = told
+
+
+def keep_disk(folder: str) -> None:
+    """Copy what the program has changed on the rank's own disk to ``folder``, in place of an earlier copy."""
+    if isinstance(_calls, OtherRankCalls):
+        _calls.keep(folder)
+
+
+def reach_disk(folder: str) -> None:
+    """Have this process find and change the real ``folder``, whatever disk of its own it has."""
+    if _calls is not None:
+        _calls.free(folder)
 
 
 def share_disk() -> None:

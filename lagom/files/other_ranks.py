@@ -10,7 +10,7 @@ from typing import Any
 from lagom.files.calls import CHANGE, READ, FileCalls
 from lagom.files.journal import Journal
 from lagom.files.listing import ListedEntry, Scan
-from lagom.files.overlay import Overlay
+from lagom.files.overlay import Overlay, copy_disk
 
 
 class OtherRankCalls(FileCalls):
@@ -44,6 +44,10 @@ class OtherRankCalls(FileCalls):
 
     def free(self, path: str) -> None:
         self.overlay.log.add("free", path)
+
+    def keep(self, folder: str) -> None:
+        """Copy the overlay to ``folder``, in place of an earlier copy."""
+        self._inside(lambda: copy_disk(self.overlay.folder, folder), folder)
 
     def asked(self) -> None:
         if not self.was_asked:

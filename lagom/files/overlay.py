@@ -214,6 +214,22 @@ def _refuse(number: int) -> NoReturn:
     raise OSError(number, os.strerror(number))  # OSError chooses the subclass for the number
 
 
+def copy_disk(folder: str, target: str) -> None:
+    """Copy the files of an overlay, and its log of them, to another folder."""
+    clear(f"{target}/files")
+    os.makedirs(target, mode=0o700, exist_ok=True)
+    shutil.copytree(f"{folder}/files", f"{target}/files", symlinks=True, copy_function=_copy_file)
+    copy(f"{folder}/log", f"{target}/log")
+
+
+def _copy_file(source: str, target: str) -> None:
+    mode = os.lstat(source).st_mode
+    if stat.S_ISREG(mode):
+        copy(source, target)
+    else:
+        os.mknod(target, mode)  # a pipe or a socket
+
+
 def move(source: str, target: str) -> None:
     """Rename a file or link, also to another file system."""
     try:

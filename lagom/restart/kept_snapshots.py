@@ -59,6 +59,11 @@ class SnapshotFolder:
         """Return the file with the result of a run that has ended."""
         return f"{self.path}/{_RESULT}"
 
+    @property
+    def disk(self) -> str:
+        """Return the folder with a rank's own disk, as it was in a rehearsal at the snapshot."""
+        return f"{self.path}/disk"
+
     def make(self) -> None:
         """Make the folder, for this user alone."""
         Path(self.path).mkdir(mode=0o700)

@@ -10,7 +10,7 @@ from torch.autograd.graph import GradientEdge
 from torch.nn.parameter import is_lazy
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     from torch.autograd.graph import Node
 
@@ -71,6 +71,20 @@ class Leaves:
         if leaf is not None:
             leaf._fix_weakref()  # type: ignore[attr-defined]  # not in the stubs; see torch.utils.weak.TensorWeakRef
         return leaf
+
+    def state(self) -> tuple[dict[int, torch.Tensor], int]:
+        """Return all living leaves by number, and the next number, for ``go_on`` in another process."""
+        found = {number: self.tensor(number) for number in list(self._by_number)}
+        return {number: leaf for number, leaf in found.items() if leaf is not None}, self._next
+
+    def go_on(self, known: Mapping[int, torch.Tensor], following: int) -> None:
+        """Number the leaves as another process did: ``known`` by their numbers, no others, and ``following`` next."""
+        self._by_id.clear()
+        self._by_number.clear()
+        for number, leaf in known.items():
+            self._next = number
+            self.add_leaf(leaf)
+        self._next = following
 
     def alive(self) -> list[torch.Tensor]:
         """Return all numbered leaves that are still alive."""

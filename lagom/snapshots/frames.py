@@ -39,6 +39,7 @@ _PLAIN = (int, float, complex, str, bytes, type(None))
 _PASSED = (
     "/lagom/loaders/",
     "/lagom/snapshots/",
+    "/lagom/verify/on_rank/",
     "/lagom/program/script.py",
     "/torch/utils/data/dataloader.py",
     "/tqdm/std.py",

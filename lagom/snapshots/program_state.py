@@ -59,6 +59,8 @@ class ProgramState:
     random: Mapping[str, Any]
     progress: dict[str, int | None]
     samples: int
+    beside: Any
+    """What lagom keeps with it."""
 
 
 class ProgramInProgress:
@@ -92,6 +94,10 @@ class ProgramInProgress:
         self._own: dict[int, str] = {}
         self._process: dict[str, Any] | None = None
         self._resumed: ProgramState | None = None
+        self.beside: Callable[[], Any] = lambda: None
+        """Returns what is kept with the state of the program."""
+        self.found_beside: Any = None
+        """What was kept with the state that this process goes on from."""
 
     def prepare(self, call: Call, known: Mapping[str, Any]) -> Callable[[], Any] | None:
         """Have the functions of ``call`` tell their positions; return what is called instead, if it is a script.
@@ -203,7 +209,7 @@ class ProgramInProgress:
         for kind, attributes in state.classes:
             for name, value in attributes.items():
                 setattr(kind, name, value)
-        self._session.samples_trained = state.samples
+        self._session.samples_trained, self.found_beside = state.samples, state.beside
         self._resumed = state
         call = self._frames.call(state.frames, self._globals.__getitem__)
         return call if imports is None else self._script.rest(call, state.frames[0].position.file)
@@ -236,6 +242,7 @@ class ProgramInProgress:
             random=random_states(),
             progress=session.passes.progress,
             samples=session.samples_trained,
+            beside=self.beside(),
         )
 
     def _data(self, name: str, variables: Mapping[str, Any]) -> dict[str, Any]:

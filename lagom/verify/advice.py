@@ -54,6 +54,11 @@ _FIXED = {
         "One process ends with an error, and so do the ranks; up to there they do the same. What would follow is not "
         "compared. Where the error comes of the rehearsal, whose passes over loaders are short, leave out verify=True."
     ),
+    "strays": (
+        "The ranks do what one process does, but from a snapshot the program does not go on as it would have: after a "
+        "loss it would give other numbers. With snapshot_every_s=None (lagom run without --snapshot-every) it runs, "
+        "and begins again from the beginning after a loss."
+    ),
     "unsteady": (
         "Two runs of one process already differ from each other, so there is nothing to compare with: start every "
         "generator of the program's own from a fixed seed, end loops by counts and not by the clock, or leave out "

@@ -9,13 +9,16 @@ from dataclasses import dataclass
 
 from lagom.call import Call
 from lagom.config.torch_distributed import Batches, Evaluation
-from lagom.errors import VerificationError
+from lagom.errors import SnapshotError, VerificationError
 from lagom.launchers.protocol import Launcher
 from lagom.plan import Plan, Rehearsal
+from lagom.restart.history import RunHistory
+from lagom.restart.kept_snapshots import SnapshotFolder
 from lagom.verify.advice import advise
 from lagom.verify.agreement import agreement_level, compare
 from lagom.verify.comparison_row import AgreementLevel, ComparisonRow
 from lagom.verify.on_rank.record import Record
+from lagom.verify.resumption import compare_resumed, snapshot_after, snapshot_folder, without_snapshot
 from lagom.verify.verification import Verification
 
 _PATIENCE_S = 30.0
@@ -31,9 +34,13 @@ def verify(launcher: Launcher, plan: Plan, call: Call) -> Verification:
         VerificationError: when the planned run would not give the results of one process; names a setting that would.
     """
     started = time.monotonic()
-    rehearsals = _Rehearsals(launcher, plan, call)
-    found = rehearsals.judge(plan)
-    better = next((other for other in _others(plan, found) if _is_better(rehearsals.judge(other), found)), None)
+    with snapshot_folder(plan, call) as snapshots:
+        rehearsals = _Rehearsals(launcher, plan, call, snapshots)
+        found = rehearsals.judge(plan)
+        better = next((other for other in _others(plan, found) if _is_better(rehearsals.judge(other), found)), None)
+        may_run = _may_run(plan, found, better)
+        if may_run and snapshots is not None:
+            found = rehearsals.go_on(found)
     verification = Verification(
         name=plan.name,
         setting=_named(plan, plan),
@@ -41,7 +48,7 @@ def verify(launcher: Launcher, plan: Plan, call: Call) -> Verification:
         world_size=plan.world_size,
         rows=found.rows,
         verdict=found.verdict,
-        may_run=_may_run(plan, found, better),
+        may_run=may_run and found.verdict != "strays",
         told=advise(found.verdict, found.rows, None if better is None else _named(better, plan), found.is_shared),
         seconds=time.monotonic() - started,
     )
@@ -91,10 +98,13 @@ def _may_run(plan: Plan, found: _Finding, better: Plan | None) -> bool:
 class _Rehearsals:
     """Runs rehearsals, and caches the records of one process."""
 
-    def __init__(self, launcher: Launcher, plan: Plan, call: Call) -> None:
+    def __init__(self, launcher: Launcher, plan: Plan, call: Call, snapshots: SnapshotFolder | str | None) -> None:
         self._launcher = launcher
         self._plan = plan
         self._call = call
+        self._snapshots = snapshots
+        self._planned: tuple[Rehearsal, list[Record]] | None = None
+        """The rehearsal of the plan itself, in which a snapshot is taken."""
         self._known: dict[tuple[Rehearsal, bool], Record] = {}
 
     def judge(self, plan: Plan) -> _Finding:
@@ -111,12 +121,14 @@ class _Rehearsals:
         group = plan.world_size if plan.config.batches == "per_rank" else 1
         rehearsal = Rehearsal(group_size=group, pinned=pinned)
         one = self._one(rehearsal)
-        ranks = self._run(
-            plan,
-            dataclasses.replace(
-                rehearsal, num_backwards=_num_steps(one, rehearsal), expected=one.error.partition(":")[0]
-            ),
+        limits = dataclasses.replace(
+            rehearsal, num_backwards=_num_steps(one, rehearsal), expected=one.error.partition(":")[0]
         )
+        if plan is self._plan and isinstance(self._snapshots, SnapshotFolder):
+            ranks = self._run(plan, dataclasses.replace(limits, snapshot_after=snapshot_after(one)), self._snapshots)
+            self._planned = None if isinstance(ranks, str) else (limits, ranks)
+        else:
+            ranks = self._run(plan, limits)
         if one.died:
             row = ComparisonRow(
                 "ends with", one.error, "an error" if isinstance(ranks, str) else "", AgreementLevel.DIFFERS
@@ -139,6 +151,32 @@ class _Rehearsals:
         verdict = _VERDICTS[agreement_level(rows)]
         return _Finding("raises" if one.error and verdict == "agrees" else verdict, rows)
 
+    def go_on(self, found: _Finding) -> _Finding:
+        """Find out whether the plan's run, which is as ``found``, would go on from a snapshot as without a loss."""
+        row = self._resumed()
+        verdict = "strays" if row.level > AgreementLevel.AGREES else found.verdict
+        return _Finding(verdict, [*found.rows, row])
+
+    def _resumed(self) -> ComparisonRow:
+        if not isinstance(self._snapshots, SnapshotFolder):
+            return without_snapshot(str(self._snapshots))
+        assert self._planned is not None
+        limits, whole = self._planned
+        if (snapshot := self._snapshots.newest()) is None:
+            return without_snapshot(whole[0].without_snapshot or "the program asks a loader for no batch in its middle")
+        limits = dataclasses.replace(limits, num_before=whole[0].num_before)
+        resumed = self._run(self._plan, limits, self._snapshots)
+        if isinstance(resumed, str):
+            if resumed.startswith(f"{SnapshotError.__name__}: "):
+                return without_snapshot(resumed.partition(": ")[2])
+            note = f"the program goes on otherwise: it ends with {resumed}"
+            return ComparisonRow("snapshot", "", snapshot.place, AgreementLevel.DIFFERS, note)
+        row = compare_resumed(whole, resumed, snapshot.place)
+        if row.level > AgreementLevel.AGREES:
+            again = self._one(Rehearsal(), again=True)
+            row = compare_resumed(whole, resumed, snapshot.place, again)
+        return row
+
     def _one(self, rehearsal: Rehearsal, *, again: bool = False) -> Record:
         """Return the record of one process; with ``again``, of its second run."""
         if (rehearsal, again) not in self._known:
@@ -151,9 +189,10 @@ class _Rehearsals:
             self._known[rehearsal, again] = Record(error=records, died=True) if isinstance(records, str) else records[0]
         return self._known[rehearsal, again]
 
-    def _run(self, plan: Plan, rehearsal: Rehearsal) -> list[Record] | str:
-        """Return the records of all ranks, or the reason why there are none."""
-        outcomes = self._launcher.run(dataclasses.replace(plan, rehearsal=rehearsal), self._call)
+    def _run(self, plan: Plan, rehearsal: Rehearsal, snapshots: SnapshotFolder | None = None) -> list[Record] | str:
+        """Return the records of all ranks, or the reason why there are none; go on from a snapshot if there is one."""
+        history = None if snapshots is None else RunHistory(snapshots=snapshots)
+        outcomes = self._launcher.run(dataclasses.replace(plan, rehearsal=rehearsal), self._call, history=history)
         failed = [outcome.report for outcome in outcomes if not outcome.report["ok"]]
         if failed:
             first = min(failed, key=lambda report: (bool(report.get("consequence")), report.get("order", 0)))
@@ -213,6 +252,10 @@ def _named(plan: Plan, asked: Plan) -> str:
 # second time, with clocks that jump. A program that does not repeat itself can agree with nothing; times that it prints
 # or returns are left out, whether or not two of its runs happen to take equally long. The other settings are tried too,
 # so that a setting is only recommended after a rehearsal.
+#
+# A run that keeps snapshots takes one in the rehearsal of its own setting, and new processes go on from it for the rest
+# of that rehearsal. They go on with its record, too, so the whole of both is compared: losses, gradients, texts and the
+# result. What the program has written until then goes with the snapshot, as each rehearsal has a disk of its own.
 #
 # How much is compared does not depend on how busy the machine is, except for programs that need half a minute for their
 # first 8 backwards, or 24.

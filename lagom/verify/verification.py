@@ -24,7 +24,8 @@ class Verification:
     verdict: str
     """"agrees"; "random", but for random numbers of the ranks' own; "own", but for numbers that the program shows;
     "raises", up to an error that one process ends with too; "unlike", each rank has batches that one process never has;
-    "differs"; "unsteady", already between two runs of one process; "fails", on the ranks; "dies", in one process."""
+    "strays", the ranks agree, but the program goes on otherwise from a snapshot; "differs"; "unsteady", already between
+    two runs of one process; "fails", on the ranks; "dies", in one process."""
     may_run: bool
     """Whether the run may start."""
     told: str

@@ -28,7 +28,7 @@ from lagom.run_state.random_streams import seed_everything
 from lagom.search.on_rank.reports import report_logged_values
 from lagom.session.patched import patched
 from lagom.session.session import Session
-from lagom.verify.on_rank.rehearsal import numbered_parameters, rehearse
+from lagom.verify.on_rank.rehearsal import kept_output, numbered_parameters, rehearse
 from lagom.verify.on_rank.truncate import truncated_passes
 from lagom.wire.spec import RankSpec
 from lagom.worker.compatible import compatible
@@ -97,10 +97,14 @@ def run(
         if seat is not None:  # without a seat, this is the driver's process, which has these settings
             set_process_settings(call.settings)
         stack.enter_context(seeded(plan.config.seed, call.random_states))
+        # A snapshot is put back while the streams are those that the program goes on with.
+        output = stack.enter_context(kept_output()) if leaves is not None else None
         function = _function(session, call, stack)
         if seat is not None:  # without a seat, the program's forks belong to the caller
             stack.enter_context(end_forks())
-        return _returned(session, call, leaves, function)
+        if leaves is not None:
+            return {"value": rehearse(session, leaves, function, output), "samples": session.samples_trained}
+        return _returned(session, call, function)
 
 
 def _function(session: Session, call: Call, stack: ExitStack) -> Callable[[], Any]:
@@ -116,9 +120,7 @@ def _function(session: Session, call: Call, stack: ExitStack) -> Callable[[], An
     return rest if snapshots is None else functools.partial(snapshots.program.run, rest)
 
 
-def _returned(session: Session, call: Call, leaves: Leaves | None, function: Callable[[], Any]) -> Returned:
-    if leaves is not None:
-        return {"value": rehearse(session, leaves, function), "samples": session.samples_trained}
+def _returned(session: Session, call: Call, function: Callable[[], Any]) -> Returned:
     examined = session.debugger.post_mortem() if session.debugger is not None else nullcontext()
     with OutOfMemoryReport(session), DiskFullReport(session), examined:
         session.is_called = True
@@ -232,10 +234,11 @@ def run_exit_handlers(give_up: Callable[[], None], patience_s: float = 30.0) -> 
     flush()
 
 
-def flush_files() -> None:
+def flush_files(*, is_end: bool = True) -> None:
     """Flush files that the program has opened and not closed, as Python does at its end.
 
-    Objects from before the fork are frozen, so they are not searched.
+    Compressed files are complete only when they are closed, so at the end they are closed. Objects from before the fork
+    are frozen, so they are not searched.
     """
     # By the class that is written in C: ``io.IOBase`` asks Python code about each type.
     found = [one for one in gc.get_objects() if issubclass(type(one), _io._IOBase)]
@@ -245,7 +248,7 @@ def flush_files() -> None:
     buffers = [one for one in found if issubclass(type(one), (io.BufferedWriter, io.BufferedRandom))]
     for one in (*texts, *compressed, *buffers):
         with contextlib.suppress(Exception):
-            if one in compressed and one.writable():
+            if is_end and one in compressed and one.writable():
                 one.close()
             else:
                 one.flush()

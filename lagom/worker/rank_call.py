@@ -77,7 +77,9 @@ class RankCall:
         """Give the program its disk until the very end of the process: exit handlers write files too."""
         from lagom.files import asked_for_rank, own_disk
 
-        seat, plan = self._seat, self._spec.plan
+        seat, plan, place, begins = self._seat, self._spec.plan, self._spec.snapshots, None
+        if plan.rehearsal is not None and place is not None and place.resumed is not None and place.folder.is_here():
+            begins = place.folder.disk
         disk = own_disk(
             seat.host_dir,
             seat.rank,
@@ -87,6 +89,7 @@ class RankCall:
             written=self._spec.files,
             tell=self._heart.tell,
             notices=seat.twin_fd is not None,
+            begins=begins,
         )
         stack = contextlib.ExitStack()
         stack.enter_context(disk)
@@ -158,14 +161,29 @@ class RankCall:
         notice_changes(session.twins.rewrites, session.twins.appends)
 
     def _keep_snapshots(self, session: Session) -> None:
-        if self._spec.snapshots is None:
+        if (place := self._spec.snapshots) is None:
             return
-        from lagom.files import growing_lengths
+        from lagom.files import growing_lengths, keep_disk, reach_disk
         from lagom.snapshots.snapshot_taker import Snapshots
+        from lagom.verify.on_rank.rehearsed_snapshot import RehearsedSnapshot
+        from lagom.worker.bootstrap import flush_files
 
         heart, payload_fd, settings = self._heart, self._seat.payload_fd, (library_settings, set_process_settings)
-        session.snapshots = Snapshots(
-            session, self._spec.snapshots, payload_fd, heart.tell, heart.ask, self._at_home, growing_lengths, settings
+        if self._spec.plan.rehearsal is None:
+            session.snapshots = Snapshots(
+                session, place, payload_fd, heart.tell, heart.ask, self._at_home, growing_lengths, settings
+            )
+            return
+
+        def no_lengths() -> dict[str, int]:
+            """Keep the rank's own disk, in place of the lengths of files on the common one."""
+            flush_files(is_end=False)
+            keep_disk(place.folder.disk)
+            return {}
+
+        reach_disk(place.folder.path)
+        session.snapshots = RehearsedSnapshot(
+            session, place, payload_fd, heart.ask, self._at_home, no_lengths, settings
         )
 
     def _fail(self, error: BaseException) -> None:

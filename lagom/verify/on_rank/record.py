@@ -106,3 +106,7 @@ class Record:
     died: bool = False
     """Whether its process died before the end of the rehearsal."""
     seconds: float = 0.0
+    num_before: int = 0
+    """Number of backwards before the snapshot that was taken; 0 if none was."""
+    without_snapshot: str = ""
+    """Why no snapshot could be taken, most of the times that one was due."""

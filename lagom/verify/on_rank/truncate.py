@@ -27,6 +27,7 @@ def truncated_passes(session: Session) -> Iterator[None]:
     """End every pass over a loader after a few batches; entered before loaders are sharded."""
     rehearsal = session.plan.rehearsal
     assert rehearsal is not None
+    session.num_rehearsed = rehearsal.num_before
     original = vars(DataLoader)["_index_sampler"].fget
 
     def num_batches() -> int:
