@@ -17,6 +17,7 @@ from lagom import files
 from lagom.files.downloads import Downloads
 from lagom.patching.import_hooks import on_import
 from lagom.patching.replace import replaced
+from lagom.restart.written_files import partial_folder
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -84,7 +85,7 @@ def _write_whole(given: str, write: Callable[[str], None]) -> None:
         write(given)  # the folder does not exist, or a device or a pipe cannot be replaced
         return
     # A folder, since the file's name goes into the file.
-    folder = f"{path}.{os.getpid()}.partial"
+    folder = partial_folder(path)
     partial = f"{folder}/{os.path.basename(path)}"
     try:
         os.mkdir(folder)

@@ -14,7 +14,7 @@ from typing import Any
 from lagom.files.program_streams import GrowingStreams
 from lagom.restart.disks import this_host
 from lagom.restart.stand_in import rank_pid
-from lagom.restart.written_files import REWRITTEN, WrittenFiles, beside, identity_of
+from lagom.restart.written_files import REWRITTEN, WrittenFiles, beside, identity_of, partial_folder
 
 Tell = Callable[[Mapping[str, Any]], None]
 
@@ -133,9 +133,10 @@ class WriteNotes:
 
     def makes(self, key: str) -> None:
         """Note that a directory is about to be made."""
-        if self.is_active and not key.endswith(".partial") and not os.path.lexists(key):
-            self._made.add(key)
-            self.tell("made", key)
+        if not self.is_active or os.path.lexists(key):
+            return
+        self._made.add(key)
+        self.tell("begins to save" if key.endswith(partial_folder("")) else "made", key)
 
     def removes(self, key: str) -> None:
         """Note that ``key`` is about to be removed."""

@@ -18,6 +18,7 @@ def prepare_files(written: WrittenFiles) -> None:
 
     What is cut off is kept beside each file, for an attempt that goes on from a checkpoint.
     """
+    remove_partial(written)
     for path, (host, before) in written.writing.items():
         with suppress(OSError):
             if is_here(path, host):
@@ -36,8 +37,16 @@ def put_back(written: WrittenFiles) -> None:
                 os.replace(beside(path, written.token, "lost"), path)
 
 
+def remove_partial(written: WrittenFiles) -> None:
+    """Remove the folders of files that a lost attempt was saving."""
+    for path, host in written.partial.items():
+        if is_here(path, host):
+            shutil.rmtree(path, ignore_errors=True)
+
+
 def remove_siblings(written: WrittenFiles) -> None:
-    """Remove all that is kept beside the program's files."""
+    """Remove all that is kept beside the program's files, or half of one of them."""
+    remove_partial(written)
     for path in written.siblings():
         with suppress(OSError):
             os.unlink(path)
@@ -82,8 +91,9 @@ def _cut(path: str, lost: str, begin: int | None, renew: bool) -> None:
 #
 # - a file that was being written is as it was before: a loss during a write is a loss just before it. So whatever the
 #   attempt finds, a kill between two operations on files could have left. (Half a file would be an error of the
-#   program's; no file would lose the checkpoint before.) torch.save and safetensors write whole files in any case; for
-#   `open(path, "w")` the version before stays beside the file until it is closed.
+#   program's; no file would lose the checkpoint before.) torch.save and safetensors write whole files in any case, the
+#   former in a folder beside, which is removed after a loss; for `open(path, "w")` the version before stays beside the
+#   file until it is closed.
 # - files that are appended to are as long as they were when the run began. If the program then reads a file that a lost
 #   attempt has saved, it goes on from there: they get the length that they had when that file was saved. Lines that the
 #   attempt has written meanwhile follow, unless they repeat the ones that were there.

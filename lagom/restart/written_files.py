@@ -53,6 +53,8 @@ class WrittenFiles:
     """The last two versions of each file that was written whole."""
     writing: dict[str, tuple[str, Identity | None]] = field(default_factory=dict)
     """Files that are open, and not complete yet: the host of rank 0, and the version before, if there was one."""
+    partial: dict[str, str] = field(default_factory=dict)
+    """Folders of files that are being saved, with the host of rank 0."""
     made: set[str] = field(default_factory=set)
     """Directories that the run has made."""
     tracked: set[str] = field(default_factory=set)
@@ -69,7 +71,9 @@ class WrittenFiles:
     @property
     def is_empty(self) -> bool:
         """Return whether no attempt has written anything yet."""
-        return not (self.appended or self.changed or self.saved or self.writing or self.made or self.tracked)
+        return not (
+            self.appended or self.changed or self.saved or self.writing or self.partial or self.made or self.tracked
+        )
 
     def take(self, message: Mapping[str, Any]) -> None:
         """Apply a message of rank 0."""
@@ -85,12 +89,15 @@ class WrittenFiles:
             self._save(path, message)
         elif kind == "moved":
             self._move(path, message["to"])
+        elif kind == "begins to save":
+            self.partial[path] = message["host"]
         elif kind == "made":
             self.made.add(path)
         elif kind == "tracks":
             self.tracked.add(path)
         elif kind == "gone":
             self.made.discard(path)
+            self.partial.pop(path, None)
             self.writing.pop(path, None)
             self.saved.pop(path, None)
         elif kind == "resumed":
@@ -134,6 +141,11 @@ class WrittenFiles:
         self.saved = saved
         self.made = {_moved(one, path, to) for one in self.made}
         self.appended = {_moved(one, path, to): file for one, file in self.appended.items()}
+
+
+def partial_folder(path: str) -> str:
+    """Return the folder in which this process saves ``path`` before it moves it to its place."""
+    return f"{path}.{os.getpid()}.partial"
 
 
 def beside(path: str, token: str, kind: str) -> str:

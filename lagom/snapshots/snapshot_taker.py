@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 Pickled = tuple[bytes, list[memoryview]]
 """A pickle, and its large buffers."""
-_SHARE = 0.01
+SHARE = 0.01
 """Largest share of the run's time that rank 0 may spend until it has forked; pages copied later do not count."""
 _LOOK_S, _PATIENCE_S = 0.1, 1800.0
 """Time between two looks at whether a fork has written its snapshot, and after which it counts as stuck."""
@@ -147,7 +147,7 @@ class Snapshots:
 
     def _put_off(self, why: str, seconds: float) -> None:
         now = time.perf_counter()
-        self._next_at = now + max(_PUT_OFF_S, seconds / _SHARE)
+        self._next_at = now + max(_PUT_OFF_S, seconds / SHARE)
         if now - self._due_at > self._every_s and why != self._why:
             self._why = why
             self._tell({"type": "snapshot", "what": "none", "why": why})
@@ -242,7 +242,7 @@ class Snapshots:
             self._put_off(answer["why"], self._cost_s)
             return
         self._tell({"type": "snapshot", "what": "kept", **answer})
-        self._due_at = self._next_at = max(now + self._every_s, self._began + self._cost_s / _SHARE)
+        self._due_at = self._next_at = max(now + self._every_s, self._began + self._cost_s / SHARE)
 
     def _go_on(self, snapshot: Snapshot) -> Callable[[], Any]:
         self._place.folder.check_owner()

@@ -29,6 +29,17 @@ def run(function: Any, runs: Path, world_size: int = 2, **settings: Any) -> Resu
     return experiment.lagom(function, TorchDistributedConfig(world_size=world_size, **config))
 
 
+class PausingAt:
+    """Something that takes long to be saved."""
+
+    def __init__(self, gate: str) -> None:
+        self._gate = gate
+
+    def __reduce__(self) -> Any:
+        losses.pause_at(self._gate)
+        return str, ()
+
+
 def from_scratch(gate: str) -> str:
     """Write files of all kinds, in each of three epochs."""
     os.mkdir("out")
@@ -53,7 +64,7 @@ def from_scratch(gate: str) -> str:
         with open("state.json", "w") as file:
             json.dump({"epoch": epoch}, file)
             file.flush()
-            losses.pause_at(f"{gate}-{epoch}")
+            torch.save(PausingAt(f"{gate}-{epoch}"), f"out/{epoch}.pt")
         with open(f"out/{epoch}.once", "x") as file:
             file.write("x")
     whole.close()

@@ -36,9 +36,11 @@ WAYS: dict[str, tuple[dict[str, Any], str]] = {
 }
 """Settings, and the file that is there from when on a rank is killed."""
 BY_DEFAULT = (
-    *(("accumulation", "twins"), ("early_stopping", "snapshots"), ("journal", "begins again")),
+    *(("accumulation", "twins"), ("early_stopping", "snapshots"), ("translation", "begins again")),
     *(("averaging", "snapshots"), ("scaled", "twins")),
 )
+LISTS_ITS_FOLDER = ("journal", "begins again")
+"""A program that begins again finds its folder as the lost attempt left it, and tells what is there."""
 SEEDS = range(2)
 
 
@@ -57,7 +59,14 @@ def trial(case: Case, way: str, seed: int) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("case", "way", "seed"), [trial(case, way, seed) for way in WAYS for case in CASES for seed in SEEDS]
+    ("case", "way", "seed"),
+    [
+        trial(case, way, seed)
+        for way in WAYS
+        for case in CASES
+        for seed in SEEDS
+        if (str(case), way) != LISTS_ITS_FOLDER
+    ],
 )
 def test_a_killed_rank_changes_nothing(case: Case, way: str, seed: int) -> None:
     draw = random.Random(f"{case} {way} {seed}")

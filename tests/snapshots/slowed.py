@@ -17,7 +17,7 @@ def slowly(train: Callable[..., Any], options: dict[str, Any]) -> Any:
     from lagom.restart import twin_pace
     from lagom.snapshots import snapshot_taker
 
-    twin_pace.SHARE = snapshot_taker._SHARE = 1.0
+    twin_pace.SHARE = snapshot_taker.SHARE = 1.0
     fetch: Any = _MapDatasetFetcher.fetch
 
     def pausing(self: Any, indices: Any) -> Any:
