@@ -27,7 +27,7 @@ def process_state(before: Mapping[str, Any]) -> dict[str, Any]:
         "warn_only": torch.is_deterministic_algorithms_warn_only_enabled(),
         "precision": torch.get_float32_matmul_precision(),
         "threads": threads if threads != before["threads"] else None,
-        "cwd": os.getcwd(),
+        "cwd": _from(before["cwd"], os.getcwd()),
         "autocast": {
             kind: (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda")
         },
@@ -40,15 +40,15 @@ def process_state(before: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def set_process_state(state: Mapping[str, Any]) -> None:
-    """Set what ``process_state`` has returned."""
+def set_process_state(state: Mapping[str, Any], before: Mapping[str, Any]) -> None:
+    """Set what ``process_state`` has returned in a process with the ``first_settings`` that are ``before``."""
     torch.set_grad_enabled(state["grad"])
     torch.set_default_dtype(state["dtype"])
     set_deterministic(state["deterministic"], state["warn_only"])
     torch.set_float32_matmul_precision(state["precision"])
     if state["threads"] is not None:
         torch.set_num_threads(state["threads"])
-    os.chdir(state["cwd"])
+    os.chdir(os.path.join(before["cwd"], state["cwd"]))
     for kind, (is_enabled, dtype) in state["autocast"].items():
         torch.set_autocast_enabled(kind, is_enabled)
         torch.set_autocast_dtype(kind, dtype)
@@ -74,10 +74,16 @@ def first_settings() -> dict[str, Any]:
     """Return the settings that differ between ranks, as they are before the program changes them."""
     return {
         "threads": torch.get_num_threads(),
+        "cwd": os.getcwd(),
         "loggers": _logger_settings(),
         "environ": dict(os.environ),
         "signals": _handlers(),
     }
+
+
+def _from(first: str, now: str) -> str:
+    """Return a working directory, relative to the ``first`` if inside: some hosts have one for each attempt."""
+    return os.path.relpath(now, first) if f"{now}/".startswith(f"{first}/") else now
 
 
 def _handlers() -> dict[int, Any]:

@@ -149,7 +149,7 @@ class ProgramInProgress:
         state, self._resumed = self._resumed, None
         if state is not None:
             self._set_library_settings(state.settings)
-            set_process_state(state.process)
+            set_process_state(state.process, self._settings)
             self.loaders.go_on(state.progress)
             self._session.samples_trained = state.samples  # batches that were read again do not count
             self._at_exit.go_on(state.at_exit)
