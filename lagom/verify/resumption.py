@@ -69,7 +69,7 @@ def snapshot_after(one: Record) -> int:
 
 def without_snapshot(why: str) -> ComparisonRow:
     """Return the row for a program that no snapshot has been taken of."""
-    note = f"{why}. After a loss the run begins from the beginning"
+    note = f"{why}; while that is so, a loss has the run begin again from the beginning"
     return ComparisonRow("snapshot", "", "none", AgreementLevel.UNKNOWN, note)
 
 
