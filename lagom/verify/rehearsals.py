@@ -18,7 +18,13 @@ from lagom.verify.advice import advise
 from lagom.verify.agreement import agreement_level, compare
 from lagom.verify.comparison_row import AgreementLevel, ComparisonRow
 from lagom.verify.on_rank.record import Record
-from lagom.verify.resumption import compare_resumed, snapshot_after, snapshot_folder, without_snapshot
+from lagom.verify.resumption import (
+    compare_resumed,
+    snapshot_after,
+    snapshot_folder,
+    without_rehearsal,
+    without_snapshot,
+)
 from lagom.verify.verification import Verification
 
 _PATIENCE_S = 30.0
@@ -163,7 +169,8 @@ class _Rehearsals:
         assert self._planned is not None
         limits, whole = self._planned
         if (snapshot := self._snapshots.newest()) is None:
-            return without_snapshot(whole[0].without_snapshot or "the program asks a loader for no batch in its middle")
+            why = whole[0].without_snapshot
+            return without_snapshot(why) if why else without_rehearsal(whole[0])
         limits = dataclasses.replace(limits, num_before=whole[0].num_before)
         resumed = self._run(self._plan, limits, self._snapshots)
         if isinstance(resumed, str):

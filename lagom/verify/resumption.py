@@ -73,6 +73,13 @@ def without_snapshot(why: str) -> ComparisonRow:
     return ComparisonRow("snapshot", "", "none", AgreementLevel.UNKNOWN, note)
 
 
+def without_rehearsal(record: Record) -> ComparisonRow:
+    """Return the row for a program that asks for no batch where the rehearsal would take a snapshot."""
+    told = f"after backward {snapshot_after(record)} the program asks no loader for a batch"
+    note = f"not rehearsed: {told if record.steps else 'the program runs no backward'}"
+    return ComparisonRow("snapshot", "", "none", AgreementLevel.UNKNOWN, note)
+
+
 def compare_resumed(
     whole: Sequence[Record], resumed: Sequence[Record], place: str, again: Record | None = None
 ) -> ComparisonRow:
