@@ -183,6 +183,11 @@ def test_what_launches_on_spark_comes_without_torch() -> None:
     assert not {"torch", "numpy", "pandas"} & found
 
 
+def test_a_rank_imports_snapshots_only_if_it_keeps_some() -> None:
+    found = _closure({"lagom.worker.bootstrap", "lagom.worker.rank_call"}, read())
+    assert [name for name in found if name.startswith("lagom.snapshots")] == []
+
+
 def test_importing_lagom_imports_neither_torch_nor_pyspark() -> None:
     code = """
 import sys, lagom

@@ -149,10 +149,15 @@ class ProgramFrames:
         return found
 
     def _state(self, frame: types.FrameType, position: Position) -> FrameState:
-        code, values = frame.f_code, dict(self._own(frame))
+        code, values, source = frame.f_code, dict(self._own(frame)), self._sources[position.file]
+        function, node = source.function(code), position.node(source)
+        assert function is not None
+        assert node is not None
+        # A loop or block that an exception has left still has its variable, which nothing reads.
+        unused = {name for name in values if name.startswith(MARK)} - {*_stack_names(source, function, node)}
         shared = {*code.co_cellvars, *code.co_freevars}
         cells = _cells(frame, values, shared) if shared else {}
-        own = {name: value for name, value in values.items() if name not in shared and not _is_help(name)}
+        own = {name: value for name, value in values.items() if name not in shared | unused}
         return FrameState(position, frame.f_globals["__name__"], own, cells, cell_contents(cells))
 
     def _own(self, frame: types.FrameType) -> dict[str, Any]:
@@ -208,10 +213,6 @@ def _reads_next(outer: Any, iterator: Any) -> bool:
         else:
             return False
     return True
-
-
-def _is_help(name: str) -> bool:
-    return name == HELP or name.startswith(f"{MARK}item ")
 
 
 def _stack_names(source: SourceFile, function: Function, node: ast.AST) -> list[str]:

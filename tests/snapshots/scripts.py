@@ -258,6 +258,9 @@ loader = DataLoader(TensorDataset(points, points.sum(1, keepdim=True)), batch_si
 model = make(4)()
 optimizer = optim.SGD(model.parameters(), lr)
 log, callbacks = Log(), [lambda x, scale=scale: x * scale for scale in (0, 1, 2)]
+with contextlib.suppress(KeyError):
+    for index in (one for one in "left by an exception"):
+        raise KeyError
 while number < 2:
     with log, contextlib.suppress(KeyError):
         for phase in list(Phase):

@@ -11,7 +11,6 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from lagom.verify.on_rank.record import Record, RecordedBatch, RecordedLeaf, RecordedPass, RecordedRead, RecordedStep
-from lagom.verify.on_rank.rehearsed_snapshot import RehearsedSnapshot
 from lagom.verify.on_rank.tensor_sketch import digests, row_shapes, sketch
 
 if TYPE_CHECKING:
@@ -168,6 +167,11 @@ class RecordInProgress:
             leaf.end = sketch(self._kept[number])
         self.record.num_samples = self.session.samples_trained
         self.record.notes = sorted(self.session.said)
+        if self.session.snapshots is None:
+            return
+        # Imported here, since each rank imports this module, and the room of snapshots takes 50 ms.
+        from lagom.verify.on_rank.rehearsed_snapshot import RehearsedSnapshot
+
         if isinstance(self.session.snapshots, RehearsedSnapshot):
             self.record.num_before = self.session.snapshots.num_before
             self.record.without_snapshot = self.session.snapshots.without
