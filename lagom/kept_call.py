@@ -113,6 +113,11 @@ def read_call(folder: Path) -> Iterator[tuple[KeptRun, Call, SnapshotFolder]]:
                 f"{', '.join(changed)}: not as when the run began, so it cannot go on; put the old source back, "
                 "or begin a new run"
             )
+        if not has_ended and isinstance(call.function, Script) and call.function.is_edited():
+            sys.stderr.write(
+                f"lagom: {run.name}: {call.function.file} has been edited since the run began; the run goes on as it "
+                "was, so begin a new run for the new script\n"
+            )
         yield run, call, found
     finally:
         os.chdir(before)

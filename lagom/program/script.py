@@ -89,6 +89,16 @@ class Script:
             flags |= parts[-1].co_flags & FUTURE_FLAGS  # as in a notebook, later cells have them too
         return tuple(parts)
 
+    def is_edited(self) -> bool:
+        """Return whether there is another script or notebook in its file now."""
+        try:
+            text = _text(Path(self.file))
+            return code_cells(text, self.file) != self.cells if self.cells else text != self.source
+        except OSError:
+            return False
+        except (ValueError, SyntaxError):  # it cannot be read as what it was
+            return True
+
     def __call__(self) -> None:
         """Run the script."""
         variables = vars(self.make_main())

@@ -80,6 +80,7 @@ def test_a_script_goes_on_elsewhere_when_its_driver_was_killed(
     (folder,) = (tmp_path / "runs").iterdir()
     assert main(["resume", str(folder), "-n", "3"]) == SCRIPTS[name][2]
     shown = capfd.readouterr()
+    assert f"{name}.py has been edited since the run began" in shown.err
     assert "begins again" not in shown.err
     output, rows = plain(name)
     *before, last = output.splitlines()
