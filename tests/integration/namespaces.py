@@ -91,7 +91,7 @@ class NamespaceLauncher(SparkLauncher):
         found = self.run(the_plan, Call(function=function, provided=dict(settings.hparams)))
         for outcome in sorted(found, key=lambda one: one.report.get("order", 0)):
             if not outcome.report["ok"] and not outcome.report.get("consequence"):
-                raise outcome.load()["error"]
+                raise outcome.load()["error"] or RuntimeError(outcome.report["traceback"])
         return [outcome.load()["value"] for outcome in found]
 
     def run_job(self, run: RunView, plan: Plan, spec: RunSpec, stack: contextlib.ExitStack) -> Sequence[Any]:
