@@ -16,9 +16,11 @@ from lagom.snapshots.source_code import (
     Function,
     NamedStack,
     SourceFile,
+    clear_left,
     iterator_name,
     manager_name,
     name_at,
+    names_in,
 )
 
 HELP = f"{MARK}resumed"
@@ -153,7 +155,7 @@ class Rest:
             for name in names
         ]
         block.body = body
-        return [block, *(self._stack.clear(name, node) for name in names)]
+        return [block, *(self._stack.clear(name, node) for name in (*names, *names_in(node.body)))]
 
     def _in_try(self, node: ast.Try, field: str, depth: int) -> list[ast.stmt] | None:
         if field not in ("body", "orelse"):
@@ -166,12 +168,14 @@ class Rest:
             if not block.finalbody:
                 return body
             block.body = body
+            clear_left(self._stack, block)
             return [block]
         block.body = self._block(depth + 1)
         handlers = [copy.copy(one) for one in node.handlers]
         for one in handlers:
             one.body = self._whole(one.body)
         block.handlers, block.orelse = handlers, self._whole(node.orelse)
+        clear_left(self._stack, block)
         return [block]
 
     def _in_match(self, node: ast.Match, field: str, depth: int) -> list[ast.stmt] | None:

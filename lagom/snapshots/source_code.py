@@ -167,13 +167,47 @@ class NamedStack(ast.NodeTransformer):
         names = [manager_name(node, number) for number in range(len(node.items))]
         for name, item in zip(names, node.items, strict=True):
             item.context_expr = self._variables.keep(name, item.context_expr)
-        return [node, *(self._cleared(name, node) for name in names)]
+        return [node, *(self._cleared(name, node) for name in (*names, *names_in(node.body)))]
+
+    def visit_Try(self, node: ast.Try | ast.TryStar) -> ast.AST:
+        self.generic_visit(node)
+        if self._variables is not None:
+            clear_left(self._variables, node)
+        return node
+
+    def visit_TryStar(self, node: ast.TryStar) -> ast.AST:
+        return self.visit_Try(node)
 
     def _cleared(self, name: str, node: ast.stmt) -> ast.stmt:
         assert self._variables is not None
         found = self._variables.clear(name, node)
         found.end_lineno, found.end_col_offset = node.lineno, node.col_offset
         return ast.fix_missing_locations(found)
+
+
+def names_in(statements: Iterable[ast.stmt]) -> list[str]:
+    """Return the variables for the iterators and managers of ``statements``, without functions and classes in them."""
+    found, waiting = list[str](), list[ast.AST](statements)
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, _Scope):
+            continue
+        if isinstance(node, ast.For):
+            found.append(iterator_name(node))
+        elif isinstance(node, ast.With):
+            found += [manager_name(node, number) for number in range(len(node.items))]
+        waiting += ast.iter_child_nodes(node)
+    return found
+
+
+def clear_left(variables: LocalVariables, node: ast.Try | ast.TryStar) -> None:
+    """Have handlers let go first of what an exception has left: a generator is closed then, and workers end."""
+    names = names_in([*node.body, *node.orelse])
+    for handler in node.handlers:
+        handler.body = [*(variables.clear(name, node) for name in names), *handler.body]
+    if node.finalbody:
+        names += names_in(one for handler in node.handlers for one in handler.body)
+        node.finalbody = [*(variables.clear(name, node) for name in names), *node.finalbody]
 
 
 def _lists_variables(function: ast.AST) -> bool:

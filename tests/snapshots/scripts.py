@@ -258,9 +258,28 @@ loader = DataLoader(TensorDataset(points, points.sum(1, keepdim=True)), batch_si
 model = make(4)()
 optimizer = optim.SGD(model.parameters(), lr)
 log, callbacks = Log(), [lambda x, scale=scale: x * scale for scale in (0, 1, 2)]
+
+
+def closing():
+    try:
+        yield "left by an exception"
+    finally:
+        found.append("closed")
+
+
+def leave():
+    try:
+        for one in closing():
+            raise KeyError(one)
+    except KeyError:
+        found.append("left")
+
+
 with contextlib.suppress(KeyError):
-    for index in (one for one in "left by an exception"):
+    for index in closing():
         raise KeyError
+found.append("left")
+leave()
 while number < 2:
     with log, contextlib.suppress(KeyError):
         for phase in list(Phase):
@@ -275,6 +294,10 @@ while number < 2:
                     found.append((phase.name, loss.item(), random.random(), [one(index) for one in callbacks]))
                 else:
                     found.append("all")
+                for index in closing():
+                    raise KeyError
+            except KeyError:
+                found.append("left")
             finally:
                 number += phase is Phase.test
         signal.raise_signal(signal.SIGUSR2)
