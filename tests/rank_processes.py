@@ -23,7 +23,7 @@ from typing import Any
 import numpy
 import torch
 
-from lagom.payload import Pickler
+from lagom.pickler import Pickler
 from tests import leaks
 
 _CONTEXT = multiprocessing.get_context("fork")

@@ -27,7 +27,8 @@ ROOMS = {
     "world": "",
     "config": "errors",
     "plan": "cluster config errors",
-    "payload": "errors unpicklable cloudpickle torch numpy",
+    "payload": "errors pickler unpicklable",
+    "pickler": "errors unpicklable cloudpickle torch numpy",
     "unpicklable": "",
     "program": "config errors cloudpickle",
     "restart": "errors",
@@ -62,14 +63,14 @@ ROOMS = {
     "host": "errors files monitor patching plan random_states restart wire worker pyarrow pyspark torch",
     "executor": "errors host monitor patching wire worker pyarrow pyspark",
     "worker": "call collectives collectives.sockets config debugger errors files memory_plan monitor patching payload "
-    "plan program random_states restart run_state search.on_rank session snapshots verify.on_rank wire world zero "
-    "numpy torch IPython",
+    "pickler plan program random_states restart run_state search.on_rank session snapshots verify.on_rank wire world "
+    "zero numpy torch IPython",
     # What a rank does with the program, from the top down.
     "session": "collectives collectives.torch_backend deepspeed distributed files forward gradients "
     "gradients.reduction loaders optimizers restart row_split run_state timing torch_versions tracking torch",
     "torch_versions": "",
-    "snapshots": "call errors loaders patching payload program random_states restart snapshots.passes unpicklable "
-    "torch",
+    "snapshots": "call errors loaders patching payload pickler program random_states restart snapshots.passes "
+    "unpicklable torch",
     "snapshots.passes": "errors loaders loaders.sharing patching random_states run_state session numpy torch",
     "deepspeed": "errors forward gradients optimizers patching run_state zero deepspeed torch",
     "forward": "collectives errors micro_batches monitor patching row_split run_state zero torch",
@@ -132,7 +133,7 @@ EAGER = {
     "lagom.compat.petastorm": {"pyarrow"},
     "lagom.launchers.spark": {"pyspark"},
     "lagom.launchers.spark_session": {"pyspark"},
-    "lagom.payload": {"cloudpickle"},
+    "lagom.pickler": {"cloudpickle"},
     "lagom.search.samplers.grid_sampler": {"optuna"},
     "lagom.search.samplers.tpe_sampler": {"optuna"},
 }

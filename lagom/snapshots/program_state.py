@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from lagom.call import Call
 from lagom.errors import SnapshotError
+from lagom.payload import unpack_parts
 from lagom.program.script import Script
 from lagom.program.sources import imports_of_codes, is_installed, reachable_modules
 from lagom.random_states import random_states, set_random_states
@@ -195,7 +196,7 @@ class ProgramInProgress:
     def go_on(self, pickled: Any, buffers: Sequence[Any]) -> Callable[[], Any]:
         """Put back what ``pickle`` has returned; return the call for ``run`` that goes on from there."""
         forget_iterators()
-        imports, pickled = pickle.loads(pickled)
+        imports, pickled = unpack_parts([pickled])
         if imports is not None:
             self._script.make_again(imports)
         with program_globals(self._globals):

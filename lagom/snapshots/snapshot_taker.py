@@ -156,8 +156,13 @@ class Snapshots:
         """Pickle the state in this process if a fork of it could not; return what gives the pickle."""
         if self._session.device.type in FORKED:
             return None
-        self.program.note_process()
-        pickled = self.program.pickle(frames, iterator)
+        try:
+            self.program.note_process()
+            pickled = self.program.pickle(frames, iterator)
+        except NoSnapshotError:
+            raise
+        except Exception as error:  # in a fork it would not end the program either
+            raise NoSnapshotError(_reason(error)) from error
         return lambda: pickled
 
     def _pickle_in_fork(self, frames: Any, iterator: Any) -> Pickled:

@@ -22,7 +22,8 @@ from typing import Any
 import torch
 
 from lagom.patching.replace import replaced, replaced_at
-from lagom.payload import Pickler, pickled_by_value, unpack_parts
+from lagom.payload import unpack_parts
+from lagom.pickler import Pickler, pickled_by_value
 from lagom.program.sources import is_installed
 from lagom.snapshots.old_graphs import has_live_graph, with_old_graph
 

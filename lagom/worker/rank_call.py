@@ -19,7 +19,8 @@ import lagom.search.on_rank.change  # noqa: F401  (the change of a trial is of i
 from lagom.call import Call
 from lagom.debugger.rank_debugger import RankDebugger
 from lagom.patching.importers import imported_after, newest_module
-from lagom.payload import Parcel, classes_received, unpack, unpack_file
+from lagom.payload import Parcel, unpack, unpack_file
+from lagom.pickler import classes_received
 from lagom.program.sources import is_installed
 from lagom.restart.sleeping_twin import TwinForks
 from lagom.search.on_rank.trial import Trial, TrialPruned, metric_of
