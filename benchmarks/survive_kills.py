@@ -1,17 +1,18 @@
-"""Measures the whole time of a run that loses a rank three times, with lagom, and with torchrun and a checkpoint.
+"""Measures the whole time of a run that loses a rank three times: lagom, torchrun, and Ray Train.
 
     python -m benchmarks.survive_kills [--steps 6000] [--kills 3]
 
-One training of two ranks on this machine, a layer of 1024 by 1024 with Adam (12 MB of state), in four forms: lagom
-with sleeping twins; lagom with a snapshot every 10 s; lagom with neither, which begins again; and torchrun
---max-restarts with DDP, a DistributedSampler and a checkpoint every 10 s, written by hand. Each runs once as it is, and
-once with SIGKILLs of rank 1 at equal times of the first. The table has the seconds of both, and those lost for each
-kill.
+One training of two ranks on this machine, a layer of 1024 by 1024 with Adam (12 MB of state), in five forms: lagom
+with sleeping twins; lagom with a snapshot every 10 s; lagom with neither, which begins again; torchrun --max-restarts
+with DDP, a DistributedSampler and a checkpoint every 10 s, written by hand; and the same as a Ray Train trainer with
+max_failures, left out where Ray is not installed (pip install "ray[train]"). Each runs once as it is, and once with
+SIGKILLs of rank 1 at equal times of the first. The table has the seconds of both, and those lost for each kill.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import os
 import signal
@@ -51,6 +52,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     forms: dict[str, Callable[[Path, int], None]] = {name: _by_lagom(settings) for name, settings in FORMS.items()}
     forms["torchrun, a checkpoint by hand"] = _by_torchrun
+    if importlib.util.find_spec("ray") is not None:
+        forms["Ray Train, a checkpoint by hand"] = _by_ray
     with tempfile.TemporaryDirectory() as scratch:
         _by_lagom({})(Path(scratch, "first"), 10)  # starts the server that ranks are forked from
         for number, (name, run) in enumerate(forms.items()):
@@ -134,7 +137,7 @@ def _by_lagom(settings: dict[str, Any]) -> Callable[[Path, int], None]:
     return run
 
 
-SCRIPT = f"""
+SCRIPT = f"""\
 import os, sys, time
 from pathlib import Path
 import torch
@@ -182,6 +185,69 @@ def _by_torchrun(folder: Path, steps: int) -> None:
     command = [sys.executable, *launch, str(script), str(folder), str(steps)]
     with (folder / "log").open("w") as log:
         subprocess.run(command, stdout=log, stderr=log, check=True)
+
+
+RAY_SCRIPT = f"""\
+import os, sys, tempfile, time
+from pathlib import Path
+import ray.train, torch
+from ray.train.torch import TorchTrainer, prepare_model
+from torch import nn
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+def loop(config):
+    folder, steps, rank = Path(config["folder"]), config["steps"], ray.train.get_context().get_world_rank()
+    (folder / f"pid-{{rank}}").write_text(str(os.getpid()))
+    torch.manual_seed(0)
+    model = prepare_model(nn.Linear({SIZE}, {SIZE}))
+    optimizer = torch.optim.Adam(model.parameters())
+    data = TensorDataset(torch.randn({ROWS}, {SIZE}))
+    sampler = DistributedSampler(data)
+    done = epoch = 0
+    if (checkpoint := ray.train.get_checkpoint()) is not None:
+        with checkpoint.as_directory() as path:
+            state = torch.load(Path(path, "last.pt"))
+        model.load_state_dict(state["model"])
+        optimizer.load_state_dict(state["optimizer"])
+        done, epoch = state["done"], state["epoch"]
+    saved = time.monotonic()
+    while done < steps:
+        sampler.set_epoch(epoch)
+        for (rows,) in DataLoader(data, batch_size={BATCH // WORLD_SIZE}, sampler=sampler):
+            optimizer.zero_grad()
+            model(rows).square().mean().backward()
+            optimizer.step()
+            done += 1
+        epoch += 1
+        is_due = torch.tensor(float(time.monotonic() - saved > {EVERY_S}))
+        torch.distributed.broadcast(is_due, 0)  # all ranks report together
+        if is_due:
+            state = {{"model": model.state_dict(), "optimizer": optimizer.state_dict(), "done": done, "epoch": epoch}}
+            with tempfile.TemporaryDirectory() as path:
+                if rank == 0:
+                    torch.save(state, Path(path, "last.pt"))
+                kept = ray.train.Checkpoint.from_directory(path) if rank == 0 else None
+                ray.train.report({{"epoch": epoch}}, checkpoint=kept)
+            saved = time.monotonic()
+
+ray.init(num_cpus={WORLD_SIZE + 1}, include_dashboard=False)
+TorchTrainer(
+    loop,
+    train_loop_config={{"folder": sys.argv[1], "steps": int(sys.argv[2])}},
+    scaling_config=ray.train.ScalingConfig(num_workers={WORLD_SIZE}),
+    run_config=ray.train.RunConfig(
+        storage_path=str(Path(sys.argv[1], "ray")),
+        failure_config=ray.train.FailureConfig(max_failures=10, controller_failure_limit=10),
+    ),
+).fit()
+"""
+
+
+def _by_ray(folder: Path, steps: int) -> None:
+    script = folder / "script.py"
+    script.write_text(RAY_SCRIPT)
+    with (folder / "log").open("w") as log:
+        subprocess.run([sys.executable, str(script), str(folder), str(steps)], stdout=log, stderr=log, check=True)
 
 
 if __name__ == "__main__":
