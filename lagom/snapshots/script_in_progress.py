@@ -43,7 +43,7 @@ class ImportedModule:
 
 @dataclass(frozen=True, slots=True)
 class Imports:
-    """What a script has imported."""
+    """Modules that a script has imported."""
 
     path: Sequence[tuple[int, str]]
     """Entries that it has added to ``sys.path``, with their places."""

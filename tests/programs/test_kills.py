@@ -36,7 +36,7 @@ WAYS: dict[str, tuple[dict[str, Any], str]] = {
 }
 """Settings, and the file that is there from when on a rank is killed."""
 BY_DEFAULT = (
-    *(("accumulation", "twins"), ("early_stopping", "snapshots"), ("translation", "begins again")),
+    *(("accumulation", "twins"), ("early_stopping", "snapshots"), ("tied", "begins again")),
     *(("averaging", "snapshots"), ("scaled", "twins")),
 )
 LISTS_ITS_FOLDER = ("journal", "begins again")
@@ -70,21 +70,31 @@ def trial(case: Case, way: str, seed: int) -> Any:
 )
 def test_a_killed_rank_changes_nothing(case: Case, way: str, seed: int) -> None:
     draw = random.Random(f"{case} {way} {seed}")
-    judge_kill(case, way, draw, world_size=draw.choice([2, 3]), launcher="local")
+    was_killed = judge_kill(case, way, draw, world_size=draw.choice([2, 3]), launcher="local")
+    assert was_killed or (str(case), way) not in BY_DEFAULT  # of some programs there is no snapshot
 
 
-def judge_kill(case: Case, way: str, draw: random.Random, **where: Any) -> None:
-    """Run a program with a kill, and compare it with a run that is not killed."""
+def test_the_programs_by_default_are_among_all() -> None:
+    assert {name for name, _ in BY_DEFAULT} <= {str(case) for case in CASES}
+
+
+def judge_kill(case: Case, way: str, draw: random.Random, **where: Any) -> bool:
+    """Compare a run of a program that is killed with one that is not; return whether it lived until the kill."""
     wanted = plain_run(case, **where)
     settings, first = WAYS[way]
-    with killing(draw.randrange(where["world_size"]), first, draw.uniform(0.0, 0.8) * wanted.seconds) as kills:
-        found = run(case, **where, **settings)
+    rank, after_s = draw.randrange(where["world_size"]), draw.uniform(0.0, 0.8) * wanted.seconds
+    for share in (1.0, 0.3, 0.0):
+        with killing(rank, first, share * after_s) as kills:
+            found = run(case, **where, **settings)
+        if kills:
+            break
     assert len(found.result.failures) <= len(kills)  # a rank may have ended as it was killed
     # After a snapshot, the first calls of a model run as at a start: whole, and with gradients that are averaged.
     tolerance = judge.TOLERANCE if way == "snapshots" else 0.0
     assert judge.differences(found.result.value, wanted.result.value, tolerance=tolerance) == []
     assert judge.text_differences(found.printed, wanted.printed) == []
     assert judge.file_differences(found.files, wanted.files) == []
+    return bool(kills)
 
 
 @cache

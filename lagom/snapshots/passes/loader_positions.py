@@ -165,7 +165,7 @@ def forget_iterators() -> None:
 
 
 class Rank(Protocol):
-    """What begins iterators again on one rank."""
+    """Begins iterators again on one rank."""
 
     @property
     def takes_notes(self) -> bool: ...

@@ -55,7 +55,7 @@ class Note:
 
 @dataclass(slots=True)
 class WorkerNotes:
-    """What is known of the workers of one iterator, for each worker."""
+    """Notes on the workers of one iterator, an entry for each worker."""
 
     start: list[WorkerState | None]
     """States before the pass; None for workers that have begun with it."""
