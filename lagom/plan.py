@@ -54,7 +54,7 @@ class Plan:
     """Number of ranks in one task: one per GPU of the task, else one."""
     barrier: bool
     gpu: bool
-    """True if each rank has a GPU: then NCCL moves its gradients, else gloo."""
+    """True if each rank has a GPU, of its own or with others."""
     keeps_logs: bool = False
     """True if the output of every rank is sent to the driver."""
     encrypted: bool = False

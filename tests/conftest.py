@@ -11,6 +11,7 @@ import random
 import signal
 from collections import Counter
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -108,7 +109,8 @@ def pytest_collection_finish() -> None:
 def pytest_configure(config: pytest.Config) -> None:
     """Have xdist give out the tests in the order in which they were collected; pass over an old PySpark's sockets."""
     config.option.loadscopereorder = False
-    if importlib.metadata.version("pyspark") < "4.2":  # it leaves the socket of each collect() to Python, which says so
+    if find_spec("pyspark") and importlib.metadata.version("pyspark") < "4.2":
+        # It leaves the socket of each collect() to Python, which says so.
         for kind in (
             "unclosed <socket:ResourceWarning",
             "Exception ignored in. <socket:pytest.PytestUnraisableExceptionWarning",

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
-from lagom.collectives.rank_store import RankStore
 from lagom.collectives.sockets.encryption import Connection, Credentials, EncryptedSocket, encrypted
+from lagom.collectives.sockets.rank_store import RankStore
 from lagom.collectives.sockets.value_server import ValueClient, ValueServer
 from lagom.wire.tls import contexts_of_ranks, key_and_certificate
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import itertools
 import logging
 import os
@@ -51,6 +52,8 @@ _KEY = b"known to these ranks"
 CREDENTIALS = Credentials(_KEY)
 COLLECTIVES: Collectives = "gloo" if os.environ.get("LAGOM_TEST_COLLECTIVES") == "gloo" else "auto"
 """Of ranks: "auto" has them exchange through shared memory, "gloo" does not; see CONTRIBUTING.md."""
+DEVICE = os.environ.get("LAGOM_TEST_DEVICE", "cpu")
+"""Of patched ranks, which share it if it is "cuda:0"; what they return comes home on the CPU. See CONTRIBUTING.md."""
 TIMELINE = os.environ.get("LAGOM_TEST_TIMELINE") == "1"
 """Ranks note what they do; see CONTRIBUTING.md."""
 
@@ -192,10 +195,19 @@ def _answer(rank: int, job: _Job) -> tuple[bytes, bool]:
     torch.set_num_threads(1)
     forget_spark()
     try:
-        return pickle.dumps(("returned", _run(rank, job))), True
+        return pickle.dumps(("returned", _at_home(_run(rank, job)))), True
     except BaseException as error:
         is_consequence = isinstance(error, CollectiveError)
         return pickle.dumps(("failed", (is_consequence, traceback.format_exc()))), False
+
+
+def _at_home(value: Any) -> Any:
+    if DEVICE == "cpu":
+        return value
+    file = io.BytesIO()
+    torch.save(value, file)
+    file.seek(0)
+    return torch.load(file, map_location="cpu", weights_only=False)
 
 
 def forget_spark() -> None:
@@ -229,7 +241,7 @@ def _run(rank: int, job: _Job) -> Any:
             credentials=job.credentials,
             shares_memory=plan.config.collectives == "auto",
         )
-    session = _session(plan, rank, group, store, host_dir, torch.device("cpu"))
+    session = _session(plan, rank, group, store, host_dir, torch.device(DEVICE if job.patches else "cpu"))
     whole_batch.ALWAYS = job.always_slices
     if not job.patches:
         seed_everything(plan.config.seed or 0)

@@ -95,7 +95,7 @@ ROOMS = {
     "run_state": "errors patching random_states numpy torch",
     "patching": "torch",
     "collectives": "collectives.sockets errors monitor numpy torch",
-    "collectives.sockets": "",
+    "collectives.sockets": "torch",
     "collectives.torch_backend": "collectives collectives.sockets monitor torch",
     # Tables.
     "data": "data.parquet",

@@ -219,8 +219,6 @@ class Group(RequestExchange):
         """Send row i of the contiguous ``rows`` to rank i, and return the rows received, all of one shape."""
         assert rows.is_contiguous()
         assert len(rows) == self.world_size
-        if rows.is_cuda and not self.has_gpus:  # gloo, which serves ranks that share a GPU, has this for the CPU only
-            return self.all_to_all(rows.cpu()).to(rows.device)
         found = torch.empty_like(rows)
         with Operation("all_to_all", self.spans, rows.nbytes):
             self._transports.choose("all_to_all_rows", rows).all_to_all_rows(found, rows).wait()

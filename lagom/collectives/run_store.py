@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
-from lagom.collectives.rank_store import RankStore
+from lagom.collectives.sockets.rank_store import RankStore
 from lagom.errors import CollectiveError
 
 if TYPE_CHECKING:

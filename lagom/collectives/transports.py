@@ -15,6 +15,7 @@ from lagom.collectives.native import UNUSABLE
 from lagom.collectives.shared_memory import shared
 from lagom.collectives.sockets.encryption import NO_CREDENTIALS, Credentials
 from lagom.collectives.sockets.mesh import Mesh
+from lagom.collectives.staged_transport import StagedTransport
 from lagom.collectives.torch_transport import TorchTransport
 
 if TYPE_CHECKING:
@@ -96,9 +97,8 @@ class Transports:
                 return fast[0]
             if (mesh := self._mesh()) is not None:
                 return MeshTransport(mesh, self._rank, self._world_size)
-        elif self._nccl is not None:
-            return self._nccl
-        return self._connect_gloo("gloo")
+            return self._connect_gloo("gloo")
+        return self._nccl if self._nccl is not None else StagedTransport(self.choose)
 
     def connect(self) -> Sequence[Transport]:
         """Return a transport of lagom's own and another one for an independent order; none if there can be none.
@@ -139,9 +139,8 @@ class Transports:
         """Return a transport for tensors on ``device``, whose exchanges have an order of their own."""
         if device.type != "cpu" and self._make_nccl is not None:
             by_nccl = TorchTransport(self._make_nccl("nccl aside"))
-            by_nccl.all_reduce(
-                torch.zeros(1, device=device)
-            ).wait()  # connects here, and not in the midst of a backward
+            # It connects at its first exchange: here, and not in the midst of a backward.
+            by_nccl.all_reduce(torch.zeros(1, device=device)).wait()
             return by_nccl
         if fast := self.connect():
             return fast[1]
@@ -216,6 +215,6 @@ def connect_memory(
 #
 # gloo listens at a port for as long as it lives, accepts every connection without proof, and adds up whatever arrives.
 # So a gloo group is made only for tensors that nothing else serves: if the program asks for gloo (collectives="gloo"),
-# for CUDA tensors of ranks that share a GPU, and between hosts for the rare operations that ``HostTransport`` does not
-# have, or if lagom was installed without its compiled part. On one host, tensors that shared memory does not carry go
-# through Unix sockets: types that csrc/arithmetic.hpp does not have, or all tensors without the compiled part.
+# between hosts for the rare operations that ``HostTransport`` does not have, or if lagom was installed without its
+# compiled part. On one host, tensors that shared memory does not carry go through Unix sockets: types that
+# csrc/arithmetic.hpp does not have, or all tensors without the compiled part.

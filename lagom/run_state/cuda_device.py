@@ -16,7 +16,8 @@ if TYPE_CHECKING:
 def move_to_device(data: Any, device: torch.device) -> Any:
     """Return ``data`` with its tensors on ``device``; containers keep their types, other objects stay."""
     if isinstance(data, torch.Tensor):
-        return data.to(device, non_blocking=data.device.type == "cpu" and data.is_pinned())
+        # CUDA has read memory that is not pinned when the call returns, and need not wait for the GPU's work before.
+        return data.to(device, non_blocking=data.device.type == "cpu")
     if isinstance(data, tuple) and hasattr(data, "_fields"):
         return type(data)(*(move_to_device(part, device) for part in data))
     if type(data) in (list, tuple):

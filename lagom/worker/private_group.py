@@ -14,9 +14,9 @@ import torch
 import torch.distributed as dist
 
 from lagom.collectives.group import TIMEOUT_S, Group
-from lagom.collectives.rank_store import RankStore
 from lagom.collectives.run_store import SealedStore, all_gather_by
 from lagom.collectives.sockets.encryption import Credentials
+from lagom.collectives.sockets.rank_store import RankStore
 from lagom.collectives.sockets.value_server import ValueClient, ValueServer
 from lagom.collectives.torch_transport import refuse_gloo
 from lagom.config import TorchDistributedConfig

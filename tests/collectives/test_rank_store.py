@@ -1,4 +1,4 @@
-"""``lagom.collectives.rank_store``: answers as torch's own stores do, to the ranks of a run and to nobody else."""
+"""``lagom.collectives.sockets.rank_store``: answers as torch's stores do, to the ranks of a run and to nobody else."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from lagom.collectives.rank_store import RankStore
 from lagom.collectives.run_store import reconnected
 from lagom.collectives.sockets.connect import reach
 from lagom.collectives.sockets.encryption import Credentials
 from lagom.collectives.sockets.handshake import introduce
+from lagom.collectives.sockets.rank_store import RankStore
 from lagom.collectives.sockets.value_server import Ask, ValueClient, ValueServer
 from tests.encryption import KEY, credentials, encrypted_stores
 

@@ -1,0 +1,63 @@
+"""``StagedTransport``: exchanges tensors of a GPU that ranks share, as copies on the CPU."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from lagom.collectives.background import DONE
+from lagom.collectives.transport import Transport
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from lagom.collectives.background import Work
+
+
+class StagedTransport(Transport):
+    """Carries tensors on any device. See Note [Ranks that share a GPU].
+
+    Args:
+        choose: returns the transport of an operation, given a tensor on the CPU and a reduction.
+    """
+
+    def __init__(self, choose: Callable[[str, torch.Tensor, str], Transport]) -> None:
+        self._choose = choose
+
+    def all_reduce(self, tensor: torch.Tensor, reduction: str = "sum") -> Work:
+        copy = tensor.cpu()
+        self._choose("all_reduce", copy, reduction).all_reduce(copy, reduction).wait()
+        tensor.copy_(copy)
+        return DONE
+
+    def broadcast(self, tensor: torch.Tensor, root: int) -> Work:
+        copy = tensor.cpu()
+        self._choose("broadcast", copy, "").broadcast(copy, root).wait()
+        tensor.copy_(copy)
+        return DONE
+
+    def all_gather(self, whole: torch.Tensor, part: torch.Tensor) -> Work:
+        found, sent = torch.empty_like(whole, device="cpu"), part.cpu()
+        self._choose("all_gather", sent, "").all_gather(found, sent).wait()
+        whole.copy_(found)
+        return DONE
+
+    def reduce_scatter(self, out: torch.Tensor, given: torch.Tensor, reduction: str = "sum") -> Work:
+        found, sent = torch.empty_like(out, device="cpu"), given.cpu()
+        self._choose("reduce_scatter", sent, reduction).reduce_scatter(found, sent, reduction).wait()
+        out.copy_(found)
+        return DONE
+
+    def all_to_all_rows(self, out: torch.Tensor, given: torch.Tensor) -> Work:
+        found, sent = torch.empty_like(out, device="cpu"), given.cpu()
+        self._choose("all_to_all_rows", sent, "").all_to_all_rows(found, sent).wait()
+        out.copy_(found)
+        return DONE
+
+
+# Note [Ranks that share a GPU]
+#
+# NCCL refuses two ranks on one GPU, and knows of the parts of a GPU (MIG) only one for each process. gloo takes CUDA
+# tensors, but not in every operation, and accepts connections without proof. So these tensors take the way of the
+# CPU's: through shared memory on one host, and over lagom's own connections between hosts.
