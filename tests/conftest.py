@@ -6,8 +6,8 @@ import contextlib
 import gc
 import importlib
 import importlib.metadata
+import logging
 import os
-import random
 import signal
 from collections import Counter
 from collections.abc import Iterator
@@ -15,7 +15,6 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import numpy
 import pytest
 import torch
 from xdist.scheduler import LoadScopeScheduling
@@ -30,6 +29,13 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 # An optimizer's first step would import Dynamo, and torch.compile all backends, in every rank forked from this process.
 torch._dynamo.list_backends()
+if not torch.cuda.is_available():
+    # torch keeps each seed, with the stack, for a GPU that may come: that takes longer than a small test.
+    for _module in (torch.cuda.random, torch.xpu.random):
+        vars(_module)["_lazy_call"] = lambda *_, **__: None
+# pytest adds its handlers to each logger that does not propagate, before each test; torch has sixty.
+for _logger in [logging.getLogger(name) for name in logging.root.manager.loggerDict if name.startswith("torch")]:
+    _logger.propagate = True
 # Tests fork ranks from this process, and a pool of OpenMP threads, which a larger operation would start, does not
 # survive a fork: the child waits for it forever.
 torch.set_num_threads(1)
@@ -42,9 +48,7 @@ os.environ |= {"SPARK_SUBMIT_OPTS": clusters.JVM, "SPARK_LAUNCHER_OPTS": cluster
 @pytest.fixture(autouse=True)
 def nothing_leaks() -> Iterator[None]:
     """Fails a test that leaves an environment variable, thread, process, process group, patch or handler."""
-    torch.manual_seed(0)
-    numpy.random.seed(0)
-    random.seed(0)
+    leaks.seed_generators()
     before = leaks.state()
     yield
     if found := leaks.leaked(before):

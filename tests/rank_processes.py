@@ -13,14 +13,12 @@ import logging
 import multiprocessing
 import os
 import pickle
-import random
 import time
 import warnings
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-import numpy
 import torch
 
 from lagom.pickler import Pickler
@@ -181,9 +179,7 @@ def _run(rank: int, answer: Answer, pipe: Connection) -> None:
     os.environ.clear()
     os.environ.update(environment)
     os.chdir(folder)
-    torch.manual_seed(0)
-    numpy.random.seed(0)
-    random.seed(0)
+    leaks.seed_generators()
     before = leaks.state()
     with _settings_restored():
         text, goes_on = answer(rank, job)
@@ -192,6 +188,7 @@ def _run(rank: int, answer: Answer, pipe: Connection) -> None:
     if not goes_on:
         os._exit(0)  # others that wait for this rank learn of it
     gc.collect()
+    gc.freeze()  # so that the next collection has little to look at
     pipe.send_bytes(b"changed" if leaks.leaked(before, 0.0) else b"as before")
 
 
