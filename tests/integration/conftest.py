@@ -73,18 +73,21 @@ def _remains() -> set[str]:
     return folders | files
 
 
+_SHOWN_BY_OTHERS = {"local-cluster", "standalone"}
+"""Kinds of Spark that start in the soak only: ``foreign-encrypted`` has executors that are processes, and no lagom."""
 _UNCLOSED = "ignore:Exception ignored in. <socket.socket:pytest.PytestUnraisableExceptionWarning"
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Marks everything here ``integration``, and ``soak`` what a test has ``soak_on``."""
+    """Mark everything here ``integration``, and ``soak`` what a test has ``soak_on`` or others show."""
     leaves_sockets = importlib.metadata.version("pyspark").startswith("4.0.")  # each collect() leaves its own to Python
     for item in items:
         if "tests/integration" in item.path.as_posix():
             item.add_marker(pytest.mark.integration)
             if leaves_sockets:
                 item.add_marker(pytest.mark.filterwarnings(_UNCLOSED))
-            kinds = {kind for marker in item.iter_markers("soak_on") for kind in marker.args}
-            if kinds & set(item.callspec.params.values() if kinds else ()):  # type: ignore[attr-defined]
+            kinds = _SHOWN_BY_OTHERS.union(*(marker.args for marker in item.iter_markers("soak_on")))
+            callspec = getattr(item, "callspec", None)
+            if callspec is not None and kinds & {value for value in callspec.params.values() if isinstance(value, str)}:
                 item.add_marker(pytest.mark.soak)

@@ -24,9 +24,10 @@ def run(tmp_path: Path, gates: Path, world_size: int, **settings: Any) -> Any:
     return experiment.lagom(losses.train, TorchDistributedConfig(world_size=world_size, hparams=hparams, **config))
 
 
+@pytest.mark.soak  # tests/launchers/test_attempts.py shows it by default
 @pytest.mark.parametrize(
     ("spark", "world_size", "victim"),
-    [("local[2]", 2, 0), *(pytest.param("local[4]", size, 1, marks=pytest.mark.soak) for size in (2, 3))],
+    [("local[2]", 2, 0), ("local[4]", 2, 1), ("local[4]", 3, 1)],
     indirect=["spark"],
     scope="session",
 )
@@ -44,7 +45,7 @@ def test_a_killed_rank_changes_neither_weights_nor_output(
     assert failure["rank"] == victim
 
 
-@pytest.mark.parametrize("killed", ["worker", "fork server"])
+@pytest.mark.parametrize("killed", ["worker", pytest.param("fork server", marks=pytest.mark.soak)])
 @pytest.mark.parametrize("spark", ["local[2]"], indirect=True, scope="session")
 def test_a_process_of_the_executor_that_is_killed_is_replaced(spark: Any, killed: str, tmp_path: Path) -> None:
     gate = tmp_path / "gate"
@@ -61,6 +62,7 @@ def test_a_process_of_the_executor_that_is_killed_is_replaced(spark: Any, killed
     assert len(result.failures) == 1
 
 
+@pytest.mark.soak  # tests/launchers/test_attempt_files.py shows it by default
 @pytest.mark.parametrize("spark", ["local[2]"], indirect=True, scope="session")
 def test_a_program_with_a_checkpoint_goes_on_from_it(
     spark: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -75,6 +77,7 @@ def test_a_program_with_a_checkpoint_goes_on_from_it(
     assert result.failures[0]["resumed_from"] == str(tmp_path / "last.pt")
 
 
+@pytest.mark.soak  # tests/launchers/test_attempts.py shows the numbers of ranks by default
 @pytest.mark.parametrize("spark", ["standalone"], indirect=True, scope="session")
 def test_without_an_executor_the_run_goes_on_with_fewer_ranks(
     spark: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]

@@ -14,7 +14,7 @@ from tests.person import Person, person
 __all__ = ["person"]
 
 pytestmark = [
-    pytest.mark.soak_on("local-cluster", "connect"),
+    pytest.mark.soak_on("connect"),
     pytest.mark.parametrize("spark", ["local[2]", "local-cluster", "connect"], indirect=True, scope="session"),
 ]
 
@@ -25,6 +25,7 @@ def stop() -> int:
     return {40: 40}[secret]  # only rank 0 has it
 
 
+@pytest.mark.soak  # tests/debugger shows it by default over the same channel
 def test_a_breakpoint_stops_and_the_rank_goes_on(spark: Any, person: Person, capfd: pytest.CaptureFixture[str]) -> None:
     person.types("p 'secret', secret", "c", "c", "p 'failed', secret", "q")
     assert programs.run(stop, 1).value == 40

@@ -31,15 +31,8 @@ def under_torchrun(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], 
     return start
 
 
-@pytest.mark.parametrize(
-    ("form", "world_size"),
-    [
-        ("torchrun", 2),
-        pytest.param("fallback", 2, marks=pytest.mark.soak),  # tests/test_distributed_programs.py has its function
-        pytest.param("torchrun", 3, marks=pytest.mark.soak),
-        pytest.param("fallback", 3, marks=pytest.mark.soak),
-    ],
-)
+@pytest.mark.soak  # tests/programs/test_distributed.py has a script by default, and the numbers under torchrun
+@pytest.mark.parametrize(("form", "world_size"), [("torchrun", 2), ("fallback", 2), ("torchrun", 3), ("fallback", 3)])
 def test_a_script_ends_with_the_weights_that_torchrun_gives(
     tmp_path: Path, under_torchrun: Callable[[int], tuple[str, Path]], form: str, world_size: int
 ) -> None:
@@ -55,6 +48,7 @@ def test_a_script_ends_with_the_weights_that_torchrun_gives(
     assert (tmp_path / "found" / "best.pt").exists()
 
 
+@pytest.mark.soak  # tests/distributed/test_mp_spawn.py spawns by default
 def test_a_script_that_spawns_its_ranks_gives_the_same(
     tmp_path: Path, under_torchrun: Callable[[int], tuple[str, Path]]
 ) -> None:
@@ -88,7 +82,8 @@ def test_on_spark_it_is_torchruns_world_too(spark: Any, tmp_path: Path, monkeypa
             assert same(mine, theirs)
 
 
-@pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.soak), 2])
+@pytest.mark.soak
+@pytest.mark.parametrize("world_size", [1, 2])
 def test_processes_of_the_ranks_meet_at_the_masters_port(world_size: int, tmp_path: Path) -> None:
     def program() -> tuple[dict[str, str], str]:
         variables = {name: os.environ[name] for name in programs.VARIABLES}

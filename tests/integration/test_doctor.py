@@ -24,7 +24,6 @@ def found_on(world_size: int) -> dict[str, Finding]:
     return {one.what: one for one in found}
 
 
-@pytest.mark.soak_on("standalone")
 @on("local[2]", "standalone")
 def test_a_cluster_in_order_passes(spark: Any) -> None:
     found = found_on(2)
@@ -55,6 +54,7 @@ def test_hosts_that_are_cut_off_from_each_other_are_named_before_anything_waits_
     assert "launch" not in found  # a run would have waited for a minute
 
 
+@pytest.mark.soak  # tests/integration/test_special.py has such executors
 @on("local[2]")
 @pytest.mark.usefixtures("torchless")
 def test_executors_without_torch_are_a_line_and_not_a_traceback(spark: Any) -> None:

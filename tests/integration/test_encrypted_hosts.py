@@ -87,7 +87,7 @@ def train_by_hand(backend: str | None) -> tuple[float, str]:
 
 
 @pytest.mark.parametrize("spark", ["foreign-encrypted"], indirect=True)
-def test_a_distributed_program_encrypts_too_and_is_refused_gloo_by_name(spark: Any) -> None:
+def test_a_distributed_program_encrypts_too_and_is_refused_gloo(spark: Any) -> None:
     with hosts.capture(subnet(spark)) as seen:
         found = programs.run(train_by_hand, 3, hparams={"backend": None}).per_rank
     sent = b"".join(map(hosts.payload, seen))
@@ -97,12 +97,18 @@ def test_a_distributed_program_encrypts_too_and_is_refused_gloo_by_name(spark: A
         assert total == pytest.approx(7 * marked(_LARGE), rel=1e-15)
         assert "gloo sends in clear" in said
         assert "allow_unencrypted_collectives=True" in said
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("spark", ["foreign-encrypted"], indirect=True)
+def test_gloo_is_refused_where_it_is_asked_for_by_name(spark: Any) -> None:
     with pytest.raises(CollectiveError, match="the program asks for gloo by name"):
         programs.run(train_by_hand, 3, hparams={"backend": "gloo"})
     with pytest.raises(PlanError, match=r"2 hosts .* gloo \(collectives='gloo'\) would send .* in clear"):
         programs.run(programs.nothing, 3, collectives="gloo")
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("spark", ["foreign-encrypted"], indirect=True)
 def test_what_is_allowed_to_be_in_clear_is(spark: Any) -> None:
     with hosts.capture(subnet(spark)) as seen:

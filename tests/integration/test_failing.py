@@ -19,12 +19,9 @@ import lagom
 from lagom.errors import PayloadError, PlanError, RankError, StallError
 from tests.integration import programs
 
-pytestmark = [
-    pytest.mark.parametrize(
-        "spark", ["local[2]", "local-cluster", "standalone", "connect"], indirect=True, scope="session"
-    ),
-    pytest.mark.soak_on("local-cluster"),  # its executors are processes as standalone's are
-]
+pytestmark = pytest.mark.parametrize(
+    "spark", ["local[2]", "local-cluster", "standalone", "connect"], indirect=True, scope="session"
+)
 
 
 @pytest.fixture(scope="session")
@@ -50,14 +47,14 @@ def test_error_arrives_while_another_rank_sleeps(spark: Any) -> None:
     assert 'raise LateError("the disk is full", time.time())' in cause
 
 
-@pytest.mark.soak_on("standalone", "connect")
+@pytest.mark.soak  # above, another rank sleeps
 def test_error_arrives_while_another_rank_waits_for_gradients(spark: Any) -> None:
     with pytest.raises(programs.LateError, match="a bad sample") as caught:
         programs.run(programs.raise_while_the_other_reduces, 2, module=programs.Net, train_set=programs.points())
     assert "on rank 1" in str(caught.value.__cause__)
 
 
-@pytest.mark.soak_on("standalone", "connect")
+@pytest.mark.soak  # tests/launchers/test_stalls.py shows it by default
 def test_a_rank_that_is_stuck_is_named_and_ended(spark: Any) -> None:
     with pytest.raises(StallError, match=r"rank 1 made no progress for \d+ s") as caught:
         programs.run(programs.be_stuck, 2, stall_timeout_s=3.0, timeout_s=6.0)
@@ -94,7 +91,7 @@ def test_what_others_wait_for_is_named(
     assert at in str(caught.value.__cause__)
 
 
-@pytest.mark.soak_on("standalone", "connect")
+@pytest.mark.soak_on("connect")
 def test_a_killed_rank_is_named_with_its_last_words(spark: Any) -> None:
     with pytest.raises(RankError, match="rank 1 was killed by SIGKILL") as caught:
         programs.run(programs.be_killed, 2)
@@ -108,13 +105,13 @@ def test_a_killed_worker_of_spark_ends_the_run(spark: Any) -> None:
     assert caught.value.rank == 1
 
 
-@pytest.mark.soak_on("standalone", "connect")
+@pytest.mark.soak  # tests/launchers/test_local.py shows it by default
 def test_sys_exit_is_an_error_with_its_status(spark: Any) -> None:
     with pytest.raises(RankError, match=r"rank 1 called sys.exit\(3\)"):
         programs.run(programs.leave, 2)
 
 
-@pytest.mark.soak_on("standalone", "connect")
+@pytest.mark.soak  # tests/test_payload.py and tests/launchers/test_local.py show it by default
 def test_what_cannot_be_pickled_is_named(spark: Any) -> None:
     lock = threading.Lock()
 

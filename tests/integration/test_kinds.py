@@ -13,18 +13,14 @@ import torch
 
 from tests.integration import programs
 
-pytestmark = [
-    pytest.mark.parametrize(
-        "spark", ["local[2]", "local-cluster", "standalone", "connect"], indirect=True, scope="session"
-    ),
-    pytest.mark.soak_on("local-cluster"),  # its executors are processes as standalone's are
-]
+pytestmark = pytest.mark.parametrize(
+    "spark", ["local[2]", "local-cluster", "standalone", "connect"], indirect=True, scope="session"
+)
 
-ONE = pytest.param(1, marks=pytest.mark.soak_on("standalone", "connect"))
+ONE = pytest.param(1, marks=pytest.mark.soak_on("connect"))
 """One rank: a run by default on ``local[2]``."""
 
 
-@pytest.mark.soak_on("standalone")  # test_too_few_slots_are_found_at_once shows that they are counted
 @pytest.mark.parametrize("world_size", [*(pytest.param(size, marks=pytest.mark.soak) for size in (1, 2)), None])
 def test_every_rank_knows_its_place(spark: Any, world_size: int | None) -> None:
     result = programs.run(programs.place, world_size)
@@ -55,7 +51,7 @@ def test_output_of_rank_0_is_shown_as_written(spark: Any, capfd: pytest.CaptureF
     assert "to stderr\n" in shown.err
 
 
-@pytest.mark.soak_on("standalone", "connect")
+@pytest.mark.soak_on("connect")
 def test_no_libraries_of_torchrun_see_a_rank(spark: Any) -> None:
     def variables() -> list[str]:
         shown = [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR") if name in os.environ]
@@ -64,7 +60,7 @@ def test_no_libraries_of_torchrun_see_a_rank(spark: Any) -> None:
     assert programs.run(variables, 2).value == ["False"]
 
 
-@pytest.mark.soak_on("standalone", "connect")
+@pytest.mark.soak_on("connect")
 def test_the_environment_of_the_program_follows_it(spark: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LAGOM_TEST_TOKEN", "secret")
     assert programs.run(lambda: os.environ["LAGOM_TEST_TOKEN"], 2).value == "secret"
@@ -90,7 +86,7 @@ def test_large_data_arrives(spark: Any) -> None:
     assert programs.run(total, 2, train_set=data).value == float(data.sum())
 
 
-@pytest.mark.soak_on("standalone", "connect")
+@pytest.mark.soak  # tests/launchers/test_local.py shows it by default
 def test_calls_leave_no_file_open(spark: Any) -> None:
     def num_open() -> int:
         gc.collect()

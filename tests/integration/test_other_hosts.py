@@ -66,7 +66,8 @@ def test_ranks_stand_on_other_hosts_with_the_lagom_that_travelled(spark: Any) ->
     assert all("/code-" in path and not installed for _, path, installed in found)
 
 
-@pytest.mark.parametrize("world_size", [*(pytest.param(size, marks=pytest.mark.soak) for size in (1, 2)), 3])
+@pytest.mark.soak  # the test below trains on three ranks by default
+@pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_weights_are_those_of_the_plain_run(spark: Any, world_size: int) -> None:
     result = programs.run(programs.train, world_size, module=programs.Net, train_set=programs.points())
     wanted = programs.plain_weights()
@@ -116,19 +117,26 @@ def test_large_results_are_delivered_beside_the_job(spark: Any, connections: lis
     assert sorted(connections) == [f"deliver outcome-{rank}" for rank in range(3)]
 
 
-def test_relative_files_of_rank_0_come_back(spark: Any, tmp_path: Path) -> None:
+def test_relative_files_of_rank_0_come_back_and_do_not_leave_the_drivers_folder(
+    spark: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     def write() -> list[str]:
         Path("models/best").mkdir(parents=True, exist_ok=True)
         torch.save(torch.arange(3), "models/best/weights.pt")
         Path(f"rank{lagom.rank()}.txt").write_text("here")
+        if lagom.rank() == 0:
+            Path("outside").symlink_to("/etc/passwd")
         return sorted(os.listdir("."))
 
     programs.run(write, 3)
     assert torch.equal(torch.load(tmp_path / "models/best/weights.pt"), torch.arange(3))
     assert (tmp_path / "rank0.txt").read_text() == "here"
+    assert "outside" in caplog.text
+    assert not (tmp_path / "outside").is_symlink()
 
 
-def test_relative_files_come_back_of_a_run_that_failed(spark: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("fails", [pytest.param(0, marks=pytest.mark.soak), 2])
+def test_relative_files_come_back_of_a_run_that_failed(spark: Any, fails: int, tmp_path: Path) -> None:
     def write(fails: int) -> None:
         if lagom.rank() == 0:
             Path("log").mkdir()
@@ -140,23 +148,9 @@ def test_relative_files_come_back_of_a_run_that_failed(spark: Any, tmp_path: Pat
         if fails != 0:
             time.sleep(60)
 
-    for fails in (0, 2):
-        with pytest.raises(ValueError, match="after the checkpoint"):
-            programs.run(write, 3, hparams={"fails": fails})
-        assert (tmp_path / "log/steps.txt").read_text() == "1 2 3"
-        (tmp_path / "log/steps.txt").unlink()
-
-
-def test_files_do_not_leave_the_drivers_folder(spark: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    def write() -> None:
-        if lagom.rank() == 0:
-            Path("inside").write_text("")
-            Path("outside").symlink_to("/etc/passwd")
-
-    programs.run(write, 3)
-    assert "outside" in caplog.text
-    assert (tmp_path / "inside").exists()
-    assert not (tmp_path / "outside").is_symlink()
+    with pytest.raises(ValueError, match="after the checkpoint"):
+        programs.run(write, 3, hparams={"fails": fails})
+    assert (tmp_path / "log/steps.txt").read_text() == "1 2 3"
 
 
 def test_modules_beside_the_program_travel_and_edits_are_seen(

@@ -62,7 +62,6 @@ def test_results_and_output_come_with_the_job(spark: Any, capfd: pytest.CaptureF
     assert "no live output or progress" in shown.err
 
 
-@pytest.mark.soak_on("standalone")
 @pytest.mark.usefixtures("out_of_reach")
 def test_weights_and_a_timeline_come_with_the_job(spark: Any, tmp_path: Path) -> None:
     result = programs.run(
@@ -75,7 +74,6 @@ def test_weights_and_a_timeline_come_with_the_job(spark: Any, tmp_path: Path) ->
     assert all(programs.same_weights(found, wanted) for found in result.per_rank)
 
 
-@pytest.mark.soak_on("standalone")
 @pytest.mark.usefixtures("out_of_reach")
 def test_a_run_that_fails_while_a_rank_waits_leaves_its_timeline_too(spark: Any, tmp_path: Path) -> None:
     with pytest.raises(programs.LateError, match="a bad sample") as caught:
@@ -103,14 +101,12 @@ def test_executors_that_find_nobody_gather_by_themselves(spark: Any, capfd: pyte
     assert capfd.readouterr().out == "rank 0 speaks\n"
 
 
-@pytest.mark.soak_on("standalone")
 @pytest.mark.usefixtures("out_of_reach")
 def test_large_data_and_results_travel_in_the_job(spark: Any) -> None:
     data = torch.arange(20 << 17, dtype=torch.float64)
     assert torch.equal(programs.run(lambda train_set: train_set, 2, train_set=data).value, data)
 
 
-@pytest.mark.soak_on("standalone")
 @pytest.mark.usefixtures("out_of_reach")
 def test_failures_come_in_the_text_of_the_job(spark: Any) -> None:
     with pytest.raises(programs.LateError, match="the disk is full") as caught:
@@ -118,12 +114,17 @@ def test_failures_come_in_the_text_of_the_job(spark: Any) -> None:
     assert "on rank 1" in str(caught.value.__cause__)
     with pytest.raises(RankError, match="rank 1 was killed by SIGKILL"):
         programs.run(programs.be_killed, 2)
+
+
+@pytest.mark.soak
+@pytest.mark.usefixtures("out_of_reach")
+def test_a_killed_worker_of_spark_is_named(spark: Any) -> None:
     with pytest.raises(LagomError, match=r"the process that held rank 1 on .* was killed by SIGKILL"):
         programs.run(programs.kill_the_holder, 2)
     assert programs.run(programs.place, 2).per_rank == ((0, 2), (1, 2))
 
 
-@pytest.mark.soak_on("standalone")
+@pytest.mark.soak  # tests/integration/test_failing.py shows it by default where ranks are told of it
 @pytest.mark.usefixtures("out_of_reach")
 def test_ctrl_c_ends_job_and_ranks(spark: Any, tmp_path: Path) -> None:
     import os
@@ -160,7 +161,6 @@ def late_task(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     cloudpickle.unregister_pickle_by_value(programs)
 
 
-@pytest.mark.soak_on("standalone")
 @pytest.mark.usefixtures("late_task")
 def test_a_late_rank_is_gathered_without_the_driver(
     spark: Any, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]

@@ -22,7 +22,9 @@ WRITTEN = Path(__file__).parent.parent / "data" / "petastorm_0_12_1"
 pytestmark = pytest.mark.parametrize("spark", ["local[2]"], indirect=True, scope="session")
 
 
-@pytest.mark.parametrize(("legacy", "times"), [("false", "INT96"), ("true", "TIMESTAMP_MICROS")])
+@pytest.mark.parametrize(
+    ("legacy", "times"), [("false", "INT96"), pytest.param("true", "TIMESTAMP_MICROS", marks=pytest.mark.soak)]
+)
 def test_types_of_spark_become_tensors(spark: Any, tmp_path: Path, legacy: str, times: str) -> None:
     from pyspark.ml.linalg import Vectors
 
@@ -65,6 +67,7 @@ def test_types_of_spark_become_tensors(spark: Any, tmp_path: Path, legacy: str, 
     assert found["p"].tolist() == [number % 2 for number in order.tolist()]
 
 
+@pytest.mark.soak  # tests/data/test_petastorm_loader.py shows it by default
 def test_a_program_of_maggys_shape_trains_on_paths(spark: Any, tmp_path: Path) -> None:
     spark.range(0, 37, numPartitions=3).write.parquet(str(tmp_path / "test"))
 
@@ -111,6 +114,7 @@ def test_a_program_of_maggys_shape_trains_on_paths(spark: Any, tmp_path: Path) -
         assert len(ours) == len(theirs) == 10
 
 
+@pytest.mark.soak  # tests/compat/test_petastorm.py shows it by default
 def test_what_petastorm_materialised_trains_its_own_programs_and_others(spark: Any, tmp_path: Path) -> None:
     importlib.import_module("lagom.compat.petastorm")
     from petastorm.etl.dataset_metadata import materialize_dataset

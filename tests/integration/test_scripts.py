@@ -69,7 +69,7 @@ EVERYTHING_IN_MAIN = """
     "session",
     [pytest.param(CLASSIC, id="classic"), pytest.param(REMOTE, id="connect")],
 )
-@pytest.mark.soak  # the notebook below runs the same text on Spark Connect, and the last test has a classic session
+@pytest.mark.soak  # the notebook below runs the same text by default
 def test_everything_in_main_travels(tmp_path: Path, session: str) -> None:
     assert "equal" in run_script(tmp_path, session, EVERYTHING_IN_MAIN)
 
@@ -102,7 +102,7 @@ def not_activated(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.
     monkeypatch.setenv("PATH", f"{folder}{os.pathsep}{os.environ['PATH']}")
 
 
-@pytest.mark.soak  # the script below runs so by default
+@pytest.mark.soak  # test_special.py shows it by default where a session is there
 @pytest.mark.usefixtures("not_activated")
 def test_tasks_on_this_machine_run_the_drivers_python_where_its_environment_is_not_activated(tmp_path: Path) -> None:
     text = """
@@ -116,6 +116,7 @@ def test_tasks_on_this_machine_run_the_drivers_python_where_its_environment_is_n
     assert run_script(tmp_path, CLASSIC, text, activated=False) == "True python3\n"
 
 
+@pytest.mark.soak  # test_other_hosts.py has edits by default, and test_failing.py Ctrl-C
 @pytest.mark.usefixtures("not_activated")
 def test_edits_of_helper_modules_are_seen_and_ctrl_c_in_a_terminal_leaves_the_session_usable(tmp_path: Path) -> None:
     (tmp_path / "beside.py").write_text("VALUE = 1\n")

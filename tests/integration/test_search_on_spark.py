@@ -36,7 +36,7 @@ def values(result: Any) -> dict[int, Any]:
 @pytest.mark.parametrize(
     "spark", ["local[2]", "local-cluster", "standalone", "connect"], indirect=True, scope="session"
 )
-@pytest.mark.soak_on("local-cluster", "connect")
+@pytest.mark.soak_on("connect")
 class TestOnEveryKind:
     """What holds on every kind of Spark."""
 
@@ -59,7 +59,7 @@ class TestOnEveryKind:
             assert (trial["folder"] / "files/model.txt").read_text() == f"width {width}"
             assert (trial["folder"] / "output.txt").read_text() == f"trained {width}\n"
 
-    @pytest.mark.soak_on("standalone")
+    @pytest.mark.soak  # tests/search/test_search.py shows it by default on slots of this machine
     def test_trials_end_in_every_way(self, spark: Any, tmp_path: Path) -> None:
         odd_trials.check(odd_trials.search("spark", tmp_path / "runs"))
 
@@ -73,6 +73,7 @@ def test_trials_log_to_their_runs_in_mlflow(spark: Any, tmp_path: Path) -> None:
         mlflow_searches.check_runs_below_the_active_one("spark")
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("spark", ["local[2]"], indirect=True, scope="session")
 def test_the_end_of_a_search_leaves_sparks_python_workers(spark: Any, tmp_path: Path) -> None:
     def train(width: int) -> dict[str, Any]:
@@ -117,12 +118,8 @@ def test_slots_of_executors_that_come_later_are_used(spark: Any, tmp_path: Path)
     assert {trial["slot"] for trial in result.trials} == {0, 1}
 
 
-@pytest.mark.parametrize(
-    ("spark", "tasks"),
-    [("local[2]", 2), pytest.param("local[4]", 4, marks=pytest.mark.soak)],
-    indirect=["spark"],
-    scope="session",
-)
+@pytest.mark.soak  # tests/search/test_reports.py has such trials by default
+@pytest.mark.parametrize(("spark", "tasks"), [("local[2]", 2), ("local[4]", 4)], indirect=["spark"], scope="session")
 def test_a_trial_of_several_ranks_takes_as_many_tasks(spark: Any, tasks: int, tmp_path: Path) -> None:
     def train(width: int) -> dict[str, Any]:
         import lagom
@@ -138,6 +135,7 @@ def test_a_trial_of_several_ranks_takes_as_many_tasks(spark: Any, tasks: int, tm
     assert programs.run(programs.place, 2).per_rank == ((0, 2), (1, 2))
 
 
+@pytest.mark.soak  # tests/search/test_trial_loop.py shows by default that those of a lost slot do
 @pytest.mark.parametrize("spark", ["standalone"], indirect=True, scope="session")
 def test_trials_of_a_lost_executor_run_again(spark: Any, tmp_path: Path) -> None:
     marker = Path(f"/dev/shm/lagom-test-{os.getpid()}")  # devices are real for every trial

@@ -16,8 +16,8 @@ from tests.snapshots.test_resume import same
 from tests.snapshots.training import config, train
 
 
+@pytest.mark.soak  # tests/snapshots shows it by default on this machine
 @pytest.mark.parametrize("spark", ["local[2]", "standalone"], indirect=True, scope="session")
-@pytest.mark.soak_on("standalone")
 def test_a_run_goes_on_from_its_snapshot_when_a_rank_is_killed(spark: Any, tmp_path: Path) -> None:
     for name in ("whole", "lost"):
         (tmp_path / name).mkdir()

@@ -116,6 +116,14 @@ def test_another_version_of_python_is_named(spark: Any, monkeypatch: pytest.Monk
         programs.run(programs.nothing, 1)
 
 
+@on("local[2]")
+def test_tasks_run_the_drivers_python_where_nobody_named_one(spark: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PYSPARK_PYTHON", raising=False)
+    monkeypatch.setattr(spark.sparkContext, "pythonExec", "python3")  # the first on the path, which is another
+    assert programs.run(lambda: sys.executable, 2).per_rank == (sys.executable, sys.executable)
+    assert spark.sparkContext.pythonExec == "python3"
+
+
 @on("local[4]")
 @pytest.mark.soak  # tests/integration/test_other_hosts.py shows it by default on three ranks
 @pytest.mark.parametrize("world_size", [3, 4])
@@ -125,11 +133,9 @@ def test_weights_are_those_of_the_plain_run(spark: Any, world_size: int) -> None
     assert all(programs.same_weights(found, wanted) for found in result.per_rank)
 
 
+@pytest.mark.soak  # tests/launchers/test_local.py shows it by default
 @pytest.mark.parametrize(
-    ("spark", "world_size"),
-    [("local[2]", 1), pytest.param("local[4]", 2, marks=pytest.mark.soak)],
-    indirect=["spark"],
-    scope="session",
+    ("spark", "world_size"), [("local[2]", 1), ("local[4]", 2)], indirect=["spark"], scope="session"
 )
 def test_two_threads_run_at_the_same_time(spark: Any, world_size: int, tmp_path: Path) -> None:
     def wait_for_the_other(name: str, other: str, folder: str) -> str:

@@ -17,7 +17,6 @@ from tests.integration import programs
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.soak_on("local-cluster")
 @pytest.mark.parametrize("spark", ["local[2]", "local-cluster"], indirect=True, scope="session")
 def test_a_faithful_program_is_rehearsed_and_runs(
     spark: Any, capfd: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -38,6 +37,7 @@ def test_a_faithful_program_is_rehearsed_and_runs(
     assert [path.name for path in tmp_path.iterdir()] == ["weights.pt"]
 
 
+@pytest.mark.soak  # tests/verify/test_rehearsals.py shows it by default
 @pytest.mark.parametrize("spark", ["local[2]"], indirect=True, scope="session")
 def test_an_unfaithful_program_does_not_run(spark: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
@@ -53,6 +53,7 @@ def test_an_unfaithful_program_does_not_run(spark: Any, tmp_path: Path, monkeypa
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.soak
 def test_the_driver_needs_no_torch_to_verify() -> None:
     code = """
 import sys

@@ -10,7 +10,7 @@ from typing import Any, cast
 
 import pytest
 
-from lagom.errors import LagomError
+from lagom.errors import LagomError, PlanError
 from lagom.launchers.run import RunView
 from lagom.launchers.spark import SparkLauncher, rows_of_failure
 from lagom.launchers.spark_session import ClassicFacts, SparkFacts
@@ -78,6 +78,22 @@ def test_what_counts_as_sparks_encryption(conf: dict[str, str], encrypted: bool,
     session = SimpleNamespace(conf=SimpleNamespace(get=lambda key, default: conf.get(key, default)))
     found = SparkFacts(session)
     assert (found.encrypted, found.encrypts) == (encrypted, encrypts)
+
+
+def test_executors_that_come_with_demand_are_counted_up_to_their_most_and_need_no_barrier() -> None:
+    conf = {"spark.master": "spark://host:7077", "spark.dynamicAllocation.enabled": "true", "spark.executor.cores": "2"}
+    context = _Context(last=1)
+    session = SimpleNamespace(
+        conf=SimpleNamespace(get=lambda key, default: conf.get(key, default)), sparkContext=context
+    )
+    cluster = ClassicFacts(session).cluster()
+    assert (cluster.slots, cluster.oversubscribe, cluster.barrier) == (1, True, False)
+    conf["spark.dynamicAllocation.maxExecutors"] = "3"
+    cluster = ClassicFacts(session).cluster()
+    assert (cluster.slots, cluster.oversubscribe, cluster.barrier) == (6, False, False)
+    conf["spark.speculation"] = "true"
+    with pytest.raises(PlanError, match=r"second copies of ranks; set spark\.speculation=false"):
+        ClassicFacts(session).cluster()
 
 
 class _Context:
