@@ -5,8 +5,12 @@ from __future__ import annotations
 import ast
 import functools
 import re
+import subprocess
+import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+
+import pytest
 
 ROOT = Path(__file__).parent.parent
 NUM_FEATURES = 101
@@ -21,6 +25,23 @@ def test_every_feature_stands_there_once() -> None:
 def test_every_test_that_is_named_exists() -> None:
     rows = _rows((ROOT / "docs" / "features.md").read_text())
     assert [line for number, proof in rows for line in faults(number, proof, ROOT)] == []
+
+
+def test_every_feature_has_a_test_by_default(request: pytest.FixtureRequest) -> None:
+    proofs = {number: set(_named(proof)) for number, proof in _rows((ROOT / "docs" / "features.md").read_text())}
+    collected = _collected(request, sorted({name.partition("::")[0] for names in proofs.values() for name in names}))
+    assert [number for number, names in proofs.items() if names and not names & collected] == []
+
+
+def _collected(request: pytest.FixtureRequest, files: list[str]) -> set[str]:
+    """Return the tests of ``files`` that run without an option: this process has them if it runs all tests."""
+    config = request.config
+    chosen = config.args, config.option.markexpr, config.option.keyword, config.getoption("lf", False)
+    if chosen == (["tests"], "not soak", "", False):
+        return {item.nodeid.partition("[")[0] for item in request.session.items}
+    command = [sys.executable, "-m", "pytest", "--collect-only", "--quiet", "-p", "no:cacheprovider", *files]
+    listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    return {line.partition("[")[0] for line in listed.splitlines()}
 
 
 def test_faults_are_found(tmp_path: Path) -> None:
@@ -41,10 +62,14 @@ def faults(number: int, proof: str, root: Path) -> list[str]:
     """Return the faults in the last column of row ``number``."""
     if proof == NOT_YET:
         return []
-    names = re.findall(r"`([^`]+)`", proof)
+    names = _named(proof)
     if not names or re.sub(r"`[^`]+`|[\s,]", "", proof):
         return [f"row {number} says {proof!r}; want `tests/path.py::test_name`, ... or {NOT_YET!r}"]
     return [f"row {number} names {name}, which does not exist" for name in names if not _exists(name, root)]
+
+
+def _named(proof: str) -> list[str]:
+    return re.findall(r"`([^`]+)`", proof)
 
 
 def _exists(name: str, root: Path) -> bool:
