@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Collection
 from functools import cache
 from types import ModuleType
 
@@ -10,20 +10,40 @@ import pytest
 
 from lagom.config.torch_distributed import Evaluation
 from tests.programs import judge
-from tests.programs.expectations import CASES, DISTRIBUTED, RATHER_WHOLE, SHARED_BY_THREE, WITH_EVALUATION, Case
+from tests.programs.expectations import (
+    CASES,
+    DISTRIBUTED,
+    IN_EVERY_WAY,
+    RATHER_WHOLE,
+    SHARED_BY_THREE,
+    WITH_EVALUATION,
+    Case,
+)
 from tests.ranks import RankFailedError
 
 LOSSES = ("a mean with weights of its own", "a sum over a batch")
 SPLITS = ("equal", "by share", "off", "apart", "error")
 
 
-def cases(*split: str, among: Sequence[str] = ()) -> pytest.MarkDecorator:
-    chosen = [case for case in CASES if case.split in split and (not among or case.program in among)]
-    return pytest.mark.parametrize("case", chosen, ids=str)
+def cases(*split: str, among: Collection[str] = judge.PROGRAMS) -> pytest.MarkDecorator:
+    """Return each case of the programs ``among``; with ``pytest -m soak`` if one way is enough for its program."""
+    return pytest.mark.parametrize(
+        "case",
+        [
+            pytest.param(case, id=str(case), marks=() if case.program in IN_EVERY_WAY else pytest.mark.soak)
+            for case in CASES
+            if case.split in split and case.program in among
+        ],
+    )
 
 
-def cases_on_ranks(*split: str) -> pytest.MarkDecorator:
-    """Each case on two ranks, or on three where these may differ; on the other number with ``pytest -m soak``."""
+def cases_on_ranks(*split: str, by_default: Callable[[Case], bool] = lambda _: True) -> pytest.MarkDecorator:
+    """Return each case on two ranks, or on three where these may differ; all else with ``pytest -m soak``."""
+
+    def is_default(case: Case, world_size: int) -> bool:
+        usual = 3 if case.program in SHARED_BY_THREE else 2
+        return world_size == usual and (by_default(case) or case.program in IN_EVERY_WAY)
+
     return pytest.mark.parametrize(
         ("case", "world_size"),
         [
@@ -31,7 +51,7 @@ def cases_on_ranks(*split: str) -> pytest.MarkDecorator:
                 case,
                 world_size,
                 id=f"{case}-{world_size}",
-                marks=pytest.mark.soak if (case.program in SHARED_BY_THREE) == (world_size == 2) else (),
+                marks=() if is_default(case, world_size) else pytest.mark.soak,
             )
             for world_size in (2, 3)
             for case in CASES
@@ -57,16 +77,7 @@ def test_every_program_is_judged() -> None:
     assert judge.PROGRAMS.keys() == {case.program for case in CASES} | set(DISTRIBUTED)
 
 
-# One rank takes the same way through all programs, so these stand for the others.
-@pytest.mark.parametrize(
-    "case",
-    [
-        pytest.param(
-            case, id=str(case), marks=() if case.program in SHARED_BY_THREE + RATHER_WHOLE else pytest.mark.soak
-        )
-        for case in CASES
-    ],
-)
+@cases(*SPLITS)
 def test_one_rank_gives_the_bits_of_a_plain_run(case: Case) -> None:
     plain, run = plain_run(case), judge.on_ranks(case.program, case.options, 1)
     assert judge.differences(run.ranks[0].value, plain.ranks[0].value, tolerance=0.0) == []
@@ -76,7 +87,7 @@ def test_one_rank_gives_the_bits_of_a_plain_run(case: Case) -> None:
     assert run.ranks[0].left == plain.ranks[0].left == []
 
 
-@cases_on_ranks("equal", "by share", "off")
+@cases_on_ranks("equal", "by share", "off", by_default=lambda case: case.split == "equal")
 def test_split(case: Case, world_size: int) -> None:
     judge_split(case, world_size, "gathered")
 
@@ -124,7 +135,7 @@ def test_split_says_why_it_cannot(case: Case, world_size: int) -> None:
         judge.on_ranks(case.program, case.options, world_size)
 
 
-@cases_on_ranks(*SPLITS)
+@cases_on_ranks(*SPLITS, by_default=lambda case: case.split != "equal")
 def test_whole(case: Case, world_size: int) -> None:
     judge_whole(case, world_size, always_slices=True)
 

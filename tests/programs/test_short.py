@@ -98,8 +98,8 @@ def in_float64(program: Program) -> Any:
 
 PROGRAMS = _programs()
 """Every public function of each file, imported before any test begins."""
-ON_THREE_RANKS = ("architectures", "generative", "loading", "unusual")
-"""Files whose forwards and loaders are of many kinds: their ranks have uneven blocks of each batch."""
+ON_THREE_RANKS = ("loading",)
+"""Files whose loaders are of many kinds: their ranks have uneven blocks of each batch."""
 WAYS = {"3-sliced": (3, True), "2": (2, False), "2-sliced": (2, True), "3": (3, False), "1": (1, True)}
 """World sizes, and whether forwards are sliced also where that does not pay."""
 
