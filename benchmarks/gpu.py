@@ -49,7 +49,7 @@ class Task:
     loss: Callable[[Tensor, Tensor], Tensor]
     steps: int
     half: bool
-    blocks: int = 12
+    blocks: int = 9
 
 
 def _mlp() -> nn.Module:
@@ -78,10 +78,10 @@ TASKS = {
         lambda: resnet50().to(memory_format=torch.channels_last),  # type: ignore[call-overload]  # not in torch's types
         _images,
         F.cross_entropy,
-        10,
+        5,
         True,
     ),
-    "GPT-2 124M, 8 x 1024 tokens": Task(GPT2, _texts, _token_loss, 10, True),
+    "GPT-2 124M, 8 x 1024 tokens": Task(GPT2, _texts, _token_loss, 5, True),
 }
 
 

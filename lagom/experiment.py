@@ -21,7 +21,7 @@ from lagom.launchers.attempts import run_attempts
 from lagom.launchers.dataframes import write_frame
 from lagom.launchers.protocol import Launcher as Launches
 from lagom.plan import Plan, plan
-from lagom.preparation import already_distributed, checked, random_start, run_records, source_of
+from lagom.preparation import checked, facts_of_code, random_start, run_records, source_of
 from lagom.program.own_frames import cut_own_frames
 from lagom.program.signature import function_name
 from lagom.program.sources import source_files
@@ -86,7 +86,7 @@ def lagom(train: Callable[..., Any], config: TorchDistributedConfig) -> Result |
     launcher = choose(config.launcher)
     name = function_name(train)
     cluster = launcher.cluster()
-    the_plan = plan(config, cluster, name, already_distributed=already_distributed(train, provided, cluster))
+    the_plan = plan(config, cluster, name, **facts_of_code(train, provided, cluster))
     call = Call(
         function=train,
         provided=write_frame(provided),
@@ -139,7 +139,9 @@ def resume(
         changed: dict[str, Any] = {"world_size": world_size, "launcher": launcher}
         config = replace(run.config, **{name: value for name, value in changed.items() if value is not None})
         chosen = choose(config.launcher)
-        the_plan = plan(config, chosen.cluster(), run.name, already_distributed=False)
+        cluster = chosen.cluster()
+        facts = facts_of_code(call.function, call.provided, cluster) | {"already_distributed": False}
+        the_plan = plan(config, cluster, run.name, **facts)
         with run_records(config, the_plan, chosen.where(), run.source, folder) as records:
             try:
                 return _run(chosen, the_plan, call, records, snapshots, started)

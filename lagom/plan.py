@@ -55,6 +55,8 @@ class Plan:
     barrier: bool
     gpu: bool
     """True if each rank has a GPU, of its own or with others."""
+    names_gpu: bool = True
+    """True if the program places its tensors itself, or there is no GPU; else see run_state/mixed_devices.py."""
     keeps_logs: bool = False
     """True if the output of every rank is sent to the driver."""
     encrypted: bool = False
@@ -87,7 +89,12 @@ class Plan:
 
 
 def plan(
-    config: TorchDistributedConfig, cluster: Cluster, name: str = "lagom", *, already_distributed: bool = False
+    config: TorchDistributedConfig,
+    cluster: Cluster,
+    name: str = "lagom",
+    *,
+    already_distributed: bool = False,
+    names_gpu: bool = True,
 ) -> Plan:
     """Resolve ``config`` against the cluster's facts.
 
@@ -118,6 +125,7 @@ def plan(
         ranks_per_slot=ranks_per_slot,
         barrier=cluster.barrier,
         gpu=cluster.gpus_per_slot > 0,
+        names_gpu=names_gpu,
         keeps_logs=config.log == "all" or (config.run_dir is not None and bool(os.fspath(config.run_dir))),
         encrypted=cluster.encrypted,
         encrypts_ranks=encrypts_ranks,

@@ -20,7 +20,7 @@ from lagom.debugger.terminal import NOBODY, can_type
 from lagom.errors import LagomError, RankTraceback
 from lagom.launchers.failure import message_of
 from lagom.plan import Plan
-from lagom.program.detect_distributed import is_distributed, needs_nccl
+from lagom.program.detect_distributed import is_distributed, names_gpu, needs_nccl
 from lagom.program.signature import arguments, check_makers, unread_hparams
 from lagom.program.unreadable_data import check_data
 from lagom.random_states import random_states
@@ -116,21 +116,22 @@ def provided_arguments(config: TorchDistributedConfig) -> dict[str, Any]:
     return provided
 
 
-def already_distributed(train: Callable[..., Any], provided: dict[str, Any], cluster: Cluster) -> bool:
-    """Return whether the program, or an argument from the config, is written for torchrun and can run that way here.
+def facts_of_code(train: Callable[..., Any], provided: Mapping[str, Any], cluster: Cluster) -> dict[str, bool]:
+    """Return what the code of the program, and of arguments from the config, tells ``plan`` about it.
 
-    One that knows only NCCL needs GPUs; without them the answer is no, and a warning says so.
+    A program that is written for torchrun and knows only NCCL needs GPUs: without them it counts as an ordinary one,
+    and a warning says so.
     """
     given = [provided.get(name) for name in ("module", "train_set", "test_set")] + list(provided["hparams"].values())
     given += [part for value in given if isinstance(value, (list, tuple)) for part in value[:16]]
     used = [train, *(value for value in given if callable(value))]
-    if not is_distributed(*used):
-        return False
     said = [*sys.argv, *(value for value in given if isinstance(value, str))]
-    if cluster.gpus_per_slot or any("gloo" in word for word in said) or not needs_nccl(*used):
-        return True
-    log.warning(_NO_NCCL)
-    return False
+    distributed = is_distributed(*used)
+    if distributed and not cluster.gpus_per_slot and not any("gloo" in word for word in said) and needs_nccl(*used):
+        log.warning(_NO_NCCL)
+        distributed = False
+    places = not cluster.gpus_per_slot or any(word.startswith("cuda") for word in said) or names_gpu(*used)
+    return {"already_distributed": distributed, "names_gpu": places}
 
 
 _NO_NCCL = (

@@ -157,7 +157,8 @@ def _plan(world_size: int, **config: Any) -> Plan:
         world_size=world_size,
         ranks_per_slot=1,
         barrier=True,
-        gpu=False,
+        gpu=DEVICE != "cpu",
+        names_gpu=DEVICE == "cpu",
     )
 
 

@@ -15,7 +15,7 @@ from lagom.micro_batches.split_forward import MicroBatches
 from lagom.monitor.spans import FORWARD
 from lagom.patching.replace import replaced
 from lagom.row_split.slicer import Slicer, is_splittable
-from lagom.run_state.cuda_device import follow_input
+from lagom.run_state.cuda_device import InputFollower
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -135,7 +135,7 @@ class _ForwardState:
 def _make_call(forwards: _ForwardState) -> Callable[..., Any]:
     original = vars(nn.Module)["__call__"]
     session, streams = forwards.session, forwards.streams
-    on_cuda = session.device.type == "cuda"
+    follower = InputFollower(session.device) if session.device.type == "cuda" else None
     may_slice = session.world_size > 1 and (
         session.config.batches == "whole" or session.config.evaluation == "gathered"
     )
@@ -156,8 +156,8 @@ def _make_call(forwards: _ForwardState) -> Callable[..., Any]:
         try:
             if session.weights is not None:
                 session.weights.resident.begin()
-            if on_cuda and session.live:
-                follow_input(module, args, kwargs, session.device)
+            if follower is not None and session.live:
+                follower.follow(module, args, kwargs)
             share, trains = None, False
             if several and session.live and torch.is_grad_enabled():
                 data = args[0] if len(args) == 1 and not kwargs else (args, kwargs)

@@ -21,6 +21,8 @@ _STARTS = frozenset({"init_process_group", "init_device_mesh"})
 """Functions by which a program starts a process group of its own."""
 _DRIVES = ("maggy.experiment",)
 """Modules by which a script starts ranks by itself."""
+_GPU = frozenset({"cuda", "gpu", "gpus", "accelerator", "device_type"})
+"""Words without which code does not get tensors onto a GPU."""
 _PACKAGE = "horovod"
 """Package whose programs start ranks by themselves too; also if another module is imported by its name."""
 
@@ -48,6 +50,11 @@ def needs_nccl(*values: Any) -> bool:
     """Return whether that code starts a process group on NCCL, which needs GPUs, and never names gloo."""
     starts, names = _found(*values)
     return starts and "nccl" in names and not any("gloo" in name for name in names)
+
+
+def names_gpu(*values: Any) -> bool:
+    """Return whether that code names a GPU, and so places its tensors itself."""
+    return not _found(*values)[1].isdisjoint(_GPU)
 
 
 def _found(*values: Any) -> tuple[bool, set[str]]:
@@ -109,8 +116,8 @@ def _names(code: types.CodeType) -> Iterator[str]:
     yield from code.co_names
     for constant in code.co_consts:
         for text in constant if isinstance(constant, tuple) else (constant,):
-            if isinstance(text, str) and text.isidentifier():
-                yield text
+            if isinstance(text, str) and (word := text.partition(":")[0]).isidentifier():  # "cuda:0"
+                yield word
 
 
 def _imports(code: types.CodeType) -> Iterator[str]:
@@ -193,8 +200,9 @@ def _part(name: str | None, piece: ast.AST, package: str) -> _Part:
             written.add(node.id)
         elif isinstance(node, ast.Attribute):
             written.add(node.attr)
-        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.isidentifier():
-            strings.add(node.value)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            word = node.value.partition(":")[0]
+            strings |= {word} if word.isidentifier() else set()
         elif isinstance(node, ast.Import):
             imports += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):

@@ -18,7 +18,7 @@ from lagom.errors import PlanError
 from lagom.launchers import choose
 from lagom.launchers.dataframes import write_frame
 from lagom.plan import Plan, plan
-from lagom.preparation import already_distributed, checked, random_start, run_records, source_of
+from lagom.preparation import checked, facts_of_code, random_start, run_records, source_of
 from lagom.program.signature import check_searched, function_name
 from lagom.search.mlflow_trials import mlflow_trials
 from lagom.search.search_progress import SearchProgress
@@ -126,8 +126,7 @@ def _checked(
 
 def _plan(train: Callable[..., Any], config: TrialsConfig, provided: dict[str, Any], cluster: Cluster) -> Plan:
     """Return the plan of one trial."""
-    distributed = already_distributed(train, provided, cluster)
-    of_trial = plan(config.of_a_trial(), cluster, function_name(train), already_distributed=distributed)
+    of_trial = plan(config.of_a_trial(), cluster, function_name(train), **facts_of_code(train, provided, cluster))
     return dataclasses.replace(
         of_trial, searches=True, keeps_logs=False, reports_pass_losses=config.reports_pass_losses
     )

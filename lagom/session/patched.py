@@ -10,6 +10,7 @@ import torch
 from lagom.deepspeed.engine_patches import driven_by_deepspeed
 from lagom.distributed.init_process_group import own_init_process_group
 from lagom.distributed.mp_spawn import own_mp_spawn
+from lagom.errors import LagomError
 from lagom.files.install import is_protected, knows_rank
 from lagom.files.saving import shared_files
 from lagom.forward.batchnorm import synchronise_batchnorm
@@ -22,6 +23,7 @@ from lagom.optimizers.grouped_adam import grouped_adam
 from lagom.optimizers.lr_scaling import scale_learning_rates
 from lagom.optimizers.zero_steps import shard_steps
 from lagom.row_split.row_losses import share_losses
+from lagom.run_state.mixed_devices import meet_on
 from lagom.run_state.random_streams import OwnStreams
 from lagom.timing.program_spans import recorded_calls
 from lagom.torch_versions import untried
@@ -30,7 +32,7 @@ from lagom.tracking.tensorboard import write_events_once
 from lagom.tracking.wandb import log_once_to_wandb
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
     from lagom.session.session import Session
 
@@ -65,6 +67,8 @@ def patched(session: Session) -> Iterator[None]:
             stack.enter_context(shared_files(session))
             stack.enter_context(write_events_once(session))
         on_cuda = session.device.type == "cuda"
+        if on_cuda and not session.plan.names_gpu:
+            stack.enter_context(meet_on(session.device))
         if distributed or on_cuda or session.config.micro_batches is not None or session.spans is not None:
             stack.enter_context(prepare_forwards(session, streams))
         if precision is not None:
@@ -84,6 +88,12 @@ def patched(session: Session) -> Iterator[None]:
             session.divergence.check_end(session.agreement)
 
 
+def _refuse_known_rank() -> Sequence[tuple[None, None]]:
+    if knows_rank():
+        raise LagomError("the program has asked for its rank, so ranks may hold values of their own")
+    return []
+
+
 @contextmanager
 def _patched_for_ranks(session: Session) -> Iterator[None]:
     """Patch what several ranks do together: backwards, steps, BatchNorm, and processes of the program's own."""
@@ -92,6 +102,7 @@ def _patched_for_ranks(session: Session) -> Iterator[None]:
         stack.enter_context(track_modules(session))
         if session.config.backend == "torch":
             stack.enter_context(synchronise_backward(session, knows_rank))
+            session.learned["rank"] = _refuse_known_rank, lambda _: None
             stack.enter_context(skip_profiler_ranges())
             stack.enter_context(grouped_adam(same_bits=session.config.batches == "whole"))
             if session.config.batches == "whole":

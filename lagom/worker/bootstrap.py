@@ -16,6 +16,8 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from lagom.call import Call
 from lagom.collectives.run_store import SealedStore
 from lagom.monitor.spans import Spans
@@ -23,6 +25,7 @@ from lagom.plan import Plan
 from lagom.program.signature import arguments, check_returned, makes_data
 from lagom.random_states import random_states, set_random_states, start_random_states
 from lagom.restart.stand_in import rank_pid
+from lagom.run_state.cuda_device import move_to_device
 from lagom.run_state.leaves import Leaves
 from lagom.run_state.random_streams import seed_everything
 from lagom.search.on_rank.reports import report_logged_values
@@ -126,6 +129,8 @@ def _returned(session: Session, call: Call, function: Callable[[], Any]) -> Retu
         session.is_called = True
         value = function()
         check_returned(call.function, value)
+        if session.device.type != "cpu" and not session.plan.names_gpu:
+            value = move_to_device(value, torch.device("cpu"))
     returned = {"value": value, "samples": session.samples_trained}
     if session.rank == 0 and call.random_states is not None:
         returned["random"] = {name: state for name, state in random_states().items() if name in call.random_states}

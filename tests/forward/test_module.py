@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
 from lagom.config.torch_distributed import Batches
-from lagom.run_state.cuda_device import follow_input, move_to_device
+from lagom.run_state.cuda_device import InputFollower, move_to_device
 from lagom.session.session import Session
 from tests.ranks import check_against_one_process, run_ranks
 
@@ -125,10 +125,11 @@ def test_moved_keeps_containers_and_other_objects() -> None:
 def test_a_module_follows_its_input_and_keeps_its_parameters() -> None:
     meta = torch.device("meta")
     module = nn.Linear(2, 2)
-    weight = module.weight
-    follow_input(module, (torch.zeros(1),), {}, meta)
+    weight, follower = module.weight, InputFollower(meta)
+    follower.follow(module, (torch.zeros(1),), {})
     assert module.weight.device.type == "cpu"
-    follow_input(nn.ReLU(), (torch.zeros(1, device=meta),), {}, meta)
-    follow_input(module, (), {"x": [{"y": torch.zeros(1, device=meta)}]}, meta)
-    assert module.weight.device.type == "meta"
+    follower.follow(nn.ReLU(), (torch.zeros(1, device=meta),), {})
+    for _ in range(2):
+        follower.follow(module, (), {"x": [{"y": torch.zeros(1, device=meta)}]})
+        assert module.weight.device.type == "meta"
     del weight

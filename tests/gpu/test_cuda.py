@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,15 +20,18 @@ from lagom.cluster import visible_gpus
 from lagom.collectives.agreement_exchange import AgreedExchange
 from lagom.collectives.group import Group
 from lagom.config import TorchDistributedConfig
+from lagom.forward.batchnorm import WholeBatchStatistics
 from lagom.gradients.backward_gradients import BackwardGradients
 from lagom.gradients.divergence import DivergenceMonitor
 from lagom.gradients.gradient_averager import GradientAverager
 from lagom.run_state.leaves import Leaves
+from lagom.run_state.loader_pass import BatchShare
 from lagom.run_state.memory_layout import storage_of
 from lagom.run_state.plain_leaves import Likeness
 from lagom.zero.parameters.dispatch import ParameterUses
 from lagom.zero.parameters.shards import ParameterShards
 from tests.programs import scaled
+from tests.ranks import session_alone
 from tests.snapshots import training
 from tests.snapshots.kills import killed
 
@@ -60,6 +64,7 @@ def test_a_program_that_knows_of_no_gpu_trains_on_it_with_the_numbers_of_the_cpu
     torch.manual_seed(0)
     plain = train(epochs=2)
     assert plain["devices"] == ["cpu"]
+    torch.manual_seed(0)
     result = experiment.lagom(train, TorchDistributedConfig(world_size=1, launcher=launcher, hparams={"epochs": 2}))
     assert result["devices"] == ["cuda:0"]
     torch.testing.assert_close(result["weights"], plain["weights"], rtol=1e-10, atol=1e-12)
@@ -175,15 +180,16 @@ def check_buckets_leave_early(averager: GradientAverager, group: Group, device: 
     assert sent == [1 << 21] * 2
 
 
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
 @pytest.mark.parametrize("size", [8, 1 << 21])
 def test_no_steady_step_waits_for_the_gpu(size: int) -> None:
-    """Small gradients, and such as travel while the backward runs."""
+    """Small gradients, and such as travel while the backward runs. Steps 8 and 16 compare the ranks' parameters."""
     with group_of_one() as group:
         averaging = averager(group)
         parameter = torch.nn.Parameter(torch.ones(size, device="cuda"))
         optimizer = torch.optim.SGD([parameter], lr=0.1)
-        for step in range(6):
-            torch.cuda.set_sync_debug_mode("error" if step > 2 else "default")
+        for step in range(1, 16):
+            torch.cuda.set_sync_debug_mode("error" if step > 8 else "default")
             try:
                 optimizer.zero_grad()
                 pending = BackwardGradients()
@@ -194,7 +200,30 @@ def test_no_steady_step_waits_for_the_gpu(size: int) -> None:
                 optimizer.step()
             finally:
                 torch.cuda.set_sync_debug_mode("default")
-        torch.testing.assert_close(parameter.detach().cpu(), torch.full((size,), 0.8**6))
+        torch.testing.assert_close(parameter.detach().cpu(), torch.full((size,), 0.8**15))
+
+
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
+def test_batchnorm_over_ranks_does_not_wait_for_the_gpu(tmp_path: Path) -> None:
+    with group_of_one() as group:
+        session = session_alone(tmp_path, "cuda:0")
+        session.group = group
+        session.sliced_forward = SimpleNamespace(share=BatchShare(16, 16, even=True))  # type: ignore[assignment]
+        over_ranks = WholeBatchStatistics(session, torch.nn.functional.batch_norm)
+        found, wanted = (torch.nn.BatchNorm1d(4).cuda().double() for _ in range(2))
+        x, weights = torch.rand(16, 4, device="cuda:0", dtype=torch.float64), torch.rand(4, device="cuda:0").double()
+        for step in range(3):
+            torch.cuda.set_sync_debug_mode("error" if step else "default")
+            try:
+                running = (found.running_mean, found.running_var, 0.1)
+                given = x.clone().requires_grad_()
+                (over_ranks.batch_norm(given, running, found.weight, found.bias, 1e-5) ** 3 * weights).sum().backward()
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+            other = x.clone().requires_grad_()
+            (wanted(other) ** 3 * weights).sum().backward()
+            torch.testing.assert_close(given.grad, other.grad, rtol=1e-10, atol=1e-12)
+        torch.testing.assert_close(found.running_var, wanted.running_var, rtol=1e-10, atol=0)
 
 
 def test_parameters_on_the_gpu_are_let_go_of_and_gathered_by_nccl() -> None:
@@ -242,6 +271,7 @@ def test_mixed_precision_with_a_scaler_gives_the_numbers_of_a_plain_run() -> Non
     options: dict[str, Any] = {"epochs": 2, "device": "cuda", "dtype": torch.float32}
     torch.manual_seed(0)
     plain = scaled.train(**options)
+    torch.manual_seed(0)
     result = experiment.lagom(scaled.train, TorchDistributedConfig(world_size=1, launcher="local", hparams=options))
     assert result["scale"] == plain["scale"]
     for name, value in plain["weights"].items():

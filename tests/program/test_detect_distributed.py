@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lagom import experiment
 from lagom.config import TorchDistributedConfig
-from lagom.program.detect_distributed import is_distributed, needs_nccl
+from lagom.program.detect_distributed import is_distributed, names_gpu, needs_nccl
 from lagom.program.script import Script
 
 
@@ -253,3 +253,38 @@ def test_a_program_for_nccl_runs_as_an_ordinary_one_where_there_are_no_gpus(
     config = TorchDistributedConfig(launcher="local", world_size=2, batches="whole", run_dir=None)
     assert list(experiment.lagom(_trains_where_rank_is_not_set, config).per_rank) == [plain, plain]
     assert "by NCCL alone" in caplog.text
+
+
+def moves() -> Any:
+    return torch.ones(1).cuda()
+
+
+def chooses(rank: int) -> Any:
+    return torch.ones(1).to(f"cuda:{rank}")
+
+
+def follows(x: torch.Tensor) -> torch.Tensor:
+    return torch.zeros(3, device=x.device).to("cpu")
+
+
+@pytest.mark.parametrize(
+    ("program", "wanted"),
+    [
+        (moves, True),
+        (chooses, True),
+        (functools.partial(chooses, 0), True),
+        (Script("x.py", "import torch\nd = 'cuda' if torch.cuda.is_available() else 'cpu'", ()), True),
+        (Script("x.py", "trainer = Trainer(accelerator='gpu')", ()), True),
+        (follows, False),
+        (ordinary, False),
+    ],
+)
+def test_programs_that_place_their_tensors_are_known(program: Any, wanted: bool) -> None:
+    assert names_gpu(program) is wanted
+
+
+def test_a_module_of_the_program_may_name_the_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "own_places.py").write_text("def place(x):\n    return x.to('cuda:1')\n\ndef other(x):\n    return x\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert names_gpu(Script("x.py", "from own_places import place\nplace(1)", ()))
+    assert not names_gpu(Script("x.py", "from own_places import other\nother(1)", ()))

@@ -289,7 +289,9 @@ def _content_differences(name: str, found: bytes, wanted: bytes) -> list[str]:
     if found == wanted:
         return []
     if name.endswith(".pt"):
-        first, second = (torch.load(io.BytesIO(content), weights_only=False) for content in (found, wanted))
+        first, second = (
+            torch.load(io.BytesIO(content), map_location="cpu", weights_only=False) for content in (found, wanted)
+        )
         return differences(first, second, name)
     return [f"{name}: {line}" for line in text_differences(found.decode(), wanted.decode())]
 

@@ -70,7 +70,8 @@ class ParameterShards:
             or not is_dense(tensor)
         ):
             return
-        if not storage.resizable() or storage.is_shared():
+        # torch says of all memory of GPUs that it is shared.
+        if not storage.resizable() or (tensor.is_cpu and storage.is_shared()):
             return
         number = self._leaves.number(tensor)
         self._num_made[number] = self._num_made.get(number, 0) + 1
