@@ -145,10 +145,10 @@ class WholeBatchStatistics:
         if count:
             mean, var = local_moments(input)
             mine = rows[self._group.rank]
-            # One by one: copying a list to a GPU would wait for all its running work.
-            mine[0] = count
-            mine[1] = count if share.num_mine else 0
-            mine[2] = input.shape[0] == max(share.num_mine, 1)
+            # Not by assignment: copying a number or a list to a GPU would wait for all its running work.
+            mine[:1].fill_(count)
+            mine[1:2].fill_(count if share.num_mine else 0)
+            mine[2:3].fill_(input.shape[0] == max(share.num_mine, 1))
             mine[3 : 3 + channels] = mean
             mine[3 + channels :] = var.to(torch.float64) * count
         self.sum(rows, ("forward", *identity))

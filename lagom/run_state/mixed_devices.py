@@ -14,12 +14,10 @@ from lagom.patching.replace import replaced
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
 
-_OF_CPU: frozenset[Any] = frozenset((Tensor.numpy, Tensor.__array__, Tensor.__repr__))
+# By name: a patch of lagom's may be in a function's place.
+_OF_CPU = frozenset(("numpy", "__array__", "__repr__", "__format__"))
 """Functions of one tensor that give what only the CPU has, or what a program without a GPU would print."""
-_SET_DATA: Any = Tensor.data
-_ANY_DEVICES: frozenset[Any] = frozenset(
-    (Tensor.to, Tensor.copy_, Tensor.type_as, Tensor.backward, _SET_DATA.__set__, torch.autograd.grad)
-)
+_ANY_DEVICES = frozenset(("to", "copy_", "type_as", "backward", "grad", "__set__"))
 """Functions that take tensors of different devices by themselves, or the very tensors that they are given."""
 _RECURRENT = frozenset(("lstm", "gru", "rnn_tanh", "rnn_relu"))
 _LENGTHS = frozenset(("_pack_padded_sequence", "_pad_packed_sequence"))
@@ -57,12 +55,12 @@ class MixedDevices(TorchFunctionMode):
         kwargs = kwargs or {}
         found = _devices(args) | _devices(kwargs.values()) if kwargs else _devices(args)
         if found & _GPU:
-            if func in _OF_CPU:
-                return func(args[0].cpu(), *args[1:], **kwargs)
             name = getattr(func, "__name__", "")
+            if name in _OF_CPU:
+                return func(args[0].cpu(), *args[1:], **kwargs)
             if name in _LENGTHS or (name in _RECURRENT and isinstance(args[3], (list, tuple))):
                 return func(args[0], args[1].cpu(), *args[2:], **kwargs)  # lengths, which torch wants on the CPU
-            if found & _CPU and func not in _ANY_DEVICES:
+            if found & _CPU and name not in _ANY_DEVICES:
                 place = _written(name, args, kwargs) or self._device
                 return func(*_moved(args, place), **{key: _moved(value, place) for key, value in kwargs.items()})
         return func(*args, **kwargs)
@@ -110,4 +108,5 @@ def _moved(value: Any, device: torch.device) -> Any:
 # torch calls a mode for each of its functions: about 2 us each. So it is there only where the code of the program, by
 # its names and words, knows neither "cuda" nor "gpu" nor "accelerator"; all others place their tensors themselves.
 #
-# An array of a tensor on the GPU is a copy: a program that writes to it does not change the tensor.
+# Two limits: an array of a tensor on the GPU is a copy, and a program that writes to it does not change the tensor;
+# and torch takes the mode away during a backward, so hooks and backwards of the program's own find what is there.
