@@ -66,7 +66,7 @@ ROOMS = {
     "pickler plan program random_states restart run_state search.on_rank session snapshots verify.on_rank wire world "
     "zero numpy torch IPython",
     # What a rank does with the program, from the top down.
-    "session": "collectives collectives.torch_backend deepspeed distributed files forward gradients "
+    "session": "collectives collectives.torch_backend deepspeed distributed errors files forward gradients "
     "gradients.reduction loaders optimizers restart row_split run_state timing torch_versions tracking torch",
     "torch_versions": "",
     "snapshots": "call errors loaders patching payload pickler program random_states restart snapshots.passes "

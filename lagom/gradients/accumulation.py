@@ -56,6 +56,23 @@ class Accumulation:
         self._owed: dict[int, nn.Parameter] = {}
         """Parameters whose gradients are sums of this rank's shares, still to be averaged; by id."""
 
+    def state(self) -> Any:
+        """Return what is known of the program's cycles, for ``go_on`` in another process.
+
+        Raises:
+            LagomError: if gradients are this rank's own now.
+        """
+        if self._owed:
+            raise LagomError("gradients of several backwards are being accumulated, and are averaged together")
+        return self._is_patched, self._over, self._count, self._goal, self._lengths.copy(), self._agreed, self._num_vain
+
+    def go_on(self, state: Any) -> None:
+        """Go on from what ``state`` has returned, with gradients that are averages."""
+        is_patched, self._over, self._count, self._goal, self._lengths, self._agreed, self._num_vain = state
+        if is_patched:
+            self._patch_grad()
+        self._close_if_over()
+
     def begin_backward(self, leaves: Sequence[Tensor], *, create_graph: bool) -> bool:
         """Return whether the averaging of the backward that is about to reach ``leaves`` can be postponed.
 

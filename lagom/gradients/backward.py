@@ -14,7 +14,7 @@ from lagom.errors import DivergenceError, LagomError
 from lagom.gradients.accumulation import Accumulation
 from lagom.gradients.autograd_grad import AutogradGradAverager
 from lagom.gradients.backward_gradients import encode_batch
-from lagom.gradients.cached_backward import BackwardCache
+from lagom.gradients.cached_backward import BackwardCache, can_repeat
 from lagom.gradients.grad_calls import GradCalls, inside_backward
 from lagom.gradients.replicas import Replicas
 from lagom.gradients.training_threads import TrainingThreads
@@ -30,7 +30,6 @@ if TYPE_CHECKING:
 
     from lagom.gradients.backward_gradients import BackwardGradients
     from lagom.gradients.cached_backward import CachedBackward
-    from lagom.gradients.reduction.layout import Layout
     from lagom.session.session import Session
 
 
@@ -63,6 +62,7 @@ def synchronise_backward(session: Session, knows_rank: Callable[[], bool]) -> It
             backwards.divergence.record_error(error)
             raise
 
+    session.learned["backwards"] = backwards.state, backwards.go_on
     with replaced(torch.autograd, "_engine_run_backward", run_backward):
         try:
             yield
@@ -96,6 +96,7 @@ class _Backwards:
         self._keeps = False
         self._cache = BackwardCache(session.leaves)
         self._replicas = Replicas(session, session.gradient_averager, knows_rank)
+        session.gradient_averager.set_comparison(self._replicas.compare)
         self._running: Sequence[Tensor] = ()
         """Leaves of the steady backward that runs now; empty if none runs."""
         self.accumulation = Accumulation(session, self._gradient_averager)
@@ -103,6 +104,15 @@ class _Backwards:
             # These levels exist to avoid keeping whole gradients. And if a reduction is not linear, its result must not
             # depend on the moment at which lagom notices that the program accumulates.
             self.accumulation.close()
+
+    def state(self) -> list[tuple[None, Any]]:
+        """Return what decides how gradients are averaged, for ``go_on`` in another process."""
+        return [(None, (self._replicas.is_over, self.accumulation.state()))]
+
+    def go_on(self, state: Sequence[tuple[None, Any]]) -> None:
+        """Average gradients as the process did that has returned ``state``."""
+        ((_, (self._replicas.is_over, accumulation)),) = state
+        self.accumulation.go_on(accumulation)
 
     def run_backward(self, outputs: Sequence[Any], args: tuple[Any, ...], options: dict[str, Any]) -> Any:
         """Run ``backward``, and average gradients when the outermost one ends."""
@@ -201,7 +211,8 @@ class _Backwards:
         found = None
         if inner is None and not self._replicas.skip(cached.layout):
             found = cached.collect_gradients(leaves)
-            if found is None or not self._reduce_cached(cached.layout, found):
+            place = encode_batch(session.position)
+            if found is None or not self._gradient_averager.reduce_cached(cached.layout, found, place):
                 inner = self._take_pending(leaves)
         if inner is not None:
             inner.restore_hooks()
@@ -210,12 +221,6 @@ class _Backwards:
         session.distributed_part = session.distributed_part or "a backward ran"
         session.record_backward()
         return result
-
-    def _reduce_cached(self, layout: Layout, gradients: Sequence[Tensor]) -> bool:
-        """Average ``gradients`` unless all ranks have the same; return False if the ranks did not agree."""
-        place = encode_batch(self._session.position)
-        are_equal = self._replicas.compare(layout, gradients, place)
-        return self._gradient_averager.reduce_cached(layout, gradients, place) if are_equal is None else are_equal
 
     def _take_pending(self, leaves: Sequence[Tensor]) -> BackwardGradients:
         pending = self.accumulation.take_pending()
@@ -249,25 +254,20 @@ class _Backwards:
         if not pending.leaves:
             self.accumulation.record_failures(pending.num_failed)
             return result
-        self._finish(pending, create_graph=bool(args[2]))
-        if (
-            self._gradient_averager.agreed_layout is not None
-            and pending.is_plain
-            and self._may_use_cache()
-            and not args[2]
-        ):
+        repeats = pending.is_plain and self._may_use_cache() and not args[2] and can_repeat(pending.leaves)
+        self._finish(pending, create_graph=bool(args[2]), compares=repeats)
+        if repeats and self._gradient_averager.agreed_layout is not None and self._may_use_cache():
             self._cache.add(pending.leaves, self._gradient_averager.agreed_layout)
         return result
 
-    def _finish(
-        self, pending: BackwardGradients, *, create_graph: bool, is_counted: bool = False, differs: bool = False
-    ) -> None:
+    def _finish(self, pending: BackwardGradients, *, create_graph: bool, **options: bool) -> None:
+        """Average the gradients, with ``options`` of ``GradientAverager.reduce``, and finish the backward."""
         self._session.distributed_part = self._session.distributed_part or "a backward ran"
         with torch.set_grad_enabled(create_graph):
             if any(leaf.grad is not None and leaf.grad.requires_grad for leaf in pending.leaves):
                 self._grads.average_accumulated(pending)
             else:
-                self._gradient_averager.reduce(pending, is_counted=is_counted, differs=differs)
+                self._gradient_averager.reduce(pending, **options)
             self.accumulation.record_reduction(pending)
             pending.finish()
             if self._session.gradients is not None:

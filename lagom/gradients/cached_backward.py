@@ -57,21 +57,30 @@ class BackwardCache:
         return cached
 
     def add(self, leaves: Sequence[torch.Tensor], layout: Layout) -> None:
-        """Remember a backward on which all ranks have agreed, if later ones can repeat it.
+        """Remember a small backward on which all ranks have agreed.
 
         Args:
-            leaves: the leaves that it reached, which had no gradients before.
+            leaves: the leaves that it reached, which had no gradients before, and ``can_repeat`` now.
             layout: the layout of their gradients.
         """
-        if layout.sparse or layout.on_cpu >= MIN_BYTES or len(layout.numbers) != len(leaves):
+        if not is_small(layout) or len(layout.numbers) != len(leaves):
             return
-        found = [leaf.grad for leaf in leaves if isinstance(leaf, nn.Parameter)]
-        kinds = [(one.dtype, one.shape) for one in found if one is not None and lies_plainly(one)]
-        if len(kinds) < len(leaves) or not all(dtype.is_floating_point for dtype, _ in kinds):
-            return
+        kinds = [(leaf.grad.dtype, leaf.grad.shape) for leaf in leaves if leaf.grad is not None]
         if len(self._known) == _MAX_KNOWN:
             self._known.clear()
         self._known[tuple(map(self._leaves.known, leaves))] = CachedBackward(kinds, layout)
+
+
+def can_repeat(leaves: Sequence[torch.Tensor]) -> bool:
+    """Return whether the gradients of ``leaves`` are of parameters and lie plainly, as a cached backward needs."""
+    found = [leaf.grad for leaf in leaves if isinstance(leaf, nn.Parameter)]
+    plain = [one for one in found if one is not None and one.dtype.is_floating_point and lies_plainly(one)]
+    return len(plain) == len(leaves)
+
+
+def is_small(layout: Layout) -> bool:
+    """Return whether gradients of ``layout`` are dense, and too few to travel while the backward runs."""
+    return not layout.sparse and layout.on_cpu < MIN_BYTES
 
 
 # Note [Cached backwards]

@@ -9,6 +9,7 @@ import torch
 from lagom.collectives.agreement_exchange import signature
 from lagom.collectives.plain_values import all_gather_values
 from lagom.errors import DivergenceError
+from lagom.gradients.cached_backward import is_small
 from lagom.gradients.initial_values import InitialValueCheck
 from lagom.gradients.overlap import OverlappedBackward
 from lagom.gradients.reduction.layout import Layout, LayoutEntry
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from lagom.gradients.bucket_pipeline import BucketPipeline
     from lagom.gradients.divergence import DivergenceMonitor
     from lagom.gradients.reduction.mean import Reduction
+    from lagom.gradients.tensor_averager import Compare
     from lagom.run_state.leaves import Leaves
 
 
@@ -91,12 +93,15 @@ class GradientAverager:
         self.overlap.begin([n for n, _ in shared], [leaf for _, leaf in shared], plain)
 
     @torch.no_grad()
-    def reduce(self, pending: BackwardGradients, *, is_counted: bool = False, differs: bool = False) -> None:
+    def reduce(
+        self, pending: BackwardGradients, *, is_counted: bool = False, differs: bool = False, compares: bool = False
+    ) -> None:
         """Average ``leaf.grad`` over the ranks, in place; a collective, unless no leaf was reached.
 
         Args:
             is_counted: whether the divergence monitor has counted this backward.
             differs: whether ``reduce_cached`` has just found that the ranks do not agree.
+            compares: whether gradients that are equal on all ranks need no average, if they are small.
 
         Raises:
             DivergenceError: on all ranks, if a leaf had different values at its first backward, or parameters have
@@ -119,7 +124,9 @@ class GradientAverager:
             self._reduce_rest(reached, running, pending)
         elif reached.numbers:
             kind, tries = _describe_place(_BACKWARD, pending), 0
-            while reached.numbers and (differs or not self.average(kind, reached, pending.identity)):
+            while reached.numbers and (
+                differs or not self.average(kind, reached, pending.identity, compares=compares and not tries)
+            ):
                 reached, differs, tries = self._agree_on_union(kind, reached, pending), False, tries + 1
             if reached.numbers:
                 pending.record_agreement()
@@ -137,7 +144,8 @@ class GradientAverager:
         Returns:
             False if the ranks did not agree; then ``reduce(..., differs=True)`` must follow.
         """
-        if not self._averager.average(layout, gradients, self._make_signature(layout, identity), lie_plainly=True):
+        signed = self._make_signature(layout, identity)
+        if not self._averager.average(layout, gradients, signed, compares=True, lie_plainly=True):
             return False
         self._divergence.record_agreement()
         return True
@@ -153,12 +161,15 @@ class GradientAverager:
         pending.record_agreement()
         running.wait_for_all({id(leaf) for leaf in running.missing if self._leaves.known(leaf) in missing})
 
-    def average(self, kind: str, reached: ReachedLeaves, identity: bytes = b"", *, averages: bool = False) -> bool:
+    def average(
+        self, kind: str, reached: ReachedLeaves, identity: bytes, *, averages: bool = False, compares: bool = False
+    ) -> bool:
         """Reduce gradients in place, if all ranks are at the same ``kind`` of exchange and reached the same leaves.
 
         Args:
             identity: further bytes that must be equal on all ranks.
             averages: whether to use the mean, and not the run's reduction.
+            compares: as in ``reduce``.
 
         Returns:
             Whether the ranks agreed; if not, nothing has changed.
@@ -166,7 +177,8 @@ class GradientAverager:
         layout = self._averager.find_layout(kind, *reached, averages=averages)
         if layout.is_new:
             layout.unseen = self._verified.find_unseen(layout.numbers)
-        if not self._averager.average(layout, reached.gradients, self._make_signature(layout, identity)):
+        signed = self._make_signature(layout, identity)
+        if not self._averager.average(layout, reached.gradients, signed, compares=compares and is_small(layout)):
             return False
         if layout.is_new:
             self._verified.add_verified(layout.unseen)
@@ -174,6 +186,10 @@ class GradientAverager:
             layout.unseen, layout.is_new = [], False
         self._divergence.record_agreement()
         return True
+
+    def set_comparison(self, compare: Compare) -> None:
+        """Use ``compare`` to find out whether gradients need no average."""
+        self._averager.compare = compare
 
     def set_digest(self, digest: Callable[[torch.Tensor], bytes]) -> None:
         """Use ``digest`` to hash the values of leaves that are reached for the first time."""

@@ -46,6 +46,7 @@ class Replicas:
         self._equal: set[Layout] = set()
         """Layouts of gradients that were equal on all ranks when they were compared."""
         self._has_skipped = False
+        self._overlap = averager.overlap
         config = session.config
         self._is_over = (
             config.batches != "whole"
@@ -62,11 +63,11 @@ class Replicas:
         self._has_skipped = True
         return True
 
-    def compare(self, layout: Layout, gradients: Sequence[torch.Tensor], identity: bytes) -> bool | None:
-        """Compare ``gradients``, and parameters if that is due, with those of other ranks; a collective.
+    def compare(self, layout: Layout, gradients: Sequence[torch.Tensor], signed: bytes) -> bool | None:
+        """Compare ``gradients`` with those of other ranks; a collective.
 
         Args:
-            identity: bytes that must be equal on all ranks.
+            signed: bytes that must be equal on all ranks.
 
         Returns:
             Whether they are equal, and so need no averaging; None if they were not compared.
@@ -76,18 +77,25 @@ class Replicas:
         # Of this rank: another one may ask for its rank in another step, so that all go by what they say here.
         knows_rank = self._knows_rank()
         numbers = repr(checksums(dict(enumerate(gradients)))).encode()
-        signed = layout.identity + identity + self._divergence.identity(layout.numbers) + numbers + bytes([knows_rank])
-        if not self._frame.exchange(signature(signed)):
+        if not self._frame.exchange(signature(signed + numbers + bytes([knows_rank]))):
             self._is_over = True
             return False
         if knows_rank:
             self._is_over = True
             return None
-        self._divergence.record_agreement()
         if len(self._equal) == _MAX_LAYOUTS:
             self._equal.clear()
         self._equal.add(layout)
         return True
+
+    @property
+    def is_over(self) -> bool:
+        """Whether gradients of all backwards are averaged from now on."""
+        return self._is_over or self._session.has_sliced or self._overlap.may_start
+
+    @is_over.setter
+    def is_over(self, value: bool) -> None:
+        self._is_over = self._is_over or value
 
     def _may_skip(self) -> bool:
         session = self._session
@@ -137,7 +145,8 @@ class Replicas:
 # gradients of one process. To average them changes nothing, and takes as long as the backward of such a network: ranks
 # wait for each other in each step. So gradients are compared instead: those of each kind of backward when it comes for
 # the first time, and later whenever parameters are compared (see Note [Divergence] in divergence.py). In between, ranks
-# do not wait.
+# do not wait. Not even the first is averaged: a mean of three equal numbers may be rounded, and a run that goes on from
+# a snapshot begins with a first one.
 #
 # Ranks that compute something of their own (a generator without a seed) have other gradients from the beginning, and
 # those are averaged. So are those of a program that has asked for its rank by the time of a comparison. Where ranks

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from lagom.collectives.group import Group
     from lagom.gradients.reduction.mean import Reduction
 
+Compare: TypeAlias = "Callable[[Layout, Sequence[torch.Tensor], bytes], bool | None]"
 _MAX_LAYOUTS = 64
 
 
@@ -39,6 +40,8 @@ class TensorAverager:
         self._frame = frame
         self._on_forget = forgotten
         self._layouts: dict[object, Layout] = {}
+        self.compare: Compare = lambda *_: None
+        """Returns whether all ranks have the same gradients and signature; None where they have to be averaged."""
 
     def find_layout(
         self, kind: str, numbers: Sequence[int], gradients: Sequence[torch.Tensor], *, averages: bool = False
@@ -66,17 +69,26 @@ class TensorAverager:
         return found
 
     def average(
-        self, layout: Layout, gradients: Sequence[torch.Tensor], signed: bytes, *, lie_plainly: bool = False
+        self,
+        layout: Layout,
+        gradients: Sequence[torch.Tensor],
+        signed: bytes,
+        *,
+        compares: bool = False,
+        lie_plainly: bool = False,
     ) -> bool:
         """Average ``gradients`` in place if all ranks passed the same ``signed``; otherwise change nothing.
 
         Args:
             signed: this rank's signature.
+            compares: whether gradients that are equal on all ranks stay as they are.
             lie_plainly: whether all gradients are known to be dense and contiguous, so that no check is needed.
 
         Returns:
             Whether the signatures were equal.
         """
+        if compares and (agreed := self.compare(layout, gradients, signed)) is not None:
+            return agreed
         framed = [gradients[i] for i in layout.framed]
         if not self._frame.average(layout.packed, framed, signed, lie_plainly=lie_plainly):
             return False

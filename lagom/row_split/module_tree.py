@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -13,7 +14,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from lagom.patching.object_reference import ObjectReference
 from lagom.row_split.recorder import NotByRowsError
-from lagom.row_split.split_candidate import SplitCandidate, is_batch
+from lagom.row_split.split_candidate import KnownCalls, SplitCandidate, is_batch
 from lagom.row_split.surroundings import Surroundings
 from lagom.run_state.memory_layout import memory_order
 
@@ -72,6 +73,48 @@ class ModuleTree:
         run = _run_with(partial(call, module), args, kwargs, leaves, spec)
         return SplitCandidate(module, inside, run, leaves, spec, rows if inside else 0, device)
 
+    def portable(self, module: nn.Module, calls: KnownCalls) -> Any:
+        """Return ``calls`` of ``module`` in a form for ``put_back``: their kinds without ids of this process.
+
+        Of a kind's states and flags, only those are kept that are not as they are now.
+        """
+        listed = self._found.get(module)
+        inside = [module, *listed.others] if listed is not None else []
+        if listed is None or listed.structure != _tree_fingerprint(inside):
+            return replace(calls, findings={}), 0, [], []
+        around, fresh = listed.surroundings, Surroundings(inside)
+        places = around.find_in(fresh)
+        flags, states = around.flags(), tuple(map(_module_state, inside))
+
+        def in_order(all_flags: Sequence[object]) -> tuple[object, ...]:
+            return tuple([all_flags[index] for index, _ in places])
+
+        now = in_order(flags)
+        findings = [
+            (
+                kind._replace(states=_difference(kind.states, states), flags=_difference(in_order(kind.flags), now)),
+                finding,
+            )
+            for kind, finding in calls.findings.items()
+            if len(kind.flags) == len(flags)
+        ]
+        return replace(calls, findings={}), fresh.num_places, [index for _, index in places], findings
+
+    def put_back(self, module: nn.Module, state: Any) -> KnownCalls:
+        """Return the calls of ``module`` of which ``portable`` has returned ``state`` in another process."""
+        calls: KnownCalls = state[0]
+        _, num_places, places, findings = state
+        inside = self.modules_in(module, says=False)
+        if not inside or self.surroundings(module).num_places != num_places:
+            return calls
+        around = self.surroundings(module)
+        around.keep(places)
+        flags, states = around.flags(), tuple(map(_module_state, inside))
+        for kind, finding in findings:
+            own = _with_difference(kind.states, states), _with_difference(kind.flags, flags)
+            calls.findings[kind._replace(states=own[0], flags=own[1])] = finding
+        return calls
+
     def surroundings(self, module: nn.Module) -> Surroundings:
         """Return the values that forwards inside ``module`` can see; ``of`` must have been called for it before."""
         found: _ModuleList = self._found[module]
@@ -116,7 +159,40 @@ def _tree_fingerprint(modules: list[nn.Module]) -> object:
     return [tuple(map(id, (module.__dict__.get("_modules") or {}).values())) for module in modules]
 
 
-def call_kind(candidate: SplitCandidate, surroundings: Surroundings) -> object:
+class CallKind(NamedTuple):
+    """Facts by which calls are distinguished: the same finding applies to calls of one kind."""
+
+    spec: object
+    leaves: tuple[object, ...]
+    states: Any
+    """Of each module inside."""
+    flags: Any
+    modes: tuple[bool, ...]
+    is_short: bool
+    """Blocks have a single row, whose shape squeeze() changes."""
+
+
+_SAME = ...
+"""Stands for a part of a kind that is as in the module now."""
+
+
+def _difference(kept: object, now: object) -> object:
+    if kept == now:
+        return _SAME
+    if isinstance(kept, tuple) and isinstance(now, tuple) and len(kept) == len(now):
+        return tuple(map(_difference, kept, now))
+    return kept
+
+
+def _with_difference(difference: object, now: object) -> object:
+    if difference is _SAME:
+        return now
+    if isinstance(difference, tuple) and isinstance(now, tuple) and len(difference) == len(now):
+        return tuple(map(_with_difference, difference, now))
+    return difference
+
+
+def call_kind(candidate: SplitCandidate, surroundings: Surroundings, *, is_short: bool = False) -> CallKind:
     """Return a key that is equal for calls to which the same finding applies."""
     leaves = tuple(
         (leaf.dim(), _ones(leaf), leaf.dtype, leaf.requires_grad, is_batch(leaf, candidate.rows), memory_order(leaf))
@@ -127,7 +203,7 @@ def call_kind(candidate: SplitCandidate, surroundings: Surroundings) -> object:
     states = tuple(map(_module_state, candidate.inside))
     modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.is_autocast_enabled(candidate.device.type)
     spec = candidate.spec if _SPECS_HASH else repr(candidate.spec)
-    return spec, leaves, states, surroundings.flags(), modes
+    return CallKind(spec, leaves, states, surroundings.flags(), modes, is_short)
 
 
 def _specs_hash() -> bool:

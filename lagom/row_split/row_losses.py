@@ -17,7 +17,7 @@ from lagom.row_split.path_to_output import find_gradient_path, watch_gradient
 from lagom.row_split.shared_loss import MEAN, NONE, SUM, SUMMED, SharedLoss, TorchLoss
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
 
     from lagom.row_split.path_to_output import GradientPath
     from lagom.session.session import Session
@@ -34,6 +34,7 @@ def share_losses(session: Session, knows_rank: Callable[[], bool]) -> Iterator[N
         knows_rank: tells whether the program has asked for its rank, and so may compute a loss on one rank alone.
     """
     sharing = _Sharing(session, knows_rank)
+    session.learned["losses"] = sharing.state, sharing.go_on
     with ExitStack() as stack:
         for loss in _LOSSES:
             stack.enter_context(_share_loss(sharing, loss))
@@ -79,6 +80,14 @@ class _Sharing:
     def end(self, *_: Any) -> None:
         """Share out no loss any more."""
         self._is_over = True
+
+    def state(self) -> list[tuple[None, bool]]:
+        """Return whether no loss is shared out any more, for ``go_on`` in another process."""
+        return [(None, self._is_over)]
+
+    def go_on(self, state: Sequence[tuple[None, bool]]) -> None:
+        """Share out losses as the process did that has returned ``state``."""
+        ((_, self._is_over),) = state
 
     def find_path(self, loss: TorchLoss, args: tuple[Any, ...], kwargs: dict[str, Any]) -> GradientPath | None:
         """Return the path from an output to the scores, if each rank can compute the loss of its rows."""

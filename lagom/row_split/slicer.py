@@ -15,6 +15,7 @@ from lagom.row_split.probe import UNIFORM, probe
 from lagom.row_split.restore import parameter_checksums
 from lagom.row_split.sliced_forward import OFTEN, NewWayError, SlicedRuns
 from lagom.row_split.split_candidate import (
+    KnownCalls,
     SplitCandidate,
     SplitFinding,
     is_dense,
@@ -26,7 +27,7 @@ from lagom.row_split.surroundings import watched_writes
 from lagom.row_split.whole_batch import Gatherer, is_worth_slicing
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from lagom.session.session import Session
 
@@ -74,17 +75,25 @@ class Slicer:
         self._original = original
         self._outside = outside
         self._trees = ModuleTree(session.say_once)
-        self._findings: WeakIdKeyDictionary = WeakIdKeyDictionary(ref_type=ObjectReference)
-        self._small: WeakIdKeyDictionary = WeakIdKeyDictionary(ref_type=ObjectReference)
-        self._counting: WeakIdKeyDictionary = WeakIdKeyDictionary(ref_type=ObjectReference)
-        self._changing: WeakIdKeyDictionary = WeakIdKeyDictionary(ref_type=ObjectReference)
+        self._calls: WeakIdKeyDictionary = WeakIdKeyDictionary(ref_type=ObjectReference)
+        """By module, its ``KnownCalls``."""
+        session.learned["forwards"] = self.state, self.go_on
         self._depth = 0
         self._has_work = False
         """A forward that pays was seen, or the user was told that none does."""
 
+    def state(self) -> list[tuple[nn.Module, Any]]:
+        """Return what is known of each module's calls, for ``go_on`` in another process."""
+        return [(module, self._trees.portable(module, calls)) for module, calls in list(self._calls.items())]
+
+    def go_on(self, state: Sequence[tuple[nn.Module, Any]]) -> None:
+        """Go on from what ``state`` has returned, with the same number of ranks."""
+        for module, calls in state:
+            self._calls[module] = self._trees.put_back(module, calls)
+
     def call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return ``module(*args, **kwargs)``, where every rank has the same arguments."""
-        small = self._small.get(module)
+        small = self._known(module).small
         if small is not None and args and small == (_dense_shape(args[0]), torch.is_grad_enabled()):
             return self._original(module, *args, **kwargs)
         device = self._session.device
@@ -93,15 +102,14 @@ class Slicer:
             if not candidate.inside and next(module.parameters(), None) is None:
                 self._record_small(module, args)  # a loss
             return self._original(module, *args, **kwargs)
-        known: dict[object, SplitFinding] = self._findings.setdefault(module, {})
+        calls = self._known(module)
         around = self._trees.surroundings(module)
-        # Blocks of a single row are a kind of their own: squeeze() changes their shape.
-        kind = call_kind(candidate, around), candidate.rows < 2 * self._group.world_size
-        finding = known.get(kind)
-        if module in self._counting:
+        kind = call_kind(candidate, around, is_short=candidate.rows < 2 * self._group.world_size)
+        finding = calls.findings.get(kind)
+        if calls.num_changes > 1:
             return self._run_whole(module, args, kwargs)
-        if finding is None and len(known) < _MAX_KINDS:
-            return self._run_first(candidate, known, kind, lambda: self._original(module, *args, **kwargs))
+        if finding is None and len(calls.findings) < _MAX_KINDS:
+            return self._run_first(candidate, calls, kind, lambda: self._original(module, *args, **kwargs))
         if finding is None or finding.reason is not None:
             return self._run_whole(module, args, kwargs)
         if not (finding.sliced or self._is_worth_slicing(finding, candidate)):
@@ -119,29 +127,33 @@ class Slicer:
                 if finding.reason is not None:
                     self._say_whole(module, finding.reason)
                 break  # it runs whole, and its own errors shall not refer to this one
-            self._probe_new_way(candidate, known, finding, *way)
+            self._probe_new_way(candidate, calls, finding, *way)
         return self._run_whole(module, args, kwargs)
+
+    def _known(self, module: nn.Module) -> KnownCalls:
+        calls: KnownCalls | None = self._calls.get(module)
+        if calls is None:
+            calls = self._calls[module] = KnownCalls()
+        return calls
 
     def _record_small(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         """Run ``module`` whole without a look at it from now on, while its first argument has the same shape."""
         # By the first argument only: comparing all arguments takes longer than such a module.
-        self._small[module] = _dense_shape(args[0]) if args else None, torch.is_grad_enabled()
+        self._known(module).small = _dense_shape(args[0]) if args else None, torch.is_grad_enabled()
 
-    def _run_first(
-        self, candidate: SplitCandidate, known: dict[object, SplitFinding], kind: object, run: Callable[[], Any]
-    ) -> Any:
+    def _run_first(self, candidate: SplitCandidate, calls: KnownCalls, kind: object, run: Callable[[], Any]) -> Any:
         """Make the first call with inputs of a ``kind``; find out what it costs, and what it changes."""
         module, around = candidate.module, self._trees.surroundings(candidate.module)
         before, marks = (attribute_numbers(candidate.inside), around.state()), parameter_checksums(module)
         with watched_writes() as written:
             output, finding = measure_call(candidate, run)
-        known[kind] = finding
+        calls.findings[kind] = finding
         pays = self._is_worth_slicing(finding, candidate)
         self._has_work = self._has_work or pays
         if (attribute_numbers(candidate.inside), around.state()) != before:
-            self._record_change(module, known, kind, _CHANGES_NUMBERS)
+            self._record_change(module, calls, kind, _CHANGES_NUMBERS)
         elif parameter_checksums(module) != marks:
-            self._record_change(module, known, kind, "changes parameters, which a look at it would do once more")
+            self._record_change(module, calls, kind, "changes parameters, which a look at it would do once more")
         elif around.iterates:
             finding.reason = "has an iterator, of which a look at it would take items"
             self._say_whole(module, finding.reason)
@@ -152,12 +164,11 @@ class Slicer:
                 finding.failure = try_again(candidate, self._group.world_size, self._session.statistics)
         return output
 
-    def _record_change(self, module: nn.Module, known: dict[object, SplitFinding], kind: object, what: str) -> None:
-        del known[kind]
-        if module in self._changing:
-            self._counting[module] = None
+    def _record_change(self, module: nn.Module, calls: KnownCalls, kind: object, what: str) -> None:
+        del calls.findings[kind]
+        calls.num_changes += 1
+        if calls.num_changes > 1:
             self._say_whole(module, what)
-        self._changing[module] = None  # the first change may initialise numbers, or fill a cache
 
     def _say_small(self, module: nn.Module) -> None:
         """Say once how to share the work of a loop over a loader that trains only small models."""
@@ -198,13 +209,13 @@ class Slicer:
     def _probe_new_way(
         self,
         candidate: SplitCandidate,
-        known: dict[object, SplitFinding],
+        calls: KnownCalls,
         finding: SplitFinding,
         shapes: object,
         num_nodes: int,
     ) -> None:
         """Find out whether a forward is by rows in a way that it has not taken before; see Note [Other ways]."""
-        for other in known.values():
+        for other in calls.findings.values():
             if not any(map(any, other.ways.values())):
                 other.sliced = False  # without gradients there are no nodes to count: probed at its next call
         finding.new_ways += 1

@@ -110,6 +110,18 @@ class SplitFinding:
         return num_nodes in self.ways.setdefault(shapes, {num_nodes})
 
 
+@dataclass
+class KnownCalls:
+    """Facts about the calls of one module."""
+
+    findings: dict[Any, SplitFinding] = field(default_factory=dict)
+    """By kind of call."""
+    small: object = None
+    """Shape of the first argument of calls that run whole without a look, and whether gradients are on; or None."""
+    num_changes: int = 0
+    """First calls that have changed numbers or parameters: the first may initialise numbers, or fill a cache."""
+
+
 def like_given(copy: Tensor, leaf: Tensor) -> Tensor:
     """Return ``copy`` with a gradient if ``leaf`` has one, and no leaf then, which cannot be changed in place."""
     return copy.requires_grad_().view_as(copy) if leaf.requires_grad and torch.is_grad_enabled() else copy

@@ -50,7 +50,7 @@ class Surroundings:
                 self._search_class(type(module))
         self._seen.clear()  # otherwise it would keep modules alive
 
-    def flags(self) -> object:
+    def flags(self) -> tuple[object, ...]:
         """Return a key that changes when a forward might take another way: by a switch, or a number's sign."""
         return tuple([_value_flag(_read_value(of, key)) for of, key in self._places])
 
@@ -58,6 +58,21 @@ class Surroundings:
         """Return a key that changes when any of the values has changed."""
         places = [_item_key(_read_value(of, key)) for of, key in self._places]
         return places, [_container_key(one) for one in self._containers], [state() for state in self._states]
+
+    @property
+    def num_places(self) -> int:
+        """Number of values that ``flags`` looks at."""
+        return len(self._places)
+
+    def find_in(self, other: Surroundings) -> list[tuple[int, int]]:
+        """Return the indices of places that both have, here and in ``other``."""
+        found = {(id(of), key): index for index, (of, key) in enumerate(other._places)}
+        places = [(id(of), key) for of, key in self._places]
+        return [(index, found[place]) for index, place in enumerate(places) if place in found]
+
+    def keep(self, indices: Sequence[int]) -> None:
+        """Look at the places with these ``indices`` only, in this order."""
+        self._places = [self._places[index] for index in indices]
 
     def _search_class(self, kind: type) -> None:
         for one in kind.__mro__:

@@ -9,7 +9,7 @@ import weakref
 from collections import deque
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
@@ -51,6 +51,8 @@ if TYPE_CHECKING:
     from lagom.zero.optimizer_group import OptimizerGroup
     from lagom.zero.parameters.shards import ParameterShards
 
+Learned: TypeAlias = "Sequence[tuple[Any, Any]]"
+"""Facts about objects of the program, in pairs; None stands for the whole program."""
 log = logging.getLogger("lagom")
 
 _EXAMINED_LOSSES = frozenset(2**i for i in range(10))
@@ -150,6 +152,8 @@ class Session:
     """Ends the run with an error of a thread other than the main one; None where nobody receives the error."""
     snapshots: Snapshots | None = field(default=None, init=False)
     """Snapshots of the program's state; None without."""
+    learned: dict[str, tuple[Callable[[], Learned], Callable[[Any], None]]] = field(default_factory=dict, init=False)
+    """Functions that return what a part of lagom has learned of the program, and that give it to another process's."""
     twins: TwinForks | None = field(default=None, init=False)
     """Forks of this process that go on after a loss; None where the run has none."""
     notes: SealedStore | None = field(default=None, init=False)

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch.optim import Optimizer
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from lagom.snapshots.passes.loader_positions import reduce_iterator
@@ -26,12 +27,18 @@ def reduce_object(value: Any) -> Any:
         return _generator, (str(value.device), value.get_state())
     if isinstance(value, Optimizer):
         return _made, (type(value),), _optimizer_state(value), None, None, _set_optimizer
+    if isinstance(value, TreeSpec):
+        return _spec_of, (tree_unflatten([0] * value.num_leaves, value),)
     if isinstance(value, io.IOBase):
         return _reduce_file(value)
     if isinstance(value, logging.Handler):
         state = {name: one for name, one in vars(value).items() if name not in ("lock", "stream")}
         return _handler, (type(value), state, getattr(value, "stream", None))
     return reduce_bar(value)
+
+
+def _spec_of(example: Any) -> TreeSpec:
+    return tree_flatten(example)[1]  # torch warns when it makes one from a pickle
 
 
 def _generator(device: str, state: torch.Tensor) -> torch.Generator:

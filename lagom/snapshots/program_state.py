@@ -20,6 +20,7 @@ from lagom.random_states import random_states, set_random_states
 from lagom.snapshots.exit_functions import ExitFunctions
 from lagom.snapshots.frame_position import NoSnapshotError, Position
 from lagom.snapshots.frames import FrameState, ProgramFrames
+from lagom.snapshots.learned_facts import LearnedFacts
 from lagom.snapshots.object_reducers import reduce_object
 from lagom.snapshots.passes.loader_passes import LoaderPasses
 from lagom.snapshots.passes.loader_positions import forget_iterators
@@ -62,6 +63,7 @@ class ProgramState:
     samples: int
     beside: Any
     """What lagom keeps with it."""
+    learned: LearnedFacts
 
 
 class ProgramInProgress:
@@ -210,6 +212,7 @@ class ProgramInProgress:
         for kind, attributes in state.classes:
             for name, value in attributes.items():
                 setattr(kind, name, value)
+        state.learned.go_on(self._session)
         self._session.samples_trained, self.found_beside = state.samples, state.beside
         self._resumed = state
         call = self._frames.call(state.frames, self._globals.__getitem__)
@@ -244,6 +247,7 @@ class ProgramInProgress:
             progress=session.passes.progress,
             samples=session.samples_trained,
             beside=self.beside(),
+            learned=LearnedFacts.of(session),
         )
 
     def _data(self, name: str, variables: Mapping[str, Any]) -> dict[str, Any]:

@@ -25,11 +25,13 @@ from lagom.patching.replace import replaced, replaced_at
 from lagom.payload import unpack_parts
 from lagom.pickler import Pickler, pickled_by_value
 from lagom.program.sources import is_installed
+from lagom.snapshots.learned_facts import LearnedFacts
 from lagom.snapshots.old_graphs import has_live_graph, with_old_graph
 
 Refer = Callable[[memoryview], Any]
 Globals = Mapping[str, dict[str, Any]]
 """The variables of the program's modules, by the modules' names."""
+_GRADIENT: Any = vars(torch._C.TensorBase)["grad"]  # by the attribute it would be a read of the program's
 _Lock, _RLock = type(threading.Lock()), type(threading.RLock())
 
 
@@ -132,6 +134,8 @@ class _StatePickler(Pickler):
         elif kind in (typing.NewType, typing.ParamSpec) and value.__module__ in _now.kept:
             given = (value.__supertype__,) if kind is typing.NewType else ()
             found = _type_made, (kind, (value.__name__, *given), value.__module__)
+        elif kind is LearnedFacts:
+            found = value.reduced(self.memo.copy())
         elif is_filled_cache(value):
             raise pickle.PicklingError(f"{value.__qualname__} is a cache that holds values")
         else:
@@ -146,8 +150,8 @@ class _StatePickler(Pickler):
             if has_live_graph(value.grad_fn):
                 raise pickle.PicklingError("a tensor has a graph that no backward has used yet")
             return with_old_graph, (value.detach(), value.grad_fn.name())
-        if value.is_leaf and value.grad is not None:
-            self.gradients.found.append((value, value.grad))
+        if value.is_leaf and (gradient := _GRADIENT.__get__(value)) is not None:
+            self.gradients.found.append((value, gradient))
         if value._backward_hooks or getattr(value, "_post_accumulate_grad_hooks", None):
             raise pickle.PicklingError("a tensor has hooks")
         return NotImplemented
