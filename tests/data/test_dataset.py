@@ -222,7 +222,7 @@ def test_resuming_is_as_if_it_had_never_stopped(
             table.close()
 
 
-@settings(max_examples=6, deadline=None, derandomize=True)
+@settings(max_examples=2, deadline=None, derandomize=True)
 @given(LAYOUTS, st.integers(1, 5), st.integers(40, 2000), st.integers(1, 8), st.integers(0, 5))
 def test_workers_change_neither_batches_nor_states(
     layout: list[list[int]], batch_size: int, window_bytes: int, streams: int, stop: int
@@ -452,6 +452,7 @@ def test_a_rank_that_lacks_rows_of_short_batches_reads_on_in_its_lane(tmp_path: 
     dataset.close()
 
 
+@pytest.mark.soak
 def test_positions_reach_a_spawned_worker(tmp_path: Path) -> None:
     dataset = ParquetDataset(numbers(tmp_path, [[6, 5]]))
     loader = ParquetLoader(dataset, 4, True, seed=1, num_workers=1, multiprocessing_context="spawn")

@@ -61,16 +61,23 @@ def by_torch(folder: Path, batch_size: int, num_workers: int = 0) -> Any:
     return run
 
 
-@pytest.mark.parametrize("made", [by_lagom, by_torch])
 @pytest.mark.parametrize(
-    ("world_size", "batches", "num_workers"),
+    ("made", "world_size", "batches", "num_workers"),
     [
-        (1, "split", 0),
-        (2, "split", 0),
-        (3, "split", 2),
-        (2, "whole", 0),
-        (2, "per_rank", 0),
-        pytest.param(3, "per_rank", 1, marks=pytest.mark.soak),
+        *(
+            (by_lagom, 3, "split", 0),
+            (by_torch, 2, "split", 2),
+            (by_lagom, 2, "whole", 0),
+            (by_torch, 2, "per_rank", 0),
+        ),
+        *(
+            pytest.param(made, *other, marks=pytest.mark.soak)
+            for made in (by_lagom, by_torch)
+            for other in (
+                *((1, "split", 0), (2, "split", 0), (3, "split", 2)),
+                *((2, "whole", 1), (2, "per_rank", 1), (3, "per_rank", 1)),
+            )
+        ),
     ],
 )
 def test_training_is_that_of_one_machine(
@@ -94,7 +101,7 @@ def test_training_is_that_of_one_machine(
             assert set(whole) == {row for part in parts for row in part}
 
 
-@pytest.mark.parametrize("batches", ["split", "whole"])
+@pytest.mark.parametrize("batches", ["split", pytest.param("whole", marks=pytest.mark.soak)])
 def test_a_transform_of_frames_may_leave_rows_out_and_add_some(folder: Path, batches: Batches) -> None:
     """71 rows in batches of 14: of the last, of one row, two ranks have none."""
 

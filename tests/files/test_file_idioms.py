@@ -270,7 +270,12 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any
 
 @pytest.mark.parametrize(
     ("world_size", "first"),
-    [(1, 0), *(pytest.param(2, first, marks=pytest.mark.soak) for first in (0, 1)), (3, 0), (3, 2)],
+    [
+        (1, 0),
+        *(pytest.param(2, first, marks=pytest.mark.soak) for first in (0, 1)),
+        pytest.param(3, 0, marks=pytest.mark.soak),
+        (3, 2),
+    ],
 )
 def test_files_are_those_of_one_process(
     plain: tuple[Path, dict[str, Any]], world_size: int, first: int, tmp_path: Path
@@ -321,7 +326,7 @@ def resumed(epochs: int) -> Any:
     return begin, torch.cat([p.detach().flatten() for p in model.parameters()]).tolist()
 
 
-@pytest.mark.parametrize("world_size", [1, pytest.param(2, marks=pytest.mark.soak), 3])
+@pytest.mark.parametrize("world_size", [1, 2, pytest.param(3, marks=pytest.mark.soak)])
 def test_a_checkpoint_of_the_program_resumes_it(world_size: int, tmp_path: Path) -> None:
     plain, shared = tmp_path / "plain", tmp_path / "shared"
     for folder in (plain, shared):

@@ -22,7 +22,11 @@ def placed(session: Session) -> Any:
     return place_set(Place(session.rank, session.world_size, session.rank, session.world_size))
 
 
-@pytest.mark.parametrize("options", [{}, {"num_workers": 1, "persistent_workers": True}], ids=["here", "worker"])
+@pytest.mark.parametrize(
+    "options",
+    [pytest.param({}, marks=pytest.mark.soak), {"num_workers": 1, "persistent_workers": True}],
+    ids=["here", "worker"],
+)
 def test_each_sample_counts_once_though_ranks_have_other_numbers_of_batches(options: dict[str, Any]) -> None:
     def run(session: Session) -> Any:
         with placed(session):
@@ -43,6 +47,7 @@ def test_each_sample_counts_once_though_ranks_have_other_numbers_of_batches(opti
     assert second[0] == second[1]
 
 
+@pytest.mark.soak
 def test_workers_that_are_started_anew_know_their_rank() -> None:
     def run(session: Session) -> Any:
         with placed(session):
@@ -76,7 +81,7 @@ class Part(IterableDataset[Any]):
                 yield part
 
 
-@pytest.mark.parametrize("with_texts", [False, True], ids=["views", "texts"])
+@pytest.mark.parametrize("with_texts", [False, pytest.param(True, marks=pytest.mark.soak)], ids=["views", "texts"])
 @pytest.mark.parametrize("sizes", [[[3, 2], [1, 4], [4, 4]], [[2, 2], [3, 0], [5, 0]]], ids=["uneven", "ends"])
 def test_the_weights_are_those_of_the_batches_taken_together(sizes: list[list[int]], with_texts: bool) -> None:
     def run(session: Session) -> list[Tensor]:

@@ -151,6 +151,7 @@ def test_runs_have_folders_of_their_own_and_none_is_touched(tmp_path: Path) -> N
     assert {path.name: path.read_bytes() for path in first.iterdir()} == before
 
 
+@pytest.mark.soak
 def test_nothing_is_kept_where_nothing_is_wanted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path))
@@ -322,6 +323,7 @@ def test_a_chart_has_a_line_for_each_and_round_numbers_at_its_side() -> None:
     assert len(line_chart("Loss", {"rank 0": [(float(i), float(i)) for i in range(100_000)]})) < 20_000
 
 
+@pytest.mark.soak
 def test_all_ranks_are_shown_with_their_names(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     run(tmp_path, log="all")
     out, err = capfd.readouterr()

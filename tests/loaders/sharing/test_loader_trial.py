@@ -54,14 +54,17 @@ def read_counting(loader: DataLoader[Any]) -> tuple[list[Any], int]:
     return found, running
 
 
+again = functools.partial(pytest.param, marks=pytest.mark.soak)
+
+
 @pytest.mark.parametrize(
     "make",
     [
         lambda: DataLoader(Numbers(40), 2, num_workers=2),
-        lambda: DataLoader(Numbers(40), 2, num_workers=2, persistent_workers=True),
-        lambda: DataLoader(WorkerSharded(60), 2, num_workers=2),
         lambda: DataLoader(WorkerSharded(60), 2, num_workers=2, persistent_workers=True),
-        lambda: DataLoader([*range(40)], 2, num_workers=2),  # type: ignore[arg-type]
+        again(lambda: DataLoader(Numbers(40), 2, num_workers=2, persistent_workers=True)),
+        again(lambda: DataLoader(WorkerSharded(60), 2, num_workers=2)),
+        again(lambda: DataLoader([*range(40)], 2, num_workers=2)),  # type: ignore[arg-type]
     ],
 )
 def test_after_its_first_batches_a_loader_has_the_workers_of_one_process(make: Callable[[], Any]) -> None:
@@ -240,13 +243,13 @@ def has_an_alarm(session: Session, folder: Path) -> tuple[Any, int]:
     [
         counts_in_memory_that_no_search_finds,
         writes_files_that_the_program_reads,
-        finds_shared_memory_by_its_name,
+        again(finds_shared_memory_by_its_name),
         signals_its_parent,
         starts_programs,
         has_batches_of_unknown_kinds,
-        has_small_parts_of_large_tensors,
-        has_tensors_that_workers_send_again,
-        has_an_alarm,
+        again(has_small_parts_of_large_tensors),
+        again(has_tensors_that_workers_send_again),
+        again(has_an_alarm),
     ],
 )
 def test_each_rank_keeps_its_workers_where_the_program(program: Callable[..., Any], tmp_path: Path) -> None:
@@ -385,6 +388,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.soak
 def test_batches_of_classes_of_a_script_have_these_classes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -410,6 +414,7 @@ def test_nested_tensors_come_as_they_are() -> None:
     assert run_ranks(2, read, batches="whole") == [alone(read)] * 2
 
 
+@pytest.mark.soak
 def test_arrays_come_as_they_are() -> None:
     def read(session: Session) -> list[Any]:
         def collate(samples: list[int]) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import multiprocessing
 import os
 import random
@@ -9,7 +10,7 @@ import signal
 import threading
 import time
 from collections import namedtuple
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -148,10 +149,15 @@ def check_equal(function: Callable[[Session], Any], *share_workers: Any, world_s
             assert found == wanted, share
 
 
-def _two_epochs(session: Session) -> Any:
+USUAL = ("2 workers", "3 workers, generator", "persistent", "large batches", "anything", "long, with unlike batches")
+STREAMS = ("long stream", "parts of a stream", "stream without batches")
+"""Loaders that are read by default; all others in a soak."""
+
+
+def _two_epochs(session: Session, loaders: Iterable[str]) -> Any:
     found = []
-    for name, make in LOADERS.items():
-        loader = make()
+    for name in loaders:
+        loader = LOADERS[name]()
         for grad in (True, False):
             with torch.set_grad_enabled(grad):
                 found.append((name, [as_plain(batch) for batch in loader], torch.rand(()).item()))
@@ -159,17 +165,20 @@ def _two_epochs(session: Session) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("world_size", "share_workers"),
+    ("world_size", "share_workers", "loaders"),
     [
-        (2, "auto"),
+        (2, "auto", (*USUAL, "own loader", *STREAMS)),
+        pytest.param(2, "auto", tuple(LOADERS), marks=pytest.mark.soak),
         # test_loaders_may_be_left_early_and_read_together has two ranks take batches from rank 0.
-        pytest.param(3, "auto", marks=pytest.mark.soak),
-        pytest.param(2, True, marks=pytest.mark.soak),
+        pytest.param(3, "auto", tuple(LOADERS), marks=pytest.mark.soak),
+        pytest.param(2, True, tuple(LOADERS), marks=pytest.mark.soak),
     ],
+    ids=["usual", "all", "three ranks", "shared"],
 )
-def test_batches_are_those_of_one_process(world_size: int, share_workers: Any) -> None:
-    wanted = alone(_two_epochs)
-    for found in run_ranks(world_size, _two_epochs, batches="whole", share_workers=share_workers):
+def test_batches_are_those_of_one_process(world_size: int, share_workers: Any, loaders: tuple[str, ...]) -> None:
+    program = functools.partial(_two_epochs, loaders=loaders)
+    wanted = alone(program)
+    for found in run_ranks(world_size, program, batches="whole", share_workers=share_workers):
         for ours, theirs in zip(found, wanted, strict=True):
             assert ours == theirs, ours[0]
 
@@ -399,7 +408,7 @@ def _read_in_threads(session: Session, num_in_main: int) -> list[Any]:
     return found
 
 
-@pytest.mark.parametrize("num_in_main", [0, 1])
+@pytest.mark.parametrize("num_in_main", [0, pytest.param(1, marks=pytest.mark.soak)])
 def test_a_thread_reads_what_the_main_thread_has_begun(num_in_main: int) -> None:
     wanted = alone(lambda session: _read_in_threads(session, num_in_main))
     for found in run_ranks(2, lambda session: _read_in_threads(session, num_in_main), batches="whole"):
