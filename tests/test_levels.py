@@ -135,7 +135,7 @@ def _turn(level: int, world_size: int) -> str:
     return list(OPTIMIZERS)[(level + world_size) % len(OPTIMIZERS)]
 
 
-@pytest.mark.parametrize("world_size", [1, pytest.param(2, marks=pytest.mark.soak), 3])
+@pytest.mark.parametrize("world_size", [1, 2, pytest.param(3, marks=pytest.mark.soak)])
 def test_on_torch(world_size: int) -> None:
     assert WIDTH**2 > MIN_ELEMENTS
     table = [(level, name, torch.float64) for level in LEVELS for name in OPTIMIZERS]

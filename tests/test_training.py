@@ -74,7 +74,9 @@ def with_init_applied_after_construction() -> dict[str, Any]:
 PROGRAMS = (with_scheduler_groups_and_clipping, with_init_applied_after_construction)
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize(
+    "world_size", [pytest.param(1, marks=pytest.mark.soak), 2, pytest.param(3, marks=pytest.mark.soak)]
+)
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_an_ordinary_loop_ends_with_the_weights_of_one_process(
     program: Callable[[], dict[str, Any]], world_size: int
@@ -112,7 +114,9 @@ def metrics() -> dict[str, float]:
     return {"sum": total, "mean": total / batches, "accuracy": correct / len(DATA), "auc": above.mean().item()}
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize(
+    "world_size", [pytest.param(1, marks=pytest.mark.soak), 2, pytest.param(3, marks=pytest.mark.soak)]
+)
 def test_metrics_of_a_test_set_are_those_of_one_process(world_size: int) -> None:
     torch.manual_seed(0)
     plain = metrics()

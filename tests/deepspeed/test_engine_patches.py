@@ -32,7 +32,7 @@ Make = Callable[[nn.Module], torch.optim.Optimizer]
 
 
 def again(*zero_lvl: object) -> Any:
-    """A level that other tests of this file run as well: level 1 is DeepSpeed's optimizer of level 2."""
+    """A case of the soak: other tests of this file have its level, and level 1 is DeepSpeed's optimizer of level 2."""
     return pytest.param(*zero_lvl, marks=pytest.mark.soak)
 
 
@@ -42,6 +42,7 @@ def loaded() -> None:
     load("cpu")
 
 
+@pytest.mark.soak
 def test_distributions_check_their_arguments_after_the_import() -> None:
     def program(_: Session) -> list[bool]:
         found = []
@@ -143,7 +144,7 @@ def _same(found: dict[str, Any], wanted: dict[str, Any]) -> None:
     assert found["metric"] == pytest.approx(wanted["metric"], rel=1e-5)
 
 
-@pytest.mark.parametrize("zero_lvl", [again(0), again(1), 2, 3])
+@pytest.mark.parametrize("zero_lvl", [again(0), again(1), again(2), 3])
 def test_gradients_are_accumulated_until_the_program_steps(zero_lvl: int) -> None:
     wanted = alone(lambda session: epoch(OPTIMIZERS["adam"], session, accumulate=3))
     rows = run_ranks(
@@ -183,8 +184,10 @@ def test_programs_that_were_written_for_an_engine_run() -> None:
     ("zero_lvl", "config", "tolerance"),
     [
         (1, {"bf16": {"enabled": True}}, 3e-2),
-        (2, {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}, 1e-6),
-        (3, {"zero_optimization": {"offload_param": {"device": "cpu"}, "offload_optimizer": {"device": "cpu"}}}, 1e-6),
+        again(2, {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}, 1e-6),
+        again(
+            3, {"zero_optimization": {"offload_param": {"device": "cpu"}, "offload_optimizer": {"device": "cpu"}}}, 1e-6
+        ),
     ],
 )
 def test_blocks_of_the_configuration_are_passed_through(
@@ -220,7 +223,7 @@ def test_accumulation_of_the_configuration_steps_when_it_says() -> None:
         assert torch.allclose(row, wanted, rtol=0, atol=1e-6)
 
 
-@pytest.mark.parametrize("zero_lvl", [again(1), 2, 3])
+@pytest.mark.parametrize("zero_lvl", [again(1), 2, again(3)])
 def test_weights_that_the_program_loads_or_changes_are_stepped_on(zero_lvl: int) -> None:
     def program(_: Session) -> dict[str, torch.Tensor]:
         network = Network()
@@ -291,10 +294,10 @@ def _second(network: nn.Module, _: torch.optim.Optimizer) -> None:
     [
         (_clips, "gradient_clipping"),
         (_saves_state, "backend='torch', where it is whole"),
-        (_zeroes, "throws gradients away"),
-        (_closure, "closure"),
+        again(_zeroes, "throws gradients away"),
+        again(_closure, "closure"),
         (_grad, "torch.autograd.grad"),
-        (_second, "one optimizer for each model"),
+        again(_second, "one optimizer for each model"),
     ],
 )
 def test_what_would_be_wrong_is_an_error(does: Callable[[nn.Module, torch.optim.Optimizer], None], says: str) -> None:
@@ -359,7 +362,12 @@ def test_a_rank_that_asks_alone_for_parts_is_an_error_on_all_and_no_hang() -> No
 
 @pytest.mark.parametrize(
     ("zero_lvl", "batches", "evaluation"),
-    [(2, "whole", "gathered"), again(3, "whole", "gathered"), (3, "split", "replicated"), (1, "split", "sharded")],
+    [
+        (2, "whole", "gathered"),
+        again(3, "whole", "gathered"),
+        again(3, "split", "replicated"),
+        again(1, "split", "sharded"),
+    ],
 )
 def test_settings_of_batches_and_evaluation_hold(zero_lvl: int, batches: Any, evaluation: Any) -> None:
     wanted = alone(lambda session: epoch(OPTIMIZERS["sgd"], session))
@@ -377,7 +385,7 @@ def test_settings_of_batches_and_evaluation_hold(zero_lvl: int, batches: Any, ev
         _same(row | ({"metric": wanted["metric"]} if evaluation == "sharded" else {}), wanted)
 
 
-@pytest.mark.parametrize("zero_lvl", [0, again(2), 3])
+@pytest.mark.parametrize("zero_lvl", [0, again(2), again(3)])
 def test_batchnorm_and_bf16_by_flag_are_lagoms(zero_lvl: int) -> None:
     def program(_: Session) -> dict[str, torch.Tensor]:
         network = nn.Sequential(nn.Linear(6, 8, bias=False), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 1))
@@ -390,6 +398,7 @@ def test_batchnorm_and_bf16_by_flag_are_lagoms(zero_lvl: int) -> None:
         torch.testing.assert_close(found, wanted, rtol=0, atol=1e-5)
 
 
+@pytest.mark.soak
 def test_a_model_in_parts_is_neither_copied_nor_pickled() -> None:
     def program(_: Session) -> tuple[str, str, nn.Module]:
         network = Network()
@@ -426,6 +435,7 @@ def test_nvme_without_what_its_op_is_built_of_is_refused_before_the_program(monk
             run_ranks(1, lambda _: pytest.fail("it began"), backend="deepspeed", zero_lvl=3, deepspeed_config=config)
 
 
+@pytest.mark.soak
 def test_nothing_is_compiled_and_no_compiler_is_needed() -> None:
     """DeepSpeed's own sums through shared memory would be; they are left out, as is every op of the configuration."""
 
@@ -437,7 +447,7 @@ def test_nothing_is_compiled_and_no_compiler_is_needed() -> None:
     assert run_ranks(2, program, backend="deepspeed", zero_lvl=2) == ["trained"] * 2
 
 
-@pytest.mark.parametrize("zero_lvl", [0, again(2), 3])
+@pytest.mark.parametrize("zero_lvl", [0, again(2), again(3)])
 def test_models_one_after_another_and_checkpoints_that_repeat_forwards(zero_lvl: int) -> None:
     def program(_: Session) -> list[dict[str, torch.Tensor]]:
         found = []
@@ -472,6 +482,7 @@ def test_a_rank_that_fails_ends_the_run_with_its_own_error() -> None:
         experiment.lagom(train, config)
 
 
+@pytest.mark.soak
 def test_gradients_of_level_0_are_there_and_are_those_of_all_ranks() -> None:
     def program(_: Session) -> tuple[torch.Tensor, list[float]]:
         network = Network()

@@ -72,7 +72,12 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 
 
 @pytest.mark.parametrize(
-    ("name", "zero_lvl"), [("adam", 0), ("adam", 1), ("adam", 2), ("adam", 3), ("adafactor", 2), ("signs", 3)]
+    ("name", "zero_lvl"),
+    [
+        ("adam", 3),
+        *(pytest.param("adam", level, marks=pytest.mark.soak) for level in (0, 1, 2)),
+        *(pytest.param(*other, marks=pytest.mark.soak) for other in (("adafactor", 2), ("signs", 3))),
+    ],
 )
 def test_ranks_hold_what_was_planned(name: str, zero_lvl: int) -> None:
     plan = plan_memory(Network, optimizer=OPTIMIZERS[name], world_size=2)
@@ -80,6 +85,7 @@ def test_ranks_hold_what_was_planned(name: str, zero_lvl: int) -> None:
     assert max(held) == pytest.approx(plan.levels[zero_lvl].held, rel=0.01)
 
 
+@pytest.mark.soak
 def test_an_optimizer_that_is_there_already_counts_as_its_class() -> None:
     network = Network()
     optimizer = torch.optim.Adam(network.parameters())

@@ -186,5 +186,6 @@ def compiled_steps(_: Session) -> list[float]:
     return parameter.tolist()
 
 
+@pytest.mark.soak
 def test_a_compiled_step_has_the_bits_of_a_plain_one() -> None:
     assert run_ranks(2, compiled_steps) == [alone(compiled_steps)] * 2

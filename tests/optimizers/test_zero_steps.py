@@ -165,9 +165,14 @@ CASES = {
     "normed": [(1, 3)],
     "coupled": [(2, 2)],
 }
+BY_DEFAULT = ("adam", "by parameter", "normed", "coupled")
+"""Optimizers of each kind of sharding."""
 
 
-@pytest.mark.parametrize("name", list(OPTIMIZERS))
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=() if name in BY_DEFAULT else pytest.mark.soak) for name in OPTIMIZERS],
+)
 def test_weights_states_and_metrics_are_those_of_one_process(name: str) -> None:
     same(trained(OPTIMIZERS[name]), *CASES.get(name, [(1, 2), (2, 2)]))
 

@@ -55,7 +55,13 @@ def test_an_absurd_allocation_comes_home_with_its_rank_and_what_was_held() -> No
     assert "larger than the memory" in text
 
 
-@pytest.mark.parametrize(("zero_lvl", "parts"), [(0, (1, 1, 2)), (2, (1, 0.5, 1)), (3, (0.5, 0.5, 1))])
+LEVELS = [
+    *(pytest.param(*one, marks=pytest.mark.soak) for one in ((0, (1, 1, 2)), (2, (1, 0.5, 1)))),
+    (3, (0.5, 0.5, 1)),
+]
+
+
+@pytest.mark.parametrize(("zero_lvl", "parts"), LEVELS)
 def test_what_is_held_is_counted_without_being_put_together(zero_lvl: int, parts: tuple[float, ...]) -> None:
     def found(session: Session) -> tuple[int, ...]:
         before = held_memory(session)
@@ -68,12 +74,15 @@ def test_what_is_held_is_counted_without_being_put_together(zero_lvl: int, parts
         assert row == pytest.approx([part * 4 * WIDTH * WIDTH for part in parts], rel=0.001)
 
 
+again = functools.partial(pytest.param, marks=pytest.mark.soak)
+
+
 @pytest.mark.parametrize(
     ("world_size", "zero_lvl", "room", "says"),
     [
         (2, 1, 12, "zero_lvl=2 would fit: 4 MB of parameters, 2 MB of gradients and 4 MB of state on each rank"),
-        (2, 0, 7, "zero_lvl=3 would need less, which may not be enough"),
-        (2, 2, 9.5, "zero_lvl=3 would fit: 2 MB of parameters, 2 MB of gradients and 4 MB of state on each rank"),
+        again(2, 0, 7, "zero_lvl=3 would need less, which may not be enough"),
+        again(2, 2, 9.5, "zero_lvl=3 would fit: 2 MB of parameters, 2 MB of gradients and 4 MB of state on each rank"),
         (2, 3, 7, "More ranks or larger machines, micro_batches='auto' ("),
         (1, 0, 14, "world_size=2 with zero_lvl=1 would fit"),
     ],

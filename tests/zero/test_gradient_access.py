@@ -46,7 +46,11 @@ def _weights(model: nn.Module) -> list[Tensor]:
     return [p.detach().clone() for p in model.parameters()]
 
 
-@pytest.mark.parametrize("make", [lambda p: Adam(p, 0.01), lambda p: Adafactor(p, 0.01)], ids=["elements", "whole"])
+@pytest.mark.parametrize(
+    "make",
+    [lambda p: Adam(p, 0.01), pytest.param(lambda p: Adafactor(p, 0.01), marks=pytest.mark.soak)],
+    ids=["elements", "whole"],
+)
 def test_each_rank_keeps_its_part_only(make: Any) -> None:
     def train(session: Session) -> Any:
         model, optimizer, x = _started(make)
@@ -243,7 +247,7 @@ class Fragile(torch.autograd.Function):
         return gradient
 
 
-@pytest.mark.parametrize("way", ["parts", "whole"])
+@pytest.mark.parametrize("way", ["parts", pytest.param("whole", marks=pytest.mark.soak)])
 def test_large_gradients_are_cut_while_a_backward_runs(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where ranks share memory each gets its part of the sums only, else whole ones."""
     monkeypatch.setattr(overlap, "MIN_BYTES", 1 << 20)
@@ -293,6 +297,7 @@ def _shares_memory(session: Session) -> bool:
     return session.group.shares_memory
 
 
+@pytest.mark.soak
 def test_parts_of_sums_have_the_bits_of_whole_sums(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also of halves, of gradients that lie otherwise in memory, unused ones, and several in a bucket."""
     monkeypatch.setattr(overlap, "MIN_BYTES", 1 << 16)
@@ -364,6 +369,7 @@ def test_a_gradient_that_other_ranks_have_thrown_away_is_an_error() -> None:
         run_ranks(2, train, zero_lvl=2)
 
 
+@pytest.mark.soak
 def test_where_something_is_compiled_gradients_stay_whole() -> None:
     def train(session: Session) -> Any:
         model, optimizer, x = _started()

@@ -106,9 +106,8 @@ def test_each_rank_has_its_part_of_the_parameters_only() -> None:
     "name",
     [
         *(pytest.param(name, marks=pytest.mark.soak) for name in ("sgd", "adam")),  # tests/test_levels.py has them
+        *(pytest.param(name, marks=pytest.mark.soak) for name in ("changes gradients", "elementwise")),
         "adamw",
-        "changes gradients",
-        "elementwise",
         "coupled",
     ],
 )
@@ -116,6 +115,7 @@ def test_weights_states_and_metrics_are_those_of_one_process(name: str) -> None:
     same(trained(OPTIMIZERS[name]), (LEVEL, 3 if name == "adamw" else 2))
 
 
+@pytest.mark.soak
 def test_parameters_are_shared_out_as_they_are_made() -> None:
     """A process takes at most its parts and a block or two, with layers of 16 MB."""
 
@@ -141,7 +141,10 @@ def test_one_rank_has_the_very_bits() -> None:
     assert all(torch.equal(a, b) for a, b in zip(found[0], wanted[0], strict=True))
 
 
-@pytest.mark.parametrize(("batches", "evaluation"), [("whole", "gathered"), ("whole", "sharded"), ("split", "sharded")])
+OTHER_SETTINGS = [pytest.param(one, "sharded", marks=pytest.mark.soak) for one in ("whole", "split")]
+
+
+@pytest.mark.parametrize(("batches", "evaluation"), [("whole", "gathered"), *OTHER_SETTINGS])
 def test_every_setting_of_batches_and_evaluation(batches: Any, evaluation: Any) -> None:
     def train(session: Session) -> Any:
         found = trained(OPTIMIZERS["sgd"])(session)
@@ -302,6 +305,7 @@ def test_what_is_used_again_and_again_is_made_whole_a_few_times() -> None:
     assert all(count <= 2 * 4 * residency.TIMES for count in run_ranks(2, train, zero_lvl=LEVEL))
 
 
+@pytest.mark.soak
 def test_parameters_that_share_memory() -> None:
     """With a parameter of the same memory, and of a part of it, and with views that are kept."""
 
@@ -352,6 +356,7 @@ def test_a_program_that_joins_has_its_model_whole() -> None:
         close(found, alone(plain))
 
 
+@pytest.mark.soak
 def test_an_array_of_a_parameter_follows_and_is_followed() -> None:
     def train(_: Session) -> Any:
         model = _net()
@@ -389,12 +394,13 @@ def test_rank_0_may_look_alone() -> None:
         return seen, last, _weights(model)
 
     wanted = alone(train)
-    rows = run_ranks(3, train, zero_lvl=LEVEL)
+    rows = run_ranks(2, train, zero_lvl=LEVEL)
     close(rows[0], wanted)
     for row in rows[1:]:
         close(row[2], wanted[2])
 
 
+@pytest.mark.soak
 def test_a_state_goes_on_at_another_level_and_world_size() -> None:
     def train(start: Any) -> Callable[[Session], Any]:
         def run(_: Session) -> Any:

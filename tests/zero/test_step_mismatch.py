@@ -20,6 +20,7 @@ from tests.optimizers.test_zero_steps import Softsign, _loader, _model, _weights
 from tests.ranks import RankFailedError, alone, run_ranks
 
 
+@pytest.mark.soak
 def test_a_state_that_only_one_rank_asks_for() -> None:
     def train(session: Session) -> Any:
         model = _model()
@@ -76,6 +77,7 @@ def test_a_step_in_a_hook_and_a_closure_that_looks_at_the_state() -> None:
     same(train)
 
 
+@pytest.mark.soak
 def test_backwards_that_a_closure_accumulates() -> None:
     """Reading their gradients is an exchange: also for ranks that have nothing to step."""
 
