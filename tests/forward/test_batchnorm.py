@@ -195,8 +195,24 @@ PROGRAMS: dict[str, Program] = {
 }
 
 
+VARIANTS = (
+    "volumes",
+    "not affine",
+    "untracked",
+    "lazy",
+    "channels last",
+    "two in sequence",
+    "many channels",
+    "compiled",
+)
+"""Programs that take the way of others; the last is tested by default below."""
+
+
 @pytest.mark.parametrize("world_size", [pytest.param(2, marks=pytest.mark.soak), 3])
-@pytest.mark.parametrize("program", PROGRAMS.values(), ids=PROGRAMS)
+@pytest.mark.parametrize(
+    "program",
+    [pytest.param(one, id=name, marks=pytest.mark.soak if name in VARIANTS else ()) for name, one in PROGRAMS.items()],
+)
 def test_weights_statistics_and_evaluation_are_those_of_one_machine(program: Program, world_size: int) -> None:
     expected = alone(program)
     results = run_ranks(world_size, program)
@@ -205,6 +221,7 @@ def test_weights_statistics_and_evaluation_are_those_of_one_machine(program: Pro
         torch.testing.assert_close(result, results[0], rtol=0, atol=0)
 
 
+@pytest.mark.soak
 def test_a_compiled_module_is_right_after_torch_has_cleared_what_dynamo_knows() -> None:
     expected = alone(compiled)
     torch._dynamo.trace_rules.clear_lru_cache()  # as init_process_group does

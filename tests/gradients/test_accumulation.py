@@ -379,7 +379,8 @@ def test_a_program_that_always_looks_is_left_alone() -> None:
     assert run_ranks(2, run) == [False, False]
 
 
-@pytest.mark.parametrize("first", [0, pytest.param(1, marks=pytest.mark.soak), 6])  # 6 has the first step as well
+@pytest.mark.soak
+@pytest.mark.parametrize("first", [0, 1, 6])  # 6 has the first step as well
 def test_compiled_code_gets_averages(first: int) -> None:
     def run(_session: Session) -> Any:
         torch.manual_seed(1)

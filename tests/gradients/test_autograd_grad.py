@@ -113,6 +113,7 @@ def test_the_result_is_that_of_one_machine(program: Program, world_size: int) ->
     check_against_one_process(program, world_size)
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)
 def test_so_is_the_result_of_whole_batches(program: Program) -> None:
     check_against_one_process(program, batches="whole")

@@ -11,11 +11,28 @@ from torch import Tensor, nn
 
 from lagom.session.session import Session
 from tests.ranks import alone, check_against_one_process, run_ranks
-from tests.session.programs import PROGRAMS, Program, deepcopied, mlp, mse, plain, several_backwards, sgd
+from tests.session.programs import (
+    PROGRAMS,
+    Program,
+    compiled,
+    compiled_loss,
+    deepcopied,
+    mlp,
+    mse,
+    plain,
+    several_backwards,
+    sgd,
+)
 
 
 @pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.soak)])
-@pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)
+@pytest.mark.parametrize(
+    "program",
+    [
+        pytest.param(one, id=one.__name__, marks=pytest.mark.soak if one in (compiled, compiled_loss) else ())
+        for one in PROGRAMS
+    ],
+)
 def test_the_weights_are_those_of_one_machine(program: Program, world_size: int) -> None:
     check_against_one_process(program, world_size)
 

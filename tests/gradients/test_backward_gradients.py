@@ -114,6 +114,7 @@ def test_the_gradients_are_those_of_one_machine(program: Program, world_size: in
     check_against_one_process(program, world_size)
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)
 def test_so_are_the_gradients_of_whole_batches(program: Program) -> None:
     check_against_one_process(program, batches="whole")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -51,7 +52,7 @@ def the_same(results: list[Any]) -> Any:
     return results[0]
 
 
-@pytest.mark.parametrize("collectives", ["auto", "gloo"])
+@pytest.mark.parametrize("collectives", ["auto", pytest.param("gloo", marks=pytest.mark.soak)])
 @pytest.mark.parametrize(("compression", "dtype"), [("fp16", torch.float16), ("bf16", torch.bfloat16)])
 def test_halves_are_added_as_single_precision(compression: str, dtype: torch.dtype, collectives: Any) -> None:
     world_size = 3
@@ -74,7 +75,7 @@ def adasum(a: Tensor, b: Tensor) -> Tensor:
     return (1 - dot / (2 * aa)) * a + (1 - dot / (2 * bb)) * b
 
 
-@pytest.mark.parametrize("world_size", [2, 3, 4])
+@pytest.mark.parametrize("world_size", [2, 3, pytest.param(4, marks=pytest.mark.soak)])
 def test_adasum_is_the_published_formula_over_a_tree(world_size: int) -> None:
     (found,) = the_same(run_ranks(world_size, steps(dtype=torch.float64), reduction="adasum"))
     every = [constants(rank, dtype=torch.float64) for rank in range(world_size)]
@@ -245,19 +246,20 @@ def trained(session: Session) -> Any:
 
 
 REFERENCE: dict[Any, Any] = {}
+again = functools.partial(pytest.param, marks=pytest.mark.soak)
 
 
 @pytest.mark.parametrize(
     ("world_size", "gradients", "tolerance"),
     [
         (3, {"gradient_compression": "bf16"}, 0.01),
-        (2, {"gradient_compression": "bf16", "batches": "whole", "zero_lvl": 1}, 0.01),
+        again(2, {"gradient_compression": "bf16", "batches": "whole", "zero_lvl": 1}, 0.01),
         (3, {"gradient_compression": "fp16", "zero_lvl": 2}, 0.002),
-        (2, {"gradient_compression": "bf16", "zero_lvl": 3}, 0.01),
-        (2, {"gradient_compression": "fp16", "batches": "per_rank"}, 0.002),
-        (2, {"gradient_compression": "powersgd", "zero_lvl": 1}, 0.1),
+        again(2, {"gradient_compression": "bf16", "zero_lvl": 3}, 0.01),
+        again(2, {"gradient_compression": "fp16", "batches": "per_rank"}, 0.002),
+        again(2, {"gradient_compression": "powersgd", "zero_lvl": 1}, 0.1),
         (3, {"reduction": "adasum"}, None),
-        (2, {"reduction": "adasum", "zero_lvl": 2, "gradient_compression": "fp16", "batches": "whole"}, None),
+        again(2, {"reduction": "adasum", "zero_lvl": 2, "gradient_compression": "fp16", "batches": "whole"}, None),
     ],
 )
 def test_a_program_trains_as_it_does_without(

@@ -104,7 +104,7 @@ PROGRAMS: list[Program] = [
 ]
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.soak)])
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)
 def test_the_weights_are_those_of_one_machine(program: Program, world_size: int) -> None:
     if program is sums_in_halves_and_complex and world_size == 3:
@@ -305,7 +305,7 @@ def test_ranks_that_keep_reaching_different_leaves_stop_to_ask(monkeypatch: pyte
     assert run_ranks(2, run) == [1 + 9] * 2
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.soak)])
 def test_gradients_that_have_no_memory_are_averaged(world_size: int) -> None:
     class Lazy(torch.autograd.Function):
         @staticmethod

@@ -353,6 +353,7 @@ def test_a_program_finds_the_numbers_and_gradients_of_one_process(name: str, loo
             torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.soak
 def test_a_loss_that_is_compiled_or_scripted_is_that_of_one_process() -> None:
     def program(_: Session) -> Any:
         warnings.simplefilter("ignore")  # torch's own, of .grad and of TorchScript

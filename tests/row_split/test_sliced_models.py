@@ -38,6 +38,10 @@ KINDS = (
 )
 
 
+BY_DEFAULT = (twice, draws, keeping, gradients, reaching, switched)
+"""Kinds that a rank slices, or does not, in ways of their own; tests/programs has models of all kinds by default."""
+
+
 def models_of(kind: ModuleType) -> dict[str, Callable[[], Any]]:
     return {name: train for name, train in MODELS.items() if train.__module__ == kind.__name__}
 
@@ -68,6 +72,7 @@ def on_ranks(kind: ModuleType, world_size: int) -> list[dict[str, Any]]:
     return run_ranks(world_size, program, batches="whole", always_slices=True)
 
 
+@pytest.mark.soak  # tests/programs/test_programs.py has such a run by default
 def test_so_they_are_where_only_some_forwards_are_worth_sharing_out(monkeypatch: pytest.MonkeyPatch) -> None:
     ways = ("memory", "cpu")
     # About the time of such models' work: batches of 8 pay, and tails of 5 do not.
@@ -79,11 +84,11 @@ def test_so_they_are_where_only_some_forwards_are_worth_sharing_out(monkeypatch:
 
 
 def cases() -> Iterator[Any]:
-    """Run two ranks, whose blocks of the last batch differ in size; three for one kind, and the others in a soak."""
+    """Yield a run of two ranks, whose blocks of the last batch differ in size; three, and other kinds, in a soak."""
     for kind in KINDS:
         for name in models_of(kind):
             for world_size in (2, 3):
-                marks = [] if world_size == (3 if kind is norms else 2) else [pytest.mark.soak]
+                marks = [] if world_size == 2 and kind in BY_DEFAULT else [pytest.mark.soak]
                 yield pytest.param(kind, name, world_size, id=f"{name}-{world_size}", marks=marks)
 
 

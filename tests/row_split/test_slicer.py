@@ -75,7 +75,8 @@ def test_torchscript_runs_whole() -> None:
 
 
 # tests/session/models has a compiled model on whole batches.
-@pytest.mark.parametrize("batches", ["split", pytest.param("whole", marks=pytest.mark.soak)])
+@pytest.mark.soak
+@pytest.mark.parametrize("batches", ["split", "whole"])
 def test_a_compiled_model_trains_and_is_evaluated(batches: Batches) -> None:
     def program(_: Session) -> Any:
         model: Any = torch.compile(network(), backend="eager")
@@ -522,6 +523,7 @@ def test_what_does_not_pay_is_not_sliced() -> None:
         assert wide == [2048, 1024, 2048, 2048, 1024, 1024, 1024]
 
 
+@pytest.mark.soak
 def test_what_shares_out_small_models_is_said_once() -> None:
     def program(session: Session) -> Any:
         small, large = network(nn.BatchNorm1d(16)), nn.Linear(2048, 1024).double()

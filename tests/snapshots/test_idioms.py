@@ -98,7 +98,14 @@ PUT_OFF = ("lambda, comprehension or class body", "through a zip")
 """Places that a program passes: the next batch after them has a snapshot again."""
 
 
-@pytest.mark.parametrize("function", EXACT, ids=lambda function: function.__name__)
+AS_OTHERS = (idioms.scheduled, idioms.augmented, idioms.streamed, idioms.kept_tensors, idioms.logged, idioms.matched)
+"""Programs whose frames hold what those of others hold."""
+
+
+@pytest.mark.parametrize(
+    "function",
+    [pytest.param(one, id=one.__name__, marks=pytest.mark.soak if one in AS_OTHERS else ()) for one in EXACT],
+)
 def test_a_program_goes_on_exactly(function: Callable[[], Any]) -> None:
     check(function, every=9)
 
