@@ -165,6 +165,7 @@ def test_modules_that_a_script_imports_travel_with_it(folder: Path, monkeypatch:
     assert b"beside.py" in modules_zip(Script.read(folder / "program.py", []))
 
 
+@pytest.mark.soak
 def test_verify_lets_a_faithful_script_run_and_ends_an_unfaithful_one_with_status_3(
     folder: Path, lagom_run: LagomRun
 ) -> None:

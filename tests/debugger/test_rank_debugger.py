@@ -63,7 +63,7 @@ def run(function: Callable[..., Any], **settings: Any) -> Any:
     return experiment.lagom(function, TorchDistributedConfig(**settings))
 
 
-@pytest.mark.parametrize("zero_lvl", [0, 3])
+@pytest.mark.parametrize("zero_lvl", [0, pytest.param(3, marks=pytest.mark.soak)])
 def test_what_is_typed_in_a_loop_leaves_the_run_as_it_is(
     person: Person, zero_lvl: int, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -125,7 +125,7 @@ def test_the_rank_that_is_chosen_stops(person: Person, capfd: pytest.CaptureFixt
     assert "\n41\n" in shown.out
 
 
-@pytest.mark.parametrize("line", ["q", "exit", _end_of_input])
+@pytest.mark.parametrize("line", ["q", pytest.param("exit", marks=pytest.mark.soak), _end_of_input])
 def test_quitting_ends_the_run_in_one_line(person: Person, line: str | Callable[[], str]) -> None:
     person.types(line)
     with pytest.raises(
@@ -146,7 +146,15 @@ def fails(ranks: tuple[int, ...], stops: bool = False) -> int:
     return 0
 
 
-@pytest.mark.parametrize(("debug", "ranks"), [("first", (0, 1)), ("first", (1,)), (1, (0, 1)), (0, (0, 1))])
+@pytest.mark.parametrize(
+    ("debug", "ranks"),
+    [
+        ("first", (0, 1)),
+        pytest.param("first", (1,), marks=pytest.mark.soak),
+        (1, (0, 1)),
+        pytest.param(0, (0, 1), marks=pytest.mark.soak),
+    ],
+)
 def test_a_failure_is_looked_at_before_it_ends_the_run(
     person: Person, debug: Any, ranks: tuple[int, ...], capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -237,7 +245,9 @@ class Stopping(Dataset[torch.Tensor]):
         return torch.ones(2)
 
 
-@pytest.mark.parametrize(("context", "world_size"), [("fork", 2), ("spawn", 1)])  # a spawned worker imports torch
+@pytest.mark.parametrize(  # a spawned worker imports torch
+    ("context", "world_size"), [("fork", 2), pytest.param("spawn", 1, marks=pytest.mark.soak)]
+)
 def test_a_worker_of_a_loader_cannot_stop_and_says_so(person: Person, context: str, world_size: int) -> None:
     def load() -> None:
         for _ in DataLoader(Stopping(), batch_size=4, num_workers=1, multiprocessing_context=context):
@@ -261,6 +271,7 @@ def test_a_trial_of_a_search_cannot_stop_and_says_so(person: Person) -> None:
         dataclasses.replace(config, debug="first")
 
 
+@pytest.mark.soak
 def test_a_rehearsal_passes_over_breakpoints(person: Person) -> None:
     person.types("c", "c", "c", "c")
     run(train, hparams={"place": "loop"}, verify=True)

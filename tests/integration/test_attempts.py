@@ -45,7 +45,8 @@ def test_a_killed_rank_changes_neither_weights_nor_output(
     assert failure["rank"] == victim
 
 
-@pytest.mark.parametrize("killed", ["worker", pytest.param("fork server", marks=pytest.mark.soak)])
+@pytest.mark.soak  # tests/launchers/test_local.py kills both by default, and test_failing.py a worker of Spark
+@pytest.mark.parametrize("killed", ["worker", "fork server"])
 @pytest.mark.parametrize("spark", ["local[2]"], indirect=True, scope="session")
 def test_a_process_of_the_executor_that_is_killed_is_replaced(spark: Any, killed: str, tmp_path: Path) -> None:
     gate = tmp_path / "gate"

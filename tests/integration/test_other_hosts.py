@@ -135,7 +135,8 @@ def test_relative_files_of_rank_0_come_back_and_do_not_leave_the_drivers_folder(
     assert not (tmp_path / "outside").is_symlink()
 
 
-@pytest.mark.parametrize("fails", [pytest.param(0, marks=pytest.mark.soak), 2])
+@pytest.mark.soak
+@pytest.mark.parametrize("fails", [0, 2])
 def test_relative_files_come_back_of_a_run_that_failed(spark: Any, fails: int, tmp_path: Path) -> None:
     def write(fails: int) -> None:
         if lagom.rank() == 0:

@@ -107,6 +107,7 @@ def test_large_data_and_results_travel_in_the_job(spark: Any) -> None:
     assert torch.equal(programs.run(lambda train_set: train_set, 2, train_set=data).value, data)
 
 
+@pytest.mark.soak
 @pytest.mark.usefixtures("out_of_reach")
 def test_failures_come_in_the_text_of_the_job(spark: Any) -> None:
     with pytest.raises(programs.LateError, match="the disk is full") as caught:
@@ -161,6 +162,7 @@ def late_task(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     cloudpickle.unregister_pickle_by_value(programs)
 
 
+@pytest.mark.soak
 @pytest.mark.usefixtures("late_task")
 def test_a_late_rank_is_gathered_without_the_driver(
     spark: Any, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]

@@ -17,6 +17,7 @@ from tests.integration import programs
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.soak  # tests/verify/test_rehearsals.py shows it by default
 @pytest.mark.parametrize("spark", ["local[2]", "local-cluster"], indirect=True, scope="session")
 def test_a_faithful_program_is_rehearsed_and_runs(
     spark: Any, capfd: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

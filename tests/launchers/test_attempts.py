@@ -46,7 +46,10 @@ def wanted() -> dict[int, dict[str, Tensor]]:
     return found
 
 
-@pytest.mark.parametrize(("world_size", "victim"), [(2, 0), (2, 1), (3, 1), (1, 0)])
+@pytest.mark.parametrize(
+    ("world_size", "victim"),
+    [(2, 0), pytest.param(2, 1, marks=pytest.mark.soak), pytest.param(3, 1, marks=pytest.mark.soak), (1, 0)],
+)
 def test_a_killed_rank_changes_neither_weights_nor_output(
     tmp_path: Path,
     wanted: dict[int, dict[str, Tensor]],
@@ -94,6 +97,7 @@ def test_the_callers_generators_go_on_from_the_attempt_that_succeeded(tmp_path: 
     assert torch.equal(torch.stack(found), torch.rand(4).view(2, 2))
 
 
+@pytest.mark.soak  # test_local.py shows it by default
 def test_a_killed_fork_server_is_started_again(tmp_path: Path, wanted: dict[int, dict[str, Tensor]]) -> None:
     gate = tmp_path / "gate"
     with losses.killed([Path(f"{gate}-1")], lambda: os.kill(local.server().process.pid, signal.SIGKILL)):

@@ -170,6 +170,7 @@ def runs() -> Iterator[Runs]:
     shutil.rmtree(folder)
 
 
+@pytest.mark.soak  # test_local.py and test_attempts.py kill each of these by default
 @pytest.mark.timeout(LIMIT_S)
 def test_whatever_is_killed_nothing_is_left(runs: Runs) -> None:
     killed: dict[str, Callable[[], int]] = {

@@ -87,7 +87,10 @@ def gone(pids: list[int], patience_s: float = 30.0) -> bool:
 @pytest.mark.parametrize("world_size", [2, *(pytest.param(size, marks=pytest.mark.soak) for size in (1, 3))])
 @pytest.mark.parametrize(
     "value",
-    [None, 0.25, 7, True, "ü", {"loss": 0.5, "auc": [1, 2]}, (1, 2), np.arange(3), np.float32(1.5), torch.arange(4.0)],
+    [
+        *(None, 0.25, {"loss": 0.5, "auc": [1, 2]}, torch.arange(4.0)),
+        *(pytest.param(one, marks=pytest.mark.soak) for one in (7, True, "ü", (1, 2), np.arange(3), np.float32(1.5))),
+    ],
     ids=lambda value: type(value).__name__,
 )
 def test_what_the_function_returns_is_the_result_with_its_type(value: Any, world_size: int) -> None:
@@ -350,6 +353,7 @@ else:
 """
 
 
+@pytest.mark.soak
 def test_a_rank_holds_no_more_files_when_there_are_more_ranks() -> None:
     def files() -> int:
         model = torch.nn.Linear(2, 1)
@@ -366,6 +370,7 @@ def script(source: str, *args: str, unbuffered: bool = False) -> subprocess.Comp
     return subprocess.run(command, capture_output=True, check=False, timeout=170, env=env, cwd=ROOT)
 
 
+@pytest.mark.soak
 def test_prints_and_an_exception_that_nobody_catches_are_those_of_a_plain_run_to_the_byte() -> None:
     plain = script(PRINTS, unbuffered=True)
     assert plain.returncode == 0
@@ -659,6 +664,7 @@ def test_children_of_a_rank_that_dies_are_gone_too(tmp_path: Path) -> None:
     assert gone([int(path.read_text())])
 
 
+@pytest.mark.soak
 def test_the_fork_server_may_be_killed_between_two_calls() -> None:
     assert works()
     os.kill(local.server().process.pid, signal.SIGKILL)
@@ -736,6 +742,7 @@ def test_too_many_ranks_are_refused_at_once() -> None:
         run(lambda: None, 1000)
 
 
+@pytest.mark.soak
 def test_a_driver_that_was_forked_has_a_server_of_its_own() -> None:
     assert works()
     pid = os.fork()
@@ -935,7 +942,10 @@ def _forks(kind: str, path: str) -> int | None:
     return None
 
 
-@pytest.mark.parametrize(("kind", "status"), [("returns", 0), ("raises", 1), ("exits", 3)])
+RARER_ENDS = [pytest.param(*end, marks=pytest.mark.soak) for end in (("returns", 0), ("exits", 3))]
+
+
+@pytest.mark.parametrize(("kind", "status"), [("raises", 1), *RARER_ENDS])
 def test_a_fork_that_comes_back_from_the_function_ends(kind: str, status: int, tmp_path: Path) -> None:
     config = TorchDistributedConfig(
         launcher="local", world_size=2, run_dir=None, hparams={"kind": kind, "path": str(tmp_path / "a")}

@@ -73,7 +73,7 @@ def ended(function: Any, **settings: Any) -> StallError:
     ("kind", "where"),
     [
         ("sleep", "time.sleep(1000)"),
-        ("loop", "sum(range("),
+        pytest.param("loop", "sum(range(", marks=pytest.mark.soak),
         ("without Python", "pthread_mutex_lock("),
         ("worker", "time.sleep"),
     ],
@@ -163,6 +163,7 @@ def _computes(seconds: float) -> None:
         pass
 
 
+@pytest.mark.soak
 def test_a_rank_that_waits_for_processes_which_compute_gets_somewhere(capfd: pytest.CaptureFixture[str]) -> None:
     def hogwild() -> None:
         processes = [multiprocessing.get_context("fork").Process(target=_computes, args=(5.0,)) for _ in range(2)]

@@ -271,6 +271,7 @@ def test_what_the_program_logs_after_a_pass_counts_in_place_of_its_loss() -> Non
     assert reports(search(train, direction="min")) == {0: dict(enumerate(values(0))), 1: dict(enumerate(values(1)[:3]))}
 
 
+@pytest.mark.soak
 def test_ranks_end_together_where_rank_0_alone_logs() -> None:
     def train(bad: int) -> float:
         import lagom
@@ -295,7 +296,9 @@ def with_tensorboard_once(value: float) -> None:
         writer.add_scalar("loss", value)
 
 
-@pytest.mark.parametrize("program", [fit, functools.partial(with_tensorboard, log="scalar")])
+@pytest.mark.parametrize(
+    "program", [fit, pytest.param(functools.partial(with_tensorboard, log="scalar"), marks=pytest.mark.soak)]
+)
 def test_two_ranks_report_once_and_end_together(program: Callable[..., float]) -> None:
     one = reports(search(program, direction="min"))
     two = reports(search(program, direction="min", launcher="local", ranks_per_trial=2, num_slots=1))

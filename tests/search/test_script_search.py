@@ -177,6 +177,7 @@ def test_a_script_that_starts_ranks_by_itself_is_no_trial(search: Search, tmp_pa
     assert "have it call lagom() with a HyperparameterOptConfig" in error
 
 
+@pytest.mark.soak  # test_search.py shows it by default
 def test_ctrl_c_prints_the_best_so_far(tmp_path: Path) -> None:
     (tmp_path / "slow.py").write_text("import sys, time\nprint('loss:', sys.argv[2])\ntime.sleep(float(sys.argv[2]))\n")
     words = ["--run-dir", "runs", "--slots", "1", "--optimizer", "grid", "--space", "s=0.1,600", "--metric", "loss"]

@@ -106,6 +106,7 @@ def save_with_links(width: int, folder: str) -> int:
     return width
 
 
+@pytest.mark.soak
 def test_links_and_files_of_the_best_trial_that_are_there_already_are_replaced(tmp_path: Path) -> None:
     settings = {"optimizer": "grid", "num_trials": None, "direction": "max", "train_set": None}
     outside = tmp_path.parent / f"{tmp_path.name}-models"
@@ -235,6 +236,7 @@ def test_no_complete_trial_is_an_error_only_when_the_best_is_asked_for() -> None
         _ = result.best_config
 
 
+@pytest.mark.soak  # tests/notebooks/test_search.py shows it by default
 def test_ctrl_c_ends_trials_that_run_and_returns_those_that_have_ended() -> None:
     program = start("0.02 if x < 0.7 else 600", 500)  # soon, both slots run a trial that takes ten minutes
     wait_for_trials(6)
@@ -247,6 +249,7 @@ def test_ctrl_c_ends_trials_that_run_and_returns_those_that_have_ended() -> None
     assert all(state == "complete" for _, state, _ in trials)
 
 
+@pytest.mark.soak  # test_kept_trials.py shows it by default
 def test_a_search_goes_on_after_its_driver_was_killed(capfd: pytest.CaptureFixture[str]) -> None:
     program = start(0.3, 16)
     folder = wait_for_trials(6)

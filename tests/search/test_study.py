@@ -170,7 +170,7 @@ def test_tpe_with_many_running_trials_draws_what_optuna_draws(direction: Literal
         ("grid", "inline", None),
         ("tpe", "inline", 20),
         ("gp", "inline", 12),
-        ("tpe", "local", 15),
+        pytest.param("tpe", "local", 15, marks=pytest.mark.soak),
     ],
 )
 def test_a_whole_search_with_one_slot_is_optimize(optimizer: str, launcher: Any, num_trials: int | None) -> None:

@@ -234,6 +234,7 @@ def test_a_trial_without_a_metric_ends_the_search_at_once(tmp_path: Path, return
     assert len(source.outcomes) == 1
 
 
+@pytest.mark.soak
 def test_later_trials_find_the_libraries_that_the_first_has_imported(tmp_path: Path) -> None:
     def train() -> Any:
         found = "pandas" in sys.modules

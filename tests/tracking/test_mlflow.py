@@ -13,7 +13,6 @@ import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
-from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any, ClassVar
@@ -149,24 +148,23 @@ def kept(folder: Path, uri: str) -> Any:
     return alone(lambda _: standing_in(folder, uri, read))
 
 
-def test_what_is_logged_and_read_is_that_of_one_process(in_memory: Path) -> None:
+@pytest.mark.parametrize("uri", ["file:./mlruns", pytest.param("sqlite:///runs.db", marks=pytest.mark.soak)])
+def test_what_is_logged_and_read_is_that_of_one_process(uri: str, in_memory: Path) -> None:
     def folder(name: str) -> Path:
         (in_memory / name).mkdir()
         return in_memory / name
 
-    files, database = "file:./mlruns", "sqlite:///runs.db"
+    files = "file:./mlruns"
     plain = folder("plain")
     expected = alone(lambda _: standing_in(plain, files, program))
     del expected["ids"]
     holds = kept(plain, files)
     assert [run[0] for run in holds] == ["inner", "left open", "outer"]
-    for uri in (files, database):
-        shared = folder(uri.partition(":")[0])
-        program_there = partial(standing_in, shared, uri, program)
-        found = run_ranks(2, lambda _, run=program_there: run())  # type: ignore[misc]
-        assert len({tuple(one.pop("ids")) for one in found}) == 1
-        assert found == [expected] * 2
-        assert kept(shared, uri) == holds
+    shared = folder("shared")
+    found = run_ranks(2, lambda _: standing_in(shared, uri, program))
+    assert len({tuple(one.pop("ids")) for one in found}) == 1
+    assert found == [expected] * 2
+    assert kept(shared, uri) == holds
 
 
 def test_a_run_has_one_id_on_all_ranks(tmp_path: Path) -> None:
@@ -326,6 +324,7 @@ def server() -> Iterator[tuple[str, Counter[str]]]:
             thread.join()
 
 
+@pytest.mark.soak
 def test_a_server_is_asked_as_by_one_process(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """On two ranks through a launcher: they import MLflow, and the run is ended at the end of the process."""
 

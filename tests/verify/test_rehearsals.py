@@ -176,7 +176,7 @@ def train_verified(world_size: int) -> Verification:
     return verified(train, world_size)
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.soak)])
 def test_a_program_that_ranks_run_as_one_process_does_is_said_to_agree(world_size: int) -> None:
     found = train_verified(world_size)
     assert found.verdict == "agrees"
@@ -186,11 +186,12 @@ def test_a_program_that_ranks_run_as_one_process_does_is_said_to_agree(world_siz
     assert str(found).endswith("The ranks do what one process does.")
 
 
+@pytest.mark.soak
 def test_parameters_that_only_some_ranks_reach_are_compared_on_all() -> None:
     assert verified(lambda: train(model=Experts)).verdict == "agrees"
 
 
-@pytest.mark.parametrize("world_size", [pytest.param(2, marks=pytest.mark.soak), 3])
+@pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.soak)])
 def test_a_sum_is_found_by_its_factor_and_whole_is_named(world_size: int) -> None:
     with pytest.raises(VerificationError) as error:
         verified(lambda: train(reduction="sum"), world_size)
@@ -199,6 +200,7 @@ def test_a_sum_is_found_by_its_factor_and_whole_is_named(world_size: int) -> Non
     assert "This program needs batches='whole': with it, the ranks do what one process does." in found
 
 
+@pytest.mark.soak
 def test_a_number_that_leaves_torch_through_numpy_is_of_a_share() -> None:
     def leaves(loss: torch.Tensor) -> bool:
         numbers: list[Any] = [
@@ -214,11 +216,8 @@ def test_a_number_that_leaves_torch_through_numpy_is_of_a_share() -> None:
     assert f"each rank reads that of its own share ({places})" in found
 
 
-# That a comparison of tensors is a decision, test_rehearsal.py shows as well.
-@pytest.mark.parametrize(
-    "program",
-    [stops_on_loss, *(pytest.param(one, marks=pytest.mark.soak) for one in (could_stop_on_loss, compares_tensors))],
-)
+@pytest.mark.soak  # test_rehearsal.py and tests/programs/test_verify.py show decisions by default
+@pytest.mark.parametrize("program", [stops_on_loss, could_stop_on_loss, compares_tensors])
 def test_a_program_that_decides_by_the_loss_of_a_share_needs_whole(program: Callable[[], Any]) -> None:
     with pytest.raises(VerificationError, match=r"needs\s+batches='whole'") as error:
         verified(program)
@@ -226,10 +225,12 @@ def test_a_program_that_decides_by_the_loss_of_a_share_needs_whole(program: Call
         assert "the program decides by it (test_rehearsals.py:" in " ".join(str(error.value).split())
 
 
+@pytest.mark.soak
 def test_updates_from_autograd_grad_agree() -> None:
     assert verified(steps_by_hand).verdict == "agrees"
 
 
+@pytest.mark.soak
 def test_updates_from_the_loss_of_a_share_need_whole() -> None:
     def shrinks() -> None:
         net = network()
@@ -255,9 +256,9 @@ def test_a_number_that_is_only_shown_is_a_reason_not_to_begin() -> None:
 @pytest.mark.parametrize(
     "program",
     [
-        lambda: train(data=Pairs(), model=with_dropout),
+        pytest.param(lambda: train(data=Pairs(), model=with_dropout), marks=pytest.mark.soak),
         pytest.param(lambda: train(data=Pairs()), marks=pytest.mark.soak),
-        pytest.param(lambda: train(model=with_dropout), marks=pytest.mark.soak),
+        lambda: train(model=with_dropout),
     ],
     ids=["both", "pairs", "dropout"],
 )
@@ -266,9 +267,15 @@ def test_random_numbers_of_the_ranks_own_are_told_from_mistakes(program: Callabl
     assert "its draws fixed" in found
     assert "Not the numbers of one process: each rank draws random numbers of its own" in found
     assert "with batches='whole' it agrees" in found
-    assert verified(program, batches="per_rank").verdict == "random"  # no setting has these batches and these draws
 
 
+@pytest.mark.soak
+def test_draws_of_larger_batches_are_said_to_be_random() -> None:
+    found = verified(lambda: train(data=Pairs(), model=with_dropout), batches="per_rank")
+    assert found.verdict == "random"  # no setting has these batches and these draws
+
+
+@pytest.mark.soak
 def test_a_mistake_is_not_hidden_by_random_numbers() -> None:
     with pytest.raises(VerificationError, match="batches='whole'"):
         verified(lambda: train(model=with_dropout, reduction="sum"))
@@ -286,6 +293,7 @@ def test_a_program_that_does_not_repeat_itself_is_told_so() -> None:
         verified(unseeded)
 
 
+@pytest.mark.soak
 def test_a_program_that_no_setting_keeps_is_told_so() -> None:
     def uses_its_rank() -> Any:
         import lagom
@@ -325,7 +333,9 @@ def over_a_stream(*, sharded: bool = False) -> None:
             optimizer.step()
 
 
-@pytest.mark.parametrize(("batches", "num_backwards"), [("split", 8), ("per_rank", 4)])
+@pytest.mark.parametrize(
+    ("batches", "num_backwards"), [("split", 8), pytest.param("per_rank", 4, marks=pytest.mark.soak)]
+)
 def test_iterable_data_sets_are_rehearsed_too(batches: Any, num_backwards: int) -> None:
     found = verified(over_a_stream, batches=batches)
     assert found.verdict == "agrees"
@@ -374,6 +384,7 @@ def test_what_follows_from_time_is_left_out_however_long_ranks_take() -> None:
     assert "agrees" in row(found, "result")
 
 
+@pytest.mark.soak
 def test_a_rehearsal_that_dies_agrees_with_nothing() -> None:
     def dies() -> None:
         train()
@@ -383,6 +394,7 @@ def test_a_rehearsal_that_dies_agrees_with_nothing() -> None:
     assert "The process of the rehearsal died" in found
 
 
+@pytest.mark.soak
 def test_a_program_that_tries_again_without_end_is_no_hang() -> None:
     def stubborn() -> None:
         net = network()
@@ -412,6 +424,7 @@ def test_padding_to_the_longest_sample_of_a_share_is_not_called_random() -> None
     assert "random" not in found
 
 
+@pytest.mark.soak
 def test_an_evaluation_that_begins_in_training_mode_is_found() -> None:
     def evaluates_inside() -> float:
         train()
@@ -426,6 +439,7 @@ def test_an_evaluation_that_begins_in_training_mode_is_found() -> None:
     assert "needs batches='whole': with it, the ranks do what one process does" in " ".join(found.split())
 
 
+@pytest.mark.soak
 def test_a_result_at_the_end_of_many_epochs_is_compared_whatever_its_type() -> None:
     def history() -> Any:
         net, found = network(), SimpleNamespace(accuracy=[])
@@ -447,8 +461,13 @@ def test_a_result_at_the_end_of_many_epochs_is_compared_whatever_its_type() -> N
     assert "needs batches='whole': with it, the ranks do what one process does" in " ".join(found.split())
 
 
+@pytest.mark.soak
 def test_whole_says_when_split_gives_the_same() -> None:
     assert "batches='split' shares it out, and gives the same" in verified(train, batches="whole").told
+
+
+@pytest.mark.soak
+def test_whole_does_not_name_split_where_it_gives_other_numbers() -> None:
     found = verified(lambda: train(reduction="sum"), batches="whole")
     assert found.verdict == "agrees"
     assert "split" not in found.told
@@ -516,6 +535,7 @@ def test_the_run_itself_is_the_one_without_verify(capfd: pytest.CaptureFixture[s
     set_random_states(before)
 
 
+@pytest.mark.soak
 def test_sharded_evaluation_is_right_where_the_program_does_not_add_up_and_such_a_run_does_not_begin(
     tmp_path: Path,
 ) -> None:
@@ -557,6 +577,7 @@ def test_a_long_program_is_cut_short() -> None:
     assert "what it returns is not compared" in " ".join(str(found).split())
 
 
+@pytest.mark.soak
 def test_half_precision_and_adam_are_allowed_their_rounding() -> None:
     def half() -> None:
         net = nn.Sequential(nn.Linear(3, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Linear(32, 4))
