@@ -36,7 +36,16 @@ def joined(session: Session, monkeypatch: pytest.MonkeyPatch, where: list[int]) 
     return session.group
 
 
-@pytest.mark.parametrize("where", [AGAIN, [0, 1, 0, 1], [0, 1, 1, 1], [0, 1, 2], [0, 0, 1, 1, 2]])
+@pytest.mark.parametrize(
+    "where",
+    [
+        AGAIN,
+        pytest.param([0, 1, 0, 1], marks=pytest.mark.soak),
+        [0, 1, 1, 1],
+        pytest.param([0, 1, 2], marks=pytest.mark.soak),
+        [0, 0, 1, 1, 2],
+    ],
+)
 def test_sums_over_hosts_are_those_of_gloo(where: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     def run(session: Session) -> Any:
         group = joined(session, monkeypatch, where)
@@ -64,7 +73,15 @@ def test_sums_over_hosts_are_those_of_gloo(where: list[int], monkeypatch: pytest
     assert len({row for _, rows in found for row in rows}) == 1  # the same bits everywhere
 
 
-@pytest.mark.parametrize("where", [AGAIN, [0, 1, 0, 1], [0, 1], [0, 0, 1, 1, 2]])
+@pytest.mark.parametrize(
+    "where",
+    [
+        AGAIN,
+        pytest.param([0, 1, 0, 1], marks=pytest.mark.soak),
+        pytest.param([0, 1], marks=pytest.mark.soak),
+        [0, 0, 1, 1, 2],
+    ],
+)
 def test_what_is_broadcast_gathered_and_dealt_over_hosts_is_what_gloo_gives(
     where: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -16,7 +16,7 @@ from torch import nn
 from tests.collectives.test_registration import by, same
 from tests.ranks import RankFailedError
 
-WORLDS = (2, 3)
+WORLDS = (2, pytest.param(3, marks=pytest.mark.soak))
 
 
 def groups_come_and_go(rank: int, size: int) -> Any:
@@ -76,6 +76,7 @@ def test_groups_that_come_and_go_and_odd_tensors_are_as_over_gloo(world_size: in
     same(world_size, program)
 
 
+@pytest.mark.soak
 def test_torchs_checkpoints_are_written_in_the_background() -> None:
     same(2, checkpoint_in_the_background)
 

@@ -146,7 +146,9 @@ def trained(rank: int, size: int) -> Any:
     return found + [one.full_tensor().detach() for one in model.parameters()]  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize(
+    "world_size", [pytest.param(1, marks=pytest.mark.soak), pytest.param(2, marks=pytest.mark.soak), 3]
+)
 def test_collectives_of_lists_and_uneven_parts_give_what_gloo_gives(world_size: int) -> None:
     same(world_size, collectives_of_lists_and_uneven_parts)
 

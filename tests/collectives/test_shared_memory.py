@@ -173,7 +173,7 @@ def moved(session: Session) -> Any:
     return wrong
 
 
-@pytest.mark.parametrize("world_size", [2, 3, 8])
+@pytest.mark.parametrize("world_size", [2, 3, pytest.param(8, marks=pytest.mark.soak)])
 def test_exchanges_move_what_they_should_also_with_many_ranks_on_few_cores(world_size: int) -> None:
     assert run_ranks(world_size, moved, patches=False) == [[]] * world_size
 

@@ -7,6 +7,8 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import pytest
+
 import lagom.compat.horovod.torch as hvd
 from lagom.session.session import Session
 from lagom.world import Place, place_set
@@ -14,7 +16,7 @@ from tests.ranks import run_ranks
 
 Check = Callable[[int, int], Any]
 """Gets rank and size."""
-WORLDS = (1, 2, 3)
+WORLDS = (1, pytest.param(2, marks=pytest.mark.soak), 3)
 
 
 def program(function: Callable[[], Any]) -> Callable[[Session], Any]:

@@ -97,6 +97,7 @@ def test_the_earlier_spelling_gives_what_lagoms_own_does() -> None:
     torch.testing.assert_close(found["test result"], expected.detach(), rtol=1e-12, atol=0)
 
 
+@pytest.mark.soak
 def test_the_later_spelling_does_so_too_by_position_and_with_zero() -> None:
     from maggy.config import TorchDistributedConfig
     from maggy.experiment import experiment
@@ -167,6 +168,7 @@ def _deepspeed_loaded() -> None:
         load("cpu")
 
 
+@pytest.mark.soak
 @pytest.mark.usefixtures("_deepspeed_loaded")
 def test_deepspeed_programs_run_on_cpu_too() -> None:
     from maggy import experiment
@@ -371,6 +373,7 @@ def test_its_error_is_pythons(tmp_path: Path) -> None:
     assert "line 5, in <module>\n    1 / 0\n" in done.stderr
 
 
+@pytest.mark.soak
 def test_the_example_with_images_learns(capsys: pytest.CaptureFixture[str]) -> None:
     main: Callable[[list[str]], None] = importlib.import_module("examples.maggy.images").main
     main(["--images", "400", "--epochs", "6"])

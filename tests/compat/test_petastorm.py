@@ -131,7 +131,9 @@ def test_a_program_of_petastorms_reads_its_shard_on_each_rank(tmp_path: Path) ->
         assert not set(ours) & set(theirs)
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize(
+    "world_size", [pytest.param(1, marks=pytest.mark.soak), pytest.param(2, marks=pytest.mark.soak), 3]
+)
 def test_batches_of_all_shards_make_one(tmp_path: Path, world_size: int) -> None:
     from petastorm import make_batch_reader, make_reader
     from petastorm.pytorch import BatchedDataLoader, DataLoader, InMemBatchedDataLoader
@@ -187,6 +189,7 @@ def test_ranks_with_other_numbers_of_batches_in_memory_take_the_same_steps(tmp_p
     assert set(ours) | set(theirs) == set(range(17))
 
 
+@pytest.mark.soak
 def test_in_a_run_it_is_there_when_asked_for_and_nothing_stays() -> None:
     before = list(sys.meta_path)
     with compatible():
@@ -205,6 +208,7 @@ import petastorm.pytorch
     assert (done.stdout.strip(), done.returncode) == ("0.12.1", 0), done.stderr
 
 
+@pytest.mark.soak
 def test_processes_without_lagom_import_it_too(tmp_path: Path) -> None:
     url = write(tmp_path / "table", [[3, 4]]).as_uri()
     code = f"""

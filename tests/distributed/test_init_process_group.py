@@ -25,7 +25,7 @@ from lagom.session.patched import patched
 from lagom.session.session import Session
 from tests.ranks import RankFailedError, run_ranks, session_alone
 
-WORLDS = (1, 2, 3)
+WORLDS = (1, 2, pytest.param(3, marks=pytest.mark.soak))
 
 
 def torchrun(session: Session) -> None:
@@ -102,10 +102,21 @@ def test_weights_and_batches_are_those_under_torchrun_bit_for_bit(world_size: in
         torch.testing.assert_close(found, wanted, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("how", [how for how in JOINS if how != "backend"])
-def test_however_it_is_asked_for_it_is_lagoms_world(how: str) -> None:
-    wanted = run_ranks(2, by_hand(torchrun), patches=False)
-    torch.testing.assert_close(run_ranks(2, by_hand(JOINS[how])), wanted, rtol=0, atol=0)
+@pytest.fixture(scope="module")
+def under_torchrun() -> Any:
+    """What two ranks return that have what torchrun gives them."""
+    return run_ranks(2, by_hand(torchrun), patches=False)
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        *("nothing", "tcp", "file", "store"),
+        *(pytest.param(how, marks=pytest.mark.soak) for how in ("devices", "env", "query", "timeout")),
+    ],
+)
+def test_however_it_is_asked_for_it_is_lagoms_world(how: str, under_torchrun: Any) -> None:
+    torch.testing.assert_close(run_ranks(2, by_hand(JOINS[how])), under_torchrun, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize(

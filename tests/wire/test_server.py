@@ -282,6 +282,7 @@ def test_one_that_sends_a_byte_now_and_then_is_hung_up_on_in_time() -> None:
         assert served(driver)
 
 
+@pytest.mark.soak
 def test_ten_thousand_connections_harm_nobody(driver: Driver) -> None:
     """Connect from another process, 2000 at a time, since this one may open only few more files."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
