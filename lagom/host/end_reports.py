@@ -1,4 +1,4 @@
-"""``death_report``, ``stop_report``: reports for ranks that end without one of their own."""
+"""Reports of how ranks end: ``death_report`` and ``stop_report`` stand in for a rank that sends none."""
 
 from __future__ import annotations
 
@@ -47,3 +47,13 @@ def death_report(rank: int, status: int, tail: bytes, kills: Mapping[str, int]) 
 def stop_report(rank: int) -> Message:
     """Return the report of a rank that was stopped because another one failed."""
     return {"type": "outcome", "rank": rank, "ok": False, "stopped": True, "consequence": True}
+
+
+def is_loss(report: Message) -> bool:
+    """Return whether ``report`` is that of a killed rank, or a consequence of such a loss."""
+    return not report["ok"] and bool(report.get("lost") or report.get("consequence"))
+
+
+def called_exit(report: Message | None) -> bool:
+    """Return whether the rank called ``sys.exit``."""
+    return report is not None and "exit" in report

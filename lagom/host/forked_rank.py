@@ -5,12 +5,10 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
-import time
 from dataclasses import dataclass, field
 
 from lagom.monitor.stalls import Pulse
-from lagom.wire.client import DriverClient, Message
-from lagom.worker import stack_dump
+from lagom.wire.client import DriverClient, LinkClosed, Message
 
 
 @dataclass(slots=True)
@@ -32,23 +30,25 @@ class ForkedRank:
     report: Message | None = None
     ended: bool = False
 
-    def current_work(self, heard_within_s: float) -> Message:
-        """Return what the rank does now: what it has said of itself, if that was within ``heard_within_s``.
+    def send(self, message: Message) -> None:
+        """Send ``message`` to the rank, unless it has ended."""
+        with contextlib.suppress(LinkClosed, OSError):
+            self.control.send(message)
 
-        Otherwise, as when C code keeps the GIL, it is the rank's stack, read from outside.
-        """
-        state = stack_dump.state(self.pid)
-        if self.pulse.doing is not None and time.monotonic() - self.pulse.heard_at < heard_within_s:
-            return {**self.pulse.doing, "state": state}
-        stack = "" if state else stack_dump.read_stack(self.pid, self.stacks)
-        return {"stack": stack, "line": "", "waits": False, "state": state}
+    def close(self) -> None:
+        """Close the connection and files of the rank, which has ended."""
+        self._close_links()
+        os.close(self.stacks)
 
-    def wake(self, pid: int, bed: socket.socket, stall_timeout_s: float) -> None:
-        """Have the sleeping twin ``pid`` go on in place of the rank's process, which has ended."""
+    def _close_links(self) -> None:
         self.control.close()
         for fd in (self.stdout, self.stderr, self.pidfd):
             if fd is not None:
                 os.close(fd)
+
+    def wake(self, pid: int, bed: socket.socket, stall_timeout_s: float) -> None:
+        """Have the sleeping twin ``pid`` go on in place of the rank's process, which has ended."""
+        self._close_links()
         ours, theirs = socket.socketpair()
         (self.stdout, out), (self.stderr, err) = os.pipe(), os.pipe()
         socket.send_fds(bed, [b"{}"], [theirs.fileno(), out, err])

@@ -8,21 +8,22 @@ import selectors
 import signal
 import time
 from collections.abc import Collection, Mapping, Sequence
+from functools import partial
 
 from lagom.host import oom_kills
 from lagom.host.descendants import end_rank, reap_adopted
 from lagom.host.driver_link import DriverLink
-from lagom.host.end_reports import death_report, stop_report
+from lagom.host.end_reports import called_exit, death_report, is_loss, stop_report
 from lagom.host.forked_rank import ForkedRank
-from lagom.host.twin_sets import TwinSet, TwinSets
-from lagom.monitor import stalls
+from lagom.host.rank_output import RankOutput
+from lagom.host.stall_detector import StallDetector
+from lagom.host.twin_sets import TwinSets
 from lagom.monitor.stalls import Pulse
 from lagom.plan import Plan
 from lagom.restart.kept_snapshots import FIRST_MARK
 from lagom.wire.client import DriverClient, LinkClosed, Message
 from lagom.wire.rendezvous import LEAVE_S, WRITE_S
 
-_TAIL = 8192  # bytes of a rank's last output in the report of its death
 _STOP_S = 1.0  # time for the driver to receive a failure
 _CONSEQUENCE_S = 3.0  # time for another host to report the failure that caused a lost connection
 _POLL_S = 0.02  # if the kernel does not report a child's end
@@ -33,12 +34,11 @@ class RankSupervisor:
 
     def __init__(self, link: DriverClient | None, plan: Plan) -> None:
         self._plan = plan
-        self._look_s = min(
-            [plan.config.stall_timeout_s / 4, *([plan.config.timeout_s / 4] if plan.config.timeout_s else []), 1.0]
-        )
         self._ranks: list[ForkedRank] = []
         self.driver = DriverLink(link)
         self._selector = selectors.DefaultSelector()
+        self._output = RankOutput(self.driver, plan, self._selector)
+        self._stalls = StallDetector(self.driver, plan)
         self._deadline: float | None = None
         self._kept: Collection[int] = ()
         self._kills: Mapping[str, int] = {}
@@ -54,8 +54,8 @@ class RankSupervisor:
 
     def keep_twins(self, ranks: Sequence[int], store: str, losses_left: int) -> None:
         """Keep sleeping twins of ``ranks``, which meet in ``store``."""
-        hear = self._mark_output, self._tell_twins, self._tell_no_twins
-        self.twins = TwinSets(ranks, store, losses_left, self._selector, *hear)
+        mark = partial(self._output.mark, self._ranks)
+        self.twins = TwinSets(ranks, store, losses_left, self._selector, self.driver, mark)
 
     def add(self, rank: ForkedRank) -> None:
         """Supervise ``rank`` too."""
@@ -64,8 +64,7 @@ class RankSupervisor:
 
     def _hear(self, rank: ForkedRank) -> None:
         self._selector.register(rank.control, selectors.EVENT_READ, lambda: self._read_rank(rank))
-        self._selector.register(rank.stdout, selectors.EVENT_READ, lambda: self._read(rank, "stdout"))
-        self._selector.register(rank.stderr, selectors.EVENT_READ, lambda: self._read(rank, "stderr"))
+        self._output.register(rank)
         if rank.pidfd is not None:
             self._selector.register(rank.pidfd, selectors.EVENT_READ, lambda: self._reap(rank))
 
@@ -82,23 +81,25 @@ class RankSupervisor:
         self._kept, self._kills = kept, oom_kills.num_kills()
         for rank in self._ranks:
             rank.pulse = Pulse(self._plan.config.stall_timeout_s)
-        while not all(rank.ended or _called_exit(rank.report) or self._is_over(rank) for rank in self._ranks):
+        while not all(rank.ended or called_exit(rank.report) or self._is_over(rank) for rank in self._ranks):
             if self._deadline is not None and time.monotonic() >= self._deadline:
                 break
             for key, _ in self._selector.select(self._patience()):
                 key.data()
             self.driver.flush()
             if self.twins is not None:
-                self.twins.look(any(rank.report is not None and not _is_loss(rank.report) for rank in self._ranks))
+                self.twins.look(any(rank.report is not None and not is_loss(rank.report) for rank in self._ranks))
             reap_adopted([*(rank.pid for rank in self._ranks), *kept])
             for rank in self._ranks:
                 if rank.pidfd is None and not rank.ended:
                     self._reap(rank)
                 if rank.report is None and not self._is_held:
-                    self._check_stall(rank)
+                    rank.report = self._stalls.check(rank)
+                    if rank.report is not None:
+                        self._tell_failure(rank)
         if self._is_over(self._ranks[0]):
-            self._kill(self._ranks[0])
-            self._drain_output(self._ranks[0])
+            self._kill(self._ranks[0], self._kept)
+            self._output.drain(self._ranks[0])
         else:
             self.end_all()
         return [rank.report or stop_report(rank.rank) for rank in self._ranks]
@@ -113,7 +114,7 @@ class RankSupervisor:
         if self.twins is not None:
             self.twins.close()
         for rank in self._ranks:
-            self._kill(rank)
+            self._kill(rank, self._kept)
             if not rank.ended:
                 with contextlib.suppress(ChildProcessError, ProcessLookupError):
                     os.kill(rank.pid, signal.SIGKILL)  # also where the kernel does not list children
@@ -121,10 +122,7 @@ class RankSupervisor:
                 rank.ended = True
             if rank.control.fileno() >= 0:
                 self._drain(rank)
-                rank.control.close()
-                for fd in (rank.stdout, rank.stderr, rank.stacks, rank.pidfd):
-                    if fd is not None:
-                        os.close(fd)
+                rank.close()
         self._selector.close()
 
     def _patience(self) -> float | None:
@@ -132,7 +130,7 @@ class RankSupervisor:
             return _POLL_S
         next_look = self.twins.next_look() if self.twins is not None else None
         ends = [end for end in (self._deadline, next_look) if end is not None]
-        return max(0.0, min([self._look_s, *(end - time.monotonic() for end in ends)]))
+        return max(0.0, min([self._stalls.interval_s, *(end - time.monotonic() for end in ends)]))
 
     def _read_driver(self, link: DriverClient) -> None:
         try:
@@ -153,12 +151,12 @@ class RankSupervisor:
             elif message["type"] == "debug":
                 for rank in self._ranks:
                     if rank.rank == message["rank"]:
-                        self._answer_debugger(rank, message)
+                        rank.send(message)
             elif message["type"] == "answer":
                 self._answers.append(message)
                 for rank in self._ranks:
                     if rank.num_reports == len(self._answers):
-                        self._answer(rank)
+                        rank.send(message)
             else:
                 self.unread.append(message)
 
@@ -185,8 +183,8 @@ class RankSupervisor:
             elif message["type"] == "report":
                 self._take_report(rank, message)
             elif message["type"] == "log":
-                self._drain_output(rank)  # of before
-                self._pass_on(rank, message["stream"], message["data"])
+                self._output.drain(rank)  # of before
+                self._output.forward(rank, message["stream"], message["data"])
             elif message["type"] == "snapshot":
                 self._tell_snapshot(rank, message)
             elif message["type"] in ("timeline", "picture"):
@@ -202,62 +200,14 @@ class RankSupervisor:
         if rank.rank == 0:
             self.driver.send(message, sure=True)
         elif len(self._answers) >= rank.num_reports:
-            self._answer(rank)
-
-    def _answer(self, rank: ForkedRank) -> None:
-        with contextlib.suppress(LinkClosed, OSError):  # the rank has ended
-            rank.control.send(self._answers[rank.num_reports - 1])
+            rank.send(self._answers[rank.num_reports - 1])
 
     def _ask_debugger(self, rank: ForkedRank, message: Message) -> None:
         """Pass on what the debugger of ``rank`` shows or asks, after what the program has printed before."""
-        self._drain_output(rank)
+        self._output.drain(rank)
         self.driver.send(message | {"rank": rank.rank}, sure=True)
         if not self.driver.is_open:
-            self._answer_debugger(rank, {"refused": "the driver cannot be reached from its host before the run ends"})
-
-    def _answer_debugger(self, rank: ForkedRank, answer: Message) -> None:
-        with contextlib.suppress(LinkClosed, OSError):  # the rank has ended
-            rank.control.send(answer)
-
-    def _check_stall(self, rank: ForkedRank) -> None:
-        """Report ``rank`` when it stalls, and fail it after the timeout."""
-        pulse, quiet_s = rank.pulse, rank.pulse.quiet_s
-        over = self._plan.config.timeout_s is not None and quiet_s >= self._plan.config.timeout_s
-        if not over and (pulse.stalls or quiet_s < pulse.patience_s):
-            return
-        work = rank.current_work(2 * self._look_s + self._plan.config.hb_interval)
-        now = {**work, "rank": rank.rank, "quiet_s": quiet_s}
-        if not pulse.stalls:
-            pulse.stalls = True
-            if self.driver.is_open:
-                self.driver.send(now | {"type": "stalled"})
-            else:
-                self.driver.say(f"[lagom] {stalls.stall_text({rank.rank: now}, self._plan.world_size)}\n")
-        if over:
-            rank.report = stalls.stall_report(rank.rank, now)
-            self._tell_failure(rank)
-
-    def _read(self, rank: ForkedRank, stream: str) -> bool:
-        fd = rank.stdout if stream == "stdout" else rank.stderr
-        try:
-            data = os.read(fd, 1 << 16)
-        except BlockingIOError:
-            return False
-        if not data:
-            with contextlib.suppress(KeyError):
-                self._selector.unregister(fd)
-            return False
-        rank.tail = (rank.tail + data)[-_TAIL:]
-        rank.pulse.moved()
-        # latin-1 keeps every byte, also of a character that the read has cut in two.
-        self._pass_on(rank, stream, data.decode("latin-1"))
-        return True
-
-    def _pass_on(self, rank: ForkedRank, stream: str, data: str) -> None:
-        if rank.rank == 0:
-            self.driver.show(stream, data)
-        elif self._plan.keeps_logs:
-            self.driver.send({"type": "log", "rank": rank.rank, "stream": stream, "data": data})
+            rank.send({"refused": "the driver cannot be reached from its host before the run ends"})
 
     def _reap(self, rank: ForkedRank) -> None:
         pid, status = os.waitpid(rank.pid, os.WNOHANG)
@@ -273,38 +223,25 @@ class RankSupervisor:
                 return
             rank.report = report
             self._tell_failure(rank)
-        self._kill(rank)  # end the processes that the rank left behind
+        self._kill(rank, self._kept)  # end the processes that the rank left behind
 
-    def _kill(self, rank: ForkedRank) -> None:
-        """End ``rank`` and the processes that it started."""
+    def _kill(self, rank: ForkedRank, kept: Collection[int]) -> None:
+        """End ``rank`` and the processes that it started, but not the other ranks nor the processes ``kept``."""
         others = [other.pid for other in self._ranks if not other.ended and other is not rank]
-        end_rank(rank.pid, others, self._kept)
-
-    def _mark_output(self, number: int, kept: int) -> None:
-        """Tell the driver that all ranks are at a point: output may go back to it, and to those from ``kept`` on."""
-        for rank in self._ranks:
-            self._drain_output(rank)
-        self.driver.send({"type": "mark", "number": number, "kept": kept}, sure=True)
-
-    def _tell_twins(self, twins: TwinSet) -> None:
-        self.driver.send({"type": "twins", "number": twins.number, "place": twins.place})
+        end_rank(rank.pid, others, kept)
 
     def _tell_snapshot(self, rank: ForkedRank, message: Message) -> None:
         """Pass on what rank 0 tells of its snapshots; it waits while its output up to one is read and marked."""
         if message["what"] == "at":
-            self._mark_output(FIRST_MARK + message["number"], 0)
-            with contextlib.suppress(LinkClosed, OSError):  # the rank has ended
-                rank.control.send({"type": "marked"})
+            self._output.mark(self._ranks, FIRST_MARK + message["number"], 0)
+            rank.send({"type": "marked"})
         else:
             self.driver.send(message)
-
-    def _tell_no_twins(self, why: str) -> None:
-        self.driver.send({"type": "no_twins", "why": why})
 
     def _wake_twins(self, report: Message) -> bool:
         """Have all ranks' twins go on after the loss of which ``report`` tells; return False if there are none."""
         others = [rank.report for rank in self._ranks if rank.report is not None]
-        if self.twins is None or not self.driver.is_open or not self.twins.may_wake or not all(map(_is_loss, others)):
+        if self.twins is None or not self.driver.is_open or not self.twins.may_wake or not all(map(is_loss, others)):
             return False
         at = time.time()
         for rank in self._ranks:
@@ -329,8 +266,7 @@ class RankSupervisor:
     def _kill_but_twins(self, rank: ForkedRank) -> None:
         """Kill ``rank`` and its processes, but not the other ranks nor twins; read what it has said."""
         assert self.twins is not None
-        kept = [other.pid for other in self._ranks if not other.ended and other is not rank]
-        end_rank(rank.pid, kept, self.twins.pids())
+        self._kill(rank, self.twins.pids())
         if not rank.ended:
             with contextlib.suppress(ChildProcessError):
                 os.waitpid(rank.pid, 0)
@@ -343,18 +279,12 @@ class RankSupervisor:
         with contextlib.suppress(OSError):
             if rank.report is None:
                 self._read_rank(rank)
-        self._drain_output(rank)
-
-    def _drain_output(self, rank: ForkedRank) -> None:
-        for stream in ("stdout", "stderr"):
-            with contextlib.suppress(OSError):
-                while self._read(rank, stream):
-                    pass
+        self._output.drain(rank)
 
     def _tell_failure(self, rank: ForkedRank) -> None:
         assert rank.report is not None
         consequence = bool(rank.report.get("consequence"))
-        if _called_exit(rank.report):
+        if called_exit(rank.report):
             self._end_within(LEAVE_S)
             return
         if not consequence:
@@ -367,13 +297,3 @@ class RankSupervisor:
     def _end_within(self, patience_s: float) -> None:
         deadline = time.monotonic() + patience_s
         self._deadline = deadline if self._deadline is None else min(self._deadline, deadline)
-
-
-def _is_loss(report: Message) -> bool:
-    """Return whether ``report`` is that of a killed rank, or a consequence of such a loss."""
-    return not report["ok"] and bool(report.get("lost") or report.get("consequence"))
-
-
-def _called_exit(report: Message | None) -> bool:
-    """Return whether the rank called ``sys.exit``."""
-    return report is not None and "exit" in report

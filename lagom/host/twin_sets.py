@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from lagom.host.driver_link import DriverLink
 from lagom.restart.sleeping_twin import MAX_PACKET
 
 Packet = dict[str, Any]
@@ -83,10 +84,9 @@ class TwinSets:
         ranks: all ranks of the run.
         store: path of the ranks' store.
         losses_left: how many losses the run may go on after.
-        marks: called with the number of the next set when all ranks are at a point, before they fork, and with that of
+        driver: told when a set is whole, and the reason when ranks cannot have twins.
+        mark: called with the number of the next set when all ranks are at a point, before they fork, and with that of
             the whole set, whose mark is still needed.
-        sleeps: called when a set is whole.
-        tells: called with the reason when ranks cannot have twins.
     """
 
     def __init__(
@@ -95,16 +95,15 @@ class TwinSets:
         store: str,
         losses_left: int,
         selector: selectors.BaseSelector,
-        marks: Callable[[int, int], None],
-        sleeps: Callable[[TwinSet], None],
-        tells: Callable[[str], None],
+        driver: DriverLink,
+        mark: Callable[[int, int], None],
     ) -> None:
         memory = os.memfd_create("lagom-twins")
         os.ftruncate(memory, mmap.PAGESIZE)
         self.due = memoryview(mmap.mmap(memory, mmap.PAGESIZE)).cast("q")
         os.close(memory)
         self._ranks, self._store, self._selector = list(ranks), store, selector
-        self._marks, self._sleeps, self._tells = marks, sleeps, tells
+        self._driver, self._mark = driver, mark
         self.losses_left = losses_left
         self._channels: dict[int, socket.socket] = {}
         self._at: dict[int, Packet] = {}
@@ -209,13 +208,13 @@ class TwinSets:
         places = [one["place"] for one in self._at.values()]
         why = next((one["obstacle"] for one in self._at.values() if one["obstacle"]), "")
         if why:
-            self._tells(why)
+            self._driver.send({"type": "no_twins", "why": why})
         if why or self.losses_left <= 0 or any(place != places[0] for place in places):
             self._answer_all(0)
             return
         self._end(self._made)
         self._num_sets += 1
-        self._marks(self._num_sets, self._whole.number if self._whole is not None else self._num_sets)
+        self._mark(self._num_sets, self._whole.number if self._whole is not None else self._num_sets)
         length = os.path.getsize(self._store) if os.path.exists(self._store) else 0
         self._made = TwinSet(self._num_sets, places[0], length)
         self._answer_all(self._num_sets)
@@ -232,7 +231,7 @@ class TwinSets:
         if one is None or one.number != message["number"] or message["why"]:
             bed.close()
             if message["why"]:
-                self._tells(message["why"])
+                self._driver.send({"type": "no_twins", "why": message["why"]})
                 self._end(one)
                 self._made = None
             return
@@ -253,7 +252,7 @@ class TwinSets:
         if len(one.pids) == len(self._ranks) and one is self._made:
             self._end(self._whole)
             self._whole, self._made = one, None
-            self._sleeps(one)
+            self._driver.send({"type": "twins", "number": one.number, "place": one.place})
 
     def _end(self, one: TwinSet | None) -> None:
         for bed in one.beds.values() if one is not None else ():

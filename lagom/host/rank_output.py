@@ -1,0 +1,63 @@
+"""``RankOutput``: reads what the ranks of a host print, and forwards it to the driver."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import selectors
+from collections.abc import Iterable
+
+from lagom.host.driver_link import DriverLink
+from lagom.host.forked_rank import ForkedRank
+from lagom.plan import Plan
+
+_TAIL = 8192  # bytes of a rank's last output in the report of its death
+
+
+class RankOutput:
+    """Forwards rank 0's output, and that of the other ranks if the run keeps logs."""
+
+    def __init__(self, driver: DriverLink, plan: Plan, selector: selectors.BaseSelector) -> None:
+        self._driver, self._plan, self._selector = driver, plan, selector
+
+    def register(self, rank: ForkedRank) -> None:
+        """Read the output of ``rank`` whenever the selector finds some."""
+        self._selector.register(rank.stdout, selectors.EVENT_READ, lambda: self._read(rank, "stdout"))
+        self._selector.register(rank.stderr, selectors.EVENT_READ, lambda: self._read(rank, "stderr"))
+
+    def drain(self, rank: ForkedRank) -> None:
+        """Read and forward all that ``rank`` has printed so far."""
+        for stream in ("stdout", "stderr"):
+            with contextlib.suppress(OSError):
+                while self._read(rank, stream):
+                    pass
+
+    def mark(self, ranks: Iterable[ForkedRank], number: int, kept: int) -> None:
+        """Tell the driver that ``ranks`` are at point ``number``, and that points before ``kept`` are over."""
+        for rank in ranks:
+            self.drain(rank)
+        self._driver.send({"type": "mark", "number": number, "kept": kept}, sure=True)
+
+    def forward(self, rank: ForkedRank, stream: str, data: str) -> None:
+        """Send ``data``, one character a byte, to the driver as output of ``rank``."""
+        if rank.rank == 0:
+            self._driver.show(stream, data)
+        elif self._plan.keeps_logs:
+            self._driver.send({"type": "log", "rank": rank.rank, "stream": stream, "data": data})
+
+    def _read(self, rank: ForkedRank, stream: str) -> bool:
+        """Forward a piece of output; return whether there was one."""
+        fd = rank.stdout if stream == "stdout" else rank.stderr
+        try:
+            data = os.read(fd, 1 << 16)
+        except BlockingIOError:
+            return False
+        if not data:
+            with contextlib.suppress(KeyError):
+                self._selector.unregister(fd)
+            return False
+        rank.tail = (rank.tail + data)[-_TAIL:]
+        rank.pulse.moved()
+        # latin-1 keeps every byte, also of a character that the read has cut in two.
+        self.forward(rank, stream, data.decode("latin-1"))
+        return True

@@ -1,0 +1,56 @@
+"""``StallDetector``: notices ranks of this host that make no progress, reports them, and fails them after the timeout.
+
+A rank tells of its progress and of its current work (``worker/heartbeat.py``). If it cannot speak, as when C code keeps
+the GIL, this process reads its stack from outside. ``monitor/stalls.py`` has the texts, ``launchers/run_display.py``
+shows them.
+"""
+
+from __future__ import annotations
+
+import time
+
+from lagom.host.driver_link import DriverLink
+from lagom.host.forked_rank import ForkedRank
+from lagom.monitor import stalls
+from lagom.plan import Plan
+from lagom.wire.client import Message
+from lagom.worker import stack_dump
+
+
+class StallDetector:
+    """Compares the time since the last progress of each rank with ``stall_timeout_s`` and ``timeout_s``."""
+
+    def __init__(self, driver: DriverLink, plan: Plan) -> None:
+        self._driver, self._plan = driver, plan
+        self.interval_s = min(
+            [plan.config.stall_timeout_s / 4, *([plan.config.timeout_s / 4] if plan.config.timeout_s else []), 1.0]
+        )
+        """Longest time between two checks."""
+
+    def check(self, rank: ForkedRank) -> Message | None:
+        """Tell the driver once that ``rank`` stalls; return its failure if it has stalled for the whole timeout."""
+        pulse, quiet_s = rank.pulse, rank.pulse.quiet_s
+        is_over = self._plan.config.timeout_s is not None and quiet_s >= self._plan.config.timeout_s
+        if not is_over and (pulse.stalls or quiet_s < pulse.patience_s):
+            return None
+        work = current_work(rank, 2 * self.interval_s + self._plan.config.hb_interval)
+        stall = {**work, "rank": rank.rank, "quiet_s": quiet_s}
+        if not pulse.stalls:
+            pulse.stalls = True
+            if self._driver.is_open:
+                self._driver.send(stall | {"type": "stalled"})
+            else:
+                self._driver.say(f"[lagom] {stalls.stall_text({rank.rank: stall}, self._plan.world_size)}\n")
+        return stalls.stall_report(rank.rank, stall) if is_over else None
+
+
+def current_work(rank: ForkedRank, heard_within_s: float) -> Message:
+    """Return the current work of ``rank``: its own message, if it was heard ``heard_within_s`` ago, else its stack.
+
+    The stack is read from outside; it is empty if the process is stopped, or does not answer the signal.
+    """
+    state = stack_dump.state(rank.pid)
+    if rank.pulse.doing is not None and time.monotonic() - rank.pulse.heard_at < heard_within_s:
+        return {**rank.pulse.doing, "state": state}
+    stack = "" if state else stack_dump.read_stack(rank.pid, rank.stacks)
+    return {"stack": stack, "line": "", "waits": False, "state": state}
