@@ -1,7 +1,7 @@
 """Ranks that make no progress: since when, and the texts that say so.
 
 A rank notices by itself in ``worker/heartbeat.py`` (whether it waits or is stuck: ``worker/stack_dump.py``), its host
-process in ``host/supervisor.py``; ``launchers/run.py`` shows the text.
+process in ``host/stall_detector.py``; ``launchers/run_display.py`` keeps the messages of all ranks and shows the text.
 """
 
 from __future__ import annotations
