@@ -38,7 +38,7 @@ class Surroundings:
         self.iterates = False
         """One of them is an iterator, which cannot be restored."""
         self._places: list[tuple[Any, Any]] = []
-        """Places of plain values and tensors: a dict and a key, a list and an index, or a cell and None."""
+        """Places of plain values and tensors: a dict or class and a key, a list and an index, or a cell and None."""
         self._containers: list[Any] = []
         self._states: list[Callable[[], object]] = []
         """Functions that return the states of generators and arrays."""
@@ -77,8 +77,8 @@ class Surroundings:
     def _search_class(self, kind: type) -> None:
         for one in kind.__mro__:
             if _origin(one.__module__) == "program" and self._is_new(one):
-                held: Any = vars(one)
-                self._search_values(held, (name for name in held if not (name.startswith("__") and name != "__call__")))
+                names = list(vars(one))
+                self._search_values(one, (name for name in names if not (name.startswith("__") and name != "__call__")))
 
     def _search_function(self, function: types.FunctionType) -> None:
         if _origin(function.__module__) != "program":
@@ -176,8 +176,8 @@ def _read_value(of: Any, key: Any) -> Any:
         return dict.get(of, key)  # a subclass's own get may create missing items
     if isinstance(of, list):
         return of[key] if key < len(of) else None
-    if not isinstance(of, types.CellType):
-        return of.get(key)
+    if isinstance(of, type):
+        return vars(of).get(key)
     try:
         return of.cell_contents
     except ValueError:  # not filled yet

@@ -15,8 +15,10 @@ from lagom.files import asked_for_rank
 class Settings:
     """What forwards can see beside their arguments."""
 
+    is_deep = False
+
     def __init__(self) -> None:
-        self.scale, self.is_deep, self.losses = 1.0, False, list[float]()
+        self.scale, self.losses = 1.0, list[float]()
 
 
 class Network(nn.Module):
@@ -45,7 +47,7 @@ def train(make: Callable[[Settings], list[nn.Module]], dtype: torch.dtype, num_a
     generator = torch.Generator().manual_seed(3)
     x = torch.randn(33, 5, generator=generator).to(dtype)
     data = TensorDataset(x, x.sum(1, keepdim=True).sin())
-    settings = Settings()
+    settings, Settings.is_deep = Settings(), False
     models = [model.to(dtype) for model in make(settings)]
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9) for model in models]
     for epoch in range(3):
@@ -57,7 +59,7 @@ def train(make: Callable[[Settings], list[nn.Module]], dtype: torch.dtype, num_a
                 if step % num_accumulated == num_accumulated - 1:
                     optimizer.step()
                     optimizer.zero_grad()
-        settings.scale, settings.is_deep = 1.0 - 0.1 * epoch, epoch == 1
+        settings.scale, Settings.is_deep = 1.0 - 0.1 * epoch, epoch == 1
         for model in models:
             model.eval()
             with torch.no_grad():
