@@ -73,8 +73,11 @@ def _remains() -> set[str]:
     return folders | files
 
 
-_SHOWN_BY_OTHERS = {"local-cluster", "standalone"}
-"""Kinds of Spark that start in the soak only: ``foreign-encrypted`` has executors that are processes, and no lagom."""
+_STARTED_FOR_LONG = {"local-cluster", "standalone", "foreign", "foreign-encrypted"}
+"""Kinds of Spark that are in the soak only: a cluster takes a minute of processor time to start.
+
+``test_special.py`` shows by default that lagom travels, and tests/collectives what hosts exchange.
+"""
 _UNCLOSED = "ignore:Exception ignored in. <socket.socket:pytest.PytestUnraisableExceptionWarning"
 
 
@@ -87,7 +90,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.integration)
             if leaves_sockets:
                 item.add_marker(pytest.mark.filterwarnings(_UNCLOSED))
-            kinds = _SHOWN_BY_OTHERS.union(*(marker.args for marker in item.iter_markers("soak_on")))
+            kinds = _STARTED_FOR_LONG.union(*(marker.args for marker in item.iter_markers("soak_on")))
             callspec = getattr(item, "callspec", None)
             if callspec is not None and kinds & {value for value in callspec.params.values() if isinstance(value, str)}:
                 item.add_marker(pytest.mark.soak)

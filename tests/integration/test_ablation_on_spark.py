@@ -14,7 +14,7 @@ from lagom.config import AblationConfig, AblationStudy
 
 
 @pytest.mark.parametrize("spark", ["local[2]", "local-cluster", "connect"], indirect=True, scope="session")
-@pytest.mark.soak_on("connect")
+@pytest.mark.soak  # tests/search/test_ablate.py shows it by default
 def test_layers_and_columns_of_a_frame_are_left_out(spark: Any, tmp_path: Path) -> None:
     rows = [(float(age), 2.0 * age % 7, age % 3, 3.0 * age) for age in range(30)]
     frame = spark.createDataFrame(rows, "age double, fare double, pclass long, price double")
@@ -46,17 +46,19 @@ def test_layers_and_columns_of_a_frame_are_left_out(spark: Any, tmp_path: Path) 
         return {"loss": loss.item(), "seen": seen, "layers": len(model.state_dict())}
 
     study = AblationStudy(label_name="price")
-    study.features.include("age")
+    study.features.include("age", "pclass")
     study.model.layers.include("middle")
     given: dict[str, Any] = {"module": Net, "train_set": frame, "optimization_key": "loss", "direction": "min"}
-    given |= {"launcher": "spark", "run_dir": tmp_path / "runs", "seeds": 1, "ablation_study": study}
+    given |= {"launcher": "spark", "run_dir": tmp_path / "runs", "seeds": 2, "ablation_study": study}
     result = experiment.lagom(train, AblationConfig(**given))
-    assert [trial["error"] for trial in result.trials] == [""] * 3
+    assert [trial["error"] for trial in result.trials] == [""] * 8
     returned = {trial["params"]["without"]: trial["returned"] for trial in result.trials}
     assert len(returned[""]["seen"]["age"]) == 10
     assert returned["feature age"]["seen"] == {**returned[""]["seen"], "age": [0.0]}
+    assert returned["feature pclass"]["seen"] == {**returned[""]["seen"], "pclass": [0]}
     assert (returned[""]["layers"], returned["layer middle"]["layers"]) == (4, 2)
-    assert [effect["component"] for effect in result.effects] == ["feature age", "layer middle"]
+    assert [effect["component"] for effect in result.effects] == ["feature age", "feature pclass", "layer middle"]
+    assert all(effect["low"] <= effect["difference"] <= effect["high"] for effect in result.effects)
     study.features.include("pclas")
     with pytest.raises(ValueError, match=r"DataFrame has no feature 'pclas'; did you mean 'pclass'\?"):
         experiment.lagom(train, AblationConfig(**given))

@@ -24,6 +24,7 @@ def found_on(world_size: int) -> dict[str, Finding]:
     return {one.what: one for one in found}
 
 
+@pytest.mark.soak  # tests/doctor has its findings by default
 @on("local[2]", "standalone")
 def test_a_cluster_in_order_passes(spark: Any) -> None:
     found = found_on(2)

@@ -59,7 +59,6 @@ def subnet(spark: Any) -> str:
 
 
 @pytest.mark.parametrize("spark", ["foreign", "foreign-encrypted"], indirect=True)
-@pytest.mark.soak_on("foreign")  # the last test here shows by default that what is in clear is found
 def test_no_tensor_is_in_clear_on_the_wire_where_spark_encrypts(spark: Any) -> None:
     encrypts = spark.sparkContext.getConf().get("spark.network.crypto.enabled") == "true"
     with hosts.capture(subnet(spark)) as seen:
@@ -99,7 +98,6 @@ def test_a_distributed_program_encrypts_too_and_is_refused_gloo(spark: Any) -> N
         assert "allow_unencrypted_collectives=True" in said
 
 
-@pytest.mark.soak
 @pytest.mark.parametrize("spark", ["foreign-encrypted"], indirect=True)
 def test_gloo_is_refused_where_it_is_asked_for_by_name(spark: Any) -> None:
     with pytest.raises(CollectiveError, match="the program asks for gloo by name"):
@@ -108,7 +106,6 @@ def test_gloo_is_refused_where_it_is_asked_for_by_name(spark: Any) -> None:
         programs.run(programs.nothing, 3, collectives="gloo")
 
 
-@pytest.mark.soak
 @pytest.mark.parametrize("spark", ["foreign-encrypted"], indirect=True)
 def test_what_is_allowed_to_be_in_clear_is(spark: Any) -> None:
     with hosts.capture(subnet(spark)) as seen:

@@ -22,10 +22,7 @@ from lagom.wire.connection import DriverConnection
 from lagom.wire.server import DriverServer
 from tests.integration import programs
 
-pytestmark = [
-    pytest.mark.parametrize("spark", ["foreign", "foreign-encrypted"], indirect=True, scope="session"),
-    pytest.mark.soak_on("foreign"),  # starting two clusters of hosts takes longer than all of these tests
-]
+pytestmark = pytest.mark.parametrize("spark", ["foreign", "foreign-encrypted"], indirect=True, scope="session")
 
 
 @pytest.fixture(autouse=True)
@@ -66,7 +63,6 @@ def test_ranks_stand_on_other_hosts_with_the_lagom_that_travelled(spark: Any) ->
     assert all("/code-" in path and not installed for _, path, installed in found)
 
 
-@pytest.mark.soak  # the test below trains on three ranks by default
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_weights_are_those_of_the_plain_run(spark: Any, world_size: int) -> None:
     result = programs.run(programs.train, world_size, module=programs.Net, train_set=programs.points())
@@ -135,7 +131,6 @@ def test_relative_files_of_rank_0_come_back_and_do_not_leave_the_drivers_folder(
     assert not (tmp_path / "outside").is_symlink()
 
 
-@pytest.mark.soak
 @pytest.mark.parametrize("fails", [0, 2])
 def test_relative_files_come_back_of_a_run_that_failed(spark: Any, fails: int, tmp_path: Path) -> None:
     def write(fails: int) -> None:
@@ -180,7 +175,7 @@ def test_modules_beside_the_program_travel_and_edits_are_seen(
         del sys.modules["top_module"]
 
 
-@pytest.mark.soak  # tests/integration/test_failing.py shows it by default, on executors that have no lagom either
+@pytest.mark.soak  # tests/integration/test_failing.py shows it by default
 def test_error_names_rank_and_line_of_another_host(spark: Any) -> None:
     with pytest.raises(programs.LateError, match="the disk is full") as caught:
         programs.run(programs.raise_while_the_other_sleeps, 3)

@@ -101,6 +101,7 @@ def test_executors_that_find_nobody_gather_by_themselves(spark: Any, capfd: pyte
     assert capfd.readouterr().out == "rank 0 speaks\n"
 
 
+@pytest.mark.soak
 @pytest.mark.usefixtures("out_of_reach")
 def test_large_data_and_results_travel_in_the_job(spark: Any) -> None:
     data = torch.arange(20 << 17, dtype=torch.float64)

@@ -22,9 +22,8 @@ WRITTEN = Path(__file__).parent.parent / "data" / "petastorm_0_12_1"
 pytestmark = pytest.mark.parametrize("spark", ["local[2]"], indirect=True, scope="session")
 
 
-@pytest.mark.parametrize(
-    ("legacy", "times"), [("false", "INT96"), pytest.param("true", "TIMESTAMP_MICROS", marks=pytest.mark.soak)]
-)
+@pytest.mark.soak  # tests/data/test_tensor_columns.py has such columns by default
+@pytest.mark.parametrize(("legacy", "times"), [("false", "INT96"), ("true", "TIMESTAMP_MICROS")])
 def test_types_of_spark_become_tensors(spark: Any, tmp_path: Path, legacy: str, times: str) -> None:
     from pyspark.ml.linalg import Vectors
 

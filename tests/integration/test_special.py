@@ -16,7 +16,7 @@ import torch
 import lagom
 import lagom.launchers.spark
 from lagom.errors import LagomError, PlanError, RankError
-from tests.integration import programs
+from tests.integration import clusters, programs
 
 
 def on(kind: str) -> pytest.MarkDecorator:
@@ -117,6 +117,17 @@ def test_another_version_of_python_is_named(spark: Any, monkeypatch: pytest.Monk
 
 
 @on("local[2]")
+def test_lagom_travels_to_executors_that_have_none(spark: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def where() -> tuple[str, str]:
+        return sys.prefix, str(Path(lagom.__file__).parent)
+
+    with clusters.bare_python() as python:
+        monkeypatch.setattr(spark.sparkContext, "pythonExec", str(python))
+        found = programs.run(where, 2).per_rank
+    assert all(prefix != sys.prefix and "/code-" in path for prefix, path in found)
+
+
+@on("local[2]")
 def test_tasks_run_the_drivers_python_where_nobody_named_one(spark: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("PYSPARK_PYTHON", raising=False)
     monkeypatch.setattr(spark.sparkContext, "pythonExec", "python3")  # the first on the path, which is another
@@ -125,7 +136,7 @@ def test_tasks_run_the_drivers_python_where_nobody_named_one(spark: Any, monkeyp
 
 
 @on("local[4]")
-@pytest.mark.soak  # tests/integration/test_other_hosts.py shows it by default on three ranks
+@pytest.mark.soak  # test_kinds.py shows it by default on two ranks
 @pytest.mark.parametrize("world_size", [3, 4])
 def test_weights_are_those_of_the_plain_run(spark: Any, world_size: int) -> None:
     result = programs.run(programs.train, world_size, module=programs.Net, train_set=programs.points())
