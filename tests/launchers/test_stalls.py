@@ -74,7 +74,7 @@ def ended(function: Any, **settings: Any) -> StallError:
     [
         ("sleep", "time.sleep(1000)"),
         pytest.param("loop", "sum(range(", marks=pytest.mark.soak),
-        ("without Python", "pthread_mutex_lock("),
+        pytest.param("without Python", "pthread_mutex_lock(", marks=pytest.mark.soak),
         ("worker", "time.sleep"),
     ],
 )

@@ -165,7 +165,7 @@ CASES = {
     "normed": [(1, 3)],
     "coupled": [(2, 2)],
 }
-BY_DEFAULT = ("adam", "by parameter", "normed", "coupled")
+BY_DEFAULT = ("adam", "normed", "coupled")
 """Optimizers of each kind of sharding."""
 
 

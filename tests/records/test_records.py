@@ -142,6 +142,7 @@ def test_a_run_that_fails_leaves_its_error_and_what_ranks_wrote(tmp_path: Path) 
     assert "<disk>" not in page
 
 
+@pytest.mark.soak
 def test_runs_have_folders_of_their_own_and_none_is_touched(tmp_path: Path) -> None:
     first = run(tmp_path).run_dir
     assert first is not None

@@ -160,7 +160,8 @@ def test_of_a_rank_that_is_killed_there_is_what_it_had_told(tmp_path: Path) -> N
     assert list(faults(events(folder / "timeline.json"))) == []
 
 
-@pytest.mark.parametrize("backend", [None, pytest.param("gloo", marks=pytest.mark.soak)])
+@pytest.mark.soak
+@pytest.mark.parametrize("backend", [None, "gloo"])
 def test_a_program_that_is_distributed_already_shows_its_exchanges(tmp_path: Path, backend: str | None) -> None:
     def program() -> None:
         dist.init_process_group(backend)

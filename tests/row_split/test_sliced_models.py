@@ -38,7 +38,7 @@ KINDS = (
 )
 
 
-BY_DEFAULT = (twice, draws, keeping, gradients, reaching, switched)
+BY_DEFAULT = (draws, keeping, gradients, switched)
 """Kinds that a rank slices, or does not, in ways of their own; tests/programs has models of all kinds by default."""
 
 

@@ -281,6 +281,7 @@ def test_a_mistake_is_not_hidden_by_random_numbers() -> None:
         verified(lambda: train(model=with_dropout, reduction="sum"))
 
 
+@pytest.mark.soak
 def test_what_every_rank_does_whole_is_right_and_said_not_to_be_faster() -> None:
     found = verified(without_a_loader)
     assert found.verdict == "agrees"
@@ -515,6 +516,7 @@ def test_files_of_a_rehearsal_do_not_land_and_it_shows_nothing(
     assert capfd.readouterr() == ("", "")
 
 
+@pytest.mark.soak
 def test_the_run_itself_is_the_one_without_verify(capfd: pytest.CaptureFixture[str]) -> None:
     before = random_states()
 

@@ -145,6 +145,7 @@ def test_clipping_and_scaling_of_parts() -> None:
             assert found[1] != found[1] or found[1] == wanted[1]
 
 
+@pytest.mark.soak
 def test_parameters_of_all_kinds() -> None:
     def train(_: Session) -> Any:
         torch.set_default_dtype(torch.float64)
@@ -247,7 +248,8 @@ class Fragile(torch.autograd.Function):
         return gradient
 
 
-@pytest.mark.parametrize("way", ["parts", pytest.param("whole", marks=pytest.mark.soak)])
+@pytest.mark.soak
+@pytest.mark.parametrize("way", ["parts", "whole"])
 def test_large_gradients_are_cut_while_a_backward_runs(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where ranks share memory each gets its part of the sums only, else whole ones."""
     monkeypatch.setattr(overlap, "MIN_BYTES", 1 << 20)

@@ -194,6 +194,7 @@ def _programs(session: Session) -> Any:
     return seen
 
 
+@pytest.mark.soak
 def test_training_of_all_kinds() -> None:
     same(_programs, (LEVEL, 3))
 
@@ -499,6 +500,7 @@ def test_initial_values_that_differ_are_an_error() -> None:
         run_ranks(2, train, zero_lvl=LEVEL)
 
 
+@pytest.mark.soak
 def test_optimizers_of_whole_parameters_are_refused() -> None:
     def train(_: Session) -> None:
         model = _net()

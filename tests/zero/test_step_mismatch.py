@@ -45,6 +45,7 @@ def test_a_state_that_only_one_rank_asks_for() -> None:
     close([found[1], found[2]], [[wanted[3]], [wanted[5]]])
 
 
+@pytest.mark.soak
 def test_a_step_in_a_hook_and_a_closure_that_looks_at_the_state() -> None:
     def train(_: Session) -> Any:
         model = _model()

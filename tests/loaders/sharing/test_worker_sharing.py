@@ -228,6 +228,7 @@ def test_a_host_has_the_workers_of_one_process() -> None:
         assert _num_processes([mine[0], other[0]]) == 3, options
 
 
+@pytest.mark.soak
 def test_each_rank_has_workers_of_its_own_where_ranks_may_see_other_batches() -> None:
     def knows_its_rank(session: Session) -> tuple[list[int], int]:
         asked_for_rank()
