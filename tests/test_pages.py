@@ -52,7 +52,18 @@ PROGRAMS = {
 """The Python of each page but what is marked no-run: it needs a cluster, or a person."""
 
 
-@pytest.mark.parametrize("page", [path for path, blocks in PROGRAMS.items() if blocks], ids=lambda path: path.stem)
+LONG = ("ablation", "torch_distributor")
+"""Pages whose programs take many trials, or import what makes a model of DistributedDataParallel."""
+
+
+@pytest.mark.parametrize(
+    "page",
+    [
+        pytest.param(path, id=path.stem, marks=pytest.mark.soak if path.stem in LONG else ())
+        for path, blocks in PROGRAMS.items()
+        if blocks
+    ],
+)
 def test_programs_of_a_page_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LAGOM_RUN_DIR", str(tmp_path / "runs"))
     monkeypatch.setattr(webbrowser, "open", lambda url: True)

@@ -91,6 +91,7 @@ def test_a_run_that_fails_while_a_rank_waits_leaves_its_timeline_too(spark: Any,
     assert 1 in {event["pid"] for event in events if event["name"] == "backward"}
 
 
+@pytest.mark.soak
 @pytest.mark.usefixtures("behind_a_wall")
 def test_executors_that_find_nobody_gather_by_themselves(spark: Any, capfd: pytest.CaptureFixture[str]) -> None:
     def speak() -> int:

@@ -213,6 +213,7 @@ def _command(pid: str) -> str:
         return ""
 
 
+@pytest.mark.soak
 @on("local[2]")
 def test_tasks_of_an_executor_share_what_was_imported_once_and_keep_it_after_a_failure(spark: Any) -> None:
     def server(fails: bool) -> int:

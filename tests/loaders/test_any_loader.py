@@ -178,7 +178,8 @@ def test_one_rank_is_bit_identical(name: str) -> None:
 
 
 # Such a worker imports torch, which takes seconds, so only rank 1 has one. For lagom both methods are the same.
-@pytest.mark.parametrize("method", [pytest.param("forkserver", marks=pytest.mark.soak), "spawn"])
+@pytest.mark.soak  # a worker imports torch
+@pytest.mark.parametrize("method", ["forkserver", "spawn"])
 def test_workers_that_are_started_anew_give_the_batches_of_one_machine(method: str) -> None:
     def run(session: Session) -> Any:
         context = method if session.rank == 1 else "fork"

@@ -57,6 +57,7 @@ def trials(folder: Path) -> list[Path]:
     return sorted((run / "trials").iterdir())
 
 
+@pytest.mark.soak
 def test_the_best_options_are_a_command_that_gives_the_best_value_again(search: Search, tmp_path: Path) -> None:
     words = "--trials 5 --slots 2 --seed 3 --space lr=float:-1:1 --space act=relu,tanh --metric loss --optimizer random"
     status, out, error = search(*words.split(), "program.py", "--epochs", "2")

@@ -110,13 +110,8 @@ def test_a_program_goes_on_exactly(function: Callable[[], Any]) -> None:
     check(function, every=9)
 
 
-@pytest.mark.parametrize(
-    "function",
-    [
-        pytest.param(one, id=one.__name__, marks=() if one is worker_idioms.counting else pytest.mark.soak)
-        for one in worker_idioms.EXACT
-    ],
-)
+@pytest.mark.soak
+@pytest.mark.parametrize("function", worker_idioms.EXACT, ids=lambda function: function.__name__)
 def test_a_program_whose_loaders_have_workers_goes_on_exactly(function: Callable[[], Any]) -> None:
     check(function, every=9)  # it takes some tenths of a second to begin workers again
 

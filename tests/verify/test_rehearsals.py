@@ -289,6 +289,7 @@ def test_what_every_rank_does_whole_is_right_and_said_not_to_be_faster() -> None
     assert "no faster than one process" in str(found)
 
 
+@pytest.mark.soak
 def test_a_program_that_does_not_repeat_itself_is_told_so() -> None:
     with pytest.raises(VerificationError, match="Two runs of one process already differ"):
         verified(unseeded)
@@ -569,6 +570,7 @@ def test_one_rank_is_not_rehearsed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [plan.rehearsal for plan in plans] == [None]
 
 
+@pytest.mark.soak
 def test_a_long_program_is_cut_short() -> None:
     def endless() -> None:
         while True:

@@ -106,8 +106,7 @@ def test_each_rank_has_its_part_of_the_parameters_only() -> None:
     "name",
     [
         *(pytest.param(name, marks=pytest.mark.soak) for name in ("sgd", "adam")),  # tests/test_levels.py has them
-        *(pytest.param(name, marks=pytest.mark.soak) for name in ("changes gradients", "elementwise")),
-        "adamw",
+        *(pytest.param(name, marks=pytest.mark.soak) for name in ("adamw", "changes gradients", "elementwise")),
         "coupled",
     ],
 )

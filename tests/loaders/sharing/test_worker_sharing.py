@@ -346,6 +346,7 @@ def test_a_slow_worker_is_an_error_on_all_ranks() -> None:
     )
 
 
+@pytest.mark.soak
 @EITHER
 def test_loaders_may_be_left_early_and_read_together(share_workers: Any) -> None:
     def read(session: Session) -> list[Any]:
@@ -420,6 +421,7 @@ def _read_alike(loader: DataLoader[Any]) -> list[Any]:
     return [as_plain(batch) for batch in loader]
 
 
+@pytest.mark.soak
 @EITHER
 def test_a_thread_may_stop_in_mid_epoch_and_workers_then_start_late(share_workers: Any) -> None:
     def read(session: Session) -> list[Any]:
