@@ -32,7 +32,7 @@ _PATIENCE_S = 0.2
 _NAP_S = 2e-4
 
 
-class ScatterParts(Protocol):
+class ShardStore(Protocol):
     """Stores this rank's parts of averages, and removes the leaves' gradients; for ``zero_lvl=2``."""
 
     def find_shard_map(self, leaves: Sequence[torch.Tensor]) -> ShardMap | None:
@@ -59,7 +59,7 @@ class BucketPipeline:
         """The buckets that have been sent; None for a bucket whose averages are stored already."""
         self.is_launching = False
         self._early: set[int] = set()
-        self._parts: ScatterParts | None = None
+        self._shard_store: ShardStore | None = None
         self._shard_maps: Mapping[int, ShardMap] = {}
         self._num_landed = 0
         self._patience_s = _PATIENCE_S
@@ -92,14 +92,14 @@ class BucketPipeline:
                     )
                 self._num_left[place] = len(self._place) + 1
 
-    def scatter_early(self, plain: set[int], parts: ScatterParts, deals: Mapping[int, ShardMap]) -> None:
-        """Have ``parts`` store averages while the backward still runs.
+    def scatter_early(self, plain: set[int], shard_store: ShardStore, shard_maps: Mapping[int, ShardMap]) -> None:
+        """Have ``shard_store`` store averages while the backward still runs.
 
         Args:
             plain: ids of leaves for which this is allowed.
-            deals: for each bucket of which ranks get parts only, which rank gets which part.
+            shard_maps: for each bucket of which ranks get parts only, which rank gets which part.
         """
-        self._early, self._parts, self._shard_maps = plain, parts, deals
+        self._early, self._shard_store, self._shard_maps = plain, shard_store, shard_maps
 
     def launch_rest(self) -> None:
         """Send the remaining buckets, at the end of the backward."""
@@ -126,10 +126,10 @@ class BucketPipeline:
         if isinstance(moving, AllReduceBucket):
             finish_all_reduce(moving, self._group.wait, self._group.world_size)
             return
-        assert self._parts is not None
+        assert self._shard_store is not None
         for leaf, part in zip(bucket, finish_reduce_scatter(moving, self._group.wait, len(bucket)), strict=True):
             if id(leaf) not in without:
-                self._parts.take_shard_early(leaf, part)
+                self._shard_store.take_shard_early(leaf, part)
 
     def _count_gradient(self, leaf: torch.Tensor) -> None:
         self._num_left[self._place[id(leaf)]] -= 1
@@ -141,7 +141,7 @@ class BucketPipeline:
 
     @torch.no_grad()
     def _take_completed(self) -> None:
-        while self._parts is not None and self._num_landed < len(self.moving):
+        while self._shard_store is not None and self._num_landed < len(self.moving):
             moving, bucket = self.moving[self._num_landed], self._buckets[self._num_landed]
             if moving is None or not all(id(leaf) in self._early for leaf in bucket):
                 return
@@ -149,7 +149,7 @@ class BucketPipeline:
                 return
             self._wait_for(moving, bucket, set())
             for leaf in bucket if isinstance(moving, AllReduceBucket) else ():
-                self._parts.keep_shard_early(leaf)
+                self._shard_store.keep_shard_early(leaf)
             self.moving[self._num_landed] = moving = None
             self._num_landed += 1
 
@@ -175,10 +175,10 @@ class BucketPipeline:
                     leaf.grad = torch.zeros_like(leaf)
                     self.missing.append(leaf)
             gradients = [real_gradient(leaf) for leaf in bucket]
-            deal = self._shard_maps.get(len(self.moving))
-            if deal is None:
+            shard_map = self._shard_maps.get(len(self.moving))
+            if shard_map is None:
                 self.moving.append(start_all_reduce(gradients, self._group.all_reduce_aside, self._group.world_size))
             else:
                 reduce = self._group.reduce_parts_aside
-                self.moving.append(start_reduce_scatter(gradients, bucket, deal, self._group.rank, reduce))
+                self.moving.append(start_reduce_scatter(gradients, bucket, shard_map, self._group.rank, reduce))
         self.is_launching = False

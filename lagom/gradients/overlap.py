@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from lagom.collectives.agreement_exchange import AgreedExchange
     from lagom.collectives.group import Group
-    from lagom.gradients.bucket_pipeline import ScatterParts
+    from lagom.gradients.bucket_pipeline import ShardStore
     from lagom.gradients.divergence import DivergenceMonitor
     from lagom.gradients.reduction.buckets import AllReduceBucket, ReduceScatterBucket, ShardMap
     from lagom.gradients.reduction.layout import Layout
@@ -59,7 +59,7 @@ class OverlappedBackward:
         self._patience = 1
         self._running: BucketPipeline | None = None
         self._abandoned: list[AllReduceBucket | ReduceScatterBucket | None] = []
-        self.parts: ScatterParts | None = None
+        self.shard_store: ShardStore | None = None
 
     @property
     def is_launching(self) -> bool:
@@ -106,9 +106,10 @@ class OverlappedBackward:
         key = _backward_key(numbers, leaves)
         mine, buckets = self._known.get(key) or (_sign(key), [])
         early = set(map(id, plain))
-        deals = self._find_shard_maps(buckets, early)
-        if deals:  # all ranks must deal the parts in the same way
-            mine = signature(mine + repr([(i, deal.counts, deal.pieces) for i, deal in deals.items()]).encode())
+        shard_maps = self._find_shard_maps(buckets, early)
+        if shard_maps:  # all ranks must use the same maps
+            entries = [(i, shard_map.counts, shard_map.pieces) for i, shard_map in shard_maps.items()]
+            mine = signature(mine + repr(entries).encode())
         if not self._frame.exchange(mine):
             self._divergence.find_divergence(_PLACE)
             self._pause, self._patience = self._patience, min(2 * self._patience, _MAX_PATIENCE)
@@ -116,18 +117,19 @@ class OverlappedBackward:
             firsts = [self._leaves.tensor(bucket[0]) for bucket in buckets]
             self._group.open_aside({leaf.device for leaf in firsts if leaf is not None})
             self._running = BucketPipeline(self._group, self._leaves, buckets)
-            if self.parts is not None:
-                self._running.scatter_early(early, self.parts, deals)
+            if self.shard_store is not None:
+                self._running.scatter_early(early, self.shard_store, shard_maps)
 
     def _find_shard_maps(self, buckets: Sequence[Sequence[int]], early: set[int]) -> dict[int, ShardMap]:
         """Return, for each bucket of which ranks need parts only, which rank needs which part."""
         found: dict[int, ShardMap] = {}
-        if self.parts is None or not self._group.reduces_parts:
+        if self.shard_store is None or not self._group.reduces_parts:
             return found
         for i, bucket in enumerate(buckets):
             leaves = [leaf for number in bucket if (leaf := self._leaves.tensor(number)) is not None]
-            if all(id(leaf) in early for leaf in leaves) and (deal := self.parts.find_shard_map(leaves)) is not None:
-                found[i] = deal
+            shard_map = self.shard_store.find_shard_map(leaves) if all(id(leaf) in early for leaf in leaves) else None
+            if shard_map is not None:
+                found[i] = shard_map
         return found
 
     def delay_leaves(self, leaves: Sequence[torch.Tensor]) -> None:

@@ -32,7 +32,7 @@ def shard_steps(session: Session) -> Iterator[None]:
     with ExitStack() as stack:
         if session.config.zero_lvl > 1:
             session.gradients = stack.enter_context(shard_gradients(session))
-            session.gradient_averager.overlap.parts = session.gradients
+            session.gradient_averager.overlap.shard_store = session.gradients
         if session.config.zero_lvl > 2:
             assert session.gradients is not None
             weights = stack.enter_context(shard_parameters(session))

@@ -90,13 +90,13 @@ class ReduceScatterBucket(NamedTuple):
     whole: torch.Tensor
     out: torch.Tensor
     """Receives this rank's sums; the same tensor as ``whole`` if this rank needs all of them."""
-    deal: ShardMap
+    shard_map: ShardMap
 
 
 def start_reduce_scatter(
     gradients: Sequence[torch.Tensor],
     leaves: Sequence[torch.Tensor],
-    deal: ShardMap,
+    shard_map: ShardMap,
     rank: int,
     reduce: Callable[[torch.Tensor, Sequence[int], torch.Tensor], Work],
 ) -> ReduceScatterBucket:
@@ -107,19 +107,19 @@ def start_reduce_scatter(
         reduce: begins to sum a flat tensor; given the number of elements for each rank, it writes this rank's into the
             last argument.
     """
-    is_all = deal.counts[rank] == sum(deal.counts)
+    is_all = shard_map.counts[rank] == sum(shard_map.counts)
     may_be_used = not is_all or _is_sole_owner(gradients[0])
     lines = [flatten_like(gradient, leaf) for gradient, leaf in zip(gradients, leaves, strict=True)]
-    in_order = len(lines) == 1 and [start for _, start, _ in deal.pieces] == sorted(x[1] for x in deal.pieces)
+    in_order = len(lines) == 1 and [start for _, start, _ in shard_map.pieces] == sorted(x[1] for x in shard_map.pieces)
     is_half = lines[0].element_size() < 4
     if in_order and not is_half and may_be_used:
         whole = lines[0]
     else:
-        whole = torch.cat([lines[place][start:end] for place, start, end in deal.pieces])
+        whole = torch.cat([lines[place][start:end] for place, start, end in shard_map.pieces])
     if is_half:  # in half precision the sum may overflow, so divide first
-        whole.div_(len(deal.counts))
-    out = whole if is_all else whole.new_empty(deal.counts[rank])
-    return ReduceScatterBucket(reduce(whole, deal.counts, out), whole, out, deal)
+        whole.div_(len(shard_map.counts))
+    out = whole if is_all else whole.new_empty(shard_map.counts[rank])
+    return ReduceScatterBucket(reduce(whole, shard_map.counts, out), whole, out, shard_map)
 
 
 def finish_reduce_scatter(
@@ -128,10 +128,10 @@ def finish_reduce_scatter(
     """Wait, and return for each leaf this rank's part of the average; None if this rank needs nothing of the leaf."""
     wait(moving.work)
     if moving.out.element_size() >= 4:
-        moving.out.div_(len(moving.deal.counts))
+        moving.out.div_(len(moving.shard_map.counts))
     found: list[torch.Tensor | None] = [None] * num_leaves
-    sizes = [size for _, size in moving.deal.own]
-    for (place, _), part in zip(moving.deal.own, moving.out.split(sizes) if sizes else (), strict=True):
+    sizes = [size for _, size in moving.shard_map.own]
+    for (place, _), part in zip(moving.shard_map.own, moving.out.split(sizes) if sizes else (), strict=True):
         found[place] = part
     return found
 
