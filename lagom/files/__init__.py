@@ -1,11 +1,14 @@
-"""A disk of each rank's own: ranks of one program write to it as one process would to one disk."""
+"""A disk for each rank, which reads back its own writes: rank 0 has the real disk, any other rank an overlay.
+
+Start with ``install.py`` (the patches; all functions below are there), ``overlay.py`` (the disk of other ranks) or
+``saving.py`` (``torch.save``).
+"""
 
 from lagom.files.install import (
     asked_for_rank,
     downloading,
     finish_writes,
     flush_at_save,
-    found,
     growing_lengths,
     has_asked,
     keep_disk,
@@ -13,10 +16,11 @@ from lagom.files.install import (
     note_tracked_run,
     notice_changes,
     own_disk,
+    path_to_read,
+    path_to_write,
     reach_disk,
     share_disk,
     writes_for_real,
-    written,
 )
 
 __all__ = [
@@ -24,7 +28,6 @@ __all__ = [
     "downloading",
     "finish_writes",
     "flush_at_save",
-    "found",
     "growing_lengths",
     "has_asked",
     "keep_disk",
@@ -32,8 +35,9 @@ __all__ = [
     "note_tracked_run",
     "notice_changes",
     "own_disk",
+    "path_to_read",
+    "path_to_write",
     "reach_disk",
     "share_disk",
     "writes_for_real",
-    "written",
 ]

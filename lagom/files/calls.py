@@ -77,10 +77,10 @@ class FileCalls(ABC):
         """Note that the program made ``path`` under a name that no other rank can have: it is on the real disk."""
 
     @abstractmethod
-    def written(self, path: str) -> str:
+    def path_to_write(self, path: str) -> str:
         """Return the place where C code must write the file that the program calls ``path``."""
 
-    def found(self, path: str, dir_fd: int | None = None, follow: bool = True) -> str:
+    def path_to_read(self, path: str, dir_fd: int | None = None, follow: bool = True) -> str:
         """Return the place where C code must look for the path that the program calls ``path``."""
         return path
 

@@ -42,7 +42,7 @@ class FirstRankCalls(FileCalls):
     def free(self, path: str) -> None:
         self._journal.log.add("free", path)
 
-    def written(self, path: str) -> str:
+    def path_to_write(self, path: str) -> str:
         self._note(path, None, follow=True, change="content")
         return path
 

@@ -147,17 +147,17 @@ def downloading() -> AbstractContextManager[None]:
     return nullcontext() if _calls is None else _calls.downloading()
 
 
-def written(path: str) -> str:
+def path_to_write(path: str) -> str:
     """Return the place where C code must write the file that the program calls ``path``."""
     if _calls is None:
         return path
     _calls.changes.rewrites()
-    return _calls.written(path)
+    return _calls.path_to_write(path)
 
 
-def found(path: str) -> str:
+def path_to_read(path: str) -> str:
     """Return the place where C code must read the file that the program calls ``path``."""
-    return path if _calls is None else _calls.found(path)
+    return path if _calls is None else _calls.path_to_read(path)
 
 
 def is_protected() -> bool:

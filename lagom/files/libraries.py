@@ -158,7 +158,7 @@ class _Functions:
         def look(original: Callable[..., int], *words: int) -> int:
             at_fd = _fd(words[at - 1]) if name in _AT else None
             follow = name not in _OF_LINKS and not (name in _FLAGS and words[_FLAGS[name]] & _NOFOLLOW)
-            place = ctypes.create_string_buffer(os.fsencode(self._calls.found(_text(words[at]), at_fd, follow)))
+            place = ctypes.create_string_buffer(os.fsencode(self._calls.path_to_read(_text(words[at]), at_fd, follow)))
             return original(*words[:at], ctypes.addressof(place), *words[at + 1 :])
 
         return look
@@ -169,7 +169,7 @@ class _Functions:
 
     def _realpath(self, original: Callable[..., int], path: int, target: int, *rest: int) -> int:
         found = _text(path)
-        if self._calls.found(found) == found:
+        if self._calls.path_to_read(found) == found:
             return original(path, target, *rest)
         text = os.fsencode(os.path.realpath(found, strict=True)) + b"\0"
         target = target or self._libc.malloc(len(text))

@@ -55,7 +55,7 @@ class OtherRankCalls(FileCalls):
             with self.original["io.open"](self.overlay.folder + "/asked", "w") as file:
                 file.write(str(os.getpid()))
 
-    def found(self, path: str, dir_fd: int | None = None, follow: bool = True) -> str:
+    def path_to_read(self, path: str, dir_fd: int | None = None, follow: bool = True) -> str:
         absolute = self.absolute(path, dir_fd)
         if absolute is None:
             return path
@@ -67,9 +67,9 @@ class OtherRankCalls(FileCalls):
             return path
         return str(self._inside(lambda: self.overlay.listed(self.overlay.key(absolute, True)), path))
 
-    def written(self, path: str) -> str:
+    def path_to_write(self, path: str) -> str:
         with open(path, "ab"):
-            return self.found(path)
+            return self.path_to_read(path)
 
     def of(self, fd: int) -> str:
         os.fstat(fd)  # raises the right error for one that is closed

@@ -45,7 +45,7 @@ def _place_safetensors(safetensors: ModuleType, stack: ExitStack) -> None:
 
     @functools.wraps(original)
     def write(tensor_dict: Any, filename: Any, *args: Any, **kwargs: Any) -> Any:
-        return original(tensor_dict, files.written(os.fspath(filename)), *args, **kwargs)
+        return original(tensor_dict, files.path_to_write(os.fspath(filename)), *args, **kwargs)
 
     for name, module in list(sys.modules.items()):
         if name.partition(".")[0] == "safetensors" and hasattr(module, "serialize_file"):
@@ -63,9 +63,9 @@ def _saving(original: Callable[..., None]) -> Callable[..., None]:
             _write_whole(path, lambda target: original(obj, target, *args, **kwargs))
             return
         try:
-            place = files.written(path)
+            place = files.path_to_write(path)
         except OSError:
-            place = files.found(path)  # torch fails there with its own error
+            place = files.path_to_read(path)  # torch fails there with its own error
         try:
             original(obj, place, *args, **kwargs)
         except RuntimeError as error:

@@ -46,7 +46,7 @@ class DiskFullReport:
         rank = self._session.rank
         places = {"where it stands": os.getcwd(), "temporary files": tempfile.gettempdir()}
         if isinstance(named, str):
-            places = {"this file": os.path.dirname(files.found(os.path.abspath(named))), **places}
+            places = {"this file": os.path.dirname(files.path_to_read(os.path.abspath(named))), **places}
         if not files.writes_for_real():
             places["what this rank writes, until the run has ended"] = str(self._session.host_dir)
         places["memory that processes share"] = "/dev/shm"
