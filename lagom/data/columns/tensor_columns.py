@@ -92,12 +92,12 @@ class ColumnLeaf:
         if pa.types.is_dictionary(array.type):
             array = array.dictionary_decode()
 
-        def told(row: int, why: str) -> Exception:
+        def error_at(row: int, why: str) -> Exception:
             return where.error(self.path, row, why)
 
         if array.null_count:
-            self._check_nulls(array, told)
-        found: dict[Path, Values] = {self.path: self._values(array, where, told)}
+            self._check_nulls(array, error_at)
+        found: dict[Path, Values] = {self.path: self._values(array, where, error_at)}
         if self.nulls == "mask":
             valid = np.ones(len(array), bool) if not array.null_count else _valid(array)
             found[(*self.path[:-1], self.path[-1] + "__valid")] = Dense(valid.copy())
@@ -110,19 +110,19 @@ class ColumnLeaf:
             found[(*self.path[:-1], self.path[-1] + "__valid")] = Dense(np.ones(len(array), bool))
         return found
 
-    def _check_nulls(self, array: Any, told: Callable[[int, str], Exception]) -> None:
+    def _check_nulls(self, array: Any, error_at: Callable[[int, str], Exception]) -> None:
         row = int(np.argmin(_valid(array)))
         if self.nulls == "error":
-            raise told(row, f"a null; {_NULL_CHOICES}")
+            raise error_at(row, f"a null; {_NULL_CHOICES}")
         if self.nulls == "mask":
             return
         is_cell = self.codec is not None and not types.is_number(self.type)
         if is_cell or types.is_text(self.type) or types.is_vector(self.type):
-            raise told(row, f'a null, for which {self.nulls!r} cannot stand in {self.type}; nulls="mask" can')
+            raise error_at(row, f'a null, for which {self.nulls!r} cannot stand in {self.type}; nulls="mask" can')
         if self.nulls == "nan" and not types.is_float(types.innermost(self.type)):
-            raise told(row, f"a null, and {self.type} has no NaN; {_NULL_CHOICES}")
+            raise error_at(row, f"a null, and {self.type} has no NaN; {_NULL_CHOICES}")
 
-    def _values(self, array: Any, where: Where, told: Callable[[int, str], Exception]) -> Values:
+    def _values(self, array: Any, where: Where, error_at: Callable[[int, str], Exception]) -> Values:
         import pyarrow as pa
 
         try:
@@ -143,9 +143,9 @@ class ColumnLeaf:
             found = lists.writable(lists.dense(array, self.type, fill, strict=strict))
             return Nulls(found, fill) if has_none and not found.size else Dense(found)
         except lists.RowError as error:
-            raise told(error.row, str(error)) from None
+            raise error_at(error.row, str(error)) from None
         except (ValueError, OverflowError, ArithmeticError) as error:  # Arrow's are ValueErrors
-            raise told(0, f"or one after it cannot be made numbers: {error}") from error
+            raise error_at(0, f"or one after it cannot be made numbers: {error}") from error
 
     def _ragged(self, array: Any) -> Values:
         import pyarrow as pa
