@@ -27,7 +27,7 @@ from lagom.payload import Parcel, unpack_file
 from lagom.restart.history import RunHistory
 from lagom.restart.kept_snapshots import SnapshotFolder, SnapshotPlace
 from tests.snapshots.kills import kill_driver, killed
-from tests.snapshots.training import config, train, train_as_on_a_gpu
+from tests.snapshots.training import config, train, train_as_on_a_gpu, train_by_rows
 
 pytestmark = pytest.mark.skipif(sys.version_info < (3, 11), reason="needs the columns of code")
 
@@ -73,13 +73,23 @@ def test_a_run_goes_on_from_its_snapshot_when_a_rank_is_killed(
 @pytest.mark.soak  # the test above does so with two ranks
 @pytest.mark.parametrize("world_size", [1, 3])
 def test_any_number_of_ranks_goes_on_with_workers_of_loaders(world_size: int, tmp_path: Path) -> None:
+    check_a_killed_run(train, world_size, tmp_path)
+
+
+@pytest.mark.parametrize("world_size", [3, pytest.param(2, marks=pytest.mark.soak)])
+def test_a_model_shared_out_by_rows_goes_on_with_the_same_bits(world_size: int, tmp_path: Path) -> None:
+    check_a_killed_run(train_by_rows, world_size, tmp_path)
+
+
+def check_a_killed_run(function: Any, world_size: int, tmp_path: Path) -> None:
+    """Check that a run whose last rank is killed is as one that is not, to the bit."""
     for name in ("whole", "killed"):
         (tmp_path / name).mkdir()
-    wanted = experiment.lagom(train, config(tmp_path / "whole", world_size=world_size))
+    wanted = experiment.lagom(function, config(tmp_path / "whole", world_size=world_size))
     (tmp_path / "killed" / "slowly").touch()
     with killed(tmp_path / "killed", world_size - 1):
-        result = experiment.lagom(train, config(tmp_path / "killed", world_size=world_size, snapshot_every_s=0.1))
-    assert (same if world_size == 1 else close)(result.value, wanted.value)
+        result = experiment.lagom(function, config(tmp_path / "killed", world_size=world_size, snapshot_every_s=0.1))
+    assert same(result.value, wanted.value)
     assert "of epoch 2" in result.failures[0]["resumed_from"]
     rows, wanted_rows = ((tmp_path / name / "rows.csv").read_text() for name in ("killed", "whole"))
     assert rows == wanted_rows

@@ -74,9 +74,17 @@ def pause(folder: str, seconds: float) -> None:
         time.sleep(0.01)
 
 
-def train(train_set: Any, folder: str) -> dict[str, Any]:
+def train_by_rows(train_set: Any, folder: str) -> dict[str, Any]:
+    """Train a model whose rows ranks share out, however small it is."""
+    from lagom.row_split import whole_batch
+
+    whole_batch.ALWAYS = True
+    return train(train_set, folder, Network().layers)
+
+
+def train(train_set: Any, folder: str, model: nn.Module | None = None) -> dict[str, Any]:
     """Train, print each epoch, and append each batch to a file."""
-    model = Network()
+    model = model or Network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     os.makedirs(f"{folder}/made")
     losses, noise = [], [random.random()]
