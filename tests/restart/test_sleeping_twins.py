@@ -82,6 +82,14 @@ def evaluates(folder: str) -> dict[str, Any]:
     return {"seen": seen, **model.state_dict()}
 
 
+def evaluates_by_rows(folder: str) -> dict[str, Any]:
+    """Do so with a model whose rows ranks share out, however small it is."""
+    from lagom.row_split import whole_batch
+
+    whole_batch.ALWAYS = True
+    return evaluates(folder)
+
+
 def accumulates(folder: str) -> dict[str, Any]:
     """Collect the gradients of four batches for each step, below a progress bar."""
     from tqdm import tqdm  # type: ignore[import-untyped]
@@ -318,6 +326,7 @@ def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
     ("program", "world_size", "kills", "settings"),
     [
         pytest.param(evaluates, 2, [0], {}, marks=pytest.mark.soak),
+        pytest.param(evaluates_by_rows, 3, [2], {}, marks=pytest.mark.soak),
         (evaluates, 3, [1, 2], {"batches": "split"}),
         (accumulates, 2, [1], {}),
         (streams, 2, [1], {}),
