@@ -64,7 +64,7 @@ class Plan:
     encrypts_ranks: bool = False
     """True if ranks on several hosts encrypt what they send each other."""
     in_clear: str = ""
-    """What would send between hosts in clear though ranks are to encrypt; then ranks on several hosts are refused."""
+    """Library that would send in clear between hosts though ranks are to encrypt; then they must be on one host."""
     already_distributed: bool = False
     """True if the program is written for torchrun: its ranks then find torchrun's variables."""
     rehearsal: Rehearsal | None = None

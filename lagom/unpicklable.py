@@ -35,7 +35,8 @@ def is_sparks(value: object) -> bool:
 def _parts(value: object, name: str) -> list[tuple[str, object]]:
     """Return named parts one level down: items of containers, closure and globals of functions, attributes."""
     if isinstance(value, Mapping):
-        named = name not in ("", "provided")  # the config's fields have names of their own
+        # A key of ``Call.provided`` is the name of an argument, so it is shown alone and not as ``provided['x']``.
+        named = name not in ("", "provided")
         return [(_inside(name, f"[{key!r}]") if named else str(key), part) for key, part in value.items()]
     if isinstance(value, (list, tuple)):
         return [(_inside(name, f"[{position}]"), part) for position, part in enumerate(value)]

@@ -50,7 +50,7 @@ class TorchDistributedConfig:
     world_size: int | None = None
     """Number of ranks. None: one per GPU, or one per task slot, of the cluster."""
     launcher: Launcher = "auto"
-    """Where ranks run. "spark"; "local": processes on this machine; "inline": one rank in this very process, for a
+    """Place of the ranks. "spark"; "local": processes on this machine; "inline": one rank in this very process, for a
     debugger; "auto": Spark if a session is active, else local."""
     zero_lvl: int = 0
     """Level of sharding over the ranks: 0 nothing, 1 optimizer state, 2 also gradients, 3 also parameters."""
@@ -103,7 +103,7 @@ class TorchDistributedConfig:
     description: str = ""
     """Free text, kept with the result."""
     log: Log = "rank0"
-    """Whose output is shown as it comes: "rank0", as in one process; or "all", each line after its rank."""
+    """Ranks whose output is shown as it comes: "rank0", as in one process; or "all", each line after its rank."""
     run_dir: str | os.PathLike[str] | None = field(default_factory=lambda: os.environ.get("LAGOM_RUN_DIR", RUN_DIR))
     """Each run gets a folder of its own here, with its settings, versions, ranks, their output, progress and result as
     text. None keeps nothing. A URL ("s3://bucket/runs") is opened by fsspec or pyarrow. The environment variable

@@ -77,7 +77,7 @@ class DebugTerminal:
     def _await_turn(self, message: Message) -> None:
         if message["failed"]:
             if self._has_examined:
-                return  # it waits for the end of the run
+                return  # only one failure is examined; this rank gets no prompt and waits for the end of the run
             if message["consequence"]:
                 self._answer(message, refused="it has failed because another rank has")
                 return

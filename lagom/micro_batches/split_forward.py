@@ -59,9 +59,9 @@ class MicroBatches:
         self._known: WeakIdKeyDictionary = WeakIdKeyDictionary(ref_type=ObjectReference)
         """For each module, the findings by kind of input."""
         self._learnt: WeakIdKeyDictionary = WeakIdKeyDictionary(ref_type=ObjectReference)
-        """By module that has run out of memory: the number of micro-batches that it needs."""
+        """Number of micro-batches that a module needs, for each module that has run out of memory."""
         self._fitted: WeakIdKeyDictionary = WeakIdKeyDictionary(ref_type=ObjectReference)
-        """By module: the largest number of rows after which there was memory for a backward."""
+        """Largest number of rows after which there was memory for a backward, for each module."""
 
     def call(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """Return ``module(*args, **kwargs)``."""

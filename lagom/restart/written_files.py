@@ -66,7 +66,7 @@ class WrittenFiles:
     """When the snapshot was taken from which the present attempt goes on; None without one."""
 
     before_snapshot: dict[str, AppendedFile] = field(default_factory=dict)
-    """What was known of files before they went back to their lengths at a snapshot."""
+    """Facts about files from before they went back to their lengths at a snapshot."""
 
     @property
     def is_empty(self) -> bool:

@@ -18,6 +18,6 @@ def wanted_bytes(error: BaseException) -> int | None:
         return int(float(found[1]) * _UNITS.get(found[2], 1)) if found else 0
     if isinstance(error, MemoryError):
         return 0
-    # Only of a RuntimeError: a foreign exception's __str__ may do anything.
+    # Read the text of a RuntimeError only: another class's ``__str__`` may run any code.
     found = _CPU.search(str(error)) if type(error) is RuntimeError else None
     return int(found[1]) if found else None

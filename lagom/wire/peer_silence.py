@@ -54,7 +54,7 @@ class PeerSilence:
 
 
 def _unanswered_s(connection: Any) -> float | None:
-    """Return the seconds since the last answer if a probe or data of ours has none yet, else None."""
+    """Return the seconds since the peer's last answer; None if it owes none to repeated data or a keepalive probe."""
     if connection.family == socket.AF_UNIX or not hasattr(socket, "TCP_INFO"):
         return None
     try:

@@ -51,7 +51,7 @@ class RunSpec:
     rank_certificate: str = field(default="", repr=False)
     """The ranks' key and certificate (PEM), if hosts encrypt what they send each other."""
     snapshots: SnapshotPlace | None = None
-    """Where rank 0 keeps snapshots, and the one that ranks go on from; None without."""
+    """Folder of rank 0's snapshots, and the snapshot that ranks go on from; None if none are kept."""
     losses_left: int = 0
     """How many losses of ranks this run may yet go on after."""
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 _REQUEST = struct.Struct("<BIQ")
 """Operation, and the lengths of the name and the data that follow."""
 _ANSWER = struct.Struct("<BQ")
-"""What follows, and its length."""
+"""Kind of what follows, and its length."""
 _NOTHING, _VALUE, _REFUSAL = range(3)
 _LENGTH = struct.Struct("<Q")
 _PIECE = 1 << 16

@@ -67,7 +67,8 @@ gloo_built = gloo_enabled = is_available
 ccl_built = ddl_built = mpi_built = nccl_built = rocm_built = is_unavailable
 mpi_enabled = mpi_threads_supported = is_unavailable
 
-__path__: list[str] = []  # horovod.torch.compression and others are found below it
+# A ``__path__``, though empty, makes this module a package, so that ``import horovod.torch.compression`` works.
+__path__: list[str] = []
 _INSTEAD_OF_TIMELINE = "; set HOROVOD_TIMELINE=FILE before the run"
 
 

@@ -35,7 +35,7 @@ _WIDER: dict[np.dtype[Any], np.dtype[Any]] = {
     np.dtype(np.uint64): np.dtype(np.int64),
 }
 _HEADER = re.compile(rb"\{'descr': '([<>|][biufc]\d+)', 'fortran_order': (False|True), 'shape': \(([\d, ]*)\), \} *\n")
-"""What ``numpy.save`` writes before numbers, without the first bytes."""
+"""Header that ``numpy.save`` writes before the numbers, without its first bytes."""
 _CELLS, _BYTES = 8, 64 << 10
 """Least number of cells, or of bytes of encoded cells, for which another thread pays."""
 

@@ -133,7 +133,7 @@ class WorkerSharing:
         self._alarms = [signal.getsignal(one) for one in _ALARMS]
 
     def begin(self, iterator: Any, loader: DataLoader[Any], context: Any) -> tuple[bool, WorkerWatch | None]:
-        """Return whether this rank has no workers for a new ``iterator``, and what watches them; a collective."""
+        """Return whether rank 0's workers serve this rank, and on rank 0 the watch of its workers; a collective."""
         session = self.session
         if not self._can_meet(iterator, loader):
             return False, None

@@ -88,8 +88,9 @@ class _PassLosses:
 
 # Note [Pass losses]
 #
-# The mean over a pass's batches of what the program calls backward with, as most programs print it. It is reported at
-# the first backward of the next pass: by then a program that logs the metric itself has done so, and its values count.
+# The loss of a pass is the mean, over its batches, of the tensor on which the program calls `backward`. Most programs
+# print the same number. It is reported at the first backward of the next pass: by then a program that logs the metric
+# itself has done so, and its values count.
 #
 # There is none where it would not be "the loss": with several backwards for a batch (adversarial networks, LBFGS), a
 # backward from other than one number, without a loader, with batches that ranks share (each rank's loss is of its
