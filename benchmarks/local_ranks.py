@@ -28,7 +28,7 @@ from lagom.records.chart import line_chart
 
 STEPS = 200
 LIMITS = {"private memory, MB": 60.0, "files": 40.0, "sockets": 10.0}
-"""What a rank may take at most, however many there are."""
+"""Most that a rank may take, however many there are."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -29,7 +29,7 @@ class Plot(NamedTuple):
     column: int
     unit: str
     reference: tuple[str, float] | None = None
-    """What the figures are relative to, as a bar of its own."""
+    """Name and value that the figures are relative to, drawn as a bar of its own."""
 
 
 PLOTS = (
@@ -88,7 +88,7 @@ _ROWS: Mapping[str, tuple[str, Mapping[int, str]]] = {
     "performance_rows.svg": ("20 float32 columns", {2: "lagom", 5: "petastorm 0.12.1"}),
     "performance_exchange.svg": ("16 MB", {1: "lagom, its own exchanges", 2: "lagom, torch.distributed", 3: "gloo"}),
 }
-"""Of plots of a row: its first cell, and names of the columns that are drawn."""
+"""First cell of the drawn row, and names of its drawn columns, for plots of one row."""
 
 
 def main() -> None:

@@ -28,7 +28,7 @@ def python_with_packages(config: pytest.Config) -> str:
 
 
 def fingerprint() -> str:
-    """Return a name for the environment: another one where it would have other packages."""
+    """Return a hash of all that decides the packages, Python and torch included; it names the environment."""
     wanted = _REQUIREMENTS.read_text() + Path(__file__).read_text() + sys.version + torch.__version__ + sys.prefix
     return hashlib.sha256(wanted.encode()).hexdigest()[:12]
 

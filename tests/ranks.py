@@ -51,9 +51,9 @@ _calls = itertools.count()
 _KEY = b"known to these ranks"
 CREDENTIALS = Credentials(_KEY)
 COLLECTIVES: Collectives = "gloo" if os.environ.get("LAGOM_TEST_COLLECTIVES") == "gloo" else "auto"
-"""Of ranks: "auto" has them exchange through shared memory, "gloo" does not; see CONTRIBUTING.md."""
+"""Transport of ranks: with "auto" they exchange through shared memory, with "gloo" not; see CONTRIBUTING.md."""
 DEVICE = os.environ.get("LAGOM_TEST_DEVICE", "cpu")
-"""Of patched ranks, which share it if it is "cuda:0"; what they return comes home on the CPU. See CONTRIBUTING.md."""
+"""Device of patched ranks, which share "cuda:0"; tensors that they return come home on the CPU. See CONTRIBUTING.md."""
 TIMELINE = os.environ.get("LAGOM_TEST_TIMELINE") == "1"
 """Ranks note what they do; see CONTRIBUTING.md."""
 

@@ -109,7 +109,7 @@ AVERAGED: dict[str, Callable[[float], Any]] = {
     "frozen dataclass": lambda x: Frozen([x, float("nan")]),
     "metrics beside a tensor": lambda x: {"loss": x, "weights": torch.ones(2)},
 }
-"""Whose floats are averaged where ranks disagree."""
+"""Values whose floats are averaged where ranks disagree."""
 
 KEPT: dict[str, Callable[[float], Any]] = {
     "int": int,

@@ -1,4 +1,4 @@
-"""What an ablation study's config takes and refuses."""
+"""Config of an ablation study: settings that it takes and refuses."""
 
 from __future__ import annotations
 

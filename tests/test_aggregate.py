@@ -21,7 +21,7 @@ EVEN = [5, 5]
 
 
 def of_classes_of_its_own(number: float) -> dict[str, Any]:
-    """What a function returns on a rank that defines classes inside."""
+    """Return a rank's value of a function that defines classes inside."""
     pair = namedtuple("pair", "a b")
 
     @dataclass

@@ -28,7 +28,7 @@ TINY = {
 }
 """Arguments by example; ``--launcher`` comes on top."""
 WITH_SPARK = ("petastorm",)
-"""Whose data sets a Spark job writes, whatever they are trained on."""
+"""Examples whose data sets a Spark job writes, whatever they are trained on."""
 
 
 def test_every_example_is_run_here() -> None:

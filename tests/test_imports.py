@@ -110,7 +110,7 @@ ROOMS = {
     "compat.maggy": "__init__ compat config experiment launchers result search torch",
     "compat.petastorm": "__init__ fsspec numpy packaging pyarrow torch",
 }
-"""Of each package, and each module beside the packages: what it may import beyond itself and the standard library."""
+"""Packages and modules that each room may import, beyond itself and the standard library."""
 
 OPTIONAL = {
     "cloudpickle",
@@ -249,7 +249,7 @@ def read() -> dict[str, str]:
 
 
 def violations(module: str, source: str) -> list[str]:
-    """What ``module``, whose text is ``source``, imports against the row of its room."""
+    """Return the imports of ``module``, whose text is ``source``, that the row of its room does not allow."""
     room = _room(module)
     if room not in ROOMS:
         return [f"{module} is in no room; give {room} a row in ROOMS"]

@@ -108,7 +108,7 @@ LATE_NAMES = (
     "torch._dynamo.trace_rules.clear_lru_cache",
     "torch._dynamo.trace_rules.get_torch_obj_rule_map",
 )
-"""Those that lagom/patching/late_dynamo.py uses of a package that it does not import."""
+"""Names that lagom/patching/late_dynamo.py uses of a package that it does not import."""
 
 
 @pytest.mark.parametrize("name", NAMES + LATE_NAMES)

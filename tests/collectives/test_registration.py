@@ -28,11 +28,11 @@ if native() is None:
     pytest.skip("lagom was installed without its compiled part: no compiler, or no Linux", allow_module_level=True)
 
 Program = Callable[[int, int], Any]
-"""Of rank and world size."""
+"""A function of rank and world size."""
 
 
 def by(backend: str, world_size: int, program: Program, timeout_s: float = 60.0) -> list[Any]:
-    """What ``program`` returns on each rank, with a default group of ``backend``."""
+    """Run ``program`` with a default group of ``backend``; return its value on each rank."""
 
     def run(session: Session) -> Any:
         warnings.simplefilter("ignore")  # torch's, about names of its own

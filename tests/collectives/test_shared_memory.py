@@ -31,7 +31,7 @@ if native() is None:
 
 
 def error_of(call: Callable[[], object]) -> str:
-    """What ``call`` says when it fails, which it must."""
+    """Return the text of the error that ``call`` must raise."""
     with pytest.raises(RuntimeError) as caught:
         call()
     return str(caught.value)
@@ -43,7 +43,7 @@ SIZES = (0, 1, 7, 1000, 20_000, 300_001)
 
 @lru_cache(maxsize=64)
 def given(rank: int, count: int, dtype: torch.dtype) -> torch.Tensor:
-    """What ``rank`` gives, to be left as it is: any bits for whole numbers, else both signs, small and large."""
+    """Input of ``rank``, not to be changed: any bits for whole numbers, else both signs, small and large."""
     generator = torch.Generator().manual_seed(17 * rank + count)
     if dtype == torch.bool:
         return torch.randint(0, 2, (count,), generator=generator).bool()
@@ -139,7 +139,7 @@ def test_not_a_number_stays_in_minimum_and_maximum() -> None:
 
 
 def moved(session: Session) -> Any:
-    """What is wrong with exchanges that only move."""
+    """Return the exchanges that only move data and give wrong results."""
     near = communicator(session)
     rank, size = session.rank, session.world_size
     wrong = []

@@ -139,7 +139,7 @@ def test_a_fork_while_another_thread_exchanges_is_no_deadlock() -> None:
         code = 0
         if session.rank == 0:
             waiting.start()
-            # It may hold the lock by then, or not: both must do.
+            # The thread may or may not hold the lock when this process forks; the test must pass either way.
             time.sleep(0.05)
             child = os.fork()
             if child == 0:

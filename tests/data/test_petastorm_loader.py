@@ -320,7 +320,7 @@ def test_an_array_of_another_shape_than_the_schema_says_is_named() -> None:
 
 
 class Harm:
-    """What a crafted schema would run."""
+    """Payload of a malicious schema: unpickling it would run a shell command."""
 
     def __reduce__(self) -> Any:
         return os.system, ("touch harmed",)

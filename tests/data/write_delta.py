@@ -1,4 +1,4 @@
-"""Wrote ``tests/data/delta_1_6``: run with deltalake 1.6, in a folder to be made.
+"""Write ``tests/data/delta_1_6``: to be run with deltalake 1.6, for a folder that does not exist.
 
 python tests/data/write_delta.py tests/data/delta_1_6
 """
@@ -11,7 +11,7 @@ import pyarrow as pa
 
 
 def main(folder: str) -> None:
-    """Rows 0 to 39 by kind, some deleted, some written again; a checkpoint in between."""
+    """Write a Delta table of rows 0 to 29, partitioned by kind and number, with deletes and a checkpoint in between."""
     from deltalake import DeltaTable, write_deltalake
 
     def rows(start: int, stop: int) -> pa.Table:

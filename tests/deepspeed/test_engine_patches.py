@@ -27,7 +27,7 @@ from lagom.session.session import Session
 from tests.ranks import RankFailedError, alone, check_against_one_process, run_ranks
 
 SAMPLES = 43
-"""Of batches of 8: the last one has 3, uneven shares on 2 ranks."""
+"""Samples in batches of 8: the last batch has 3, which are uneven shares on 2 ranks."""
 Make = Callable[[nn.Module], torch.optim.Optimizer]
 
 

@@ -1,4 +1,4 @@
-"""What the import of DeepSpeed leaves out."""
+"""Packages that the import of DeepSpeed leaves out."""
 
 from __future__ import annotations
 

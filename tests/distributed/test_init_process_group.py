@@ -104,7 +104,7 @@ def test_weights_and_batches_are_those_under_torchrun_bit_for_bit(world_size: in
 
 @pytest.fixture(scope="module")
 def under_torchrun() -> Any:
-    """What two ranks return that have what torchrun gives them."""
+    """Values of two ranks in the environment that torchrun would give them."""
     return run_ranks(2, by_hand(torchrun), patches=False)
 
 

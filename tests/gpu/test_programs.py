@@ -1,4 +1,4 @@
-"""What programs on a CUDA device do besides plain steps: compiled models, graphs, checks, little memory."""
+"""Programs on a CUDA device, besides plain steps: compiled models, graphs, checks, little memory."""
 
 from __future__ import annotations
 

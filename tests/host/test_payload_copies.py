@@ -97,7 +97,7 @@ class Host:
         its.close()
 
     def payload(self) -> bytes:
-        """What it has, or the error as text."""
+        """Return the payload of this host, or the error as text."""
         found: bytes = self.told.recv_bytes()
         return found
 

@@ -274,7 +274,7 @@ def test_a_host_allows_the_files_of_its_ranks_or_says_how_many_it_needs() -> Non
 
 
 def _limits(soft: int, hard: int, num_ranks: int) -> str:
-    """What a process with these limits says when it is to hold ranks, or its limit then."""
+    """Return the error of a process with these limits that is to hold ranks, or its new limit."""
     resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     try:
         allow_files(num_ranks)

@@ -246,7 +246,7 @@ KINDS: Mapping[str, Callable[[], contextlib.AbstractContextManager[Any]]] = {
     "dynamic": dynamic,
     "gpus": with_gpus,
 }
-"""By what the parameter of a test says."""
+"""Kinds of Spark, by the parameter of a test."""
 
 
 def archive_classes() -> None:
@@ -261,7 +261,7 @@ def archive_classes() -> None:
 
 @functools.cache
 def scratch() -> str:
-    """Where executors keep their temporary files: apart from those of anything else that runs here."""
+    """Folder for the executors' temporary files, apart from those of anything else that runs here."""
     folder = tempfile.mkdtemp(prefix="lagom-scratch-")
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     return folder

@@ -75,7 +75,7 @@ def capture(subnet: str) -> Iterator[list[bytes]]:
 
 
 def payload(frame: bytes) -> bytes:
-    """What a frame carries over TCP; nothing if it is of another protocol."""
+    """Return the TCP data of a frame; nothing if it is of another protocol."""
     size = 14 + 4 * (frame[14] & 15)
     if frame[12:14] != b"\x08\x00" or frame[23] != socket.IPPROTO_TCP:
         return b""

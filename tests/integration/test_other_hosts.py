@@ -33,7 +33,7 @@ def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def connections(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What ranks came to the driver for, beside their links."""
+    """Requests of ranks to the driver, beside their links."""
     seen: list[str] = []
     hand_out, take_in = DriverServer.hand_out, DriverServer.take_in
 

@@ -38,7 +38,7 @@ def values(result: Any) -> dict[int, Any]:
 )
 @pytest.mark.soak_on("connect")
 class TestOnEveryKind:
-    """What holds on every kind of Spark."""
+    """Searches on every kind of Spark."""
 
     def test_trials_run_in_the_tasks_and_their_files_come_home(
         self, spark: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

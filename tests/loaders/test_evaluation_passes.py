@@ -248,7 +248,7 @@ def test_who_asks_for_its_share_in_evaluations_gets_it_in_these_too() -> None:
 
 
 def test_training_that_begins_in_the_mode_an_evaluation_left_is_shared_out() -> None:
-    """A framework has one loop for both, and the program sets eval mode before the evaluation."""
+    """A framework runs training and evaluation by one loop, so the next training pass begins in eval mode."""
 
     def program(_: Session) -> Any:
         model, optimizer = made()

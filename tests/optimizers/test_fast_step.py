@@ -119,7 +119,7 @@ def test_fused_optimizers_make_of_ranks_what_they_make_of_one_process(zero_lvl: 
 
 
 def ranges(_: Session | None = None) -> list[str]:
-    """What a profiler sees of a range that it looks at, of one that it does not, and of one within a decorator."""
+    """Return the ranges that a profiler records: a reused one, which also runs before and after it, and a decorator."""
     opened = torch.autograd.profiler.record_function("reused")
 
     @torch.autograd.profiler.record_function("decorated")

@@ -1,4 +1,4 @@
-"""Cross entropy with a weight for each class: its mean is over the weights of the batch."""
+"""Cross entropy with class weights: the mean divides by the sum of the samples' weights."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Word vectors of bounded length: a lookup shortens, in place, the vectors that it meets."""
+"""Train an embedding with ``max_norm``: each lookup renormalises the rows that it reads, in place."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ SEEDS = range(2)
 
 
 class Ended(NamedTuple):
-    """What is left of a run."""
+    """A run that has ended: its result, output and files."""
 
     seconds: float
     result: Result

@@ -17,7 +17,7 @@ from tests.programs import judge
 from tests.programs.expectations import CASES, Case
 
 RANDOM_ALONE = ("attention", "checkpointed-dropout=0.2", "siamese", "uncertainty")
-"""Of those that "split" does not give: nothing but dropout or draws in ``__getitem__`` differ, and that is said."""
+"""Programs that differ with "split" only by dropout or draws in ``__getitem__``, which ``verify`` says."""
 
 
 QUICK = ("early_stopping", "until")

@@ -62,7 +62,7 @@ def events(path: Path) -> list[dict[str, Any]]:
 
 
 def faults(found: list[dict[str, Any]]) -> Iterator[str]:
-    """What is against the trace event format, or cannot be drawn."""
+    """Yield the events that break the trace event format, or cannot be drawn."""
     rows: dict[tuple[int, int], list[tuple[float, float, str]]] = defaultdict(list)
     for event in found:
         if event["ph"] == "M":

@@ -66,7 +66,8 @@ def test_a_run_is_kept_at_a_url_as_it_is_in_a_folder(url: str, tmp_path: Path) -
     result.report()
     found = there(result.run_url)
     kept_here = {path.relative_to(copy).as_posix(): path.read_bytes() for path in copy.rglob("*") if path.is_file()}
-    assert found == {name: data for name, data in kept_here.items() if name != ".alive"}  # a lock of this machine
+    # `.alive` is a lock file of this machine and is not uploaded.
+    assert found == {name: data for name, data in kept_here.items() if name != ".alive"}
     kept = pickle.loads(pickle.dumps(result))
     assert (kept.run_url, kept.value) == (result.run_url, result.value)
     assert kept.report().exists()

@@ -339,7 +339,7 @@ SHARED = {name for name in LOOKS if name.startswith("cross_entropy")} | {
         "cut_by_a_script",
     ),
 }
-"""Those whose value has a loss of rows in its graph."""
+"""Programs whose value has a loss of rows in its graph."""
 
 
 @pytest.mark.parametrize("name", LOOKS)

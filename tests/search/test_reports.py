@@ -1,4 +1,4 @@
-"""What an unmodified program logs is what its trial reports, and a pruned trial ends there."""
+"""Reports of trials: values that an unmodified program logs; a pruned trial ends at one."""
 
 from __future__ import annotations
 

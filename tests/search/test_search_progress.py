@@ -1,4 +1,4 @@
-"""What a reader sees of a running search: the table in a notebook, and the lines of a terminal."""
+"""Display of a running search: the table in a notebook, and the lines of a terminal."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ def record(epsilon: float = DOUBLE) -> Record:
 
 
 def shares(epsilon: float = DOUBLE) -> list[Record]:
-    """Two ranks with a sample each, whose losses are 10% apart and right on the average."""
+    """Return the records of two ranks with one sample each; their losses are 10% below and above the right one."""
     ranks = [record(epsilon), record(epsilon)]
     for rank, factor, row in zip(ranks, (0.9, 1.1), (b"a", b"b"), strict=True):
         for step in rank.steps:

@@ -1,4 +1,4 @@
-"""``verify`` of programs as people write them: "whole" agrees with all, "split" is refused where it is wrong."""
+"""``verify`` of ordinary programs: it accepts "whole" for all, and refuses "split" where the result would differ."""
 
 from __future__ import annotations
 

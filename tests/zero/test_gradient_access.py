@@ -251,7 +251,7 @@ class Fragile(torch.autograd.Function):
 @pytest.mark.soak
 @pytest.mark.parametrize("way", ["parts", "whole"])
 def test_large_gradients_are_cut_while_a_backward_runs(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where ranks share memory each gets its part of the sums only, else whole ones."""
+    """A rank gets its part of the sums only if ranks share memory, else whole sums."""
     monkeypatch.setattr(overlap, "MIN_BYTES", 1 << 20)
     if way == "whole":
         monkeypatch.setattr(Group, "reduces_parts", False)

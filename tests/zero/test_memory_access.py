@@ -51,7 +51,7 @@ def methods(session: Session) -> list[torch.Tensor]:
 
 
 def failing(session: Session) -> list[torch.Tensor]:
-    """What was to overwrite a parameter, and raises: the program leaves it out, as it does when it loads in part."""
+    """Fail to overwrite parameters, which stay as they were, and go on, as a program does that loads in part."""
     model = trained()
     with pytest.raises(RuntimeError, match=r"must match|size"):
         model[0].weight.data.copy_(torch.zeros(3, 3, dtype=torch.float64))

@@ -42,7 +42,7 @@ def everything_is_shared_out(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 class Net(nn.Module):
-    """Of every kind: tied, looked up, recurrent, convolved, and a parameter that is in no layer."""
+    """Parameters of every kind: tied, looked up, recurrent, convolved, and one that is in no layer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -234,7 +234,7 @@ def test_a_state_that_does_not_fit_the_device_is_on_the_cpu_and_whole(monkeypatc
 
 
 def _looks(session: Session) -> Any:
-    """What a program does with a model besides training it."""
+    """Use a model as programs do besides training it; return the numbers seen."""
     model, tokens = _net(), _tokens(1)[0]
     seen: list[Any] = [repr(model.place), model.place.tolist(), float(model.place.detach().numpy().sum())]
     other = copy.deepcopy(model)
@@ -373,7 +373,7 @@ def test_an_array_of_a_parameter_follows_and_is_followed() -> None:
 
 
 def test_rank_0_may_look_alone() -> None:
-    """What it needs is given by the others in their next exchange."""
+    """The other ranks give rank 0 the shards that it needs in their next exchange."""
 
     def train(session: Session) -> Any:
         model, tokens = _net(), _tokens(1)[0]

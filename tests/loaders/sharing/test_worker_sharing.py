@@ -500,7 +500,7 @@ def test_a_rank_that_reads_no_batch_is_named() -> None:
 
 
 class Unsendable:
-    """What unpickles as something that cannot be pickled."""
+    """Object that unpickles as one that cannot be pickled."""
 
     def __reduce__(self) -> Any:
         return threading.Lock, ()

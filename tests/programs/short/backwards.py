@@ -195,7 +195,7 @@ def hook_on_the_output() -> dict[str, Any]:
 
 
 def packed_in_few_bits() -> dict[str, Any]:
-    """What autograd saves is rounded by its largest number, by hooks inside the forward and around it."""
+    """Round the tensors that autograd saves by their largest number, by hooks inside the forward and around it."""
 
     def pack(x: Tensor) -> Tensor:
         if not x.is_floating_point():

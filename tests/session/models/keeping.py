@@ -1,4 +1,4 @@
-"""What forwards keep for later ones, or for the program."""
+"""Models whose forwards keep values for later ones, or for the program."""
 
 from __future__ import annotations
 
