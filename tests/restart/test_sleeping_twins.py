@@ -329,9 +329,9 @@ def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
         pytest.param(evaluates_by_rows, 3, [2], {}, marks=pytest.mark.soak),
         (evaluates, 3, [1, 2], {"batches": "split"}),
         (accumulates, 2, [1], {}),
-        (streams, 2, [1], {}),
+        pytest.param(streams, 2, [1], {}, marks=pytest.mark.soak),
         pytest.param(with_workers, 2, [1], {}, marks=pytest.mark.soak),
-        (with_workers, 2, [0], {"share_workers": True}),
+        pytest.param(with_workers, 2, [0], {"share_workers": True}, marks=pytest.mark.soak),
         # Passes of 5 s, between which alone there are twins; else what the two before show.
         pytest.param(has_long_passes, 2, [1], {}, marks=pytest.mark.soak),
     ],
@@ -357,6 +357,7 @@ def test_a_killed_rank_goes_on_within_the_pass(
     assert found.err.count("the run goes on from") == len(kills)
 
 
+@pytest.mark.soak
 def test_a_file_whose_time_was_set_is_found_as_it_was(tmp_path: Path) -> None:
     whole, _ = run(sets_times, tmp_path / "whole", 2, [])
     killed, _ = run(sets_times, tmp_path / "killed", 2, [1], lambda files: os.stat(files / "stamp").st_mtime > 0)
@@ -505,6 +506,7 @@ def counts_at_the_head(folder: str) -> dict[str, Any]:
     return {"seen": seen, **model.state_dict()}
 
 
+@pytest.mark.soak
 def test_a_held_file_whose_head_was_changed_is_found_as_it_was(tmp_path: Path) -> None:
     whole, files = run(counts_at_the_head, tmp_path / "whole", 2, [])
     killed, files_killed = run(counts_at_the_head, tmp_path / "killed", 2, [1])
@@ -524,6 +526,7 @@ def starts_a_program(folder: str) -> dict[str, Any]:
     return {}
 
 
+@pytest.mark.soak
 def test_twins_end_when_another_program_is_started(tmp_path: Path) -> None:
     killed, _ = run(starts_a_program, tmp_path, 2, [], max_failures=1)
     assert [failure["resumed_from"] for failure in killed.failures] == ["the beginning"]
