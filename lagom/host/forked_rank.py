@@ -7,7 +7,7 @@ import os
 import socket
 from dataclasses import dataclass, field
 
-from lagom.monitor.stalls import Pulse
+from lagom.host.stall_detector import Pulse
 from lagom.wire.client import DriverClient, LinkClosed, Message
 
 

@@ -8,13 +8,17 @@ shows them.
 from __future__ import annotations
 
 import time
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
-from lagom.host.driver_link import DriverLink
-from lagom.host.forked_rank import ForkedRank
 from lagom.monitor import stalls
-from lagom.plan import Plan
 from lagom.wire.client import Message
 from lagom.worker import stack_dump
+
+if TYPE_CHECKING:
+    from lagom.host.driver_link import DriverLink
+    from lagom.host.forked_rank import ForkedRank
+    from lagom.plan import Plan
 
 
 class StallDetector:
@@ -44,10 +48,45 @@ class StallDetector:
         return stalls.stall_report(rank.rank, stall) if is_over else None
 
 
-def current_work(rank: ForkedRank, heard_within_s: float) -> Message:
-    """Return the current work of ``rank``: its own message, if it was heard ``heard_within_s`` ago, else its stack.
+@dataclass(slots=True)
+class Pulse:
+    """The time of a rank's last progress: a batch, a forward, a backward or output."""
 
-    The stack is read from outside; it is empty if the process is stopped, or does not answer the signal.
+    patience_s: float
+    """Seconds without progress after which the rank counts as stalled."""
+    ticks: int = -1
+    moved_at: float = field(default_factory=time.monotonic)
+    heard_at: float = field(default_factory=time.monotonic)
+    doing: Message | None = None
+    """Its last message about its current activity."""
+    stalls: bool = False
+
+    def heard(self, ticks: int) -> None:
+        """Take in a message of the rank, with its progress counter."""
+        self.heard_at = time.monotonic()
+        if ticks != self.ticks:
+            self.ticks = ticks
+            self.moved()
+
+    def moved(self) -> None:
+        """Record progress."""
+        now = time.monotonic()
+        if self.stalls:
+            # The rank is just slow: a report at each of its steps would help nobody.
+            self.patience_s = max(self.patience_s, 2 * (now - self.moved_at))
+            self.stalls = False
+        self.moved_at, self.doing = now, None
+
+    @property
+    def quiet_s(self) -> float:
+        """Seconds without progress."""
+        return time.monotonic() - self.moved_at
+
+
+def current_work(rank: ForkedRank, heard_within_s: float) -> Message:
+    """Return the current work of ``rank``: its last message about it, if the rank spoke within ``heard_within_s``.
+
+    Otherwise the stack is read from outside; it is empty if the process is stopped, or does not answer the signal.
     """
     state = stack_dump.state(rank.pid)
     if rank.pulse.doing is not None and time.monotonic() - rank.pulse.heard_at < heard_within_s:

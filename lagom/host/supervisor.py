@@ -16,9 +16,8 @@ from lagom.host.driver_link import DriverLink
 from lagom.host.end_reports import called_exit, death_report, is_loss, stop_report
 from lagom.host.forked_rank import ForkedRank
 from lagom.host.rank_output import RankOutput
-from lagom.host.stall_detector import StallDetector
+from lagom.host.stall_detector import Pulse, StallDetector
 from lagom.host.twin_sets import TwinSets
-from lagom.monitor.stalls import Pulse
 from lagom.plan import Plan
 from lagom.restart.kept_snapshots import FIRST_MARK
 from lagom.wire.client import DriverClient, LinkClosed, Message

@@ -1,4 +1,4 @@
-"""Ranks that make no progress: since when, and the texts that say so.
+"""Texts about ranks that make no progress: ``stall_text`` while the run goes on, ``stall_report`` when it fails.
 
 A rank notices by itself in ``worker/heartbeat.py`` (whether it waits or is stuck: ``worker/stack_dump.py``), its host
 process in ``host/stall_detector.py``; ``launchers/run_display.py`` keeps the messages of all ranks and shows the text.
@@ -6,46 +6,9 @@ process in ``host/stall_detector.py``; ``launchers/run_display.py`` keeps the me
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 
 from lagom.wire.client import Message
-
-
-@dataclass(slots=True)
-class Pulse:
-    """The time of a rank's last progress: a batch, a forward, a backward or output."""
-
-    patience_s: float
-    """Seconds without progress after which the rank counts as stalled."""
-    ticks: int = -1
-    moved_at: float = field(default_factory=time.monotonic)
-    heard_at: float = field(default_factory=time.monotonic)
-    doing: Message | None = None
-    """Its last message about its current activity."""
-    stalls: bool = False
-
-    def heard(self, ticks: int) -> None:
-        """Take in a message of the rank, with its progress counter."""
-        self.heard_at = time.monotonic()
-        if ticks != self.ticks:
-            self.ticks = ticks
-            self.moved()
-
-    def moved(self) -> None:
-        """Record progress."""
-        now = time.monotonic()
-        if self.stalls:
-            # The rank is just slow: a report at each of its steps would help nobody.
-            self.patience_s = max(self.patience_s, 2 * (now - self.moved_at))
-            self.stalls = False
-        self.moved_at, self.doing = now, None
-
-    @property
-    def quiet_s(self) -> float:
-        """Seconds without progress."""
-        return time.monotonic() - self.moved_at
 
 
 def stall_text(stalled: Mapping[int, Message], world_size: int) -> str:

@@ -21,7 +21,7 @@ import lagom
 from lagom import experiment
 from lagom.config import TorchDistributedConfig
 from lagom.errors import StallError
-from lagom.monitor.stalls import Pulse, stall_text
+from lagom.monitor.stalls import stall_text
 
 # Longer than a busy machine keeps from its turn a rank that is not stuck.
 LIMITS: dict[str, Any] = {"stall_timeout_s": 4.0, "timeout_s": 8.5}
@@ -184,17 +184,6 @@ def test_a_rank_that_waits_for_a_process_which_sleeps_is_named() -> None:
         process.join()
 
     assert "process.join()" in str(ended(waits))
-
-
-def test_one_that_is_always_slow_is_named_once() -> None:
-    pulse = Pulse(patience_s=1.0)
-    pulse.moved_at -= 5.0
-    pulse.stalls = True
-    pulse.heard(1)
-    assert not pulse.stalls
-    assert pulse.patience_s >= 10.0
-    pulse.moved_at -= 6.0
-    assert pulse.quiet_s < pulse.patience_s
 
 
 def test_what_is_said_of_many_ranks() -> None:
