@@ -50,6 +50,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.soak
 def test_a_script_stops_where_it_fails_on_the_chosen_rank(folder: Path) -> None:
     with Terminal(["-m", "lagom", "debug", "--rank", "1", "-n", "2", "script.py", "fail"], folder) as terminal:
         terminal.expect("rank 1 of 2 has failed, and is in the debugger")

@@ -165,6 +165,7 @@ def test_a_killed_server_ends_its_tasks_and_is_replaced(lasting: Daemon, capfd: 
     assert facts()["server"] != server
 
 
+@pytest.mark.soak
 def test_a_server_and_its_folder_which_has_a_long_path_go_with_its_daemon_even_if_nobody_reaps_that(
     daemon: Daemon, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -180,6 +181,7 @@ def test_a_server_and_its_folder_which_has_a_long_path_go_with_its_daemon_even_i
     assert len(folders - set(base_dir().glob("server-*"))) == 1
 
 
+@pytest.mark.soak
 def test_a_torch_that_cannot_be_imported_is_told_until_it_is_mended(
     daemon: Daemon, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -193,6 +195,7 @@ def test_a_torch_that_cannot_be_imported_is_told_until_it_is_mended(
     assert facts()["torch"]
 
 
+@pytest.mark.soak
 def test_a_system_that_starts_no_more_processes_is_told_and_the_server_stays(
     daemon: Daemon, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

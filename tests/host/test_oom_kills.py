@@ -86,6 +86,7 @@ experiment.lagom(train, TorchDistributedConfig(launcher="local", world_size=2, r
 """
 
 
+@pytest.mark.soak
 def test_a_rank_that_takes_too_much_is_named_with_the_reason(group: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM, str(group)], capture_output=True, text=True, timeout=170, check=False

@@ -263,6 +263,7 @@ def test_nothing_is_left_beside_the_files_of_a_program_that_fails(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["runs", "state.txt"]
 
 
+@pytest.mark.soak
 def test_a_run_that_is_lost_twice_goes_on_from_the_latest_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -52,6 +52,7 @@ def train(compiles: bool) -> tuple[list[torch.Tensor], float, bool]:
     return [tensor.detach().clone() for tensor in model.state_dict().values()], loss, was_there
 
 
+@pytest.mark.soak
 def test_it_is_imported_for_programs_that_compile_and_weights_are_those_of_one_process() -> None:
     from tests.ranks import alone  # imports Dynamo, which the ranks' import of this file must not
 

@@ -136,6 +136,7 @@ def test_variants_are_those_made_by_hand_bit_for_bit(expected: dict[str, list[fl
     assert {trial["slot"] for trial in result.trials} == {0, 1}
 
 
+@pytest.mark.soak
 def test_a_trial_of_two_ranks_gives_the_same(expected: dict[str, list[float]]) -> None:
     result = experiment.lagom(train, config(a_study(), num_slots=1, ranks_per_trial=2))
     for name, found in values(result).items():
