@@ -141,7 +141,7 @@ def read(folder: Path, field: UnischemaField, by_arrow: bool, **options: Any) ->
             patch.setenv("LAGOM_PAGE_DECODER", "0")
         original = RowGroupCursor.read_by_arrow
         patch.setattr(RowGroupCursor, "read_by_arrow", noted)
-        patch.setattr("lagom.data.columns.unischema.found", lambda home, where: {"x": field})
+        patch.setattr("lagom.data.columns.unischema.read_fields", lambda home, where: {"x": field})
         dataset = ParquetDataset(folder, **options)
         try:
             return [

@@ -359,7 +359,7 @@ def test_schemas_of_older_petastorms_are_read() -> None:
         b"I01\nttRaatRsS'_name'\nS'S'\nsb."
     )
     assert loads(old, "here") == {"x": UnischemaField("x", np.dtype(np.str_), (2, None), "NdarrayCodec", True)}
-    fields = unischema.found(LocalFileSystem(), str(WRITTEN))
+    fields = unischema.read_fields(LocalFileSystem(), str(WRITTEN))
     assert fields is not None
     assert fields["ragged"] == UnischemaField("ragged", np.dtype(np.int16), (None, 2), "NdarrayCodec", False)
     assert fields["price"].dtype is None

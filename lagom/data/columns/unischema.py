@@ -36,7 +36,7 @@ class UnischemaField:
     nullable: bool
 
 
-def found(home: Any, folder: str) -> dict[str, UnischemaField] | None:
+def read_fields(home: Any, folder: str) -> dict[str, UnischemaField] | None:
     """Read the fields of the data set in ``folder``, by name; return None if petastorm did not write it.
 
     Args:

@@ -176,7 +176,7 @@ def table(sources: Sequence[str], columns: Columns | None, filters: Any, filesys
     arrow()
     where = locate(list(sources), filesystem)
     home, files = where.home, where.files
-    schema = unischema.found(home, where.folder) if where.folder is not None else None
+    schema = unischema.read_fields(home, where.folder) if where.folder is not None else None
     stamps = FileVersions()
     footers = _footers(home, files, stamps)
     partitions = partitions_of(files)
