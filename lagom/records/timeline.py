@@ -45,7 +45,7 @@ def merge(folder: Path, target: Path | None = None, ranks: Sequence[int] | None 
     path = target or folder / TRACE
     if target is None:
         (folder / SUMMARY).write_text(json.dumps(told, indent=1) + "\n")
-    notes = {"summary": told, "clocks": [_told(one, clocks[one.clock]) for one in found], "ranks": len(found)}
+    notes = {"summary": told, "clocks": [_describe_clock(one, clocks[one.clock]) for one in found], "ranks": len(found)}
     with path.open("w") as file:
         file.write('{"displayTimeUnit": "ms", "otherData": ' + json.dumps(notes) + ',\n"traceEvents": [\n')
         file.write(",\n".join([*_events(found[:MAX_RANKS], clocks, waits), *losses]))
@@ -71,7 +71,7 @@ def _began(found: Sequence[RankTrace], clocks: dict[str, Offset]) -> float:
     return min((span.start - clocks[one.clock].of(span.start) for one in found for span in one.spans), default=0.0)
 
 
-def _told(one: RankTrace, offset: Offset) -> dict[str, Any]:
+def _describe_clock(one: RankTrace, offset: Offset) -> dict[str, Any]:
     known = None if offset.within is None else round(offset.within / 1000, 3)
     return {
         "rank": one.rank,

@@ -67,8 +67,8 @@ def svg(title: str, width: float, height: float, parts: Sequence[str]) -> str:
     )
 
 
-def told(trial: Mapping[str, Any]) -> str:
-    """Return what a reader sees of a trial who points at it."""
+def trial_tooltip(trial: Mapping[str, Any]) -> str:
+    """Return the text that a reader sees who points at a trial."""
     value = f": {short(trial['value'])}" if trial["value"] is not None else ""
     params = ", ".join(f"{name}={short(one)}" for name, one in trial["params"].items())
     return html.escape(f"trial {trial['number']}, {trial['state']}{value}\n{params}\n{short_error(trial)}".strip())
@@ -94,7 +94,7 @@ def _best(trials: Trials, direction: str, across: Callable[[Any], float], end: f
 
 def _dot(trial: Mapping[str, Any], x: float, y: float) -> str:
     colour = COLOURS[trial["state"]]
-    whole = f"<title>{told(trial)}</title>"
+    whole = f"<title>{trial_tooltip(trial)}</title>"
     if trial["state"] == "complete":
         return f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3.2" fill="{colour}" fill-opacity=".75">{whole}</circle>'
     if trial["state"] == "pruned":

@@ -10,7 +10,7 @@ from typing import Any
 
 from lagom.records.chart import FAINT
 from lagom.search.pages.axis import Axis
-from lagom.search.pages.best_value_chart import svg, told
+from lagom.search.pages.best_value_chart import svg, trial_tooltip
 
 _WIDTH, _HEIGHT, _LEFT, _RIGHT, _TOP, _BOTTOM = 1000, 300, 70, 60, 54, 16
 _MAX_AXES = 12
@@ -51,7 +51,7 @@ def parallel_coordinates(
         ]
         strength = 0.12 + 0.6 * (1 - rank / len(shown)) ** 2
         look = f'stroke="{_COLOUR}" stroke-opacity="{strength:.2f}"' if rank else f'stroke="{_BEST}" stroke-width="2.5"'
-        lines.append(f"<g {look}>{_line(places)}<title>{told(one)}</title></g>")
+        lines.append(f"<g {look}>{_line(places)}<title>{trial_tooltip(one)}</title></g>")
     parts.append(f'<g fill="none" stroke-width="1.2">{"".join(reversed(lines))}</g>')
     for number, (axis, name) in enumerate(zip(axes, [*names, metric], strict=True)):
         parts += _axis(axis, name, _LEFT + number * step)

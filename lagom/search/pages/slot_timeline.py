@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from lagom.records.chart import number_text, round_ticks
-from lagom.search.pages.best_value_chart import COLOURS, svg, told
+from lagom.search.pages.best_value_chart import COLOURS, svg, trial_tooltip
 
 _WIDTH, _LEFT, _RIGHT, _ROW, _TOP = 1000, 70, 70, 20, 30
 _MAX_SLOTS = 64
@@ -62,7 +62,7 @@ def _box(trial: Mapping[str, Any], x: float, y: float, width: float) -> str:
     shown = max(width - 0.6, 0.4)
     box = (
         f'<rect x="{x:.2f}" y="{y}" width="{shown:.2f}" height="{_ROW}" rx="2" fill="{COLOURS[trial["state"]]}">'
-        f"<title>{told(trial)}, {trial['seconds']:.3g} s</title></rect>"
+        f"<title>{trial_tooltip(trial)}, {trial['seconds']:.3g} s</title></rect>"
     )
     number = str(trial["number"])
     if width < 7 * len(number) + 4:
