@@ -165,7 +165,7 @@ class CallKind(NamedTuple):
     spec: object
     leaves: tuple[object, ...]
     states: Any
-    """Of each module inside."""
+    """State of each module inside."""
     flags: Any
     modes: tuple[bool, ...]
     is_short: bool

@@ -253,11 +253,11 @@ def _tensor_versions(leaves: list[Any]) -> list[int | None]:
 # Note [Probe]
 #
 # A forward is sliced only where this changes nothing but the speed, and a probe shows this. A module's first call with
-# inputs of a kind runs whole, and tells how much work it is. If that work is worth sharing, the module is called once
-# more, on a part of the batch: one that cannot be called again must fail here, after the program's own call. Before the
-# second call every rank runs the forward whole, and in the blocks of all ranks, one after the other. The probe
-# exchanges nothing, so all ranks find the same, and a forward that fails on a block fails equally everywhere. The
-# outputs must agree, and moreover:
+# inputs of a kind runs whole, and tells how much work it is. If that work is worth sharing, the module is then called
+# again on a part of the batch. A module that cannot be called twice fails here, after the program's own call. Before
+# the program's second call every rank runs the forward whole, and in the blocks of all ranks, one after the other. The
+# probe exchanges nothing, so all ranks find the same, and a forward that fails on a block fails equally everywhere.
+# The outputs must agree, and moreover:
 #
 # - Nothing computed from the input may stay behind in an attribute, a list or a closure, where the program would find a
 #   part of the batch. Weak references to the storages of all results show what is alive after the output is gone.

@@ -76,7 +76,7 @@ class Slicer:
         self._outside = outside
         self._trees = ModuleTree(session.say_once)
         self._calls: WeakIdKeyDictionary = WeakIdKeyDictionary(ref_type=ObjectReference)
-        """By module, its ``KnownCalls``."""
+        """``KnownCalls`` of each module."""
         session.learned["forwards"] = self.state, self.go_on
         self._depth = 0
         self._has_work = False

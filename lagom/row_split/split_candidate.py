@@ -115,7 +115,7 @@ class KnownCalls:
     """Facts about the calls of one module."""
 
     findings: dict[Any, SplitFinding] = field(default_factory=dict)
-    """By kind of call."""
+    """Finding for each kind of call."""
     small: object = None
     """Shape of the first argument of calls that run whole without a look, and whether gradients are on; or None."""
     num_changes: int = 0

@@ -58,7 +58,7 @@ class FrameState:
     cells: dict[str, types.CellType]
     """Variables that it shares with functions defined in it or around it."""
     contents: Sequence[tuple[types.CellType, bool, Any]]
-    """What they hold."""
+    """Each cell, whether it has a value, and the value."""
 
 
 class ProgramFrames:

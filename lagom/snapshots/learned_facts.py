@@ -19,7 +19,7 @@ class LearnedFacts:
 
     world_size: int
     facts: Mapping[str, Learned]
-    """By the name of the part of lagom."""
+    """Facts by the name of the part of lagom that has learned them."""
 
     @classmethod
     def of(cls, session: Session) -> LearnedFacts:

@@ -56,13 +56,13 @@ class ProgramState:
     """Data that is an attribute of a class."""
     process: dict[str, Any]
     settings: Any
-    """Those of libraries."""
+    """Settings of libraries."""
     at_exit: Sequence[Any]
     random: Mapping[str, Any]
     progress: dict[str, int | None]
     samples: int
     beside: Any
-    """What lagom keeps with it."""
+    """Data that lagom keeps with the program's state."""
     learned: LearnedFacts
 
 
@@ -100,7 +100,7 @@ class ProgramInProgress:
         self.beside: Callable[[], Any] = lambda: None
         """Returns what is kept with the state of the program."""
         self.found_beside: Any = None
-        """What was kept with the state that this process goes on from."""
+        """Data that was kept with the state that this process goes on from."""
 
     def prepare(self, call: Call, known: Mapping[str, Any]) -> Callable[[], Any] | None:
         """Have the functions of ``call`` tell their positions; return what is called instead, if it is a script.

@@ -38,7 +38,7 @@ class ImportedModule:
     file: str
     text: str
     locations: Sequence[str] | None
-    """Where its submodules are, if it is a package."""
+    """Folders of its submodules, if it is a package."""
 
 
 @dataclass(frozen=True, slots=True)

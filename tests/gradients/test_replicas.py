@@ -188,7 +188,7 @@ def test_states_of_optimizers_may_hold_what_is_no_tensor() -> None:
 
 
 def test_optimizers_by_hand_that_differ_on_ranks_are_an_error() -> None:
-    """What such an optimizer remembers cannot be made equal."""
+    """The state of such an optimizer cannot be made equal."""
 
     def run(session: Session) -> None:
         model = network()

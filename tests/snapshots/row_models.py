@@ -13,7 +13,7 @@ from lagom.files import asked_for_rank
 
 
 class Settings:
-    """What forwards can see beside their arguments."""
+    """Settings that forwards can see beside their arguments."""
 
     is_deep = False
 

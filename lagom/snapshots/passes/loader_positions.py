@@ -40,9 +40,10 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
 LOADER, MADE = "_lagom_loader", "_lagom_made"
-"""Of an iterator: its loader; generators' states when it was made."""
+"""Attributes of an iterator: its loader; generators' states when it was made."""
 PASS_START, FIRST_BATCH, LAST_BATCH = "_lagom_pass_start", "_lagom_first_batch", "_lagom_last_batch"
-"""Of an iterator: generators' states when it was made and when its first batch was asked for; its last batch."""
+"""Attributes of an iterator: generators' states at the start of its pass and when its first batch was asked for; its
+last batch."""
 _SAMPLERS = (SequentialSampler, RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
 """Samplers that draw random numbers at their first item only, and do not change."""
 

@@ -36,7 +36,7 @@ _WORKERS_SHARE, _OWN_SHARE = 0.005, 0.002
 
 
 NOTES, USED = "_lagom_notes", "_lagom_used"
-"""Of an iterator: notes of its workers; what these have begun with."""
+"""Attributes of an iterator: notes of its workers; objects that these have begun with."""
 
 
 class WorkersInPassError(pickle.PicklingError):
