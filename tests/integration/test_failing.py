@@ -83,7 +83,7 @@ def test_what_others_wait_for_is_named(
     function = skip_an_exchange if kind == "skipped" else programs.train_until_stuck
     hparams = {} if kind == "skipped" else {"kind": kind}
     with pytest.raises(StallError) as caught:
-        programs.run(function, 2, hparams=hparams, stall_timeout_s=4.0, timeout_s=8.5)
+        programs.run(function, 2, hparams=hparams, batches="split", stall_timeout_s=4.0, timeout_s=8.5)
     assert caught.value.rank == 1
     said = capfd.readouterr().err
     assert re.search(rf"rank 1 made no progress for \d+ s; rank 0 waits for it in {waits_in}\n", said)

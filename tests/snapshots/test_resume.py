@@ -137,6 +137,7 @@ def test_another_process_goes_on_with_a_run_whose_driver_was_killed(
     assert shown.out == ""
 
 
+@pytest.mark.soak
 def test_the_command_line_goes_on_with_a_run_by_its_name(
     lost_driver: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

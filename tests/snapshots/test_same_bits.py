@@ -53,7 +53,9 @@ def value_of_rest(session: Session, program: Callable[[], Any], snapshot: Any) -
         pytest.param(2, torch.float64, marks=pytest.mark.soak),
     ],
 )
-@pytest.mark.parametrize(("make", "slices"), [(both, False), (by_rows, True), (both, True)])
+@pytest.mark.parametrize(
+    ("make", "slices"), [(both, False), (both, True), pytest.param(by_rows, True, marks=pytest.mark.soak)]
+)
 def test_a_run_goes_on_with_the_same_bits(make: Any, slices: bool, dtype: torch.dtype, world_size: int) -> None:
     assert not check(world_size, slices, partial(train, make, dtype))
 
