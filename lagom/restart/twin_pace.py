@@ -7,7 +7,9 @@ import resource
 import time
 
 SHARE = 0.01
-"""Largest share of the run's time that forks take; half of it for forks that no change of files has asked for."""
+"""Largest share of the run's time that forks take."""
+_KEPT = 0.5
+"""Part of the share that is kept for forks after a change of files, once there was one."""
 _FIRST_S = 0.01
 """Time that the first fork is assumed to take, in seconds."""
 _MIN_S = 1.0
@@ -31,6 +33,8 @@ class TwinPace:
         self._settled_at = 0
         self._system_s = 0.0
         self._num_refused = 0
+        self._part = 1.0
+        """Part of the share for forks that no change of files has asked for."""
 
     def plans(self, num_backwards: int, has_twins: bool) -> bool:
         """Return whether to fork after the next backward; else set ``next_at``."""
@@ -41,14 +45,15 @@ class TwinPace:
             self._last_s += max(0.0, _system_s() - self._system_s)
             self._cost_s += self._last_s
             self._settled_at = 0
-            self.next_at = max(now + _MIN_S, self._affordable(0.5)) if has_twins else self._affordable(1.0)
+            self.next_at = max(now + _MIN_S, self._affordable(self._part)) if has_twins else self._affordable(1.0)
         if now < self.next_at:
             return False
         self.next_at = math.inf
         return True
 
     def hurry(self) -> None:
-        """Fork as soon as it is affordable: the twins are gone."""
+        """Fork as soon as it is affordable: a file has changed, and the twins are gone."""
+        self._part = _KEPT
         if self._settled_at == 0:
             self.next_at = self._affordable(1.0)
 
@@ -64,7 +69,7 @@ class TwinPace:
         self._cost_s += seconds
         self._settled_at = 0
         wait_s = _PUT_OFF_S * 4.0 ** (self._num_refused - 1) if self._num_refused < _TRIES else math.inf
-        self.next_at = max(time.perf_counter() + wait_s, self._affordable(0.5))
+        self.next_at = max(time.perf_counter() + wait_s, self._affordable(self._part))
 
     def _affordable(self, part: float) -> float:
         """Return when another fork keeps to this ``part`` of the share."""

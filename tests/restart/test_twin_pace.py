@@ -1,0 +1,38 @@
+"""``lagom.restart.twin_pace``: forks take their share of the time, and no more."""
+
+from __future__ import annotations
+
+import pytest
+
+from lagom.restart import twin_pace
+from lagom.restart.twin_pace import SHARE, TwinPace
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The time, which goes on when the test says so; this process itself takes next to none."""
+    now = [100.0]
+    monkeypatch.setattr(twin_pace.time, "perf_counter", lambda: now[0])
+    return now
+
+
+def forks(clock: list[float], seconds: float, *, changes: bool) -> int:
+    """Return how many forks of 0.1 s there are in so many seconds, with a backward each 0.1 s."""
+    pace, number, has_twins = TwinPace(), 0, False
+    for step in range(int(seconds * 10)):
+        clock[0] += 0.1
+        if changes and step % 50 == 49:
+            pace.hurry()
+            has_twins = False
+        if clock[0] >= pace.next_at and pace.plans(step, has_twins):
+            pace.fork(0.1, step)
+            number, has_twins = number + 1, True
+    return number
+
+
+def test_forks_take_their_share_of_the_time(clock: list[float]) -> None:
+    assert forks(clock, 1000, changes=False) == pytest.approx(1000 * SHARE / 0.1, abs=5)
+
+
+def test_changes_of_files_do_not_make_them_take_more(clock: list[float]) -> None:
+    assert 0.5 * 1000 * SHARE / 0.1 <= forks(clock, 1000, changes=True) <= 1000 * SHARE / 0.1 + 1
