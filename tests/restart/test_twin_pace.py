@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 
-from lagom.restart import twin_pace
 from lagom.restart.twin_pace import SHARE, TwinPace
 
 
@@ -12,7 +13,7 @@ from lagom.restart.twin_pace import SHARE, TwinPace
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """The time, which goes on when the test says so; this process itself takes next to none."""
     now = [100.0]
-    monkeypatch.setattr(twin_pace.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
     return now
 
 
