@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -38,20 +39,24 @@ class StagedTransport(Transport):
         return DONE
 
     def all_gather(self, whole: torch.Tensor, part: torch.Tensor) -> Work:
-        found, sent = torch.empty_like(whole, device="cpu"), part.cpu()
-        self._choose("all_gather", sent, "").all_gather(found, sent).wait()
-        whole.copy_(found)
-        return DONE
+        sent = part.cpu()
+        return self._fill(whole, self._choose("all_gather", sent, "").all_gather, sent)
 
     def reduce_scatter(self, out: torch.Tensor, given: torch.Tensor, reduction: str = "sum") -> Work:
-        found, sent = torch.empty_like(out, device="cpu"), given.cpu()
-        self._choose("reduce_scatter", sent, reduction).reduce_scatter(found, sent, reduction).wait()
-        out.copy_(found)
-        return DONE
+        sent = given.cpu()
+        exchange = self._choose("reduce_scatter", sent, reduction).reduce_scatter
+        return self._fill(out, partial(exchange, reduction=reduction), sent)
 
     def all_to_all_rows(self, out: torch.Tensor, given: torch.Tensor) -> Work:
-        found, sent = torch.empty_like(out, device="cpu"), given.cpu()
-        self._choose("all_to_all_rows", sent, "").all_to_all_rows(found, sent).wait()
+        sent = given.cpu()
+        return self._fill(out, self._choose("all_to_all_rows", sent, "").all_to_all_rows, sent)
+
+    def _fill(
+        self, out: torch.Tensor, exchange: Callable[[torch.Tensor, torch.Tensor], Work], sent: torch.Tensor
+    ) -> Work:
+        """Exchange ``sent``, and copy what arrives into ``out``."""
+        found = torch.empty_like(out, device="cpu")
+        exchange(found, sent).wait()
         out.copy_(found)
         return DONE
 

@@ -21,7 +21,7 @@ _STARTS = frozenset({"init_process_group", "init_device_mesh"})
 """Functions by which a program starts a process group of its own."""
 _DRIVES = ("maggy.experiment",)
 """Modules by which a script starts ranks by itself."""
-_GPU = frozenset({"cuda", "gpu", "gpus", "accelerator", "device_type"})
+_GPU = frozenset({"cuda", "gpu", "gpus", "accelerator"})
 """Words without which code does not get tensors onto a GPU."""
 _PACKAGE = "horovod"
 """Package whose programs start ranks by themselves too; also if another module is imported by its name."""

@@ -82,7 +82,7 @@ def _written(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tor
     out = kwargs.get("out")
     if isinstance(out, Tensor):
         return out.device
-    in_place = name.endswith("_") != name.endswith("__") or name in ("__setitem__", "__getitem__", "__set__")
+    in_place = name.endswith("_") != name.endswith("__") or name in ("__setitem__", "__getitem__")
     if not (in_place or name.startswith("__i")) or not args:
         return None
     first = args[0][0] if type(args[0]) in (list, tuple) and args[0] else args[0]  # _foreach_add_() writes to a list
@@ -91,7 +91,8 @@ def _written(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tor
 
 def _moved(value: Any, device: torch.device) -> Any:
     if isinstance(value, Tensor):
-        return value.to(device, non_blocking=device.type != "cpu")
+        # Memory that is pinned is read later, and the program may write to it before.
+        return value.to(device, non_blocking=value.is_cpu and not value.is_pinned())
     if type(value) in (list, tuple):
         return type(value)([_moved(part, device) for part in value])
     return value
