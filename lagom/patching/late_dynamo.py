@@ -116,9 +116,13 @@ def _shared_byte() -> mmap.mmap:
     except (AttributeError, OSError):  # the system has none, or a container forbids it
         return mmap.mmap(-1, 1)
     os.ftruncate(file, 1)
-    found = mmap.mmap(file, 1)
+    _never_freed.append(mmap.mmap(file, 1))
     os.close(file)
-    return found
+    return _never_freed[-1]
+
+
+_never_freed: list[mmap.mmap] = []
+"""Freed, each would close its copy of the file: in a rank, which has closed what it was forked with, another file."""
 
 
 # Note [Dynamo]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 import warnings
@@ -117,6 +118,17 @@ def test_whatever_needs_it_gets_it() -> None:
         return pid
 
     assert run(use_each, world_size=1) == ([0] * len(statements),)
+
+
+def test_a_rank_keeps_its_files_when_it_imports_it() -> None:
+    def open_files() -> int:
+        pipes = [end for _ in range(20) for end in os.pipe()]  # these take all numbers that are free in the rank
+        torch._dynamo.reset()
+        gc.unfreeze()  # lets go of what the rank was forked with
+        gc.collect()
+        return sum(os.fstat(end).st_nlink for end in pipes)
+
+    assert run(open_files, world_size=1) == (40,)
 
 
 def test_public_functions_are_put_back_for_a_while() -> None:
