@@ -1,5 +1,6 @@
-"""Data loaders: each rank gets its share of every batch.
+"""Data loaders: every rank follows rank 0's order, and gets whole batches, or its share ("split", "per_rank").
 
-Start with ``dataloader.py`` (patches torch's loader); ``batch_shares.py`` shards indices, ``iterable.py`` shards
-streams, ``sampler_sync.py`` has all ranks follow rank 0's order, whatever sampler the program brings.
+Start with ``dataloader.py`` (patches torch's loader). ``sampler_sync.py`` has all ranks follow rank 0's order, whatever
+sampler the program brings; ``pass_starter.py`` decides which passes are split; ``batch_shares.py`` splits the indices
+of a batch, ``iterable.py`` the batches of a stream.
 """

@@ -1,4 +1,7 @@
-"""The rank's share of a batch's indices, and the index sampler that gives this share to a loader."""
+"""The rank's share of a batch's indices, and the index sampler that gives this share to a loader.
+
+Only with batches="split" or "per_rank", and in sharded evaluations: else a rank gets whole batches.
+"""
 
 from __future__ import annotations
 

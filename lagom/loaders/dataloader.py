@@ -18,10 +18,9 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter, _DatasetKind, _Sing
 from lagom.files.install import knows_rank
 from lagom.loaders.batch_shares import ResumableIndexSampler, ShardedIndexSampler
 from lagom.loaders.batch_source import choose_batch_source
-from lagom.loaders.evaluation_passes import classify_pass
 from lagom.loaders.fetching import PASS, make_create_fetcher, make_iterator_init
 from lagom.loaders.iterable import GroupedBatchSampler, ShardedCollate, is_iterable
-from lagom.loaders.pass_starter import PassStarter, can_shard
+from lagom.loaders.pass_starter import PassStarter, can_shard, classify_pass
 from lagom.loaders.permutation import make_sampler_iter
 from lagom.loaders.reading_threads import ReaderThreads
 from lagom.loaders.sampler_sync import has_state

@@ -1,6 +1,6 @@
 """``EvaluationPassDetector``: find passes that were sharded as training but turn out to be evaluations.
 
-See Note [Dealt passes].
+``classify_pass`` in ``pass_starter.py`` decides at the beginning of a pass. See Note [Dealt passes].
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
 from lagom.errors import LagomError
-from lagom.run_state.loader_pass import BatchShare, LoaderPass, is_alive
+from lagom.run_state.loader_pass import is_alive
 from lagom.run_state.loss_terms import find_nodes, metadata, root_nodes
 from lagom.run_state.nested_tensors import tensors
 
@@ -24,30 +24,13 @@ if TYPE_CHECKING:
 
     from torch.utils.data import DataLoader
 
-    from lagom.session.session import Session
+    from lagom.run_state.loader_pass import BatchShare, LoaderPass
 
 _KEY = "lagom_use"
 
 
 class _Mark:
     """A mark in the metadata of a node, which lives as long as the graph."""
-
-
-def classify_pass(session: Session, can_share: bool, loader: DataLoader[Any] | None = None) -> LoaderPass:
-    """Decide whether a pass over ``loader`` that begins now is training, and whether it is sharded."""
-    grad = torch.is_grad_enabled()
-    by_mode = grad and session.world_size > 1 and session.evaluates_by_mode()
-    if (
-        by_mode
-        and loader is not None
-        and session.config.batches != "whole"
-        and session.evaluation_passes.expects_training(loader)
-    ):
-        by_mode = False
-    training = grad and not by_mode
-    shares = session.config.batches != "whole" if training else session.config.evaluation == "sharded"
-    sharded = can_share and shares
-    return LoaderPass(training=training, sharded=sharded, by_mode=by_mode)
 
 
 @dataclass(eq=False)
@@ -180,7 +163,7 @@ class EvaluationPassDetector:
             self._refuse(use)
 
     def judge(self, *, at_end: bool = False) -> None:
-        """Decide which finished passes were no training; with ``at_end`` the program is over, and so are all passes.
+        """Decide which finished passes were no training; with ``at_end`` all passes count as finished.
 
         Raises:
             LagomError: when a pass turns out to be no training.

@@ -1,23 +1,23 @@
-"""``PassStarter``: begins passes over loaders, as training or evaluation, and gives them their order."""
+"""``PassStarter``: begins passes over loaders, decides which are training and which are split, and orders them."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
 from lagom.errors import LagomError
-from lagom.loaders.evaluation_passes import classify_pass
 from lagom.loaders.iterable import is_iterable
 from lagom.loaders.reading_threads import PassNames, Publication, ReaderThreads
 from lagom.loaders.sampler_sync import synchronise_generators
 from lagom.loaders.self_sharded import shards_itself
 from lagom.patching.object_reference import ObjectReference
+from lagom.run_state.loader_pass import LoaderPass
 
 if TYPE_CHECKING:
     from torch.utils.data import DataLoader
 
-    from lagom.run_state.loader_pass import LoaderPass
     from lagom.run_state.random_streams import OwnStreams
     from lagom.session.session import Session
 
@@ -85,6 +85,30 @@ _NO_BATCHES = (
     "a data loader that makes no batches (batch_size=None) is not shared out: every rank trains on all of it, which is "
     'right but not faster; batches="whole" shares out what the model is called with'
 )
+
+
+def classify_pass(session: Session, can_share: bool, loader: DataLoader[Any] | None = None) -> LoaderPass:
+    """Decide whether a pass over ``loader`` that begins now is training, and whether its batches are split.
+
+    A pass that is split as training and turns out to be an evaluation is an error; see ``evaluation_passes.py``.
+
+    Args:
+        can_share: whether the loader's batches can be split, as ``can_shard`` returns.
+        loader: None if it is no longer known.
+    """
+    grad = torch.is_grad_enabled()
+    by_mode = grad and session.world_size > 1 and session.evaluates_by_mode()
+    if (
+        by_mode
+        and loader is not None
+        and session.config.batches != "whole"
+        and session.evaluation_passes.expects_training(loader)
+    ):
+        by_mode = False
+    training = grad and not by_mode
+    shares = session.config.batches != "whole" if training else session.config.evaluation == "sharded"
+    sharded = can_share and shares
+    return LoaderPass(training=training, sharded=sharded, by_mode=by_mode)
 
 
 def can_shard(session: Session, loader: DataLoader[Any]) -> bool:

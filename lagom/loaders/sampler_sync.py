@@ -1,4 +1,8 @@
-"""Sample order, also of custom samplers: all ranks follow rank 0's. Nothing else changes what a sampler gives."""
+"""Sample order, also of custom samplers: all ranks follow the order that rank 0's sampler draws.
+
+This order is what the program sees with batches="whole". Otherwise ``batch_shares.py`` then splits each batch. From
+100,000,000 samples on, ``permutation.py`` replaces ``RandomSampler``.
+"""
 
 from __future__ import annotations
 
