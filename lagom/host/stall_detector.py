@@ -50,7 +50,11 @@ class StallDetector:
 
 @dataclass(slots=True)
 class Pulse:
-    """The time of a rank's last progress: a batch, a forward, a backward or output."""
+    """The time of a rank's last progress: new ticks in its heartbeat, output, or a report of a trial.
+
+    ``quiet_s`` alone decides whether a rank stalls. A rank counts its ticks (batches, forwards, backwards) in
+    ``Session.ticks``; ``worker/heartbeat.py`` sends them.
+    """
 
     patience_s: float
     """Seconds without progress after which the rank counts as stalled."""
@@ -79,7 +83,7 @@ class Pulse:
 
     @property
     def quiet_s(self) -> float:
-        """Seconds without progress."""
+        """Seconds without progress, which ``StallDetector.check`` compares with the limits."""
         return time.monotonic() - self.moved_at
 
 

@@ -103,7 +103,7 @@ class Session:
     num_rehearsed: int = field(default=0, init=False)
     """Number of backwards in a rehearsal so far."""
     ticks: int = field(default=0, init=False)
-    """Progress counter (batches + forwards + backwards); the stall detector watches it."""
+    """Progress counter (batches + forwards + backwards); the heartbeat sends it to the stall detector of the host."""
     data_s: float = field(default=0.0, init=False)
     """Seconds that the program has waited for batches."""
     _loss: weakref.ref[torch.Tensor] | None = field(default=None, init=False)

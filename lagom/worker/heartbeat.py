@@ -1,4 +1,8 @@
-"""``Heartbeat``: a thread that reports the rank's progress to the host process, and its stack when it is stuck."""
+"""``Heartbeat``: a thread that reports the rank's progress to the host process, and its stack when it is stuck.
+
+Progress is counted in ``Session.ticks``. The host process alone decides by them whether the rank stalls: ``Pulse`` in
+``host/stall_detector.py``.
+"""
 
 from __future__ import annotations
 
@@ -125,8 +129,8 @@ class Heartbeat:
 
     def _report(self, session: Session) -> bool:
         """Report once; return whether somebody hears it."""
-        quiet_s = self._quiet_s(session)
-        doing = self._doing() if quiet_s >= self._stall_s / 2 else None
+        self._count_progress(session)
+        doing = self._doing() if self._quiet_s >= self._stall_s / 2 else None
         with self._lock:
             try:
                 if doing is not None:
@@ -171,8 +175,12 @@ class Heartbeat:
             self._steps_s = round((step - self._begun[2]) / (now - self._begun[1]), 4)
         return self._steps_s
 
-    def _quiet_s(self, session: Session) -> float:
-        """Return the seconds without progress of the rank."""
+    def _count_progress(self, session: Session) -> None:
+        """Note the time of new ticks, and count a tick for progress that the patches do not see.
+
+        The patches do not see that a program with a process group of its own gets on, nor that child processes compute
+        while the program waits for them.
+        """
         # A program outside the patches counts no ticks: its position in the code stands in for them.
         place = stack_dump.position(stack_dump.of_thread(self._thread)) if session.has_joined else 0
         now = time.monotonic()
@@ -181,7 +189,11 @@ class Heartbeat:
         if (session.ticks, place) != self._at:
             session.ticks += session.has_joined
             self._at, self._since, self._children = (session.ticks, place), now, None
-        return now - self._since
+
+    @property
+    def _quiet_s(self) -> float:
+        """Seconds without progress, after which to tell the host what the rank does; no decision about a stall."""
+        return time.monotonic() - self._since
 
     def _children_get_on(self, now: float) -> bool:
         """Return whether the program waits for processes that it has started, and these compute."""
