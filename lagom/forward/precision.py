@@ -229,7 +229,7 @@ class _GradientScaler:
 
     def _is_finite(self, graded: Sequence[Tensor]) -> bool:
         gradients = self._session.gradients
-        if gradients is None or not any(gradients.find_shard(p)[0] for p in graded):
+        if gradients is None or not any(gradients.is_sharded(p) for p in graded):
             return _are_finite(p.grad for p in graded)
         with gradients.expose_shards():
             mine = _are_finite(p.grad for p in graded)

@@ -183,7 +183,7 @@ class _Backwards:
         args: tuple[Any, ...],
         options: dict[str, Any],
     ) -> Any:
-        """Run a backward that repeats an earlier one, as ``_run_and_average`` does. See Note [Cached backwards]."""
+        """Run a backward that repeats an earlier one. See Note [Cached backwards] in cached_backward.py."""
         session = self._session
         session.record_loss(outputs)
         hooks: list[RemovableHandle] = []
@@ -271,7 +271,7 @@ class _Backwards:
             self.accumulation.record_reduction(pending)
             pending.finish()
             if self._session.gradients is not None:
-                self._session.gradients.keep_shards(pending.without_gradient)
+                self._session.gradients.cut_gradients(pending.without_gradient)
         if self._session.weights is not None:
             self._session.weights.free_idle()
         self._session.record_backward()

@@ -35,13 +35,13 @@ _NAP_S = 2e-4
 class ShardStore(Protocol):
     """Stores this rank's parts of averages, and removes the leaves' gradients; for ``zero_lvl=2``."""
 
-    def find_shard_map(self, leaves: Sequence[torch.Tensor]) -> ShardMap | None:
-        """Return which rank needs which part of the averages; None if a rank needs a whole average."""
+    def bucket_shard_map(self, leaves: Sequence[torch.Tensor]) -> ShardMap | None:
+        """Return which rank keeps which part of a bucket of averages; None if one of them must stay whole."""
 
-    def keep_shard_early(self, leaf: torch.Tensor) -> None:
-        """Store this rank's part of the whole average in ``leaf.grad``, while the backward may still fail."""
+    def cut_gradient_early(self, leaf: torch.Tensor) -> None:
+        """Replace the whole average in ``leaf.grad`` by this rank's part, while the backward may still fail."""
 
-    def take_shard_early(self, leaf: torch.Tensor, part: torch.Tensor | None) -> None:
+    def store_part_early(self, leaf: torch.Tensor, part: torch.Tensor | None) -> None:
         """Store ``part``, this rank's part of the average; None if this rank needs nothing of the leaf."""
 
 
@@ -129,7 +129,7 @@ class BucketPipeline:
         assert self._shard_store is not None
         for leaf, part in zip(bucket, finish_reduce_scatter(moving, self._group.wait, len(bucket)), strict=True):
             if id(leaf) not in without:
-                self._shard_store.take_shard_early(leaf, part)
+                self._shard_store.store_part_early(leaf, part)
 
     def _count_gradient(self, leaf: torch.Tensor) -> None:
         self._num_left[self._place[id(leaf)]] -= 1
@@ -149,7 +149,7 @@ class BucketPipeline:
                 return
             self._wait_for(moving, bucket, set())
             for leaf in bucket if isinstance(moving, AllReduceBucket) else ():
-                self._shard_store.keep_shard_early(leaf)
+                self._shard_store.cut_gradient_early(leaf)
             self.moving[self._num_landed] = moving = None
             self._num_landed += 1
 

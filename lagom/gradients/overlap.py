@@ -127,7 +127,7 @@ class OverlappedBackward:
             return found
         for i, bucket in enumerate(buckets):
             leaves = [leaf for number in bucket if (leaf := self._leaves.tensor(number)) is not None]
-            shard_map = self.shard_store.find_shard_map(leaves) if all(id(leaf) in early for leaf in leaves) else None
+            shard_map = self.shard_store.bucket_shard_map(leaves) if all(id(leaf) in early for leaf in leaves) else None
             if shard_map is not None:
                 found[i] = shard_map
         return found

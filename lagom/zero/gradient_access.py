@@ -93,7 +93,7 @@ def _make_unscale(session: Session, gradients: GradientShards) -> Callable[..., 
         self: Any, optimizer: Any, inv_scale: Tensor, found_inf: Tensor, *args: Any, **kwargs: Any
     ) -> dict[torch.device, Tensor]:
         every = list(_parameters_of_holder(optimizer))
-        if not session.live or not any(gradients.find_shard(p)[0] for p in every):
+        if not session.live or not any(gradients.is_sharded(p) for p in every):
             result: dict[torch.device, Tensor] = original(self, optimizer, inv_scale, found_inf, *args, **kwargs)
             return result
         devices = sorted({p.device for p in every if gradients.has_gradient(p)}, key=str)
@@ -119,13 +119,13 @@ def _make_clip_norm(session: Session, gradients: GradientShards, original: Calla
         foreach: bool | None = None,
     ) -> Tensor:
         every = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-        cut = [p for p in every if gradients.find_shard(p)[0]] if session.live else []
+        cut = [p for p in every if gradients.is_sharded(p)] if session.live else []
         if not cut or not float(norm_type) > 0:
             result: Tensor = original(every, max_norm, norm_type, error_if_nonfinite, foreach)
             return result
         with torch.no_grad():
-            parts = [part for p in cut if (part := gradients.find_shard(p)[1]) is not None]
-            whole = [p.grad for p in every if not gradients.find_shard(p)[0] and p.grad is not None]
+            parts = [part for p in cut if (part := gradients.own_shard(p)[1]) is not None]
+            whole = [p.grad for p in every if not gradients.is_sharded(p) and p.grad is not None]
             norms = [float(get_total_norm(some, norm_type, False, foreach)) for some in (parts, whole)]
             rows = exchange_numbers(session, "clip_grad_norm_()", norms[:1])
             total = _combine_norms([row[0] for row in rows] + norms[1:], float(norm_type))

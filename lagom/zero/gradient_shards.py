@@ -12,7 +12,7 @@ from lagom.collectives.plain_values import all_gather_values
 from lagom.errors import DivergenceError, LagomError
 from lagom.gradients.reduction.buckets import ShardMap, make_shard_map
 from lagom.run_state.memory_layout import flatten_like, flatten_memory, is_dense
-from lagom.zero.sharded_gradient import GradientPart, ShardedGradient
+from lagom.zero.sharded_gradient import GradientPart, ShardedGradient, parts_of_parameters
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -61,16 +61,8 @@ class GradientShards:
     def assign(
         self, number: int, parameters: Sequence[torch.Tensor], pieces: Sequence[Sequence[ParameterPiece]]
     ) -> None:
-        """Shard gradients of ``parameters`` as ``pieces`` from now on; none of them is sharded yet.
-
-        Args:
-            number: of the optimizer.
-            pieces: of each rank.
-        """
-        parts: list[list[GradientPart]] = [[] for _ in parameters]
-        for owner, own in enumerate(pieces):
-            for piece in own:
-                parts[piece.param].append(GradientPart(owner, piece.start, piece.end))
+        """Shard gradients of optimizer ``number`` by each rank's ``pieces`` from now on; none is sharded yet."""
+        parts = parts_of_parameters(pieces, len(parameters))
         for parameter, own_parts in zip(parameters, parts, strict=True):
             entry = ShardedGradient(number, own_parts, self._group.rank)
             entry.is_given = self.parameter_parts is not None and self.parameter_parts(parameter) is not None
@@ -90,7 +82,7 @@ class GradientShards:
 
     def has_gradient(self, parameter: torch.Tensor) -> bool:
         """Return whether the parameter has a gradient, whole or sharded."""
-        entry = self._find_sharded(parameter)
+        entry = self._entry_if_cut(parameter)
         return entry is not None or _slot.__get__(parameter) is not None
 
     def whole_gradient(self, parameter: torch.Tensor) -> torch.Tensor | None:
@@ -98,31 +90,34 @@ class GradientShards:
         entry = self._entries.get(parameter)
         return None if entry is not None and (entry.is_cut or entry.was_shown) else _slot.__get__(parameter)
 
-    def find_shard(self, parameter: torch.Tensor) -> tuple[bool, torch.Tensor | None]:
-        """Return whether the gradient is sharded, and this rank's shard, in the order of the parameter's memory."""
-        entry = self._find_sharded(parameter)
+    def is_sharded(self, parameter: torch.Tensor) -> bool:
+        """Return whether the parameter has a gradient, and ranks have only shards of it."""
+        return self._entry_if_cut(parameter) is not None
+
+    def own_shard(self, parameter: torch.Tensor) -> tuple[bool, torch.Tensor | None]:
+        """Return ``is_sharded``, and this rank's shard, flat in the order of the parameter's memory; None without."""
+        entry = self._entry_if_cut(parameter)
         return (False, None) if entry is None else (True, entry.shard)
 
-    def keep_shards(self, leaves: Iterable[torch.Tensor]) -> None:
-        """Keep this rank's shards of the averaged gradients of ``leaves``, which are whole and not yet visible."""
+    def cut_gradients(self, leaves: Iterable[torch.Tensor]) -> None:
+        """Replace averages in ``leaf.grad`` by this rank's shards; those of a running backward count from now on."""
         self._clock += 1
         early, self._early = self._early, []
         for early_entry, part in early:
-            self._add_shard(early_entry, part)
+            self._accumulate_shard(early_entry, part)
         for leaf in leaves:
-            if (entry := self._find_shardable(leaf)) is not None:
-                self._add_shard(entry, self.cut_shard(leaf, entry))
+            if (entry := self._entry_to_cut(leaf)) is not None:
+                self._accumulate_shard(entry, self.cut_own_part(leaf, entry))
 
-    def keep_shard_early(self, leaf: torch.Tensor) -> None:
-        """Keep a shard as ``keep_shards`` does, in a backward that still runs and may yet fail."""
-        if (entry := self._find_shardable(leaf)) is not None:
-            self._early.append((entry, self.cut_shard(leaf, entry)))
+    def cut_gradient_early(self, leaf: torch.Tensor) -> None:
+        """Cut the average in ``leaf.grad`` while the backward runs: the shard counts from ``cut_gradients`` on."""
+        if (entry := self._entry_to_cut(leaf)) is not None:
+            self._early.append((entry, self.cut_own_part(leaf, entry)))
 
-    def find_shard_map(self, leaves: Sequence[torch.Tensor]) -> ShardMap | None:
-        """Return the ranks that keep each part of the averages of ``leaves``; None if one of them must be whole.
+    def bucket_shard_map(self, leaves: Sequence[torch.Tensor]) -> ShardMap | None:
+        """Return which rank keeps which part of a bucket of the averages of ``leaves``; None if one must stay whole.
 
-        Gradients of parameters that are themselves sharded must be: with parts of sums, memory peaks were a tenth
-        higher.
+        One whose parameter is itself sharded must: with parts of sums, memory peaks were a tenth higher.
         """
         rows: list[Sequence[GradientPart]] = []
         for leaf in leaves:
@@ -134,12 +129,13 @@ class GradientShards:
             rows.append(entry.parts)
         return make_shard_map(rows, self._group.rank, self._group.world_size)
 
-    def take_shard_early(self, leaf: torch.Tensor, part: torch.Tensor | None) -> None:
-        """Keep a shard as ``keep_shard_early`` does, of an average of which this rank received its ``part`` only."""
+    def store_part_early(self, leaf: torch.Tensor, part: torch.Tensor | None) -> None:
+        """Store ``part``, this rank's shard of an average, as ``cut_gradient_early`` does; None if it has no shard."""
         _slot.__set__(leaf, None)
         self._early.append((self._entries[leaf], part))
 
-    def _find_shardable(self, leaf: torch.Tensor) -> ShardedGradient | None:
+    def _entry_to_cut(self, leaf: torch.Tensor) -> ShardedGradient | None:
+        """Return the entry of a leaf whose gradient is whole and is to be cut; None if the gradient stays whole."""
         entry: ShardedGradient | None = self._entries.get(leaf) or self._add_given(leaf)
         gradient = _slot.__get__(leaf)
         if self._is_over or entry is None or gradient is None or entry.stays_whole:
@@ -157,14 +153,16 @@ class GradientShards:
         entry.is_given = True
         return entry
 
-    def cut_shard(self, leaf: torch.Tensor, entry: ShardedGradient) -> torch.Tensor | None:
+    def cut_own_part(self, leaf: torch.Tensor, entry: ShardedGradient) -> torch.Tensor | None:
+        """Remove the whole gradient of ``leaf``; return a flat copy of this rank's part, None if it has no part."""
         gradient = _slot.__get__(leaf)
         _slot.__set__(leaf, None)
         if entry.mine is None:
             return None
         return flatten_like(gradient, leaf)[entry.mine.start : entry.mine.end].clone()
 
-    def _add_shard(self, entry: ShardedGradient, part: torch.Tensor | None) -> None:
+    def _accumulate_shard(self, entry: ShardedGradient, part: torch.Tensor | None) -> None:
+        """Add ``part`` to the shard of earlier backwards, and mark the gradient as sharded."""
         if part is not None:
             entry.shard = part if entry.shard is None else entry.shard.add_(part)
         entry.was_shown = False
@@ -177,7 +175,7 @@ class GradientShards:
         self._clock += 1
         if self._num_cut:
             for parameter in parameters:
-                if (entry := self._find_sharded(parameter)) is not None:
+                if (entry := self._entry_if_cut(parameter)) is not None:
                     self._drop_shard(entry)
 
     def gather(self, parameters: Iterable[torch.Tensor]) -> None:
@@ -217,14 +215,14 @@ class GradientShards:
         found: torch.Tensor | None = _slot.__get__(tensor)
         if found is not None or not self._num_cut or self._are_hidden:
             return found
-        entry = self._find_sharded(tensor)
+        entry = self._entry_if_cut(tensor)
         if entry is None:
             return None
         return entry.shard if self._are_exposed else self._gather_for_program(tensor, entry)
 
     def write(self, tensor: torch.Tensor, value: torch.Tensor | None) -> None:
         """Set ``tensor.grad`` to ``value``."""
-        if self._num_cut and not self._are_hidden and (entry := self._find_sharded(tensor)) is not None:
+        if self._num_cut and not self._are_hidden and (entry := self._entry_if_cut(tensor)) is not None:
             self._drop_shard(entry)
             self._clock += 1
         _slot.__set__(tensor, value)
@@ -271,7 +269,8 @@ class GradientShards:
             self._group.broadcast(piece.view(torch.uint8), owner)
         return found
 
-    def _find_sharded(self, tensor: torch.Tensor) -> ShardedGradient | None:
+    def _entry_if_cut(self, tensor: torch.Tensor) -> ShardedGradient | None:
+        """Return the entry of a tensor whose gradient is sharded now; None for whole and missing gradients."""
         entry: ShardedGradient | None = self._entries.get(tensor)
         return entry if entry is not None and entry.is_cut else None
 
@@ -292,6 +291,7 @@ class GradientShards:
 #
 # So a gradient is whole before its optimizer's first step, after the program has read it until it is thrown away
 # (`was_shown`), if two optimizers step its parameter (`stays_whole`), and if its optimizer is not sharded at all (its
-# step couples parameters; see `optimizer_group.py`).
+# step couples parameters; see `optimizer_group.py`). While a backward runs, gradients are whole unless it overlaps: see
+# Note [Overlap] in gradients/overlap.py.
 #
 # Entries are weak: another rank that runs the same code cannot request a parameter that is gone here.

@@ -42,7 +42,7 @@ _CLOSURE = "a closure of optimizer.step()"
 
 
 class _OptimizerFinding(NamedTuple):
-    """An optimizer that was probed."""
+    """Remembers how an optimizer may be sharded, as long as its parameters are those that were probed."""
 
     number: int
     finding: OptimizerFinding
@@ -239,7 +239,7 @@ class OptimizerGroup:
         """Return whether ``p`` can be sharded."""
         if id(p) in self._overlapping or is_lazy(p) or not p.numel() or not is_dense(p) or self._is_own(p):
             return False
-        if self._gradients is not None and self._gradients.find_shard(p)[0]:
+        if self._gradients is not None and self._gradients.is_sharded(p):
             return True
         return p.grad is None or not p.grad.is_sparse
 

@@ -5,7 +5,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     import torch
+
+    from lagom.zero.partition import ParameterPiece
 
 
 class GradientPart(NamedTuple):
@@ -16,8 +20,17 @@ class GradientPart(NamedTuple):
     end: int
 
 
+def parts_of_parameters(pieces: Sequence[Sequence[ParameterPiece]], num_parameters: int) -> list[list[GradientPart]]:
+    """Return the parts of each parameter, in rank order, from the pieces that each rank steps."""
+    parts: list[list[GradientPart]] = [[] for _ in range(num_parameters)]
+    for owner, own in enumerate(pieces):
+        for piece in own:
+            parts[piece.param].append(GradientPart(owner, piece.start, piece.end))
+    return parts
+
+
 class ShardedGradient:
-    """The gradient of a parameter, of which each rank keeps a shard."""
+    """State of one sharded gradient on this rank: who keeps which part, this rank's shard, and whether it is whole."""
 
     def __init__(self, number: int, parts: list[GradientPart], rank: int) -> None:
         self.number = number

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 class ShardedOptimizer:
-    """The shards of an optimizer. See Note [Stepping a part].
+    """Swaps a rank's shards into an optimizer for its step, and publishes the changes. See Note [Stepping a part].
 
     Args:
         number: number of the optimizer, equal on all ranks.
@@ -108,7 +108,10 @@ class ShardedOptimizer:
 
     @contextmanager
     def swap_out(self, optimizer: Optimizer) -> Iterator[None]:
-        """Restore the optimizer for a block inside ``swap_in``; the block may change gradients."""
+        """Give the optimizer its whole parameters back for a block inside ``swap_in``, and swap again afterwards.
+
+        The block is a closure, which may change gradients.
+        """
         self._swap_back(optimizer)
         self._count_step()
         try:
@@ -124,9 +127,10 @@ class ShardedOptimizer:
     def _swap(self, optimizer: Optimizer) -> None:
         if self._gradients is None:
             for parameter in self.parameters:
-                _ = parameter.grad  # read all, on all ranks: a read may be an exchange. See Note [Accumulation]
+                # Read all, on all ranks: a read may be an exchange. See Note [Accumulation] in accumulation.py.
+                _ = parameter.grad
         elif self._changes_gradients:
-            self._gradients.keep_shards(self.parameters)
+            self._gradients.cut_gradients(self.parameters)
         if self._weights is not None:
             self._weights.update_shards(self.parameters)
         for group, own in zip(optimizer.param_groups, self._shards.lists, strict=True):
@@ -161,7 +165,7 @@ class ShardedOptimizer:
         return flatten_memory(parameter)[piece.start : piece.end]
 
     def _gradient_shard(self, parameter: torch.Tensor) -> tuple[bool, torch.Tensor | None]:
-        return (False, None) if self._gradients is None else self._gradients.find_shard(parameter)
+        return (False, None) if self._gradients is None else self._gradients.own_shard(parameter)
 
     def _hide_shards(self) -> AbstractContextManager[None]:
         return nullcontext() if self._gradients is None else self._gradients.hide_shards()

@@ -58,7 +58,7 @@ def test_each_rank_keeps_its_part_only(make: Any) -> None:
         gradients = session.gradients
         assert gradients is not None
         assert all(SLOT.__get__(p) is None for p in model.parameters())
-        parts = [gradients.find_shard(p)[1] for p in model.parameters()]
+        parts = [gradients.own_shard(p)[1] for p in model.parameters()]
         held = sum(part.untyped_storage().nbytes() for part in parts if part is not None)
         optimizer.step()
         assert all(SLOT.__get__(p) is None for p in model.parameters())
@@ -265,7 +265,7 @@ def test_large_gradients_are_cut_while_a_backward_runs(way: str, monkeypatch: py
         optimizer = SGD(model.parameters(), 0.1, momentum=0.9)
         early: list[int] = []
         if session.gradients is not None:
-            name = "cut_shard" if way == "whole" or not _shares_memory(session) else "take_shard_early"
+            name = "cut_own_part" if way == "whole" or not _shares_memory(session) else "store_part_early"
             done: Any = getattr(session.gradients, name)
             setattr(session.gradients, name, lambda *given: early.append(session.depth) or done(*given))  # type: ignore[func-returns-value]
         none = []
@@ -309,8 +309,8 @@ def test_parts_of_sums_have_the_bits_of_whole_sums(monkeypatch: pytest.MonkeyPat
     def train(session: Session) -> Any:
         assert session.gradients is not None
         came: list[int] = []
-        take = session.gradients.take_shard_early
-        session.gradients.take_shard_early = lambda *given: came.append(is_whole) or take(*given)  # type: ignore[func-returns-value, method-assign]
+        take = session.gradients.store_part_early
+        session.gradients.store_part_early = lambda *given: came.append(is_whole) or take(*given)  # type: ignore[func-returns-value, method-assign]
         found_by_way = []
         for is_whole in (True, False):
             Group.reduces_parts = False if is_whole else way  # type: ignore[assignment, method-assign]
