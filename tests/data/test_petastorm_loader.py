@@ -138,8 +138,8 @@ def test_nulls_and_shapes_that_differ_are_the_programs_choice() -> None:
 @pytest.mark.parametrize(("nulls", "stands_in"), [(-1, -1.0), ("nan", float("nan")), ("mask", 0.0)])
 def test_nulls_of_scalars_are_what_the_program_puts_there(nulls: Any, stands_in: float) -> None:
     codec = petastorm_codecs.codec(UnischemaField("a", np.dtype(np.float32), (), "ScalarCodec", True), "error")
-    leaf = tensor_columns.ColumnLeaf(("a",), pa.float32(), nulls, "error", codec)
-    found = leaf.convert(pa.array([1.5, None, 2.5], pa.float32()), anywhere())
+    column = tensor_columns.ColumnEntry(("a",), pa.float32(), nulls, "error", codec)
+    found = column.convert(pa.array([1.5, None, 2.5], pa.float32()), anywhere())
     assert torch.equal(found["a",].batch().nan_to_num(7), torch.tensor([1.5, stands_in, 2.5]).nan_to_num(7))
 
 

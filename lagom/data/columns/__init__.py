@@ -1,4 +1,5 @@
 """Columns in memory: which types become tensors, and how; petastorm's schemas and codecs.
 
-Start with ``tensor_columns.py``; ``types.py`` lists Arrow's types.
+Start with ``tensor_columns.py``: it accepts or refuses a type, and converts a column. ``types.py`` lists Arrow's types,
+``lists.py`` makes arrays of them.
 """

@@ -1,4 +1,4 @@
-"""``ColumnLeaf``: converts an Arrow column to arrays without a loop over rows, and applies the choice for nulls."""
+"""``ColumnEntry``: converts an Arrow column to arrays without a loop over rows, and applies the choice for nulls."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Codec(Protocol):
 
 @dataclass(frozen=True)
 class Where:
-    """The origin of rows, for errors."""
+    """Names the table, row group and first row that values were read from, for errors."""
 
     table: Table
     number: int
@@ -60,7 +60,7 @@ class Where:
 
 
 @dataclass(frozen=True)
-class ColumnLeaf:
+class ColumnEntry:
     """A column, or a field of a struct column, that becomes one entry of a batch."""
 
     path: Path
@@ -71,10 +71,10 @@ class ColumnLeaf:
     codec: Codec | None = None
 
     def convert(self, column: Any, where: Where) -> dict[Path, Values]:
-        """Return the values of this leaf, and its mask if ``nulls`` is "mask", by path.
+        """Return the values of this entry, and its mask if ``nulls`` is "mask", by path.
 
         Args:
-            column: Arrow array of the whole column, of which this leaf may be a field.
+            column: Arrow array of the whole column, of which this entry may be a field.
 
         Raises:
             DataError: for a row that cannot be a tensor.
@@ -173,26 +173,26 @@ class ColumnLeaf:
         return self.nulls
 
 
-def leaves(field: Any, nulls: Policy, ragged: str, codec: Codec | None = None) -> list[ColumnLeaf]:
-    """Return the leaves of an Arrow field: one, or for a struct one for each inner field.
+def column_entries(field: Any, nulls: Policy, ragged: str, codec: Codec | None = None) -> list[ColumnEntry]:
+    """Return the entries of a batch that an Arrow field becomes: one, or for a struct one for each inner field.
 
     Raises:
         ValueError: if its type cannot become a tensor.
     """
     import pyarrow as pa
 
-    def walk(path: Path, kind: Any) -> list[ColumnLeaf]:
+    def walk(path: Path, kind: Any) -> list[ColumnEntry]:
         kind = types.plain(kind)
         if codec is not None or types.is_vector(kind):
-            return [ColumnLeaf(path, kind, nulls, ragged, codec)]
+            return [ColumnEntry(path, kind, nulls, ragged, codec)]
         if pa.types.is_struct(kind):
-            return [leaf for inner in kind for leaf in walk((*path, inner.name), inner.type)]
+            return [entry for inner in kind for entry in walk((*path, inner.name), inner.type)]
         if not (types.is_text(kind) or types.is_number(types.innermost(kind))):
             raise ValueError(
                 f"column {'.'.join(path)!r} has the type {kind}, which cannot be a tensor; "
                 "leave it out with columns=[...], or have it written as numbers"
             )
-        return [ColumnLeaf(path, kind, nulls, ragged)]
+        return [ColumnEntry(path, kind, nulls, ragged)]
 
     return walk((field.name,), field.type)
 

@@ -1,6 +1,6 @@
 """Classifies Arrow's types as numbers, lists, texts or vectors, and gives their numpy types.
 
-``tensor_columns.leaves`` refuses all other types; ``lists.dense`` converts.
+``tensor_columns.column_entries`` refuses all other types; ``lists.dense`` converts.
 """
 
 from __future__ import annotations

@@ -23,11 +23,11 @@ _MANY = 4
 """From this many columns on, each thread gathers a whole column."""
 
 Path = tuple[str, ...]
-"""The name of a column, and for a struct column the names of the fields down to a leaf."""
+"""The name of a column; for a field of a struct column, the names of the fields on the way follow."""
 
 
 class Values(Protocol):
-    """Rows of one column."""
+    """Holds rows of one column: cuts and joins them, and makes a batch's tensor of them."""
 
     def __len__(self) -> int: ...
 

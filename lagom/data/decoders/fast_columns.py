@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from lagom.data.columns.tensor_columns import ColumnLeaf
+    from lagom.data.columns.tensor_columns import ColumnEntry
     from lagom.data.decoders.page_decoder import ColumnChunk, Kind
     from lagom.data.parquet.table import OpenedTable, Table
 
@@ -28,7 +28,7 @@ _KNOWN = 1024
 class FastColumns:
     """The columns of a table that lagom decodes itself, by number; a column that the decoder cannot read is dropped."""
 
-    def __init__(self, table: Table, leaves: Sequence[tuple[str, Sequence[ColumnLeaf]]]) -> None:
+    def __init__(self, table: Table, entries: Sequence[tuple[str, Sequence[ColumnEntry]]]) -> None:
         self.table = table
         self._kinds: dict[int, Kind] = {}
         self._saved: dict[int, NumpySaved] = {}
@@ -38,12 +38,12 @@ class FastColumns:
         # Filters work only on columns that Arrow has read.
         if not is_on() or table.filter is not None:
             return
-        for number, (name, found) in enumerate(leaves):
+        for number, (name, found) in enumerate(entries):
             if name not in table.partitions and len(found) == 1:
                 self._add(number, found[0])
 
-    def _add(self, number: int, leaf: ColumnLeaf) -> None:
-        codec = leaf.codec
+    def _add(self, number: int, entry: ColumnEntry) -> None:
+        codec = entry.codec
         if isinstance(codec, NumpySaved):
             dtype = codec.field.dtype
             if None not in codec.field.shape and dtype is not None and dtype == computable(dtype):

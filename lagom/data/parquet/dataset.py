@@ -12,7 +12,7 @@ import numpy as np
 from torch.utils.data import Dataset
 
 from lagom.data.columns.petastorm_codecs import codec
-from lagom.data.columns.tensor_columns import ColumnLeaf, check_policies, leaves, policy
+from lagom.data.columns.tensor_columns import ColumnEntry, check_policies, column_entries, policy
 from lagom.data.columns.values import filled
 from lagom.data.parquet import table
 from lagom.data.parquet.batches import TableBatchSampler
@@ -115,12 +115,12 @@ class ParquetDataset(Dataset[Any]):
         names = [field.name for field in self.table.fields]
         check_policies(nulls, ragged, names)
         fields = self.table.schema or {}
-        self._leaves: list[tuple[str, list[ColumnLeaf]]] = []
+        self._entries: list[tuple[str, list[ColumnEntry]]] = []
         for field in self.table.fields:
             name = field.name
             chosen = policy(ragged, name)
             decoder = codec(fields[name], chosen) if name in fields else None
-            self._leaves.append((name, leaves(field, policy(nulls, name), chosen, decoder)))
+            self._entries.append((name, column_entries(field, policy(nulls, name), chosen, decoder)))
         self._num_rows = sum(self.table.counts)
         self.constants: dict[str, Any] = dict(source.constants) if isinstance(source, ParquetDataset) else {}
         """Columns that have one value in all rows, whatever the files have."""
@@ -137,7 +137,7 @@ class ParquetDataset(Dataset[Any]):
     @property
     def columns(self) -> list[str]:
         """Names of the columns."""
-        return [name for name, _ in self._leaves]
+        return [name for name, _ in self._entries]
 
     def __len__(self) -> int:
         return self._num_rows
@@ -205,7 +205,7 @@ class ParquetDataset(Dataset[Any]):
             if self._generation != _generation:
                 # It must not share the parent's connections to a store either.
                 table = replace(table, home=pickle.loads(pickle.dumps(table.home)))
-            self._reader = _generation, TableReader(table, self._leaves, self.window_bytes)
+            self._reader = _generation, TableReader(table, self._entries, self.window_bytes)
         return self._reader[1]
 
     def __getstate__(self) -> dict[str, Any]:

@@ -10,7 +10,7 @@ import numpy as np
 from torch.utils.data import get_worker_info
 
 from lagom.data.columns import values
-from lagom.data.columns.tensor_columns import ColumnLeaf
+from lagom.data.columns.tensor_columns import ColumnEntry
 from lagom.data.columns.values import RowSpan
 from lagom.data.parquet.cursor import RowGroupCursor
 from lagom.data.parquet.prefetch import Prefetcher
@@ -38,9 +38,9 @@ class TableReader:
 
     lagom_cache = True
 
-    def __init__(self, table: Table, leaves: Sequence[tuple[str, Sequence[ColumnLeaf]]], most_bytes: int) -> None:
+    def __init__(self, table: Table, entries: Sequence[tuple[str, Sequence[ColumnEntry]]], most_bytes: int) -> None:
         self._table = table
-        self._source = Source(table, leaves)
+        self._source = Source(table, entries)
         self._most_bytes = most_bytes
         self.passes: OrderedDict[Epoch, _Pass] = OrderedDict()
         """Open passes, in the order of their last use."""

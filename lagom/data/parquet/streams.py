@@ -14,7 +14,7 @@ import torch
 from lagom.data.columns import values
 from lagom.data.columns.encoded_cells import Encoded
 from lagom.data.columns.petastorm_codecs import CellByCell
-from lagom.data.columns.tensor_columns import ColumnLeaf, Where
+from lagom.data.columns.tensor_columns import ColumnEntry, Where
 from lagom.data.decoders.fast_columns import FastColumns
 from lagom.data.decoders.reused_arrays import ReusedArrays
 from lagom.data.parquet.cursor import RowGroupCursor
@@ -48,12 +48,12 @@ Blocks = Generator[tuple[int, "Block"], None, None]
 class Source:
     """A table, and the conversion of its columns."""
 
-    def __init__(self, table: Table, leaves: Sequence[tuple[str, Sequence[ColumnLeaf]]]) -> None:
+    def __init__(self, table: Table, entries: Sequence[tuple[str, Sequence[ColumnEntry]]]) -> None:
         self.table = table
-        self._leaves = leaves
+        self._entries = entries
         self._shapes: dict[Path, tuple[int, ...]] = {}
         self.memory = ReusedArrays()
-        self.fast = FastColumns(table, leaves)
+        self.fast = FastColumns(table, entries)
         self._footers: OrderedDict[int, Any] = OrderedDict()
 
     def open(self, file: int) -> OpenedTable:
@@ -67,7 +67,7 @@ class Source:
     @property
     def is_encoded(self) -> bool:
         """Whether the table has columns whose cells are slow to decode."""
-        return any(isinstance(leaf.codec, CellByCell) for _, leaves in self._leaves for leaf in leaves)
+        return any(isinstance(entry.codec, CellByCell) for _, entries in self._entries for entry in entries)
 
     def convert(self, rows: RowGroupPart, group: int, first: int, *, is_last: bool) -> Block:
         """Convert rows of a row group to a block.
@@ -84,13 +84,13 @@ class Source:
         where = Where(self.table, group, first, self.memory if is_last else None)
         found: dict[Path, Any] = {}
         columns = iter(()) if rows.batch is None else iter(rows.batch.columns)
-        for number, (_, leaves) in enumerate(self._leaves):
+        for number, (_, entries) in enumerate(self._entries):
             if number in rows.arrays:
-                found |= leaves[0].decoded(rows.arrays[number])
+                found |= entries[0].decoded(rows.arrays[number])
                 continue
             column = next(columns)
-            for leaf in leaves:
-                found |= leaf.convert(column, where)
+            for entry in entries:
+                found |= entry.convert(column, where)
         for path, column in found.items():
             if isinstance(column, values.Nulls):
                 column = found[path] = column.shaped(self._shape_of(path))
@@ -103,13 +103,13 @@ class Source:
     def _shape_of(self, path: Path) -> tuple[int, ...]:
         """Return the shape of a row of ``path``: the known shape, or that of the table's first row that is not null."""
         if path not in self._shapes:
-            number = next(number for number, (name, _) in enumerate(self._leaves) if name == path[0])
-            leaf = next(leaf for leaf in self._leaves[number][1] if leaf.path == path)
-            without = [other for other in range(len(self._leaves)) if other != number]
+            number = next(number for number, (name, _) in enumerate(self._entries) if name == path[0])
+            entry = next(entry for entry in self._entries[number][1] if entry.path == path)
+            without = [other for other in range(len(self._entries)) if other != number]
             for group in range(len(self.table.groups)):
                 opened = self.table.open(self.table.groups[group].file).parquet
                 for batch in self.table.batches(opened, group, MOST, threads=False, without=without):
-                    column = leaf.convert(batch.column(0), Where(self.table, group, 0))[path]
+                    column = entry.convert(batch.column(0), Where(self.table, group, 0))[path]
                     if isinstance(column, values.Dense) and not isinstance(column, values.Nulls) and len(column):
                         return self._shapes.setdefault(path, column.array.shape[1:])
             self._shapes[path] = (0,)  # all lists of the table are null
