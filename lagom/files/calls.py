@@ -50,7 +50,7 @@ class _Own(threading.local):
 
 
 class FileCalls(ABC):
-    """The functions of one rank; ``replacements`` are by name, those of ``os`` except ``io.open``."""
+    """Replaces the file functions of one rank; ``replacements`` are by name, those of ``os`` except ``io.open``."""
 
     was_asked = False
     """Whether the program has asked which rank it is."""

@@ -18,7 +18,7 @@ _WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
 
 
 class FirstRankCalls(FileCalls):
-    """The file functions of rank 0."""
+    """Replaces the file functions on rank 0: all reach the real disk, and changes are first noted in the journal."""
 
     def __init__(self, host_dir: str, by_name: bool, journal: Journal) -> None:
         super().__init__(host_dir, by_name)

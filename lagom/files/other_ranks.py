@@ -14,7 +14,7 @@ from lagom.files.overlay import Overlay, copy_disk
 
 
 class OtherRankCalls(FileCalls):
-    """The file functions of every rank other than 0."""
+    """Replaces the file functions on a rank other than 0: reads and changes go through the rank's ``Overlay``."""
 
     def __init__(self, host_dir: str, by_name: bool, journal: Journal, folder: str) -> None:
         """Keep the rank's own files in ``folder``."""
@@ -68,6 +68,10 @@ class OtherRankCalls(FileCalls):
         return str(self._inside(lambda: self.overlay.listed(self.overlay.key(absolute, True)), path))
 
     def path_to_write(self, path: str) -> str:
+        """Return the place of the rank's own copy of the file ``path``.
+
+        Opened to append, so that the overlay copies the file up; then that copy is the place.
+        """
         with open(path, "ab"):
             return self.path_to_read(path)
 

@@ -17,9 +17,10 @@ _UNNAMED = getattr(os, "O_TMPFILE", os.O_DIRECTORY)
 
 
 class Overlay(View):
-    """Each method changes ``key`` as the function of ``os`` would, with the same errors.
+    """Changes a rank's own view of the disk: a file is copied to the rank's folder before its first change.
 
-    The caller sets the names of files in the exceptions.
+    Each method changes ``key`` as the function of ``os`` would, with the same errors. The base class ``View``
+    (``view.py``) finds the place where a file is read. The caller sets the names of files in the exceptions.
     """
 
     def open(self, key: str, flags: int, mode: int) -> int:

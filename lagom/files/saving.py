@@ -1,4 +1,7 @@
-"""``shared_files``: saves files whole on rank 0 and into the overlay on others, and downloads once for each host."""
+"""``patch_saves_and_downloads``: saves replace whole files, and downloads run once for each host.
+
+Rank 0 writes to the real disk, any other rank to its overlay.
+"""
 
 from __future__ import annotations
 
@@ -27,8 +30,8 @@ if TYPE_CHECKING:
 
 
 @contextmanager
-def shared_files(session: Session) -> Iterator[None]:
-    """Write saves whole, and download once on each host."""
+def patch_saves_and_downloads(session: Session) -> Iterator[None]:
+    """Have saves replace a file only when the new one is whole, and downloads run once on each host."""
     downloads = Downloads(session)
     with ExitStack() as stack:
         for owner in (torch, torch.serialization):

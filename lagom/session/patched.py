@@ -12,7 +12,7 @@ from lagom.distributed.init_process_group import own_init_process_group
 from lagom.distributed.mp_spawn import own_mp_spawn
 from lagom.errors import LagomError
 from lagom.files.install import is_protected, knows_rank
-from lagom.files.saving import shared_files
+from lagom.files.saving import patch_saves_and_downloads
 from lagom.forward.batchnorm import synchronise_batchnorm
 from lagom.forward.module import patch_reentrant_checkpoints, prepare_forwards, track_modules
 from lagom.forward.precision import Precision
@@ -64,7 +64,7 @@ def patched(session: Session) -> Iterator[None]:
             stack.enter_context(log_once_to_wandb(session))
             stack.enter_context(_patched_for_ranks(session))
         if distributed or session.plan.rehearsal is not None or is_protected():
-            stack.enter_context(shared_files(session))
+            stack.enter_context(patch_saves_and_downloads(session))
             stack.enter_context(write_events_once(session))
         on_cuda = session.device.type == "cuda"
         if on_cuda and not session.plan.names_gpu:
