@@ -14,10 +14,13 @@ from lagom.errors import PlanError
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rehearsal:
-    """Limits of a run that is cut short and recorded, to be compared with another. See Note [Rehearsals]."""
+    """Limits of a run that is cut short and recorded, to be compared with another.
+
+    See Note [Rehearsals] in verify/rehearsals.py.
+    """
 
     num_backwards: int = 64
-    """The program ends before one more backward."""
+    """Most backwards that run; the program is ended when it begins the next one."""
     num_batches: int = 8
     """Most batches of a pass over a data loader; the last one is the data set's last, which may be shorter."""
     num_in_long_passes: int = 16

@@ -44,7 +44,8 @@ class Group(RequestExchange):
         nccl: makes a process group for CUDA tensors, from a name; None if ranks have no GPU, or share one.
         credentials: those of the run's ranks.
         ip: address at which ranks on other hosts reach this one.
-        shares_memory: send CPU tensors through shared memory when the ranks are on one host. See Note [Shared memory].
+        shares_memory: send CPU tensors through shared memory when the ranks are on one host. See Note [Shared memory]
+            in memory_transport.py.
         timeout_s: how long a rank waits for another.
 
     Raises:

@@ -28,7 +28,9 @@ def can_type() -> bool:
 
 
 class DebugTerminal:
-    """Gives ranks their turns, one at a time, and holds the run meanwhile. See Note [Stopped ranks].
+    """Gives ranks their turns, one at a time, and holds the run meanwhile.
+
+    See Note [Stopped ranks] in rank_debugger.py.
 
     Args:
         channel: in its thread all methods run except ``show`` and ``close``.

@@ -1,4 +1,7 @@
-"""``run_in_server``: have the fork server of this executor run a task. See Note [One server for an executor]."""
+"""``run_in_server``: have the fork server of this executor run a task.
+
+See Note [One server for an executor] in executor_server.py.
+"""
 
 from __future__ import annotations
 

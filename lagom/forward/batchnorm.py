@@ -31,7 +31,9 @@ if TYPE_CHECKING:
 
 @contextmanager
 def synchronise_batchnorm(session: Session) -> Iterator[None]:
-    """Have ``F.batch_norm``, which every BatchNorm layer calls, see the whole batch. See Note [BatchNorm].
+    """Have ``F.batch_norm``, which every BatchNorm layer calls, see the whole batch.
+
+    See Note [BatchNorm] in batchnorm_arithmetic.py.
 
     TorchScript modules, and a ``batch_norm`` imported by name before the run, are out of reach.
     """

@@ -27,7 +27,10 @@ class BackwardGradients:
         self.batches: Sequence[int | None] = ()
         """For each backward the number of its batch in the pass, if known; must be equal on all ranks."""
         self.habits = b""
-        """The program's last cycle lengths (see Note [Accumulation]); should be equal on all ranks."""
+        """The program's last cycle lengths, which should be equal on all ranks.
+
+        See Note [Accumulation] in accumulation.py.
+        """
         self.accord: bool | None = None
         """Whether ``habits`` were equal on all ranks; None before the exchange."""
         self.owed = list(owed)
@@ -38,7 +41,10 @@ class BackwardGradients:
         self._over = False
 
     def expect(self, leaves: Iterable[torch.Tensor]) -> None:
-        """Put aside the gradients and hooks of ``leaves``, which the backward will reach here or on other ranks."""
+        """Put aside the gradients and hooks of ``leaves``, which the backward will reach here or on other ranks.
+
+        A leaf that is expected already is left as it is, so that a shared parameter is put aside once.
+        """
         for leaf in leaves:
             if id(leaf) not in self._before:
                 before = leaf.grad

@@ -23,7 +23,10 @@ Key = tuple[int, str]
 
 
 class BufferSync:
-    """Finds buffers, and copies rank 0's to the others unless lagom synchronises them. See Note [Divergence].
+    """Finds buffers, and copies rank 0's to the others unless lagom synchronises them.
+
+    The buffers of a module of which BatchNorm has registered one in ``Session.synchronised_buffers`` are not copied,
+    only compared. See Note [Divergence] in divergence.py.
 
     Args:
         modules: returns all modules of the program.

@@ -251,9 +251,9 @@ def _describe_difference(name: str) -> str:
 #
 # An update from a gradient that is not averaged makes the ranks drift apart without an error: torch.func.grad with an
 # update by hand, or an optimizer that draws random numbers of its own. Every backward exchanges signatures (see Note
-# [Which gradients]). After some backwards, the signature also contains checksums of all parameters trained so far. If
-# the signatures are equal, the check is done without an exchange of its own. Otherwise the ranks exchange their
-# checksums, and an error on all ranks names the first parameter that differs.
+# [Which gradients] in gradient_averager.py). After some backwards, the signature also contains checksums of all
+# parameters trained so far. If the signatures are equal, the check is done without an exchange of its own. Otherwise
+# the ranks exchange their checksums, and an error on all ranks names the first parameter that differs.
 #
 # The checksum is a sum of bits. It always differs if one element differs, and with a probability of 1 - 2^-64 if many
 # do. It does not differ if equal elements stand in another order. When a parameter is trained for the first time, its

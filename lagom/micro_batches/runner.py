@@ -1,4 +1,7 @@
-"""``MicroBatchRunner``: run a forward as checkpointed micro-batches, one after another. See Note [Micro-batches]."""
+"""``MicroBatchRunner``: run a forward as checkpointed micro-batches, one after another.
+
+See Note [Micro-batches] in split_forward.py.
+"""
 
 from __future__ import annotations
 

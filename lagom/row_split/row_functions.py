@@ -1,4 +1,7 @@
-"""Slices and gathers rows, with their gradients, and follows them from a loss to the rows. See Note [Whole]."""
+"""Slices and gathers rows, with their gradients, and follows them from a loss to the rows.
+
+See Note [Whole] in whole_batch.py.
+"""
 
 from __future__ import annotations
 

@@ -214,7 +214,7 @@ class Slicer:
         shapes: object,
         num_nodes: int,
     ) -> None:
-        """Find out whether a forward is by rows in a way that it has not taken before; see Note [Other ways]."""
+        """Probe a forward that takes another way than before. See Note [Other ways] in sliced_forward.py."""
         for other in calls.findings.values():
             if not any(map(any, other.ways.values())):
                 other.sliced = False  # without gradients there are no nodes to count: probed at its next call

@@ -221,12 +221,12 @@ _is_direct = ContextVar("_is_direct", default=False)
 # store: of runs, of registered models, or of artifacts. MLflow gets each store from a registry, which makes the kind
 # that an address needs: files, a database, a server. So patching the registries covers all calls.
 #
-# Every rank gets a _Store. On rank 0 its calls reach the real store, and the results go to the other ranks (Note
-# [Answers]). Other ranks skip calls that log, without waiting. All their other calls wait for rank 0's answer, so that
-# a run has the same id on all ranks, and reads give the state of the same moment. Another rank reads the real store
-# only to fetch artifacts, or for a call that rank 0 does not make. Files that rank 0 writes (./mlruns) are not part of
-# its own disk only: the other ranks of its host see them at once, as they see downloads. If MLflow adds a method, rank
-# 0 answers it until it is listed above.
+# Every rank gets a _Store. On rank 0 its calls reach the real store, and the results go to the other ranks (see Note
+# [Answers] in rank0_answers.py). Other ranks skip calls that log, without waiting. All their other calls wait for rank
+# 0's answer, so that a run has the same id on all ranks, and reads give the state of the same moment. Another rank
+# reads the real store only to fetch artifacts, or for a call that rank 0 does not make. Files that rank 0 writes
+# (./mlruns) are not part of its own disk only: the other ranks of its host see them at once, as they see downloads. If
+# MLflow adds a method, rank 0 answers it until it is listed above.
 #
 # A trial of a search has one rank, as a rule, and a disk of its own. Its calls reach the real store too: runs of all
 # trials are in one place, as if they had run one after another.

@@ -38,7 +38,8 @@ def as_torchrun(world_size: int) -> Callable[[Session], None]:
             _kept.append(dist.group.WORLD)
             destroy(group)
 
-        # A gloo group that is let go of may hang in torch; see Note [Kept groups]. This process was forked for the run.
+        # A gloo group that is let go of may hang in torch; see Note [Kept groups] in distributed/init_process_group.py.
+        # This process was forked for the run.
         dist.destroy_process_group = keeping_destroy
 
     return enter

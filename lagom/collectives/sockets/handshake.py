@@ -172,7 +172,7 @@ def _exactly(connection: socket.socket, size: int, deadline: float) -> bytes:
 
 # Note [Proofs of ranks]
 #
-# As in Note [Handshake] of wire/framing.py: the listener sends a nonce; the other end sends its number, a nonce and a
+# As in Note [Handshake] in wire/framing.py: the listener sends a nonce; the other end sends its number, a nonce and a
 # proof; the listener sends its proof. From a stranger 52 bytes are read, in any number of pieces, and compared in
 # constant time; nothing of them is parsed before. On a Unix socket the kernel also says whose process is at the other
 # end, and another user's is closed at once. Between hosts, later messages are encrypted where Spark encrypts (Note

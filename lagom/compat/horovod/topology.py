@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from lagom.compat.horovod.process_sets import ProcessSet
 
 _FOREVER = timedelta(days=30)
-"""Timeout of process groups: negotiators find out by themselves that a rank is gone; see Note [Names] there."""
+"""Timeout of process groups: negotiators notice that a rank is gone. See Note [Names] in negotiation.py."""
 
 
 class World:
@@ -55,7 +55,7 @@ class World:
             self.negotiators[process_set.process_set_id] = Negotiator(ranks, self._notices)
 
     def close(self) -> None:
-        """Take part in nothing more."""
+        """Leave all process sets, with a notice to the ranks that wait for this one."""
         self._notices.leave()
         for negotiator in self.negotiators.values():
             negotiator.close("Horovod has been shut down")

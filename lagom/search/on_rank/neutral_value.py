@@ -10,7 +10,10 @@ import torch
 
 
 class NeutralValue:
-    """0 for numbers; for all else the most frequent value, the least of several. See Note [Left-out features]."""
+    """Finds the value that stands for a feature that is left out: 0 for numbers, else the most frequent value.
+
+    Of several that are equally frequent, it is the least. See Note [Left-out features] in left_out_features.py.
+    """
 
     def __init__(self) -> None:
         self._counts: Counter[Any] = Counter()

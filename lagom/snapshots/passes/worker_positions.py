@@ -1,6 +1,6 @@
 """``WorkerNotes``: the states of a loader's workers before some of their batches, kept while a pass goes on.
 
-See Note [Workers in a snapshot].
+See Note [Workers in a snapshot] in worker_states.py.
 """
 
 from __future__ import annotations
