@@ -12,7 +12,7 @@ Measured peaks were 10 to 23% above the bytes held (``python -m benchmarks.zero_
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Level:
-    """Bytes that a rank holds at one ``zero_lvl``; figures are those of the rank that holds most."""
+    """Bytes that a rank should hold at one ``zero_lvl``; figures are those of the rank that holds most."""
 
     zero_lvl: int
     parameters: int
