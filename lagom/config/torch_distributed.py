@@ -73,8 +73,8 @@ class TorchDistributedConfig:
     time, and all see whole batches; "replicated": every rank computes everything; "sharded": each sees its share."""
     share_workers: Literal["auto"] | bool = "auto"
     """Runs the workers of a loader once, and gives their batches to all ranks of the host, where every rank sees whole
-    batches. "auto": where the first batches have shown that nobody can tell; True: from the first batch on; False:
-    each rank has workers of its own."""
+    batches. "auto": once the first batches have shown that the program cannot notice; True: from the first batch on;
+    False: each rank has workers of its own."""
     collectives: Collectives = "auto"
     """How ranks exchange CPU tensors. "auto": on one host through shared memory (through Unix sockets if lagom was
     installed without its compiled part), between hosts through gloo as well; "gloo": through gloo."""
