@@ -35,7 +35,7 @@ class Cluster:
 
 
 def visible_gpus() -> tuple[str, ...]:
-    """Return the GPUs that ranks may use, as CUDA_VISIBLE_DEVICES names them; none if torch is a CPU build."""
+    """Return the GPUs that ranks may use, as CUDA_VISIBLE_DEVICES names them; empty if torch is a CPU build."""
     mask = os.environ.get("CUDA_VISIBLE_DEVICES")
     if mask is not None and not mask.strip():
         return ()

@@ -45,7 +45,7 @@ class KeptRun:
 
 
 def obstacle(plan: Plan, call: Call) -> str | None:
-    """Return why a run of ``call`` as ``plan`` says cannot keep snapshots, or None."""
+    """Return the reason why a run of ``call`` under ``plan`` cannot keep snapshots; None if it can."""
     config = plan.config
     if not call.sources:
         return "the source of the function is not known"

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 class Work(Protocol):
-    """An exchange that has begun."""
+    """Handle of an exchange that has begun: waits for its end."""
 
     def wait(self) -> object:
         """Wait until the exchange is done; raise its error."""
@@ -21,7 +21,7 @@ class Work(Protocol):
 
 
 class Done:
-    """An exchange that is done."""
+    """Handle of an exchange that is done already: never waits."""
 
     def wait(self) -> None:
         """Return at once."""

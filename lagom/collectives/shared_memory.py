@@ -117,7 +117,10 @@ def _answer() -> dict[str, Any]:
 
 
 def home() -> str:
-    """Return a text equal in processes that reach each other by Unix sockets (network namespace) and process number."""
+    """Return a text that is equal for two processes exactly if they can reach each other's Unix sockets and pids.
+
+    They can if they have the same boot, network and pid namespaces, and user.
+    """
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     spaces = [os.stat(f"/proc/self/ns/{space}").st_ino for space in ("net", "pid")]
     return f"{boot} {spaces} {os.geteuid()}"

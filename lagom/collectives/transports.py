@@ -101,9 +101,10 @@ class Transports:
         return self._nccl if self._nccl is not None else StagedTransport(self.choose)
 
     def connect(self) -> Sequence[Transport]:
-        """Return a transport of lagom's own and another one for an independent order; none if there can be none.
+        """Return two transports through shared memory; an empty sequence if ranks cannot share memory.
 
-        See Note [Shared memory] in memory_transport.py.
+        The second is for exchanges that need not keep the order of the first. See Note [Shared memory] in
+        memory_transport.py.
         """
         if self._fast is None:
             self._fast = ()

@@ -21,7 +21,7 @@ _PLAIN = (str, int, float, bool, type(None))
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Parameter:
-    """One hyperparameter of a search."""
+    """Name, type and possible values of one hyperparameter of a search."""
 
     name: str
     type: str

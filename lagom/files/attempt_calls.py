@@ -56,7 +56,7 @@ class ProtectedFirstRank(FirstRankCalls):
         return found | {"io.open": self._io_open(found["open"], super().io_open(found["open"]))}
 
     def take_tracked(self) -> set[str]:
-        """Return the runs that lost attempts have begun with a tracker; none at the next call."""
+        """Return the runs that lost attempts have begun with a tracker, and forget them."""
         found, self._written.tracked = self._written.tracked, set()
         return found
 

@@ -43,7 +43,7 @@ They read /proc and devices, and from threads that must not wait for Python.
 
 
 class Library(NamedTuple):
-    """A loaded shared library."""
+    """Address and file name of a loaded shared library."""
 
     base: int
     name: str
@@ -58,7 +58,7 @@ class Slot(NamedTuple):
 
 
 class _LinkMap(ctypes.Structure):
-    """The beginning of link.h's ``link_map``."""
+    """Maps the first fields of link.h's ``link_map``, from which loaded libraries are listed."""
 
     _fields_ = (
         ("base", ctypes.c_size_t),
@@ -133,7 +133,7 @@ def loaded() -> list[Library]:
 
 @functools.cache
 def slots(library: Library, machine: str) -> tuple[Slot, ...]:
-    """Return the slots of ``FUNCTIONS`` in a library; none for libraries that open no files of the program."""
+    """Return the slots of ``FUNCTIONS`` in a library; an empty tuple if it opens no files of the program."""
     if not library.name.startswith("/") or _SYSTEM.search(library.name):
         return ()
     at, num = (kind.from_address(library.base + offset).value for kind, offset in _HEADERS)

@@ -49,7 +49,7 @@ class WriteNotes:
         return rank_pid() == self._pid
 
     def tell(self, what: str, path: str, **more: Any) -> None:
-        """Tell the driver."""
+        """Tell the driver that ``what`` happens to the file ``path``, with further fields ``more``."""
         self._send({"type": "files", "what": what, "path": path, "host": this_host(), **more})
 
     def opens(self, key: str, flags: int) -> None:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class GradCalls:
-    """Runs calls of ``torch.autograd.grad``.
+    """Runs the program's calls of ``torch.autograd.grad``, and averages the gradients of parameters that they return.
 
     Args:
         original: torch's own function.

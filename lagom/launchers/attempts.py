@@ -27,7 +27,7 @@ def run_attempts(
     records: RunRecords | None = None,
     snapshots: SnapshotFolder | None = None,
 ) -> tuple[list[Outcome], list[Failure]]:
-    """Run ``call`` as ``plan`` says, up to ``max_failures`` times again; return the last outcomes, and the losses.
+    """Run ``call`` under ``plan``, up to ``max_failures`` times again; return the last outcomes, and all losses.
 
     Raises:
         Exception: as ``raise_failure`` and ``Launcher.run``; for a loss, when no attempt is left.

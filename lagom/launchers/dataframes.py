@@ -81,7 +81,7 @@ def _replace_frame(frame: Any, name: str, in_use: list[_Kept]) -> Any:
 
 @dataclass(eq=False)
 class _Kept:
-    """A frame with written files."""
+    """Remembers where a DataFrame has been written as Parquet, and from which input files."""
 
     frame: Any
     inputs: list[tuple[str, int, int]] | None
@@ -256,7 +256,7 @@ def forget_frames() -> Iterator[None]:
 # Spark runs on it; if neither is known, a frame that is small by Spark's own estimate is collected through Arrow and
 # travels with the payload as one file.
 #
-# Files are used again for a frame with the same semantics, as Spark says, and the same input files. Spark compares
+# Files are used again for a frame that Spark's `sameSemantics` finds equal, with the same input files. Spark compares
 # folders, not their content, so the names of files, and times and sizes of local files, are compared here. A frame that
 # is read from no files (a query of a database, an RDD) is the same only if it is the same object. The last few frames
 # are kept, and all are removed when the process ends.

@@ -47,7 +47,7 @@ def _exception(error: BaseException | None, report: Message) -> BaseException:
 
 
 def message_of(error: BaseException) -> str:
-    """Return the text of ``error``."""
+    """Return ``str(error)``; if that fails, a text that says so."""
     try:
         return str(error)
     except Exception as failure:  # a class of the program's may do anything in __str__

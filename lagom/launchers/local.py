@@ -40,7 +40,7 @@ _REQUEST = 1 << 20  # bytes
 
 
 class LocalLauncher:
-    """Runs ranks on this machine."""
+    """Runs ranks on this machine, forked by a fork server that is a child of this process."""
 
     def cluster(self) -> Cluster:
         """Return one slot per GPU, or per core.

@@ -16,7 +16,7 @@ from lagom.wire.client import Message
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Outcome:
-    """The outcome of one rank."""
+    """Report of one rank's end, with a function that unpickles the value or exception that it left."""
 
     rank: int
     report: Message

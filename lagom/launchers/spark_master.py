@@ -69,7 +69,7 @@ def check_packages() -> None:
 
 
 def addresses_of(master: str) -> list[tuple[str, int]]:
-    """Return the addresses on which ``master`` listens; none for masters without an address.
+    """Return the addresses on which ``master`` listens; an empty list if it has no address.
 
     Raises:
         ValueError: if it is no master of Spark's.

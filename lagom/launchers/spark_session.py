@@ -31,7 +31,7 @@ _SETTLED_S = 1.5  # without another executor, if nothing says how many there wil
 
 
 def session_facts(session: Any) -> SparkFacts:
-    """Return the facts of ``session``."""
+    """Return ``ConnectFacts`` or ``ClassicFacts`` of ``session``, by its kind."""
     if type(session).__module__.startswith("pyspark.sql.connect"):
         return ConnectFacts(session)
     return ClassicFacts(session)
@@ -52,7 +52,7 @@ class SparkFacts:
     """Address by which ranks reach it, if that is another one."""
 
     def conf(self, key: str, default: str) -> str:
-        """Return a setting of the session."""
+        """Return the session's setting ``key`` as text; ``default`` if it is not set."""
         value = self.session.conf.get(key, default)
         return default if value is None else str(value)
 

@@ -1,4 +1,4 @@
-"""Loaders that the program reads in threads of its own: rank 0 publishes its choices, other ranks read them.
+"""Loaders that the program reads in its own threads: rank 0 publishes its samplers' order, other ranks take it.
 
 See Note [Loaders in threads].
 """

@@ -107,7 +107,7 @@ def _certain(parent: ast.AST) -> Iterator[ast.AST]:
 
 
 def _data_of(call: ast.Call) -> list[str]:
-    """Return the name that the call has as its data set, as a list of one, or of none if it has no plain name."""
+    """Return a list of the name that ``call`` has as its data set; an empty list if that is no plain name."""
     if any(isinstance(each, ast.Starred) for each in call.args) or any(each.arg is None for each in call.keywords):
         return []
     given = [*call.args[:1], *(each.value for each in call.keywords if each.arg == "dataset")]

@@ -42,9 +42,9 @@ class Retention:
         return cls(num_runs=_number("LAGOM_KEEP_RUNS", 200), num_mb=_number("LAGOM_KEEP_MB", 500))
 
     def remove_older(self, top: Path) -> None:
-        """Remove runs from ``top`` until the limits hold; the newest stays, and so do runs that are under way.
+        """Remove runs from ``top`` until the limits hold; the newest run and runs that are under way stay.
 
-        The newest does not count in bytes: a large one is no reason to remove those before it.
+        The newest run does not count in bytes: a large one is no reason to remove the runs before it.
         """
         num_runs, num_bytes = 1, 0
         sizes = ((folder, _size_of_run(folder)) for folder in sorted(_named_as_runs(top), reverse=True))

@@ -17,7 +17,7 @@ _ASSIGNED = re.compile(r"""([A-Za-z_]\w*)(['"]?\s*[=:]\s*)('[^']*'|"[^"]*"|[^\s,
 
 
 def is_secret(name: str, value: Any) -> bool:
-    """Return whether a setting of that name is a secret: ``password``, ``api_key``, ``hfToken``, ..."""
+    """Return whether a setting of that name is a secret, such as ``password``, ``api_key`` and ``hfToken``."""
     if value is None or isinstance(value, bool):
         return False
     words = {word.lower() for word in _WORD.findall(name)}

@@ -70,11 +70,11 @@ class TwinProcess(Protocol):
 
 
 class TwinForks:
-    """The twins of one rank.
+    """Forks sleeping twins of this rank: copies of its process that wait, to go on in its place if a rank is lost.
 
     Args:
         channel: connection to the host process, for packets.
-        due: memory of all ranks of the host: the number of backwards after which the next twins are due.
+        due: memory shared by all ranks of the host; holds after how many backwards to fork next.
         host_dir: folder of lagom's own files.
     """
 

@@ -8,7 +8,7 @@ _names: dict[int, int] = {}
 
 
 def rank_pid() -> int:
-    """Return this process's id; in a twin that has taken a rank's place, the id of the rank's first process."""
+    """Return the id of the rank's first process: this one's, except in a twin that has taken the rank's place."""
     pid = os.getpid()
     return _names.get(pid, pid)
 

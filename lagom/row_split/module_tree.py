@@ -144,7 +144,7 @@ def _run_with(
 
 
 class _ModuleList(NamedTuple):
-    """The modules inside a module."""
+    """Keeps facts about the modules inside a module, so that a call need not walk the tree again."""
 
     trained: bool
     """The module has parameters, and is no TorchScript."""

@@ -40,7 +40,7 @@ class NewWayError(OtherWayError):
 
 @dataclass(eq=False)
 class SlicedForward:
-    """A sliced forward that is running."""
+    """Holds the rank's share of rows while a sliced forward runs; BatchNorm and random draws ask it for the share."""
 
     share: BatchShare
     draws: Draws | None
@@ -75,7 +75,7 @@ class SlicedForward:
 
 
 class SlicedRuns:
-    """Runs forwards that are sliced."""
+    """Runs a module's forward on this rank's rows, and gathers the outputs of all ranks."""
 
     def __init__(self, session: Session, gatherer: Gatherer) -> None:
         self._session = session

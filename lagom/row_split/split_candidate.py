@@ -40,7 +40,7 @@ class SplitCandidate:
     run: Callable[[list[Any]], Any]
     """Calls the module with other leaves of its arguments."""
     leaves: list[Any]
-    """Leaves of the arguments."""
+    """Tensors and other values of the arguments, in the order in which ``spec`` puts them together."""
     spec: TreeSpec
     """Structure of the arguments."""
     rows: int
@@ -56,7 +56,7 @@ class SplitCandidate:
         return self.rows > 1 and bool(batches) and all(bool((leaf == leaf[:1]).all()) for leaf in batches)
 
     def cut_leaves(self, block: RowBlock) -> list[Any]:
-        """Return the leaves for one block."""
+        """Return ``leaves`` for a call with the rows of ``block`` only."""
         return [
             like_given(block.of(leaf.detach()), leaf) if is_batch(leaf, self.rows) else leaf for leaf in self.leaves
         ]

@@ -41,7 +41,7 @@ class BatchShare:
 
 @dataclass(eq=False)
 class LoaderPass:
-    """One iteration over a loader."""
+    """State of one iteration over a loader: training or evaluation, split or whole, and the share of the batch."""
 
     training: bool
     sharded: bool

@@ -125,7 +125,7 @@ def _checked(
 
 
 def _plan(train: Callable[..., Any], config: TrialsConfig, provided: dict[str, Any], cluster: Cluster) -> Plan:
-    """Return the plan of one trial."""
+    """Return the plan that each trial runs under, as if ``train`` ran alone with the trials' config."""
     of_trial = plan(config.of_a_trial(), cluster, function_name(train), **facts_of_code(train, provided, cluster))
     return dataclasses.replace(
         of_trial, searches=True, keeps_logs=False, reports_pass_losses=config.reports_pass_losses

@@ -79,7 +79,7 @@ class SearchProgress:
             self._renew()
 
     def ended(self, spec: TrialSpec, outcome: TrialOutcome) -> None:
-        """Take in the end of a trial."""
+        """Count the ended trial ``spec`` by its outcome, and remember the error of a failed one."""
         self._count(spec.number, outcome.state, outcome.value, spec.params)
         if outcome.state == "failed":
             self._failure = f"trial {spec.number} failed: {outcome.error}"

@@ -36,7 +36,7 @@ _OF_THE_VARIANT = AblationError.__name__
 
 @dataclass(slots=True)
 class _Slot:
-    """A slot that has joined."""
+    """Tracks a slot that has joined: the trial that it runs, and what has arrived of that trial's outcome."""
 
     join: Message
     running: TrialSpec | None = None
@@ -98,7 +98,7 @@ class TrialLoop:
             slots.serve(self._take, _TICK_S)
 
     def _fill(self) -> None:
-        """Give each free slot a trial."""
+        """Start a trial on each free slot: one that a lost slot has left, or the source's next one."""
         for number, slot in self._joined.items():
             if slot.running is not None:
                 continue
@@ -133,7 +133,7 @@ class TrialLoop:
             self._progress.take(number, message)
 
     def folder_of(self, number: int) -> Path:
-        """Return the folder of a trial."""
+        """Return the folder of trial ``number``, below that of all trials."""
         return self._trials_dir / f"{number:04d}"
 
     def _is_running(self) -> bool:

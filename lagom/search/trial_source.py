@@ -14,7 +14,7 @@ State = Literal["complete", "pruned", "failed"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrialSpec:
-    """A trial to run."""
+    """Describes a trial that is about to run: its hyperparameters, and how to make its call from the common one."""
 
     number: int
     params: Mapping[str, Any]
@@ -25,7 +25,7 @@ class TrialSpec:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrialOutcome:
-    """How a trial ended."""
+    """Metric or error with which a trial ended, with its time, slot and folder."""
 
     state: State
     value: float | None = None

@@ -26,7 +26,7 @@ def is_near(left: float, right: float, relative: float, scale: float, absolute: 
 
 
 def norm(values: Iterable[float]) -> float:
-    """Return the Euclidean norm."""
+    """Return the Euclidean norm of ``values``."""
     return math.sqrt(sum(value * value for value in values))
 
 

@@ -18,7 +18,7 @@ class AgreementLevel(enum.IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class ComparisonRow:
-    """One quantity that was compared."""
+    """One row of the table of ``verify``: a quantity in one process and on the ranks, and how well both agree."""
 
     what: str
     one: str

@@ -32,7 +32,7 @@ _PATIENCE_S = 30.0
 
 
 def verify(launcher: Launcher, plan: Plan, call: Call) -> Verification:
-    """Rehearse ``call`` in one process and as ``plan`` says, and with other settings if the two do not agree.
+    """Rehearse ``call`` in one process and under ``plan``, and under other plans if these two do not agree.
 
     See Note [Rehearsals].
 
@@ -75,7 +75,10 @@ class _Finding:
 
 
 def _others(plan: Plan, found: _Finding) -> Iterator[Plan]:
-    """Yield settings to try: those that might be right; if all agrees, one that might be faster."""
+    """Yield other plans to rehearse: those that might be right where this one was not.
+
+    Where this plan agreed, yield one that might be faster.
+    """
     if found.verdict in ("random", "own") and plan.config.batches == "per_rank":
         # Other batches would be another training.
         yield from (other for other in _alternatives(plan) if other.config.batches == "per_rank")

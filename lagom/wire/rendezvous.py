@@ -19,7 +19,7 @@ WRITE_S = 0.3
 
 
 class Stopped(Exception):
-    """The driver has ended this run."""
+    """Raised in a host process when the driver has ended the run before all tasks had joined."""
 
 
 def peers(joins: Sequence[Message], in_clear: str = "") -> Message:

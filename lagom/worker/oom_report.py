@@ -58,7 +58,7 @@ class OutOfMemoryReport:
 
 
 class HeldMemory(NamedTuple):
-    """Bytes that a process holds."""
+    """Bytes that a process holds for parameters, gradients and optimizer state."""
 
     parameters: int
     gradients: int

@@ -46,7 +46,7 @@ class ShardingKind(Enum):
 
 
 class OptimizerFinding(NamedTuple):
-    """The finding of a probe."""
+    """Result of a probe: the way in which an optimizer may be sharded, and whether its step changes gradients."""
 
     kind: ShardingKind
     changes_gradients: bool

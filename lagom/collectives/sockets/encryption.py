@@ -69,7 +69,7 @@ class EncryptedSocket:
         self._timeout_s = timeout_s
 
     def setblocking(self, flag: bool) -> None:
-        """Set whether calls wait."""
+        """Set whether calls wait without a limit, or not at all."""
         self.settimeout(None if flag else 0.0)
 
     def sendmsg(self, parts: Sequence[bytes | memoryview], ancillary: Sequence[object] = (), flags: int = 0) -> int:
@@ -88,7 +88,7 @@ class EncryptedSocket:
             rest = rest[self._wait(select.POLLOUT, partial(self._connection.send, rest[:_BLOCK])) :]
 
     def recv(self, size: int) -> bytes:
-        """Return at most ``size`` bytes; none if the other end has closed the connection."""
+        """Return at most ``size`` bytes; b"" if the other end has closed the connection."""
         return self._wait(select.POLLIN, partial(self._connection.recv, size))
 
     def recv_into(self, view: memoryview, size: int = 0, flags: int = 0) -> int:

@@ -29,7 +29,7 @@ _PIECE = 1 << 16
 
 
 class Ask(IntEnum):
-    """Operations of a ``ValueServer``."""
+    """Kinds of requests that other ranks send to a ``ValueServer``."""
 
     SET = 1
     GET = 2
@@ -120,7 +120,7 @@ class ValueServer:
 
 
 class _Peer:
-    """A connected rank."""
+    """Serves one connected rank: reads its requests and keeps the answers that it has not taken yet."""
 
     def __init__(self, connection: Connection) -> None:
         self.connection = connection

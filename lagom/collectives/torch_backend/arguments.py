@@ -41,7 +41,7 @@ def flattened(tensors: Iterable[Iterable[Tensor | list[Tensor]]]) -> list[Tensor
 
 
 def handed_on(opts: Any) -> tuple[Any, ...]:
-    """Return the options as arguments for another call: none if there are none."""
+    """Return the arguments of a call that hands ``opts`` on: a tuple of it; an empty tuple for None."""
     return () if opts is None else (opts,)
 
 

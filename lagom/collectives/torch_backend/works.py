@@ -16,10 +16,10 @@ _NO_TIMEOUT = timedelta(0)
 
 
 class SharedWork(dist.Work):
-    """An exchange, done or to be done.
+    """Handle of an exchange that has run, or that a ``WorkThread`` will run.
 
     Args:
-        run: runs the exchange; None if it is done.
+        run: runs the exchange; None if it has run.
         result: tensors that the exchange fills.
         source: the rank that a message came from.
     """

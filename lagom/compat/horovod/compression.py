@@ -40,7 +40,7 @@ class FP16Compressor(Compressor):
 
 
 class Compression:
-    """The compressions that programs choose from."""
+    """Offers the compressions that a program may choose: ``none`` and ``fp16``."""
 
     none = NoneCompressor
     fp16 = FP16Compressor

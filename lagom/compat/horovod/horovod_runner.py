@@ -17,7 +17,7 @@ from lagom.world import place_in_run
 
 
 class HorovodRunner:
-    """Databricks' runner, with its interface.
+    """Runs a Horovod function on ranks of lagom, with the interface of Databricks' ``HorovodRunner``.
 
     Args:
         np: number of ranks, on the Spark cluster where a session is active, else on this machine. 0 takes all task

@@ -24,7 +24,7 @@ _OLD_NUMPY = {"unicode_": "str_", "string_": "bytes_", "unicode": "str_", "bool"
 
 @dataclass(frozen=True)
 class UnischemaField:
-    """A field of petastorm's schema."""
+    """Type, shape and codec of one column, as petastorm's schema describes them."""
 
     name: str
     dtype: np.dtype[Any] | None

@@ -27,7 +27,7 @@ _STARVED, _UNUSUAL = 1, 2
 
 
 class Kind(NamedTuple):
-    """The type of a column's values."""
+    """Describes how the values of a column are stored, and what shape and type they get."""
 
     physical: str
     """Parquet's physical type."""
@@ -39,7 +39,7 @@ class Kind(NamedTuple):
 
 
 class ColumnChunk(NamedTuple):
-    """A column's part of a row group."""
+    """Tells the decoder where a column's part of a row group is in the file, and how it is stored."""
 
     kind: Kind
     offset: int

@@ -27,7 +27,7 @@ _THREADS = 16
 
 @dataclass(frozen=True)
 class RowGroup:
-    """A row group of a table."""
+    """Place of a row group (file and index), and the number of its rows that pass the filter."""
 
     file: int
     """Number of the file in the table."""
@@ -38,7 +38,7 @@ class RowGroup:
 
 
 class OpenedTable(NamedTuple):
-    """A file that is being read."""
+    """Holds a Parquet file that is open for reading, with the input file below it."""
 
     parquet: Any
     """pyarrow's ``ParquetFile``."""

@@ -29,7 +29,7 @@ _GCS_SECONDS = 60
 
 @dataclass(frozen=True)
 class DataFile:
-    """A file of a data set."""
+    """Path, size and partition values of one file of a data set."""
 
     path: str
     name: str

@@ -41,7 +41,7 @@ class WorkerContext:
         return AbsentQueue() if self._absent else self._context.Queue()
 
     def Process(self, *, target: Any, args: tuple[Any, ...]) -> Any:
-        """Return a worker."""
+        """Return the process of a worker, or an ``AbsentWorker`` if rank 0 has the worker."""
         if self._absent:
             return AbsentWorker(self._context, target, args)
         if self._watch is not None:
@@ -85,7 +85,7 @@ class AbsentWorker:
         """Start nothing."""
 
     def is_alive(self) -> bool:
-        """Return False."""
+        """Return False: no process was started."""
         return False
 
     def join(self, timeout: float | None = None) -> None:

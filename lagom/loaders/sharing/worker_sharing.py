@@ -121,7 +121,7 @@ def _make_next_data(sharing: WorkerSharing) -> Any:
 
 
 class WorkerSharing:
-    """Decides which iterators share workers."""
+    """Decides for each new iterator of a loader: share rank 0's workers, have workers of its own, or try it out."""
 
     def __init__(
         self, session: Session, pass_of: Callable[[Any], LoaderPass | None], knows_rank: Callable[[], bool]

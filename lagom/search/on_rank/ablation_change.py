@@ -28,7 +28,7 @@ class AblationChange:
     """None: the random states of the calling process."""
 
     def __call__(self, call: Call) -> Call:
-        """Return the call of the variant."""
+        """Return ``call`` without the component, and with the seed of this variant."""
         study: AblationStudy = call.provided[STUDY]
         changed = call
         if self.component is not None:

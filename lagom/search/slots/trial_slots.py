@@ -13,7 +13,7 @@ from lagom.wire.server import DriverServer
 
 
 class SlotEvent(NamedTuple):
-    """A message of a slot."""
+    """Pairs a message with the number of the slot that sent it."""
 
     slot: int
     message: Message

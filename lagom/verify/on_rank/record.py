@@ -15,7 +15,7 @@ tell a difference from none for certain.
 
 @dataclass(kw_only=True, slots=True)
 class RecordedStep:
-    """One backward."""
+    """Records the loss and the gradients of one backward."""
 
     loss: float
     """Sum of its roots, as this rank has them."""
@@ -27,7 +27,7 @@ class RecordedStep:
 
 @dataclass(kw_only=True, slots=True)
 class RecordedLeaf:
-    """A tensor that is trained."""
+    """Records a trained tensor: its name and kind, and sketches of its values at start and end."""
 
     name: str
     shape: tuple[int, ...]
@@ -70,7 +70,7 @@ class RecordedBatch:
 
 @dataclass(kw_only=True, slots=True)
 class RecordedPass:
-    """One pass over a data loader."""
+    """Records when one pass over a data loader began and ended, in backwards, and whether it was sharded."""
 
     num_before: int
     """Number of backwards, of whatever kind, before the pass."""
@@ -82,7 +82,7 @@ class RecordedPass:
 
 @dataclass(kw_only=True, slots=True)
 class Record:
-    """A rehearsal on one rank."""
+    """Records all that a rehearsal did on one rank, to be compared with another rehearsal."""
 
     steps: list[RecordedStep] = field(default_factory=list)
     leaves: dict[int, RecordedLeaf] = field(default_factory=dict)

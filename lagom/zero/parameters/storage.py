@@ -57,7 +57,7 @@ class ParameterStorage:
         return not self._ref.expired()
 
     def storage(self) -> torch.UntypedStorage:
-        """Return the memory."""
+        """Return the storage that ``is_alive`` asks for, without keeping it alive afterwards."""
         found: torch.UntypedStorage | None = torch.UntypedStorage._new_with_weak_ptr(self._ref.cdata)
         assert found is not None
         return found
