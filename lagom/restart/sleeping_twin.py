@@ -94,9 +94,15 @@ class TwinForks:
         self._grown: set[str] = set()
         """Files among them that it has opened since the last fork."""
         self._pace = TwinPace()
+        self._forker: int | None = None
+        """Process that forks the last twin, and ends."""
+        self._failed = False
+        """Whether it could not."""
 
     def point(self) -> None:
         """Fork a twin if one is due: called where nothing is under way, at the same places on all ranks."""
+        if self._forker is not None:
+            self._reap(os.WNOHANG)
         if self._rank == 0 and time.perf_counter() >= self._pace.next_at:
             num_backwards = self._process.num_backwards()
             if num_backwards + 1 > self._due[0] and self._pace.plans(num_backwards, self._armed):
@@ -145,12 +151,15 @@ class TwinForks:
 
     def _take(self) -> None:
         start = time.perf_counter()
-        obstacle, files = None, None
+        obstacle, files, has_batches = None, None, False
+        self._reap(0)
         try:
+            if self._failed:
+                raise NoTwinError("it could not be forked")
             for call in self.before:
                 call()
             self._process.check()
-            check_process(self._process.threads(), self._process.children())
+            has_batches = check_process(self._process.threads(), self._process.children())
             end_openmp_threads()
             if has_hidden_threads(self._process.threads()):
                 raise NoTwinError(_HIDDEN)
@@ -167,14 +176,14 @@ class TwinForks:
                     return
                 assert files is not None
                 start = time.perf_counter()
-                if self._fork(answer["number"], files):
+                if self._fork(answer["number"], files, has_batches):
                     own_s = 0.0  # this is a twin that goes on: it has one itself at once
                     continue
                 break
         self._armed, self._grown = True, set()
         self._pace.fork(own_s + time.perf_counter() - start, self._process.num_backwards())
 
-    def _fork(self, number: int, files: OpenFiles) -> bool:
+    def _fork(self, number: int, files: OpenFiles, has_batches: bool) -> bool:
         """Fork a twin; return False in this process, and True in the twin when it goes on."""
         state, first = random.getstate(), rank_pid()
         end_openmp_threads()
@@ -182,7 +191,8 @@ class TwinForks:
         pid = os.fork()
         if pid == 0:
             try:
-                copy_batches()
+                if has_batches:
+                    copy_batches()
                 if os.fork():
                     os._exit(0)  # the twin is a child of the host process from now on
                 ours.close()
@@ -195,14 +205,24 @@ class TwinForks:
                 os.kill(os.getpid(), signal.SIGKILL)  # a loss, after which the run begins again
             return True
         theirs.close()
-        status = 0
-        with contextlib.suppress(ChildProcessError):  # a handler of the program's has waited for it
-            status = os.waitpid(pid, 0)[1]
-        hidden = has_hidden_threads(self._process.threads())
-        why = _HIDDEN if hidden else "it could not be forked" if status else ""
+        self._forker = pid
+        why = _HIDDEN if has_hidden_threads(self._process.threads()) else ""
         socket.send_fds(self._channel, [_packed({"what": "forked", "number": number, "why": why})], [ours.fileno()])
         ours.close()
         return False
+
+    def _reap(self, options: int) -> None:
+        """Note what the process that has forked the last twin took, once it has ended."""
+        if self._forker is None:
+            return
+        try:
+            pid, status, usage = os.wait4(self._forker, options)
+        except ChildProcessError:  # a handler of the program's has waited for it
+            self._forker = None
+            return
+        if pid:
+            self._forker, self._failed = None, status != 0
+            self._pace.add(usage.ru_utime + usage.ru_stime)
 
     def _sleep(self, bed: socket.socket, files: OpenFiles) -> None:
         """Wait in a fork until the host process wakes it; end if it is not needed."""
@@ -290,4 +310,5 @@ def can_have_twins() -> bool:
 # Output. The driver marks what ranks had written at the point, and then holds back what is written once more.
 #
 # Cost. A fork copies page tables, and each page that is written afterwards is copied once. Rank 0 measures both (the
-# second as time of the system during the next backwards), and forks as often as that is 1 % of the run's time.
+# second as time of the system during the next backwards), adds what the process between it and its twin has used of a
+# core, which it does not wait for, and forks as often as that is 1% of the run's time.

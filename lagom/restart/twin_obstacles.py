@@ -37,8 +37,11 @@ _MAP_FIXED = 0x10
 _OPENMP = re.compile(r"/lib[gi]?omp[^/]*\.so[^/]*$")
 
 
-def check_process(threads: Collection[int | None], children: Sequence[int]) -> None:
+def check_process(threads: Collection[int | None], children: Sequence[int]) -> bool:
     """Check that a fork of this process can go on in its place; ``threads`` and ``children`` are known by number.
+
+    Returns:
+        Whether the fork has to ``copy_batches``.
 
     Raises:
         NoTwinError: if it cannot.
@@ -57,7 +60,7 @@ def check_process(threads: Collection[int | None], children: Sequence[int]) -> N
             raise NoTwinError(f"the program uses {module}")
     if any(signal.getitimer(timer)[0] for timer in (signal.ITIMER_REAL, signal.ITIMER_PROF, signal.ITIMER_VIRTUAL)):
         raise NoTwinError("the program has set a timer")
-    _check_memory()
+    return _check_memory()
 
 
 def has_hidden_threads(threads: Collection[int | None]) -> bool:
@@ -91,7 +94,9 @@ def _is_restarted(thread: threading.Thread) -> bool:
     return type(thread).__name__ in _RESTARTED and type(thread).__module__.startswith(("tqdm.", "tensorboard."))
 
 
-def _check_memory() -> None:
+def _check_memory() -> bool:
+    """Return whether batches of workers that have ended are among the memory that this process shares."""
+    has_batches = False
     bars: Any = sys.modules.get("tqdm.std")
     num_semaphores = int(bars is not None and getattr(bars.TqdmDefaultWriteLock, "mp_lock", None) is not None)
     for line in Path("/proc/self/maps").read_text().splitlines():
@@ -104,6 +109,8 @@ def _check_memory() -> None:
         batch = _BATCH.match(found[3])
         if batch is None or os.path.exists(f"/proc/{batch[1]}"):
             raise NoTwinError(f"the program shares memory, {found[3]}")
+        has_batches = True
+    return has_batches
 
 
 def copy_batches() -> None:

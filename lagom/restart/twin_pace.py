@@ -63,6 +63,12 @@ class TwinPace:
         self._settled_at, self._system_s = num_backwards + _SETTLED, _system_s()
         self.next_at = 0.0
 
+    def add(self, seconds: float) -> None:
+        """Add what another process took for the last fork."""
+        self._last_s += seconds
+        if self._settled_at == 0:
+            self._cost_s += seconds
+
     def refuse(self, seconds: float) -> None:
         """Note that no twins could be forked, which took ``seconds``."""
         self._num_refused += 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import faulthandler
 import os
 import random
@@ -388,6 +389,27 @@ def keeps_a_thread(folder: str) -> dict[str, Any]:
 def test_a_program_with_a_thread_has_no_twins_and_the_record_says_so(tmp_path: Path) -> None:
     _, why = without_twins(keeps_a_thread, tmp_path)
     assert why == "the program has a thread, watcher"
+
+
+def cannot_fork_twice(folder: str) -> dict[str, Any]:
+    """Train where a process that was forked can fork no further one."""
+    fork, own = os.fork, os.getpid()
+
+    def refuse() -> int:
+        if os.getpid() != own:
+            raise BlockingIOError(errno.EAGAIN, "no more processes")
+        return fork()
+
+    os.fork = refuse
+    model, optimizer = learner()
+    for _ in range(60):
+        for x, y in DataLoader(DATA, batch_size=48):
+            step(model, optimizer, x, y)
+    return {}
+
+
+def test_twins_that_could_not_be_forked_are_told_of(tmp_path: Path) -> None:
+    assert without_twins(cannot_fork_twice, tmp_path)[1] == "it could not be forked"
 
 
 class Counted(TensorDataset):

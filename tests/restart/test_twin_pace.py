@@ -17,22 +17,33 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     return now
 
 
-def forks(clock: list[float], seconds: float, *, changes: bool) -> int:
-    """Return how many forks of 0.1 s there are in so many seconds, with a backward each 0.1 s."""
-    pace, number, has_twins = TwinPace(), 0, False
+def forks(clock: list[float], seconds: float, *, changes: bool, elsewhere_s: float = 0.0) -> int:
+    """Return how many forks of 0.1 s there are in so many seconds, with a backward each 0.1 s.
+
+    Args:
+        elsewhere_s: the part of a fork that another process takes, which tells it two steps later.
+    """
+    pace, number, has_twins, told_at = TwinPace(), 0, False, -1
     for step in range(int(seconds * 10)):
         clock[0] += 0.1
+        if step == told_at:
+            pace.add(elsewhere_s)
         if changes and step % 50 == 49:
             pace.hurry()
             has_twins = False
         if clock[0] >= pace.next_at and pace.plans(step, has_twins):
-            pace.fork(0.1, step)
+            pace.fork(0.1 - elsewhere_s, step)
+            told_at = step + 2
             number, has_twins = number + 1, True
     return number
 
 
 def test_forks_take_their_share_of_the_time(clock: list[float]) -> None:
     assert forks(clock, 1000, changes=False) == pytest.approx(1000 * SHARE / 0.1, abs=5)
+
+
+def test_what_another_process_takes_for_them_counts(clock: list[float]) -> None:
+    assert forks(clock, 1000, changes=False, elsewhere_s=0.08) == pytest.approx(1000 * SHARE / 0.1, abs=5)
 
 
 def test_changes_of_files_do_not_make_them_take_more(clock: list[float]) -> None:
