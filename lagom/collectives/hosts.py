@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 _PIECE = 4 << 20
 """Bytes that travel between hosts while the next ones are summed within them."""
+_PART = 2 << 20
+"""Bytes of a sum that a first rank sends at once: each takes the network's delay, as many times as there are hosts."""
 _SUM = OPERATIONS["sum"]
 BETWEEN = "the exchange between hosts failed"
 _SUMMED = frozenset(TYPES) - {torch.int16, torch.bool}
@@ -59,7 +61,8 @@ class HostTransport(Transport):
         return super().carries(operation, tensors) and (reduction == "" or types.issuperset([t.dtype for t in tensors]))
 
     def all_reduce(self, tensor: torch.Tensor, reduction: str = "sum") -> Done:
-        parts = tensor.view(-1).split(max(_PIECE // tensor.element_size(), 1)) if tensor.numel() else [tensor]
+        size = len(self.homes) * _PART // tensor.element_size()
+        parts = tensor.view(-1).split(size) if tensor.numel() else [tensor]
         with self._together():
             works = []
             for part in parts:
