@@ -241,13 +241,12 @@ class Snapshots:
         if "bytes" not in answer:
             self._place.folder.remove_partial(self._number)
         self._child = None
-        now = time.perf_counter()
         if "why" in answer:
             self._refused = self._asked if answer.get("in_pass") else None
             self._put_off(answer["why"], self._cost_s)
             return
         self._tell({"type": "snapshot", "what": "kept", **answer})
-        self._due_at = self._next_at = max(now + self._every_s, self._began + self._cost_s / SHARE)
+        self._due_at = self._next_at = max(self._forked_at + self._every_s, self._began + self._cost_s / SHARE)
 
     def _go_on(self, snapshot: Snapshot) -> Callable[[], Any]:
         self._place.folder.check_owner()
