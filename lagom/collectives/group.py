@@ -31,7 +31,7 @@ _FIRST = 4096 - 8
 
 
 class Group(RequestExchange):
-    """All ranks of a run, in order.
+    """Exchanges tensors and bytes between all ranks of a run, by the transport that fits them.
 
     The process groups are made directly, never registered as torch's default one, so that
     ``torch.distributed.is_initialized()`` stays False for the program. Every call is a collective: all ranks make the

@@ -33,7 +33,9 @@ log = logging.getLogger("lagom")
 
 
 class Transports:
-    """The transports between the ranks of a run. Every method that returns one is a collective when it connects it.
+    """Chooses and connects the transports between the ranks of a run.
+
+    A method that returns a transport is a collective if it has to connect it first.
 
     Args:
         all_gather: an exchange that works already.

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class Engine:
-    """One DeepSpeed engine, with the module and the optimizer of the program that it drives.
+    """Drives the program's module and optimizer by one DeepSpeed engine.
 
     Args:
         engine: the engine that ``deepspeed.initialize`` returned.

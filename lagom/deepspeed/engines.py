@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class Engines:
-    """The engines of a run, one for each optimizer and the module that it steps.
+    """Makes and finds the engines of a run, one for each optimizer and the module that it steps.
 
     Args:
         config: DeepSpeed's configuration, from ``settings``.

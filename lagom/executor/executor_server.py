@@ -66,7 +66,7 @@ class _Worker:
 
 
 class _Server:
-    """The event loop over workers and host processes."""
+    """Runs the event loop of the server: takes tasks from Python workers, and forks a host process for each."""
 
     def __init__(
         self, listener: socket.socket, parent: int, run: Callable[[Sequence[int]], None], problem: str

@@ -30,7 +30,7 @@ _DOWNLOAD_S = 24 * 3600.0
 
 
 class Downloads:
-    """Downloads of the first rank of a host, for all its ranks; the others find the files there."""
+    """Has the first rank of a host download for all its ranks; the others wait, and find the files there."""
 
     def __init__(self, session: Session) -> None:
         self._session = session

@@ -11,7 +11,9 @@ if TYPE_CHECKING:
 
 
 class BackwardGradients:
-    """The leaves of one backward, with their earlier gradients and their hooks. See Note [Hooks of leaves].
+    """Keeps a backward's gradients apart from earlier ones, and holds back hooks, until the averages are there.
+
+    See Note [Hooks of leaves].
 
     ``expect`` puts a leaf's gradient aside and holds back its hooks, so ``leaf.grad`` becomes this backward's alone.
 

@@ -46,7 +46,7 @@ class ShardStore(Protocol):
 
 
 class BucketPipeline:
-    """The buckets of one backward, from the leaves' gradients to averages.
+    """Sends each bucket of one backward as soon as its gradients are complete, and stores the averages.
 
     Args:
         buckets: the leaves' numbers, by bucket, in the order in which buckets travel.

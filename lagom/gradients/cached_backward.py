@@ -20,7 +20,10 @@ _MAX_KNOWN = 64
 
 
 class CachedBackward(NamedTuple):
-    """The gradients of a backward, and their layout; see Note [Cached backwards]."""
+    """Collects the gradients of a backward that repeats an earlier one, for that one's layout.
+
+    See Note [Cached backwards].
+    """
 
     kinds: list[tuple[torch.dtype, torch.Size]]
     """Types and shapes of the gradients."""

@@ -13,7 +13,7 @@ _WAITING = ("threading", "concurrent", "queue", "multiprocessing", "asyncio", "s
 
 
 class TrainingThreads:
-    """The threads that have run a backward. They may take turns, each waiting for the other, and not run at once.
+    """Refuses backwards in two threads that run at once; threads that wait for each other may take turns.
 
     Ranks exchange gradients in the order of their backwards, which is another one on each rank if threads race.
     """

@@ -57,7 +57,7 @@ def serve(connection: socket.socket) -> None:
 
 
 class _Hosts:
-    """The host processes of this server; ends and removes what a killed one leaves behind."""
+    """Tracks the host processes of this server; ends and removes what a killed one leaves behind."""
 
     def __init__(self) -> None:
         self._pids: dict[int, int] = {}

@@ -13,7 +13,7 @@ from lagom.wire.client import DriverClient, LinkClosed, Message
 
 @dataclass(slots=True)
 class ForkedRank:
-    """A forked rank, as its host process sees it."""
+    """Holds what a host process has of one forked rank: its process, connection, output and last progress."""
 
     rank: int
     pid: int

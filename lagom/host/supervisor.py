@@ -29,7 +29,7 @@ _POLL_S = 0.02  # if the kernel does not report a child's end
 
 
 class RankSupervisor:
-    """The event loop of a host process over its ranks and its link to the driver."""
+    """Runs the event loop of a host process: passes messages between ranks and driver, and ends the ranks."""
 
     def __init__(self, link: DriverClient | None, plan: Plan) -> None:
         self._plan = plan

@@ -78,7 +78,7 @@ class TwinSet:
 
 
 class TwinSets:
-    """The last whole set of twins, and one that is being made.
+    """Keeps the last complete set of sleeping twins, and collects the set that is being forked.
 
     Args:
         ranks: all ranks of the run.

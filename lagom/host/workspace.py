@@ -26,7 +26,7 @@ _UNUSED_S = 7 * 24 * 3600.0  # then an unused version of lagom that a driver sen
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HostWorkspace:
-    """Folders, payload and import path of the ranks on one host."""
+    """Names the folders, the payload and the import path that the ranks on one host use."""
 
     host_dir: Path
     cwd: Path

@@ -13,7 +13,10 @@ _PROGRESS = 1000  # bytes that one report of progress takes, about
 
 
 class RankEvents:
-    """First in, first out. Above the limit, output is dropped and counted, progress dropped, the rest kept."""
+    """Queues the events of ranks for the driver, first in, first out.
+
+    Above the limit, output is dropped and counted, progress is dropped, and all other events are kept.
+    """
 
     def __init__(self, limit: int = _MAX_BYTES) -> None:
         self._limit = limit

@@ -17,7 +17,7 @@ from lagom.wire.client import Message
 
 
 class RunDisplay:
-    """Progress, output and warnings of one attempt; output that an earlier attempt has shown is left out."""
+    """Shows progress, output and warnings of one attempt, without the output that an earlier attempt has shown."""
 
     def __init__(
         self, plan: Plan, where: str, records: RunRecords | None, history: RunHistory, debugger: DebugTerminal

@@ -23,7 +23,7 @@ log = logging.getLogger("lagom")
 
 
 class OutcomeCollector:
-    """The rows of a finished job, and the files that went to the driver by connections."""
+    """Makes the outcomes of all ranks from the rows of a finished job and the files that came by connections."""
 
     def __init__(self, rows: Sequence[Any], run: RunView) -> None:
         self._run = run

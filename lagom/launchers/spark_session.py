@@ -38,7 +38,7 @@ def session_facts(session: Any) -> SparkFacts:
 
 
 class SparkFacts:
-    """Facts and actions of both kinds of session."""
+    """Asks a Spark session for its settings and slots, and runs tasks in it; for both kinds of session."""
 
     def __init__(self, session: Any) -> None:
         self.session = session
@@ -145,7 +145,7 @@ _settled: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 
 
 class ClassicFacts(SparkFacts):
-    """A session with its JVM beside this process."""
+    """Asks a session whose JVM runs beside this process."""
 
     def __init__(self, session: Any) -> None:
         super().__init__(session)
@@ -238,7 +238,7 @@ class ClassicFacts(SparkFacts):
 
 
 class ConnectFacts(SparkFacts):
-    """A session whose server may be anywhere."""
+    """Asks a session of Spark Connect, whose server may be anywhere."""
 
     _slots: dict[str, int] = {}  # noqa: RUF012  (by session: counting them takes a job)
 

@@ -35,7 +35,7 @@ class _Mark:
 
 @dataclass(eq=False)
 class PassUse:
-    """The program's use of the rows of one pass."""
+    """Records how the program uses the rows of one pass: whether a model was called with them, and a backward ran."""
 
     reading: weakref.ref[LoaderPass]
     place: str

@@ -33,7 +33,7 @@ def notebook() -> Any:
 
 
 class NotebookCell:
-    """One display of a notebook's cell; front ends that show no HTML get the text."""
+    """Renews one display in a notebook's cell; front ends that show no HTML get the text."""
 
     def __init__(self, display: Any) -> None:
         self._display = display
@@ -49,7 +49,7 @@ class NotebookCell:
 
 
 class NotebookTable:
-    """A run's ranks in a notebook's cell."""
+    """Shows a run's ranks as a table in a notebook's cell."""
 
     def __init__(self, display: Any, together: Callable[[Iterable[float]], float] = sum) -> None:
         """Combine the ranks' samples with ``together``: with whole batches, all have trained on the same ones."""

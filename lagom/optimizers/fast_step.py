@@ -26,7 +26,7 @@ def skip_profiler_ranges() -> Iterator[None]:
 
 
 class _ProfiledRange(record_function):
-    """Torch's ``record_function``, which does nothing while no profiler runs."""
+    """Stands for torch's ``record_function``, and does nothing while no profiler runs."""
 
     def __init__(self, name: str, args: str | None = None) -> None:
         # Not torch's, which torch.compile refuses to trace.

@@ -53,7 +53,7 @@ class TorchLoss:
 
 
 class SharedLoss:
-    """A loss of which each rank computes its rows."""
+    """Computes one of torch's losses: each rank for its rows, and the ranks' numbers are added."""
 
     def __init__(
         self,

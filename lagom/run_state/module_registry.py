@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class ModuleRegistry(WeakIdKeyDictionary):
-    """Living modules, in the order of their creation."""
+    """Tracks the program's living modules in the order of their creation, and names their parameters."""
 
     def __init__(self) -> None:
         super().__init__(ref_type=ObjectReference)

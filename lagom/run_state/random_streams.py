@@ -40,7 +40,7 @@ def derive_seed(*parts: object) -> int:
 
 
 class CommonStreams:
-    """The global generators, which are equal on all ranks as long as all ranks draw the same amounts."""
+    """Keeps the global generators equal on all ranks: reseeds those from which ranks drew different amounts."""
 
     def __init__(self, seed: int | None) -> None:
         """``seed``: the run's seed; with None, torch's initial seed is used."""
@@ -80,7 +80,7 @@ class CommonStreams:
 
 
 class OwnStreams:
-    """Generators that only this rank draws from, swapped in for the global ones.
+    """Swaps generators that only this rank draws from in for the global ones.
 
     Around a forward only torch's generators are swapped (2 microseconds); around the fetching of samples all are.
     """

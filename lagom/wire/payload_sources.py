@@ -35,7 +35,7 @@ class _Copy(NamedTuple):
 
 
 class PayloadSources:
-    """The hosts of a run that want its payload, and those that have it.
+    """Assigns to each host of a run that wants its payload one that has it, or the driver.
 
     Args:
         size: bytes of the payload.

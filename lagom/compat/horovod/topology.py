@@ -24,7 +24,7 @@ _FOREVER = timedelta(days=30)
 
 
 class World:
-    """All ranks, their hosts, and the negotiators of process sets.
+    """Knows all ranks and their hosts, and keeps a negotiator for each process set of this rank.
 
     Args:
         number: how many worlds this process has had before.

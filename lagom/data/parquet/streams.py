@@ -46,7 +46,7 @@ Blocks = Generator[tuple[int, "Block"], None, None]
 
 
 class Source:
-    """A table, and the conversion of its columns."""
+    """Opens the files of a table, and converts rows of its columns to blocks."""
 
     def __init__(self, table: Table, entries: Sequence[tuple[str, Sequence[ColumnEntry]]]) -> None:
         self.table = table

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class SharedWorkers:
-    """The workers of one iterator, which are processes of rank 0.
+    """Gives all ranks what one iterator receives from its workers, which are processes of rank 0.
 
     Args:
         cores: the cores that each rank may use.

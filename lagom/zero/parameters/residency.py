@@ -18,7 +18,7 @@ SHARE_KEPT = 16
 
 
 class ParameterResidency:
-    """The whole parameters, in the order in which they became whole.
+    """Tracks which parameters are whole, in the order in which they became so, and frees them within a limit of bytes.
 
     Args:
         settle: updates this rank's shard of a unit from the whole.

@@ -24,7 +24,7 @@ class StorageVersion(NamedTuple):
 
 
 class ParameterStorage:
-    """The memory of one parameter, cut into a part of ``chunk`` bytes for each rank.
+    """Keeps this rank's part of one parameter's memory, which is cut into ``chunk`` bytes for each rank.
 
     Args:
         key: name of the unit, equal on all ranks.
