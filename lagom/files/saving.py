@@ -48,7 +48,8 @@ def _place_safetensors(safetensors: ModuleType, stack: ExitStack) -> None:
 
     @functools.wraps(original)
     def write(tensor_dict: Any, filename: Any, *args: Any, **kwargs: Any) -> Any:
-        return original(tensor_dict, files.path_to_write(os.fspath(filename)), *args, **kwargs)
+        with _place_to_write(os.fspath(filename)) as place:
+            return original(tensor_dict, place, *args, **kwargs)
 
     for name, module in list(sys.modules.items()):
         if name.partition(".")[0] == "safetensors" and hasattr(module, "serialize_file"):
@@ -61,21 +62,43 @@ def _saving(original: Callable[..., None]) -> Callable[..., None]:
         if not isinstance(f, (str, os.PathLike)):
             original(obj, f, *args, **kwargs)
             return
-        path = os.fspath(f)
-        if files.writes_for_real():
-            _write_whole(path, lambda target: original(obj, target, *args, **kwargs))
-            return
+        write = _write_whole if files.writes_for_real() else _write_to_overlay
+        write(os.fspath(f), lambda target: original(obj, target, *args, **kwargs))
+
+    return save
+
+
+def _write_to_overlay(path: str, write: Callable[[str], None]) -> None:
+    """Write ``path`` on a rank other than 0; if ``write`` fails, ``path`` stays as it was, as on rank 0."""
+    with ExitStack() as stack:
+        is_own = False
         try:
-            place = files.path_to_write(path)
+            place = stack.enter_context(_place_to_write(path))
+            is_own = place not in (path, os.path.realpath(path))
         except OSError:
             place = files.path_to_read(path)  # torch fails there with its own error
         try:
-            original(obj, place, *args, **kwargs)
+            if is_own:
+                _write_whole(place, write)
+            else:
+                write(place)
         except RuntimeError as error:
             error.args = tuple(_renamed(arg, os.path.dirname(place), os.path.dirname(path)) for arg in error.args)
             raise
 
-    return save
+
+@contextmanager
+def _place_to_write(path: str) -> Iterator[str]:
+    """Yield the place where C code must write ``path``; if the block fails, remove the file if it was made for it."""
+    target = os.path.realpath(path)
+    is_new = not os.path.exists(target)
+    place = files.path_to_write(path)
+    try:
+        yield place
+    except BaseException:
+        if is_new and place not in (path, target):  # the rank's own file, that no other rank has made meanwhile
+            os.unlink(target)
+        raise
 
 
 def _renamed(text: object, place: str, path: str) -> object:

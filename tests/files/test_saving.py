@@ -84,6 +84,17 @@ def test_a_failed_save_raises_on_every_rank_and_keeps_the_old_file(tmp_path: Pat
     assert os.listdir(tmp_path) == ["model.pt"]
 
 
+def test_a_failed_save_leaves_each_ranks_file_as_it_was(tmp_path: Path) -> None:
+    def run(session: Session) -> Any:
+        torch.save(session.rank, tmp_path / "old.pt")
+        for name in ("old.pt", "new.pt"):
+            with pytest.raises((AttributeError, pickle.PicklingError)):
+                torch.save([torch.zeros(100), lambda: 0], tmp_path / name)
+        return torch.load(tmp_path / "old.pt"), (tmp_path / "new.pt").exists(), os.listdir(tmp_path)
+
+    assert run_ranks(2, run) == [(rank, False, ["old.pt"]) for rank in range(2)]
+
+
 def test_a_save_to_nowhere_is_refused_as_torch_does(tmp_path: Path) -> None:
     def run(_: Session) -> list[str]:
         os.chdir(tmp_path)
