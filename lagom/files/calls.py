@@ -63,7 +63,7 @@ class FileCalls(ABC):
         self.original: dict[str, Any] = {name: getattr(os, name) for name in _names() if hasattr(os, name)}
         self.original["io.open"] = io.open
         self.by_name = by_name
-        self.changes = FileChanges()
+        self.changes = FileChanges(host_dir)
         self._alone = _left_alone()
         self._host_dir = os.path.realpath(host_dir) + "/"
         self._files = self._host_dir + "files/"  # working directory on a host without the driver's

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import multiprocessing
 import os
 import sys
 import tempfile
@@ -15,15 +14,20 @@ _CHANGING = (
     *("utime", "chmod", "chown", "lchown", "setxattr", "removexattr"),
 )
 _SYSTEM = ("/dev/", "/proc/", "/sys/", os.path.join(tempfile.gettempdir(), "pymp-"))
-"""Devices and such; and folders of multiprocessing, which each of a loader's workers makes and removes."""
+"""Devices and such; and folders of multiprocessing that are not in lagom's folder, which loader workers make."""
 _PROGRAMS = ("subprocess.Popen", "os.system", "os.posix_spawn", "os.exec")
 """Audit events of programs that are started, which may change any file."""
 
 
 class FileChanges:
-    """Changes of a program to files, also to those that lagom leaves alone."""
+    """Tells of a program's changes to files, also to those that lagom leaves alone.
 
-    def __init__(self) -> None:
+    Args:
+        host_dir: folder of lagom's own files, where torch's C code writes for lagom.
+    """
+
+    def __init__(self, host_dir: str) -> None:
+        self._left_alone = (*_SYSTEM, f"{host_dir}/", f"{os.path.realpath(host_dir)}/")
         self.rewrites: Callable[[], None] = lambda: None
         """Called before each change but an append."""
         self.appends: Callable[[str, bool], None] = lambda path, is_new: None
@@ -56,7 +60,7 @@ class FileChanges:
     def _changing(self, call: Callable[..., Any], is_own: Callable[[], bool]) -> Callable[..., Any]:
         @functools.wraps(call)
         def changed(*args: Any, **kwargs: Any) -> Any:
-            if not is_own() and not (args and _is_of_system(args[0])):
+            if not is_own() and not (args and self._is_left_alone(args[0])):
                 self.rewrites()
             return call(*args, **kwargs)
 
@@ -70,7 +74,7 @@ class FileChanges:
             path: Any = args[0] if args else kwargs.get("file", kwargs.get("path"))
             others = {name: value for name, value in kwargs.items() if name not in ("file", "path")}
             kind = kind_of(*args[1:], **others) if len(args) > 1 or others else "r"
-            if kind == "r" or is_own() or isinstance(path, int) or _is_of_system(path):
+            if kind == "r" or is_own() or isinstance(path, int) or self._is_left_alone(path):
                 return call(*args, **kwargs)
             is_new = kind == "a" and not os.path.exists(path)
             if kind != "a":
@@ -83,6 +87,12 @@ class FileChanges:
 
         return opened
 
+    def _is_left_alone(self, path: Any) -> bool:
+        try:
+            return os.fsdecode(path).startswith(self._left_alone)
+        except TypeError:
+            return False
+
 
 def _kind_of_flags(flags: int) -> str:
     if not flags & (os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC):
@@ -94,12 +104,3 @@ def _kind_of_mode(mode: Any) -> str:
     if not isinstance(mode, str) or not set(mode) & set("wxa+"):
         return "r"
     return "a" if "a" in mode and "+" not in mode else "w"
-
-
-def _is_of_system(path: Any) -> bool:
-    try:
-        name = os.fsdecode(path)
-    except TypeError:
-        return False
-    sockets = multiprocessing.current_process()._config.get("tempdir")  # type: ignore[attr-defined]  # see _keep_sockets
-    return name.startswith(_SYSTEM) or (sockets is not None and name.startswith(f"{sockets}/"))
