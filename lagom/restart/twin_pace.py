@@ -78,8 +78,8 @@ class TwinPace:
         self.next_at = max(time.perf_counter() + wait_s, self._affordable(self._part))
 
     def _affordable(self, part: float) -> float:
-        """Return when another fork keeps to this ``part`` of the share."""
-        return self._began + (self._cost_s + self._last_s) / (SHARE * part)
+        """Return when the forks so far have taken no more than this ``part`` of the share."""
+        return self._began + self._cost_s / (SHARE * part)
 
 
 def _system_s() -> float:
