@@ -10,7 +10,7 @@ CLASSES := .venv/spark.jsa
 # A thousand processes start in the tests: none of them should compile lagom anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup demo test soak check docs dist matrix clean
+.PHONY: help setup demo test soak lint types check docs dist matrix clean
 .DEFAULT_GOAL := help
 
 help:
@@ -48,13 +48,17 @@ soak: $(READY) $(CLASSES)
 	echo "make soak took $$((($$(date +%s) - start) / 60)) minutes"; \
 	exit $$failed
 
+lint: $(READY)
+	@echo "== ruff"
+	@$(PYTHON) -m ruff check
+	@$(PYTHON) -m ruff format --check
+
+types: $(READY)
+	@echo "== mypy"
+	@$(PYTHON) -m mypy
+
 check: $(READY) $(CLASSES)
-	@failed=; \
-	for step in "$(PYTHON) -m ruff check" "$(PYTHON) -m ruff format --check" "$(PYTHON) -m mypy" "$(PYTEST)"; do \
-		echo "== $$step"; \
-		$$step || failed="$$failed, $$step"; \
-	done; \
-	[ -z "$$failed" ] || { echo "failed: $${failed#, }" >&2; exit 1; }
+	@$(MAKE) --keep-going --no-print-directory lint types test
 
 DOCS := build/docs-tools
 
