@@ -1,6 +1,6 @@
 """Measures the whole time of a run that loses a rank three times: lagom, torchrun, and Ray Train.
 
-    python -m benchmarks.survive_kills [--steps 6000] [--kills 3]
+    python -m benchmarks.survive_kills [--steps 6000] [--kills 3] [--only "lagom, snapshots"]
 
 One training of two ranks on this machine, a layer of 1024 by 1024 with Adam (12 MB of state), in five forms: lagom
 with sleeping twins; lagom with a snapshot every 10 s; lagom with neither, which begins again; torchrun --max-restarts
@@ -49,11 +49,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Whole time of a run that loses ranks.")
     parser.add_argument("--steps", type=int, default=6000)
     parser.add_argument("--kills", type=int, default=3)
-    args = parser.parse_args(argv)
     forms: dict[str, Callable[[Path, int], None]] = {name: _by_lagom(settings) for name, settings in FORMS.items()}
     forms["torchrun, a checkpoint by hand"] = _by_torchrun
     if importlib.util.find_spec("ray") is not None:
         forms["Ray Train, a checkpoint by hand"] = _by_ray
+    parser.add_argument("--only", nargs="+", choices=list(forms), default=list(forms))
+    args = parser.parse_args(argv)
+    forms = {name: forms[name] for name in args.only}
     with tempfile.TemporaryDirectory() as scratch:
         _by_lagom({})(Path(scratch, "first"), 10)  # starts the server that ranks are forked from
         for number, (name, run) in enumerate(forms.items()):
