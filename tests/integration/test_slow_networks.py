@@ -21,9 +21,10 @@ pytestmark = pytest.mark.skipif(not hosts.allowed(), reason="this user may not m
 
 
 def train(num_batches: int, width: int) -> torch.Tensor:
-    """Train a small network; with a large ``width`` its gradients go around the ring of hosts."""
+    """Train a small network with BatchNorm; with a large ``width`` its gradients go around the ring of hosts."""
     torch.manual_seed(0)
-    model = torch.nn.Sequential(torch.nn.Linear(8, width), torch.nn.Tanh(), torch.nn.Linear(width, 1)).double()
+    layers = torch.nn.Linear(8, width), torch.nn.BatchNorm1d(width), torch.nn.Tanh(), torch.nn.Linear(width, 1)
+    model = torch.nn.Sequential(*layers).double()
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-5)  # larger ones diverge where the network is wide
     inputs, targets = (torch.randn(8 * num_batches, width).double() for width in (8, 1))
     data = torch.utils.data.TensorDataset(inputs, targets)
@@ -31,7 +32,7 @@ def train(num_batches: int, width: int) -> torch.Tensor:
         optimizer.zero_grad()
         torch.nn.functional.mse_loss(model(x), y).backward()
         optimizer.step()
-    return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+    return torch.cat([tensor.flatten() for tensor in model.state_dict().values()])
 
 
 @contextmanager
