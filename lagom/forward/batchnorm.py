@@ -12,7 +12,16 @@ from torch.overrides import has_torch_function_unary
 
 from lagom.collectives.agreement_exchange import AgreedExchange, signature
 from lagom.errors import DivergenceError
-from lagom.forward.batchnorm_arithmetic import BatchNormCall, NormaliseFunction, combine_moments, local_moments
+from lagom.forward.batchnorm_arithmetic import (
+    COMPLETE,
+    COUNTED,
+    ELEMENTS,
+    MEANS,
+    BatchNormCall,
+    NormaliseFunction,
+    combine_moments,
+    local_moments,
+)
 from lagom.patching.late_dynamo import remember_torch_functions
 from lagom.patching.replace import replaced
 
@@ -122,12 +131,12 @@ class WholeBatchStatistics:
             probed.running += [buffer for buffer in (running_mean, running_var) if buffer is not None]
         return self._original(input, running_mean, running_var, weight, bias, True, momentum, eps)
 
-    def sum(self, numbers: Tensor, identity: tuple[object, ...]) -> None:
-        """Sum float64 ``numbers`` over the ranks, in place, if all are at the same BatchNorm."""
+    def sum(self, values: Tensor, identity: tuple[object, ...]) -> None:
+        """Sum float64 ``values`` over the ranks, in place, if all are at the same BatchNorm."""
         signed = self._signatures.get(identity)
         if signed is None:
             signed = self._signatures[identity] = signature(repr(identity).encode())
-        if not self._frame.sum(numbers, signed):
+        if not self._frame.sum(values, signed):
             self._raise_mismatch(*identity)
 
     def _raise_mismatch(self, direction: object, number: object, channels: object, _: object) -> NoReturn:
@@ -139,20 +148,20 @@ class WholeBatchStatistics:
         raise DivergenceError(f"other ranks ran another layer in place of {layer}")
 
     def _gather_statistics(self, input: Tensor, share: BatchShare, identity: tuple[object, ...]) -> Tensor:
-        """Gather a row per rank: elements, those that count, whether the share is complete, means, deviations."""
+        """Gather a row of statistics per rank, in the layout that ``combine_moments`` describes."""
         channels = input.shape[1]
         size = self._group.world_size
-        rows = torch.zeros(size, 3 + 2 * channels, dtype=torch.float64, device=input.device)
+        rows = torch.zeros(size, MEANS + 2 * channels, dtype=torch.float64, device=input.device)
         count = input.numel() // channels if channels else 0
         if count:
             mean, var = local_moments(input)
             mine = rows[self._group.rank]
             # Not by assignment: copying a number or a list to a GPU would wait for all its running work.
-            mine[:1].fill_(count)
-            mine[1:2].fill_(count if share.num_mine else 0)
-            mine[2:3].fill_(input.shape[0] == max(share.num_mine, 1))
-            mine[3 : 3 + channels] = mean
-            mine[3 + channels :] = var.to(torch.float64) * count
+            mine[ELEMENTS].fill_(count)
+            mine[COUNTED].fill_(count if share.num_mine else 0)
+            mine[COMPLETE].fill_(input.shape[0] == max(share.num_mine, 1))
+            mine[MEANS : MEANS + channels] = mean
+            mine[MEANS + channels :] = var.to(torch.float64) * count
         self.sum(rows, ("forward", *identity))
         return rows
 

@@ -12,6 +12,9 @@ from torch.autograd import Function
 if TYPE_CHECKING:
     from torch import Tensor
 
+ELEMENTS, COUNTED, COMPLETE, MEANS = range(4)
+"""Columns of a rank's row of statistics, of which MEANS is the first of many; see ``combine_moments``."""
+
 
 @dataclass(eq=False)
 class BatchNormCall:
@@ -25,9 +28,9 @@ class BatchNormCall:
     count: Tensor
     """Elements per channel, over all ranks."""
 
-    def sum(self, numbers: Tensor) -> Tensor:
-        """Return the sum of ``numbers`` over the ranks."""
-        total = numbers.to(torch.float64, copy=True).contiguous()
+    def sum(self, values: Tensor) -> Tensor:
+        """Return the sum of ``values`` over the ranks."""
+        total = values.to(torch.float64, copy=True).contiguous()
         self.all_reduce(total)
         return total
 
@@ -45,19 +48,23 @@ def local_moments(input: Tensor) -> tuple[Tensor, Tensor]:
 def combine_moments(rows: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return count, mean and biased variance over all ranks, and the count that one process would have.
 
+    Args:
+        rows: a row of float64 for each rank. ELEMENTS is its elements per channel. COUNTED is how many of these are
+            part of the batch: all or, on a rank that runs a copy, 0. COMPLETE is 1 if the input has as many rows as the
+            rank's share. From MEANS on: the mean of each channel, then the sum of squared deviations of each channel.
+
     From means m_r, sums of squared deviations M_r and counts n_r: m = sum n_r m_r / n and
     M = sum M_r + sum n_r (m_r - m)^2 (Chan, Golub and LeVeque, 1979).
     """
-    channels = (rows.shape[1] - 3) // 2
-    weights = rows[:, 1:2]
-    means, squares = rows[:, 3 : 3 + channels], rows[:, 3 + channels :]
+    channels = (rows.shape[1] - MEANS) // 2
+    elements, weights = rows[:, ELEMENTS, None], rows[:, COUNTED, None]
+    means, squares = rows[:, MEANS : MEANS + channels], rows[:, MEANS + channels :]
     count = weights.sum().clamp(min=1)
     mean = (means * weights).sum(0) / count
     deviation = (squares * (weights > 0)).sum(0) + ((means - mean).square() * weights).sum(0)
-    first = rows[:1]
-    same = ((rows[:, :1] == first[:, :1]) & (rows[:, 3:] == first[:, 3:]).all(1, keepdim=True)).all()
-    replicated = same & ~rows[:, 2].bool().all()
-    return count, mean, deviation / count, torch.where(replicated, rows[0, 0], count)
+    same = ((elements == elements[:1]) & (rows[:, MEANS:] == rows[:1, MEANS:]).all(1, keepdim=True)).all()
+    replicated = same & ~rows[:, COMPLETE].bool().all()
+    return count, mean, deviation / count, torch.where(replicated, rows[0, ELEMENTS], count)
 
 
 class NormaliseFunction(Function):
@@ -138,8 +145,8 @@ def _differentiable_gradients(ctx: Any, dy: Tensor) -> list[Tensor | None]:
     dims = [i for i in range(x.dim()) if i != 1]
     shape = [-1 if i == 1 else 1 for i in range(x.dim())]
 
-    def average(numbers: Tensor) -> Tensor:
-        summed: Tensor = _SumFunction.apply(numbers.sum(dims) * call.counted, call)  # type: ignore[no-untyped-call]
+    def average(values: Tensor) -> Tensor:
+        summed: Tensor = _SumFunction.apply(values.sum(dims) * call.counted, call)  # type: ignore[no-untyped-call]
         result = summed.div(call.count.to(mean.dtype)).view(shape)
         # A copy's influence on the statistics counts nowhere, but its rank takes part in the exchange.
         return result if call.counted else result.detach() + 0 * result
@@ -159,9 +166,9 @@ class _SumFunction(Function):
     """Sum over the ranks, whose gradient is the sum of the gradients."""
 
     @staticmethod
-    def forward(ctx: Any, numbers: Tensor, call: BatchNormCall) -> Tensor:
+    def forward(ctx: Any, values: Tensor, call: BatchNormCall) -> Tensor:
         ctx.call = call
-        return call.sum(numbers).to(numbers.dtype)
+        return call.sum(values).to(values.dtype)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
