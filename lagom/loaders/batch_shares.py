@@ -1,6 +1,6 @@
-"""The rank's share of a batch's indices, and the index sampler that gives this share to a loader.
+"""The rank's share of a batch's indices, and the index sampler that stands for a loader's own on every rank.
 
-Only with batches="split" or "per_rank", and in sharded evaluations: else a rank gets whole batches.
+Batches are shared only with batches="split" or "per_rank", and in sharded evaluations: else a rank gets whole batches.
 """
 
 from __future__ import annotations
@@ -50,8 +50,11 @@ def split_batch_group(
     return split_batch(list(chain.from_iterable(batches)), rank, world_size)
 
 
-class ShardedIndexSampler:
-    """Stands for a loader's batch sampler, or its sampler, and yields this rank's share.
+class RankIndexSampler:
+    """Stands for a loader's batch sampler, or its sampler, on every rank, and follows the order of rank 0's.
+
+    With "split" and "per_rank", and in sharded evaluations, the rank takes its share of each batch. In replicated
+    evaluations every rank follows its own sampler.
 
     Args:
         start: returns the pass that an iteration belongs to.
@@ -116,8 +119,8 @@ class ShardedIndexSampler:
                 yield mine
 
 
-class ResumableIndexSampler(ShardedIndexSampler):
-    """A ``ShardedIndexSampler`` for a source that has a state."""
+class ResumableIndexSampler(RankIndexSampler):
+    """A ``RankIndexSampler`` for a source that has a state."""
 
     def state_dict(self) -> Any:
         """Return the state of the source."""

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, RandomSampler
 from torch.utils.data.dataloader import _BaseDataLoaderIter, _DatasetKind, _SingleProcessDataLoaderIter
 
 from lagom.files.install import knows_rank
-from lagom.loaders.batch_shares import ResumableIndexSampler, ShardedIndexSampler
+from lagom.loaders.batch_shares import RankIndexSampler, ResumableIndexSampler
 from lagom.loaders.batch_source import choose_batch_source
 from lagom.loaders.fetching import PASS, make_create_fetcher, make_iterator_init
 from lagom.loaders.iterable import GroupedBatchSampler, ShardedCollate, is_iterable
@@ -85,7 +85,7 @@ def _make_index_sampler(loaders: PassStarter) -> Any:
         if is_iterable(loader):
             return GroupedBatchSampler(source, group_size)
         drop_last = bool(loader.drop_last or getattr(loader.batch_sampler, "drop_last", False))
-        kind = ResumableIndexSampler if has_state(source) else ShardedIndexSampler
+        kind = ResumableIndexSampler if has_state(source) else RankIndexSampler
         return kind(session, source, lambda: classify_pass(session, shared), group_size, drop_last=drop_last)
 
     return index_sampler

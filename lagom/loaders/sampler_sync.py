@@ -1,6 +1,6 @@
 """Sample order, also of custom samplers: all ranks follow the order that rank 0's sampler draws.
 
-This order is what the program sees with batches="whole". Otherwise ``batch_shares.py`` then splits each batch. From
+``batch_shares.py`` asks for this order, and with batches="split" and "per_rank" then takes this rank's share. From
 100,000,000 samples on, ``permutation.py`` replaces ``RandomSampler``.
 """
 
