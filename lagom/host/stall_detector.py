@@ -11,7 +11,7 @@ import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from lagom.monitor import stalls
+from lagom.monitor.stalls import stall_report, stall_text
 from lagom.wire.client import Message
 from lagom.worker import stack_dump
 
@@ -35,25 +35,26 @@ class StallDetector:
         """Tell the driver once that ``rank`` stalls; return its failure if it has stalled for the whole timeout."""
         pulse, quiet_s = rank.pulse, rank.pulse.quiet_s
         is_over = self._plan.config.timeout_s is not None and quiet_s >= self._plan.config.timeout_s
-        if not is_over and (pulse.stalls or quiet_s < pulse.patience_s):
+        if not is_over and (pulse.is_stalled or quiet_s < pulse.patience_s):
             return None
         work = current_work(rank, 2 * self.interval_s + self._plan.config.hb_interval)
         stall = {**work, "rank": rank.rank, "quiet_s": quiet_s}
-        if not pulse.stalls:
-            pulse.stalls = True
+        if not pulse.is_stalled:
+            pulse.is_stalled = True
             if self._driver.is_open:
                 self._driver.send(stall | {"type": "stalled"})
             else:
-                self._driver.say(f"[lagom] {stalls.stall_text({rank.rank: stall}, self._plan.world_size)}\n")
-        return stalls.stall_report(rank.rank, stall) if is_over else None
+                self._driver.say(f"[lagom] {stall_text({rank.rank: stall}, self._plan.world_size)}\n")
+        return stall_report(rank.rank, stall) if is_over else None
 
 
 @dataclass(slots=True)
 class Pulse:
     """The time of a rank's last progress: new ticks in its heartbeat, output, or a report of a trial.
 
-    ``quiet_s`` alone decides whether a rank stalls. A rank counts its ticks (batches, forwards, backwards) in
-    ``Session.ticks``; ``worker/heartbeat.py`` sends them.
+    ``quiet_s`` decides whether a rank stalls; ``RankSupervisor`` does not ask while a rank of the run is in the
+    debugger. A rank counts its ticks (batches, forwards, backwards) in ``Session.ticks``; ``worker/heartbeat.py`` sends
+    them.
     """
 
     patience_s: float
@@ -63,7 +64,7 @@ class Pulse:
     heard_at: float = field(default_factory=time.monotonic)
     doing: Message | None = None
     """Its last message about its current activity."""
-    stalls: bool = False
+    is_stalled: bool = False
 
     def heard(self, ticks: int) -> None:
         """Take in a message of the rank, with its progress counter."""
@@ -75,10 +76,10 @@ class Pulse:
     def moved(self) -> None:
         """Record progress."""
         now = time.monotonic()
-        if self.stalls:
+        if self.is_stalled:
             # The rank is just slow: a report at each of its steps would help nobody.
             self.patience_s = max(self.patience_s, 2 * (now - self.moved_at))
-            self.stalls = False
+            self.is_stalled = False
         self.moved_at, self.doing = now, None
 
     @property

@@ -37,14 +37,14 @@ class RankSupervisor:
         self.driver = DriverLink(link)
         self._selector = selectors.DefaultSelector()
         self._output = RankOutput(self.driver, plan, self._selector)
-        self._stalls = StallDetector(self.driver, plan)
+        self._stall_detector = StallDetector(self.driver, plan)
         self._deadline: float | None = None
         self._kept: Collection[int] = ()
         self._kills: Mapping[str, int] = {}
         self.unread: list[Message] = []
         """Messages of the driver that are not for the ranks."""
         self._is_held = False
-        """A rank of the run is in the debugger, so that ranks make no progress."""
+        """A rank of the run is in the debugger, so that ranks make no progress and are not checked for stalls."""
         self._answers: list[Message] = []
         """The driver's answers to the reports of a trial, by number."""
         self.twins: TwinSets | None = None
@@ -93,7 +93,7 @@ class RankSupervisor:
                 if rank.pidfd is None and not rank.ended:
                     self._reap(rank)
                 if rank.report is None and not self._is_held:
-                    rank.report = self._stalls.check(rank)
+                    rank.report = self._stall_detector.check(rank)
                     if rank.report is not None:
                         self._tell_failure(rank)
         if self._is_over(self._ranks[0]):
@@ -129,7 +129,7 @@ class RankSupervisor:
             return _POLL_S
         next_look = self.twins.next_look() if self.twins is not None else None
         ends = [end for end in (self._deadline, next_look) if end is not None]
-        return max(0.0, min([self._stalls.interval_s, *(end - time.monotonic() for end in ends)]))
+        return max(0.0, min([self._stall_detector.interval_s, *(end - time.monotonic() for end in ends)]))
 
     def _read_driver(self, link: DriverClient) -> None:
         try:

@@ -214,7 +214,7 @@ class RunView:
         elif kind == "stalled":
             # Ranks that wait for it report their stalls at about the same time.
             beat_s = min(self.plan.config.hb_interval, self.plan.config.stall_timeout_s / 4)
-            self.channel.call_later(beat_s + 0.5, lambda: self._events.put({"type": "stalls"}))
+            self.channel.call_later(beat_s + 0.5, lambda: self._events.put({"type": "show_stalls"}))
         elif kind == "files":
             self._history.wrote(message)
             return

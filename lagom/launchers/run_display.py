@@ -82,7 +82,7 @@ class RunDisplay:
             self._progress.warn(event["text"])
         elif kind == "stalled":
             self._stalled[event["rank"]] = event
-        elif kind == "stalls":
+        elif kind == "show_stalls":
             stalled, self._stalled = self._stalled, {}
             if stalled:
                 self._progress.stalled(stalled, stall_text(stalled, self._plan.world_size))

@@ -56,9 +56,9 @@ def test_a_stall_is_sent_once_and_fails_the_rank_after_the_timeout() -> None:
 def test_one_that_is_always_slow_is_named_once() -> None:
     pulse = Pulse(patience_s=1.0)
     pulse.moved_at -= 5.0
-    pulse.stalls = True
+    pulse.is_stalled = True
     pulse.heard(1)
-    assert not pulse.stalls
+    assert not pulse.is_stalled
     assert pulse.patience_s >= 10.0
     pulse.moved_at -= 6.0
     assert pulse.quiet_s < pulse.patience_s
