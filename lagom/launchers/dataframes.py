@@ -182,33 +182,37 @@ def _estimate(frame: Any) -> int | None:
 
 def _check_types(frame: Any, name: str) -> None:
     for field in frame.schema.jsonValue()["fields"]:
-        if (wrong := _wrong(field["type"])) is not None:
+        if (wrong := unsupported_part(field["type"])) is not None:
             raise ValueError(
                 f"{name} is a DataFrame whose column {field['name']!r} has the type {wrong}, which cannot be a tensor; "
                 f"leave it out with drop({field['name']!r}), or have Spark make numbers of it"
             )
 
 
-def _wrong(kind: Any) -> str | None:
-    """Return the part of a type that cannot be a tensor, or None."""
+def unsupported_part(kind: Any) -> str | None:
+    """Return the part of one of Spark's types that cannot be a tensor, or None.
+
+    ``column_entries`` in ``data/columns/tensor_columns.py`` has the same rule for Arrow's types, and needs torch, which
+    the driver does not import.
+    """
     if isinstance(kind, str):
         return kind if kind in ("variant", "void") or "interval" in kind else None
     if kind["type"] == "array":
-        return _wrong_inside(kind["elementType"])
+        return _unsupported_inside(kind["elementType"])
     inner = {
         "struct": lambda: [field["type"] for field in kind["fields"]],
         "udt": lambda: [kind["sqlType"]],
     }.get(kind["type"])
     if inner is None:
         return str(kind["type"])
-    return next(filter(None, map(_wrong, inner())), None)
+    return next(filter(None, map(unsupported_part, inner())), None)
 
 
-def _wrong_inside(kind: Any) -> str | None:
+def _unsupported_inside(kind: Any) -> str | None:
     """Return the part of an array's element type that cannot be in a tensor, or None."""
     if isinstance(kind, str):
-        return f"array<{kind}>" if kind.startswith(("string", "binary", "char", "varchar")) else _wrong(kind)
-    return _wrong_inside(kind["elementType"]) if kind["type"] == "array" else f"array<{kind['type']}>"
+        return f"array<{kind}>" if kind.startswith(("string", "binary", "char", "varchar")) else unsupported_part(kind)
+    return _unsupported_inside(kind["elementType"]) if kind["type"] == "array" else f"array<{kind['type']}>"
 
 
 def _exists(url: str) -> bool:
