@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from lagom.collectives.torch_backend.tensor_ops import TensorCollectives, flat_of, put
+from lagom.collectives.torch_backend.tensor_ops import TensorCollectives, plain_contiguous, put
 
 _METHODS = {
     "all_reduce": "allreduce",
@@ -48,10 +48,10 @@ def _as_list(given: Any) -> list[Any]:
 
 
 def _in_order(given: Any) -> Any:
-    """Return ``flat_of`` a tensor, or of each in a list; tensors that are not dense stay as they are."""
+    """Return the tensor, or each in a list, contiguous; tensors that are not dense stay as they are."""
     if isinstance(given, list):
         return [_in_order(one) for one in given]
-    return flat_of(given) if given.layout == torch.strided and not given.is_quantized else given
+    return plain_contiguous(given) if given.layout == torch.strided and not given.is_quantized else given
 
 
 def _put_back(given: Any, in_order: Any) -> None:

@@ -38,7 +38,7 @@ class TensorCollectives:
 
     def all_reduce(self, tensor: Tensor, reduction: str) -> None:
         """Reduce in place."""
-        flat = flat_of(tensor)
+        flat = plain_contiguous(tensor)
         self._transport.all_reduce(flat, reduction).wait()
         put(tensor, flat)
 
@@ -51,15 +51,15 @@ class TensorCollectives:
 
     def broadcast(self, tensor: Tensor, root: int) -> None:
         """Overwrite ``tensor`` with the one of rank ``root``."""
-        flat = flat_of(tensor)
+        flat = plain_contiguous(tensor)
         self._transport.broadcast(flat, root).wait()
         put(tensor, flat)
 
     def all_gather(self, output: Tensor, tensor: Tensor) -> None:
         """Fill ``output`` with the tensors of all ranks, one behind the other."""
         fit("all_gather", output.numel(), self._size * tensor.numel(), output, tensor)
-        flat = flat_of(output)
-        self._transport.all_gather(flat, flat_of(tensor)).wait()
+        flat = plain_contiguous(output)
+        self._transport.all_gather(flat, plain_contiguous(tensor)).wait()
         put(output, flat)
 
     def all_gather_list(self, outputs: Sequence[Tensor], tensor: Tensor) -> None:
@@ -72,8 +72,8 @@ class TensorCollectives:
     def reduce_scatter(self, output: Tensor, tensor: Tensor, reduction: str) -> None:
         """Fill ``output`` with this rank's part of the reduction of all ranks' tensors."""
         fit("reduce_scatter", tensor.numel(), self._size * output.numel(), output, tensor)
-        flat = flat_of(output)
-        self._transport.reduce_scatter(flat, flat_of(tensor), reduction).wait()
+        flat = plain_contiguous(output)
+        self._transport.reduce_scatter(flat, plain_contiguous(tensor), reduction).wait()
         put(output, flat)
 
     def reduce_scatter_list(self, output: Tensor, tensors: Sequence[Tensor], reduction: str) -> None:
@@ -86,13 +86,13 @@ class TensorCollectives:
             self.reduce_scatter(output, given, reduction)
             return
         self.agree(f"reduce_scatter ({reduction}) of {counts} {given.dtype}")
-        flat = flat_of(output)
+        flat = plain_contiguous(output)
         self._memory.reduce_parts(given.data_ptr(), counts, flat.data_ptr(), TYPES[flat.dtype], OPERATIONS[reduction])
         put(output, flat)
 
     def gather(self, outputs: Sequence[Tensor], tensor: Tensor, root: int) -> None:
         """Fill each of rank ``root``'s ``outputs`` with the tensor of one rank."""
-        given = flat_of(tensor)
+        given = plain_contiguous(tensor)
         if self._rank != root:
             self._memory.gather(given.data_ptr(), 0, given.nbytes, root, type_code(given))
             return
@@ -103,7 +103,7 @@ class TensorCollectives:
 
     def scatter(self, output: Tensor, tensors: Sequence[Tensor], root: int) -> None:
         """Fill ``output`` with this rank's tensor of ``root``'s ``tensors``."""
-        flat = flat_of(output)
+        flat = plain_contiguous(output)
         if self._rank == root:
             self._check_list("scatter", tensors, output)
             together = torch.cat([tensor.reshape(-1) for tensor in tensors])
@@ -117,7 +117,7 @@ class TensorCollectives:
         for what, found in (("outputs", outputs), ("inputs", tensors)):
             if len(found) != self._size:
                 raise ValueError(f"all_to_all has {len(found)} {what}, but there are {self._size} ranks")
-        given = torch.cat([bytes_of(flat_of(tensor)) for tensor in tensors])
+        given = torch.cat([bytes_of(plain_contiguous(tensor)) for tensor in tensors])
         out = torch.empty(sum(one.nbytes for one in outputs), dtype=torch.uint8)
         back = [one.nbytes for one in outputs]
         to = [one.nbytes for one in tensors]
@@ -128,7 +128,7 @@ class TensorCollectives:
     def all_to_all_single(self, output: Tensor, tensor: Tensor, to_here: Sequence[int], to_all: Sequence[int]) -> None:
         """Send rows to each rank, and receive rows from each; equal parts if the sizes are empty."""
         fit("all_to_all_single", 0, 0, output, tensor)
-        given, flat = flat_of(tensor), flat_of(output)
+        given, flat = plain_contiguous(tensor), plain_contiguous(output)
         to, back = self._split(given, to_all), self._split(flat, to_here)
         self._memory.all_to_all(given.data_ptr(), to, flat.data_ptr(), back, type_code(flat))
         put(output, flat)
@@ -147,12 +147,12 @@ class TensorCollectives:
 
     def send(self, tensor: Tensor, to: int, tag: int) -> None:
         """Send to rank ``to``, which must receive; no collective."""
-        given = flat_of(tensor)
+        given = plain_contiguous(tensor)
         self._memory.send(given.data_ptr(), given.nbytes, type_code(given), to, tag)
 
     def receive(self, tensor: Tensor, sender: int, tag: int) -> None:
         """Receive from rank ``sender``, which must send; no collective."""
-        flat = flat_of(tensor)
+        flat = plain_contiguous(tensor)
         self._memory.receive(flat.data_ptr(), flat.nbytes, type_code(flat), sender, tag)
         put(tensor, flat)
 
@@ -191,14 +191,14 @@ def fit(what: str, found: int, wanted: int, one: Tensor, other: Tensor) -> None:
         )
 
 
-def flat_of(tensor: Tensor) -> Tensor:
+def plain_contiguous(tensor: Tensor) -> Tensor:
     """Return ``tensor`` if it is contiguous and not lazily negated or conjugated; else a copy that is."""
     found = tensor.contiguous()
     return found.resolve_neg().resolve_conj() if found.is_neg() or found.is_conj() else found
 
 
 def put(tensor: Tensor, flat: Tensor) -> None:
-    """Copy ``flat``, which ``flat_of`` returned, into ``tensor`` if it is a copy."""
+    """Copy ``flat``, which ``plain_contiguous`` returned, into ``tensor`` if it is a copy."""
     if flat is not tensor and flat.data_ptr() != tensor.data_ptr():
         tensor.detach().copy_(flat)  # also into a parameter, as over gloo
 
