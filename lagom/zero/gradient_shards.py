@@ -100,7 +100,10 @@ class GradientShards:
         return (False, None) if entry is None else (True, entry.shard)
 
     def cut_gradients(self, leaves: Iterable[torch.Tensor]) -> None:
-        """Replace averages in ``leaf.grad`` by this rank's shards; those of a running backward count from now on."""
+        """Replace each whole average by this rank's shard, and let the shards that were cut during the backward count.
+
+        ``leaves`` are those that had no whole gradient before the backward.
+        """
         self._clock += 1
         early, self._early = self._early, []
         for early_entry, part in early:
@@ -291,7 +294,8 @@ class GradientShards:
 #
 # So a gradient is whole before its optimizer's first step, after the program has read it until it is thrown away
 # (`was_shown`), if two optimizers step its parameter (`stays_whole`), and if its optimizer is not sharded at all (its
-# step couples parameters; see `optimizer_group.py`). While a backward runs, gradients are whole unless it overlaps: see
-# Note [Overlap] in gradients/overlap.py.
+# step couples parameters; see `optimizer_group.py`). A backward that adds to a whole gradient leaves it whole: only
+# leaves without one are cut (`without_gradient`, which gradients/backward.py passes to `cut_gradients`). While a
+# backward runs, gradients are whole unless it overlaps: see Note [Overlap] in gradients/overlap.py.
 #
 # Entries are weak: another rank that runs the same code cannot request a parameter that is gone here.
