@@ -45,7 +45,7 @@ class CollectiveError(LagomError):
 
 
 class DivergenceError(LagomError):
-    """Ranks have different numbers where one machine would have one."""
+    """Ranks have different values where one process would have one, or are at different places of the program."""
 
 
 class VerificationError(LagomError):

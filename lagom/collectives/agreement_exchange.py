@@ -13,18 +13,18 @@ if TYPE_CHECKING:
     from lagom.collectives.group import Group
 
 SIZE = 32
-"""Bytes of a signature; a multiple of 16, so that numbers of any type may follow."""
+"""Bytes of a signature; a multiple of 16, so that elements of any type may follow."""
 FRAME = 1 << 17
 """Bytes that a rank sends along with signatures, to all other ranks together; more bytes take a separate exchange."""
 
 
 class AgreedExchange:
-    """Exchanges signatures, and small numbers in the same message, which are used only if all signatures are equal.
+    """Exchanges signatures, and small tensors in the same message, which are used only if all signatures are equal.
 
     See Note [Which gradients] in gradients/gradient_averager.py.
 
     Args:
-        size: bytes that may follow the signatures to all other ranks together; 0 when the numbers are on GPUs.
+        size: bytes that may follow the signatures to all other ranks together; 0 when the tensors are on GPUs.
     """
 
     def __init__(self, group: Group, size: int = FRAME) -> None:
@@ -105,7 +105,7 @@ class PackedTensors:
         self.keeps_types = all(
             given is dtype and dtype.itemsize >= 4 for (given, _), dtype in zip(kinds, travelling, strict=True)
         )
-        """Whether tensors, sent numbers and averages have the same types."""
+        """Whether tensors, what is sent of them, and averages have the same types."""
         kinds = [(dtype, shape) for dtype, (_, shape) in zip(travelling, kinds, strict=True)]
         by_type: dict[torch.dtype, list[int]] = {}
         for i, (dtype, _) in enumerate(kinds):
@@ -127,7 +127,7 @@ class PackedTensors:
                 mine[i], averages[i] = a.view(kinds[i][1]), b.view(kinds[i][1])
             start += _aligned(num_bytes)
         self.mine = [mine[i] for i in range(len(kinds))]
-        """Tensors that this rank fills with its numbers."""
+        """Tensors that this rank fills with its values."""
         self.averages = [averages[i] for i in range(len(kinds))]
         """Tensors that receive the averages."""
         self.packed = memory(packed) if kinds else None
@@ -171,7 +171,7 @@ def _add(parts: Sequence[torch.Tensor], total: torch.Tensor) -> None:
 
 
 def lies_plainly(one: torch.Tensor) -> bool:
-    """Return whether the numbers of ``one`` are in this process's memory as they are, one behind the other."""
+    """Return whether the elements of ``one`` are in this process's memory as they are, one behind the other."""
     # The layout comes first: asking a sparse tensor for its order in memory is an error.
     return (
         type(one) is torch.Tensor

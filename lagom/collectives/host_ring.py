@@ -220,7 +220,7 @@ class _Sums:
         self._added = 0
 
     def add(self, place: int) -> None:
-        """Add the numbers that are complete where ``place`` bytes have arrived."""
+        """Add the elements that are complete where ``place`` bytes have arrived."""
         end = place // self._totals.element_size()
         self._totals[self._added : end] += self._others[self._added : end]
         self._added = end

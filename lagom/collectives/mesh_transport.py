@@ -40,7 +40,7 @@ class MeshTransport(Transport):
         return reduction in ("", "sum") and super().carries(operation, tensors)
 
     def all_reduce(self, tensor: torch.Tensor, reduction: str = "sum") -> Done:
-        # The size of a piece is a multiple of every type's size, so that parts end between numbers.
+        # The size of a piece is a multiple of every type's size, so that parts end between elements.
         for piece in _pieces(tensor, self._world_size * _PART):
             parts = [piece[start : start + _PART] for start in range(0, self._world_size * _PART, _PART)]
             rows = [_tensor(row) for row in self._mesh.deal([part.numpy().data for part in parts])]

@@ -51,15 +51,15 @@ class RequestExchange(ABC):
     def averaging(
         self, size: int, sections: Sequence[tuple[int, int, torch.dtype]]
     ) -> Callable[[bytes, Sequence[int], Sequence[int]], bool] | None:
-        """Prepare an average of numbers in ``sections`` of ``size`` bytes; return None if no compiled code can do it.
+        """Prepare an average of elements in ``sections`` of ``size`` bytes; return None if no compiled code can do it.
 
-        The returned function takes a signature, the address of each section's numbers and the address for each
+        The returned function takes a signature, the address of each section's elements and the address for each
         section's average, which may be the same one. It averages if all ranks call it with the same signature, and
         returns whether they did. For the other ranks a call is an ``exchange`` of the signature and these bytes, in
         which a rank may request something else first. It takes one call of compiled code.
 
         Args:
-            sections: for each the first byte, how many numbers, and their type.
+            sections: for each the first byte, how many elements, and their type.
         """
         near = self._with_room(size)
         if near is None:

@@ -109,7 +109,7 @@ class Replicas:
         A collective.
 
         Returns:
-            False if averages were not left out, or ranks have optimizers that differ in more than numbers.
+            False if averages were not left out, or ranks have optimizers that differ in more than values.
         """
         if not self._has_skipped:
             return False
@@ -145,7 +145,7 @@ class Replicas:
 # gradients of one process. To average them changes nothing, and takes as long as the backward of such a network: ranks
 # wait for each other in each step. So gradients are compared instead: those of each kind of backward when it comes for
 # the first time, and later whenever parameters are compared (see Note [Divergence] in divergence.py). In between, ranks
-# do not wait. Not even the first is averaged: a mean of three equal numbers may be rounded, and a run that goes on from
+# do not wait. Not even the first is averaged: a mean of three equal values may be rounded, and a run that goes on from
 # a snapshot begins with a first one.
 #
 # Ranks that compute something of their own (a generator without a seed) have other gradients from the beginning, and

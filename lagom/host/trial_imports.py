@@ -16,7 +16,7 @@ from lagom.random_states import equal_random_states, random_states
 from lagom.wire.spec import RunSpec
 
 _MANY = 40
-"""Modules that are worth it: a few hundred take a second or more to import, in each trial."""
+"""Number of modules from which importing them before the fork pays: a few hundred take a second in each trial."""
 _LIMIT_S = 60
 _OF_JEMALLOC = "jemalloc_bg_thd"
 """Thread of pyarrow's memory allocator."""

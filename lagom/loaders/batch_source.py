@@ -74,7 +74,7 @@ class _IndexedBatches:
 
 
 class _ResizedBatches:
-    """Batches of a data set that may change the number of rows, as its attribute ``lagom_resizes`` says.
+    """Batches of a data set whose transform may return more or fewer rows than were asked for (``lagom_resizes``).
 
     One exchange for each batch sums the rows of all ranks, so that shares have the right weights.
     """

@@ -131,7 +131,7 @@ def left(ranks: Mapping[int, Message]) -> str:
 
 
 def has_loaded(one: Message) -> bool:
-    """Return whether the rank of a report has loaded a batch; programs that load none by a DataLoader never have."""
+    """Return whether a report's rank has loaded a batch; always False without a DataLoader."""
     return bool(one.get("epoch") or one.get("step") or one.get("samples"))
 
 

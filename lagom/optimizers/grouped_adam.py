@@ -112,7 +112,7 @@ def _is_dense(tensors: _Tensors) -> bool:
 
 
 def _is_small(tensors: _Tensors) -> bool:
-    """Return whether parameters are few numbers in ordinary tensors of a CPU, each in memory of its own."""
+    """Return whether parameters have few elements, in ordinary tensors of a CPU, each in memory of its own."""
     num_elements, storages = 0, set()
     params = tensors[0]
     for param in params:

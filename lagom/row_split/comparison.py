@@ -35,7 +35,7 @@ def compare(finding: SplitFinding, outputs: list[Any], parts: list[list[Any]], t
 
 
 def are_close(one: Tensor, other: Tensor, tolerance: float) -> bool:
-    """Return whether both have the same shape and almost the same numbers."""
+    """Return whether both have the same shape and almost the same values."""
     if one.shape != other.shape:
         return False
     if not (one.is_floating_point() or one.is_complex()):

@@ -75,7 +75,7 @@ class Draws(OperationMode):
 
     Args:
         axes: by kind of draw, the dimension that counts the rows of the batch (or a multiple); None: none does.
-        reads: numbers and shapes that the forward took from tensors when it was probed, such as by ``.item()``; another
+        reads: values and shapes that the forward took from tensors when it was probed, such as by ``.item()``; another
             one is an ``OtherWayError``. None: they are not compared.
         multiples: kinds of draws that had several rows for each row of the batch when the forward was probed.
         remedy: advice at the end of an error.
@@ -142,12 +142,12 @@ class Draws(OperationMode):
 
 
 def reads_numbers(function: OpOverload) -> bool:
-    """Return whether ``function`` takes numbers out of a tensor, or has a result whose shape depends on them."""
+    """Return whether ``function`` takes values out of a tensor, or has a result whose shape depends on them."""
     return not _READS.isdisjoint(function.tags)
 
 
 def read_numbers(result: Any) -> list[object]:
-    """Return what a program finds out by a ``result`` of such a function: numbers and shapes."""
+    """Return what a program finds out by a ``result`` of such a function: values and shapes."""
     return [tuple(one.shape) if isinstance(one, torch.Tensor) else one for one in tree_flatten(result)[0]]
 
 
@@ -177,7 +177,7 @@ def draw_shape(function: OpOverload, args: tuple[Any, ...], kwargs: dict[str, An
     """Return the shape of the random numbers of ``function``.
 
     Raises:
-        UnsupportedDrawError: when the draw depends on the numbers of its input.
+        UnsupportedDrawError: when the draw depends on the values of its input.
     """
     index = _size_argument(function)
     if index is not None:

@@ -83,7 +83,7 @@ class BatchStatistics:
 
 
 class Recorder(OperationMode):
-    """Records a forward's draws and the results that come from its input; refuses reads of the input's numbers."""
+    """Records a forward's draws and the results that come from its input; refuses reads of the input's values."""
 
     def __init__(self, inputs: Sequence[Tensor], parameters: Iterable[Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -131,7 +131,7 @@ class Recorder(OperationMode):
 
     @contextmanager
     def refuse_reads(self) -> Iterator[None]:
-        """Have a forward fail that takes numbers of its input out of torch, where they cannot be tracked."""
+        """Have a forward fail that takes values of its input out of torch, where they cannot be tracked."""
         with ExitStack() as stack:
             for name in ("numpy", "tolist", "__dlpack__"):
                 stack.enter_context(replaced(torch.Tensor, name, self._make_refused_read(getattr(torch.Tensor, name))))
@@ -154,7 +154,7 @@ class Recorder(OperationMode):
         return any(not ref.expired() for key, ref in self._of_input.items() if key not in expected)
 
     def _record_result(self, tensor: Tensor) -> None:
-        # The reference keeps the address from being reused, without keeping the numbers.
+        # The reference keeps the address from being reused, without keeping the elements.
         if tensor.layout == torch.strided:
             self._of_input.setdefault(_storage_key(tensor), StorageWeakRef(storage_of(tensor)))
 

@@ -45,11 +45,11 @@ class ModuleState:
         return [name for name, state in self._random.items() if not equal_state(state, now[name])]
 
     def has_same_buffers(self) -> bool:
-        """Return whether buffers have the same numbers as before."""
+        """Return whether buffers have the same values as before."""
         return all(torch.equal(buffer, content) for buffer, content in self._buffers)
 
     def is_unchanged(self) -> bool:
-        """Return whether attributes hold the same objects as before, and buffers the same numbers."""
+        """Return whether attributes hold the same objects as before, and buffers the same values."""
         return (
             all(_same_objects([*held, *held.values()], [*was, *was.values()]) for held, was in self._dicts)
             and all(_same_objects(items, was) for items, was in self._lists)
@@ -109,7 +109,7 @@ def restore_buffers(copies: Sequence[tuple[Tensor, Tensor]]) -> None:
 
 
 def parameter_checksums(module: nn.Module) -> list[int]:
-    """Return for each parameter the sum of the bits of at most a million numbers, which differs after a change."""
+    """Return for each parameter the sum of the bits of at most a million elements, which differs after a change."""
     marks = []
     for parameter in module.parameters():
         if parameter.layout == torch.strided and not parameter.is_meta and parameter.itemsize in _BITS:

@@ -53,7 +53,7 @@ class TorchLoss:
 
 
 class SharedLoss:
-    """Computes one of torch's losses: each rank for its rows, and the ranks' numbers are added."""
+    """Computes one of torch's losses: each rank for its rows, and the ranks' sums are added."""
 
     def __init__(
         self,
@@ -83,7 +83,7 @@ class SharedLoss:
         others[self._loss.reduction - 2] = NONE if keeps_bits or self._reduction == NONE else SUM
         found: Tensor | None = None
         # On a CPU, errors are raised again, with one process's words, when all ranks compute all rows. On a GPU they
-        # do not depend on the numbers: wrong labels are told of later.
+        # do not depend on the values: wrong labels are told of later.
         with suppress(*_ERRORS) if scores.device.type == "cpu" else nullcontext():
             found = self._original(rows, self._rows.block.of(targets, factor), *others, **self._kwargs)
         if keeps_bits or self._reduction == NONE:
@@ -166,7 +166,7 @@ class RowsFunction(Function):
 
 
 class SumFunction(Function):
-    """The sum of the ranks' numbers, and whether a rank says that it failed; the sum's gradient is times the ranks."""
+    """The sum of the ranks' values, and whether a rank says that it failed; the sum's gradient is times the ranks."""
 
     @staticmethod
     def forward(ctx: Any, number: Tensor, exchange: RowExchange, failed: bool | None) -> tuple[Tensor, bool]:

@@ -203,8 +203,8 @@ def _gather_outputs(
 # Note [Other ways]
 #
 # A finding holds for the way that a forward took in its probe. Calls are told apart by all that a forward can see (see
-# Note [Surroundings] in surroundings.py), but it may also decide by numbers in tensors: a buffer's, or a random one (a
-# layer is skipped in a third of all calls). Such numbers are the same on all ranks, and read through torch, so that
+# Note [Surroundings] in surroundings.py), but it may also decide by values in tensors: a buffer's, or a random one (a
+# layer is skipped in a third of all calls). Such values are the same on all ranks, and read through torch, so that
 # they can be compared with those of the probe before anything follows from them. Where they differ, or where random
 # numbers are drawn of a kind that the probe has not seen, nothing of the forward's outputs was exchanged yet: random
 # numbers and buffers are restored, and all ranks run that call whole.

@@ -119,7 +119,7 @@ class KnownCalls:
     small: object = None
     """Shape of the first argument of calls that run whole without a look, and whether gradients are on; or None."""
     num_changes: int = 0
-    """First calls that have changed numbers or parameters: the first may initialise numbers, or fill a cache."""
+    """First calls that changed buffers, attributes or parameters: the first may initialise them, or fill a cache."""
 
 
 def like_given(copy: Tensor, leaf: Tensor) -> Tensor:
@@ -143,7 +143,7 @@ def is_dual(leaf: Any) -> bool:
 
 
 def sample_bytes(tensor: torch.Tensor) -> bytes:
-    """Return some of the numbers in ``tensor`` as bytes."""
+    """Return some elements of ``tensor`` as bytes."""
     if tensor.device.type != "cpu" or not tensor.numel():
         return b""
     flat = tensor.detach().view(-1) if tensor.is_contiguous() else tensor.detach()[0].reshape(-1)

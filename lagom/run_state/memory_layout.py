@@ -44,7 +44,7 @@ def find_overlapping(tensors: Iterable[torch.Tensor]) -> set[int]:
 
 
 def resolve_lazy(tensor: torch.Tensor) -> torch.Tensor:
-    """Return ``tensor``, or a copy if its numbers are still to be conjugated, negated or filled with zeros."""
+    """Return ``tensor``, or a copy if its elements are still to be conjugated, negated or filled with zeros."""
     if tensor.is_conj() or tensor.is_neg() or tensor._is_zerotensor():
         return torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
     return tensor

@@ -226,7 +226,10 @@ class Session:
 
     @property
     def may_meet(self) -> bool:
-        """Return whether there are other ranks and this is the main thread, which may exchange data with them."""
+        """Return whether there are other ranks and this is the main thread.
+
+        No other thread may exchange data with the ranks: the exchanges of two threads could meet in another order.
+        """
         return self.distributed and threading.get_ident() == self._thread
 
     @property

@@ -71,7 +71,10 @@ def set_process_state(state: Mapping[str, Any], before: Mapping[str, Any]) -> No
 
 
 def first_settings() -> dict[str, Any]:
-    """Return the settings that differ between ranks, as they are before the program changes them."""
+    """Return threads, working directory, loggers, environment and signal handlers as they are now.
+
+    Called before the program runs: a snapshot keeps only what differs from these, since each rank has its own.
+    """
     return {
         "threads": torch.get_num_threads(),
         "cwd": os.getcwd(),

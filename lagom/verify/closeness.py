@@ -43,7 +43,7 @@ def distance(left: Sketch, right: Sketch) -> float:
 
 
 def both_bad(left: Sketch, right: Sketch) -> bool:
-    """Return whether both sides have non-finite numbers: a program that runs into NaN does so everywhere."""
+    """Return whether both sides have non-finite values: a program that runs into NaN does so everywhere."""
     return not math.isfinite(sum(left)) and not math.isfinite(sum(right))
 
 

@@ -94,7 +94,7 @@ def listening_socket(host: str) -> socket.socket:
 
 @contextlib.contextmanager
 def files_for(num_tasks: int) -> Any:
-    """Allow this process one more open file for each task in the context, if its soft limit is too low."""
+    """Raise the soft limit of open files in the context, by one for each task and a reserve, if it would be too low."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = num_tasks + MAX_STRANGERS + _FILES
     unlimited = resource.RLIM_INFINITY

@@ -283,7 +283,7 @@ def _constant_closure() -> torch.Tensor:
 
 # Note [Optimizer probe]
 #
-# A list of names would say nothing about a third party's optimizer, and a wrong guess gives wrong numbers silently:
+# A list of names would say nothing about a third party's optimizer, and a wrong guess gives wrong weights silently:
 # half of a matrix is not factored as the matrix is (Adafactor), has another norm (LARS), other singular vectors (Muon).
 # So copies of the optimizer, with all its settings and attributes, step small parameters for a dozen steps: first all
 # at once; then the first and the second halves in memory, apart and flat, as ranks would; then every other parameter.

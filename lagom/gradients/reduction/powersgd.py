@@ -138,7 +138,7 @@ def _orthonormalise(matrix: torch.Tensor) -> torch.Tensor:
 # (arXiv:1905.13727). Let M be a rank's gradient as a matrix, plus the error that the rank has kept, and Q the matrix of
 # the last step:
 #     P = mean(M Q), made orthonormal;  Q = mean(M' P);  the result is P Q', and each rank keeps M - P Q'.
-# Two sums with (rows + columns) * RANK numbers in all are sent instead of rows * columns numbers. The kept errors make
+# Two sums with (rows + columns) * RANK elements in all are sent instead of rows * columns. The kept errors make
 # up for the loss: the sum of the results of all steps is the sum of all averages, minus the mean of the last errors.
 # Vectors, and matrices that would not become half as small, are averaged without compression.
 #
