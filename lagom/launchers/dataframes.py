@@ -192,8 +192,8 @@ def _check_types(frame: Any, name: str) -> None:
 def unsupported_part(kind: Any) -> str | None:
     """Return the part of one of Spark's types that cannot be a tensor, or None.
 
-    ``column_entries`` in ``data/columns/tensor_columns.py`` has the same rule for Arrow's types, and needs torch, which
-    the driver does not import.
+    ``column_entries`` in ``data/columns/tensor_columns.py`` refuses Arrow's types, which are those of the Parquet files
+    that Spark writes. It needs torch, which the driver does not import: a type that it accepts must be accepted here.
     """
     if isinstance(kind, str):
         return kind if kind in ("variant", "void") or "interval" in kind else None

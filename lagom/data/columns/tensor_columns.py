@@ -176,7 +176,7 @@ class ColumnEntry:
 def column_entries(field: Any, nulls: Policy, ragged: str, codec: Codec | None = None) -> list[ColumnEntry]:
     """Return the entries of a batch that an Arrow field becomes: one, or for a struct one for each inner field.
 
-    ``unsupported_part`` in ``launchers/dataframes.py`` has the same rule for types of Spark, before the run.
+    ``unsupported_part`` in ``launchers/dataframes.py`` refuses the types of a Spark DataFrame before the run.
 
     Raises:
         ValueError: if its type cannot become a tensor.
