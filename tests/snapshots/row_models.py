@@ -42,7 +42,9 @@ class Centred(Network):
         return super().forward(x - x.mean(0))
 
 
-def train(make: Callable[[Settings], list[nn.Module]], dtype: torch.dtype, num_accumulated: int = 1) -> Any:
+def train(
+    make: Callable[[Settings], list[nn.Module]], dtype: torch.dtype, num_accumulated: int = 1, num_epochs: int = 3
+) -> Any:
     """Train modules in turn, and evaluate them; return the losses and the weights."""
     generator = torch.Generator().manual_seed(3)
     x = torch.randn(33, 5, generator=generator).to(dtype)
@@ -50,7 +52,7 @@ def train(make: Callable[[Settings], list[nn.Module]], dtype: torch.dtype, num_a
     settings, Settings.is_deep = Settings(), False
     models = [model.to(dtype) for model in make(settings)]
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9) for model in models]
-    for epoch in range(3):
+    for epoch in range(num_epochs):
         for step, (inputs, targets) in enumerate(DataLoader(data, batch_size=6, shuffle=True)):
             for model, optimizer in zip(models, optimizers, strict=True):
                 loss = nn.functional.mse_loss(model(inputs), targets)

@@ -52,7 +52,14 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], str
     return value, (folder / "rows.csv").read_text()
 
 
-@pytest.mark.parametrize(("rank", "function"), [(0, train_as_on_a_gpu), (1, train)])
+@pytest.mark.parametrize(
+    ("rank", "function"),
+    [
+        (0, train_as_on_a_gpu),
+        # test_another_process_goes_on has such a run, and test_scripts.py and tests/programs/test_kills.py kill rank 1.
+        pytest.param(1, train, marks=pytest.mark.soak),
+    ],
+)
 def test_a_run_goes_on_from_its_snapshot_when_a_rank_is_killed(
     rank: int, function: Any, whole: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -76,7 +83,8 @@ def test_any_number_of_ranks_goes_on_with_workers_of_loaders(world_size: int, tm
     check_a_killed_run(train, world_size, tmp_path)
 
 
-@pytest.mark.parametrize("world_size", [3, pytest.param(2, marks=pytest.mark.soak)])
+@pytest.mark.soak  # test_same_bits.py goes on with such models by default, and the test above after a kill
+@pytest.mark.parametrize("world_size", [2, 3])
 def test_a_model_shared_out_by_rows_goes_on_with_the_same_bits(world_size: int, tmp_path: Path) -> None:
     check_a_killed_run(train_by_rows, world_size, tmp_path)
 
@@ -115,7 +123,10 @@ def killed_driver(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("world_size", [None, 1, 3])
+@pytest.mark.parametrize(
+    "world_size",
+    [None, 1, pytest.param(3, marks=pytest.mark.soak)],  # test_scripts.py goes on on three by default
+)
 def test_another_process_goes_on_with_a_run_whose_driver_was_killed(
     world_size: int | None, whole: Any, lost_driver: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -52,7 +52,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Plain:
     return find
 
 
-@pytest.mark.parametrize("name", SCRIPTS)
+@pytest.mark.parametrize("name", ["loop", pytest.param("main", marks=pytest.mark.soak)])  # as in the test below
 def test_a_script_goes_on_when_a_rank_is_killed(
     name: str, plain: Plain, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
