@@ -130,8 +130,11 @@ WITH_EVALUATION = ("convolution", "early_stopping", "siamese", "sums", "uncertai
 """Programs whose evaluations tell how they are run."""
 RATHER_WHOLE = ("adversarial", "codebook", "convolution", "inplace", "meta", "noise", "stateful")
 """Programs that are run on whole batches also without slicing what does not pay."""
-IN_EVERY_WAY = ("adversarial", "balanced", "codebook", "convolution", "journal", "siamese", "stateful", "sums")
-"""Programs that by default run in every way; the others in one, and with ``pytest -m soak`` in every way too."""
+IN_EVERY_WAY = ("balanced", "codebook", "convolution", "stateful", "sums")
+"""Programs that by default run in every way: with "split" they are equal, by share or off.
+
+The others run in one, and with ``pytest -m soak`` in every way too.
+"""
 SHARED_BY_THREE = (
     *("accumulation", "averaging", "carried", "codebook", "convolution", "detection", "early_stopping", "endless"),
     *("experts", "folds", "functional", "ignored", "journal", "line_search", "packed", "penalty", "resumed"),

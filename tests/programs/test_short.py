@@ -100,6 +100,33 @@ PROGRAMS = _programs()
 """Every public function of each file, imported before any test begins."""
 ON_THREE_RANKS = ("loading",)
 """Files whose loaders are of many kinds: their ranks have uneven blocks of each batch."""
+AS_OTHERS = {
+    "architectures": (
+        *("attention_over_a_graph", "bandits_and_actors", "early_exits", "ensemble", "hopfield", "hypernetwork"),
+        *("inducing_points", "laplacian", "prototypes", "q_learning", "routed_experts", "translation"),
+    ),
+    "generative": (
+        *("annealed_variational", "bootstrapped", "conditional_gan", "diffusion", "language_sampled"),
+        *("simple_contrast", "tied_autoencoder"),
+    ),
+    "loading": ("cut_and_mixed", "hard_examples_again", "in_one_pass", "negative_samples", "windows"),
+    "losses": (
+        *("center_loss", "class_balanced", "correlation", "counts_and_variances", "distances_of_distributions"),
+        *("evidential", "hinges", "margin_ranking", "mixture_density", "quantiles", "ranking", "smoothed"),
+        *("soft_targets", "triplet", "tversky_per_sample"),
+    ),
+    "records": ("dropout_in_evaluation", "words_in_contexts"),
+    "schedules": ("restored_best", "sharpness_and_surrogates", "snapshots"),
+    "torch_features": (
+        *("adapters", "attention_weights", "channels_last", "expanded_output", "fake_quantised", "low_rank"),
+        *("per_sample", "range_followed", "recomputed", "several_gradients_at_once", "sparse_embeddings", "traced"),
+        "vectorised_ensemble",
+    ),
+}
+"""Programs that ask of lagom what others do by default: those of their file, or of tests/programs/test_programs.py.
+
+A loss of outputs that are made whole is one like another, and so is a reason to run whole that another program has.
+"""
 WAYS = {"3-sliced": (3, True), "2": (2, False), "2-sliced": (2, True), "3": (3, False), "1": (1, True)}
 """World sizes, and whether forwards are sliced also where that does not pay."""
 
@@ -113,25 +140,41 @@ def _ways(file: str) -> Iterator[Any]:
     usual = "3-sliced" if file in ON_THREE_RANKS else "2-sliced"
     for name in PROGRAMS[file]:
         for way, (world_size, always_slices) in WAYS.items():
-            marks = () if way == usual and file != "compiled" else pytest.mark.soak
+            is_default = way == usual and file != "compiled" and not _is_as_another(file, name)
+            marks = () if is_default else pytest.mark.soak
             yield pytest.param(file, name, world_size, always_slices, id=f"{file}-{name}-{way}", marks=marks)
 
 
-@cache
-def plain_runs(file: str) -> dict[str, judge.Run]:
-    return judge.one_after_another(PROGRAMS[file], 1, patches=False)
+def _is_as_another(file: str, name: str) -> bool:
+    return name in AS_OTHERS.get(file, ())
+
+
+def _alike(file: str, as_others: bool) -> dict[str, Program]:
+    """Return the programs of ``file`` that run by default, or the others: each half has ranks of its own."""
+    return {name: one for name, one in PROGRAMS[file].items() if _is_as_another(file, name) == as_others}
 
 
 @cache
-def runs(file: str, world_size: int, always_slices: bool) -> dict[str, judge.Run]:
-    return judge.one_after_another(PROGRAMS[file], world_size, batches="whole", always_slices=always_slices)
+def plain_runs(file: str, as_others: bool) -> dict[str, judge.Run]:
+    return judge.one_after_another(_alike(file, as_others), 1, patches=False)
+
+
+@cache
+def runs(file: str, as_others: bool, world_size: int, always_slices: bool) -> dict[str, judge.Run]:
+    programs = _alike(file, as_others)
+    return judge.one_after_another(programs, world_size, batches="whole", always_slices=always_slices)
+
+
+def test_programs_that_are_as_others_exist() -> None:
+    assert [(file, name) for file, names in AS_OTHERS.items() for name in names if name not in PROGRAMS[file]] == []
 
 
 @pytest.mark.parametrize(
     ("file", "name", "world_size", "always_slices"), [way for file in PROGRAMS for way in _ways(file)]
 )
 def test_ranks_give_what_one_process_gives(file: str, name: str, world_size: int, always_slices: bool) -> None:
-    plain, run = plain_runs(file)[name], runs(file, world_size, always_slices)[name]
+    as_others = _is_as_another(file, name)
+    plain, run = plain_runs(file, as_others)[name], runs(file, as_others, world_size, always_slices)[name]
     for rank in run.ranks:
         assert judge.differences(rank.value, plain.ranks[0].value, tolerance=TOLERANCE) == []
         assert judge.text_differences(rank.text, plain.ranks[0].text) == []
