@@ -68,13 +68,6 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def run(
-    folder: Path, *arguments: str, python: tuple[str, ...] = ("-m", "lagom", "run", "-n", "2")
-) -> tuple[int, str, str]:
-    """Exit status, standard output and standard error of the script under lagom, or under ``python=()``."""
-    return started(folder, *python, "program.py", *arguments)
-
-
 def started(folder: Path, *command: str) -> tuple[int, str, str]:
     """Exit status, standard output and standard error of Python with these arguments, in ``folder``."""
     root = str(Path(cli.__file__).parents[1])
@@ -96,12 +89,12 @@ def lagom_run(folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.Captu
     return call
 
 
-def test_a_script_prints_and_saves_on_two_ranks_what_plain_python_does(folder: Path) -> None:
+def test_a_script_prints_and_saves_on_two_ranks_what_plain_python_does(folder: Path, lagom_run: LagomRun) -> None:
     said = f"trained __main__ {folder / 'program.py'} ['program.py', '--epochs', '2']\n"
-    assert run(folder, "--epochs", "2", python=()) == (0, said, "")
+    assert started(folder, "program.py", "--epochs", "2") == (0, said, "")
     plain = torch.load(folder / "model.pt")
     (folder / "model.pt").unlink()
-    status, out, _ = run(folder, "--epochs", "2")
+    status, out, _ = lagom_run("program.py", "--epochs", "2")
     assert (status, out) == (0, said)
     for name, value in torch.load(folder / "model.pt").items():
         torch.testing.assert_close(value, plain[name], rtol=1e-12, atol=1e-13)

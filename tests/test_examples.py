@@ -19,7 +19,7 @@ from examples import mnist_data
 ROOT = Path(__file__).parent.parent
 EXAMPLES = ROOT / "examples"
 TINY = {
-    "demo": ["--epochs", "4", "--images", "512", "--threads", "1"],
+    "demo": ["--epochs", "4", "--images", "256", "--threads", "1"],
     "parquet": ["--epochs", "1", "--points", "500"],
     "petastorm": ["--epochs", "1", "--images", "200"],
     "search": ["--trials", "4", "--epochs", "2", "--points", "500"],
@@ -73,11 +73,17 @@ def test_made_images_are_equal_for_equal_seeds(tmp_path: Path) -> None:
     assert len(one) == 4
 
 
+AGAIN = (("inline", "demo"), ("local", "parquet"), ("local", "scalar_field"), ("local", "search"))
+"""Examples in the soak: the demonstration runs on ranks by default, these others inline, and their pages on ranks.
+
+tests/data/test_ranks.py and tests/search/test_search.py have tables and searches on ranks by default.
+"""
+
+
 @pytest.mark.parametrize(
     ("launcher", "name"),
     [
-        # The demonstration that is drawn above runs inline.
-        pytest.param(launcher, name, marks=pytest.mark.soak if (launcher, name) == ("inline", "demo") else ())
+        pytest.param(launcher, name, marks=pytest.mark.soak if (launcher, name) in AGAIN else ())
         for launcher in ("inline", "local")
         for name in TINY
         if name not in WITH_SPARK

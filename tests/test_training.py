@@ -153,7 +153,7 @@ def test_a_loader_and_a_model_of_the_notebook_are_shared_out_and_synchronised() 
     assert torch.equal(result.per_rank[0]["weights"], result.per_rank[1]["weights"])
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.soak), 2])  # two show it
 def test_ranks_start_where_the_callers_generators_stand_and_these_go_on_as_after_a_plain_call(world_size: int) -> None:
     def train() -> tuple[float, float, float, torch.Tensor]:
         model = torch.nn.Sequential(network(), torch.nn.Dropout(0.5))

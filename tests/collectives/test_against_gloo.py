@@ -136,7 +136,9 @@ def settle(under_way: list[Any]) -> list[Step]:
     return wrong
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, *(pytest.param(n, marks=pytest.mark.soak) for n in (4, 5, 6, 7, 8))])
+@pytest.mark.parametrize(  # three ranks show what two do
+    "world_size", [1, 3, *(pytest.param(n, marks=pytest.mark.soak) for n in (2, 4, 5, 6, 7, 8))]
+)
 def test_every_collective_type_operation_and_layout_gives_what_gloo_gives(world_size: int) -> None:
     steps: list[Step] = [
         (kind, dtype, operation, count, layout, 1, False, False)

@@ -21,7 +21,7 @@ def given(rank: int, count: int, dtype: torch.dtype) -> torch.Tensor:
     return ((torch.arange(count) * 7 + rank) % 13).to(dtype)
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", [pytest.param(2, marks=pytest.mark.soak), 3])  # three show it
 def test_tensors_of_any_size_and_type_are_exchanged_and_no_port_is_open(
     world_size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -58,7 +58,7 @@ def check(batches: list[dict[str, torch.Tensor]], columns: dict[str, NDArray[Any
     assert start + sum(len(batch["c0"]) for batch in batches) == len(columns["c0"])
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=30, deadline=None, derandomize=True)
 @given(data=st.data())
 def test_batches_of_any_layout_are_what_was_written(
     tmp_path_factory: pytest.TempPathFactory, data: st.DataObject

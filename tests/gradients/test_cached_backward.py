@@ -163,7 +163,7 @@ def test_what_is_new_is_as_on_one_machine() -> None:
             )
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.soak)])  # as on two
 def test_most_backwards_take_the_short_way(world_size: int) -> None:
     """Also with large gradients, in buckets, and with a tail of which some ranks have more than others."""
     for width in (8, 40_000):

@@ -54,7 +54,7 @@ def run_small(world_size: int, function: Callable[[Session], Any]) -> list[Any]:
     return run_ranks(world_size, function, batches="whole", always_slices=False)
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", [pytest.param(2, marks=pytest.mark.soak), 3])  # three show it, and rounding
 def test_equal_gradients_are_not_averaged(world_size: int) -> None:
     """A mean of three equal gradients may be rounded."""
     wanted = alone(lambda _: train(lambda step, x: x))
@@ -92,7 +92,7 @@ def test_gradients_that_are_each_ranks_own_from_the_beginning_are_averaged() -> 
     assert not any("rank 0's parameters" in line for line in said)
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.soak)])  # as two
 @pytest.mark.parametrize("start", [1, 70])
 def test_gradients_that_become_each_ranks_own_later_are_averaged_from_then_on(world_size: int, start: int) -> None:
     """Parameters and what Adam remembers are equal again; else a later check would end the run."""

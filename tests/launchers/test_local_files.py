@@ -37,7 +37,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("world_size", [1, 2, pytest.param(3, marks=pytest.mark.soak)])  # as on two
 def test_files_are_written_once_also_at_exit_and_by_threads(folder: Path, world_size: int) -> None:
     def train() -> list[str]:
         atexit.register(append, "at exit.txt")

@@ -89,16 +89,23 @@ def test_uncompiled_code_does_without_it() -> None:
     assert run(use_torch) == (False, False)
 
 
-def test_whatever_needs_it_gets_it() -> None:
-    statements = (
-        "import torch._dynamo.config; torch._dynamo.config.suppress_errors",
-        "from torch._dynamo.utils import counters; counters",
-        "torch._dynamo.config.suppress_errors",
-        "torch.compiler.disable(len)([])",
-        "torch._dynamo.disable(len)([])",
-        "import torch._inductor.config",
-    )
-
+@pytest.mark.parametrize(
+    "statements",
+    [
+        ("from torch._dynamo.utils import counters; counters", "torch.compiler.disable(len)([])"),
+        pytest.param(
+            (
+                "import torch._dynamo.config; torch._dynamo.config.suppress_errors",
+                "torch._dynamo.config.suppress_errors",
+                "torch._dynamo.disable(len)([])",
+                "import torch._inductor.config",
+            ),
+            marks=pytest.mark.soak,  # above a module is imported and called through torch, below an attribute is read
+        ),
+    ],
+    ids=["one of each kind", "others"],
+)
+def test_whatever_needs_it_gets_it(statements: tuple[str, ...]) -> None:
     def use(statement: str) -> bool:
         optimizer = torch.optim.SGD([torch.ones(1, requires_grad=True)])
         optimizer.zero_grad()

@@ -123,8 +123,14 @@ def values(result: Any) -> dict[str, list[float]]:
     return found
 
 
-def test_variants_are_those_made_by_hand_bit_for_bit(expected: dict[str, list[float]]) -> None:
-    result = experiment.lagom(train, config(a_study()))
+@pytest.fixture(scope="module")
+def studied() -> Any:
+    """The result of the study."""
+    return experiment.lagom(train, config(a_study(), name="housing"))
+
+
+def test_variants_are_those_made_by_hand_bit_for_bit(studied: Any, expected: dict[str, list[float]]) -> None:
+    result = studied
     assert values(result) == expected
     assert result.base_value == statistics.fmean(expected[""])
     for effect in result.effects:
@@ -214,9 +220,8 @@ def test_the_files_of_the_base_are_put_in_their_place(tmp_path: Path, monkeypatc
     assert [trial["value"] for trial in result.trials] == [10, 8]
 
 
-def test_the_result_is_shown_with_its_most_useful_component_first(expected: dict[str, list[float]]) -> None:
-    result = experiment.lagom(train, config(a_study(), name="housing"))
-    shown = repr(result)
+def test_the_result_is_shown_with_its_most_useful_component_first(studied: Any) -> None:
+    result, shown = studied, repr(studied)
     worst = max(result.effects, key=lambda effect: effect["difference"])
     assert shown.startswith("Ablation study of housing on this machine")
     assert shown.splitlines()[4].split("  ")[1] == worst["component"]

@@ -65,9 +65,9 @@ def config(**changes: Any) -> HyperparameterOptConfig:
     ],
 )
 def test_the_number_of_a_trial_is_that_of_a_run_with_its_hyperparameters(ranks: int, launcher: Any) -> None:
-    result = experiment.lagom(train, config(es_policy="none", ranks_per_trial=ranks, launcher=launcher, num_trials=4))
-    assert [trial["state"] for trial in result.trials] == ["complete"] * 4
-    for trial in result.trials[:2]:
+    result = experiment.lagom(train, config(es_policy="none", ranks_per_trial=ranks, launcher=launcher, num_trials=2))
+    assert [trial["state"] for trial in result.trials] == ["complete"] * 2
+    for trial in result.trials:
         alone = TorchDistributedConfig(
             hparams=trial["params"], train_set=points(), seed=3, launcher="local", world_size=ranks, run_dir=None
         )

@@ -87,7 +87,7 @@ def test_a_trial_that_was_forked_while_another_ran_finds_the_same_process(tmp_pa
     assert outcomes[0].returned["found"]["files"] == []
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.soak), 2])  # the last of two is killed
 def test_a_rank_that_is_killed_while_it_waits_costs_no_trial(tmp_path: Path, ranks: int) -> None:
     def train(number: Any) -> Any:
         waiting = others(2 * ranks - 1)

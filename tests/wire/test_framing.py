@@ -19,7 +19,7 @@ VALUES = st.recursive(
     max_leaves=10,
 )
 MESSAGES = st.lists(st.dictionaries(st.text(), VALUES, max_size=4), max_size=5)
-fuzz = settings(max_examples=100, deadline=None)
+fuzz = settings(max_examples=50, deadline=None)
 
 
 def decoded(data: bytes, cuts: list[int], seals: FrameSeals | None) -> list[Message]:

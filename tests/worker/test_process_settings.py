@@ -77,7 +77,7 @@ def found(asked: Any) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.soak), 2])  # two ranks show it
 def test_ranks_are_set_as_the_program_is(set_here: None, world_size: int, capfd: pytest.CaptureFixture[str]) -> None:
     scope: dict[str, Any] = {"__name__": "__main__"}
     exec(compile("def asked():\n    return 41 + 1\n", _CELL, "exec"), scope)
