@@ -74,9 +74,9 @@ def test_made_images_are_equal_for_equal_seeds(tmp_path: Path) -> None:
 
 
 AGAIN = (("inline", "demo"), ("local", "parquet"), ("local", "scalar_field"), ("local", "search"))
-"""Examples in the soak: the demonstration runs on ranks by default, these others inline, and their pages on ranks.
+"""Examples in the soak: by default the demonstration runs on ranks only, and the other three inline only.
 
-tests/data/test_ranks.py and tests/search/test_search.py have tables and searches on ranks by default.
+tests/data/test_ranks.py, test_documents.py and tests/search/test_search.py have such programs on ranks by default.
 """
 
 

@@ -139,10 +139,9 @@ def test_clipping_and_scaling_of_parts() -> None:
         return [float(n) for n in norms[:4]], float(norms[4]), scaler.get_scale(), _weights(model)
 
     wanted = alone(train)
-    for world_size in (2, 3):
-        for found in run_ranks(world_size, train, zero_lvl=2):
-            close(found[:1] + found[2:], wanted[:1] + wanted[2:])
-            assert found[1] != found[1] or found[1] == wanted[1]
+    for found in run_ranks(3, train, zero_lvl=2):
+        close(found[:1] + found[2:], wanted[:1] + wanted[2:])
+        assert found[1] != found[1] or found[1] == wanted[1]
 
 
 @pytest.mark.soak

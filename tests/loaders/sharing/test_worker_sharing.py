@@ -186,6 +186,7 @@ def test_batches_are_those_of_one_process(world_size: int, share_workers: Any, l
             assert ours == theirs, ours[0]
 
 
+@pytest.mark.soak  # the test above has the batches by default, and test_any_loader.py trains on those of workers
 def test_a_model_trained_on_batches_of_workers_is_that_of_one_process() -> None:
     def train(session: Session) -> list[list[float]]:
         model = nn.Linear(48, 1).double()
