@@ -60,7 +60,7 @@ ROOMS = {
     "__main__": "cli",
     "__init__": "config data errors experiment memory_plan memory_planner result world",
     # The processes of a host, and the rank.
-    "host": "errors files monitor patching plan random_states restart wire worker pyarrow pyspark torch",
+    "host": "errors files monitor patching plan random_states restart wire worker numpy pyarrow pyspark torch",
     "executor": "errors host monitor patching wire worker pyarrow pyspark",
     "worker": "call collectives collectives.sockets config debugger errors files memory_plan monitor patching payload "
     "pickler plan program random_states restart run_state search.on_rank session snapshots verify.on_rank wire world "

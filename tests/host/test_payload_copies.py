@@ -9,6 +9,7 @@ import os
 import select
 import signal
 import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
@@ -166,8 +167,9 @@ def test_a_host_gives_it_to_nobody_without_the_secret_and_to_nobody_once_all_hav
     with Driver(monkeypatch, encrypts=False) as driver, hosts(driver.spec(), tmp_path / "hosts", 1) as (host,):
         assert host.payload() == driver.payload
         (server,) = children(host.process.pid)
-        (where,) = listening([server])
-        port = int(where.rpartition(":")[2])
+        while not (found := listening([server])):  # it begins when the host has the payload
+            time.sleep(0.01)
+        port = int(found[0].rpartition(":")[2])
         copy = PayloadCopy(str(tmp_path / "copy"), _SIZE, driver.spec().payload_sha256)
         with pytest.raises(LinkClosed, match="hangs up on us"):
             copy.take(("127.0.0.1", port), b"another secret of thirty-two byte", "", 5.0)

@@ -1,7 +1,7 @@
 """Programs that lose a rank at a random moment end with the numbers, prints and files of a run that was not killed.
 
-Three kills by default, one for each way to go on, and with ``-m soak`` one of every program for each seed and way to go
-on: ``python -m pytest -m soak tests/programs/test_kills.py``.
+Five kills by default, and with ``-m soak`` one of every program for each seed and way to go on: ``python -m pytest -m
+soak tests/programs/test_kills.py``.
 """
 
 from __future__ import annotations
@@ -35,7 +35,10 @@ WAYS: dict[str, tuple[dict[str, Any], str]] = {
     "snapshots": ({"snapshot_every_s": 0.05}, "runs/*/snapshots/snapshot-*.json"),
 }
 """Settings, and the file that is there from when on a rank is killed."""
-BY_DEFAULT = (("accumulation", "twins"), ("early_stopping", "snapshots"), ("tied", "begins again"))
+BY_DEFAULT = (
+    *(("accumulation", "twins"), ("early_stopping", "snapshots"), ("tied", "begins again")),
+    *(("averaging", "snapshots"), ("scaled", "twins")),
+)
 LISTS_ITS_FOLDER = ("journal", "begins again")
 """A program that begins again finds its folder as the lost attempt left it, and tells what is there."""
 SEEDS = range(2)
