@@ -1,4 +1,4 @@
-"""``TwinPace``: decides on rank 0 when the next twins are forked, so that they take at most 1% of the run's time."""
+"""``TwinPace``: decides on rank 0 when the next twins are forked, so that they take 1% of the run's time."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import resource
 import time
 
 SHARE = 0.01
-"""Largest share of the run's time that forks take."""
+"""Share of the run's time that forks take."""
 _KEPT = 0.5
 """Part of the share that is kept for forks after a change of files, once there was one."""
 _FIRST_S = 0.01
