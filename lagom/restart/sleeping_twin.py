@@ -35,6 +35,7 @@ from lagom.restart.twin_pace import TwinPace
 log = logging.getLogger("lagom")
 
 MAX_PACKET = 1 << 16
+_TURN_S = 0.001
 _HIDDEN = "the program has threads that are not Python's"
 
 
@@ -94,15 +95,17 @@ class TwinForks:
         self._grown: set[str] = set()
         """Files among them that it has opened since the last fork."""
         self._pace = TwinPace()
-        self._forker: int | None = None
-        """Process that forks the last twin, and ends."""
+        self._waiting: threading.Thread | None = None
+        """Waits for the end of the process that forks the last twin."""
+        self._ended: tuple[int, float] | None = None
+        """Status of that process and the seconds of a core that it has used, once it has ended."""
         self._failed = False
-        """Whether it could not."""
+        """Whether it could not fork the twin."""
 
     def point(self) -> None:
         """Fork a twin if one is due: called where nothing is under way, at the same places on all ranks."""
-        if self._forker is not None:
-            self._reap(os.WNOHANG)
+        if self._ended is not None:
+            self._note_end()
         if self._rank == 0 and time.perf_counter() >= self._pace.next_at:
             num_backwards = self._process.num_backwards()
             if num_backwards + 1 > self._due[0] and self._pace.plans(num_backwards, self._armed):
@@ -152,9 +155,13 @@ class TwinForks:
     def _take(self) -> None:
         start = time.perf_counter()
         obstacle, files, has_batches = None, None, False
-        self._reap(0)
+        if self._waiting is not None:
+            self._waiting.join()
+            self._waiting = None
+        self._note_end()
+        failed, self._failed = self._failed, False
         try:
-            if self._failed:
+            if failed:
                 raise NoTwinError("it could not be forked")
             for call in self.before:
                 call()
@@ -193,10 +200,11 @@ class TwinForks:
             try:
                 if has_batches:
                     copy_batches()
+                between = os.getpid()
                 if os.fork():
                     os._exit(0)  # the twin is a child of the host process from now on
                 ours.close()
-                self._sleep(theirs, files)
+                self._sleep(theirs, files, between)
                 random.setstate(state)  # Python seeds it in each fork
                 stand_in_for(first)
                 self._wake(theirs, files)
@@ -205,27 +213,33 @@ class TwinForks:
                 os.kill(os.getpid(), signal.SIGKILL)  # a loss, after which the run begins again
             return True
         theirs.close()
-        self._forker = pid
         why = _HIDDEN if has_hidden_threads(self._process.threads()) else ""
         socket.send_fds(self._channel, [_packed({"what": "forked", "number": number, "why": why})], [ours.fileno()])
         ours.close()
+        if has_batches:  # the process between copies them: until it has ended, the program must not change them
+            self._await_end(pid)
+        else:
+            self._waiting = threading.Thread(target=self._await_end, args=(pid,), name="lagom-twin", daemon=True)
+            self._waiting.start()
         return False
 
-    def _reap(self, options: int) -> None:
-        """Note what the process that has forked the last twin took, once it has ended."""
-        if self._forker is None:
-            return
-        try:
-            pid, status, usage = os.wait4(self._forker, options)
-        except ChildProcessError:  # a handler of the program's has waited for it
-            self._forker = None
-            return
-        if pid:
-            self._forker, self._failed = None, status != 0
-            self._pace.add(usage.ru_utime + usage.ru_stime)
+    def _await_end(self, pid: int) -> None:
+        """Wait until the process ``pid``, which has forked the twin, has ended."""
+        status, seconds = 0, 0.0
+        with contextlib.suppress(ChildProcessError):  # a handler of the program's has waited for it
+            _, status, usage = os.wait4(pid, 0)
+            seconds = usage.ru_utime + usage.ru_stime
+        self._ended = status, seconds
 
-    def _sleep(self, bed: socket.socket, files: OpenFiles) -> None:
-        """Wait in a fork until the host process wakes it; end if it is not needed."""
+    def _note_end(self) -> None:
+        """Note what the process that has forked the last twin took, if it has ended."""
+        if self._ended is not None:
+            (status, seconds), self._ended = self._ended, None
+            self._failed = self._failed or status != 0
+            self._pace.add(seconds)
+
+    def _sleep(self, bed: socket.socket, files: OpenFiles, between: int) -> None:
+        """Wait in a fork, once the process ``between`` has ended, until it is woken; end if it is not needed."""
         os.setpgid(0, 0)
         score = Path("/proc/self/oom_score_adj").read_text()
         _set_oom_score("1000")  # it goes before anything else if memory is short
@@ -234,6 +248,8 @@ class TwinForks:
             os.dup2(nothing, fd)
         os.close(nothing)
         self._channel.close()
+        while os.getppid() == between:  # a twin that goes on must not end with that process, nor in its place
+            time.sleep(_TURN_S)
         bed.send(_packed({"what": "sleeps", "pid": os.getpid()}))
         if not bed.recv(MAX_PACKET):
             os._exit(0)
@@ -295,7 +311,8 @@ def can_have_twins() -> bool:
 # asks the host process, which answers when all have come from the same place, and else lets them go on without.
 #
 # Twin. It is forked twice, so that it is a child of the host process, which ends it and waits for it: the program's
-# `os.wait` does not see it. It holds no connection of the rank's but one to the host process.
+# `os.wait` does not see it, only the process between, for some 30 ms, for which a thread waits meanwhile. The twin says
+# that it sleeps once that process has ended. It holds no connection of the rank's but one to the host process.
 #
 # What a fork lacks or shares. Threads: lagom's own, tqdm's and TensorBoard's are started again, OpenMP's end before the
 # fork; a program with any other has no twins. Memory that ranks share: the communicator joins another segment, as the

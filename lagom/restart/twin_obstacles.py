@@ -101,12 +101,14 @@ def _check_memory() -> bool:
     num_semaphores = int(bars is not None and getattr(bars.TqdmDefaultWriteLock, "mp_lock", None) is not None)
     for line in Path("/proc/self/maps").read_text().splitlines():
         found = _SHARED.match(line) if line[20:50].find("s ") >= 0 else None
-        if found is None or found[3].startswith(_OURS):
+        if found is None:
+            continue
+        batch = _BATCH.match(found[3])
+        if batch is None and found[3].startswith(_OURS):
             continue
         if found[3].startswith(_SEMAPHORE) and num_semaphores:
             num_semaphores -= 1
             continue
-        batch = _BATCH.match(found[3])
         if batch is None or os.path.exists(f"/proc/{batch[1]}"):
             raise NoTwinError(f"the program shares memory, {found[3]}")
         has_batches = True

@@ -391,6 +391,28 @@ def test_a_program_with_a_thread_has_no_twins_and_the_record_says_so(tmp_path: P
     assert why == "the program has a thread, watcher"
 
 
+def changes_a_kept_batch(folder: str) -> dict[str, Any]:
+    """Change in each step a batch that a worker has loaded, which lies in memory that it has shared."""
+    twin_pace.SHARE = 0.3
+    model, optimizer = learner()
+    kept = next(iter(DataLoader(TensorDataset(torch.zeros(16, 1 << 18)), batch_size=16, num_workers=1)))[0]
+    seen = []
+    for epoch in range(20):
+        for x, y in DataLoader(DATA, batch_size=8, shuffle=True):
+            kept += 1
+            step(model, optimizer, x, y)
+        seen.append((epoch, kept[0, 0].item(), kept[-1, -1].item(), kept.double().mean().item()))
+    return {"seen": seen, **model.state_dict()}
+
+
+def test_a_batch_that_workers_have_shared_is_the_twins_own(tmp_path: Path) -> None:
+    whole, _ = run(changes_a_kept_batch, tmp_path / "whole", 2, [])
+    killed, _ = run(changes_a_kept_batch, tmp_path / "killed", 2, [1, 0])
+    assert [failure["resumed_from"] for failure in killed.failures if failure["resumed_from"] == BEGINNING] == []
+    assert len(killed.failures) == 2
+    assert all(same(one, other) for one, other in zip(whole.per_rank, killed.per_rank, strict=True))
+
+
 def cannot_fork_twice(folder: str) -> dict[str, Any]:
     """Train where a process that was forked can fork no further one."""
     fork, own = os.fork, os.getpid()
