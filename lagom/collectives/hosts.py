@@ -22,9 +22,11 @@ if TYPE_CHECKING:
     from lagom.collectives.sockets.encryption import Credentials
 
 _PIECE = 4 << 20
-"""Bytes that travel between hosts while the next ones are summed within them."""
+"""Bytes that travel between hosts while the next ones are summed within them; of sums, the least."""
 _PART = 2 << 20
-"""Bytes of a sum that a first rank sends at once: each takes the network's delay, as many times as there are hosts."""
+"""Bytes of a piece of a sum for each host, at most: each piece takes the network's delay twice for each host."""
+_OVERLAPPED = 4
+"""Pieces of a sum, at least, so that those between hosts travel while others are summed within them."""
 _SUM = OPERATIONS["sum"]
 BETWEEN = "the exchange between hosts failed"
 _SUMMED = frozenset(TYPES) - {torch.int16, torch.bool}
@@ -61,8 +63,8 @@ class HostTransport(Transport):
         return super().carries(operation, tensors) and (reduction == "" or types.issuperset([t.dtype for t in tensors]))
 
     def all_reduce(self, tensor: torch.Tensor, reduction: str = "sum") -> Done:
-        size = len(self.homes) * _PART // tensor.element_size()
-        parts = tensor.view(-1).split(size) if tensor.numel() else [tensor]
+        piece = max(_PIECE, min(len(self.homes) * _PART, tensor.nbytes // _OVERLAPPED))
+        parts = tensor.view(-1).split(piece // tensor.element_size()) if tensor.numel() else [tensor]
         with self._together():
             works = []
             for part in parts:

@@ -246,7 +246,11 @@ class Snapshots:
             self._put_off(answer["why"], self._cost_s)
             return
         self._tell({"type": "snapshot", "what": "kept", **answer})
-        self._due_at = self._next_at = max(self._forked_at + self._every_s, self._began + self._cost_s / SHARE)
+        now = time.perf_counter()
+        paused_at = 2 * now - self._forked_at  # at least as long a pause as the writing took
+        self._due_at = self._next_at = max(
+            self._forked_at + self._every_s, paused_at, self._began + self._cost_s / SHARE
+        )
 
     def _go_on(self, snapshot: Snapshot) -> Callable[[], Any]:
         self._place.folder.check_owner()
