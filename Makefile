@@ -50,8 +50,7 @@ soak: $(READY) $(CLASSES)
 
 lint: $(READY)
 	@echo "== ruff"
-	@$(PYTHON) -m ruff check
-	@$(PYTHON) -m ruff format --check
+	@$(PYTHON) -m ruff check; failed=$$?; $(PYTHON) -m ruff format --check && exit $$failed
 
 types: $(READY)
 	@echo "== mypy"
