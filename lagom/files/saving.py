@@ -11,7 +11,7 @@ import shutil
 import stat
 import sys
 import urllib.request
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -71,17 +71,12 @@ def _saving(original: Callable[..., None]) -> Callable[..., None]:
 def _write_to_overlay(path: str, write: Callable[[str], None]) -> None:
     """Write ``path`` on a rank other than 0; if ``write`` fails, ``path`` stays as it was, as on rank 0."""
     with ExitStack() as stack:
-        is_own = False
         try:
             place = stack.enter_context(_place_to_write(path))
-            is_own = place not in (path, os.path.realpath(path))
         except OSError:
             place = files.path_to_read(path)  # torch fails there with its own error
         try:
-            if is_own:
-                _write_whole(place, write)
-            else:
-                write(place)
+            _write_whole(place, write)
         except RuntimeError as error:
             error.args = tuple(_renamed(arg, os.path.dirname(place), os.path.dirname(path)) for arg in error.args)
             raise
@@ -96,8 +91,10 @@ def _place_to_write(path: str) -> Iterator[str]:
     try:
         yield place
     except BaseException:
-        if is_new and place not in (path, target):  # the rank's own file, that no other rank has made meanwhile
-            os.unlink(target)
+        with suppress(OSError):
+            # Else it is no file of the rank's own, and another process has written it meanwhile.
+            if is_new and (place not in (path, target) or os.path.getsize(target) == 0):
+                os.unlink(target)
         raise
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import tempfile
 import time
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
@@ -84,13 +85,15 @@ def test_a_failed_save_raises_on_every_rank_and_keeps_the_old_file(tmp_path: Pat
     assert os.listdir(tmp_path) == ["model.pt"]
 
 
-def test_a_failed_save_leaves_each_ranks_file_as_it_was(tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_temporary", [False, True])
+def test_a_failed_save_leaves_each_ranks_file_as_it_was(is_temporary: bool, tmp_path: Path) -> None:
     def run(session: Session) -> Any:
-        torch.save(session.rank, tmp_path / "old.pt")
+        folder = Path(tempfile.mkdtemp(dir=tmp_path)) if is_temporary else tmp_path
+        torch.save(session.rank, folder / "old.pt")
         for name in ("old.pt", "new.pt"):
             with pytest.raises((AttributeError, pickle.PicklingError)):
-                torch.save([torch.zeros(100), lambda: 0], tmp_path / name)
-        return torch.load(tmp_path / "old.pt"), (tmp_path / "new.pt").exists(), os.listdir(tmp_path)
+                torch.save([torch.zeros(100), lambda: 0], folder / name)
+        return torch.load(folder / "old.pt"), (folder / "new.pt").exists(), os.listdir(folder)
 
     assert run_ranks(2, run) == [(rank, False, ["old.pt"]) for rank in range(2)]
 
