@@ -434,6 +434,30 @@ def test_twins_that_could_not_be_forked_are_told_of(tmp_path: Path) -> None:
     assert without_twins(cannot_fork_twice, tmp_path)[1] == "it could not be forked"
 
 
+def cannot_fork_at_first(folder: str) -> dict[str, Any]:
+    """Train where the process between a rank and its first twin can fork no further one."""
+    twin_pace.SHARE = 0.5
+    fork, own, count = os.fork, os.getpid(), [0]
+
+    def refuse_once() -> int:
+        count[0] += os.getpid() == own
+        if os.getpid() != own and count[0] == 1:
+            raise BlockingIOError(errno.EAGAIN, "no more processes")
+        return fork()
+
+    os.fork = refuse_once
+    model, optimizer = learner()
+    for _ in range(20):
+        for x, y in DataLoader(DATA, batch_size=8):
+            step(model, optimizer, x, y)
+    return model.state_dict()
+
+
+def test_twins_are_forked_again_after_one_could_not_be(tmp_path: Path) -> None:
+    killed, _ = run(cannot_fork_at_first, tmp_path, 2, [1])
+    assert [failure["resumed_from"] == BEGINNING for failure in killed.failures] == [False]
+
+
 class Counted(TensorDataset):
     """Points that workers count in memory that they share with the program."""
 
