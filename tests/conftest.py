@@ -113,6 +113,9 @@ def pytest_collection_finish() -> None:
 def pytest_configure(config: pytest.Config) -> None:
     """Have xdist give out the tests in the order in which they were collected; pass over an old PySpark's sockets."""
     config.option.loadscopereorder = False
+    for plugin in config.pluginmanager.get_plugins():
+        if hasattr(plugin, "channel") and hasattr(config, "workerinput"):  # xdist's, in a process that runs tests
+            _keep_from_forks(plugin.channel.gateway._io)
     if find_spec("pyspark") and importlib.metadata.version("pyspark") < "4.2":
         # It leaves the socket of each collect() to Python, which says so.
         for kind in (
@@ -120,6 +123,16 @@ def pytest_configure(config: pytest.Config) -> None:
             "Exception ignored in. <socket:pytest.PytestUnraisableExceptionWarning",
         ):
             config.addinivalue_line("filterwarnings", f"ignore:{kind}")
+
+
+def _keep_from_forks(connection: Any) -> None:
+    """Have forks of this process not hold its ``connection`` to xdist, which waits until the last holder has ended.
+
+    After a process of tests that its time limit has ended, xdist would wait for each rank that was forked from it.
+    """
+    nothing = os.open(os.devnull, os.O_RDWR)
+    files = connection.infile.fileno(), connection.outfile.fileno()
+    os.register_at_fork(after_in_child=lambda: [os.dup2(nothing, fd, inheritable=False) for fd in files])
 
 
 class _ByFile(LoadScopeScheduling):  # type: ignore[misc]  # xdist has no types

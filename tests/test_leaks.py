@@ -87,3 +87,23 @@ def test_drawing_a_random_number_changes_the_state_that_is_compared() -> None:
     before = leaks.rng_state()
     torch.rand(1)
     assert leaks.rng_state() != before
+
+
+def test_a_fork_does_not_keep_the_connection_to_xdist(pytestconfig: pytest.Config) -> None:
+    ios = [
+        plugin.channel.gateway._io for plugin in pytestconfig.pluginmanager.get_plugins() if hasattr(plugin, "channel")
+    ]
+    if not ios:
+        pytest.skip("these tests run in one process, without xdist")
+    paths = [f"/proc/self/fd/{file.fileno()}" for file in (ios[0].infile, ios[0].outfile)]
+    assert all(os.readlink(path).startswith("pipe:") for path in paths)
+    ours, theirs = multiprocessing.get_context("fork").Pipe()
+    child = multiprocessing.get_context("fork").Process(
+        target=lambda: theirs.send([os.readlink(path) for path in paths])
+    )
+    child.start()
+    assert ours.recv() == ["/dev/null", "/dev/null"]
+    child.join()
+    child.close()
+    ours.close()
+    theirs.close()
