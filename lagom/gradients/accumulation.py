@@ -31,9 +31,9 @@ class Accumulation:
     A cycle begins with a backward before which no parameter has a gradient. It ends when the program reads a gradient.
     """
 
-    def __init__(self, session: Session, replicate: GradientAverager) -> None:
+    def __init__(self, session: Session, gradient_averager: GradientAverager) -> None:
         self._session = session
-        self._gradient_averager = replicate
+        self._gradient_averager = gradient_averager
         self._patches = ExitStack()
         self._is_patched = False
         self._over = False

@@ -284,8 +284,8 @@ def _describe_batches(batches: Sequence[int | None]) -> str:
 # signatures are equal, these gradients are added, and the large ones follow in buckets. Otherwise no gradient has been
 # changed yet: the ranks exchange their sets and reduce the union, in the order of the leaves' numbers.
 #
-# A parameter that several modules share (tied weights) is one leaf: autograd adds what each use contributes, and the
-# sum is averaged once, since `expect` in backward_gradients.py keeps leaves by their ids. Uses in forwards that are
+# A parameter that several modules share (tied weights) is one leaf: autograd adds what each use contributes, and
+# `reduce`, which goes through leaves and not through uses, averages the sum once. Uses in forwards that are
 # split by rows and in whole ones may mix: those of a rank's rows count as many times as there are ranks (see Note
 # [Whole] in row_split/whole_batch.py).
 #

@@ -1,7 +1,8 @@
 """Texts about ranks that make no progress: ``stall_text`` while the run goes on, ``stall_report`` when it fails.
 
-A rank notices by itself in ``worker/heartbeat.py`` (whether it waits or is stuck: ``worker/stack_dump.py``), its host
-process in ``host/stall_detector.py``; ``launchers/run_display.py`` keeps the messages of all ranks and shows the text.
+A rank counts its progress and tells it in ``worker/heartbeat.py`` (whether it waits or is stuck:
+``worker/stack_dump.py``); its host process decides in ``host/stall_detector.py`` that it has stalled;
+``launchers/run_display.py`` keeps the messages of all ranks and shows the text.
 """
 
 from __future__ import annotations

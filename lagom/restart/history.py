@@ -124,7 +124,7 @@ class RunHistory:
 
     @property
     def snapshots(self) -> SnapshotPlace | None:
-        """Return where the present attempt keeps snapshots, and the one that it goes on from."""
+        """Return where the present attempt keeps snapshots, and the snapshot that it goes on from."""
         return None if self._snapshots is None else SnapshotPlace(self._snapshots, self.resumed)
 
     def give_up_snapshots(self) -> None:

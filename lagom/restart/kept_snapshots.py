@@ -17,7 +17,7 @@ from lagom.errors import LagomError
 
 FOLDER, CALL, FILES = "snapshots", "call", "files.jsonl"
 FIRST_MARK = 1 << 40
-"""Added to the number of a snapshot, it is that of its mark in the run's output; sleeping twins have those below."""
+"""The mark of snapshot n in the run's output has the number ``FIRST_MARK + n``; smaller ones are of sleeping twins."""
 _LOCK, _RESULT = "lock", "result"
 _KEPT = 2
 """Snapshots that are kept: the newest, and the one before it."""

@@ -85,7 +85,7 @@ def restart_threads() -> None:
     if bars is not None:
         bars.tqdm.monitor = None  # the next bar starts another
         if getattr(bars.TqdmDefaultWriteLock, "mp_lock", None) is not None:
-            # The process before may have ended with the lock, which lies in memory of both.
+            # The process before may have ended while it held the lock, which is in memory that both share.
             del bars.TqdmDefaultWriteLock.mp_lock
             bars.tqdm.set_lock(bars.TqdmDefaultWriteLock())
 
@@ -142,6 +142,6 @@ def _openmp() -> list[ctypes.CDLL]:
 
 @functools.lru_cache(maxsize=1)
 def _openmp_paths(num_modules: int) -> tuple[str, ...]:
-    """Return OpenMP's libraries; ``num_modules`` have been imported, and more may bring more of them."""
+    """Return OpenMP's libraries; ``num_modules`` is the key of the cache, since each import may load more of them."""
     paths = {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if ".so" in line}
     return tuple(sorted(path for path in paths if _OPENMP.search(path)))

@@ -145,7 +145,7 @@ class Session:
     optimizers: OptimizerGroup | None = field(default=None, init=False)
     """Only with ``zero_lvl``."""
     gradients: GradientShards | None = field(default=None, init=False)
-    """Only with ``zero_lvl=2``."""
+    """Only with ``zero_lvl`` 2 and 3."""
     weights: ParameterShards | None = field(default=None, init=False)
     """Only with ``zero_lvl=3``."""
     fail: Callable[[BaseException], None] | None = field(default=None, init=False)
@@ -347,7 +347,8 @@ class Session:
     def share_in_forward(self) -> BatchShare | None:
         """This rank's share of the batch that a forward sees, if the other ranks run the same forward.
 
-        In an evaluation they do not: every rank has whole batches, or the numbers of batches differ.
+        In an evaluation they do so only where the forward is split by rows: every rank has whole batches, or the
+        numbers of batches differ.
         """
         if self.sliced_forward is not None:
             return self.sliced_forward.share
