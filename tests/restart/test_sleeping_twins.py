@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 from unittest.mock import patch
 
 import numpy as np
@@ -456,6 +456,40 @@ def cannot_fork_at_first(folder: str) -> dict[str, Any]:
 def test_twins_are_forked_again_after_one_could_not_be(tmp_path: Path) -> None:
     killed, _ = run(cannot_fork_at_first, tmp_path, 2, [1])
     assert [failure["resumed_from"] == BEGINNING for failure in killed.failures] == [False]
+
+
+def ends_slowly(folder: str) -> dict[str, Any]:
+    """Train where each process takes a while to end, so also the one between a rank and its twin."""
+    end = os._exit
+
+    def end_slowly(status: int) -> NoReturn:
+        time.sleep(0.5)
+        end(status)
+
+    os._exit = end_slowly
+    model, optimizer = learner()
+    for _ in range(60):
+        for x, y in DataLoader(DATA, batch_size=48):
+            step(model, optimizer, x, y)
+    return {}
+
+
+def test_twins_count_once_no_process_stands_between(tmp_path: Path) -> None:
+    states: list[str] = []
+
+    def look(over: threading.Event) -> None:
+        wait_for(lambda: over.is_set() or "twins" in facts(tmp_path / "run"))
+        for rank in record(tmp_path / "run")["ranks"].values():
+            children = Path(f"/proc/{rank['pid']}/task/{rank['pid']}/children").read_text().split()
+            states.append("".join(Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0] for pid in children))
+
+    with held_back(tmp_path, look):
+        config = TorchDistributedConfig(
+            launcher="local", world_size=2, run_dir=tmp_path / "run", sleeping_twins=True, hparams={"folder": ""}
+        )
+        experiment.lagom(ends_slowly, config)
+    assert set(states) <= {"", "Z"}
+    assert len(states) == 2
 
 
 class Counted(TensorDataset):
