@@ -36,7 +36,7 @@ from lagom.config.torch_distributed import Launcher
 from lagom.result import Result
 
 WORLD_SIZE = 2
-SIZES = {"48 KB of state": (64, 200), "12 MB of state": (1024, 25), "200 MB of state": (4096, 2)}
+SIZES = {"1 MB of state": (289, 150), "100 MB of state": (2887, 8), "1 GB of state": (9130, 2)}
 """Width of a layer, which has its weights and Adam's two states, and passes of 64 batches over its data."""
 PROTECTIONS: dict[str, dict[str, Any]] = {"twins": {"sleeping_twins": True}, "snapshots": {"snapshot_every_s": 1.0}}
 """Settings by the key of run.json that shows that the run is protected by now."""

@@ -33,9 +33,10 @@ if not torch.cuda.is_available():
     # torch keeps each seed, with the stack, for a GPU that may come: that takes longer than a small test.
     for _module in (torch.cuda.random, torch.xpu.random):
         vars(_module)["_lazy_call"] = lambda *_, **__: None
-# pytest adds its handlers to each logger that does not propagate, before each test; torch has sixty.
+# pytest adds its handlers to each logger that does not propagate, before each test; torch has sixty. What its trace is
+# told is for no reader: ranks, which have the driver's loggers, would print it.
 for _logger in [logging.getLogger(name) for name in logging.root.manager.loggerDict if name.startswith("torch")]:
-    _logger.propagate = True
+    _logger.propagate = _logger.name != "torch.__trace"
 # Tests fork ranks from this process, and a pool of OpenMP threads, which a larger operation would start, does not
 # survive a fork: the child waits for it forever.
 torch.set_num_threads(1)

@@ -39,8 +39,11 @@ BY_DEFAULT = (
     *(("accumulation", "twins"), ("early_stopping", "snapshots"), ("tied", "begins again")),
     *(("averaging", "snapshots"), ("scaled", "twins")),
 )
-LISTS_ITS_FOLDER = ("journal", "begins again")
-"""A program that begins again finds its folder as the lost attempt left it, and tells what is there."""
+TELL_WHAT_IS_THERE = ("journal", "resumed")
+"""Programs that write or print which files there are: after a loss also those that the lost attempt has left.
+
+Twins find none such, since each new file ends them.
+"""
 SEEDS = range(2)
 
 
@@ -60,13 +63,7 @@ def trial(case: Case, way: str, seed: int) -> Any:
 
 @pytest.mark.parametrize(
     ("case", "way", "seed"),
-    [
-        trial(case, way, seed)
-        for way in WAYS
-        for case in CASES
-        for seed in SEEDS
-        if (str(case), way) != LISTS_ITS_FOLDER
-    ],
+    [trial(case, way, seed) for way in WAYS for case in CASES for seed in SEEDS],
 )
 def test_a_killed_rank_changes_nothing(case: Case, way: str, seed: int) -> None:
     draw = random.Random(f"{case} {way} {seed}")
@@ -92,8 +89,10 @@ def judge_kill(case: Case, way: str, draw: random.Random, **where: Any) -> bool:
     # After a snapshot, the first calls of a model run as at a start: whole, and with gradients that are averaged.
     tolerance = judge.TOLERANCE if way == "snapshots" else 0.0
     assert judge.differences(found.result.value, wanted.result.value, tolerance=tolerance) == []
-    assert judge.text_differences(found.printed, wanted.printed) == []
-    assert judge.file_differences(found.files, wanted.files) == []
+    has_twins = way == "twins" and all("batch" in failure["resumed_from"] for failure in found.result.failures)
+    if has_twins or not found.result.failures or str(case) not in TELL_WHAT_IS_THERE:
+        assert judge.text_differences(found.printed, wanted.printed) == []
+        assert judge.file_differences(found.files, wanted.files) == []
     return bool(kills)
 
 
