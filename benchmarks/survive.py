@@ -1,9 +1,12 @@
 """Measures what it takes to begin a run again after a killed rank, and what the protection costs until then.
 
-    python -m benchmarks.survive [--rounds 5]
+    python -m benchmarks.survive [--rounds 5] [--only "1 GB of state"]
 
 With sleeping twins, and then with snapshots, the third table has the seconds from the kill to the next step, and the
 processor time of rank 0 a step, with and without the protection, in turns, for steps and states of several sizes.
+
+The last lines have the seconds from the kill to the next batch with snapshots, early and late in a pass of a million
+batches of one sample.
 
 On 2 ranks of this machine, and of Spark local[2]. The first table has the seconds from the kill of rank 1 to the end of
 the first step of the next attempt, of which the warm launch of a run is a part. The second has medians of the same
@@ -36,16 +39,25 @@ from lagom.config.torch_distributed import Launcher
 from lagom.result import Result
 
 WORLD_SIZE = 2
-SIZES = {"1 MB of state": (289, 150), "100 MB of state": (2887, 8), "1 GB of state": (9130, 2)}
-"""Width of a layer, which has its weights and Adam's two states, and passes of 64 batches over its data."""
-PROTECTIONS: dict[str, dict[str, Any]] = {"twins": {"sleeping_twins": True}, "snapshots": {"snapshot_every_s": 1.0}}
+SIZES = {"1 MB of state": (289, 64, 450), "100 MB of state": (2887, 16, 25), "1 GB of state": (9130, 8, 18)}
+"""Width of a layer, which has its weights and Adam's two states, batches of a pass over its data, and passes."""
+PROTECTIONS: dict[str, dict[str, Any]] = {"twins": {"sleeping_twins": True}, "snapshots": {"snapshot_every_s": 10.0}}
 """Settings by the key of run.json that shows that the run is protected by now."""
 LAUNCHERS: tuple[Launcher, ...] = ("local", "spark")
+BATCHES = (10_000, 1_000_000)
+"""Batches of a pass after which a rank is killed."""
+GAP_S = 0.2
+"""Time between two batches that no batch takes: the run has gone on elsewhere."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure, and print both tables."""
     args = _arguments(argv)
+    if args.only is not None:
+        with tempfile.TemporaryDirectory() as folder:
+            for protection in PROTECTIONS:
+                show_cost(protection, Path(folder), args.rounds, {args.only: SIZES[args.only]})
+        return 0
     with peers.spark(f"local[{WORLD_SIZE}]"), tempfile.TemporaryDirectory() as folder:
         for launcher in LAUNCHERS:
             seconds = [recovery_s(launcher, Path(folder, f"{launcher}-{number}")) for number in range(args.rounds + 1)]
@@ -54,21 +66,24 @@ def main(argv: Sequence[str] | None = None) -> int:
             ratio = statistics.median(protected) / statistics.median(alone)
             print(f"{name:22} {_shown(protected, 'us')}, without {_shown(alone, 'us')}: {ratio:.3f} times")
         for protection in PROTECTIONS:
-            show_cost(protection, Path(folder), args.rounds)
+            show_cost(protection, Path(folder), args.rounds, SIZES)
+        for after in BATCHES:
+            seconds = [within_pass_s(after, Path(folder, f"{after}-{number}")) for number in range(args.rounds)]
+            print(f"from the kill to the next batch, {after:,} batches into a pass: {_shown(seconds, 's')}")
     return 0
 
 
-def show_cost(protection: str, folder: Path, rounds: int) -> None:
+def show_cost(protection: str, folder: Path, rounds: int, sizes: Mapping[str, tuple[int, int, int]]) -> None:
     """Print the table of sleeping twins, or of snapshots."""
-    for name, (size, num_passes) in SIZES.items():
+    for name, size in sizes.items():
         places = [folder / f"{protection}-{name}-{number}" for number in range(rounds)]
-        seconds = [going_on_s(protection, size, 3 * num_passes, place) for place in places]
+        seconds = [going_on_s(protection, size, place) for place in places]
         print(f"{name:18} {protection}, from the kill to the next step: {_shown(seconds, 's')}")
         found: dict[bool, dict[str, list[float]]] = {True: {"us": [], "wall_us": []}, False: {"us": [], "wall_us": []}}
         for number in range(rounds):
             for protects in (True, False) if number % 2 else (False, True):
                 settings = PROTECTIONS[protection] if protects else {}
-                value = _run_loops(size, num_passes, folder / f"{protection}-{name}", settings).per_rank[0]
+                value = _run_loops(size, folder / f"{protection}-{name}", settings).per_rank[0]
                 for key, values in found[protects].items():
                     values.append(value[key])
         for key, what in ("us", "processor time of a step"), ("wall_us", "a step"):
@@ -77,15 +92,15 @@ def show_cost(protection: str, folder: Path, rounds: int) -> None:
             print(f"{name:18} {what} {_shown(with_, 'us')}, without {_shown(without, 'us')}: {ratio:.3f} times")
 
 
-def _run_loops(size: int, num_passes: int, run_dir: Path, settings: Mapping[str, Any]) -> Result:
-    hparams = {"size": size, "num_passes": num_passes}
+def _run_loops(size: tuple[int, int, int], run_dir: Path, settings: Mapping[str, Any]) -> Result:
+    hparams = {"size": size, "over": str(run_dir / "over")}
     config = TorchDistributedConfig(
         world_size=WORLD_SIZE, launcher="local", run_dir=run_dir, hparams=hparams, **settings
     )
     return experiment.lagom(loops, config)
 
 
-def going_on_s(protection: str, size: int, num_passes: int, folder: Path) -> float:
+def going_on_s(protection: str, size: tuple[int, int, int], folder: Path) -> float:
     """Return the seconds from the kill of rank 1 to the end of the first step after it."""
     folder.mkdir()
     killed_at: list[float] = []
@@ -95,20 +110,22 @@ def going_on_s(protection: str, size: int, num_passes: int, folder: Path) -> flo
             time.sleep(0.01)
         killed_at.append(time.time())
         os.kill(pids[1], signal.SIGKILL)
+        (folder / "over").touch()
 
     thread = threading.Thread(target=kill)
     thread.start()
-    result = _run_loops(size, num_passes, folder, PROTECTIONS[protection])
+    result = _run_loops((*size[:2], 100 * size[2]), folder, PROTECTIONS[protection])
     thread.join()
     assert "batch" in result.failures[0]["resumed_from"], result.failures
     return float(min(end for end in result.per_rank[0]["ends"] if end > killed_at[0])) - killed_at[0]
 
 
-def loops(size: int, num_passes: int) -> Mapping[str, Any]:
-    """Train a layer of ``size`` by ``size`` with Adam on a loader; return its time a step, and all ends."""
-    model = nn.Linear(size, size)
+def loops(size: tuple[int, int, int], over: str) -> Mapping[str, Any]:
+    """Train a layer with Adam on a loader until there is a file ``over``; return its time a step, and all ends."""
+    width, num_batches, num_passes = size
+    model = nn.Linear(width, width)
     optimizer = torch.optim.Adam(model.parameters())
-    x = torch.ones(512, size)
+    x = torch.ones(8 * num_batches, width)
     ends: list[float] = []
     used, began = time.process_time(), time.perf_counter()
     for _ in range(num_passes):
@@ -117,8 +134,50 @@ def loops(size: int, num_passes: int) -> Mapping[str, Any]:
             model(rows).square().mean().backward()
             optimizer.step()
             ends.append(time.time())
+        if os.path.exists(over):
+            break
     took = {"us": time.process_time() - used, "wall_us": time.perf_counter() - began}
     return {name: seconds / len(ends) * 1e6 for name, seconds in took.items()} | {"ends": ends}
+
+
+def within_pass_s(after: int, folder: Path) -> float:
+    """Return the seconds from the kill of rank 1, ``after`` batches or more into a pass, to the next batch."""
+    folder.mkdir()
+    killed_at: list[float] = []
+
+    def kill() -> None:
+        while not killed_at:
+            time.sleep(0.01)
+            for path in folder.glob("*/run.json"):
+                facts = json.loads(path.read_text())
+                if facts.get("snapshots", {"place": [0, 0]})["place"][1] >= after:
+                    killed_at.append(time.time())
+                    os.kill(facts["ranks"]["1"]["pid"], signal.SIGKILL)
+
+    thread = threading.Thread(target=kill)
+    thread.start()
+    config = TorchDistributedConfig(
+        world_size=WORLD_SIZE,
+        launcher="local",
+        run_dir=folder,
+        hparams={"num": after + 100_000},
+        snapshot_every_s=1.0,
+    )
+    result = experiment.lagom(walk, config)
+    thread.join()
+    assert "batch" in result.failures[0]["resumed_from"], result.failures
+    return float(min(end for end in result.per_rank[0] if end > killed_at[0])) - killed_at[0]
+
+
+def walk(num: int) -> list[float]:
+    """Read ``num`` samples, one at a time; return when the first batch came, and each that took long."""
+    found, last = [], 0.0
+    for _ in DataLoader(TensorDataset(torch.arange(num)), batch_size=1, shuffle=True):
+        now = time.time()
+        if now - last > GAP_S:
+            found.append(now)
+        last = now
+    return found
 
 
 def recovery_s(launcher: Launcher, folder: Path) -> float:
@@ -238,6 +297,7 @@ def _shown(values: Sequence[float], unit: str) -> str:
 def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Time to begin again after a loss, and its cost until then.")
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--only", choices=SIZES, help="measure only the cost of protection with this state")
     return parser.parse_args(argv)
 
 

@@ -148,6 +148,18 @@ class _ByFile(LoadScopeScheduling):  # type: ignore[misc]  # xdist has no types
             return path
         return f"Spark {max(kinds, key=len)}"
 
+    def remove_node(self, node: Any) -> str | None:
+        """Give the tests of a process that has ended to others, but for the one that ended it, which would end them."""
+        units = list(self.assigned_work[node].values())
+        crashed = next(((unit, name) for unit in units for name, is_done in unit.items() if not is_done), None)
+        if crashed is None:
+            super().remove_node(node)
+            return None
+        unit, name = crashed
+        unit[name] = True
+        super().remove_node(node)
+        return name
+
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> _ByFile:
     """Start each kind of Spark once, and make the fixtures of a file once: see ``_ByFile``."""

@@ -45,7 +45,7 @@ def test_slots_are_taken_as_asked_for_and_all_where_no_number_is(
 
 
 def test_a_machine_of_many_cores_gets_as_many_ranks_as_it_may_hold() -> None:
-    assert plan(TorchDistributedConfig(), local(384, most_ranks=248)).world_size == 248
+    assert plan(TorchDistributedConfig(), local(2000, most_ranks=960)).world_size == 960
 
 
 @pytest.mark.parametrize(
@@ -53,7 +53,7 @@ def test_a_machine_of_many_cores_gets_as_many_ranks_as_it_may_hold() -> None:
     [
         (None, spark(0), "0 task slots"),
         (3, spark(2), "2 task slots"),
-        (249, local(2, most_ranks=248), "this machine holds at most 248 ranks"),
+        (961, local(2, most_ranks=960), "this machine holds at most 960 ranks"),
         (3, local(2, gpus_per_slot=1), "2 GPUs"),
         (9, spark(2, gpus_per_slot=4), "8 GPUs"),
     ],

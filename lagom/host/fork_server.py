@@ -18,9 +18,10 @@ from lagom.host.rank_host import run_task_ranks
 from lagom.host.trial_host import serve_trials
 from lagom.host.workspace import host_workspace, remove_leftovers
 from lagom.wire.client import DriverClient, LinkClosed
+from lagom.wire.many_files import receive_with_files
 from lagom.wire.rendezvous import Stopped
 
-MAX_FDS = 250  # files of one message; the kernel allows 253
+_REQUEST = 1 << 22  # bytes
 _PATIENCE_S = 1.5
 """Time for host processes to end by themselves after the driver has ended."""
 
@@ -43,7 +44,7 @@ def serve(connection: socket.socket) -> None:
                     preload.import_what_was_used()
                     continue
                 try:
-                    data, fds, _, _ = socket.recv_fds(connection, 1 << 22, MAX_FDS)
+                    data, fds = receive_with_files(connection, _REQUEST)
                 except OSError:
                     data, fds = b"", []
                 if not data:

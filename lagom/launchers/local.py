@@ -30,10 +30,11 @@ from lagom.payload import Parcel, unpack_file
 from lagom.plan import Plan
 from lagom.records.run_dir import RunRecords
 from lagom.restart.history import RunHistory
+from lagom.wire.many_files import send_with_files
 from lagom.wire.server import anonymous_file
 from lagom.wire.spec import RunSpec
 
-_MAX_RANKS = 248  # files in one message to the server, less link and payload
+_MAX_RANKS = 960  # each has a file here, and a process may open 1,024 as a rule
 _PATIENCE_S = 4.0
 """Time for the fork server to end by itself."""
 _REQUEST = 1 << 20  # bytes
@@ -150,6 +151,7 @@ class _Server:
     """This process's fork server; ends with this process."""
 
     def __init__(self) -> None:
+        self._sending = threading.Lock()
         kind = getattr(socket, "SOCK_SEQPACKET", socket.SOCK_DGRAM)
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, kind)
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _REQUEST)
@@ -180,7 +182,8 @@ class _Server:
     def send(self, request: bytes, fds: list[int]) -> None:
         """Send ``request`` with the files of its run."""
         try:
-            socket.send_fds(self._socket, [request], fds)
+            with self._sending:
+                send_with_files(self._socket, request, fds)
         except OSError as error:
             self.close()
             raise _ServerGone(f"the local fork server does not take the run: {error}") from error

@@ -226,6 +226,9 @@ class Rest:
         if isinstance(node, (ast.FormattedValue, ast.UnaryOp)):
             self.read |= _names(node)
             return self._is_fixed(node.value if isinstance(node, ast.FormattedValue) else node.operand)
+        if isinstance(node, ast.Compare):
+            self.read |= _names(node)
+            return all(map(self._is_fixed, (node.left, *node.comparators)))
         return isinstance(node, ast.Constant) or (isinstance(node, ast.Name) and node.id in self._locals)
 
 

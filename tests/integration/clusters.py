@@ -238,6 +238,7 @@ KINDS: Mapping[str, Callable[[], contextlib.AbstractContextManager[Any]]] = {
     "local[4]": lambda: local(4),
     "local-cluster": local_cluster,
     "standalone": standalone,
+    "dwindling": standalone,
     "encrypted": lambda: encrypted("local[2]"),
     "encrypted-cluster": lambda: encrypted("local-cluster[2,1,1024]"),
     "connect": connect,
@@ -246,7 +247,7 @@ KINDS: Mapping[str, Callable[[], contextlib.AbstractContextManager[Any]]] = {
     "dynamic": dynamic,
     "gpus": with_gpus,
 }
-"""Kinds of Spark, by the parameter of a test."""
+"""Kinds of Spark, by the parameter of a test. What is "dwindling" loses a worker in it."""
 
 
 def archive_classes() -> None:

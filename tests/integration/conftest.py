@@ -73,7 +73,7 @@ def _remains() -> set[str]:
     return folders | files
 
 
-_STARTED_FOR_LONG = {"local-cluster", "standalone", "foreign", "foreign-encrypted"}
+_STARTED_FOR_LONG = {"local-cluster", "standalone", "dwindling", "foreign", "foreign-encrypted"}
 """Kinds of Spark that are in the soak only: a cluster takes a minute of processor time to start.
 
 ``test_special.py`` shows by default that lagom travels, and tests/collectives what hosts exchange.

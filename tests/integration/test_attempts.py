@@ -47,7 +47,7 @@ def test_a_killed_rank_changes_neither_weights_nor_output(
 
 @pytest.mark.soak  # tests/launchers/test_local.py kills both by default, and test_failing.py a worker of Spark
 @pytest.mark.parametrize("killed", ["worker", "fork server"])
-@pytest.mark.parametrize("spark", ["local[2]"], indirect=True, scope="session")
+@pytest.mark.parametrize("spark", ["local[2]", "standalone"], indirect=True, scope="session")
 def test_a_process_of_the_executor_that_is_killed_is_replaced(spark: Any, killed: str, tmp_path: Path) -> None:
     gate = tmp_path / "gate"
     wanted = run(tmp_path / "wanted", gate, 2).value
@@ -91,7 +91,7 @@ def test_without_an_executor_the_run_goes_on_with_fewer_ranks(
         return 1
 
     def kill() -> None:
-        os.kill(executor_of(losses.ranks(tmp_path / "runs")["1"]["pid"]), signal.SIGKILL)
+        os.kill(executor_of_rank_1(tmp_path), signal.SIGKILL)
 
     monkeypatch.setattr("lagom.launchers.spark_session.REPLACED_S", 0.0)
     monkeypatch.setattr(ClassicFacts, "slots_again", once_spark_knows)
@@ -101,6 +101,42 @@ def test_without_an_executor_the_run_goes_on_with_fewer_ranks(
     assert losses.same(result.value, run(tmp_path / "wanted", gate, 1, launcher="local").value)
     assert len(result.failures) == 1
     assert "the run begins again, attempt 2 of 4, with 1 rank instead of 2" in capfd.readouterr().err
+
+
+@pytest.mark.soak  # tests/launchers/test_attempts.py shows the numbers of ranks by default
+@pytest.mark.parametrize("spark", ["standalone"], indirect=True, scope="session")
+def test_an_executor_that_is_killed_is_replaced(spark: Any, tmp_path: Path) -> None:
+    gate = tmp_path / "gate"
+    with losses.killed([Path(f"{gate}-1")], lambda: os.kill(executor_of_rank_1(tmp_path), signal.SIGKILL)):
+        result = run(tmp_path, gate, 2)
+    world_size = len(result.per_rank)  # 1 on a machine so busy that a new executor takes more than seconds
+    assert losses.same(result.value, run(tmp_path / "wanted", gate, world_size, launcher="local").value)
+    assert len(result.failures) == 1
+
+
+@pytest.mark.soak  # as above
+@pytest.mark.parametrize("spark", ["dwindling"], indirect=True, scope="session")
+def test_without_a_worker_of_sparks_the_run_goes_on_with_fewer_ranks(
+    spark: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    gate = tmp_path / "gate"
+
+    def kill() -> None:
+        worker = parent(executor_of_rank_1(tmp_path))
+        assert b"deploy.worker.Worker" in Path(f"/proc/{worker}/cmdline").read_bytes()
+        os.kill(worker, signal.SIGKILL)
+
+    with losses.killed([Path(f"{gate}-1")], kill):
+        result = run(tmp_path, gate, 2)
+    assert len(result.per_rank) == 1
+    assert losses.same(result.value, run(tmp_path / "wanted", gate, 1, launcher="local").value)
+    assert len(result.failures) == 1
+    assert "the run begins again, attempt 2 of 4, with 1 rank instead of 2" in capfd.readouterr().err
+
+
+def executor_of_rank_1(folder: Path) -> int:
+    """Return the JVM of the executor that holds rank 1."""
+    return executor_of(losses.ranks(folder / "runs")["1"]["pid"])
 
 
 def parent(pid: int) -> int:

@@ -353,6 +353,11 @@ else:
 """
 
 
+@pytest.mark.soak  # tests/wire/test_many_files.py shows by default that the files arrive
+def test_more_ranks_than_one_message_has_files_for() -> None:
+    assert run(lambda: lagom.rank(), world_size=300).per_rank == tuple(range(300))
+
+
 @pytest.mark.soak
 def test_a_rank_holds_no_more_files_when_there_are_more_ranks() -> None:
     def files() -> int:

@@ -13,7 +13,7 @@ import random
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache, partial
 from pathlib import Path
@@ -23,6 +23,7 @@ import pytest
 
 from lagom import experiment
 from lagom.config import TorchDistributedConfig
+from lagom.errors import RankError
 from lagom.result import Result
 from lagom.run_state.random_streams import seed_everything
 from tests.programs import judge
@@ -71,6 +72,20 @@ def test_a_killed_rank_changes_nothing(case: Case, way: str, seed: int) -> None:
     assert was_killed or (str(case), way) not in BY_DEFAULT  # of some programs there is no snapshot
 
 
+@pytest.mark.soak  # tests/snapshots/test_resume.py shows it by default
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_a_killed_run_goes_on_with_a_rank_less(case: Case) -> None:
+    draw = random.Random(str(case))
+    world_size, launcher = draw.choice([2, 3]), "local"
+    wanted = plain_run(case, world_size=world_size, launcher=launcher)
+    with killing(draw.randrange(world_size), WAYS["snapshots"][1], draw.uniform(0.0, 0.5) * wanted.seconds) as kills:
+        settings = WAYS["snapshots"][0] | {"world_size": world_size, "launcher": launcher, "max_failures": 0}
+        found = run(case, goes_on=lambda runs: experiment.resume(runs, world_size=world_size - 1), **settings)
+    assert judge.differences(found.result.value, wanted.result.value) == []
+    if not kills or str(case) not in TELL_WHAT_IS_THERE:
+        assert judge.file_differences(found.files, wanted.files) == []
+
+
 def test_the_programs_by_default_are_among_all() -> None:
     assert {name for name, _ in BY_DEFAULT} <= {str(case) for case in CASES}
 
@@ -102,14 +117,19 @@ def plain_run(case: Case, **where: Any) -> Ended:
     return run(case, **where)
 
 
-def run(case: Case, **settings: Any) -> Ended:
-    """Run a program in a folder of its own."""
+def run(case: Case, goes_on: Callable[[Path], Result] | None = None, **settings: Any) -> Ended:
+    """Run a program in a folder of its own; if it loses a rank for good, ``goes_on`` gets the folder of the run."""
     train = partial(slowly, judge.PROGRAMS[case.program].train, dict(case.options))
     seed_everything(0)
     start = time.monotonic()
     with judge.scratch() as folder:
         config = TorchDistributedConfig(run_dir=folder / "runs", **settings)
-        result = experiment.lagom(train, config)
+        try:
+            result = experiment.lagom(train, config)
+        except RankError:
+            assert goes_on is not None
+            (lost,) = (folder / "runs").iterdir()
+            result = goes_on(lost)
         assert result.run_dir is not None
         printed = (result.run_dir / "rank-0.log").read_text()
         files = {name: data for name, data in judge.files_in(folder).items() if not name.startswith("runs/")}

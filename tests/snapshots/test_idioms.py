@@ -94,7 +94,7 @@ def check(function: Callable[[], Any], every: int) -> None:
     assert run_ranks(1, elsewhere) == [value]
 
 
-PUT_OFF = ("lambda, comprehension or class body", "through a zip")
+PUT_OFF = ("lambda, comprehension or class body", "through a zip", "has computed *seen before its call")
 """Places that a program passes: the next batch after them has a snapshot again."""
 
 

@@ -1,0 +1,35 @@
+"""``send_with_files`` and ``receive_with_files``: a message with any number of open files, over a Unix socket."""
+
+from __future__ import annotations
+
+import os
+import socket
+import struct
+from collections.abc import Sequence
+
+_MOST = 250  # files of one message; the kernel allows 253
+_COUNT = struct.Struct("<I")
+
+
+def send_with_files(connection: socket.socket, message: bytes, fds: Sequence[int]) -> None:
+    """Send ``message`` and the files ``fds``, in as many packets as these need; one thread at a time."""
+    socket.send_fds(connection, [_COUNT.pack(len(fds)) + message], fds[:_MOST])
+    for first in range(_MOST, len(fds), _MOST):
+        socket.send_fds(connection, [b"f"], fds[first : first + _MOST])
+
+
+def receive_with_files(connection: socket.socket, size: int) -> tuple[bytes, list[int]]:
+    """Return the next message, of at most ``size`` bytes, and its files; both are empty if the sender has ended.
+
+    Raises:
+        OSError: if the connection is broken.
+    """
+    data, fds, _, _ = socket.recv_fds(connection, size + _COUNT.size, _MOST)
+    while data and len(fds) < _COUNT.unpack_from(data)[0]:
+        more, others, _, _ = socket.recv_fds(connection, 1, _MOST)
+        fds += others
+        if not more:
+            for fd in fds:
+                os.close(fd)
+            return b"", []
+    return data[_COUNT.size :], fds

@@ -1,0 +1,38 @@
+"""A message with more files than the kernel takes at once arrives with all of them, in their order."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import tempfile
+from collections.abc import Iterator
+
+import pytest
+
+from lagom.wire.many_files import receive_with_files, send_with_files
+
+
+@pytest.fixture
+def ends() -> Iterator[tuple[socket.socket, socket.socket]]:
+    ours, theirs = socket.socketpair(socket.AF_UNIX, getattr(socket, "SOCK_SEQPACKET", socket.SOCK_DGRAM))
+    with ours, theirs:
+        yield ours, theirs
+
+
+@pytest.mark.parametrize("count", [0, 1, 250, 251, 600])
+def test_all_files_arrive_in_order(ends: tuple[socket.socket, socket.socket], count: int) -> None:
+    with contextlib.ExitStack() as stack:
+        files = [stack.enter_context(tempfile.TemporaryFile()) for _ in range(count)]
+        send_with_files(ends[0], b"a run", [file.fileno() for file in files])
+        message, fds = receive_with_files(ends[1], 100)
+        stack.callback(lambda: [os.close(fd) for fd in fds])
+        assert message == b"a run"
+        assert [os.fstat(fd).st_ino for fd in fds] == [os.fstat(file.fileno()).st_ino for file in files]
+
+
+def test_a_sender_that_ends_amid_its_files_has_sent_nothing(ends: tuple[socket.socket, socket.socket]) -> None:
+    with tempfile.TemporaryFile() as file, socket.socket() as one:
+        socket.send_fds(ends[0], [(3).to_bytes(4, "little") + b"a run"], [file.fileno(), one.fileno()])
+        ends[0].close()
+        assert receive_with_files(ends[1], 100) == (b"", [])
