@@ -107,3 +107,13 @@ def test_a_fork_does_not_keep_the_connection_to_xdist(pytestconfig: pytest.Confi
     child.close()
     ours.close()
     theirs.close()
+
+
+def test_a_test_that_ended_its_process_is_not_given_to_another(pytestconfig: pytest.Config) -> None:
+    path = str(Path(__file__).with_name("conftest.py"))
+    (conftest,) = [one for one in pytestconfig.pluginmanager.get_plugins() if getattr(one, "__file__", None) == path]
+    scheduling, node = object.__new__(conftest._ByFile), object()
+    scheduling.workqueue = {}
+    scheduling.assigned_work = {node: {"a.py": {"a.py::one": True, "a.py::two": False, "a.py::three": False}}}
+    assert scheduling.remove_node(node) == "a.py::two"
+    assert scheduling.workqueue == {"a.py": {"a.py::one": True, "a.py::two": True, "a.py::three": False}}
