@@ -158,7 +158,7 @@ class _ByFile(LoadScopeScheduling):  # type: ignore[misc]  # xdist has no types
         unit, name = crashed
         unit[name] = True
         super().remove_node(node)
-        return name
+        return str(name)
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> _ByFile:

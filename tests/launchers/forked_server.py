@@ -5,11 +5,15 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from unittest.mock import patch
 
 from lagom.host import fork_server
+from lagom.wire.many_files import send_with_files
+
+_PATIENCE_S = 20.0
 
 
 @contextmanager
@@ -41,16 +45,20 @@ class _ForkedServer:
 
     def send(self, request: bytes, fds: list[int]) -> None:
         """Send ``request`` with the files of its run."""
-        socket.send_fds(self._socket, [request], fds)
+        send_with_files(self._socket, request, fds)
 
     def ended(self) -> bool:
         """Return False: nobody kills this server."""
         return False
 
     def close(self) -> None:
-        """End the server, and all its runs."""
+        """End the server, and all its runs; kill it if it hangs, as a fork of a process with threads may."""
         self._socket.close()
-        os.waitpid(self._pid, 0)
+        deadline = time.monotonic() + _PATIENCE_S
+        while os.waitpid(self._pid, os.WNOHANG)[0] == 0:
+            if time.monotonic() > deadline:
+                os.kill(self._pid, signal.SIGKILL)
+            time.sleep(0.005)
 
     def _serve(self, connection: socket.socket) -> int:
         try:

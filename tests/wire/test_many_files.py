@@ -26,7 +26,8 @@ def test_all_files_arrive_in_order(ends: tuple[socket.socket, socket.socket], co
         files = [stack.enter_context(tempfile.TemporaryFile()) for _ in range(count)]
         send_with_files(ends[0], b"a run", [file.fileno() for file in files])
         message, fds = receive_with_files(ends[1], 100)
-        stack.callback(lambda: [os.close(fd) for fd in fds])
+        for fd in fds:
+            stack.callback(os.close, fd)
         assert message == b"a run"
         assert [os.fstat(fd).st_ino for fd in fds] == [os.fstat(file.fileno()).st_ino for file in files]
 
