@@ -8,6 +8,8 @@ processor time of rank 0 a step, with and without the protection, in turns, for 
 The last lines have the seconds from the kill to the next batch with snapshots, early and late in a pass of a million
 batches of one sample.
 
+All of it takes more than an hour; ``--only`` gives the third table for one size.
+
 On 2 ranks of this machine, and of Spark local[2]. The first table has the seconds from the kill of rank 1 to the end of
 the first step of the next attempt, of which the warm launch of a run is a part. The second has medians of the same
 program with max_failures=3 and 0, in turns: a short training step, and files written by rank 0.

@@ -49,7 +49,7 @@ class GradientPath:
 
 
 def find_gradient_path(tensor: Tensor) -> GradientPath | None:
-    """Return the path to ``tensor`` from an output of a sliced forward; None if none of known steps leads there."""
+    """Return the path to ``tensor`` from an output of a sliced forward; None if no known steps lead there."""
     node: Any = tensor.grad_fn
     index, shape = tensor.output_nr, tuple(tensor.shape)
     shapes: list[Shape] = [shape]

@@ -247,7 +247,7 @@ KINDS: Mapping[str, Callable[[], contextlib.AbstractContextManager[Any]]] = {
     "dynamic": dynamic,
     "gpus": with_gpus,
 }
-"""Kinds of Spark, by the parameter of a test. What is "dwindling" loses a worker in it."""
+"""Kinds of Spark, by the parameter of a test. A test ends a worker of the "dwindling" one."""
 
 
 def archive_classes() -> None:

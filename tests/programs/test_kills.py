@@ -81,8 +81,10 @@ def test_a_killed_run_goes_on_with_a_rank_less(case: Case) -> None:
     with killing(draw.randrange(world_size), WAYS["snapshots"][1], draw.uniform(0.0, 0.5) * wanted.seconds) as kills:
         settings = WAYS["snapshots"][0] | {"world_size": world_size, "launcher": launcher, "max_failures": 0}
         found = run(case, goes_on=lambda runs: experiment.resume(runs, world_size=world_size - 1), **settings)
+    if not kills:
+        pytest.skip("no rank was killed: the run had no snapshot, or ended before")
     assert judge.differences(found.result.value, wanted.result.value) == []
-    if not kills or str(case) not in TELL_WHAT_IS_THERE:
+    if str(case) not in TELL_WHAT_IS_THERE:
         assert judge.file_differences(found.files, wanted.files) == []
 
 
