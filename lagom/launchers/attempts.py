@@ -81,7 +81,7 @@ def _next(
     if len(history.failures) > plan.config.max_failures:
         put_back(history.files)
         raise _counted(error, history, f"max_failures={plan.config.max_failures}") from error.__cause__
-    slots = launcher.slots_again(plan.num_slots)
+    slots = launcher.slots_again(plan.num_slots, loss)
     size = min(plan.world_size, slots * plan.ranks_per_slot)
     if size < _least(plan):
         put_back(history.files)

@@ -16,6 +16,7 @@ from lagom.monitor.spans import Spans
 from lagom.plan import Plan
 from lagom.records.run_dir import RunRecords
 from lagom.restart.history import RunHistory
+from lagom.restart.losses import Loss
 
 
 def _keep_timeline(spans: Spans, records: RunRecords) -> None:
@@ -37,7 +38,7 @@ class InlineLauncher:
         """Name the place for a reader."""
         return "this process"
 
-    def slots_again(self, wanted: int) -> int:
+    def slots_again(self, wanted: int, loss: Loss) -> int:
         """See ``Launcher.slots_again``; a loss of this process ends the caller too."""
         return wanted
 

@@ -30,6 +30,7 @@ from lagom.payload import Parcel, unpack_file
 from lagom.plan import Plan
 from lagom.records.run_dir import RunRecords
 from lagom.restart.history import RunHistory
+from lagom.restart.losses import Loss
 from lagom.wire.many_files import send_with_files
 from lagom.wire.server import anonymous_file
 from lagom.wire.spec import RunSpec
@@ -65,7 +66,7 @@ class LocalLauncher:
         """Name the place for a reader."""
         return "this machine"
 
-    def slots_again(self, wanted: int) -> int:
+    def slots_again(self, wanted: int, loss: Loss) -> int:
         """See ``Launcher.slots_again``; processes of this machine need no slots."""
         return wanted
 

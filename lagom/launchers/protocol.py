@@ -11,6 +11,7 @@ from lagom.cluster import Cluster
 from lagom.plan import Plan
 from lagom.records.run_dir import RunRecords
 from lagom.restart.history import RunHistory
+from lagom.restart.losses import Loss
 from lagom.wire.client import Message
 
 
@@ -34,8 +35,11 @@ class Launcher(Protocol):
     def where(self) -> str:
         """Name the place for a reader: "Spark local[2]", "this machine"."""
 
-    def slots_again(self, wanted: int) -> int:
-        """Return the task slots for a new attempt after a loss, at most ``wanted``; wait some seconds for them."""
+    def slots_again(self, wanted: int, loss: Loss) -> int:
+        """Return the task slots for a new attempt after ``loss``, at most ``wanted``; wait some seconds for them.
+
+        Slots on hosts that are cut off do not count, and are not used.
+        """
 
     def run(
         self, plan: Plan, call: Call, records: RunRecords | None = None, history: RunHistory | None = None

@@ -50,6 +50,11 @@ class RankPlaces:
             first,
         )
 
+    def silent_hosts(self) -> frozenset[str]:
+        """Return names and addresses of the hosts that are silent."""
+        joins = [self._joins[task] for task in self._silent]
+        return frozenset(name for join in joins for name in (str(join["host"]).split("|")[0], str(join["ip"])))
+
     def _place(self, task: int) -> str:
         join = self._joins[task]
         return f"{rank_names(join['ranks'])} on {str(join['host']).split('|')[0]}"

@@ -261,7 +261,8 @@ class RunView:
                 self._lost.append(error)
                 join = self._joins.get(task)
                 rank = error.rank if isinstance(error, RankError) else None
-                self._gone = Loss(rank=rank, host=_host(join) if join is not None else "", cause=str(error))
+                host = _host(join) if join is not None else ""
+                self._gone = Loss(rank=rank, host=host, cause=str(error), cut_off=self._places.silent_hosts())
                 self.stop()
         self._events.put({"type": "closed", "task": task})
 

@@ -35,6 +35,7 @@ from lagom.plan import Plan
 from lagom.program.sources import is_installed, lagom_zip, modules_zip
 from lagom.records.run_dir import RunRecords
 from lagom.restart.history import RunHistory
+from lagom.restart.losses import Loss
 from lagom.wire.failure_text import failure_in
 from lagom.wire.payload_sources import MOST_FROM_DRIVER
 from lagom.wire.server import anonymous_file
@@ -62,9 +63,9 @@ class SparkLauncher:
         """Name the place for a reader."""
         return self.facts.name
 
-    def slots_again(self, wanted: int) -> int:
+    def slots_again(self, wanted: int, loss: Loss) -> int:
         """See ``Launcher.slots_again``."""
-        return self.facts.slots_again(wanted)
+        return self.facts.slots_again(wanted, loss.cut_off)
 
     def run(
         self, plan: Plan, call: Call, records: RunRecords | None = None, history: RunHistory | None = None

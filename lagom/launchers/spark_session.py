@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from typing import Any
 
 from lagom.cluster import Cluster
@@ -87,8 +87,12 @@ class SparkFacts:
         """Return the number of tasks that can run at the same time."""
         raise NotImplementedError
 
-    def slots_again(self, wanted: int) -> int:
-        """Return how many of ``wanted`` tasks can run at the same time after a loss; see ``Launcher.slots_again``."""
+    def slots_again(self, wanted: int, cut_off: Set[str] = frozenset()) -> int:
+        """Return how many of ``wanted`` tasks can run at the same time after a loss; see ``Launcher.slots_again``.
+
+        Args:
+            cut_off: names and addresses of hosts on which Spark must start no task, though it may not know it yet.
+        """
         return wanted
 
     def tag(self, group: str, description: str) -> None:
@@ -171,11 +175,13 @@ class ClassicFacts(SparkFacts):
             _settled[self._context] = self._executors()
         return int(jsc.maxNumConcurrentTasks(profile))
 
-    def slots_again(self, wanted: int) -> int:
+    def slots_again(self, wanted: int, cut_off: Set[str] = frozenset()) -> int:
         """See ``SparkFacts.slots_again``."""
+        jsc = self._context._jsc.sc()
+        if cut_off and not self.one_machine:
+            _end_executors(jsc, cut_off)
         if self.dynamic:
             return wanted
-        jsc = self._context._jsc.sc()
         profile = jsc.resourceProfileManager().defaultResourceProfile()
         deadline = time.monotonic() + REPLACED_S
         while (slots := int(jsc.maxNumConcurrentTasks(profile))) < wanted and time.monotonic() < deadline:
@@ -235,6 +241,22 @@ class ClassicFacts(SparkFacts):
         from pyspark import InheritableThread
 
         return InheritableThread
+
+
+def _end_executors(jsc: Any, hosts: Set[str]) -> None:
+    """Have Spark end and replace the executors on ``hosts``: by itself it misses them after two minutes."""
+    executors = jsc.statusStore().executorList(True)
+    for summary in (executors.apply(number) for number in range(executors.size())):
+        name = str(summary.hostPort()).rpartition(":")[0].strip("[]")
+        if summary.id() != "driver" and hosts & {name, *_addresses(name)}:
+            log.info("Spark is told to end executor %s on %s, which is cut off", summary.id(), name)
+            jsc.killAndReplaceExecutor(summary.id())
+
+
+def _addresses(name: str) -> set[str]:
+    with contextlib.suppress(OSError):
+        return {str(found[4][0]) for found in socket.getaddrinfo(name, None)}
+    return set()
 
 
 class ConnectFacts(SparkFacts):

@@ -19,6 +19,8 @@ class Loss:
     """A sentence without its full stop: "rank 1 was killed by SIGKILL"."""
     at: float = field(default_factory=time.time)
     """Seconds since 1970."""
+    cut_off: frozenset[str] = frozenset()
+    """Names and addresses of the hosts that gave no sign of life; empty if only processes were lost."""
 
 
 def loss_in(reports: Sequence[Mapping[str, Any]], hosts: Mapping[int, str]) -> Loss | None:

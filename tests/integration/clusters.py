@@ -243,11 +243,15 @@ KINDS: Mapping[str, Callable[[], contextlib.AbstractContextManager[Any]]] = {
     "encrypted-cluster": lambda: encrypted("local-cluster[2,1,1024]"),
     "connect": connect,
     "foreign": foreign,
+    "unplugged": foreign,
     "foreign-encrypted": lambda: foreign(_ENCRYPTION),
     "dynamic": dynamic,
     "gpus": with_gpus,
 }
-"""Kinds of Spark, by the parameter of a test. A test ends a worker of the "dwindling" one."""
+"""Kinds of Spark, by the parameter of a test.
+
+One test ends a worker of the "dwindling" one, another cuts off a host of the "unplugged" one.
+"""
 
 
 def archive_classes() -> None:

@@ -20,7 +20,7 @@ def spark(request: pytest.FixtureRequest) -> Iterator[Any]:
     """A session of the kind that a test's parameter names; tests of one kind run together."""
     if not clusters.java():
         pytest.skip("no Java here")
-    if request.param.startswith("foreign") and not hosts.allowed():
+    if request.param.startswith(("foreign", "unplugged")) and not hosts.allowed():
         pytest.skip("no namespaces may be made here")
     with _open:
         yield _open.enter_context(clusters.KINDS[request.param]())
@@ -73,7 +73,7 @@ def _remains() -> set[str]:
     return folders | files
 
 
-_STARTED_FOR_LONG = {"local-cluster", "standalone", "dwindling", "foreign", "foreign-encrypted"}
+_STARTED_FOR_LONG = {"local-cluster", "standalone", "dwindling", "foreign", "foreign-encrypted", "unplugged"}
 """Kinds of Spark that are in the soak only: a cluster takes a minute of processor time to start.
 
 ``test_special.py`` shows by default that lagom travels, and tests/collectives what hosts exchange.

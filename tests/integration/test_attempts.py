@@ -13,7 +13,7 @@ from lagom import experiment
 from lagom.config import TorchDistributedConfig
 from lagom.launchers.spark_session import ClassicFacts
 from lagom.worker.process_tree import children
-from tests.integration import programs
+from tests.integration import hosts, programs
 from tests.launchers import losses
 from tests.launchers.test_attempt_files import from_checkpoint
 
@@ -86,7 +86,7 @@ def test_without_an_executor_the_run_goes_on_with_fewer_ranks(
     gate = tmp_path / "gate"
     slots = ClassicFacts.slots_again
 
-    def once_spark_knows(facts: ClassicFacts, wanted: int) -> int:
+    def once_spark_knows(facts: ClassicFacts, wanted: int, cut_off: frozenset[str]) -> int:
         losses.wait_for(lambda: slots(facts, wanted) < wanted)
         return 1
 
@@ -126,6 +126,30 @@ def test_without_a_worker_of_sparks_the_run_goes_on_with_fewer_ranks(
     with losses.killed([Path(f"{gate}-1")], kill):
         result = run(tmp_path, gate, 2)
     check_one_rank_went_on(result, tmp_path, capfd.readouterr().err)
+
+
+@pytest.mark.soak  # as above
+@pytest.mark.parametrize("spark", ["unplugged"], indirect=True, scope="session")
+def test_without_a_host_the_run_goes_on_before_spark_misses_it(
+    spark: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    gate, alone = tmp_path / "gate", ""
+
+    def cut_off() -> None:
+        nonlocal alone
+        on = [rank["host"] for rank in losses.ranks(tmp_path / "runs").values()]
+        (alone,) = (host for host in on if on.count(host) == 1)
+        hosts.ip(f"-n {alone} link set eth0 down")
+
+    with losses.killed([Path(f"{gate}-1")], cut_off):
+        result = run(tmp_path, gate, 3)
+    hosts.ip(f"-n {alone} link set eth0 up")
+    assert len(result.per_rank) == 2
+    assert losses.same(result.value, run(tmp_path / "wanted", gate, 2, launcher="local").value)
+    (failure,) = result.failures
+    assert "no sign of life came for 20 s from the machine that held rank" in failure["cause"]
+    assert failure["seconds_lost"] < 60  # Spark itself waits for two minutes
+    assert "the run begins again, attempt 2 of 4, with 2 ranks instead of 3" in capfd.readouterr().err
 
 
 def check_one_rank_went_on(result: Any, folder: Path, said: str) -> None:

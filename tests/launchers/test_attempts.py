@@ -203,7 +203,7 @@ class Shrinking:
         self.slots = list(slots)
         self.sizes: list[int] = []
 
-    def slots_again(self, wanted: int) -> int:
+    def slots_again(self, wanted: int, loss: Loss) -> int:
         return min(wanted, self.slots.pop(0))
 
     def run(self, plan: Plan, call: Call, records: Any, history: RunHistory) -> list[Outcome]:

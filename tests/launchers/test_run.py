@@ -85,6 +85,9 @@ def test_a_machine_that_is_cut_off_is_named_and_then_given_up(
     assert isinstance(lost, RankError)
     assert lost.rank == 2
     assert "no sign of life came for 7 s from the machine that held ranks 2, 3 on lgh" in str(lost)
+    loss = run.loss()
+    assert loss is not None
+    assert there.name in loss.cut_off
 
 
 @needs_hosts
