@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
+
+from lagom.collectives.transport import Merging
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -29,8 +32,15 @@ class AgreedExchange:
 
     def __init__(self, group: Group, size: int = FRAME) -> None:
         self.room = size // max(group.world_size - 1, 1)
-        """Bytes that may follow a signature."""
+        """Bytes that may follow a signature to all ranks."""
+        self._size = size
         self._group = group
+
+    @cached_property
+    def room_to_merge(self) -> int:
+        """Return the bytes that may follow a signature if all ranks' are merged; a collective at first."""
+        most = self._group.most_messages if self._size else None
+        return self.room if most is None else self._size // most
 
     def exchange(self, signed: bytes) -> bool:
         """Return whether all ranks gave the same signature."""
@@ -63,11 +73,13 @@ class AgreedExchange:
             torch._foreach_copy_(parcel.mine, tensors)
         if parcel.averaging:
             agreed = parcel.averaging(signed, *parcel.addresses)
+        elif parcel.packed is None:
+            agreed = self.exchange(signed)
         else:
-            rows = self.gather(parcel.packed, signed)
-            agreed = rows is not None
-            if rows is not None:
-                parcel.average(rows)
+            merged = self._group.merge(signed, parcel.packed, parcel.merging)
+            agreed = merged is not None
+            if merged is not None:
+                parcel.average(merged, self._group.world_size)
         if agreed and tensors:
             torch._foreach_copy_(tensors, parcel.averages)
         return agreed
@@ -79,15 +91,37 @@ class AgreedExchange:
         under way.
         """
         flat = numbers.view(-1)
-        travels = 0 < flat.nbytes <= self.room and flat.is_cpu
-        rows = self.gather(memory(flat) if travels else None, signed)
-        if rows is None:
-            return False
-        if travels:
-            _add([flat.clone() if row is None else torch.frombuffer(row, dtype=flat.dtype) for row in rows], flat)
-        elif len(flat):
+        if flat.is_cpu and 0 < flat.nbytes <= self._most_summed:
+            merged = self.merge(flat, _sum_rows, signed)
+            if merged is not None:
+                flat.copy_(merged)
+            return merged is not None
+        agreed = self.exchange(signed)
+        if agreed and len(flat):
             self._group.all_reduce(flat)
-        return True
+        return agreed
+
+    def merge(
+        self, numbers: torch.Tensor, merge: Callable[[torch.Tensor], torch.Tensor], signed: bytes
+    ) -> torch.Tensor | None:
+        """Return the ``numbers`` of all ranks as one row, if all gave the same signature; else None.
+
+        Args:
+            numbers: float64 on the CPU, contiguous, of one dimension.
+            merge: makes rows one, which is a row that may be merged again: rows of ranks first, in rank order, then
+                those of hosts.
+        """
+
+        def merged(rows: Sequence[memoryview]) -> memoryview:
+            return memory(merge(torch.stack([torch.frombuffer(row, dtype=torch.float64) for row in rows])))
+
+        found = self._group.merge(signed, memory(numbers), Merging(merged, merged))
+        return None if found is None else torch.frombuffer(found, dtype=torch.float64).clone()
+
+    @cached_property
+    def _most_summed(self) -> int:
+        """Bytes that are summed along with signatures: over several hosts all that a ring would be slower for."""
+        return self.room if self._group.most_messages is None else self._size
 
 
 class PackedTensors:
@@ -112,17 +146,21 @@ class PackedTensors:
             by_type.setdefault(dtype, []).append(i)
         mine: dict[int, torch.Tensor] = {}
         averages: dict[int, torch.Tensor] = {}
-        self._sections: list[tuple[int, torch.Tensor, torch.Tensor]] = []
-        start = 0
+        self._sections: list[tuple[int, torch.Tensor, int, torch.Tensor]] = []
+        start = end = 0
         num_bytes = sum(_aligned(sum(size_of(*kinds[i]) for i in part)) for part in by_type.values())
         packed = torch.zeros(num_bytes, dtype=torch.uint8)
+        totals = torch.zeros(2 * num_bytes, dtype=torch.uint8)
         for dtype, part in by_type.items():
             sizes = [kinds[i][1].numel() for i in part]
             num_bytes = sum(sizes) * dtype.itemsize
             own = packed[start : start + num_bytes].view(dtype)
             # Add halves as float32: their sum may not fit into a half, and this way it is rounded once.
-            total = torch.zeros(sum(sizes), dtype=dtype if dtype.itemsize >= 4 else torch.float32)
-            self._sections.append((start, own, total))
+            as_total = dtype if dtype.itemsize >= 4 else torch.float32
+            total = totals[end : end + sum(sizes) * as_total.itemsize].view(as_total)
+            if num_bytes:
+                self._sections.append((start, own, end, total))
+            end += _aligned(total.nbytes)
             for i, a, b in zip(part, own.split(sizes), total.split(sizes), strict=True):
                 mine[i], averages[i] = a.view(kinds[i][1]), b.view(kinds[i][1])
             start += _aligned(num_bytes)
@@ -134,7 +172,10 @@ class PackedTensors:
         self.averaging: Callable[[bytes, Sequence[int], Sequence[int]], bool] | Literal[False] | None = None
         """Exchanges and averages everything in one call; False: the group cannot, None: not asked yet."""
         self.addresses = [one.data_ptr() for one in self.mine], [one.data_ptr() for one in self.averages]
+        self.merging = Merging(self._add_ranks, self._add_hosts)
+        """Makes the packed bytes of all ranks one."""
         self._memory = packed
+        self._totals = totals[:end]
 
     def prepare(self, group: Group) -> Callable[[bytes, Sequence[int], Sequence[int]], bool] | Literal[False]:
         """Return the value for ``averaging``."""
@@ -142,12 +183,22 @@ class PackedTensors:
         sections = [(one.data_ptr() - origin if one.numel() else 0, one.numel(), one.dtype) for one in self.mine]
         return group.averaging(self._memory.nbytes, sections) or False
 
-    def average(self, rows: Sequence[memoryview | None]) -> None:
-        """Fill ``averages`` from the ranks' packed bytes; None stands for this rank's."""
-        for start, own, total in self._sections:
-            end = start + own.nbytes
-            _add([own if row is None else torch.frombuffer(row[start:end], dtype=own.dtype) for row in rows], total)
-            total.div_(len(rows))
+    def average(self, merged: memoryview, num_ranks: int) -> None:
+        """Fill ``averages`` from the bytes of all ``num_ranks`` ranks, which ``merging`` has made one."""
+        if len(merged):
+            self._totals.copy_(torch.frombuffer(merged, dtype=torch.uint8))
+        for *_, total in self._sections:
+            total.div_(num_ranks)
+
+    def _add_ranks(self, rows: Sequence[memoryview]) -> memoryview:
+        for start, own, _, total in self._sections:
+            _add([torch.frombuffer(row[start : start + own.nbytes], dtype=own.dtype) for row in rows], total)
+        return memory(self._totals)
+
+    def _add_hosts(self, rows: Sequence[memoryview]) -> memoryview:
+        for *_, start, total in self._sections:
+            _add([torch.frombuffer(row[start : start + total.nbytes], dtype=total.dtype) for row in rows], total)
+        return memory(self._totals)
 
 
 def size_of(dtype: torch.dtype, shape: torch.Size) -> int:
@@ -158,6 +209,14 @@ def size_of(dtype: torch.dtype, shape: torch.Size) -> int:
 def signature(identity: bytes) -> bytes:
     """Return the ``SIZE`` bytes of the hash of ``identity``."""
     return hashlib.blake2b(identity, digest_size=SIZE).digest()
+
+
+def _sum_rows(rows: torch.Tensor) -> torch.Tensor:
+    """Return the sum of ``rows`` in their order, so that it is the same on all ranks, bit for bit."""
+    total = rows[0].clone()
+    for row in rows[1:]:
+        total += row
+    return total
 
 
 def _add(parts: Sequence[torch.Tensor], total: torch.Tensor) -> None:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from lagom.collectives.background import BackgroundExchanges, Done
+from lagom.collectives.host_messages import HostMessages
 from lagom.collectives.native import OPERATIONS, TYPES
 from lagom.collectives.operation import ASIDE, Operation
 from lagom.collectives.requests import RequestExchange
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 
     from lagom.collectives.background import Work
     from lagom.collectives.native import Communicator
-    from lagom.collectives.transport import Transport
+    from lagom.collectives.transport import Merging, Transport
     from lagom.monitor.spans import Spans
 
 TIMEOUT_S = 30 * 60.0
@@ -116,6 +117,16 @@ class Group(RequestExchange):
     def sums_itself(self) -> bool:
         """Whether lagom sums CPU tensors itself; unknown before the first exchange, equal on all ranks."""
         return self._transports.has_fast
+
+    @property
+    def most_messages(self) -> int | None:
+        """Return how many messages a rank sends or reads in a ``merge`` over several hosts, at most; None on one host.
+
+        A collective, until ranks are connected; equal on all ranks.
+        """
+        with Operation("connecting"):
+            messages = self._transports.messages()
+        return messages.most_messages if isinstance(messages, HostMessages) else None
 
     def all_reduce(self, tensor: torch.Tensor) -> None:
         """Sum a contiguous ``tensor`` over the ranks, in place."""
@@ -264,6 +275,16 @@ class Group(RequestExchange):
     def _exchange(self, head: bytes, body: memoryview | None = None) -> list[memoryview]:
         with Operation("exchange", self.spans, len(head) + (0 if body is None else len(body))):
             return self._transports.messages().exchange(head, body)
+
+    def _merge(self, head: bytes, body: memoryview, merging: Merging) -> list[memoryview] | memoryview:
+        messages = self._transports.messages()
+        if isinstance(messages, HostMessages):
+            with Operation("exchange", self.spans, len(head) + len(body)):
+                return messages.merge(head, body, merging)
+        rows = self._exchange(head, body)
+        if any(row[: len(head)] != head for row in rows):
+            return rows
+        return merging.of_ranks([body if rank == self.rank else row[len(head) :] for rank, row in enumerate(rows)])
 
     def _with_room(self, size: int) -> Communicator | None:
         with Operation("exchange"):

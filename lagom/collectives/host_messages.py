@@ -5,12 +5,12 @@ from __future__ import annotations
 import struct
 import threading
 from contextlib import contextmanager
-from itertools import islice
 from typing import TYPE_CHECKING, NamedTuple
 
 from lagom.collectives.hosts import BETWEEN, name_ranks
 from lagom.collectives.sockets import connect
 from lagom.collectives.sockets.mesh import Mesh
+from lagom.collectives.sockets.rounds import rounds
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from lagom.collectives.hosts import HostTransport
     from lagom.collectives.native import Communicator
     from lagom.collectives.sockets.encryption import Credentials
+    from lagom.collectives.transport import Merge, Merging
 
-_RADIX = 8
 _COMPARED = 4096
 """Bytes up to which neighbours' messages are compared."""
 _DELAY = struct.Struct("<IQ")
@@ -33,7 +33,7 @@ class Delay(NamedTuple):
     ns: int
 
 
-Run = tuple[int, "bytes | memoryview"]
+Run = tuple[int, "bytes | bytearray | memoryview"]
 """The number of neighbours that gave the same message, and the message."""
 
 
@@ -50,12 +50,14 @@ class HostMessages:
         self._near = near
         self._between = between
         self._rank = rank
+        self._homes = homes
         home = _home_of(homes, rank)
-        self._leads = homes[home][0] == rank
-        self._homes = [*homes[home:], *homes[:home]]
-        self._order = [one for each in self._homes for one in each]
+        self._own = homes[home]
+        self._leads = self._own[0] == rank
+        self._rounds = rounds(len(homes), home)
+        self._order = [one for each in homes for one in each]
         self._waited_ns = [0] * len(self._order)
-        self._waited_near_ns = [0] * len(homes[home])
+        self._waited_near_ns = [0] * len(self._own)
         self._longest = Delay(rank, 0)
         self._turn = threading.Lock()
         self._num = self._size = 0
@@ -71,22 +73,24 @@ class HostMessages:
             OSError: when a rank of another host is gone or did not answer in time.
             RuntimeError: when a rank of this host is gone or did not answer in time.
         """
-        with self._turn, self._together():
-            self._num, self._size = self._num + 1, len(head) + (0 if body is None else len(body))
-            self._longest = Delay(self._rank, 0)
-            runs = self._gather(head, body)
-            if self._leads:
-                runs = self._go_round(runs)
-            if self._near is not None:
-                runs = self._tell(self._near, runs)
-        rows = [memoryview(head)] * len(self._order)
-        ranks = iter(self._order)
-        for count, row in runs:
-            view = memoryview(row)
-            for rank in islice(ranks, count):
-                rows[rank] = view
-        rows[self._rank] = memoryview(head)
-        return rows
+        return self._rows(self._runs(head, body, None), head)
+
+    def merge(self, head: bytes, body: memoryview, merging: Merging) -> list[memoryview] | memoryview:
+        """Return the bodies of all ranks as one, merged host by host; all ranks get the same bytes.
+
+        If not all ranks give the same ``head``, return the beginnings of their messages, as ``exchange`` does. Views
+        and errors are as in ``exchange``.
+        """
+        runs = self._runs(head, body, merging)
+        row = memoryview(runs[0][1])
+        is_merged = len(runs) == 1 and len(row) > len(head) and row[: len(head)] == head
+        return row[len(head) :] if is_merged else self._rows(runs, head)
+
+    @property
+    def most_messages(self) -> int:
+        """Return how many messages a rank sends or reads in an exchange, at most; equal on all ranks."""
+        num = len(self._homes)
+        return max(*(len(home) - 1 for home in self._homes), *(len(_receivers(num, host)) for host in range(num)))
 
     def waited(self) -> list[int]:
         """Return the nanoseconds that this rank has waited because of each other rank. Any thread may call this."""
@@ -104,74 +108,89 @@ class HostMessages:
             covered = self._covered
             return what, self._num, sorted(rank for first in missing for rank in covered.get(first, ()))
         text, number, places = ("", 0, []) if self._near is None else self._near.standing()
-        missing = [self._homes[0][place] for place in places]
+        missing = [self._own[place] for place in places]
         return (what, self._num, missing) if text.startswith("exchange") else (text, number, missing)
 
     def close(self) -> None:
         """Close the connections."""
         self._between.close()
 
+    def _runs(self, head: bytes, body: memoryview | None, merging: Merging | None) -> list[Run]:
+        """Return the messages of all ranks, in the order of their hosts; one message if ``merging`` could merge all."""
+        with self._turn, self._together():
+            self._num, self._size = self._num + 1, len(head) + (0 if body is None else len(body))
+            self._longest = Delay(self._rank, 0)
+            runs = self._gather(head, body)
+            if self._leads:
+                if merging is not None:
+                    runs = _joined([[run] for run in runs], head, merging.of_ranks)
+                runs = self._go_round(runs, head, merging)
+            return runs if self._near is None else self._tell(self._near, runs)
+
+    def _rows(self, runs: Sequence[Run], head: bytes) -> list[memoryview]:
+        """Return each rank's message, in rank order."""
+        rows = [memoryview(head)] * len(self._order)
+        views = (view for count, row in runs for view in [memoryview(row)] * count)
+        for rank, view in zip(self._order, views, strict=True):
+            rows[rank] = view
+        rows[self._rank] = memoryview(head)
+        return rows
+
     def _gather(self, head: bytes, body: memoryview | None) -> list[Run]:
         """Return the messages of this host's ranks."""
-        own = head if body is None or not self._leads else b"".join((head, body))
+        own = head if body is None or not self._leads else bytearray().join((head, body))
         if self._near is None:
             return [(1, own)]
         _, *others = self._near.exchange(head, body)
         now = self._near.waited()
-        for rank, before, after in zip(self._homes[0], self._waited_near_ns, now, strict=True):
+        for rank, before, after in zip(self._own, self._waited_near_ns, now, strict=True):
             self._count(Delay(rank, after - before))
         self._waited_near_ns = now
         return [(1, own), *((1, row) for row in others)]
 
-    def _go_round(self, runs: list[Run]) -> list[Run]:
-        """Return the messages of all ranks, from this host's on, given those of this host."""
-        num = len(self._homes)
-        step = 1
-        while step < num:
-            distances = range(step, min(num, step * _RADIX), step)
-            widths = [min(step, num - distance) for distance in distances]
-            parts = {width: self._pack(runs, sum(map(len, self._homes[:width]))) for width in set(widths)}
-            senders = [self._homes[distance][0] for distance in distances]
-            receivers = [self._homes[-distance][0] for distance in distances]
+    def _go_round(self, runs: list[Run], head: bytes, merging: Merging | None) -> list[Run]:
+        """Return the messages of all ranks, given those of this host."""
+        for one in self._rounds:
+            senders = [self._homes[host][0] for host in one.senders]
+            others = [block for i, block in enumerate(one.blocks) if i != one.own]
             self._covered = {
-                sender: [rank for home in self._homes[distance : distance + width] for rank in home]
-                for sender, distance, width in zip(senders, distances, widths, strict=True)
+                sender: [rank for host in block for rank in self._homes[host]]
+                for sender, block in zip(senders, others, strict=True)
             }
+            message = self._pack(runs)
             before = self._between.waited()
-            messages = dict(zip(receivers, (parts[width] for width in widths), strict=True))
-            received = self._between.swap(messages, senders)
+            received = self._between.swap({self._homes[host][0]: message for host in one.receivers}, senders)
             after = self._between.waited()
-            for sender, message in zip(senders, received, strict=True):
-                delay, theirs = _unpack(message)
+            parts = []
+            for sender, answer in zip(senders, received, strict=True):
+                delay, theirs = _unpack(answer)
                 self._count_for(sender, after[sender] - before[sender], delay)
-                runs += theirs
-            step *= _RADIX
+                parts.append(theirs)
+            parts.insert(one.own, runs)
+            runs = _joined(parts, head, None if merging is None else merging.of_hosts)
         return runs
 
     def _tell(self, near: Communicator, runs: list[Run]) -> list[Run]:
         """Return the messages of all ranks, which the first rank of this host has, on every rank of it."""
         if self._leads:
-            message = memoryview(self._pack(runs, len(self._order)))
+            message = memoryview(self._pack(runs))
             near.exchange(b"", message)
             return _unpack(message)[1]
         delay, told = _unpack(near.exchange(b"", None)[0])
         now = near.waited()
-        self._count_for(self._homes[0][0], now[0] - self._waited_near_ns[0], delay)
+        self._count_for(self._own[0], now[0] - self._waited_near_ns[0], delay)
         self._waited_near_ns = now
         return told
 
-    def _pack(self, runs: Sequence[Run], num_ranks: int) -> bytearray:
-        """Return the messages of the first ``num_ranks`` of this host's order as bytes."""
-        packed: list[bytes | memoryview] = [_DELAY.pack(*self._longest)]
+    def _pack(self, runs: Sequence[Run]) -> bytearray:
+        """Return messages as bytes."""
+        packed: list[bytes | bytearray | memoryview] = [_DELAY.pack(*self._longest)]
         count, last = 0, runs[0][1]
         for num, row in runs:
-            num = min(num, num_ranks)
             if row is not last and not (len(row) == len(last) <= _COMPARED and bytes(row) == bytes(last)):
                 packed += (_RUN.pack(count, len(last)), last)
                 count, last = 0, row
-            count, num_ranks = count + num, num_ranks - num
-            if num_ranks == 0:
-                break
+            count += num
         packed += (_RUN.pack(count, len(last)), last)
         return bytearray().join(packed)
 
@@ -196,7 +215,7 @@ class HostMessages:
         try:
             yield
         except BaseException as error:
-            self._failure = name_ranks(str(error), self._homes[0])
+            self._failure = name_ranks(str(error), self._own)
             self._between.close()
             if self._near is not None:
                 self._near.abort(f"{BETWEEN}: {error}")
@@ -207,16 +226,10 @@ class HostMessages:
 
 def partners(homes: Sequence[Sequence[int]], rank: int) -> set[int]:
     """Return the ranks with which ``rank`` exchanges messages over sockets: some first ranks of other hosts."""
-    num, home = len(homes), _home_of(homes, rank)
+    home = _home_of(homes, rank)
     if homes[home][0] != rank:
         return set()
-    found: set[int] = set()
-    step = 1
-    while step < num:
-        for distance in range(step, min(num, step * _RADIX), step):
-            found |= {homes[(home + distance) % num][0], homes[home - distance][0]}
-        step *= _RADIX
-    return found
+    return {homes[host][0] for one in rounds(len(homes), home) for host in (*one.senders, *one.receivers)}
 
 
 def connect_messages(
@@ -248,6 +261,25 @@ def connect_messages(
     return HostMessages(None if hosts is None else hosts.near, between, homes, rank)
 
 
+def _receivers(num_hosts: int, host: int) -> list[int]:
+    return [other for one in rounds(num_hosts, host) for other in one.receivers]
+
+
+def _joined(parts: Sequence[list[Run]], head: bytes, merge: Merge | None) -> list[Run]:
+    """Return all messages of ``parts``, in order; with ``merge`` one message if all parts are one with this ``head``.
+
+    A body that was not merged is left out behind this ``head``.
+    """
+    runs = [run for part in parts for run in part]
+    if merge is None:
+        return runs
+    size = len(head)
+    rows = [memoryview(row) for _, row in runs]
+    if len(runs) == len(parts) and all(len(row) == len(rows[0]) and row[:size] == head for row in rows):
+        return [(sum(count for count, _ in runs), bytearray(head) + merge([row[size:] for row in rows]))]
+    return [(count, row[:size] if row[:size] == head else row) for (count, _), row in zip(runs, rows, strict=True)]
+
+
 def _home_of(homes: Sequence[Sequence[int]], rank: int) -> int:
     return next(i for i, home in enumerate(homes) if rank in home)
 
@@ -267,11 +299,16 @@ def _unpack(message: memoryview) -> tuple[Delay, list[Run]]:
 # Note [Rounds]
 #
 # The ranks of a host give each other their messages through shared memory, in which the first of them reads them. First
-# ranks then gather all messages in rounds (Bruck et al., "Efficient algorithms for all-to-all communications in
-# multiport message-passing systems", 1997, with radix 8): when a host has the messages of the s hosts from itself on,
-# it sends them to the hosts s, 2s, ... 7s before it, and gets those of the hosts s, 2s, ... 7s after it. For 8 hosts
-# that is one round of 7 messages; 1,000 hosts take 4 rounds, 22 messages and 44 sockets. Ranks that are not first have
-# no socket. At the end each first rank writes all messages into its host's memory.
+# ranks then gather all messages in rounds: hosts form blocks of up to 8, those form blocks of up to 8, and so on. When
+# the hosts of a block have the messages of all its hosts, each of them hears from one host of every neighbouring block.
+# That is an all-gather by recursive multiplying with radix 8 (Ruefenacht, Bull and Booth, "Generalisation of recursive
+# doubling for AllReduce", 2017), with blocks as equal as the number of hosts allows. For 8 hosts it is one round of 7
+# messages; 1,000 hosts take 4 rounds. Ranks that are not first have no socket. At the end each first rank writes all
+# messages into its host's memory.
+#
+# What can be merged, such as small gradients, is merged on the way: first the ranks of a host, in rank order, then the
+# blocks of each round, in the order of their hosts. So a message has the size of one rank's, however many ranks there
+# are; and as each block was merged in the same order on all of its hosts, all ranks get the same bits.
 #
 # Equal messages of neighbours travel once, with a count. Where ranks agree, which is nearly always, each host sends one
 # signature, however many ranks there are; where they do not, all see who differs.

@@ -9,11 +9,12 @@ import struct
 import time
 import weakref
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from lagom.collectives.background import BackgroundExchanges
+from lagom.collectives.native import TYPES
 from lagom.collectives.transport import bytes_of
 
 if TYPE_CHECKING:
@@ -22,7 +23,9 @@ if TYPE_CHECKING:
     from lagom.collectives.background import Work
     from lagom.collectives.sockets.encryption import Connection
 
-_HEAD = struct.Struct("<QQ")
+_HEAD = struct.Struct("<QQBBI")
+_NAMES = ("all_reduce", "reduce_scatter", "all_gather", "broadcast")
+_NO_CODE = 255
 _BLOCK = 1 << 16
 """Bytes that are added while the next ones arrive; few enough that torch adds them in the calling thread."""
 
@@ -46,7 +49,7 @@ class HostRing:
         self._home = home
         self._num = num_homes
         self._timeout_s = timeout_s
-        self._count = 0
+        self._exchange = _Exchange(0, 0, 0, 0)
         self._thread = BackgroundExchanges("lagom-ring")
         for one in (following, preceding):
             one.setblocking(False)
@@ -58,23 +61,24 @@ class HostRing:
 
     def all_reduce(self, tensor: torch.Tensor) -> Work:
         """Begin to sum a contiguous ``tensor`` over the hosts, in place, to the same bits on all."""
-        return self._begin(partial(self._all_reduce, tensor))
+        return self._begin(partial(self._all_reduce, tensor), "all_reduce", tensor.dtype)
 
     def reduce_scatter(self, parts: Sequence[torch.Tensor]) -> Work:
         """Begin to sum ``parts``, one for each host, over the hosts; only this host's own part is then complete."""
-        return self._begin(partial(self._reduce_scatter, parts))
+        return self._begin(partial(self._reduce_scatter, parts), "reduce_scatter", parts[0].dtype)
 
     def all_gather(self, blocks: Sequence[torch.Tensor]) -> Work:
         """Begin to fill ``blocks``, one from each host, of which this host's own is given."""
-        return self._begin(partial(self._all_gather, blocks))
+        return self._begin(partial(self._all_gather, blocks), "all_gather", blocks[0].dtype)
 
     def broadcast(self, tensor: torch.Tensor, root: int) -> Work:
         """Begin to overwrite a contiguous ``tensor`` with that of host ``root``."""
-        return self._begin(partial(self._broadcast, tensor, root))
+        return self._begin(partial(self._broadcast, tensor, root), "broadcast", tensor.dtype, root)
 
-    def _begin(self, exchange: Callable[[], None]) -> Work:
+    def _begin(self, exchange: Callable[[], None], name: str, dtype: torch.dtype, root: int = 0) -> Work:
         def run() -> None:
-            self._count += 1
+            number, code = self._exchange.number + 1, TYPES.get(dtype, _NO_CODE)
+            self._exchange = _Exchange(number, _NAMES.index(name), code, root)
             exchange()
 
         return self._thread.later(run)
@@ -110,8 +114,8 @@ class HostRing:
 
     def _shift(self, given: torch.Tensor | None, into: torch.Tensor | None, *, adds: bool = False) -> None:
         """Send ``given`` to the next host, and put what the host before sends into ``into``, or add it there."""
-        out = _Sending(given, self._count)
-        back = _Receiving(into, self._count, adds=adds)
+        out = _Sending(given, self._exchange)
+        back = _Receiving(into, self._exchange, adds=adds)
         deadline = time.monotonic() + self._timeout_s
         while not (out.is_done and back.is_done):
             moved = (not out.is_done and out.go_on(self._following)) | (
@@ -137,14 +141,37 @@ class HostRing:
             raise TimeoutError("another host did not answer in time")
 
 
+class _Exchange(NamedTuple):
+    """What neighbours compare of an exchange, beside the size of each message."""
+
+    number: int
+    operation: int
+    """Place in ``_NAMES``."""
+    dtype: int
+    """As in ``native.TYPES``."""
+    root: int
+
+    def head(self, size: int) -> bytes:
+        """Return what stands before a message of ``size`` bytes."""
+        return _HEAD.pack(self.number, size, self.operation, self.dtype, self.root)
+
+
+def _words(head: bytes | bytearray) -> str:
+    number, size, operation, code, root = _HEAD.unpack(head)
+    name = _NAMES[operation] if operation < len(_NAMES) else f"operation {operation}"
+    types = [str(dtype).removeprefix("torch.") for dtype, one in TYPES.items() if one == code]
+    of = f" of {types[0]}" if types else ""
+    return f"{size} bytes{of} as number {number}, {name}" + f" from host {root}" * (name == "broadcast")
+
+
 class _Sending:
     """A message on its way to the next host; None is no message."""
 
-    def __init__(self, tensor: torch.Tensor | None, count: int) -> None:
+    def __init__(self, tensor: torch.Tensor | None, exchange: _Exchange) -> None:
         self.is_done = tensor is None
         if tensor is not None:
             data = _memory(tensor)
-            self._parts = [memoryview(_HEAD.pack(count, len(data))), data]
+            self._parts = [memoryview(exchange.head(len(data))), data]
 
     def go_on(self, peer: Connection) -> bool:
         """Send what the kernel takes; return whether that is anything."""
@@ -163,12 +190,12 @@ class _Sending:
 class _Receiving:
     """A message on its way from the host before; None is no message."""
 
-    def __init__(self, tensor: torch.Tensor | None, count: int, *, adds: bool) -> None:
+    def __init__(self, tensor: torch.Tensor | None, exchange: _Exchange, *, adds: bool) -> None:
         self.is_done = tensor is None
         self._head = bytearray()
         self._place = 0
         if tensor is not None:
-            self._wanted = _HEAD.pack(count, tensor.nbytes)
+            self._wanted = exchange.head(tensor.nbytes)
             self._memory = _memory(tensor)
             self._sums = None
             if adds and tensor.nbytes:
@@ -201,11 +228,9 @@ class _Receiving:
 
     def _check(self) -> None:
         if self._head != self._wanted:
-            number, size = _HEAD.unpack(self._head)
-            mine, wanted = _HEAD.unpack(self._wanted)
             raise RuntimeError(
-                f"hosts differ in their exchanges: another one sends {size} bytes as number {number}, "
-                f"and this one expects {wanted} bytes as number {mine}"
+                f"hosts differ in their exchanges: another one sends {_words(self._head)}, "
+                f"and this one expects {_words(self._wanted)}"
             )
 
 
@@ -249,8 +274,8 @@ def _memory(tensor: torch.Tensor) -> memoryview:
 # one part on, adds what arrives to another part and sends that on: after n - 1 steps each host has the sum of one part
 # (reduce-scatter), which n - 1 further steps carry round (all-gather). So 2 (n - 1) / n of the tensor cross each
 # connection, whatever n is (Patarasu and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of
-# workstations", 2009). All hosts copy the same sums, so they have the same bits. Each message says its number and size:
-# hosts that call different exchanges get an error.
+# workstations", 2009). All hosts copy the same sums, so they have the same bits. Each message says its number, size,
+# operation, type and root: hosts that call different exchanges get an error.
 #
 # The connections are made as those of messages are: both ends prove that they know the run's key, and encrypt where
 # Spark does.

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     import torch
 
     from lagom.collectives.native import Communicator
+    from lagom.collectives.transport import Merging
     from lagom.monitor.spans import Spans
 
 _ASK = b"lagom asks for:\0"
@@ -35,6 +36,10 @@ class RequestExchange(ABC):
         """Return the messages of all ranks, requests included."""
 
     @abstractmethod
+    def _merge(self, head: bytes, body: memoryview, merging: Merging) -> list[memoryview] | memoryview:
+        """Return all bodies as one, or the beginnings of all messages, requests included."""
+
+    @abstractmethod
     def _with_room(self, size: int) -> Communicator | None:
         """Return the communicator of all ranks if its messages have room for ``size`` bytes; None if there is none."""
 
@@ -47,6 +52,16 @@ class RequestExchange(ABC):
         while self._served(rows):
             rows = self._exchange(head, body)
         return rows
+
+    def merge(self, head: bytes, body: memoryview, merging: Merging) -> memoryview | None:
+        """Return the bodies of all ranks as one, the same on all ranks; None if not all give the same ``head``.
+
+        Bodies have one size. The view is valid until the next call.
+        """
+        while isinstance(found := self._merge(head, body, merging), list):
+            if not self._served(found):
+                return None
+        return found
 
     def averaging(
         self, size: int, sections: Sequence[tuple[int, int, torch.dtype]]

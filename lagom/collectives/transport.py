@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from lagom.collectives.background import Work
     from lagom.collectives.native import Communicator
+
+
+Merge = Callable[[Sequence[memoryview]], memoryview]
+
+
+class Merging(NamedTuple):
+    """How the messages of several ranks are made one, such as by a sum."""
+
+    of_ranks: Merge
+    """Merges what ranks have given, in rank order."""
+    of_hosts: Merge
+    """Merges what one of these functions has returned on several hosts, in the order of the hosts."""
 
 
 class Messages(Protocol):

@@ -17,10 +17,12 @@ from lagom.forward.batchnorm_arithmetic import (
     COUNTED,
     ELEMENTS,
     MEANS,
+    SAME,
     BatchNormCall,
     NormaliseFunction,
-    combine_moments,
     local_moments,
+    merge_moments,
+    moments_of,
 )
 from lagom.patching.late_dynamo import remember_torch_functions
 from lagom.patching.replace import replaced
@@ -103,8 +105,8 @@ class WholeBatchStatistics:
                 self._session.say_once(_UNEQUAL_PARTS)
             self._part = id(share), identity
         with torch.no_grad():
-            gathered = self._gather_statistics(input.detach(), share, identity)
-            counts, mean, var, real_count = combine_moments(gathered)
+            merged = self._merge_statistics(input.detach(), share, ("forward", *identity))
+            counts, mean, var, real_count = moments_of(merged)
             _check_sizes(input, real_count, share)
             self._update_running_values(running, mean, var, real_count)
         kind = torch.promote_types(input.dtype, torch.float32)
@@ -133,11 +135,14 @@ class WholeBatchStatistics:
 
     def sum(self, values: Tensor, identity: tuple[object, ...]) -> None:
         """Sum float64 ``values`` over the ranks, in place, if all are at the same BatchNorm."""
+        if not self._frame.sum(values, self._signature(identity)):
+            self._raise_mismatch(*identity)
+
+    def _signature(self, identity: tuple[object, ...]) -> bytes:
         signed = self._signatures.get(identity)
         if signed is None:
             signed = self._signatures[identity] = signature(repr(identity).encode())
-        if not self._frame.sum(values, signed):
-            self._raise_mismatch(*identity)
+        return signed
 
     def _raise_mismatch(self, direction: object, number: object, channels: object, _: object) -> NoReturn:
         layer = f"a BatchNorm of {channels} channels"
@@ -147,23 +152,28 @@ class WholeBatchStatistics:
         self._session.divergence.find_divergence(f"the {direction} of {layer}")
         raise DivergenceError(f"other ranks ran another layer in place of {layer}")
 
-    def _gather_statistics(self, input: Tensor, share: BatchShare, identity: tuple[object, ...]) -> Tensor:
-        """Gather a row of statistics per rank, in the layout that ``combine_moments`` describes."""
+    def _merge_statistics(self, input: Tensor, share: BatchShare, identity: tuple[object, ...]) -> Tensor:
+        """Return the row of statistics of all ranks that ``merge_moments`` describes."""
         channels = input.shape[1]
-        size = self._group.world_size
-        rows = torch.zeros(size, MEANS + 2 * channels, dtype=torch.float64, device=input.device)
+        # On GPUs all rows are summed: their numbers cannot travel with a signature.
+        num, place = (1, 0) if input.is_cpu else (self._group.world_size, self._group.rank)
+        rows = torch.zeros(num, MEANS + 2 * channels, dtype=torch.float64, device=input.device)
+        mine = rows[place]
+        mine[SAME].fill_(1)
         count = input.numel() // channels if channels else 0
         if count:
             mean, var = local_moments(input)
-            mine = rows[self._group.rank]
             # Not by assignment: copying a number or a list to a GPU would wait for all its running work.
             mine[ELEMENTS].fill_(count)
             mine[COUNTED].fill_(count if share.num_mine else 0)
             mine[COMPLETE].fill_(input.shape[0] == max(share.num_mine, 1))
             mine[MEANS : MEANS + channels] = mean
-            mine[MEANS + channels :] = var.to(torch.float64) * count
-        self.sum(rows, ("forward", *identity))
-        return rows
+            mine[MEANS + channels :] = var
+        if mine.is_cpu:
+            merged = self._frame.merge(mine, merge_moments, self._signature(identity))
+            return merged if merged is not None else self._raise_mismatch(*identity)
+        self.sum(rows, identity)
+        return merge_moments(rows)
 
     def _update_running_values(self, running: Running, mean: Tensor, var: Tensor, count: Tensor) -> None:
         running_mean, running_var, momentum = running

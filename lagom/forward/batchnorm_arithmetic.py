@@ -12,8 +12,8 @@ from torch.autograd import Function
 if TYPE_CHECKING:
     from torch import Tensor
 
-ELEMENTS, COUNTED, COMPLETE, MEANS = range(4)
-"""Columns of a rank's row of statistics, of which MEANS is the first of many; see ``combine_moments``."""
+ELEMENTS, COUNTED, COMPLETE, SAME, MEANS = range(5)
+"""Columns of a row of statistics, of which MEANS is the first of many; see ``merge_moments``."""
 
 
 @dataclass(eq=False)
@@ -45,26 +45,43 @@ def local_moments(input: Tensor) -> tuple[Tensor, Tensor]:
     return mean, var
 
 
-def combine_moments(rows: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def merge_moments(rows: Tensor) -> Tensor:
+    """Return the row of statistics of all ranks that ``rows`` tell of.
+
+    Args:
+        rows: a row of float64 for each rank, or for each group of ranks that was merged before. ELEMENTS is the
+            elements per channel of the first rank. COUNTED is how many elements are part of the batch: all or, on a
+            rank that runs a copy, 0. COMPLETE is 1 if each input has as many rows as its rank's share. SAME is 1 if all
+            ranks have the same statistics. From MEANS on: the mean of each channel, then the biased variance of each.
+
+    From means m_r, variances v_r and counts n_r: m = sum n_r m_r / n and v = sum n_r (v_r + (m_r - m)^2) / n (Chan,
+    Golub and LeVeque, 1979).
+    """
+    channels = (rows.shape[1] - MEANS) // 2
+    weights = rows[:, COUNTED, None]
+    means, variances = rows[:, MEANS : MEANS + channels], rows[:, MEANS + channels :]
+    count = weights.sum().clamp(min=1)
+    mean = (means * weights).sum(0) / count
+    var = ((variances + (means - mean).square()) * weights).sum(0) / count
+    same = (rows[:, SAME:] == rows[:1, SAME:]).all() & (rows[:, ELEMENTS] == rows[0, ELEMENTS]).all()
+    same = same & rows[0, SAME].bool()
+    merged = torch.where(same, rows[0], torch.cat([rows.new_zeros(MEANS), mean, var]))
+    merged[ELEMENTS] = rows[0, ELEMENTS]
+    merged[COUNTED] = weights.sum()
+    merged[COMPLETE] = rows[:, COMPLETE].amin()
+    return merged
+
+
+def moments_of(merged: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return count, mean and biased variance over all ranks, and the count that one process would have.
 
     Args:
-        rows: a row of float64 for each rank. ELEMENTS is its elements per channel. COUNTED is how many of these are
-            part of the batch: all or, on a rank that runs a copy, 0. COMPLETE is 1 if the input has as many rows as the
-            rank's share. From MEANS on: the mean of each channel, then the sum of squared deviations of each channel.
-
-    From means m_r, sums of squared deviations M_r and counts n_r: m = sum n_r m_r / n and
-    M = sum M_r + sum n_r (m_r - m)^2 (Chan, Golub and LeVeque, 1979).
+        merged: the row of ``merge_moments``.
     """
-    channels = (rows.shape[1] - MEANS) // 2
-    elements, weights = rows[:, ELEMENTS, None], rows[:, COUNTED, None]
-    means, squares = rows[:, MEANS : MEANS + channels], rows[:, MEANS + channels :]
-    count = weights.sum().clamp(min=1)
-    mean = (means * weights).sum(0) / count
-    deviation = (squares * (weights > 0)).sum(0) + ((means - mean).square() * weights).sum(0)
-    same = ((elements == elements[:1]) & (rows[:, MEANS:] == rows[:1, MEANS:]).all(1, keepdim=True)).all()
-    replicated = same & ~rows[:, COMPLETE].bool().all()
-    return count, mean, deviation / count, torch.where(replicated, rows[0, ELEMENTS], count)
+    mean, var = merged[MEANS:].chunk(2)
+    count = merged[COUNTED].clamp(min=1)
+    replicated = merged[SAME].bool() & ~merged[COMPLETE].bool()
+    return count, mean, var, torch.where(replicated, merged[ELEMENTS], count)
 
 
 class NormaliseFunction(Function):

@@ -63,7 +63,7 @@ class TensorAverager:
                 self._layouts.clear()
                 self._on_forget()
             reduction = self._mean if averages else self._reduction
-            room = reduction.frame_bytes(self._frame.room)
+            room = reduction.frame_bytes(self._frame.room_to_merge)
             found = Layout(kind, [LayoutEntry(*parts) for parts in entries], room, reduction)
             self._layouts[kind, entries] = found
         return found

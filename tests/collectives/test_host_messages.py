@@ -12,9 +12,13 @@ from contextlib import contextmanager
 from typing import Any
 
 import pytest
+import torch
 
+from lagom.collectives.agreement_exchange import memory
 from lagom.collectives.host_messages import HostMessages, partners
 from lagom.collectives.sockets.mesh import Mesh
+from lagom.collectives.sockets.rounds import rounds
+from lagom.collectives.transport import Merging
 
 
 class Counted(socket.socket):
@@ -77,6 +81,59 @@ def test_all_get_the_messages_of_all(num: int) -> None:
             assert rows[turn] == wanted
 
 
+def add(rows: Sequence[memoryview]) -> memoryview:
+    """Sum rows of float32."""
+    parts = torch.stack([torch.frombuffer(row, dtype=torch.float32) for row in rows])
+    total = parts[0].clone()
+    for part in parts[1:]:
+        total += part
+    return memory(total)
+
+
+@pytest.mark.parametrize("num", [2, 3, 8, 9, 17, 70])
+def test_what_is_merged_is_the_same_for_all(num: int) -> None:
+    given = torch.rand(num, 20, generator=torch.Generator().manual_seed(num))
+    sent: list[int] = []
+    with joined(num, sent.append) as ranks:
+
+        def run(rank: int) -> tuple[bytes | None, list[bytes], bytes]:
+            merged = ranks[rank].merge(b"s" * 32, memory(given[rank]), Merging(add, add))
+            sums = bytes(merged) if isinstance(merged, memoryview) else None
+            other = b"o" * 32 if rank == num - 2 else b"s" * 32
+            rows = [bytes(row) for row in ranks[rank].merge(other, memory(given[rank]), Merging(add, add))]
+            once_more = ranks[rank].merge(b"t" * 32, memory(given[rank]), Merging(add, add))
+            assert isinstance(once_more, memoryview)
+            return sums, [row[:32] for row in rows], bytes(once_more)
+
+        found = on_all(num, run)
+    sums, rows, once_more = found[0]
+    assert sums is not None
+    torch.testing.assert_close(torch.frombuffer(bytearray(sums), dtype=torch.float32), given.sum(0))
+    assert rows == [(b"o" if rank == num - 2 else b"s") * 32 for rank in range(num)]
+    assert once_more == sums
+    assert all(one == found[0] for one in found)
+    if num > 9:  # the size of a message does not depend on the number of ranks
+        assert max(sent[: len(sent) // 3]) <= 32 + 80 + 40
+
+
+@pytest.mark.parametrize("num", [*range(1, 40), 63, 64, 65, 100, 313, 512, 513])
+def test_in_the_rounds_of_a_host_it_hears_of_every_other_host_once(num: int) -> None:
+    all_rounds = [rounds(num, host) for host in range(num)]
+    heard = {host: [host] for host in range(num)}
+    for level in range(max(map(len, all_rounds))):
+        before = {host: list(known) for host, known in heard.items()}
+        for host, found in enumerate(all_rounds):
+            if level < len(found):
+                one = found[level]
+                told = [before[sender] for sender in one.senders]
+                told.insert(one.own, before[host])
+                heard[host] = [known for part in told for known in part]
+                assert all(host in all_rounds[sender][level].receivers for sender in one.senders)
+    assert all(known == list(range(num)) for known in heard.values())
+    most = max(len(one.receivers) for found in all_rounds for one in found) if num > 1 else 0
+    assert most <= 14
+
+
 @pytest.mark.parametrize("num", [2, 8, 32, 1000, 10_000])
 def test_the_number_of_sockets_grows_with_the_logarithm_of_the_hosts(num: int) -> None:
     homes = [[2 * host, 2 * host + 1] for host in range(num)]
@@ -89,7 +146,7 @@ def test_ranks_that_agree_send_one_signature_in_each_message() -> None:
     sent: list[int] = []
     with joined(64, sent.append) as ranks:
         on_all(64, lambda rank: ranks[rank].exchange(b"s" * 32))
-    assert len(sent) == 64 * 14
+    assert len(sent) == 64 * 14  # two rounds of 8 blocks
     assert max(sent) <= 32 + 40  # a signature, and what stands before it
 
 

@@ -100,12 +100,41 @@ def test_parameters_and_tensors_of_the_inference_mode_are_summed_too() -> None:
     assert [one.tolist() for one in tensors] == [[2.0] * 7] * 2
 
 
-def test_hosts_that_call_different_exchanges_get_an_error() -> None:
+@pytest.mark.parametrize(
+    ("call", "other", "difference"),
+    [
+        (
+            lambda ring: ring.all_reduce(torch.ones(4)),
+            lambda ring: ring.all_reduce(torch.ones(8)),
+            "sends 16 bytes of float32 as number 1, all_reduce, and this one expects 8 bytes of float32 as number 1",
+        ),
+        (
+            lambda ring: ring.all_reduce(torch.ones(4)),
+            lambda ring: ring.all_reduce(torch.ones(4, dtype=torch.int32)),
+            "sends 8 bytes of int32 as number 1, all_reduce, and this one expects 8 bytes of float32 as number 1",
+        ),
+        (
+            lambda ring: ring.all_gather([torch.ones(4), torch.ones(4)]),
+            lambda ring: ring.reduce_scatter([torch.ones(4), torch.ones(4)]),
+            "sends 16 bytes of float32 as number 1, reduce_scatter, and this one expects 16 bytes of float32",
+        ),
+    ],
+    ids=["size", "type", "operation"],
+)
+def test_hosts_that_call_different_exchanges_get_an_error(call: Any, other: Any, difference: str) -> None:
     with joined(2) as rings:
-        works = [ring.all_reduce(torch.ones(4 + 4 * home)) for home, ring in enumerate(rings)]
-        for work in works:
-            with pytest.raises(RuntimeError, match="hosts differ in their exchanges: another one sends"):
-                work.wait()
+        works = [call(rings[0]), other(rings[1])]
+        with pytest.raises(RuntimeError, match="hosts differ in their exchanges: another one " + difference):
+            works[0].wait()
+        with pytest.raises((RuntimeError, OSError)):
+            works[1].wait()
+
+
+def test_hosts_that_expect_a_broadcast_from_different_ones_get_an_error() -> None:
+    with joined(3) as rings:
+        works = [ring.broadcast(torch.ones(2), 1 if home == 2 else 0) for home, ring in enumerate(rings)]
+        with pytest.raises(RuntimeError, match=r"broadcast from host 0, and this one expects .* from host 1"):
+            works[2].wait()
 
 
 def test_hosts_whose_exchanges_differ_in_number_get_an_error() -> None:

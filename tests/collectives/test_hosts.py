@@ -17,7 +17,7 @@ from lagom.collectives import shared_memory as handing
 from lagom.collectives.native import native
 from lagom.collectives.torch_backend.registration import register
 from lagom.collectives.transports import connect_memory
-from lagom.errors import CollectiveError
+from lagom.errors import CollectiveError, DivergenceError
 from lagom.session.session import Session
 from tests.ranks import RankFailedError, alone, gloo_of, run_ranks, text_gather
 
@@ -138,6 +138,54 @@ def test_large_gradients_over_hosts_are_those_of_one_machine(monkeypatch: pytest
     for found, spread in run_ranks(4, run, collectives="auto"):
         assert spread
         torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
+
+
+def test_small_gradients_and_statistics_over_hosts_are_those_of_one_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    def weights() -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        linear, norm = torch.nn.Linear(6, 4).double(), torch.nn.BatchNorm1d(4).double()
+        model, half = torch.nn.Sequential(linear, norm, torch.nn.Tanh()), torch.nn.Linear(4, 1).bfloat16()
+        optimizer = torch.optim.SGD([*model.parameters(), *half.parameters()], lr=0.1)
+        data = torch.utils.data.TensorDataset(torch.randn(40, 6).double() + 5.0, torch.randn(40, 1).double())
+        for x, y in torch.utils.data.DataLoader(data, batch_size=10):
+            optimizer.zero_grad()
+            torch.nn.functional.mse_loss(model(x).sum(1, keepdim=True), y).backward()
+            half(torch.ones(10, 4).bfloat16()).sum().backward()
+            optimizer.step()
+        return [one.detach() for one in (*model.state_dict().values(), *half.parameters())]
+
+    def run(session: Session) -> Any:
+        group = joined(session, monkeypatch, [0, 1, 1, 2, 0])
+        return weights(), group.sums_itself and not group.shares_memory
+
+    wanted = alone(lambda _: weights())
+    several = run_ranks(5, run, collectives="auto")
+    for found, spread in several:
+        assert spread
+        torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
+        assert all(torch.equal(one, other) for one, other in zip(found, several[0][0], strict=True))
+
+
+def test_ranks_of_different_hosts_that_differ_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(session: Session) -> str:
+        joined(session, monkeypatch, [0, 0, 1, 2])
+        model = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.Linear(2, 1))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+        def step(x: torch.Tensor) -> None:
+            out = model(x)
+            if session.rank == 2:
+                out = out + torch.nn.functional.batch_norm(out, None, None, training=True)
+            out.sum().backward()
+            optimizer.step()
+
+        (x,) = next(iter(torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.ones(4, 3)), batch_size=4)))
+        with pytest.raises(DivergenceError) as caught:
+            step(x)
+        return str(caught.value)
+
+    for text in run_ranks(4, run, collectives="auto"):
+        assert "rank 1 at a backward on batch 1 of a pass, rank 2 at the forward of a BatchNorm of 1 channels" in text
 
 
 def test_a_rank_that_dies_on_a_host_is_an_error_on_all_hosts(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,16 @@ from torch import Tensor, nn
 from lagom.compat.horovod import topology
 from lagom.compat.horovod.asynchronous import Sum
 from lagom.compat.horovod.differentiable import allgather, allreduce_
-from lagom.forward.batchnorm_arithmetic import BatchNormCall, NormaliseFunction, combine_moments, local_moments
+from lagom.forward.batchnorm_arithmetic import (
+    COUNTED,
+    ELEMENTS,
+    MEANS,
+    BatchNormCall,
+    NormaliseFunction,
+    local_moments,
+    merge_moments,
+    moments_of,
+)
 
 
 class SyncBatchNorm(nn.modules.batchnorm._BatchNorm):
@@ -27,7 +36,7 @@ class SyncBatchNorm(nn.modules.batchnorm._BatchNorm):
         if not (self.training or self.running_mean is None) or topology.size() == 1:
             return super().forward(input)
         with torch.no_grad():
-            count, mean, var, _ = combine_moments(allgather(_local_statistics(input.detach())))
+            count, mean, var, _ = moments_of(merge_moments(allgather(_local_statistics(input.detach()))))
             self._update_running(mean, var * (count / (count - 1).clamp(min=1)))
         dtype = torch.promote_types(input.dtype, torch.float32)
         call = BatchNormCall(_sum_over_ranks, self.eps, True, count)
@@ -51,12 +60,12 @@ def _sum_over_ranks(numbers: Tensor) -> None:
 
 
 def _local_statistics(input: Tensor) -> Tensor:
-    """Return one row for ``combine_moments``: the count three times, means, and sums of squared deviations."""
+    """Return one row for ``merge_moments``; every element counts."""
     channels = input.shape[1]
-    row = torch.zeros(1, 3 + 2 * channels, dtype=torch.float64, device=input.device)
+    row = torch.zeros(1, MEANS + 2 * channels, dtype=torch.float64, device=input.device)
     if input.numel():
         mean, var = local_moments(input)
-        row[0, :3] = count = input.numel() // channels
-        row[0, 3 : 3 + channels] = mean
-        row[0, 3 + channels :] = var.to(torch.float64) * count
+        row[0, [ELEMENTS, COUNTED]] = float(input.numel() // channels)
+        row[0, MEANS : MEANS + channels] = mean
+        row[0, MEANS + channels :] = var
     return row
