@@ -15,30 +15,38 @@ import contextlib
 import gc
 import json
 import os
+import socket
 import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch._C._distributed_c10d import TCPStore
 
+from lagom.collectives.agreement_exchange import memory
 from lagom.collectives.host_messages import HostMessages, connect_messages, partners
 from lagom.collectives.hosts import HostTransport
 from lagom.collectives.run_store import SealedStore, all_gather_by
 from lagom.collectives.shared_memory import shared
-from lagom.collectives.sockets.connect import connected, host_identity
+from lagom.collectives.sockets.connect import connected, host_identity, listen
 from lagom.collectives.sockets.encryption import Credentials
 from lagom.collectives.sockets.mesh import Mesh
+from lagom.collectives.sockets.rank_store import RankStore
+from lagom.collectives.sockets.rounds import rounds
+from lagom.collectives.sockets.value_server import ValueClient, ValueServer
+from lagom.collectives.transport import Merging
 from lagom.patching.replace import replaced
 from tests.integration.hosts import allowed, network
 
 KEY = b"a key of 32 bytes for this run.."
 TIMEOUT_S = 300.0
 GRADIENT = 1000
-"""Bytes of the small gradient that a rank sends along with a signature."""
+"""Bytes of the small gradient, float64, that a rank sends along with a signature."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -52,7 +60,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not allowed():
         print("this user may not make network namespaces here")
         return 1
-    print("hosts ranks way     join s  agree ms  gradient ms  a rank's sockets, messages and bytes to agree, at most")
+    print(
+        "hosts ranks way     join s  agree ms  of a core  gradient ms  "
+        "a rank's sockets, messages and bytes to agree, at most"
+    )
     for num_hosts in args.hosts:
         for way in ("rounds",) if args.without_mesh else ("rounds", "mesh"):
             _print(num_hosts, num_hosts * args.ranks, way, _measure(num_hosts, args.ranks, way, args.turns))
@@ -66,23 +77,17 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _messages(num_hosts: int) -> int:
-    """Return how many messages a first rank sends in an exchange."""
-    count, step = 0, 1
-    while step < num_hosts:
-        count += len(range(step, min(num_hosts, 8 * step), step))
-        step *= 8
-    return count
+    """Return how many messages a first rank sends in an exchange, at most."""
+    return max(sum(len(one.receivers) for one in rounds(num_hosts, host)) for host in range(num_hosts))
 
 
 def _print(num_hosts: int, world_size: int, way: str, found: Sequence[dict[str, float]]) -> None:
     def most(what: str) -> float:
         return max(one[what] for one in found)
 
-    print(
-        f"{num_hosts:5} {world_size:5} {way:7} {most('join'):6.2f} {1e3 * most('agree'):9.2f} "
-        f"{1e3 * most('gradient'):12.2f} {most('sockets'):8.0f} {most('messages'):8.0f} {most('bytes'):8.0f}",
-        flush=True,
-    )
+    line = f"{num_hosts:5} {world_size:5} {way:7} {most('join'):6.2f} {1e3 * most('agree'):9.2f}"
+    line += f" {1e3 * most('used'):10.2f} {1e3 * most('gradient'):12.2f}"
+    print(f"{line} {most('sockets'):8.0f} {most('messages'):8.0f} {most('bytes'):8.0f}", flush=True)
     if way == "rounds":
         assert most("messages") == _messages(num_hosts), "the rule that is used for more hosts is another"
 
@@ -92,16 +97,19 @@ def _measure(num_hosts: int, num_ranks: int, way: str, turns: int) -> list[dict[
         world_size = num_hosts * num_ranks
         store = TCPStore(address, 0, world_size + 1, is_master=True, wait_for_workers=False)
         running = []
+        listener = listen(socket.AF_INET, (address, 0))
+        ValueServer(listener, range(world_size), Credentials(KEY), TIMEOUT_S)  # as rank 0 has it
+        door = listener.getsockname()[1]
         for i, host in enumerate(hosts):
-            settings = json.dumps([address, store.port, i * num_ranks, num_ranks, world_size, host.address, way, turns])
-            command = [*host.command, sys.executable, "-m", "benchmarks.scale", settings]
+            settings = [address, store.port, door, i * num_ranks, num_ranks, world_size, host.address, way, turns]
+            command = [*host.command, sys.executable, "-m", "benchmarks.scale", json.dumps(settings)]
             running.append(subprocess.Popen(command, stdout=subprocess.PIPE, text=True))
         texts = [one.communicate()[0] for one in running]
     return [json.loads(line) for text in texts for line in text.splitlines()]
 
 
 def run_host(
-    address: str, port: int, first: int, num_ranks: int, world_size: int, ip: str, way: str, turns: int
+    address: str, port: int, door: int, first: int, num_ranks: int, world_size: int, ip: str, way: str, turns: int
 ) -> None:
     """Fork the ranks of one host, and print what each of them has measured."""
     store = TCPStore(address, port, world_size + 1, is_master=False, wait_for_workers=False)
@@ -115,7 +123,7 @@ def run_host(
     for rank in range(first, first + num_ranks):
         if (pid := os.fork()) == 0:
             try:
-                line = json.dumps(_rank(address, port, rank, world_size, ip, way, turns)) + "\n"
+                line = json.dumps(_rank((address, door), rank, world_size, ip, way, turns)) + "\n"
                 os.write(1, line.encode())  # in one piece: the ranks of a host share the pipe
             finally:
                 os._exit(0)
@@ -124,18 +132,25 @@ def run_host(
         os.waitpid(pid, 0)
 
 
-def _rank(address: str, port: int, rank: int, world_size: int, ip: str, way: str, turns: int) -> dict[str, float]:
+def _rank(door: tuple[str, int], rank: int, world_size: int, ip: str, way: str, turns: int) -> dict[str, float]:
     start = time.monotonic()
-    store = TCPStore(address, port, world_size + 1, is_master=False, wait_for_workers=False)
+    store = RankStore(ValueClient(door, rank, Credentials(KEY), TIMEOUT_S).ask, timedelta(seconds=TIMEOUT_S))
     gather = all_gather_by(SealedStore(store, KEY), way, rank, world_size, TIMEOUT_S)
     before = _sockets()
     messages: Any = _rounds(rank, gather, ip) if way == "rounds" else _mesh(rank, world_size, gather, ip)
     messages.exchange(b"")
     joined = time.monotonic() - start
     with _counted() as sent:
+        used = time.thread_time()
         agree = _median(lambda: messages.exchange(b"s" * 32), turns)
-    gradient = _median(lambda: messages.exchange(b"s" * 32, memoryview(os.urandom(GRADIENT))), turns)
-    counts = {"messages": sent[0] / turns, "bytes": sent[1] / turns}
+        used = (time.thread_time() - used) / turns
+    body = memoryview(bytearray(os.urandom(GRADIENT)))
+    adding = Merging(_added, _added)
+    send: Callable[[], object] = lambda: messages.exchange(b"s" * 32, body)  # noqa: E731
+    if isinstance(messages, HostMessages):
+        send = lambda: messages.merge(b"s" * 32, body, adding)  # noqa: E731
+    gradient = _median(send, turns)
+    counts = {"messages": sent[0] / turns, "bytes": sent[1] / turns, "used": used}
     return {"join": joined, "agree": agree, "gradient": gradient, "sockets": _sockets() - before, **counts}
 
 
@@ -157,6 +172,14 @@ def _counted() -> Iterator[list[int]]:
 
     with replaced(Mesh, "swap", counted_swap), replaced(Mesh, "exchange", counted_exchange):
         yield sent
+
+
+def _added(rows: Sequence[memoryview]) -> memoryview:
+    """Return the sum of rows of float64."""
+    total, *others = (torch.frombuffer(row, dtype=torch.float64) for row in rows)
+    for other in others:
+        total = total + other
+    return memory(total)
 
 
 def _rounds(rank: int, gather: Callable[[bytes], list[bytes]], ip: str) -> Mesh | HostMessages:

@@ -147,14 +147,10 @@ def all_gather_by(
 
 
 def reconnected(store: dist.Store, timeout: timedelta | None = None) -> dist.Store:
-    """Return ``store`` for another user, whom a long wait on it does not block: over a new connection, where needed."""
+    """Return ``store``, a file's or a ``RankStore``, for another user, whom a long wait on it does not block."""
     known: Any = store
-    again: dist.Store
     if isinstance(store, RankStore):
         return store.with_timeout(timeout or known.timeout)
-    if isinstance(store, dist.FileStore):
-        again = dist.FileStore(known.path, -1)
-    else:
-        again = dist.TCPStore(known.host, known.port, is_master=False, wait_for_workers=False)
+    again = dist.FileStore(known.path, -1)
     again.set_timeout(timeout or known.timeout)
     return again

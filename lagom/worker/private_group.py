@@ -87,18 +87,11 @@ def _store(seat: RankSpec, world_size: int, credentials: Credentials, timeout_s:
         found = dist.FileStore(str(Path(seat.host_dir, "store")), -1)
         found.set_timeout(timeout)
         return found
-    host, port = seat.store
-    if credentials.encrypt:
-        if seat.store_fd is None:
-            return RankStore(ValueClient((host, port), seat.rank, credentials, timeout_s).ask, timeout)
-        listener = socket.socket(fileno=os.dup(seat.store_fd))
-        return RankStore(ValueServer(listener, range(1, world_size), credentials, timeout_s).ask, timeout)
     if seat.store_fd is None:
-        return dist.TCPStore(host, port, world_size, is_master=False, timeout=timeout, wait_for_workers=False)
+        return RankStore(ValueClient(seat.store, seat.rank, credentials, timeout_s).ask, timeout)
     # The host process has bound the socket: the port is known, and only the chosen network can connect.
-    return dist.TCPStore(
-        host, port, world_size, is_master=True, timeout=timeout, wait_for_workers=False, master_listen_fd=seat.store_fd
-    )
+    listener = socket.socket(fileno=os.dup(seat.store_fd))
+    return RankStore(ValueServer(listener, range(1, world_size), credentials, timeout_s).ask, timeout)
 
 
 def _nccl(store: dist.Store, rank: int, world_size: int, ip: str, timeout: datetime.timedelta) -> Any:

@@ -26,6 +26,13 @@ from lagom.collectives.sockets.value_server import Ask, ValueClient, ValueServer
 from tests.encryption import KEY, credentials, encrypted_stores
 
 Use = Callable[[Any], Any]
+
+
+def through(store: Any) -> Any:
+    """Return the store as torch's process groups see it."""
+    return dist.PrefixStore("a/b", store)
+
+
 USES: list[Use] = [
     lambda store: store.set("a", "text"),
     lambda store: store.get("a"),
@@ -45,6 +52,8 @@ USES: list[Use] = [
     lambda store: [store.delete_key("c"), store.delete_key("c"), store.check(["c"])],
     lambda store: store.set("large", "x" * 3_000_000),
     lambda store: len(store.get("large")),
+    lambda store: through(store).num_keys() - store.num_keys(),
+    lambda store: [through(store).delete_key("c"), through(store).clone().add("n", 1)],
 ]
 
 

@@ -17,12 +17,10 @@ from tests.encryption import encrypted_stores
 KEY = b"known to ranks"
 
 
-@pytest.fixture(params=["file", "tcp", "encrypted"])
+@pytest.fixture(params=["file", "encrypted"])
 def raw(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[dist.Store]:
     if request.param == "file":
         yield dist.FileStore(str(tmp_path / "store"), -1)
-    elif request.param == "tcp":
-        yield dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     else:
         with encrypted_stores() as (store, _):
             yield store

@@ -114,7 +114,7 @@ def many_files() -> Iterator[None]:
     resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
-@pytest.mark.parametrize("spark", ["foreign-encrypted"], indirect=True)
+@pytest.mark.parametrize("spark", ["foreign", "foreign-encrypted"], indirect=True)
 @pytest.mark.usefixtures("many_files")
 def test_floods_silence_garbage_and_replays_change_nothing(spark: Any) -> None:
     programs.run(programs.nothing, 3)  # Spark starts its executors

@@ -1,4 +1,4 @@
-"""``RankStore``: torch's store between ranks, over connections that are encrypted where Spark encrypts."""
+"""``RankStore``: torch's store between ranks of several hosts, over connections that both ends have proved."""
 
 from __future__ import annotations
 
@@ -59,6 +59,12 @@ class RankStore(_Base):  # type: ignore[misc]
     def num_keys(self) -> int:
         return int(self._ask(Ask.COUNT, "") or b"0")
 
+    getNumKeys, deleteKey = num_keys, delete_key
+    """Names by which torch's PrefixStore calls them."""
+
+    def clone(self) -> RankStore:
+        return self  # all threads of a rank may share it
+
     def wait(self, names: Sequence[str], timeout: timedelta | None = None) -> None:
         seconds = (timeout or self.timeout).total_seconds()
         deadline, pause_s = time.monotonic() + seconds, _SOON_S
@@ -83,10 +89,8 @@ def _as_bytes(value: str | bytes) -> bytes:
 
 # Note [Store of ranks]
 #
-# torch's TCPStore sends in clear, listens for as long as it lives and serves everybody (its TLS is not in torch's
-# wheels). So where Spark encrypts, and ranks are on several hosts, rank 0 keeps the values and serves them by a thread
-# of lagom's, over connections that are proved and encrypted as those of exchanges are. It listens only until all ranks
-# have connected. Waiting is asking again, so one connection serves all threads of a rank.
-#
-# TCPStore stays where nothing is encrypted: torch hands ``num_keys``, ``delete_key``, queues and ``clone`` of a
-# PrefixStore on to its own stores only, and its store answers while rank 0 holds Python's lock.
+# torch's TCPStore listens for as long as it lives and serves everybody, and sends in clear (its TLS is not in torch's
+# wheels). So where ranks are on several hosts, rank 0 keeps the values and serves them by a thread of lagom's, over
+# connections that are proved, and encrypted where Spark encrypts, as those of exchanges are. It listens only until all
+# ranks have connected. Waiting is asking again, so one connection serves all threads of a rank. What else stores of
+# torch have (queues, ``append``, a list of keys) is an error here.

@@ -1,4 +1,4 @@
-"""Short texts that ranks leave for each other in torch's store, and the check for waits that take too long."""
+"""Short texts that ranks leave for each other in the ranks' store, and the check for waits that take too long."""
 
 from __future__ import annotations
 
