@@ -63,7 +63,9 @@ def train(step: Step, backend: str) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("step", [*_SOAK, by_autograd_grad])
-@pytest.mark.parametrize("backend", ["eager", pytest.param("aot_eager", marks=pytest.mark.soak)])
+@pytest.mark.parametrize(
+    "backend", ["eager", *(pytest.param(one, marks=pytest.mark.soak) for one in ("aot_eager", "inductor"))]
+)
 def test_a_step_compiled_with_its_backward_gives_the_weights_of_one_process(step: Step, backend: str) -> None:
     check_against_one_process(lambda _: train(step, backend), batches="split")
 

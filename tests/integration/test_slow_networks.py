@@ -54,6 +54,7 @@ def running(num_hosts: int, num_ranks: int, link: Link) -> Iterator[tuple[Any, l
         (2, 2, Link(delay_ms=100)),
         (4, 2, Link(delay_ms=1, loss=0.01)),
         (4, 1, Link(mbit=100, delay_ms=1)),
+        *((num_hosts, num_ranks, Link()) for num_hosts in (2, 4) for num_ranks in (3, 4)),
     ],
 )
 def test_weights_are_those_of_one_process(num_hosts: int, num_ranks: int, link: Link) -> None:
