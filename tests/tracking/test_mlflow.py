@@ -167,6 +167,45 @@ def test_what_is_logged_and_read_is_that_of_one_process(uri: str, in_memory: Pat
     assert kept(shared, uri) == holds
 
 
+def autologged() -> list[float]:
+    """Train with what MLflow logs by itself of a program that writes to TensorBoard."""
+    from torch.utils.tensorboard import SummaryWriter
+
+    mlflow.set_experiment("bridges")
+    mlflow.pytorch.autolog(log_every_n_step=1)
+    torch.manual_seed(0)
+    model = nn.Linear(3, 1).double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    data = TensorDataset(torch.randn(24, 3).double(), torch.randn(24, 1).double())
+    losses = []
+    with mlflow.start_run(run_name="by itself"), SummaryWriter("events") as writer:
+        for step, (x, y) in enumerate(DataLoader(data, batch_size=6)):
+            optimizer.zero_grad()
+            loss = nn.functional.mse_loss(model(x), y)
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+            writer.add_scalar("loss", losses[-1], step)
+        writer.add_hparams({"lr": 0.1}, {"last": losses[-1]})
+    importlib.import_module("mlflow.pytorch._pytorch_autolog").flush_metrics_queue()  # as at the end of the process
+    return losses
+
+
+@pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.soak)])
+def test_what_is_logged_by_itself_is_that_of_one_process(world_size: int, in_memory: Path) -> None:
+    def run(name: str) -> Any:
+        (in_memory / name).mkdir(exist_ok=True)
+        return standing_in(in_memory / name, "file:./mlruns", autologged)
+
+    plain = alone(lambda _: run("plain"))
+    ((name, status, params, _, _, metrics, _),) = holds = kept(in_memory / "plain", "file:./mlruns")
+    assert (name, status, params) == ("by itself", "FINISHED", [("lr", "0.1")])
+    history = dict(metrics)["loss"]
+    torch.testing.assert_close([value for _, value in history], plain, rtol=1e-6, atol=0.0)  # TensorBoard's float32
+    assert run_ranks(world_size, lambda _: run("shared"), batches="whole", always_slices=False) == [plain] * world_size
+    assert kept(in_memory / "shared", "file:./mlruns") == holds
+
+
 def test_a_run_has_one_id_on_all_ranks(tmp_path: Path) -> None:
     def run(session: Session) -> Any:
         def call() -> Any:
