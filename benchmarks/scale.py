@@ -61,7 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("this user may not make network namespaces here")
         return 1
     print(
-        "hosts ranks way     join s  agree ms  of a core  gradient ms  "
+        "hosts ranks way     join s  the store's core s  agree ms  of a core  gradient ms  "
         "a rank's sockets, messages and bytes to agree, at most"
     )
     for num_hosts in args.hosts:
@@ -85,7 +85,7 @@ def _print(num_hosts: int, world_size: int, way: str, found: Sequence[dict[str, 
     def most(what: str) -> float:
         return max(one[what] for one in found)
 
-    line = f"{num_hosts:5} {world_size:5} {way:7} {most('join'):6.2f} {1e3 * most('agree'):9.2f}"
+    line = f"{num_hosts:5} {world_size:5} {way:7} {most('join'):6.2f} {most('store'):19.2f} {1e3 * most('agree'):9.2f}"
     line += f" {1e3 * most('used'):10.2f} {1e3 * most('gradient'):12.2f}"
     print(f"{line} {most('sockets'):8.0f} {most('messages'):8.0f} {most('bytes'):8.0f}", flush=True)
     if way == "rounds":
@@ -104,8 +104,10 @@ def _measure(num_hosts: int, num_ranks: int, way: str, turns: int) -> list[dict[
             settings = [address, store.port, door, i * num_ranks, num_ranks, world_size, host.address, way, turns]
             command = [*host.command, sys.executable, "-m", "benchmarks.scale", json.dumps(settings)]
             running.append(subprocess.Popen(command, stdout=subprocess.PIPE, text=True))
+        used = time.process_time()
         texts = [one.communicate()[0] for one in running]
-    return [json.loads(line) for text in texts for line in text.splitlines()]
+        used = time.process_time() - used  # the thread that serves the store; this one only waits
+    return [json.loads(line) | {"store": used} for text in texts for line in text.splitlines()]
 
 
 def run_host(

@@ -301,10 +301,10 @@ def _unpack(message: memoryview) -> tuple[Delay, list[Run]]:
 # The ranks of a host give each other their messages through shared memory, in which the first of them reads them. First
 # ranks then gather all messages in rounds: hosts form blocks of up to 8, those form blocks of up to 8, and so on. When
 # the hosts of a block have the messages of all its hosts, each of them hears from one host of every neighbouring block.
-# That is an all-gather by recursive multiplying with radix 8 (Ruefenacht, Bull and Booth, "Generalisation of recursive
-# doubling for AllReduce", 2017), with blocks as equal as the number of hosts allows. For 8 hosts it is one round of 7
-# messages; 1,000 hosts take 4 rounds. Ranks that are not first have no socket. At the end each first rank writes all
-# messages into its host's memory.
+# That is an all-gather by recursive multiplying (Ruefenacht, Bull and Booth, "Generalisation of recursive doubling for
+# AllReduce", 2017), with blocks as equal as the number of hosts allows: as few rounds as with blocks of 8, and in these
+# as few messages. 8 hosts take one round of 7 messages, 16 two of 3, and 1,000 four of 19 together. Ranks that are not
+# first have no socket. At the end each first rank writes all messages into its host's memory.
 #
 # What can be merged, such as small gradients, is merged on the way: first the ranks of a host, in rank order, then the
 # blocks of each round, in the order of their hosts. So a message has the size of one rank's, however many ranks there

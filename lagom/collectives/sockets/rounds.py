@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 from itertools import pairwise
+from math import inf
 
 _RADIX = 8
+_UNEQUAL = 1.5  # a host of a smaller block may have two that hear from it in a larger one
 
 
 @dataclass(frozen=True)
@@ -34,19 +37,30 @@ class Round:
 
 
 def rounds(num_hosts: int, host: int) -> list[Round]:
-    """Return the rounds of ``host``, in which it takes part one after the other."""
+    """Return the rounds of ``host``, in which it takes part one after the other: as few as blocks of 8 allow."""
+    left = 0
+    while _RADIX**left < num_hosts:
+        left += 1
     found = []
-    block, width = range(num_hosts), 1
-    while width < num_hosts:
-        width *= _RADIX
-    while width > 1:
-        width //= _RADIX
-        blocks = _split(block, -(-len(block) // width))
+    block = range(num_hosts)
+    while len(block) > 1:
+        blocks = _split(block, _best_cut(len(block), left)[1])
         own = next(i for i, one in enumerate(blocks) if host in one)
-        block = blocks[own]
-        if len(blocks) > 1:
-            found.append(Round(blocks, own, block.index(host)))
+        block, left = blocks[own], left - 1
+        found.append(Round(blocks, own, block.index(host)))
     return found[::-1]
+
+
+@cache
+def _best_cut(num_hosts: int, num_rounds: int) -> tuple[float, int]:
+    """Return about how many messages a host sends in ``num_rounds``, at least, and the number of blocks for that."""
+    if num_hosts == 1:
+        return 0.0, 1
+    best = inf, 1
+    for num in range(2, min(_RADIX, num_hosts) + 1) if num_rounds else ():
+        messages = (num - 1) * (1.0 if num_hosts % num == 0 else _UNEQUAL)
+        best = min(best, (messages + _best_cut(-(-num_hosts // num), num_rounds - 1)[0], num))
+    return best
 
 
 def _split(block: range, num: int) -> tuple[range, ...]:
