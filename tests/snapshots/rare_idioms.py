@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import io
 import os
-import sys
-import threading
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, IterableDataset, RandomSampler
+from torch.utils.data import DataLoader, IterableDataset
 
 from tests.snapshots import counted_batches
 from tests.snapshots.idioms import DATA, POINTS, network, weights
@@ -128,13 +125,6 @@ def settings() -> Any:
     return os.environ["PATH"].count(":/") - os.environ["PATH"].count(":/u"), len(kept.getvalue()), ends
 
 
-def all_variables(first: int = 1) -> Any:
-    for x, _ in batches(24):
-        first += len(x)
-    del x
-    return sorted(locals())
-
-
 def counter(start: int) -> Any:
     total = start
 
@@ -162,67 +152,6 @@ EXACT = (
     *(autocast, settings, equal_cells),
 )
 """Programs that go on from most of their batches."""
-
-
-def drain(queue: list[int]) -> int:
-    for _ in batches():
-        queue.pop()
-    return len(queue)
-
-
-def text_before_a_call() -> Any:
-    queue = [1, 2, 3]
-    return f"{queue} {drain(queue)}"
-
-
-def condition_before_a_call() -> Any:
-    queue = [1, 2, 3]
-    return drain(queue) if queue else -1
-
-
-@functools.cache
-def cached_model() -> nn.Module:
-    return network()
-
-
-def cache() -> Any:
-    cached_model()
-    for x, _ in batches():
-        cached_model()(x)
-    cached_model.cache_clear()  # another test may have the same process
-
-
-def other_output() -> Any:
-    with contextlib.redirect_stdout(io.StringIO()):
-        for x, _ in batches():
-            print(x.sum().item(), file=sys.stdout)
-
-
-def held_lock() -> Any:
-    with threading.RLock():
-        for _ in batches():
-            pass
-
-
-def drawn_later() -> Any:
-    """Draw from the generator of a sampler that draws from it again in the middle of a pass."""
-    generator, seen = torch.Generator().manual_seed(3), []
-    sampler = RandomSampler(DATA, replacement=True, num_samples=80, generator=generator)
-    for x, _ in DataLoader(DATA, batch_size=10, sampler=sampler):
-        seen.append((x.sum().item(), torch.rand(1, generator=generator).item()))
-    return seen
-
-
-REFUSED = {
-    text_before_a_call: "has read queue (a list) before its call",
-    condition_before_a_call: "has read queue (a list) before its call",
-    cache: "is a cache that holds values",
-    other_output: "another stream in the place of sys.stdout",
-    held_lock: "a lock is held",
-    drawn_later: "a sampler of the program's own",
-    all_variables: "calls locals()",
-}
-"""Programs that cannot go on from where they are, and a part of the reason."""
 
 
 class Counting(IterableDataset[torch.Tensor]):

@@ -18,11 +18,11 @@ from lagom.snapshots.frame_position import NoSnapshotError
 from lagom.snapshots.program_state import ProgramInProgress
 from lagom.worker.process_settings import library_settings, set_process_settings
 from tests.ranks import run_ranks
-from tests.snapshots import idioms, rare_idioms, worker_idioms
+from tests.snapshots import idioms, rare_idioms, refused_idioms, worker_idioms
 
 EXACT = (*idioms.EXACT, *rare_idioms.EXACT)
 WITH_WORKERS = (*worker_idioms.EXACT, *worker_idioms.RARELY_RUN)
-REFUSED = idioms.REFUSED | rare_idioms.REFUSED | worker_idioms.REFUSED
+REFUSED = idioms.REFUSED | refused_idioms.REFUSED | worker_idioms.REFUSED
 pytestmark = pytest.mark.skipif(sys.version_info < (3, 11), reason="needs the columns of code")
 
 
@@ -136,7 +136,7 @@ def test_a_program_that_cannot_go_on_from_its_place_is_told_why(function: Callab
 
 def test_a_program_does_not_see_that_it_may_be_kept() -> None:
     def seen(session: Session) -> Any:
-        return taken(session, rare_idioms.all_variables)[0]
+        return taken(session, refused_idioms.all_variables)[0]
 
     assert run_ranks(1, seen) == [["_", "first"]]
 
