@@ -245,9 +245,10 @@ def _cells(frame: types.FrameType, values: Mapping[str, Any], names: set[str]) -
 
 def _holds(cell: types.CellType, values: Mapping[str, Any], name: str) -> bool:
     try:
-        return name in values and cell.cell_contents is values[name]
+        value = cell.cell_contents
     except ValueError:
         return name not in values
+    return name in values and value is values[name]
 
 
 def _is_of(frame: types.FrameType, name: str, cell: types.CellType) -> bool:

@@ -30,7 +30,13 @@ _SIMPLE = (ast.Expr, ast.Assign, ast.AugAssign, ast.AnnAssign, ast.Return, ast.A
 
 
 class _Undeclared(ast.NodeTransformer):
-    """Drops declarations of a function's own, which stand at its beginning instead."""
+    """Drops declarations of a function's own, which stand at its beginning instead, and what cannot stand beside them.
+
+    A variable that is declared nonlocal may have no annotation; a function does not compute those of its variables.
+    """
+
+    def __init__(self, *, is_function: bool) -> None:
+        self._is_function = is_function
 
     def visit_Global(self, node: ast.Global) -> ast.AST:
         return ast.copy_location(ast.Pass(), node)
@@ -38,7 +44,16 @@ class _Undeclared(ast.NodeTransformer):
     def visit_Nonlocal(self, node: ast.Nonlocal) -> ast.AST:
         return ast.copy_location(ast.Pass(), node)
 
+    def visit_AnnAssign(self, node: ast.AnnAssign) -> ast.AST:
+        if not self._is_function:
+            return node
+        plain = ast.Pass() if node.value is None else ast.Assign([node.target], node.value)
+        return ast.copy_location(plain, node)
+
     def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.AST:
+        return node
+
+    def visit_AsyncFunctionDef(self, node: ast.AsyncFunctionDef) -> ast.AST:
         return node
 
     def visit_ClassDef(self, node: ast.ClassDef) -> ast.AST:
@@ -73,7 +88,9 @@ class Rest:
     def _whole(self, statements: Sequence[ast.stmt]) -> list[ast.stmt]:
         """Return ``statements`` as they are, with variables for their iterators and managers."""
         block = ast.Module([copy.deepcopy(one) for one in statements], [])
-        found: list[ast.stmt] = NamedStack(self._stack).visit(_Undeclared().visit(block)).body
+        found: list[ast.stmt] = (
+            NamedStack(self._stack).visit(_Undeclared(is_function=self._stack is LOCAL).visit(block)).body
+        )
         return found
 
     def _statement(self, depth: int) -> list[ast.stmt]:

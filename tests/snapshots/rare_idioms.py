@@ -147,9 +147,28 @@ def equal_cells() -> Any:
     return one(), other(), read(), total  # type: ignore[no-untyped-call]
 
 
+def annotated_cells() -> Any:
+    """Annotate variables that functions share, one of which has no value yet."""
+    seen: list[float] = []
+    keep: Any = lambda: seen.append(total)  # noqa: E731
+    for x, _ in batches():
+        total: float = x.sum().item()
+        keep()
+    best: float
+    later: list[float] = []
+
+    def find() -> None:
+        nonlocal best
+        best = max(seen)
+        later.append(best)
+
+    find()
+    return seen, best, later
+
+
 EXACT = (
     *(iterator_of_ones_own, recursive, other_modules, replaced_functions, unsaved_hooks, view_of_a_parameter),
-    *(autocast, settings, equal_cells),
+    *(autocast, settings, equal_cells, annotated_cells),
 )
 """Programs that go on from most of their batches."""
 
