@@ -89,6 +89,8 @@ def pickle_state(
 
 
 _LARGE = 1 << 16
+_MAX_VERSION = 1000
+"""Changes of a tensor that are counted: to count takes time when it is put back."""
 
 
 class _Gradients:
@@ -154,7 +156,20 @@ class _StatePickler(Pickler):
             self.gradients.found.append((value, gradient))
         if value._backward_hooks or getattr(value, "_post_accumulate_grad_hooks", None):
             raise pickle.PicklingError("a tensor has hooks")
-        return NotImplemented
+        if type(value) is not torch.Tensor or vars(value) or value.layout != torch.strided or value.is_inference():
+            return NotImplemented
+        found = super().reducer_override(value)
+        make, args = value.__reduce_ex__(pickle.HIGHEST_PROTOCOL)[:2] if found is NotImplemented else found[:2]
+        return _tensor_made, (make, args, min(value._version, _MAX_VERSION))
+
+
+def _tensor_made(make: Callable[..., torch.Tensor], args: tuple[Any, ...], version: int) -> torch.Tensor:
+    """Make a tensor that has been changed as often as the one before: lagom learns by that what a forward changes."""
+    made = make(*args)
+    found = made.data.requires_grad_(made.requires_grad)  # one that counts its changes from 0 on
+    for _ in range(version):
+        torch.autograd.graph.increment_version(found)
+    return found
 
 
 def _type_made(kind: Any, given: tuple[Any, ...], module: str) -> Any:

@@ -166,9 +166,18 @@ def annotated_cells() -> Any:
     return seen, best, later
 
 
+def changed_tensors() -> Any:
+    """Ask how often tensors were changed in place."""
+    fresh, changed, leaf = torch.zeros(2), torch.zeros(2), torch.zeros(2, requires_grad=True)
+    view = changed[:1]
+    for _ in batches():
+        changed += 1
+    return fresh._version, changed.tolist(), view.tolist(), leaf.requires_grad, leaf._version
+
+
 EXACT = (
     *(iterator_of_ones_own, recursive, other_modules, replaced_functions, unsaved_hooks, view_of_a_parameter),
-    *(autocast, settings, equal_cells, annotated_cells),
+    *(autocast, settings, equal_cells, annotated_cells, changed_tensors),
 )
 """Programs that go on from most of their batches."""
 
