@@ -11,6 +11,7 @@ from __future__ import annotations
 import ast
 import builtins
 import functools
+import itertools
 import types
 import warnings
 from collections.abc import Iterable, Iterator
@@ -280,8 +281,9 @@ class SourceFile:
 
     def is_of(self, code: types.CodeType) -> bool:
         """Return whether ``code`` was compiled from this source, as it is now."""
-        found = self._plain.get((code.co_qualname, code.co_firstlineno))
-        return found is not None and _parts(found) == _parts(code)
+        place = code.co_qualname, code.co_firstlineno
+        found = self._plain.get(place)
+        return found is not None and _parts(code) in (_parts(found), _parts(self._apart.get(place, found)))
 
     def chain(self, node: ast.AST, function: Function) -> list[ast.AST] | None:
         """Return the nodes from ``function`` down to ``node``; None if another function or class is between."""
@@ -296,6 +298,17 @@ class SourceFile:
     @functools.cached_property
     def _plain(self) -> dict[tuple[str, int], types.CodeType]:
         found = codes(self.compiled(self.tree))
+        return {(code.co_qualname, code.co_firstlineno): code for code in found}
+
+    @functools.cached_property
+    def _apart(self) -> dict[tuple[str, int], types.CodeType]:
+        """The same of a file whose statements are compiled one by one.
+
+        So are those of a cell of a notebook. Python calls ``torch.rand`` by other code where it sees the import.
+        """
+        futures = [one for one in self.tree.body if isinstance(one, ast.ImportFrom) and one.module == "__future__"]
+        trees = [ast.Module([*futures, one], []) for one in self.tree.body if one not in futures]
+        found = itertools.chain.from_iterable(codes(self.compiled(tree)) for tree in trees)
         return {(code.co_qualname, code.co_firstlineno): code for code in found}
 
     @functools.cached_property
