@@ -52,15 +52,25 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Plain:
     return find
 
 
-@pytest.mark.parametrize("name", ["loop", pytest.param("main", marks=pytest.mark.soak)])  # as in the test below
+@pytest.mark.parametrize(
+    ("name", "is_module"),
+    [("loop", False), *(pytest.param("main", one, marks=pytest.mark.soak) for one in (False, True))],  # as below
+)
 def test_a_script_goes_on_when_a_rank_is_killed(
-    name: str, plain: Plain, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    name: str,
+    is_module: bool,
+    plain: Plain,
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     (tmp_path / "slowly").touch()
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
+    path, *arguments = make(tmp_path, name)
+    program = ["-m", name] if is_module else [path]
     with killed(tmp_path, rank=1):
-        status = main(["run", *OPTIONS, "--snapshot-every", "0.1", *make(tmp_path, name)])
+        status = main(["run", *OPTIONS, "--snapshot-every", "0.1", *program, *arguments])
     assert status == SCRIPTS[name][2]
     shown = capfd.readouterr()
     assert re.search("the run goes on from batch .* of epoch 2", shown.err)

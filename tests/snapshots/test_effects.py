@@ -1,0 +1,69 @@
+"""What a program has done to its process and to files is there when it goes on from a snapshot."""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+from lagom import experiment
+from tests.snapshots.training import config
+
+PATIENCE_S = 60.0
+pytestmark = pytest.mark.skipif(sys.version_info < (3, 11), reason="needs the columns of code")
+
+
+def train(train_set: Any, folder: str) -> list[Any]:
+    """Handle signals, register an exit function, and write a file when told to; read it from then on."""
+    handled, read = list[int](), list[str]()
+    signal.signal(signal.SIGUSR2, lambda number, _: handled.append(number))
+    atexit.register(append, f"{folder}/ends.txt")
+    num_batches = 0
+    for _ in DataLoader(TensorDataset(torch.arange(20)), batch_size=1):
+        num_batches += 1
+        if os.path.exists(f"{folder}/late.txt"):
+            read.append(Path(f"{folder}/late.txt").read_text())
+        elif os.path.exists(f"{folder}/write"):
+            Path(f"{folder}/late.txt").write_text("written")
+            time.sleep(PATIENCE_S)  # until it is killed
+        time.sleep(0.1)
+    signal.raise_signal(signal.SIGUSR2)
+    return [num_batches, handled, set(read)]
+
+
+def append(path: str) -> None:
+    with open(path, "a") as file:
+        file.write("end\n")
+
+
+def test_handlers_exit_functions_and_files_saved_after_the_snapshot_are_there(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def kill() -> None:
+        end = time.monotonic() + PATIENCE_S
+        while time.monotonic() < end and not (tmp_path / "late.txt").exists():
+            for path in tmp_path.glob("runs/*/run.json"):
+                facts = json.loads(path.read_text())
+                if facts.get("snapshots"):
+                    (tmp_path / "write").touch()
+            time.sleep(0.01)
+        os.kill(facts["ranks"]["1"]["pid"], signal.SIGKILL)
+
+    thread = threading.Thread(target=kill)
+    thread.start()
+    result = experiment.lagom(train, config(tmp_path, world_size=2, snapshot_every_s=0.1))
+    thread.join()
+    assert "batch" in result.failures[0]["resumed_from"]
+    assert result.value == [20, [signal.SIGUSR2], {"written"}]
+    assert (tmp_path / "ends.txt").read_text() == "end\n"
+    assert "late.txt is as the lost attempt wrote it after the snapshot" in capfd.readouterr().err
