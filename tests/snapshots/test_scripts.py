@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 import os
 import re
 import subprocess
@@ -53,12 +54,16 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Plain:
 
 
 @pytest.mark.parametrize(
-    ("name", "is_module"),
-    [("loop", False), *(pytest.param("main", one, marks=pytest.mark.soak) for one in (False, True))],  # as below
+    ("name", "kind"),
+    [
+        ("loop", "script"),
+        *(pytest.param("main", one, marks=pytest.mark.soak) for one in ("script", "module")),  # as below
+        pytest.param("loop", "notebook", marks=pytest.mark.soak),
+    ],
 )
 def test_a_script_goes_on_when_a_rank_is_killed(
     name: str,
-    is_module: bool,
+    kind: str,
     plain: Plain,
     tmp_path: Path,
     capfd: pytest.CaptureFixture[str],
@@ -68,7 +73,12 @@ def test_a_script_goes_on_when_a_rank_is_killed(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
     path, *arguments = make(tmp_path, name)
-    program = ["-m", name] if is_module else [path]
+    if kind == "notebook":
+        texts = Path(path).read_text().partition("points = ")
+        cells = [{"cell_type": "code", "source": [text]} for text in (texts[0], texts[1] + texts[2])]
+        path = f"{name}.ipynb"
+        Path(path).write_text(json.dumps({"cells": cells}))
+    program = ["-m", name] if kind == "module" else [path]
     with killed(tmp_path, rank=1):
         status = main(["run", *OPTIONS, "--snapshot-every", "0.1", *program, *arguments])
     assert status == SCRIPTS[name][2]
