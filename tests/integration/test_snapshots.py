@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 
 from lagom import experiment
 from tests.programs.expectations import CASES
-from tests.programs.test_kills import judge_kill
+from tests.programs.test_kills import UNPROTECTED, judge_kill
 from tests.snapshots.kills import killed
 from tests.snapshots.test_resume import same
 from tests.snapshots.training import config, train
@@ -32,9 +33,15 @@ def test_a_run_goes_on_from_its_snapshot_when_a_rank_is_killed(spark: Any, tmp_p
 
 
 @pytest.mark.soak  # above, and on this machine in tests/programs/test_kills.py by default
-@pytest.mark.parametrize("spark", ["local[2]"], indirect=True, scope="session")
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="needs the columns of code")
+@pytest.mark.parametrize("spark", ["local[4]"], indirect=True, scope="session")
 @pytest.mark.parametrize("way", ["begins again", "snapshots"])
+@pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize("seed", range(10))
-def test_a_program_that_loses_a_rank_gives_what_it_gives_without(seed: int, way: str, spark: Any) -> None:
-    draw = random.Random(f"{way} {seed}")
-    judge_kill(draw.choice(CASES), way, draw, world_size=2, launcher="spark")
+def test_a_program_that_loses_a_rank_gives_what_it_gives_without(
+    seed: int, world_size: int, way: str, spark: Any, record_property: Any
+) -> None:
+    draw = random.Random(f"{way} {world_size} {seed}")
+    case = draw.choice([case for case in CASES if str(case) not in UNPROTECTED[way]])
+    where: dict[str, Any] = {"world_size": world_size, "launcher": "spark"}
+    record_property("resumed_from", judge_kill(case, way, draw, by_rows=seed % 2 == 1, **where))

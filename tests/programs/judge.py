@@ -278,21 +278,23 @@ def words(text: str) -> str:
     return _NUMBER.sub("#", text)
 
 
-def file_differences(found: Mapping[str, bytes], wanted: Mapping[str, bytes]) -> list[str]:
-    """List the differences of files, by name and content."""
+def file_differences(
+    found: Mapping[str, bytes], wanted: Mapping[str, bytes], tolerance: float = TOLERANCE
+) -> list[str]:
+    """List the differences of files, by name and content; saved numbers differ by more than ``tolerance``."""
     if found.keys() != wanted.keys():
         return [f"the files are {sorted(found)}, not {sorted(wanted)}"]
-    return [line for name in wanted for line in _content_differences(name, found[name], wanted[name])]
+    return [line for name in wanted for line in _content_differences(name, found[name], wanted[name], tolerance)]
 
 
-def _content_differences(name: str, found: bytes, wanted: bytes) -> list[str]:
+def _content_differences(name: str, found: bytes, wanted: bytes, tolerance: float) -> list[str]:
     if found == wanted:
         return []
     if name.endswith(".pt"):
         first, second = (
             torch.load(io.BytesIO(content), map_location="cpu", weights_only=False) for content in (found, wanted)
         )
-        return differences(first, second, name)
+        return differences(first, second, name, tolerance)
     return [f"{name}: {line}" for line in text_differences(found.decode(), wanted.decode())]
 
 

@@ -9,20 +9,50 @@ from typing import Any
 from torch.utils.data._utils.fetch import _MapDatasetFetcher
 
 
-def slowly(train: Callable[..., Any], options: dict[str, Any]) -> Any:
-    """Call ``train`` with a pause at each batch, and as many twins and snapshots as there can be.
+class SlowRank:
+    """Settings of a rank in which each fetch of a loader takes a moment, and the indices that it has fetched.
 
-    In a hundredth of a short run there would be none.
+    It is a variable of the program, so a process that goes on from a snapshot gets it, and sets the same.
     """
-    from lagom.restart import twin_pace
-    from lagom.snapshots import snapshot_taker
 
-    twin_pace.SHARE = snapshot_taker.SHARE = 1.0
-    fetch: Any = _MapDatasetFetcher.fetch
+    def __init__(self, *, by_rows: bool, pause_s: float) -> None:
+        self.by_rows, self.pause_s, self.fetched = by_rows, pause_s, list[Any]()
+        self._set()
 
-    def pausing(self: Any, indices: Any) -> Any:
-        time.sleep(0.03)
-        return fetch(self, indices)
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self._set()
 
-    _MapDatasetFetcher.fetch = pausing  # type: ignore[method-assign]  # the rank's process ends with the run
-    return train(**options)
+    def _set(self) -> None:
+        from lagom.restart import twin_pace
+        from lagom.row_split import whole_batch
+        from lagom.snapshots import snapshot_taker
+
+        # In a hundredth of a short run there would be no twins and snapshots, and rows of small models are not shared.
+        twin_pace.SHARE = snapshot_taker.SHARE = 1.0
+        twin_pace._MIN_S = 0.05
+        whole_batch.ALWAYS = self.by_rows
+        fetch: Any = _MapDatasetFetcher.fetch
+
+        def pausing(fetcher: Any, indices: Any) -> Any:
+            # The first ones take longer: a program of a few batches also has a snapshot before it ends.
+            time.sleep(self.pause_s if len(self.fetched) > 3 else 5 * self.pause_s)
+            self.fetched.append(indices)
+            return fetch(fetcher, indices)
+
+        _MapDatasetFetcher.fetch = pausing  # type: ignore[method-assign]  # the rank's process ends with the run
+
+
+def slowly(
+    train: Callable[..., Any], options: dict[str, Any], *, by_rows: bool, pause_s: float, wait_s: float
+) -> tuple[Any, list[Any]]:
+    """Call ``train`` with as many twins and snapshots as there can be; return its value, and the indices it fetched.
+
+    Args:
+        by_rows: has ranks share out the rows of each model for which that is right, however small it is.
+        pause_s: time that a fetch takes.
+        wait_s: time before: a rank is a second old when it first forks a twin.
+    """
+    rank = SlowRank(by_rows=by_rows, pause_s=pause_s)
+    time.sleep(wait_s)
+    return train(**options), rank.fetched
