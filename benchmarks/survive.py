@@ -5,10 +5,8 @@
 With sleeping twins, and then with snapshots, the third table has the seconds from the kill to the next step, and the
 processor time of rank 0 a step, with and without the protection, in turns, for steps and states of several sizes.
 
-The last lines have the seconds from the kill to the next batch with snapshots, early and late in a pass of a million
-batches of one sample.
-
-All of it takes more than an hour; ``--only`` gives the third table for one size.
+All of it takes more than an hour; ``--only`` gives the third table for one size. ``benchmarks.survive_passes`` has what
+depends on the place in a pass.
 
 On 2 ranks of this machine, and of Spark local[2]. The first table has the seconds from the kill of rank 1 to the end of
 the first step of the next attempt, of which the warm launch of a run is a part. The second has medians of the same
@@ -46,10 +44,6 @@ SIZES = {"1 MB of state": (289, 64, 450), "100 MB of state": (2887, 16, 25), "1 
 PROTECTIONS: dict[str, dict[str, Any]] = {"twins": {"sleeping_twins": True}, "snapshots": {"snapshot_every_s": 10.0}}
 """Settings by the key of run.json that shows that the run is protected by now."""
 LAUNCHERS: tuple[Launcher, ...] = ("local", "spark")
-BATCHES = (10_000, 1_000_000)
-"""Batches of a pass after which a rank is killed."""
-GAP_S = 0.2
-"""Time between two batches that no batch takes: the run has gone on elsewhere."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -69,9 +63,6 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"{name:22} {_shown(protected, 'us')}, without {_shown(alone, 'us')}: {ratio:.3f} times")
         for protection in PROTECTIONS:
             show_cost(protection, Path(folder), args.rounds, SIZES)
-        for after in BATCHES:
-            seconds = [within_pass_s(after, Path(folder, f"{after}-{number}")) for number in range(args.rounds)]
-            print(f"from the kill to the next batch, {after:,} batches into a pass: {_shown(seconds, 's')}")
     return 0
 
 
@@ -140,46 +131,6 @@ def loops(size: tuple[int, int, int], over: str) -> Mapping[str, Any]:
             break
     took = {"us": time.process_time() - used, "wall_us": time.perf_counter() - began}
     return {name: seconds / len(ends) * 1e6 for name, seconds in took.items()} | {"ends": ends}
-
-
-def within_pass_s(after: int, folder: Path) -> float:
-    """Return the seconds from the kill of rank 1, ``after`` batches or more into a pass, to the next batch."""
-    folder.mkdir()
-    killed_at: list[float] = []
-
-    def kill() -> None:
-        while not killed_at:
-            time.sleep(0.01)
-            for path in folder.glob("*/run.json"):
-                facts = json.loads(path.read_text())
-                if facts.get("snapshots", {"place": [0, 0]})["place"][1] >= after:
-                    killed_at.append(time.time())
-                    os.kill(facts["ranks"]["1"]["pid"], signal.SIGKILL)
-
-    thread = threading.Thread(target=kill)
-    thread.start()
-    config = TorchDistributedConfig(
-        world_size=WORLD_SIZE,
-        launcher="local",
-        run_dir=folder,
-        hparams={"num": after + 100_000},
-        snapshot_every_s=1.0,
-    )
-    result = experiment.lagom(walk, config)
-    thread.join()
-    assert "batch" in result.failures[0]["resumed_from"], result.failures
-    return float(min(end for end in result.per_rank[0] if end > killed_at[0])) - killed_at[0]
-
-
-def walk(num: int) -> list[float]:
-    """Read ``num`` samples, one at a time; return when the first batch came, and each that took long."""
-    found, last = [], 0.0
-    for _ in DataLoader(TensorDataset(torch.arange(num)), batch_size=1, shuffle=True):
-        now = time.time()
-        if now - last > GAP_S:
-            found.append(now)
-        last = now
-    return found
 
 
 def recovery_s(launcher: Launcher, folder: Path) -> float:
