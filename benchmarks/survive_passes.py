@@ -41,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--rounds", type=int, default=5)
     args = parser.parse_args(argv)
     with tempfile.TemporaryDirectory() as folder:
-        for program, after in ((walk, 10_000), (walk, 1_000_000), (walk_table, 10_000)):
+        for program, after in ((walk, 10_000), (walk, 1_000_000), (walk_table, 10_000), (walk_table, 100_000)):
             show_within_pass(program, after, Path(folder), args.rounds)
     return 0
 
