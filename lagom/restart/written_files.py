@@ -106,12 +106,21 @@ class WrittenFiles:
     def go_back(self, lengths: Mapping[str, int], at: float) -> None:
         """Have the next attempt find files as long as they were at a snapshot: ``lengths`` at the time ``at``."""
         self.snapshot_at, self.goes_on = at, True
-        for path, length in lengths.items():
+        for path, length in (self._complete_lengths(at) | dict(lengths)).items():
             known = self.appended.get(path)
             if known is not None:
                 self.before_snapshot.setdefault(path, known)
             self.writing.pop(path, None)
             self.appended[path] = AppendedFile(length, host=known.host if known is not None else this_host())
+
+    def _complete_lengths(self, at: float) -> dict[str, int]:
+        """Return the lengths of files that were written whole before the time ``at``, and appended to since."""
+        found = {}
+        for path, file in self.appended.items():
+            versions = self.saved.get(path, ())
+            if versions and versions[-1].at <= at and not file.in_place:
+                found[path] = versions[-1].identity[2]
+        return found
 
     def forget_snapshot(self) -> None:
         """Have the next attempt find files as they were when the run began."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from pathlib import Path
 from typing import Any
 
@@ -78,3 +79,20 @@ def test_what_is_cut_off_comes_back_when_there_is_no_other_attempt(tmp_path: Pat
     remove_siblings(written)
     assert rows.read_text() == "one two"
     assert list(tmp_path.iterdir()) == [rows]
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_rows_that_follow_a_header_are_cut_off_and_the_header_stays(tmp_path: Path, is_first: bool) -> None:
+    """The header was written, and the file closed, before the snapshot; or it is a file of the lost attempt alone."""
+    rows, written, before = tmp_path / "rows", WrittenFiles(), time.time()
+    rows.write_text("header,")
+    told(written, "saved", rows, identity=identity_of(rows.stat()), lengths={})
+    told(written, "appends", rows, begin=None, in_place=False)
+    rows.write_text("header,1,2")
+    written.go_back({}, time.time() if is_first else before)
+    prepare_files(written)
+    assert rows.exists() is is_first
+    assert not is_first or rows.read_text() == "header,"
+    written.forget_snapshot()
+    prepare_files(written)
+    assert not rows.exists()
