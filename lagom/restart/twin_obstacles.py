@@ -53,7 +53,7 @@ def check_process(threads: Collection[int | None], children: Sequence[int]) -> b
             thread.join(_FEEDER_S)
             if not thread.is_alive():
                 continue
-        if thread is not threading.main_thread() and thread.native_id not in threads and not _is_restarted(thread):
+        if thread is not threading.main_thread() and thread.native_id not in threads and not is_restarted(thread):
             raise NoTwinError(f"the program has a thread, {thread.name}")
     for module in ("mlflow", "wandb"):
         if module in sys.modules:
@@ -90,7 +90,8 @@ def restart_threads() -> None:
             bars.tqdm.set_lock(bars.TqdmDefaultWriteLock())
 
 
-def _is_restarted(thread: threading.Thread) -> bool:
+def is_restarted(thread: threading.Thread) -> bool:
+    """Return whether ``thread`` is one of a bar's or writer's, which starts it again in another process."""
     return type(thread).__name__ in _RESTARTED and type(thread).__module__.startswith(("tqdm.", "tensorboard."))
 
 

@@ -1,4 +1,4 @@
-"""``reduce_object``: how objects of torch, tqdm and Python are pickled that do not pickle as they are."""
+"""``reduce_object``: how objects of torch, tqdm, TensorBoard and Python are pickled that do not pickle as they are."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 from lagom.snapshots.passes.loader_positions import reduce_iterator
 from lagom.snapshots.progress_bars import reduce_bar
 from lagom.snapshots.state_pickle import standard_streams
+from lagom.tracking.tensorboard import reduce_event_writer
 
 
 def reduce_object(value: Any) -> Any:
@@ -34,7 +35,8 @@ def reduce_object(value: Any) -> Any:
     if isinstance(value, logging.Handler):
         state = {name: one for name, one in vars(value).items() if name not in ("lock", "stream")}
         return _handler, (type(value), state, getattr(value, "stream", None))
-    return reduce_bar(value)
+    found = reduce_bar(value)
+    return reduce_event_writer(value) if found is NotImplemented else found
 
 
 def _spec_of(example: Any) -> TreeSpec:

@@ -23,11 +23,13 @@ from lagom.call import Call
 from lagom.errors import LagomError, SnapshotError
 from lagom.payload import Parcel, parts_of
 from lagom.restart.kept_snapshots import Snapshot, SnapshotPlace
+from lagom.restart.twin_obstacles import is_restarted
 from lagom.snapshots.call_memory import CallMemory
 from lagom.snapshots.frame_position import NoSnapshotError
 from lagom.snapshots.passes.loader_positions import PASS_START
 from lagom.snapshots.passes.worker_positions import WorkersInPassError
 from lagom.snapshots.program_state import ProgramInProgress
+from lagom.tracking.tensorboard import write_queued_events
 
 if TYPE_CHECKING:
     from lagom.session.session import Session
@@ -133,12 +135,8 @@ class Snapshots:
         if self._session.has_joined:
             raise NoSnapshotError("the program is distributed already")
         for thread in threading.enumerate():
-            name = type(thread).__name__
-            if (
-                thread is threading.main_thread()
-                or thread.name.startswith(("lagom", "QueueFeeder"))
-                or name == "TMonitor"
-            ):
+            is_known = thread is threading.main_thread() or thread.name.startswith(("lagom", "QueueFeeder"))
+            if is_known or is_restarted(thread):
                 continue
             raise NoSnapshotError(f"the program has a thread, {thread.name}")
         for module in ("mlflow", "wandb"):
@@ -172,6 +170,7 @@ class Snapshots:
 
     def _take(self, pickle: Callable[[], Pickled], start: float) -> None:
         number = self._number = self._number + 1
+        write_queued_events()
         lengths = self._lengths()
         sys.stdout.flush()
         sys.stderr.flush()

@@ -1,13 +1,17 @@
 """``write_events_once``: lets only rank 0 write TensorBoard's events to a URL, since ranks' own disks hold no URLs.
 
-Events are on the disk when the program saves a file: a new attempt after a loss goes on with both.
+Events are on the disk when the program saves a file, or when a snapshot or twin is made of it: a new attempt after a
+loss goes on with both.
 """
 
 from __future__ import annotations
 
 import functools
+import os
+import pickle
 import queue
 import re
+import sys
 import tempfile
 import threading
 from contextlib import ExitStack, contextmanager
@@ -25,6 +29,8 @@ if TYPE_CHECKING:
     from lagom.session.session import Session
 
 _MODULES = "tensorboard.summary.writer.event_file_writer", "tensorboardX.event_file_writer"
+_QUEUED = "_AsyncWriter"
+"""TensorBoard's class that queues events for the thread which writes them to the file."""
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
 
 
@@ -39,6 +45,8 @@ def write_events_once(session: Session) -> Iterator[None]:
         def change(module: ModuleType) -> None:
             writer = vars(module)["EventFileWriter"]
             stack.enter_context(replaced(writer, "__init__", _aside(session, vars(writer)["__init__"])))
+            if (queued := vars(module).get(_QUEUED)) is not None:
+                stack.enter_context(replaced(queued, "__init__", _followed(session, queued.__init__)))
 
         with on_import(dict.fromkeys(_MODULES, change)):
             yield
@@ -47,14 +55,27 @@ def write_events_once(session: Session) -> Iterator[None]:
 def _aside(session: Session, original: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(original)
     def init(self: Any, logdir: Any, *args: Any, **kwargs: Any) -> None:
-        if session.rank == 0 or not session.distributed or not _URL.match(str(logdir)) or files.has_asked():
+        is_url = _URL.match(str(logdir)) is not None
+        if session.rank == 0 or not session.distributed or not is_url or files.has_asked():
             original(self, logdir, *args, **kwargs)
             files.flush_at_save(self)
+            if hasattr(self, "_async_writer") and not is_url:
+                open(self._file_name, "ab").close()  # so it counts as a file that grows, though it has no event yet
         else:
             original(self, tempfile.mkdtemp(prefix="events-", dir=session.host_dir), *args, **kwargs)
             self._logdir = logdir  # which get_logdir() tells
-        if session.twins is not None and hasattr(self, "_async_writer"):
-            _restart_in_twins(session.twins, self._async_writer)
+
+    return init
+
+
+def _followed(session: Session, original: Callable[..., None]) -> Callable[..., None]:
+    """Wrap the constructor of TensorBoard's queue of events, which also makes those of a snapshot again."""
+
+    @functools.wraps(original)
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        if session.twins is not None:
+            _restart_in_twins(session.twins, self)
 
     return init
 
@@ -75,3 +96,34 @@ def _restart_in_twins(twins: TwinForks, writer: Any) -> None:
 
     twins.before.append(flush)
     twins.after.append(restart)
+
+
+def write_queued_events() -> None:
+    """Wait until the threads of all writers have written what the program has logged so far."""
+    for thread in threading.enumerate():
+        if type(thread).__module__ == _MODULES[0]:
+            vars(thread)["_queue"].join()
+
+
+def reduce_event_writer(value: Any) -> Any:
+    """Return how to pickle TensorBoard's queue of events, once it is empty; NotImplemented for other objects.
+
+    The writer around it pickles as it is, and appends to its file.
+    """
+    module = sys.modules.get(_MODULES[0])
+    if module is None or type(value) is not vars(module)[_QUEUED]:
+        return NotImplemented
+    name = getattr(value._writer._writer, "filename", None)  # TensorFlow's own files have none
+    if name is None or _URL.match(os.fsdecode(name)):
+        raise pickle.PicklingError("TensorBoard's events go elsewhere than to a file that Python writes")
+    limits = value._byte_queue.maxsize, value._worker._flush_secs
+    return _queue_again, (type(value), value._writer, *limits, value._closed)
+
+
+def _queue_again(kind: Any, writer: Any, max_queue_size: int, flush_secs: float, is_closed: bool) -> Any:
+    found = kind(writer, max_queue_size, flush_secs)
+    files.flush_at_save(found)
+    if is_closed:
+        found._closed = True
+        found._worker.stop()
+    return found

@@ -139,7 +139,30 @@ def table() -> str:
     return file.getvalue()
 
 
+def events_far_away() -> Any:
+    """Write TensorBoard's events to a URL, where a file cannot be cut."""
+    from tensorboard.compat.tensorflow_stub.io.gfile import LocalFileSystem, register_filesystem
+    from torch.utils.tensorboard import SummaryWriter
+
+    class Nowhere(LocalFileSystem):  # type: ignore[misc]
+        """Keeps nothing."""
+
+        def write(self, filename: str, file_content: Any, binary_mode: bool = False) -> None:
+            """Do nothing."""
+
+        append = write
+
+        def makedirs(self, path: str) -> None:
+            """Do nothing."""
+
+    register_filesystem("nowhere", Nowhere())
+    with SummaryWriter("nowhere://bucket/run"):
+        for _ in batches():
+            pass
+
+
 REFUSED = {
+    events_far_away: "TensorBoard's events go elsewhere",
     evaluated: "is between the program and its loader",
     in_finally: "that cannot be resumed",
     attribute_before_a_call: "has read self.total before its call",
