@@ -56,7 +56,9 @@ class ProtectedFirstRank(FirstRankCalls):
         return found | {"io.open": self._io_open(found["open"], super().io_open(found["open"]))}
 
     def take_tracked(self) -> set[str]:
-        """Return the runs that lost attempts have begun with a tracker, and forget them."""
+        """Return the runs that lost attempts have begun with a tracker, and forget them; none that goes on."""
+        if self._written.snapshot_at is not None:
+            return set()
         found, self._written.tracked = self._written.tracked, set()
         return found
 

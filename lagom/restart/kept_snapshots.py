@@ -60,6 +60,11 @@ class SnapshotFolder:
         return f"{self.path}/{_RESULT}"
 
     @property
+    def journal(self) -> str:
+        """Return the file with the calls by which the program has told services something."""
+        return f"{self.path}/calls.jsonl"
+
+    @property
     def disk(self) -> str:
         """Return the folder with a rank's own disk, as it was in a rehearsal at the snapshot."""
         return f"{self.path}/disk"

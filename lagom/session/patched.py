@@ -58,7 +58,7 @@ def patched(session: Session) -> Iterator[None]:
             stack.enter_context(precision.convert_outputs())
             if not distributed:
                 stack.enter_context(patch_reentrant_checkpoints(session))
-        if distributed or session.trial is not None:
+        if distributed or session.trial is not None or session.snapshots is not None:
             end_tracking = stack.enter_context(log_once_to_mlflow(session))
         if distributed:
             stack.enter_context(log_once_to_wandb(session))

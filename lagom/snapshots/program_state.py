@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from lagom.call import Call
-from lagom.errors import SnapshotError
+from lagom.errors import LagomError, SnapshotError
 from lagom.payload import unpack_parts
 from lagom.program.script import Script
 from lagom.program.sources import imports_of_codes, is_installed, reachable_modules
@@ -63,6 +63,8 @@ class ProgramState:
     samples: int
     beside: Any
     """Data that lagom keeps with the program's state."""
+    services: Mapping[str, Any]
+    """State of services that the program has told something, by name."""
     learned: LearnedFacts
 
 
@@ -99,6 +101,8 @@ class ProgramInProgress:
         self._resumed: ProgramState | None = None
         self.beside: Callable[[], Any] = lambda: None
         """Returns what is kept with the state of the program."""
+        self.services: dict[str, tuple[Callable[[], Any], Callable[[Any], None]]] = {}
+        """For each service that the program may tell something: functions that return and set the state here."""
         self.found_beside: Any = None
         """Data that was kept with the state that this process goes on from."""
 
@@ -156,6 +160,8 @@ class ProgramInProgress:
             self.loaders.go_on(state.progress)
             self._session.samples_trained = state.samples  # batches that were read again do not count
             self._at_exit.go_on(state.at_exit)
+            for name, service in state.services.items():
+                self.services[name][1](service)
             set_random_states(state.random)
             del state
         return function()
@@ -247,8 +253,15 @@ class ProgramInProgress:
             progress=session.passes.progress,
             samples=session.samples_trained,
             beside=self.beside(),
+            services=self._services(),
             learned=LearnedFacts.of(session),
         )
+
+    def _services(self) -> dict[str, Any]:
+        try:
+            return {name: state() for name, (state, _) in self.services.items()}
+        except LagomError as error:
+            raise NoSnapshotError(str(error)) from error
 
     def _data(self, name: str, variables: Mapping[str, Any]) -> dict[str, Any]:
         """Return the data among the variables of a module; of a script's all of them."""

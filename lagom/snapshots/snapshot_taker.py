@@ -42,6 +42,8 @@ _LOOK_S, _PATIENCE_S = 0.1, 1800.0
 """Time between two looks at whether a fork has written its snapshot, and after which it counts as stuck."""
 FORKED: tuple[str, ...] = ("cpu",)
 """Devices whose tensors a fork can read. CUDA does not work in one, so state on GPUs is pickled before the fork."""
+_THREADS = ("lagom", "QueueFeeder", "GetTelemetryConfig", "MLflowTelemetry")
+"""Beginnings of the names of threads that another process need not go on with."""
 _PUT_OFF_S = 0.02
 """Time until the next look after a place at which no snapshot could be taken."""
 
@@ -84,6 +86,11 @@ class Snapshots:
         self._asked: Any = None
         self._refused: Any = None
         """Start of a pass that cannot be kept but at its first batch."""
+
+    @property
+    def journal(self) -> str | None:
+        """Return the file for what the program tells services, which a resumed run does not tell again."""
+        return self._place.folder.journal
 
     def prepare(self, call: Call, known: Mapping[str, Any]) -> Callable[[], Any] | None:
         """Have the functions of ``call`` tell their positions; return what is called instead.
@@ -135,13 +142,12 @@ class Snapshots:
         if self._session.has_joined:
             raise NoSnapshotError("the program is distributed already")
         for thread in threading.enumerate():
-            is_known = thread is threading.main_thread() or thread.name.startswith(("lagom", "QueueFeeder"))
+            is_known = thread is threading.main_thread() or thread.name.startswith(_THREADS)
             if is_known or is_restarted(thread):
                 continue
             raise NoSnapshotError(f"the program has a thread, {thread.name}")
-        for module in ("mlflow", "wandb"):
-            if module in sys.modules:
-                raise NoSnapshotError(f"the program uses {module}")
+        if "wandb" in sys.modules:
+            raise NoSnapshotError("the program uses wandb")
 
     def _put_off(self, why: str, seconds: float) -> None:
         now = time.perf_counter()

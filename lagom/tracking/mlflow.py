@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import os
 import pkgutil
 import sys
@@ -15,6 +16,8 @@ from lagom import files
 from lagom.errors import LagomError
 from lagom.patching.import_hooks import on_import
 from lagom.patching.replace import replaced
+from lagom.tracking.call_journal import CallJournal, log_missing_metrics
+from lagom.tracking.mlflow_state import mlflow_state, set_mlflow_state
 from lagom.tracking.rank0_answers import Answers
 
 if TYPE_CHECKING:
@@ -22,6 +25,8 @@ if TYPE_CHECKING:
     from types import ModuleType
 
     from lagom.session.session import Session
+
+    MakeStore = Callable[[], Any]
 
 _STORES = "TrackingStoreRegistry", "mlflow.store.tracking.abstract_store:AbstractStore"
 _MODELS = "ModelRegistryStoreRegistry", "mlflow.store.model_registry.abstract_store:AbstractStore"
@@ -32,15 +37,19 @@ _REGISTRIES = {
     "mlflow.store.artifact.artifact_repository_registry": (*_ARTIFACTS, "get_artifact_repository"),
 }
 """For each module, its registry of stores, the base class of stores, and the registry's method that returns a store."""
+_WAITS = ("flush_", "shut_", "_await_")
+"""Beginnings of methods that wait until all is logged."""
 _LOGS = (
     *("log_", "set_", "record_", "link_", "upload_", "update_run_info", "start_trace", "_log_"),
-    *("flush_", "end_", "shut_", "_await_"),
+    *("end_", *_WAITS),
 )
 """Beginnings of methods that other ranks skip: they log, or wait until that is done."""
 _RUN = "MLFLOW_RUN_ID"
 """Environment variable that names the run with which a process goes on; a search sets it for each trial."""
 _DOWNLOADS = ("download_", "get_local_path")
 """Beginnings of methods that every rank calls itself, after rank 0: they give a path on the rank's disk."""
+_TRACES = ("trace", "span")
+"""Parts of names of methods whose arguments have random ids, so that they are not repeated."""
 _READS = ("get_", "search_", "list_", "find_", "batch_get_", "query_", "calculate_", "load_", *_DOWNLOADS)
 """Beginnings of methods that a rank may call itself where rank 0 does not: they change nothing."""
 
@@ -95,6 +104,21 @@ class _Tracker:
         if session.notes is not None and session.world_size > 1:
             self._answers = Answers(session.notes, session.world_size - 1, "mlflow")
         self._pid = os.getpid()
+        self.journal: CallJournal | None = None
+        """Calls of rank 0 that change something, where the run keeps snapshots."""
+        if session.snapshots is not None:
+            if (path := session.snapshots.journal) is not None:
+                self.journal = CallJournal(path, session.say_once)
+            session.snapshots.program.services["mlflow"] = self._state, self._go_on
+
+    def _state(self) -> Any:
+        return 0 if self.journal is None else self.journal.num, mlflow_state()
+
+    def _go_on(self, state: Any) -> None:
+        num, mlflow = state
+        set_mlflow_state(mlflow)
+        if self.journal is not None and self._session.rank == 0:
+            self.journal.go_on(num)
 
     @property
     def _is_shared(self) -> bool:
@@ -121,28 +145,39 @@ class _Tracker:
                 return make()
             if self._session.rank == 0:
                 real = self._direct(make)
-                return _Store(self, type(real), lambda: real)
+                return _Store(self, type(real), lambda: real, is_repeated=base != _ARTIFACTS[1])
             if hasattr(registry, "get_store_builder"):
                 registry.get_store_builder(uri)  # raises where there is none
             return _Store(self, pkgutil.resolve_name(base), lambda: self._direct(make))
 
         return get_store
 
-    def _direct(self, call: Callable[[], Any]) -> Any:
+    def _direct(self, call: Callable[..., Any], *args: Any) -> Any:
         """Run ``call`` with the real stores; all ranks of rank 0's host see the files that rank 0 writes there."""
         token = _is_direct.set(True)
         try:
             with files.downloading() if self._session.rank == 0 else nullcontext():
-                return call()
+                return call(*args)
         finally:
             _is_direct.reset(token)
 
-    def call(self, name: str, real: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Call the method ``name`` of a store, which is ``real``, as this rank is to."""
+    def call(self, name: str, real: Callable[..., Any], args: Any, kwargs: Any, make: MakeStore | None = None) -> Any:
+        """Call the method ``name`` of a store, which is ``real``, as this rank is to.
+
+        Args:
+            make: returns the real store; None if an attempt after a loss makes calls of a lost one again.
+        """
         is_first, is_log, is_fork = self._session.rank == 0, name.startswith(_LOGS), os.getpid() != self._pid
         if not self._is_shared or (is_first and is_fork):
             return real(*args, **kwargs)
         call = functools.partial(self._direct, functools.partial(real, *args, **kwargs))
+        if is_first and make is not None and self.journal is not None and _is_change(name):
+            kind: Any = type(make())
+            _, *given = _signature(kind, name).bind(None, *args, **kwargs).arguments.items()
+            finish = None
+            if name in ("log_metric", "log_batch"):  # which add rows to a history
+                finish = functools.partial(self._direct, functools.partial(log_missing_metrics, make, name))
+            call = functools.partial(self.journal.call, name, dict(given), call, finish)
         if is_log or self._answers is None:
             return call() if is_first else self._skip(name, kwargs)
         key, arguments = self._answers.key(name), repr((args, kwargs))
@@ -172,11 +207,24 @@ class _Tracker:
         return kwargs.get("trace_info")  # which start_trace gives back
 
 
-class _Store:
-    """A store that all ranks call; on other ranks than 0 the real one is made where one has to ask it."""
+@functools.cache
+def _signature(kind: type, name: str) -> inspect.Signature:
+    return inspect.signature(getattr(kind, name))
 
-    def __init__(self, tracker: _Tracker, kind: type, make: Callable[[], Any]) -> None:
-        self._lagom = tracker, kind, make
+
+def _is_change(name: str) -> bool:
+    return not name.startswith((*_READS, *_WAITS)) and not any(part in name for part in _TRACES)
+
+
+class _Store:
+    """A store that all ranks call; on other ranks than 0 the real one is made where one has to ask it.
+
+    Args:
+        is_repeated: an attempt that goes on after a loss does not repeat what a lost one has told this store.
+    """
+
+    def __init__(self, tracker: _Tracker, kind: type, make: Callable[[], Any], is_repeated: bool = False) -> None:
+        self._lagom = tracker, kind, make, is_repeated
 
     @property  # type: ignore[misc]
     def __class__(self) -> Any:  # for isinstance
@@ -185,10 +233,12 @@ class _Store:
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or name == "_lagom":
             raise AttributeError(name)
-        tracker, kind, make = self._lagom
+        tracker, kind, make, is_repeated = self._lagom
         method = getattr(kind, name, None)
         if not callable(method) or (name.startswith("_") and not name.startswith(_LOGS)):
             return getattr(make(), name)
+        if name == "log_batch_async" and is_repeated and tracker.journal is not None:
+            return self._log_batch_at_once
 
         def real(*args: Any, **kwargs: Any) -> Any:
             store = make()
@@ -199,7 +249,14 @@ class _Store:
             files.note_tracked_run(run.info.run_id)
             return run
 
-        return functools.wraps(method)(lambda *args, **kwargs: tracker.call(name, real, args, kwargs))
+        repeated = make if is_repeated else None
+        return functools.wraps(method)(lambda *args, **kwargs: tracker.call(name, real, args, kwargs, repeated))
+
+    def _log_batch_at_once(self, *args: Any, **kwargs: Any) -> Any:
+        """Log before the program goes on: a snapshot has to know what has been logged."""
+        self.log_batch(*args, **kwargs)
+        operations: Any = sys.modules["mlflow.utils.async_logging.run_operations"]
+        return operations.RunOperations([])
 
 
 def _end_lost_runs(store: Any) -> None:

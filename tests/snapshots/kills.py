@@ -8,7 +8,7 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -29,12 +29,22 @@ def wait_for_snapshot(folder: Path) -> None:
     raise AssertionError(f"no snapshot: {[path.read_text() for path in folder.glob('runs/*/run.json')]}")
 
 
+def wait_until_late(folder: Path) -> None:
+    """Wait for a snapshot, tell the program so, and wait until it has gone on for some batches."""
+    wait_for_snapshot(folder)
+    (folder / "seen").touch()
+    end = time.monotonic() + PATIENCE_S
+    while not (folder / "late").exists():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
 @contextmanager
-def killed(folder: Path, rank: int) -> Iterator[None]:
-    """Kill a rank from outside once there is a snapshot in the second epoch."""
+def killed(folder: Path, rank: int, wait: Callable[[Path], None] = wait_for_snapshot) -> Iterator[None]:
+    """Kill a rank from outside once there is a snapshot in the second epoch, or after another ``wait``."""
 
     def kill() -> None:
-        wait_for_snapshot(folder)
+        wait(folder)
         (path,) = folder.glob("runs/*/run.json")
         (folder / "slowly").unlink()
         os.kill(json.loads(path.read_text())["ranks"][str(rank)]["pid"], signal.SIGKILL)
@@ -45,12 +55,17 @@ def killed(folder: Path, rank: int) -> Iterator[None]:
     thread.join()
 
 
-def kill_driver(command: Sequence[str], folder: Path, env: Mapping[str, str]) -> None:
+def kill_driver(
+    command: Sequence[str],
+    folder: Path,
+    env: Mapping[str, str],
+    wait: Callable[[Path], None] = wait_for_snapshot,
+) -> None:
     """Start a run in ``folder`` by ``command``, and kill its driver once there is a snapshot in the second epoch."""
     (folder / "slowly").touch()
     process = subprocess.Popen(command, stdout=subprocess.PIPE, env=env, cwd=folder)
     try:
-        wait_for_snapshot(folder)
+        wait(folder)
     finally:
         process.kill()
         process.communicate()

@@ -11,7 +11,7 @@ import pytest
 
 from lagom import experiment
 from tests.snapshots import recorders
-from tests.snapshots.kills import kill_driver, killed
+from tests.snapshots.kills import kill_driver, killed, wait_until_late
 from tests.snapshots.recorders import on_board
 from tests.snapshots.training import config
 
@@ -55,7 +55,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[bytes]]:
 @pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.soak)])  # the test below has such a run
 def test_events_go_on_in_their_file_when_a_rank_is_killed(rank: int, whole: Any, tmp_path: Path) -> None:
     (tmp_path / "slowly").touch()
-    with killed(tmp_path, rank):
+    with killed(tmp_path, rank, wait_until_late):
         result = experiment.lagom(on_board, config(tmp_path, world_size=2, snapshot_every_s=0.1))
     assert "of epoch 2" in result.failures[0]["resumed_from"]
     assert events(tmp_path) == whole
@@ -68,7 +68,7 @@ def test_events_of_any_number_of_ranks_go_on(world_size: int, tmp_path: Path) ->
         (tmp_path / name).mkdir()
     experiment.lagom(on_board, config(tmp_path / "whole", world_size=world_size))
     (tmp_path / "killed" / "slowly").touch()
-    with killed(tmp_path / "killed", world_size - 1):
+    with killed(tmp_path / "killed", world_size - 1, wait_until_late):
         result = experiment.lagom(on_board, config(tmp_path / "killed", world_size=world_size, snapshot_every_s=0.1))
     assert "of epoch 2" in result.failures[0]["resumed_from"]
     assert events(tmp_path / "killed") == events(tmp_path / "whole")
@@ -77,7 +77,7 @@ def test_events_of_any_number_of_ranks_go_on(world_size: int, tmp_path: Path) ->
 @pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.soak)])
 def test_events_go_on_in_another_process(world_size: int, whole: Any, tmp_path: Path) -> None:
     env = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
-    kill_driver([sys.executable, recorders.__file__, str(tmp_path), "on_board"], tmp_path, env)
+    kill_driver([sys.executable, recorders.__file__, str(tmp_path), "on_board"], tmp_path, env, wait_until_late)
     (run,) = (tmp_path / "runs").iterdir()
     experiment.resume(run, world_size=world_size)
     found = events(tmp_path)

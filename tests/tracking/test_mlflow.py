@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
@@ -266,6 +267,47 @@ def test_mlflow_is_as_before_afterwards(tmp_path: Path) -> None:
         assert all(dict(vars(owner)) != then for owner, then in zip(owners, before[0], strict=True))
         raise KeyError
     assert ([dict(vars(owner)) for owner in owners], list(sys.meta_path)) == before
+
+
+@pytest.mark.parametrize("is_done", [True, False])
+def test_metrics_that_a_loss_has_cut_off_are_logged_once(is_done: bool, tmp_path: Path) -> None:
+    """A rank was lost just before a store had logged them, or just after."""
+    from lagom.tracking.mlflow import log_once_to_mlflow
+    from tests.ranks import session_alone
+
+    def log() -> None:
+        mlflow.log_metric("one", 1.0, step=3)
+        mlflow.log_metrics({"one": 2.0, "other": float("nan")}, step=4)
+
+    def cut_off(journal: Path, step: int) -> None:
+        """Remove what follows the beginning of the call at ``step``."""
+        lines = journal.read_text().splitlines(keepends=True)
+        (at,) = (at for at, line in enumerate(lines) if f'_step\\", {step}'.replace(" ", "") in line)
+        journal.write_text("".join(lines[: at + 1]))
+
+    def run(_: Any) -> Any:
+        session: Any = session_alone(tmp_path)
+        session.snapshots = SimpleNamespace(journal=str(tmp_path / "calls"), program=SimpleNamespace(services={}))
+        with log_once_to_mlflow(session):
+            run = mlflow.start_run()
+            state, go_on = session.snapshots.program.services["mlflow"]
+            before = state()
+            log()
+            for step in (4, 3):
+                cut_off(tmp_path / "calls", step)
+                for path in tmp_path.glob("mlruns/*/*/metrics/*"):
+                    rows = path.read_text().splitlines(keepends=True)
+                    path.write_text("".join(row for row in rows if int(row.split()[-1]) < step + is_done))
+                go_on(before)
+                log()
+            client = mlflow.MlflowClient()
+            return [
+                [(m.step, repr(m.value)) for m in client.get_metric_history(run.info.run_id, key)]
+                for key in ("one", "other")
+            ]
+
+    found = alone(lambda _: standing_in(tmp_path, "file:./mlruns", lambda: run(_)))
+    assert found == [[(3, "1.0"), (4, "2.0")], [(4, "nan")]]
 
 
 def test_entities_travel_and_nothing_else_does() -> None:

@@ -42,6 +42,11 @@ class RehearsedSnapshot(Snapshots):
         """Return why no snapshot could be taken, most of the times that one was due; empty if none was."""
         return next((why for why, _ in self._reasons.most_common(1)), "")
 
+    @property
+    def journal(self) -> str | None:
+        """Return None: a rehearsal that goes on does not repeat what the one before has done after the snapshot."""
+        return None
+
     def point(self, iterator: Any) -> None:
         """Take the snapshot if it is due, and wait until it is written."""
         if self._is_over or not self._is_due(iterator):

@@ -1,0 +1,156 @@
+"""``CallJournal``: what rank 0 has told MLflow, on disk, so that an attempt after a loss does not tell it twice."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+from lagom import files
+from lagom.tracking.serialization import decode, encode
+
+_VARYING = re.compile(r'\["(_timestamp|start_time|end_time|_value)",(-?[\d.e+-]+|NaN|-?Infinity)\]')
+"""Times among the arguments of a call, and values of metrics, which another number of ranks rounds in another way."""
+_UNIMPORTANT = "update_run_info"
+"""Call by which a program that fails ends its run, and that one which goes on instead does not repeat."""
+
+
+@dataclass(slots=True)
+class _Call:
+    """A call that a lost attempt has made."""
+
+    name: str
+    given: str
+    """Arguments, encoded; empty if they cannot be."""
+    answer: str | None = None
+    """The answer, encoded; None if the attempt was lost during the call."""
+
+    def is_repeated_by(self, name: str, given: str) -> bool:
+        """Return whether the program makes the call again."""
+        is_new = name.startswith("create_")  # then a name among the arguments may have a time in it
+        return name == self.name and (is_new or _VARYING.sub("", given) == _VARYING.sub("", self.given))
+
+
+class CallJournal:
+    """The calls of a run that change something in MLflow's stores, by their numbers. See Note [Repeated calls].
+
+    Args:
+        path: file of the journal.
+        say: tells the user that the program has not repeated a lost attempt's calls.
+    """
+
+    def __init__(self, path: str, say: Callable[[str], None]) -> None:
+        self._path, self._say = path, say
+        self._fd = -1
+        self.num = 0
+        """Number of calls so far, those of the attempts included from which this one goes on."""
+        self._lost: dict[int, _Call] = {}
+
+    def go_on(self, num: int) -> None:
+        """Go on from a snapshot, at which the program had made ``num`` calls."""
+        self.num, self._lost = num, {}
+        self._open(0)
+        with open(self._path) as file:
+            for line in file:
+                with suppress(ValueError):  # half a line, of a process that was killed
+                    self._read(json.loads(line))
+        self._write("\n")  # ends half a line
+
+    def _read(self, entry: dict[str, Any]) -> None:
+        number = entry["number"]
+        if "answer" in entry:
+            if number in self._lost:
+                self._lost[number].answer = entry["answer"]
+        elif number > self.num:
+            self._lost = {one: call for one, call in self._lost.items() if one < number}
+            self._lost[number] = _Call(entry["name"], entry["given"])
+
+    def call(
+        self, name: str, given: dict[str, Any], make: Callable[[], Any], finish: Callable[[Any], Any] | None = None
+    ) -> Any:
+        """Make a call of the program's, or return the answer that a lost attempt has got to it.
+
+        Args:
+            given: the arguments, by their names.
+            make: makes the call.
+            finish: makes the call during which an attempt was lost, with that attempt's arguments; None if the call
+                may be made twice.
+        """
+        self.num += 1
+        text, lost = _encoded(given), self._lost.pop(self.num, None)
+        if lost is not None and not lost.is_repeated_by(name, text):
+            self._forget(lost)
+            lost = None
+        if lost is None:
+            self._add({"number": self.num, "name": name, "given": text})
+            value = make()
+        elif lost.answer:
+            return decode(lost.answer)
+        else:
+            value = make() if finish is None or not lost.given else finish(decode(lost.given))
+        self._add({"number": self.num, "answer": _encoded(value)})
+        return value
+
+    def _forget(self, lost: _Call) -> None:
+        if any(one.name != _UNIMPORTANT for one in (lost, *self._lost.values())):
+            self._say(
+                "the program has told MLflow something else than before the loss: what the lost attempt has told it "
+                "after the snapshot stays there"
+            )
+        self._lost.clear()
+
+    def _add(self, entry: dict[str, Any]) -> None:
+        if self._fd < 0:  # of a run that begins from the beginning
+            self._open(os.O_TRUNC)
+        self._write(f"{json.dumps(entry)}\n")
+
+    def _open(self, more: int) -> None:
+        with files.downloading():  # it is no file of the program's
+            self._fd = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | more, 0o600)
+
+    def _write(self, text: str) -> None:
+        os.write(self._fd, text.encode())
+
+
+def log_missing_metrics(make: Callable[[], Any], name: str, given: dict[str, Any]) -> Any:
+    """Log what a lost attempt was logging, without the metrics that the store has already.
+
+    Args:
+        make: returns the store.
+        name: of its method, ``log_metric`` or ``log_batch``, which had the arguments ``given``.
+    """
+    store, metrics = make(), given["metrics"] if name == "log_batch" else [given["metric"]]
+    known = {key: store.get_metric_history(given["run_id"], key) for key in {one.key for one in metrics}}
+    new = [one for one in metrics if _facts(one) not in map(_facts, known[one.key])]
+    if name == "log_batch":
+        return store.log_batch(**given | {"metrics": new})
+    return store.log_metric(**given) if new else None
+
+
+def _facts(metric: Any) -> tuple[Any, ...]:
+    return repr(float(metric.value)), metric.timestamp, metric.step
+
+
+def _encoded(value: Any) -> str:
+    try:
+        return encode(value)
+    except TypeError:
+        return ""
+
+
+# Note [Repeated calls]
+#
+# A store of MLflow's cannot be cut to what it had at a snapshot: it may be a server, and a database is changed by C
+# code. So the program's calls are counted, and written to a journal with their answers: a line before each call, and
+# one behind it. A snapshot has the number of calls. An attempt that goes on from it finds the calls that were made
+# after it. The program repeats them, and gets the answers from the journal, so that a run which the lost attempt has
+# begun goes on too. What follows the last of these calls reaches the store. Times are not compared, and values of
+# metrics neither: another number of ranks rounds them in another way, and a step is to be there once.
+#
+# One call may have been under way when the attempt was lost. It is made again with the times that it had then, and
+# without the metrics that the store has already. If a program makes another call than the lost attempt did, what that
+# has told the store cannot be taken back; a line says so.
