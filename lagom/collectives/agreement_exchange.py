@@ -73,7 +73,7 @@ class AgreedExchange:
             torch._foreach_copy_(parcel.mine, tensors)
         if parcel.averaging:
             agreed = parcel.averaging(signed, *parcel.addresses)
-        elif parcel.packed is None:
+        elif not parcel.packed:  # no tensors, or only empty ones
             agreed = self.exchange(signed)
         else:
             merged = self._group.merge(signed, parcel.packed, parcel.merging)
@@ -185,8 +185,7 @@ class PackedTensors:
 
     def average(self, merged: memoryview, num_ranks: int) -> None:
         """Fill ``averages`` from the bytes of all ``num_ranks`` ranks, which ``merging`` has made one."""
-        if len(merged):
-            self._totals.copy_(torch.frombuffer(merged, dtype=torch.uint8))
+        self._totals.copy_(torch.frombuffer(merged, dtype=torch.uint8))  # on one host it may be this memory itself
         for *_, total in self._sections:
             total.div_(num_ranks)
 

@@ -83,7 +83,7 @@ class HostMessages:
         """
         runs = self._runs(head, body, merging)
         row = memoryview(runs[0][1])
-        is_merged = len(runs) == 1 and len(row) > len(head) and row[: len(head)] == head
+        is_merged = len(runs) == 1 and row[: len(head)] == head and (len(row) > len(head) or not body)
         return row[len(head) :] if is_merged else self._rows(runs, head)
 
     @property

@@ -28,6 +28,8 @@ _NAMES = ("all_reduce", "reduce_scatter", "all_gather", "broadcast")
 _NO_CODE = 255
 _BLOCK = 1 << 16
 """Bytes that are added while the next ones arrive; few enough that torch adds them in the calling thread."""
+_LEAST = 1 << 17
+"""Bytes of a message, if it has as many, that must have come before they are sent on."""
 
 
 class HostRing:
@@ -91,40 +93,49 @@ class HostRing:
 
     def _all_reduce(self, tensor: torch.Tensor) -> None:
         parts = tensor.view(-1).tensor_split(self._num)
-        self._reduce_scatter(parts)
-        self._all_gather(parts)
+        self._stream([*self._summing(parts), *self._gathering(parts)])
 
     def _reduce_scatter(self, parts: Sequence[torch.Tensor]) -> None:
-        for step in range(self._num - 1):
-            self._shift(self._at(parts, -step - 1), self._at(parts, -step - 2), adds=True)
+        self._stream(self._summing(parts))
 
     def _all_gather(self, blocks: Sequence[torch.Tensor]) -> None:
-        for step in range(self._num - 1):
-            self._shift(self._at(blocks, -step), self._at(blocks, -step - 1))
+        self._stream(self._gathering(blocks))
 
     def _broadcast(self, tensor: torch.Tensor, root: int) -> None:
         distance = (self._home - root) % self._num
-        if distance > 0:
-            self._shift(None, tensor)
-        if distance < self._num - 1:
-            self._shift(tensor, None)
+        self._stream([_Shift(None, tensor)] * (distance > 0) + [_Shift(tensor, None)] * (distance < self._num - 1))
+
+    def _summing(self, parts: Sequence[torch.Tensor]) -> list[_Shift]:
+        return [_Shift(self._at(parts, -i - 1), self._at(parts, -i - 2), adds=True) for i in range(self._num - 1)]
+
+    def _gathering(self, blocks: Sequence[torch.Tensor]) -> list[_Shift]:
+        return [_Shift(self._at(blocks, -i), self._at(blocks, -i - 1)) for i in range(self._num - 1)]
 
     def _at(self, parts: Sequence[torch.Tensor], distance: int) -> torch.Tensor:
         return parts[(self._home + distance) % self._num]
 
-    def _shift(self, given: torch.Tensor | None, into: torch.Tensor | None, *, adds: bool = False) -> None:
-        """Send ``given`` to the next host, and put what the host before sends into ``into``, or add it there."""
-        out = _Sending(given, self._exchange)
-        back = _Receiving(into, self._exchange, adds=adds)
+    def _stream(self, shifts: Sequence[_Shift]) -> None:
+        """Run ``shifts`` one after the other, but send of each what has come in the one before, as it comes."""
+        outs: list[_Sending] = []
+        backs: list[_Receiving] = []
+        for shift in shifts:
+            last = backs[-1] if backs else None
+            if shift.given is not None:
+                outs.append(_Sending(shift.given, self._exchange, last))
+            if shift.into is not None:
+                backs.append(_Receiving(shift.into, self._exchange, adds=shift.adds))
         deadline = time.monotonic() + self._timeout_s
-        while not (out.is_done and back.is_done):
-            moved = (not out.is_done and out.go_on(self._following)) | (
-                not back.is_done and back.go_on(self._preceding)
-            )
+        while outs or backs:
+            moved = bool(outs) and outs[0].go_on(self._following)
+            moved |= bool(backs) and backs[0].go_on(self._preceding)
+            if outs and outs[0].is_done:
+                del outs[0]
+            if backs and backs[0].is_done:
+                del backs[0]
             if moved:
                 deadline = time.monotonic() + self._timeout_s
-            else:
-                self._wait(not out.is_done, not back.is_done, deadline)
+            elif outs or backs:
+                self._wait(bool(outs) and not outs[0].waits, bool(backs), deadline)
 
     def _wait(self, sends: bool, receives: bool, deadline: float) -> None:
         """Wait until a neighbour has sent something or takes something."""
@@ -164,43 +175,63 @@ def _words(head: bytes | bytearray) -> str:
     return f"{size} bytes{of} as number {number}, {name}" + f" from host {root}" * (name == "broadcast")
 
 
-class _Sending:
-    """A message on its way to the next host; None is no message."""
+class _Shift(NamedTuple):
+    """What a host sends to the next one, and where it puts what comes from the one before, or adds it; or neither."""
 
-    def __init__(self, tensor: torch.Tensor | None, exchange: _Exchange) -> None:
-        self.is_done = tensor is None
-        if tensor is not None:
-            data = _memory(tensor)
-            self._parts = [memoryview(exchange.head(len(data))), data]
+    given: torch.Tensor | None
+    into: torch.Tensor | None
+    adds: bool = False
+
+
+class _Sending:
+    """A message on its way to the next host, as far as ``after`` has come, which arrives where it is read."""
+
+    def __init__(self, tensor: torch.Tensor, exchange: _Exchange, after: _Receiving | None) -> None:
+        self._memory = _memory(tensor)
+        self._head = memoryview(exchange.head(len(self._memory)))
+        self._size = len(self._head) + len(self._memory)
+        self._sent = 0
+        self._after = after
+
+    @property
+    def is_done(self) -> bool:
+        """Return whether all is sent."""
+        return self._sent == self._size
+
+    @property
+    def waits(self) -> bool:
+        """Return whether too little has come for now."""
+        return self._ready() - self._sent < min(_LEAST, self._size - self._sent)
 
     def go_on(self, peer: Connection) -> bool:
-        """Send what the kernel takes; return whether that is anything."""
+        """Send what has come and the kernel takes; return whether that is anything."""
+        if self.waits:
+            return False
+        head = self._head[self._sent :]
+        data = self._memory[max(0, self._sent - len(self._head)) : self._ready() - len(self._head)]
         try:
-            sent = peer.sendmsg(self._parts, (), socket.MSG_NOSIGNAL)
+            self._sent += peer.sendmsg([head, data] if head else [data], (), socket.MSG_NOSIGNAL)
         except BlockingIOError:
             return False
-        while self._parts and sent >= len(self._parts[0]):
-            sent -= len(self._parts.pop(0))
-        if self._parts:
-            self._parts[0] = self._parts[0][sent:]
-        self.is_done = not self._parts
         return True
+
+    def _ready(self) -> int:
+        return self._size if self._after is None else len(self._head) + self._after.num_ready
 
 
 class _Receiving:
-    """A message on its way from the host before; None is no message."""
+    """A message on its way from the host before."""
 
-    def __init__(self, tensor: torch.Tensor | None, exchange: _Exchange, *, adds: bool) -> None:
-        self.is_done = tensor is None
+    def __init__(self, tensor: torch.Tensor, exchange: _Exchange, *, adds: bool) -> None:
+        self.is_done = False
+        self.num_ready = 0
+        """Bytes that have come, and were added."""
+        self._wanted = exchange.head(tensor.nbytes)
         self._head = bytearray()
         self._place = 0
-        if tensor is not None:
-            self._wanted = exchange.head(tensor.nbytes)
-            self._memory = _memory(tensor)
-            self._sums = None
-            if adds and tensor.nbytes:
-                self._sums = _Sums(self._memory, tensor.dtype)
-                self._memory = self._sums.incoming
+        self._memory = _memory(tensor)
+        self._dtype = tensor.dtype if adds and tensor.nbytes else None
+        self._sums: _Sums | None = None
 
     def go_on(self, peer: Connection) -> bool:
         """Take the bytes that are there; return whether there were any."""
@@ -220,11 +251,16 @@ class _Receiving:
             raise ConnectionError("another host hung up")
         if len(self._head) == _HEAD.size:
             if not has_head:
-                self._check()
-            if self._sums is not None:
-                self._sums.add(self._place)
+                self._begin()
+            self.num_ready = self._place if self._sums is None else self._sums.add(self._place)
             self.is_done = self._place == len(self._memory)
         return True
+
+    def _begin(self) -> None:
+        self._check()
+        if self._dtype is not None:
+            self._sums = _Sums(self._memory, self._dtype)
+            self._memory = self._sums.incoming
 
     def _check(self) -> None:
         if self._head != self._wanted:
@@ -244,11 +280,12 @@ class _Sums:
         self.incoming = _memory(self._others)
         self._added = 0
 
-    def add(self, place: int) -> None:
-        """Add the elements that are complete where ``place`` bytes have arrived."""
+    def add(self, place: int) -> int:
+        """Add the elements that are complete where ``place`` bytes have arrived; return the bytes of all these."""
         end = place // self._totals.element_size()
         self._totals[self._added : end] += self._others[self._added : end]
         self._added = end
+        return end * self._totals.element_size()
 
 
 _all: weakref.WeakSet[HostRing] = weakref.WeakSet()
@@ -271,11 +308,12 @@ def _memory(tensor: torch.Tensor) -> memoryview:
 # Note [Ring]
 #
 # Each first rank sends to the next host and receives from the one before, both at once. To sum n parts, each host sends
-# one part on, adds what arrives to another part and sends that on: after n - 1 steps each host has the sum of one part
-# (reduce-scatter), which n - 1 further steps carry round (all-gather). So 2 (n - 1) / n of the tensor cross each
-# connection, whatever n is (Patarasu and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of
-# workstations", 2009). All hosts copy the same sums, so they have the same bits. Each message says its number, size,
-# operation, type and root: hosts that call different exchanges get an error.
+# one part on, adds what arrives to another part and sends that on, as it arrives: after n - 1 steps each host has the
+# sum of one part (reduce-scatter), which n - 1 further steps carry round (all-gather). So 2 (n - 1) / n of the tensor
+# cross each connection, whatever n is (Patarasu and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of
+# workstations", 2009). All hosts copy the same sums, so they have the same bits. Nothing is overwritten before it is
+# sent: what comes for a part was made of what this host has sent of it. Each message says its number, size, operation,
+# type and root: hosts that call different exchanges get an error.
 #
 # The connections are made as those of messages are: both ends prove that they know the run's key, and encrypt where
 # Spark does.

@@ -22,7 +22,8 @@ _SEAL = 32
 _LARGE = 4096
 """Characters above which a text goes into a file, if all ranks reach one folder: torch's FileStore only grows."""
 _HERE, _IN_FILE = "=", "@"
-_SOON_S, _LATER_S = 0.0002, 0.02
+_SOON_S, _LATER_S, _LATEST_S = 0.0002, 0.02, 0.5
+_SHARE = 0.05  # of the time waited so far, which a rank may sleep before it asks again
 _PAUSE_S = 0.0002
 """Seconds for each rank of a run between two questions of one rank to the store, which then answers 5,000 a second."""
 
@@ -75,15 +76,16 @@ class SealedStore:
         Raises:
             TimeoutError: when there is none in time, or when there is one under ``unless`` first.
         """
-        deadline, pause_s = time.monotonic() + timeout_s, _SOON_S
+        start, pause_s = time.monotonic(), _SOON_S
         while True:
-            is_last = time.monotonic() > deadline or (bool(unless) and self.check(unless))
+            waited_s = time.monotonic() - start
+            is_last = waited_s > timeout_s or (bool(unless) and self.check(unless))
             if self.check(name):
                 return
             if is_last:
                 raise TimeoutError(f"no rank has left {name!r} within {timeout_s:.0f} s")
             time.sleep(pause_s)
-            pause_s = min(1.5 * pause_s, longest_pause_s)
+            pause_s = min(1.5 * pause_s, max(longest_pause_s, _SHARE * waited_s), max(longest_pause_s, _LATEST_S))
 
     def receive(self, name: str, num_readers: int, timeout_s: float, unless: str = "") -> str:
         """Wait for a text that ``num_readers`` ranks receive; the last of them deletes it.

@@ -9,6 +9,7 @@ from lagom.monitor.stalls import rank_names
 from lagom.wire.client import Message
 
 _SILENT_S = 3.5  # of silence, after which a machine is named; checked once a second
+_AT_ONCE_S = 1.5  # between tasks that were cut off together, at most, as they are looked at one after the other
 
 
 class RankPlaces:
@@ -22,16 +23,18 @@ class RankPlaces:
     def __init__(self, joins: Mapping[int, Message], lost_s: float) -> None:
         self._joins = joins
         self._lost_s = lost_s
-        self._silent: set[int] = set()
+        self._silent: dict[int, float] = {}
 
     def update(self, task: int, seconds: float) -> str | None:
         """Record how long the machine of ``task`` has been silent; return a text for the user if that has changed."""
-        if task not in self._joins or (seconds >= _SILENT_S) == (task in self._silent):
+        if task not in self._joins:
             return None
         if seconds < _SILENT_S:
-            self._silent.discard(task)
-            return f"the machine that holds {self._place(task)} answers again"
-        self._silent.add(task)
+            was_silent = self._silent.pop(task, None) is not None
+            return f"the machine that holds {self._place(task)} answers again" if was_silent else None
+        was_silent, self._silent[task] = task in self._silent, seconds
+        if was_silent:
+            return None
         return (
             f"no sign of life for {seconds:.0f} s from the machine that holds {self._place(task)}: it is down, or cut "
             f"off from this one; after {self._lost_s:g} s the run ends"
@@ -50,11 +53,22 @@ class RankPlaces:
             first,
         )
 
-    def silent_hosts(self) -> frozenset[str]:
-        """Return names and addresses of the hosts that are silent."""
-        joins = [self._joins[task] for task in self._silent]
-        return frozenset(name for join in joins for name in (str(join["host"]).split("|")[0], str(join["ip"])))
+    def lost_hosts(self, addresses: Mapping[int, str]) -> frozenset[str]:
+        """Return names and addresses of the hosts that count as lost; none if all are silent: it may be this one.
+
+        Args:
+            addresses: of tasks, as this machine sees them.
+        """
+        lost = [task for task, seconds in self._silent.items() if seconds >= self._lost_s - _AT_ONCE_S]
+        if len(self._silent) == len(self._joins):
+            return frozenset()
+        names = ((_host_of(self._joins[task]), str(self._joins[task]["ip"]), addresses.get(task, "")) for task in lost)
+        return frozenset(name for three in names for name in three if name)
 
     def _place(self, task: int) -> str:
         join = self._joins[task]
-        return f"{rank_names(join['ranks'])} on {str(join['host']).split('|')[0]}"
+        return f"{rank_names(join['ranks'])} on {_host_of(join)}"
+
+
+def _host_of(join: Message) -> str:
+    return str(join["host"]).split("|")[0]

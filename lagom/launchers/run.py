@@ -262,7 +262,8 @@ class RunView:
                 join = self._joins.get(task)
                 rank = error.rank if isinstance(error, RankError) else None
                 host = _host(join) if join is not None else ""
-                self._gone = Loss(rank=rank, host=host, cause=str(error), cut_off=self._places.silent_hosts())
+                cut_off = self._places.lost_hosts(self.channel.addresses)
+                self._gone = Loss(rank=rank, host=host, cause=str(error), cut_off=cut_off)
                 self.stop()
         self._events.put({"type": "closed", "task": task})
 

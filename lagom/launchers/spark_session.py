@@ -245,12 +245,19 @@ class ClassicFacts(SparkFacts):
 
 def _end_executors(jsc: Any, hosts: Set[str]) -> None:
     """Have Spark end and replace the executors on ``hosts``: by itself it misses them after two minutes."""
-    executors = jsc.statusStore().executorList(True)
-    for summary in (executors.apply(number) for number in range(executors.size())):
-        name = str(summary.hostPort()).rpartition(":")[0].strip("[]")
-        if summary.id() != "driver" and hosts & {name, *_addresses(name)}:
-            log.info("Spark is told to end executor %s on %s, which is cut off", summary.id(), name)
-            jsc.killAndReplaceExecutor(summary.id())
+    ended = False
+    try:
+        executors = jsc.statusStore().executorList(True)
+        for summary in (executors.apply(number) for number in range(executors.size())):
+            name = str(summary.hostPort()).rpartition(":")[0].strip("[]")
+            if summary.id() != "driver" and hosts & {name, *_addresses(name)}:
+                log.info("Spark is told to end executor %s on %s, which is cut off", summary.id(), name)
+                ended = bool(jsc.killAndReplaceExecutor(summary.id())) or ended
+    except Exception as error:  # such as a master that is out of reach as well
+        log.warning("Spark could not be told to end the executors that are cut off: %s", str(error).partition("\n")[0])
+        return
+    if not ended:
+        log.warning("Spark knows no executor on %s, which is cut off; it may wait for it", ", ".join(sorted(hosts)))
 
 
 def _addresses(name: str) -> set[str]:

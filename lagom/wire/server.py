@@ -43,6 +43,8 @@ class DriverServer:
     ) -> None:
         self.secret = secret or secrets.token_bytes(32)
         self.delivered: dict[str, int] = {}
+        self.addresses: dict[int, str] = {}
+        """Addresses of tasks, as this machine sees them."""
         self._on_message = on_message
         self._on_close = on_close
         self._on_silence = on_silence
@@ -204,6 +206,9 @@ class DriverServer:
         self._peers[task] = peer
         if not peer.gone:
             probe_silence(peer.connection, self._lost_after_s)
+            with contextlib.suppress(OSError):  # it has just ended
+                name = peer.connection.getpeername()
+                self.addresses[task] = str(name[0]) if isinstance(name, tuple) else ""
         peer.serve(lambda message: self._on_message(task, message))
         self._keep(peer, over)
 

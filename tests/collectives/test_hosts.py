@@ -166,6 +166,19 @@ def test_small_gradients_and_statistics_over_hosts_are_those_of_one_machine(monk
         assert all(torch.equal(one, other) for one, other in zip(found, several[0][0], strict=True))
 
 
+@pytest.mark.parametrize("where", [[0, 1], [0, 0, 1]])
+def test_gradients_without_elements_are_exchanged_over_hosts(where: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(session: Session) -> float:
+        joined(session, monkeypatch, where)
+        empty, full = torch.nn.Parameter(torch.zeros(0)), torch.nn.Linear(300, 300, bias=False)  # one in a bucket
+        (full(torch.ones(2, 300) * session.rank).sum() + empty.sum()).backward()
+        assert full.weight.grad is not None
+        return full.weight.grad[0, 0].item()
+
+    mean = 2 * sum(range(len(where))) / len(where)
+    assert run_ranks(len(where), run, collectives="auto", batches="per_rank") == [mean] * len(where)
+
+
 def test_ranks_of_different_hosts_that_differ_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     def run(session: Session) -> str:
         joined(session, monkeypatch, [0, 0, 1, 2])

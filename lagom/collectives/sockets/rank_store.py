@@ -13,7 +13,8 @@ from lagom.collectives.sockets.value_server import Ask, swap_data
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-_SOON_S, _LATER_S = 0.0002, 0.02
+_SOON_S, _LATER_S, _LATEST_S = 0.0002, 0.02, 0.5
+_SHARE = 0.05  # of the time waited so far: each question takes time of rank 0's, for which others may wait
 _Base: Any = dist.Store
 
 
@@ -67,12 +68,13 @@ class RankStore(_Base):  # type: ignore[misc]
 
     def wait(self, names: Sequence[str], timeout: timedelta | None = None) -> None:
         seconds = (timeout or self.timeout).total_seconds()
-        deadline, pause_s = time.monotonic() + seconds, _SOON_S
+        start, pause_s = time.monotonic(), _SOON_S
         while not self.check(names):
-            if time.monotonic() > deadline:
+            waited_s = time.monotonic() - start
+            if waited_s > seconds:
                 raise dist.DistStoreError(f"wait timeout after {1e3 * seconds:.0f}ms, keys: {', '.join(names)}")
             time.sleep(pause_s)
-            pause_s = min(1.5 * pause_s, _LATER_S)
+            pause_s = min(1.5 * pause_s, max(_LATER_S, _SHARE * waited_s), _LATEST_S)
 
     def _ask(self, what: Ask, name: str, data: bytes = b"") -> bytes | None:
         try:

@@ -65,7 +65,8 @@ def _local_statistics(input: Tensor) -> Tensor:
     row = torch.zeros(1, MEANS + 2 * channels, dtype=torch.float64, device=input.device)
     if input.numel():
         mean, var = local_moments(input)
-        row[0, [ELEMENTS, COUNTED]] = float(input.numel() // channels)
+        for column in (ELEMENTS, COUNTED):
+            row[0, column].fill_(input.numel() // channels)
         row[0, MEANS : MEANS + channels] = mean
         row[0, MEANS + channels :] = var
     return row
