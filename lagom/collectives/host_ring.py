@@ -52,6 +52,8 @@ class HostRing:
         self._num = num_homes
         self._timeout_s = timeout_s
         self._exchange = _Exchange(0, 0, 0, 0)
+        self._arrived = torch.empty(_BLOCK, dtype=torch.uint8)
+        self._polls: dict[tuple[bool, bool], select.poll] = {}
         self._thread = BackgroundExchanges("lagom-ring")
         for one in (following, preceding):
             one.setblocking(False)
@@ -90,6 +92,7 @@ class HostRing:
         self._thread.close()
         for one in (self._following, self._preceding):
             one.close()
+        self._polls.clear()  # the numbers of closed files may be other files' already
 
     def _all_reduce(self, tensor: torch.Tensor) -> None:
         parts = tensor.view(-1).tensor_split(self._num)
@@ -123,7 +126,7 @@ class HostRing:
             if shift.given is not None:
                 outs.append(_Sending(shift.given, self._exchange, last))
             if shift.into is not None:
-                backs.append(_Receiving(shift.into, self._exchange, adds=shift.adds))
+                backs.append(_Receiving(shift.into, self._exchange, self._arrived if shift.adds else None))
         deadline = time.monotonic() + self._timeout_s
         while outs or backs:
             moved = bool(outs) and outs[0].go_on(self._following)
@@ -139,15 +142,15 @@ class HostRing:
 
     def _wait(self, sends: bool, receives: bool, deadline: float) -> None:
         """Wait until a neighbour has sent something or takes something."""
-        wanted: dict[int, int] = {}
-        if sends:
-            wanted[self._following.fileno()] = select.POLLOUT
-        if receives:
-            number = self._preceding.fileno()
-            wanted[number] = wanted.get(number, 0) | select.POLLIN
-        poll = select.poll()
-        for number, events in wanted.items():
-            poll.register(number, events)
+        poll = self._polls.get((sends, receives))
+        if poll is None:
+            wanted = {self._following.fileno(): select.POLLOUT} if sends else {}
+            if receives:
+                number = self._preceding.fileno()
+                wanted[number] = wanted.get(number, 0) | select.POLLIN
+            poll = self._polls[sends, receives] = select.poll()
+            for number, events in wanted.items():
+                poll.register(number, events)
         if not poll.poll(max(0.0, 1e3 * (deadline - time.monotonic()))):
             raise TimeoutError("another host did not answer in time")
 
@@ -222,7 +225,7 @@ class _Sending:
 class _Receiving:
     """A message on its way from the host before."""
 
-    def __init__(self, tensor: torch.Tensor, exchange: _Exchange, *, adds: bool) -> None:
+    def __init__(self, tensor: torch.Tensor, exchange: _Exchange, arrived: torch.Tensor | None) -> None:
         self.is_done = False
         self.num_ready = 0
         """Bytes that have come, and were added."""
@@ -230,8 +233,7 @@ class _Receiving:
         self._head = bytearray()
         self._place = 0
         self._memory = _memory(tensor)
-        self._dtype = tensor.dtype if adds and tensor.nbytes else None
-        self._sums: _Sums | None = None
+        self._sums = _Sums(self._memory, tensor.dtype, arrived) if arrived is not None and tensor.nbytes else None
 
     def go_on(self, peer: Connection) -> bool:
         """Take the bytes that are there; return whether there were any."""
@@ -242,8 +244,8 @@ class _Receiving:
                 self._head += data
                 count = len(data)
             else:
-                most = len(self._memory) if self._sums is None else _BLOCK
-                count = peer.recv_into(self._memory[self._place : self._place + most])
+                left = self._memory[self._place :]
+                count = peer.recv_into(left if self._sums is None else self._sums.room(len(left)))
                 self._place += count
         except BlockingIOError:
             return False
@@ -251,16 +253,11 @@ class _Receiving:
             raise ConnectionError("another host hung up")
         if len(self._head) == _HEAD.size:
             if not has_head:
-                self._begin()
-            self.num_ready = self._place if self._sums is None else self._sums.add(self._place)
+                self._check()
+                count = 0
+            self.num_ready = self._place if self._sums is None else self._sums.add(count)
             self.is_done = self._place == len(self._memory)
         return True
-
-    def _begin(self) -> None:
-        self._check()
-        if self._dtype is not None:
-            self._sums = _Sums(self._memory, self._dtype)
-            self._memory = self._sums.incoming
 
     def _check(self) -> None:
         if self._head != self._wanted:
@@ -271,21 +268,33 @@ class _Receiving:
 
 
 class _Sums:
-    """Numbers to which others are added as they arrive."""
+    """Numbers to which others are added as they arrive: in a small memory, which stays in the processor's cache."""
 
-    def __init__(self, memory: memoryview, dtype: torch.dtype) -> None:
+    def __init__(self, memory: memoryview, dtype: torch.dtype, arrived: torch.Tensor) -> None:
         # Made of the memory itself: a tensor of the program may be a parameter, or of torch's inference mode.
         self._totals = torch.frombuffer(memory, dtype=dtype)
-        self._others = torch.empty_like(self._totals)
-        self.incoming = _memory(self._others)
+        self._others = arrived.view(dtype)
+        self._bytes = arrived
+        self._memory = _memory(arrived)
         self._added = 0
+        self._held = 0
 
-    def add(self, place: int) -> int:
-        """Add the elements that are complete where ``place`` bytes have arrived; return the bytes of all these."""
-        end = place // self._totals.element_size()
-        self._totals[self._added : end] += self._others[self._added : end]
-        self._added = end
-        return end * self._totals.element_size()
+    def room(self, most: int) -> memoryview:
+        """Return the memory for the next bytes, at most ``most``."""
+        return self._memory[self._held : self._held + most]
+
+    def add(self, count: int) -> int:
+        """Add the elements that are complete with ``count`` further bytes; return the bytes of all that are added."""
+        self._held += count
+        size = self._totals.element_size()
+        num = self._held // size
+        self._totals[self._added : self._added + num] += self._others[:num]
+        self._added += num
+        rest = self._bytes[num * size : self._held]
+        self._held = len(rest)
+        if self._held:
+            self._bytes[: self._held] = rest.clone()
+        return self._added * size
 
 
 _all: weakref.WeakSet[HostRing] = weakref.WeakSet()

@@ -70,13 +70,17 @@ class SealedStore:
         """Return whether there is a text under ``name``."""
         return bool(self._store.check([_place(name)]))
 
-    def wait(self, name: str, timeout_s: float, unless: str = "", longest_pause_s: float = _LATER_S) -> None:
+    def wait(self, name: str, timeout_s: float, unless: str = "", num_waiting: int = 1) -> None:
         """Wait until there is a text under ``name``; by polling, since torch logs a wait that times out.
+
+        Args:
+            num_waiting: how many ranks may be waiting at the same time.
 
         Raises:
             TimeoutError: when there is none in time, or when there is one under ``unless`` first.
         """
-        start, pause_s = time.monotonic(), _SOON_S
+        longest_pause_s = max(_LATER_S, _PAUSE_S * num_waiting)
+        start, pause_s = time.monotonic(), max(_SOON_S, _PAUSE_S * num_waiting / 10)
         while True:
             waited_s = time.monotonic() - start
             is_last = waited_s > timeout_s or (bool(unless) and self.check(unless))
@@ -141,7 +145,7 @@ def all_gather_by(
                 found.append(store.get(f"{place}/{peer}"))
             store.set(place, json.dumps(found))
         else:
-            store.wait(place, timeout_s, longest_pause_s=max(_LATER_S, _PAUSE_S * world_size))
+            store.wait(place, timeout_s, num_waiting=world_size - 1)
             found = json.loads(store.get(place))
         return [text.encode() for text in found]
 
