@@ -30,6 +30,7 @@ OF_OTHERS |= {
     "_threads",
     "_timeout",
     "_Unpickler",
+    "_version",
     "_workers",
     "_world",
 }

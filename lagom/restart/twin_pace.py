@@ -12,7 +12,7 @@ _KEPT = 0.5
 """Part of the share that is kept for forks after a change of files, once there was one."""
 _FIRST_S = 0.01
 """Time that the first fork is assumed to take, in seconds."""
-_MIN_S = 1.0
+MIN_S = 1.0
 """Shortest time between two forks that no change of files has asked for."""
 _PUT_OFF_S = 1.0
 """After a fork that was refused; four times as long after each further one."""
@@ -45,7 +45,7 @@ class TwinPace:
             self._last_s += max(0.0, _system_s() - self._system_s)
             self._cost_s += self._last_s
             self._settled_at = 0
-            self.next_at = max(now + _MIN_S, self._affordable(self._part)) if has_twins else self._affordable(1.0)
+            self.next_at = max(now + MIN_S, self._affordable(self._part)) if has_twins else self._affordable(1.0)
         if now < self.next_at:
             return False
         self.next_at = math.inf

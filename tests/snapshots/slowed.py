@@ -30,7 +30,7 @@ class SlowRank:
 
         # In a hundredth of a short run there would be no twins and snapshots, and rows of small models are not shared.
         twin_pace.SHARE = snapshot_taker.SHARE = 1.0
-        twin_pace._MIN_S = 0.05
+        twin_pace.MIN_S = 0.05
         whole_batch.ALWAYS = self.by_rows
         fetch: Any = _MapDatasetFetcher.fetch
 
