@@ -156,7 +156,7 @@ class HostRing:
 
 
 class _Exchange(NamedTuple):
-    """What neighbours compare of an exchange, beside the size of each message."""
+    """Facts of an exchange that neighbours compare, beside the size of each message."""
 
     number: int
     operation: int
@@ -179,7 +179,7 @@ def _words(head: bytes | bytearray) -> str:
 
 
 class _Shift(NamedTuple):
-    """What a host sends to the next one, and where it puts what comes from the one before, or adds it; or neither."""
+    """One step of a host: what it sends on, and where it puts, or adds, what comes; None for neither."""
 
     given: torch.Tensor | None
     into: torch.Tensor | None
