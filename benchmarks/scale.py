@@ -33,12 +33,13 @@ from lagom.collectives.host_messages import HostMessages, connect_messages, part
 from lagom.collectives.hosts import HostTransport
 from lagom.collectives.run_store import SealedStore, all_gather_by
 from lagom.collectives.shared_memory import shared
-from lagom.collectives.sockets.connect import connected, host_identity, listen
+from lagom.collectives.sockets.connect import Gather, connected, host_identity, listen
 from lagom.collectives.sockets.encryption import Credentials
 from lagom.collectives.sockets.mesh import Mesh
 from lagom.collectives.sockets.rank_store import RankStore
 from lagom.collectives.sockets.rounds import rounds
-from lagom.collectives.sockets.value_server import ValueClient, ValueServer
+from lagom.collectives.sockets.value_client import ValueClient
+from lagom.collectives.sockets.value_server import ValueServer
 from lagom.collectives.transport import Merging
 from lagom.patching.replace import replaced
 from tests.integration.hosts import allowed, network
@@ -184,7 +185,7 @@ def _added(rows: Sequence[memoryview]) -> memoryview:
     return memory(total)
 
 
-def _rounds(rank: int, gather: Callable[[bytes], list[bytes]], ip: str) -> Mesh | HostMessages:
+def _rounds(rank: int, gather: Gather, ip: str) -> Mesh | HostMessages:
     found = shared(rank, gather, TIMEOUT_S, 1, KEY)
     assert not isinstance(found, str), found
     homes, near = found
@@ -192,7 +193,7 @@ def _rounds(rank: int, gather: Callable[[bytes], list[bytes]], ip: str) -> Mesh 
     return connect_messages(rank, ip, gather, Credentials(KEY), TIMEOUT_S, hosts)
 
 
-def _mesh(rank: int, world_size: int, gather: Callable[[bytes], list[bytes]], ip: str) -> Mesh:
+def _mesh(rank: int, world_size: int, gather: Gather, ip: str) -> Mesh:
     others = set(range(world_size)) - {rank}
     return Mesh(connected(rank, others, gather(host_identity()), ip, gather, Credentials(KEY)), TIMEOUT_S)
 

@@ -28,6 +28,7 @@ from lagom.collectives.group import Group
 from lagom.collectives.native import native
 from lagom.collectives.run_store import SealedStore, all_gather_by
 from lagom.collectives.shared_memory import shared
+from lagom.collectives.sockets.connect import Gather
 from lagom.collectives.sockets.encryption import Credentials
 from lagom.config import TorchDistributedConfig
 from lagom.config.torch_distributed import Batches, Collectives, MixedPrecision
@@ -258,7 +259,7 @@ def _run(rank: int, job: _Job) -> Any:
     return value
 
 
-def text_gather(session: Session) -> Callable[[bytes], list[bytes]]:
+def text_gather(session: Session) -> Gather:
     """An exchange of texts among all ranks, through the store, with which they can set up another one."""
     assert session.store is not None
     name = f"gather {next(_gathers)}"

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
     from lagom.collectives.background import Work
     from lagom.collectives.native import Communicator
+    from lagom.collectives.sockets.connect import Gather
     from lagom.collectives.transport import Merging, Transport
     from lagom.monitor.spans import Spans
 
@@ -57,7 +58,7 @@ class Group(RequestExchange):
         self,
         rank: int,
         world_size: int,
-        all_gather: Callable[[bytes], list[bytes]],
+        all_gather: Gather,
         gloo: Callable[[str, int, int], dist.ProcessGroup],
         *,
         nccl: Callable[[str], dist.ProcessGroup] | None = None,

@@ -7,16 +7,17 @@ import threading
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, NamedTuple
 
-from lagom.collectives.hosts import BETWEEN, name_ranks
+from lagom.collectives.hosts import BETWEEN, home_of_ranks, name_ranks
 from lagom.collectives.sockets import connect
 from lagom.collectives.sockets.mesh import Mesh
 from lagom.collectives.sockets.rounds import rounds
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Iterator, Sequence
 
     from lagom.collectives.hosts import HostTransport
     from lagom.collectives.native import Communicator
+    from lagom.collectives.sockets.connect import Gather
     from lagom.collectives.sockets.encryption import Credentials
     from lagom.collectives.transport import Merge, Merging
 
@@ -235,7 +236,7 @@ def partners(homes: Sequence[Sequence[int]], rank: int) -> set[int]:
 def connect_messages(
     rank: int,
     ip: str,
-    all_gather: Callable[[bytes], list[bytes]],
+    all_gather: Gather,
     credentials: Credentials,
     timeout_s: float,
     hosts: HostTransport | None = None,
@@ -252,8 +253,8 @@ def connect_messages(
     Raises:
         OSError: when a rank cannot be reached.
     """
-    places = all_gather(connect.host_identity())
-    if len(set(places)) == 1 and hosts is None:
+    places: Sequence[object] = all_gather(connect.host_identity()) if hosts is None else home_of_ranks(hosts.homes)
+    if len(set(places)) == 1:
         everyone = set(range(len(places))) - {rank}
         return Mesh(connect.connected(rank, everyone, places, ip, all_gather, credentials), timeout_s)
     homes = [[one] for one in range(len(places))] if hosts is None else hosts.homes

@@ -15,10 +15,11 @@ from lagom.collectives.sockets import connect
 from lagom.collectives.transport import Transport, bytes_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Iterator, Sequence
 
     from lagom.collectives.background import Done
     from lagom.collectives.native import Communicator
+    from lagom.collectives.sockets.connect import Gather
     from lagom.collectives.sockets.encryption import Credentials
 
 _PIECE = 4 << 20
@@ -208,7 +209,7 @@ def connect_hosts(
     near: Sequence[Communicator],
     number: int,
     ip: str,
-    all_gather: Callable[[bytes], list[bytes]],
+    all_gather: Gather,
     credentials: Credentials,
     timeout_s: float,
 ) -> list[HostTransport]:
@@ -222,13 +223,12 @@ def connect_hosts(
         credentials: those of the run's ranks.
         timeout_s: how long an exchange will wait for a neighbouring host.
     """
-    places = all_gather(connect.host_identity())
     firsts = [home[0] for home in homes]
     home = firsts.index(rank) if rank in firsts else None
     made = []
     for i in range(number):
         neighbours = [] if home is None else [firsts[(home + 1) % len(firsts)], firsts[home - 1]]
-        peers = connect.connected(rank, set(neighbours), places, ip, all_gather, credentials)
+        peers = connect.connected(rank, set(neighbours), home_of_ranks(homes), ip, all_gather, credentials)
         ring = None
         if home is not None:
             following, preceding = (peers[one] for one in neighbours)
@@ -237,6 +237,11 @@ def connect_hosts(
             ring = HostRing(following, preceding, home, len(homes), timeout_s)
         made.append(HostTransport(near[i] if near else None, ring, homes, rank))
     return made
+
+
+def home_of_ranks(homes: Sequence[Sequence[int]]) -> list[int]:
+    """Return the number of each rank's host."""
+    return [number for _, number in sorted((rank, i) for i, home in enumerate(homes) for rank in home)]
 
 
 # Note [Several hosts]

@@ -14,9 +14,11 @@ from lagom.collectives.sockets.rank_store import RankStore
 from lagom.errors import CollectiveError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Collection
     from datetime import timedelta
     from pathlib import Path
+
+    from lagom.collectives.sockets.connect import Gather
 
 _SEAL = 32
 _LARGE = 4096
@@ -71,7 +73,7 @@ class SealedStore:
         return bool(self._store.check([_place(name)]))
 
     def wait(self, name: str, timeout_s: float, unless: str = "", num_waiting: int = 1) -> None:
-        """Wait until there is a text under ``name``; by polling, since torch logs a wait that times out.
+        """Wait until there is a text under ``name``; by polling in torch's stores, which log a wait that times out.
 
         Args:
             num_waiting: how many ranks may be waiting at the same time.
@@ -79,17 +81,29 @@ class SealedStore:
         Raises:
             TimeoutError: when there is none in time, or when there is one under ``unless`` first.
         """
-        longest_pause_s = max(_LATER_S, _PAUSE_S * num_waiting)
-        start, pause_s = time.monotonic(), max(_SOON_S, _PAUSE_S * num_waiting / 10)
+        end, look_s = time.monotonic() + timeout_s, _SOON_S
         while True:
-            waited_s = time.monotonic() - start
-            is_last = waited_s > timeout_s or (bool(unless) and self.check(unless))
-            if self.check(name):
+            left_s = end - time.monotonic()
+            is_last = left_s < 0 or (bool(unless) and self.check(unless))
+            if self._comes(name, 0.0 if is_last else min(left_s, look_s) if unless else left_s, num_waiting):
                 return
             if is_last:
                 raise TimeoutError(f"no rank has left {name!r} within {timeout_s:.0f} s")
-            time.sleep(pause_s)
+            look_s = min(2 * look_s, _LATEST_S)
+
+    def _comes(self, name: str, seconds: float, num_waiting: int) -> bool:
+        """Return whether a text is there within ``seconds``."""
+        if isinstance(self._store, RankStore):
+            return self._store.awaited(_place(name), max(0.0, seconds)) is not None
+        longest_pause_s = max(_LATER_S, _PAUSE_S * num_waiting)
+        start, pause_s = time.monotonic(), max(_SOON_S, _PAUSE_S * num_waiting / 10)
+        while not self.check(name):
+            waited_s = time.monotonic() - start
+            if waited_s > seconds:
+                return False
+            time.sleep(min(pause_s, seconds))
             pause_s = min(1.5 * pause_s, max(longest_pause_s, _SHARE * waited_s), max(longest_pause_s, _LATEST_S))
+        return True
 
     def receive(self, name: str, num_readers: int, timeout_s: float, unless: str = "") -> str:
         """Wait for a text that ``num_readers`` ranks receive; the last of them deletes it.
@@ -122,9 +136,7 @@ def _file(folder: Path, name: str) -> Path:
     return folder / f"note-{hashlib.sha256(name.encode()).hexdigest()[:32]}"
 
 
-def all_gather_by(
-    store: SealedStore, name: str, rank: int, world_size: int, timeout_s: float
-) -> Callable[[bytes], list[bytes]]:
+def all_gather_by(store: SealedStore, name: str, rank: int, world_size: int, timeout_s: float) -> Gather:
     """Return an exchange of texts among all ranks through ``store``, with which they set up a faster one.
 
     Raises:
@@ -132,22 +144,27 @@ def all_gather_by(
     """
     num = 0
 
-    def all_gather(data: bytes) -> list[bytes]:
+    def read(place: str, num_waiting: int = 1) -> str:
+        store.wait(place, timeout_s, num_waiting=num_waiting)
+        return store.get(place)
+
+    def all_gather(data: bytes, wanted: Collection[int] | None = None) -> list[bytes]:
         nonlocal num
         num += 1
         place = f"{name}/{num}"
-        store.set(f"{place}/{rank}", data.decode())
+        if data or wanted is None:
+            store.set(f"{place}/{rank}", data.decode())
+        if wanted is not None:
+            return [read(f"{place}/{peer}").encode() if peer in wanted else b"" for peer in range(world_size)]
         if rank == 0:
             # One rank reads all texts: if every rank did, a thousand ranks would ask the store a million times.
-            found = []
-            for peer in range(world_size):
-                store.wait(f"{place}/{peer}", timeout_s)
-                found.append(store.get(f"{place}/{peer}"))
-            store.set(place, json.dumps(found))
+            texts = [read(f"{place}/{peer}") for peer in range(world_size)]
+            places = {text: i for i, text in enumerate(dict.fromkeys(texts))}  # most are equal, as hosts are
+            store.set(place, json.dumps([list(places), [places[text] for text in texts]]))
         else:
-            store.wait(place, timeout_s, num_waiting=world_size - 1)
-            found = json.loads(store.get(place))
-        return [text.encode() for text in found]
+            different, order = json.loads(read(place, world_size - 1))
+            texts = [different[i] for i in order]
+        return [text.encode() for text in texts]
 
     return all_gather
 

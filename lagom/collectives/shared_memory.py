@@ -6,18 +6,20 @@ import json
 import os
 import secrets
 import socket
+import struct
 import weakref
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lagom.collectives.native import native, reason_without_native
-from lagom.collectives.sockets.handshake import admit, introduce
+from lagom.collectives.sockets.handshake import admit, introduce, process_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
     from lagom.collectives.native import Communicator
+    from lagom.collectives.sockets.connect import Gather
 
 SLOT_BYTES = 1 << 19
 """Bytes that a rank writes before the others read them, twice: small enough for processors' caches."""
@@ -29,11 +31,14 @@ _YIELDS = (200, 10)
 """Yields before a rank sleeps, where each rank has its own core, and where ranks share cores. See Note [Waiting]."""
 _TIMEOUT_S = 60.0
 """Limit to hand the memory round, once all ranks are known to be there."""
+_SIZE = struct.Struct("<I")
+_Process = tuple[int, int]
+"""Number of a process, and when it was started."""
 
 
 def shared(
     rank: int,
-    all_gather: Callable[[bytes], list[bytes]],
+    all_gather: Gather,
     timeout_s: float,
     number: int = 1,
     key: bytes = b"",
@@ -59,7 +64,7 @@ def shared(
         return homes
     peers = next(home for home in homes if rank in home)
     number = number if len(homes) == 1 or len(peers) > 1 else 0
-    made = _joined(rank, peers, answers, all_gather, timeout_s, number, key, former)
+    made = _joined(rank, peers, all_gather, timeout_s, number, key, former)
     return made if isinstance(made, str) else (homes, made)
 
 
@@ -76,19 +81,17 @@ def _homes(answers: list[dict[str, Any]]) -> list[list[int]] | str:
 def _joined(
     rank: int,
     peers: list[int],
-    answers: list[dict[str, Any]],
-    all_gather: Callable[[bytes], list[bytes]],
+    all_gather: Gather,
     timeout_s: float,
     number: int,
     key: bytes,
     former: Sequence[Communicator],
 ) -> list[Communicator] | str:
-    processes = [(int(answers[peer]["pid"]), int(answers[peer]["started"])) for peer in peers]
     fds: list[int] = []
     problem = ""
     try:
         try:
-            fds = _handed_round(rank, peers, all_gather, number, key)
+            fds, processes = _handed_round(rank, peers, all_gather, number, key)
             spin_s, yields = _patience(len(peers))
             place = peers.index(rank)
             made = list(former) or [native().join(fd, place, processes, timeout_s, spin_s, yields) for fd in fds]
@@ -113,7 +116,7 @@ def _answer() -> dict[str, Any]:
         found = home()
     except OSError as error:
         return {"reason": f"this system does not say which host it is: {error}"}
-    return {"reason": "", "home": found, "pid": os.getpid(), "started": native().started(os.getpid())}
+    return {"reason": "", "home": found}
 
 
 def home() -> str:
@@ -131,14 +134,15 @@ def _patience(num_ranks: int) -> tuple[float, int]:
 
 
 def _handed_round(
-    rank: int, peers: list[int], all_gather: Callable[[bytes], list[bytes]], number: int, key: bytes
-) -> list[int]:
+    rank: int, peers: list[int], all_gather: Gather, number: int, key: bytes
+) -> tuple[list[int], list[_Process]]:
+    """Return ``number`` files of memory, and the processes of ``peers``, ranks of this host."""
     size = len(peers)
     if number == 0:
-        all_gather(b"")
-        return []
+        all_gather(b"", wanted=())
+        return [], []
     if rank != peers[0]:
-        name, nonce = json.loads(all_gather(b"")[peers[0]])
+        name, nonce = json.loads(all_gather(b"", wanted=peers[:1])[peers[0]])
         return _received(bytes.fromhex(name), key + bytes.fromhex(nonce), rank, number)
     nonce = secrets.token_bytes(16)
     with ExitStack() as stack:
@@ -147,7 +151,7 @@ def _handed_round(
             listener.bind(b"")  # the kernel chooses an abstract name
             listener.listen(1024)
         except OSError:
-            all_gather(json.dumps(["", ""]).encode())  # nobody can connect to an empty name
+            all_gather(json.dumps(["", ""]).encode(), wanted=())  # nobody can connect to an empty name
             raise
         fds: list[int] = []
         trouble: Exception | None = None
@@ -157,32 +161,40 @@ def _handed_round(
             trouble = error
             while fds:
                 os.close(fds.pop())
-        all_gather(json.dumps([listener.getsockname().hex(), nonce.hex()]).encode())
-        waiting = set(peers[1:])
-        for peer, connection in admit([listener], key + nonce, _TIMEOUT_S) if waiting else ():
-            with connection:
-                waiting.discard(peer)
-                socket.send_fds(connection, [b"m"], fds)
-            if not waiting:
+        all_gather(json.dumps([listener.getsockname().hex(), nonce.hex()]).encode(), wanted=())
+        there: dict[int, socket.socket] = {}
+        for peer, connection in admit([listener], key + nonce, _TIMEOUT_S) if size > 1 else ():
+            there[peer] = stack.enter_context(connection)
+            if len(there) == size - 1:
                 break
+        pids = [os.getpid(), *(process_of(there[peer]) for peer in peers[1:])]
+        processes = [(pid, int(native().started(pid))) for pid in pids]
+        text = json.dumps(processes).encode()
+        for connection in there.values():
+            connection.settimeout(_TIMEOUT_S)
+            socket.send_fds(connection, [_SIZE.pack(len(text))], fds)
+            connection.sendall(text)
     if trouble is not None:
         raise trouble
-    return fds
+    return fds, processes
 
 
-def _received(name: bytes, key: bytes, rank: int, number: int) -> list[int]:
+def _received(name: bytes, key: bytes, rank: int, number: int) -> tuple[list[int], list[_Process]]:
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as giver:
         giver.settimeout(_TIMEOUT_S)
         giver.connect(name)
         introduce(giver, key, rank, _TIMEOUT_S)
-        _, fds, _, _ = socket.recv_fds(giver, 1, number)
+        head, fds, _, _ = socket.recv_fds(giver, _SIZE.size, number)
+        text = b""
+        while len(head) == _SIZE.size and len(text) < _SIZE.unpack(head)[0] and (part := giver.recv(_MAIL)):
+            text += part
     for fd in fds:
         os.set_inheritable(fd, False)
     if len(fds) != number:
         for fd in fds:
             os.close(fd)
         raise OSError("the first rank of this host has no shared memory")
-    return list(fds)
+    return list(fds), [(pid, started) for pid, started in json.loads(text)]
 
 
 _all: weakref.WeakSet[Any] = weakref.WeakSet()

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     import torch.distributed as dist
 
     from lagom.collectives.native import Communicator
+    from lagom.collectives.sockets.connect import Gather
     from lagom.collectives.transport import Messages, Transport
 
 _KEPT: list[dist.ProcessGroup] = []
@@ -51,7 +52,7 @@ class Transports:
         self,
         rank: int,
         world_size: int,
-        all_gather: Callable[[bytes], list[bytes]],
+        all_gather: Gather,
         gloo: Callable[[str, int, int], dist.ProcessGroup],
         timeout_s: float,
         *,
@@ -191,7 +192,7 @@ class Transports:
 
 def connect_memory(
     rank: int,
-    all_gather: Callable[[bytes], list[bytes]],
+    all_gather: Gather,
     ip: str,
     timeout_s: float,
     number: int = 1,

@@ -17,7 +17,8 @@ from lagom.collectives.group import TIMEOUT_S, Group
 from lagom.collectives.run_store import SealedStore, all_gather_by
 from lagom.collectives.sockets.encryption import Credentials
 from lagom.collectives.sockets.rank_store import RankStore
-from lagom.collectives.sockets.value_server import ValueClient, ValueServer
+from lagom.collectives.sockets.value_client import ValueClient
+from lagom.collectives.sockets.value_server import ValueServer
 from lagom.collectives.torch_transport import refuse_gloo
 from lagom.config import TorchDistributedConfig
 from lagom.errors import CollectiveError

@@ -22,7 +22,8 @@ from lagom.collectives.sockets.connect import reach
 from lagom.collectives.sockets.encryption import Credentials
 from lagom.collectives.sockets.handshake import introduce
 from lagom.collectives.sockets.rank_store import RankStore
-from lagom.collectives.sockets.value_server import Ask, ValueClient, ValueServer
+from lagom.collectives.sockets.value_client import ValueClient
+from lagom.collectives.sockets.value_server import REQUEST, Ask, ValueServer
 from tests.encryption import KEY, credentials, encrypted_stores
 
 Use = Callable[[Any], Any]
@@ -103,6 +104,43 @@ def test_a_long_wait_of_one_user_does_not_block_another() -> None:
             assert [other.add("n", 1) for _ in range(100)] == list(range(1, 101))
             one.set("late", "")
             assert later.result() == b""
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_question_that_waits_is_asked_once_and_ends_in_time(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Ask] = []
+    ask = ValueServer.ask
+
+    def counted(self: ValueServer, what: Ask, name: str, data: bytes = b"") -> bytes | None:
+        asked.append(what)
+        return ask(self, what, name, data)
+
+    monkeypatch.setattr(ValueServer, "ask", counted)
+    with encrypted_stores() as stores, ThreadPoolExecutor(3) as pool:
+        waiting = [pool.submit(stores[rank].get, f"late {i}") for i in range(3)]
+        assert stores[rank].awaited("never", 0.05) is None
+        assert not any(one.done() for one in waiting)
+        for i in (2, 0):
+            stores[1 - rank].set(f"late {i}", str(i))
+        assert [waiting[i].result() for i in (0, 2)] == [b"0", b"2"]
+        assert not waiting[1].done()
+        assert stores[rank].add("late 1", 7) == 7
+        assert waiting[1].result() == b"7"
+        assert asked.count(Ask.AWAIT) == (4 if rank == 0 else 0)  # those of other ranks are held by the thread
+        assert len(asked) - asked.count(Ask.AWAIT) == 3
+
+
+def test_a_rank_that_hangs_up_while_it_waits_is_forgotten() -> None:
+    with server_of([1, 2]) as (server, address):
+        gone = reach(address, 1, credentials(), 30.0)
+        client = ValueClient(address, 2, credentials(), 30.0)
+        gone.sendall(REQUEST.pack(1, Ask.AWAIT, 4, 2) + b"late" + b"30")
+        gone.sendall(REQUEST.pack(2, Ask.SET, 1, 1) + b"a" + b"b")
+        assert client.ask(Ask.AWAIT, "a", b"30") == b"b"  # so the question before has been heard
+        gone.close()
+        server.ask(Ask.SET, "late", b"come")
+        assert client.ask(Ask.AWAIT, "late", b"30") == b"come"
+        client.close()
 
 
 @contextlib.contextmanager
@@ -233,7 +271,7 @@ def test_what_is_no_request_ends_only_its_own_connection() -> None:
         wrong = reach(address, 1, credentials(), 30.0)
         wrong.settimeout(30.0)
         client = ValueClient(address, 2, credentials(), 30.0)
-        wrong.sendall(b"\xff" + bytes(12))
+        wrong.sendall(b"\0\0\0\0\xff" + bytes(12))
         assert wrong.recv(1) == b""
         server.ask(Ask.SET, "a", b"b")
         assert client.ask(Ask.GET, "a") == b"b"

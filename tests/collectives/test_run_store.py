@@ -103,3 +103,11 @@ def test_a_store_in_a_file_stays_when_a_rank_that_used_it_ends(tmp_path: Path) -
         os._exit(0)
     os.waitpid(child, 0)
     assert SealedStore(dist.FileStore(str(tmp_path / "store"), -1), KEY).get("more") == "of it"
+
+
+def test_ranks_that_want_some_texts_wait_for_no_other_rank(raw: dist.Store) -> None:
+    gathers = [all_gather_by(SealedStore(raw, KEY), "ways", rank, 4, 30.0) for rank in range(4)]
+    gathers[3](b"", wanted=())
+    gathers[2](b"of 2", wanted=())
+    assert gathers[1](b"of 1", wanted=[2])[2] == b"of 2"
+    assert gathers[0](b"", wanted=[1, 2])[1:3] == [b"of 1", b"of 2"]

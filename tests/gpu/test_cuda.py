@@ -123,7 +123,7 @@ def group_of_one() -> Iterator[Group]:
         return made[-1]
 
     try:
-        yield Group(0, 1, lambda data: [data], lambda *_: gloo, nccl=nccl)
+        yield Group(0, 1, lambda data, wanted=None: [data], lambda *_: gloo, nccl=nccl)
     finally:
         for one in made:
             one.shutdown()

@@ -87,8 +87,19 @@ def admit(listeners: Sequence[socket.socket], key: bytes, timeout_s: float) -> I
 
 def is_own(peer: socket.socket) -> bool:
     """Return whether the kernel says that the process at the other end of a Unix socket is this user's."""
-    _, uid, _ = struct.unpack("3i", peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
-    return bool(uid == os.geteuid())
+    _, uid, _ = _credentials(peer)
+    return uid == os.geteuid()
+
+
+def process_of(peer: socket.socket) -> int:
+    """Return the number of the process that has connected a Unix socket, as the kernel says."""
+    pid, _, _ = _credentials(peer)
+    return pid
+
+
+def _credentials(peer: socket.socket) -> tuple[int, int, int]:
+    pid, uid, gid = struct.unpack("3i", peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+    return pid, uid, gid
 
 
 def _accepted(listener: socket.socket, key: bytes) -> _Stranger | None:

@@ -13,8 +13,8 @@ from lagom.collectives.sockets.value_server import Ask, swap_data
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-_SOON_S, _LATER_S, _LATEST_S = 0.0002, 0.02, 0.5
-_SHARE = 0.05  # of the time waited so far: each question takes time of rank 0's, for which others may wait
+_HELD_S = 20.0
+"""Seconds for which rank 0 holds a question for a value that is not there."""
 _Base: Any = dist.Store
 
 
@@ -39,11 +39,19 @@ class RankStore(_Base):  # type: ignore[misc]
         self._ask(Ask.SET, name, _as_bytes(value))
 
     def get(self, name: str) -> bytes:
-        self.wait([name])
-        found = self._ask(Ask.GET, name)
+        found = self.awaited(name, self.timeout.total_seconds())
         if found is None:
-            raise dist.DistStoreError(f"{name!r} was deleted from the ranks' store meanwhile")
+            raise _late(self.timeout, [name])
         return found
+
+    def awaited(self, name: str, seconds: float) -> bytes | None:
+        """Return the value once it is there; None if it is not in time."""
+        end = time.monotonic() + seconds
+        while True:
+            left_s = max(0.0, end - time.monotonic())
+            found = self._ask(Ask.AWAIT, name, str(min(left_s, _HELD_S)).encode())
+            if found is not None or left_s <= _HELD_S:
+                return found
 
     def add(self, name: str, number: int) -> int:
         return int(self._ask(Ask.ADD, name, str(number).encode()) or b"0")
@@ -67,14 +75,10 @@ class RankStore(_Base):  # type: ignore[misc]
         return self  # all threads of a rank may share it
 
     def wait(self, names: Sequence[str], timeout: timedelta | None = None) -> None:
-        seconds = (timeout or self.timeout).total_seconds()
-        start, pause_s = time.monotonic(), _SOON_S
-        while not self.check(names):
-            waited_s = time.monotonic() - start
-            if waited_s > seconds:
-                raise dist.DistStoreError(f"wait timeout after {1e3 * seconds:.0f}ms, keys: {', '.join(names)}")
-            time.sleep(pause_s)
-            pause_s = min(1.5 * pause_s, max(_LATER_S, _SHARE * waited_s), _LATEST_S)
+        timeout = timeout or self.timeout
+        end = time.monotonic() + timeout.total_seconds()
+        if any(self.awaited(name, end - time.monotonic()) is None for name in names):
+            raise _late(timeout, names)
 
     def _ask(self, what: Ask, name: str, data: bytes = b"") -> bytes | None:
         try:
@@ -83,6 +87,10 @@ class RankStore(_Base):  # type: ignore[misc]
             raise dist.DistNetworkError(f"the run's store on rank 0 is out of reach: {error}") from error
         except ValueError as error:
             raise dist.DistStoreError(f"the run's store on rank 0: {error}") from error
+
+
+def _late(timeout: timedelta, names: Sequence[str]) -> dist.DistStoreError:
+    return dist.DistStoreError(f"wait timeout after {1e3 * timeout.total_seconds():.0f}ms, keys: {', '.join(names)}")
 
 
 def _as_bytes(value: str | bytes) -> bytes:
@@ -94,5 +102,6 @@ def _as_bytes(value: str | bytes) -> bytes:
 # torch's TCPStore listens for as long as it lives and serves everybody, and sends in clear (its TLS is not in torch's
 # wheels). So where ranks are on several hosts, rank 0 keeps the values and serves them by a thread of lagom's, over
 # connections that are proved, and encrypted where Spark encrypts, as those of exchanges are. It listens only until all
-# ranks have connected. Waiting is asking again, so one connection serves all threads of a rank. What else stores of
-# torch have (queues, ``append``, a list of keys) is an error here.
+# ranks have connected. One connection serves all threads of a rank: requests have numbers, and one that waits for a
+# value is answered when it is there. So a thousand ranks that wait for each other while they join ask once. What else
+# stores of torch have (queues, ``append``, a list of keys) is an error here.

@@ -3,27 +3,32 @@
 from __future__ import annotations
 
 import contextlib
+import heapq
 import os
 import select
 import socket
 import struct
 import threading
+import time
 import weakref
+from dataclasses import dataclass, field
 from enum import IntEnum
+from functools import partial
 from typing import TYPE_CHECKING
 
-from lagom.collectives.sockets.connect import accepted, reach
+from lagom.collectives.sockets.connect import accepted
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
+    from collections.abc import Callable, Collection, Iterator
 
     from lagom.collectives.sockets.encryption import Connection, Credentials
 
-_REQUEST = struct.Struct("<BIQ")
-"""Operation, and the lengths of the name and the data that follow."""
-_ANSWER = struct.Struct("<BQ")
-"""Kind of what follows, and its length."""
-_NOTHING, _VALUE, _REFUSAL = range(3)
+REQUEST = struct.Struct("<IBIQ")
+"""Number of a request, its operation, and the lengths of the name and the data that follow."""
+ANSWER = struct.Struct("<IBQ")
+"""Number of the request, kind of what follows, and its length."""
+NOTHING, VALUE, REFUSAL = range(3)
+"""Kinds of answers."""
 _LENGTH = struct.Struct("<Q")
 _PIECE = 1 << 16
 
@@ -40,6 +45,11 @@ class Ask(IntEnum):
     """Replace the value if it is the expected one; the answer is the value afterwards. See ``swap_data``."""
     DELETE = 6
     COUNT = 7
+    AWAIT = 8
+    """The value once it is there; nothing if it is not after as many seconds as the data says."""
+
+
+_SETTING = frozenset({Ask.SET, Ask.ADD, Ask.SWAP})
 
 
 class ValueServer:
@@ -55,12 +65,22 @@ class ValueServer:
         self, listener: socket.socket, others: Collection[int], credentials: Credentials, timeout_s: float
     ) -> None:
         self._values: dict[str, bytes] = {}
-        self._turn = threading.Lock()
+        self._changed = threading.Condition()
         self._listener = listener
         self._others = others
         self._credentials = credentials
         self._timeout_s = timeout_s
         self._peers: dict[int, _Peer] = {}
+        self._poll = select.poll()
+        self._held: dict[str, list[_Held]] = {}
+        """Requests for values that are not there, by name."""
+        self._by_end: list[_Held] = []
+        """The same as a heap."""
+        self._answerable: list[_Held] = []
+        self._bell, self._hears_bell = socket.socketpair()
+        """Wakes the thread when this rank itself has set a value for which others wait."""
+        for one in (self._bell, self._hears_bell):
+            one.setblocking(False)
         _all.add(self)
         threading.Thread(target=self._run, name="lagom-store", daemon=True).start()
 
@@ -70,7 +90,9 @@ class ValueServer:
         Raises:
             ValueError: when a number is to be added to a value that is none.
         """
-        with self._turn:
+        with self._changed:
+            if what == Ask.AWAIT:
+                self._changed.wait_for(lambda: name in self._values, float(data))
             found = self._values.get(name)
             if what == Ask.SET:
                 self._values[name] = data
@@ -89,6 +111,9 @@ class ValueServer:
                 self._values.pop(name, None)
             elif what == Ask.COUNT:
                 found = str(len(self._values)).encode()
+            if what in _SETTING and name in self._values:
+                self._changed.notify_all()
+                self._release(name)
         return b"" if what == Ask.HAS and found is not None else found
 
     def close(self) -> None:
@@ -96,6 +121,16 @@ class ValueServer:
         self._listener.close()
         for peer in list(self._peers.values()):
             peer.connection.close()
+        self._bell.close()
+
+    def _release(self, name: str) -> None:
+        """Have the thread answer those who wait for a value, which is there now."""
+        if waiting := self._held.pop(name, None):
+            for one in waiting:
+                one.value = self._values[name]
+            self._answerable += waiting
+            with contextlib.suppress(OSError):  # it rings already, or the server is closed
+                self._bell.send(b"!")
 
     def _run(self) -> None:
         with contextlib.suppress(OSError, ValueError):  # a rank does not come, or ``close`` was called meanwhile
@@ -105,48 +140,112 @@ class ValueServer:
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)  # the process that has opened it for this one holds it too
         self._listener.close()
-        poll = select.poll()
-        for number in self._peers:
-            poll.register(number, select.POLLIN)
+        self._serve()
+        self._hears_bell.close()  # here, since a closed one would not wake ``poll``
+
+    def _serve(self) -> None:
+        for number in (self._hears_bell.fileno(), *self._peers):
+            self._poll.register(number, select.POLLIN)
         while self._peers:
-            for number, _ in poll.poll():
-                peer = self._peers[number]
-                try:
-                    peer.serve(self)
-                    poll.modify(number, select.POLLIN | (select.POLLOUT if peer.outgoing else 0))
-                except (OSError, ValueError, struct.error):  # the rank has ended, or what it asks is no request
-                    poll.unregister(number)
-                    self._peers.pop(number).connection.close()
+            events = self._poll.poll(self._pause_ms())
+            for peer in [self._peers[number] for number, _ in events if number in self._peers]:
+                self._attend(peer, partial(self._hear, peer))
+            with contextlib.suppress(BlockingIOError):
+                if not self._hears_bell.recv(_PIECE):
+                    return  # ``close`` was called
+            for one in self._due():
+                one.peer.put(one.number, NOTHING if one.value is None else VALUE, one.value or b"")
+                self._attend(one.peer, one.peer.send)
+
+    def _attend(self, peer: _Peer, call: Callable[[], None]) -> None:
+        """Make a ``call`` for one rank, and listen for what it then waits for."""
+        number = peer.connection.fileno()
+        if self._peers.get(number) is not peer:
+            return
+        try:
+            call()
+            self._poll.modify(number, select.POLLIN | (select.POLLOUT if peer.outgoing else 0))
+        except (OSError, ValueError, struct.error):  # the rank has ended, or what it asks is no request
+            self._poll.unregister(number)
+            self._peers.pop(number).connection.close()
+
+    def _hear(self, peer: _Peer) -> None:
+        """Answer what a rank asks, but for what has to wait."""
+        for number, what, name, data in peer.requests():
+            if what == Ask.AWAIT and self._hold(peer, number, name, float(data)):
+                continue
+            try:
+                answer = self.ask(what, name, data)
+                peer.put(number, NOTHING if answer is None else VALUE, answer or b"")
+            except ValueError as error:
+                peer.put(number, REFUSAL, str(error).encode())
+        peer.send()
+
+    def _hold(self, peer: _Peer, number: int, name: str, seconds: float) -> bool:
+        """Keep a request for a value that is not there; return whether it has to wait."""
+        with self._changed:
+            if name in self._values:
+                return False
+            one = _Held(time.monotonic() + seconds, name, peer, number)
+            self._held.setdefault(name, []).append(one)
+            heapq.heappush(self._by_end, one)
+        return True
+
+    def _due(self) -> list[_Held]:
+        """Return the requests that can be answered, with their values, or that have waited for long enough."""
+        with self._changed:
+            due, self._answerable = self._answerable, []
+            while self._by_end and (self._by_end[0].value is not None or self._by_end[0].end <= time.monotonic()):
+                one = heapq.heappop(self._by_end)
+                if one.value is None:
+                    self._held[one.name].remove(one)
+                    if not self._held[one.name]:
+                        del self._held[one.name]
+                    due.append(one)
+        return due
+
+    def _pause_ms(self) -> float | None:
+        with self._changed:
+            return None if not self._by_end else max(0.0, 1e3 * (self._by_end[0].end - time.monotonic()))
 
 
 class _Peer:
-    """Serves one connected rank: reads its requests and keeps the answers that it has not taken yet."""
+    """A connected rank, with what has come of its next request and the answers that it has not taken yet."""
 
     def __init__(self, connection: Connection) -> None:
         self.connection = connection
-        self.incoming = bytearray()
         self.outgoing = bytearray()
+        self._incoming = bytearray()
 
-    def serve(self, server: ValueServer) -> None:
-        """Read requests and send answers, as far as that needs no waiting.
+    def requests(self) -> Iterator[tuple[int, Ask, str, bytes]]:
+        """Yield the requests that are there, as numbers, operations, names and data.
 
         Raises:
             OSError: when the rank has closed the connection.
-            ValueError: when it has sent what is no request; so does struct.error.
+            ValueError: when it has sent what is no request.
         """
         try:
             while data := self.connection.recv(_PIECE):
-                self.incoming += data
+                self._incoming += data
             raise ConnectionError("a rank hung up")
         except BlockingIOError:
             pass
-        while (request := self._request()) is not None:
-            try:
-                answer = server.ask(*request)
-                kind = _NOTHING if answer is None else _VALUE
-            except ValueError as error:
-                kind, answer = _REFUSAL, str(error).encode()
-            self.outgoing += _ANSWER.pack(kind, len(answer or b"")) + (answer or b"")
+        while len(self._incoming) >= REQUEST.size:
+            number, what, name_size, size = REQUEST.unpack_from(self._incoming)
+            middle = REQUEST.size + name_size
+            if len(self._incoming) < middle + size:
+                return
+            name = self._incoming[REQUEST.size : middle].decode()
+            data = bytes(self._incoming[middle : middle + size])
+            del self._incoming[: middle + size]
+            yield number, Ask(what), name, data
+
+    def put(self, number: int, kind: int, answer: bytes) -> None:
+        """Add an answer to those that ``send`` sends."""
+        self.outgoing += ANSWER.pack(number, kind, len(answer)) + answer
+
+    def send(self) -> None:
+        """Send answers as far as that needs no waiting."""
         try:
             while self.outgoing:
                 piece = bytes(self.outgoing[:_PIECE])
@@ -154,78 +253,16 @@ class _Peer:
         except BlockingIOError:
             pass
 
-    def _request(self) -> tuple[Ask, str, bytes] | None:
-        """Take the next request, if it is there as a whole."""
-        if len(self.incoming) < _REQUEST.size:
-            return None
-        what, name_size, size = _REQUEST.unpack_from(self.incoming)
-        middle = _REQUEST.size + name_size
-        if len(self.incoming) < middle + size:
-            return None
-        name, data = self.incoming[_REQUEST.size : middle].decode(), bytes(self.incoming[middle : middle + size])
-        del self.incoming[: middle + size]
-        return Ask(what), name, data
 
+@dataclass(order=True)
+class _Held:
+    """Request that waits for a value, until a time."""
 
-class ValueClient:
-    """Asks the ``ValueServer`` of another rank.
-
-    Args:
-        address: where it listens.
-        rank: this one.
-        timeout_s: how long to wait for it, and for each answer.
-
-    Raises:
-        OSError: when it cannot be reached.
-    """
-
-    def __init__(self, address: tuple[str, int], rank: int, credentials: Credentials, timeout_s: float) -> None:
-        self._connection = reach(address, rank, credentials, timeout_s, waits=True)
-        self._connection.settimeout(timeout_s)
-        self._failure = ""
-        self._turn = threading.Lock()
-        _all.add(self)
-
-    def ask(self, what: Ask, name: str, data: bytes = b"") -> bytes | None:
-        """Return the answer; None if there is no such value.
-
-        Raises:
-            OSError: when the rank that keeps the values is gone, or does not answer in time; and after a call that a
-                signal's handler has ended.
-            ValueError: as ``ValueServer.ask``.
-        """
-        head = name.encode()
-        with self._turn:
-            if self._failure:
-                raise ConnectionError(self._failure)
-            try:
-                self._connection.sendall(_REQUEST.pack(what, len(head), len(data)) + head + data)
-                kind, size = _ANSWER.unpack(self._exactly(_ANSWER.size))
-                answer = self._exactly(size)
-            except BaseException as error:
-                # The answer to this request may still come, and the next one would take it for its own.
-                self._failure = f"an earlier question to it has failed: {str(error) or type(error).__name__}"
-                self._connection.close()
-                if isinstance(error, BlockingIOError):
-                    raise TimeoutError("it did not answer in time") from error
-                raise
-        if kind == _REFUSAL:
-            raise ValueError(answer.decode())
-        return answer if kind == _VALUE else None
-
-    def close(self) -> None:
-        """Close the connection."""
-        self._connection.close()
-
-    def _exactly(self, size: int) -> bytes:
-        data = bytearray(size)
-        view = memoryview(data)
-        while view:
-            count = self._connection.recv_into(view)
-            if not count:
-                raise ConnectionError("the rank that keeps the run's store hung up")
-            view = view[count:]
-        return bytes(data)
+    end: float
+    name: str = field(compare=False)
+    peer: _Peer = field(compare=False)
+    number: int = field(compare=False)
+    value: bytes | None = field(default=None, compare=False)
 
 
 def swap_data(expected: bytes, wanted: bytes) -> bytes:
@@ -233,12 +270,13 @@ def swap_data(expected: bytes, wanted: bytes) -> bytes:
     return _LENGTH.pack(len(expected)) + expected + wanted
 
 
-_all: weakref.WeakSet[ValueServer | ValueClient] = weakref.WeakSet()
+_all: weakref.WeakSet[ValueServer] = weakref.WeakSet()
 
 
 def _close_all() -> None:
     for one in list(_all):
         one.close()
+        one._hears_bell.close()
 
 
 # Otherwise a loader worker that outlives its rank would keep the other ranks waiting for that rank.

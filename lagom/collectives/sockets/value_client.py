@@ -1,0 +1,127 @@
+"""``ValueClient``: asks another rank for the values that its ``ValueServer`` keeps."""
+
+from __future__ import annotations
+
+import os
+import threading
+import weakref
+from typing import TYPE_CHECKING
+
+from lagom.collectives.sockets.connect import reach
+from lagom.collectives.sockets.value_server import ANSWER, REFUSAL, REQUEST, VALUE, Ask
+
+if TYPE_CHECKING:
+    from lagom.collectives.sockets.encryption import Credentials
+
+_MOST = 1 << 32
+
+
+class ValueClient:
+    """Asks the ``ValueServer`` of another rank. Threads may ask at the same time.
+
+    Args:
+        address: where it listens.
+        rank: this one.
+        timeout_s: how long to wait for it, and for each answer.
+
+    Raises:
+        OSError: when it cannot be reached.
+    """
+
+    def __init__(self, address: tuple[str, int], rank: int, credentials: Credentials, timeout_s: float) -> None:
+        self._connection = reach(address, rank, credentials, timeout_s, waits=True)
+        self._connection.settimeout(timeout_s)
+        self._failure = ""
+        self._sends = threading.Lock()
+        self._number = 0
+        self._arrived = threading.Condition()
+        self._answers: dict[int, tuple[int, bytes]] = {}
+        self._is_read = False
+        """Whether a thread reads the next answer, its own or another's."""
+        _all.add(self)
+
+    def ask(self, what: Ask, name: str, data: bytes = b"") -> bytes | None:
+        """Return the answer; None if there is no such value.
+
+        Raises:
+            OSError: when the rank that keeps the values is gone, or does not answer in time; and after a call that a
+                signal's handler has ended.
+            ValueError: as ``ValueServer.ask``.
+        """
+        head = name.encode()
+        with self._sends:
+            self._check()
+            self._number = number = (self._number + 1) % _MOST
+            try:
+                self._connection.sendall(REQUEST.pack(number, what, len(head), len(data)) + head + data)
+            except BaseException as error:  # a part of it may have been sent
+                self._fail(error)
+                raise
+        kind, answer = self._answer(number)
+        if kind == REFUSAL:
+            raise ValueError(answer.decode())
+        return answer if kind == VALUE else None
+
+    def close(self) -> None:
+        """Close the connection."""
+        self._connection.close()
+
+    def _answer(self, number: int) -> tuple[int, bytes]:
+        """Return kind and content of an answer. One of the threads that wait reads, for all of them."""
+        with self._arrived:
+            while number not in self._answers:
+                self._check()
+                if self._is_read:
+                    self._arrived.wait()
+                    continue
+                self._is_read = True
+                self._arrived.release()
+                try:
+                    found = self._read()
+                finally:
+                    self._arrived.acquire()
+                    self._is_read = False
+                    self._arrived.notify_all()
+                self._answers[found[0]] = found[1:]
+            return self._answers.pop(number)
+
+    def _read(self) -> tuple[int, int, bytes]:
+        """Return number, kind and content of the next answer."""
+        try:
+            number, kind, size = ANSWER.unpack(self._exactly(ANSWER.size))
+            return number, kind, self._exactly(size)
+        except BaseException as error:  # a part of it may have been read
+            self._fail(error)
+            if isinstance(error, BlockingIOError):
+                raise TimeoutError("it did not answer in time") from error
+            raise
+
+    def _fail(self, error: BaseException) -> None:
+        self._failure = f"an earlier question to it has failed: {str(error) or type(error).__name__}"
+        self._connection.close()
+
+    def _check(self) -> None:
+        if self._failure:
+            raise ConnectionError(self._failure)
+
+    def _exactly(self, size: int) -> bytes:
+        data = bytearray(size)
+        view = memoryview(data)
+        while view:
+            count = self._connection.recv_into(view)
+            if not count:
+                raise ConnectionError("the rank that keeps the run's store hung up")
+            view = view[count:]
+        return bytes(data)
+
+
+_all: weakref.WeakSet[ValueClient] = weakref.WeakSet()
+
+
+def _close_all() -> None:
+    for one in list(_all):
+        one.close()
+
+
+# Otherwise a loader worker that outlives its rank would keep the other ranks waiting for that rank.
+os.register_at_fork(after_in_child=_close_all)
