@@ -140,7 +140,7 @@ def _rank(door: tuple[str, int], rank: int, world_size: int, ip: str, way: str, 
     store = RankStore(ValueClient(door, rank, Credentials(KEY), TIMEOUT_S).ask, timedelta(seconds=TIMEOUT_S))
     gather = all_gather_by(SealedStore(store, KEY), way, rank, world_size, TIMEOUT_S)
     before = _sockets()
-    messages: Any = _rounds(rank, gather, ip) if way == "rounds" else _mesh(rank, world_size, gather, ip)
+    messages: Any = _rounds(rank, gather, ip) if way == "rounds" else _mesh(rank, gather, ip)
     messages.exchange(b"")
     joined = time.monotonic() - start
     with _counted() as sent:
@@ -193,9 +193,8 @@ def _rounds(rank: int, gather: Gather, ip: str) -> Mesh | HostMessages:
     return connect_messages(rank, ip, gather, Credentials(KEY), TIMEOUT_S, hosts)
 
 
-def _mesh(rank: int, world_size: int, gather: Gather, ip: str) -> Mesh:
-    others = set(range(world_size)) - {rank}
-    return Mesh(connected(rank, others, gather(host_identity()), ip, gather, Credentials(KEY)), TIMEOUT_S)
+def _mesh(rank: int, gather: Gather, ip: str) -> Mesh:
+    return Mesh(connected(rank, None, gather(host_identity()), ip, gather, Credentials(KEY)), TIMEOUT_S)
 
 
 def _median(call: Callable[[], object], turns: int) -> float:

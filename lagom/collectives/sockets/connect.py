@@ -38,7 +38,7 @@ class Gather(Protocol):
 
 def connected(
     rank: int,
-    partners: Collection[int],
+    partners: Collection[int] | None,
     homes: Sequence[object],
     ip: str,
     all_gather: Gather,
@@ -47,7 +47,7 @@ def connected(
     """Return connections with ``partners`` at their places, and None at others; a collective of all ranks.
 
     Args:
-        partners: ranks that have this rank among their partners.
+        partners: ranks that have this rank among their partners; None if every rank connects with every other one.
         homes: the host of each rank; equal for ranks that can reach each other's Unix sockets.
         ip: address at which other hosts reach this one.
         all_gather: an exchange that works already; whoever reads its messages learns where ranks listen.
@@ -57,25 +57,25 @@ def connected(
         OSError: when a rank cannot be reached.
     """
     peers: list[Connection | None] = [None] * len(homes)
-    if not partners:
+    if partners is not None and not partners:
         all_gather(b"", wanted=())
         return peers
-    lower = sorted(peer for peer in partners if peer < rank)
+    others = sorted(set(range(len(homes))) - {rank} if partners is None else partners)
+    lower = [peer for peer in others if peer < rank]
     with ExitStack() as stack:
         listeners = [stack.enter_context(listen(socket.AF_UNIX, ""))]
         address: list[object] = []
-        if any(homes[peer] != homes[rank] for peer in partners):
+        if any(homes[peer] != homes[rank] for peer in others):
             family = socket.AF_INET6 if ":" in ip else socket.AF_INET
             listeners.append(stack.enter_context(listen(family, (ip, 0))))
             address = list(listeners[1].getsockname()[:2])
         mine = json.dumps([listeners[0].getsockname().hex(), address])
-        rows = all_gather(mine.encode(), wanted=None if len(partners) == len(homes) - 1 else lower)
+        rows = all_gather(mine.encode(), wanted=None if partners is None else lower)
         for peer in lower:
             name, where = json.loads(rows[peer])
             place = bytes.fromhex(name) if homes[peer] == homes[rank] else (str(where[0]), int(where[1]))
             peers[peer] = reach(place, rank, credentials, _TIMEOUT_S)
-        awaited = {peer for peer in partners if peer > rank}
-        for peer, found in accepted(listeners, awaited, credentials, _TIMEOUT_S):
+        for peer, found in accepted(listeners, others[len(lower) :], credentials, _TIMEOUT_S):
             peers[peer] = found
     return peers
 

@@ -8,13 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
-from lagom.collectives.sockets.value_server import Ask, swap_data
+from lagom.collectives.sockets.value_server import HELD_S, Ask, swap_data
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-_HELD_S = 20.0
-"""Seconds for which rank 0 holds a question for a value that is not there."""
 _Base: Any = dist.Store
 
 
@@ -49,8 +47,8 @@ class RankStore(_Base):  # type: ignore[misc]
         end = time.monotonic() + seconds
         while True:
             left_s = max(0.0, end - time.monotonic())
-            found = self._ask(Ask.AWAIT, name, str(min(left_s, _HELD_S)).encode())
-            if found is not None or left_s <= _HELD_S:
+            found = self._ask(Ask.AWAIT, name, str(min(left_s, HELD_S)).encode())
+            if found is not None or left_s <= HELD_S:
                 return found
 
     def add(self, name: str, number: int) -> int:

@@ -8,7 +8,7 @@ import weakref
 from typing import TYPE_CHECKING
 
 from lagom.collectives.sockets.connect import reach
-from lagom.collectives.sockets.value_server import ANSWER, REFUSAL, REQUEST, VALUE, Ask
+from lagom.collectives.sockets.value_server import ANSWER, HELD_S, REFUSAL, REQUEST, VALUE, Ask
 
 if TYPE_CHECKING:
     from lagom.collectives.sockets.encryption import Credentials
@@ -30,7 +30,7 @@ class ValueClient:
 
     def __init__(self, address: tuple[str, int], rank: int, credentials: Credentials, timeout_s: float) -> None:
         self._connection = reach(address, rank, credentials, timeout_s, waits=True)
-        self._connection.settimeout(timeout_s)
+        self._connection.settimeout(timeout_s + HELD_S)
         self._failure = ""
         self._sends = threading.Lock()
         self._number = 0

@@ -29,6 +29,8 @@ ANSWER = struct.Struct("<IBQ")
 """Number of the request, kind of what follows, and its length."""
 NOTHING, VALUE, REFUSAL = range(3)
 """Kinds of answers."""
+HELD_S = 20.0
+"""Seconds for which a question for a value that is not there is held, at most."""
 _LENGTH = struct.Struct("<Q")
 _PIECE = 1 << 16
 
