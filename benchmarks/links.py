@@ -49,17 +49,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     logging.getLogger("lagom").setLevel(logging.ERROR)
     os.environ["OMP_NUM_THREADS"] = "1"
     torch.set_num_threads(1)  # ranks are forked from this process, and OpenMP's threads are not
-    print("hosts  Mbit/s  delay, ms  way               a host sends, MB  a step, ms  quartiles      of DDP's time")
+    print(
+        "hosts  Mbit/s  delay, ms  way               a host sends, MB  a step, ms  quartiles      of DDP's time  "
+        "a rank's core, ms"
+    )
     for num_hosts in args.hosts:
         for mbit in args.mbit:
             for delay_ms in args.delay_ms:
                 found = _measure(num_hosts, args.ranks, Link(mbit=mbit, delay_ms=delay_ms), args.only, args.rounds)
-                for name, (times, sent) in found.items():
+                for name, (times, sent, used) in found.items():
                     low, middle, high = statistics.quantiles(times, n=4)
                     of_ddp = middle / statistics.median(found["ddp"][0]) if "ddp" in found else float("nan")
                     print(
                         f"{num_hosts:5} {mbit:7g} {delay_ms:10g}  {name:16} {sent / 1e6:17.1f} {middle:11.1f}  "
-                        f"{f'{low:.1f}-{high:.1f}':13} {of_ddp:10.2f}",
+                        f"{f'{low:.1f}-{high:.1f}':13} {of_ddp:10.2f}  {used:17.0f}",
                         flush=True,
                     )
     return 0
@@ -67,19 +70,24 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _measure(
     num_hosts: int, num_ranks: int, link: Link, contenders: Sequence[str], rounds: int
-) -> Mapping[str, tuple[Sequence[float], float]]:
-    """Return for each contender the milliseconds of its steps, and the bytes that a host sends in one at most."""
+) -> Mapping[str, tuple[Sequence[float], float, float]]:
+    """Return for each contender the milliseconds of its steps, and the most that a host sends and a rank computes.
+
+    These are bytes, and milliseconds of a core, for each step.
+    """
     found: dict[str, list[float]] = {name: [] for name in contenders}
     sent: dict[str, float] = {}
+    used: dict[str, list[float]] = {name: [] for name in contenders}
     with slow_network(num_hosts, link) as (address, hosts), launcher(address, hosts, num_ranks) as runs:
         for _ in range(rounds):
             for name in contenders:
                 function, settings = CONTENDERS[name]
                 ranks = runs.call(function, distributed=name == "ddp", **settings)
-                found[name] += [max(times) for times in zip(*(times for times, _ in ranks), strict=True)]
-                sent[name] = max(num_bytes for _, num_bytes in ranks)
+                found[name] += [max(times) for times in zip(*(times for times, *_ in ranks), strict=True)]
+                sent[name] = max(num_bytes for _, num_bytes, _ in ranks)
+                used[name].append(max(ms for *_, ms in ranks))
                 print(f"{name}: {sent[name] / 1e6:.1f} MB, {statistics.median(found[name]):.1f} ms", file=sys.stderr)
-    return {name: (times, sent[name]) for name, times in found.items()}
+    return {name: (times, sent[name], statistics.median(used[name])) for name, times in found.items()}
 
 
 def _model() -> torch.nn.Module:
@@ -88,20 +96,24 @@ def _model() -> torch.nn.Module:
     return torch.nn.Sequential(*layers, torch.nn.Linear(_WIDTH, 1))
 
 
-def _steps(model: torch.nn.Module) -> tuple[list[float], float]:
-    """Return the milliseconds of the steps after the first ones, and the bytes that this host sends in one of them."""
+Steps = tuple[list[float], float, float]
+"""Milliseconds of the steps after the first ones; the bytes that this host sends, and the milliseconds of a core that
+this rank uses, in one of them."""
+
+
+def _steps(model: torch.nn.Module) -> Steps:
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     x, y = torch.rand(_BATCH, _WIDTH), torch.rand(_BATCH, 1)
-    times, sent = [], 0
+    times, sent, used = [], 0, 0.0
     for step in range(_WARM_STEPS + _STEPS):
         if step == _WARM_STEPS:
-            sent = _num_sent()
+            sent, used = _num_sent(), time.process_time()
         start = time.perf_counter()
         optimizer.zero_grad()
         torch.nn.functional.mse_loss(model(x), y).backward()
         optimizer.step()
         times.append(1e3 * (time.perf_counter() - start))
-    return times[_WARM_STEPS:], (_num_sent() - sent) / _STEPS
+    return times[_WARM_STEPS:], (_num_sent() - sent) / _STEPS, 1e3 * (time.process_time() - used) / _STEPS
 
 
 def _num_sent() -> int:
@@ -110,12 +122,12 @@ def _num_sent() -> int:
     return next(int(row[9]) for row in rows if row[0] == "eth0:")
 
 
-def by_lagom() -> tuple[list[float], float]:
+def by_lagom() -> Steps:
     """Train with lagom."""
     return _steps(_model())
 
 
-def after_the_backward() -> tuple[list[float], float]:
+def after_the_backward() -> Steps:
     """Train with lagom, and send no gradient before the backward has ended."""
     from lagom.gradients import overlap
 
@@ -123,7 +135,7 @@ def after_the_backward() -> tuple[list[float], float]:
     return _steps(_model())
 
 
-def by_ddp() -> tuple[list[float], float]:
+def by_ddp() -> Steps:
     """Train with DistributedDataParallel over gloo."""
     dist.init_process_group("gloo")
     return _steps(DistributedDataParallel(_model()))

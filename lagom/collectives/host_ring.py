@@ -26,8 +26,10 @@ if TYPE_CHECKING:
 _HEAD = struct.Struct("<QQBBI")
 _NAMES = ("all_reduce", "reduce_scatter", "all_gather", "broadcast")
 _NO_CODE = 255
-_BLOCK = 1 << 16
-"""Bytes that are added while the next ones arrive; few enough that torch adds them in the calling thread."""
+_BLOCK = 1 << 17
+"""Bytes that are taken at once, and added while the next ones arrive."""
+_GRAIN = 1 << 15
+"""Numbers that torch adds in the calling thread, at most."""
 _LEAST = 1 << 17
 """Bytes of a message, if it has as many, that must have come before they are sent on."""
 
@@ -53,6 +55,7 @@ class HostRing:
         self._timeout_s = timeout_s
         self._exchange = _Exchange(0, 0, 0, 0)
         self._arrived = torch.empty(_BLOCK, dtype=torch.uint8)
+        self._least = 1
         self._polls: dict[tuple[bool, bool], select.poll] = {}
         self._thread = BackgroundExchanges("lagom-ring")
         for one in (following, preceding):
@@ -128,9 +131,12 @@ class HostRing:
             if shift.into is not None:
                 backs.append(_Receiving(shift.into, self._exchange, self._arrived if shift.adds else None))
         deadline = time.monotonic() + self._timeout_s
+        comes = True
         while outs or backs:
             moved = bool(outs) and outs[0].go_on(self._following)
-            moved |= bool(backs) and backs[0].go_on(self._preceding)
+            if backs and comes:
+                took = backs[0].go_on(self._preceding)
+                moved, comes = moved or took, not backs[0].has_all
             if outs and outs[0].is_done:
                 del outs[0]
             if backs and backs[0].is_done:
@@ -138,10 +144,18 @@ class HostRing:
             if moved:
                 deadline = time.monotonic() + self._timeout_s
             elif outs or backs:
-                self._wait(bool(outs) and not outs[0].waits, bool(backs), deadline)
+                if backs:
+                    self._wake_for(backs[0].num_awaited)
+                comes = self._wait(bool(outs) and not outs[0].waits, bool(backs), deadline)
 
-    def _wait(self, sends: bool, receives: bool, deadline: float) -> None:
-        """Wait until a neighbour has sent something or takes something."""
+    def _wake_for(self, num_bytes: int) -> None:
+        """Have ``poll`` wait for as many bytes: with each packet that comes it would take as long as to add it up."""
+        if num_bytes != self._least and isinstance(self._preceding, socket.socket):
+            self._preceding.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, num_bytes)
+            self._least = num_bytes
+
+    def _wait(self, sends: bool, receives: bool, deadline: float) -> bool:
+        """Wait until a neighbour has sent something or takes something; return whether it has sent."""
         poll = self._polls.get((sends, receives))
         if poll is None:
             wanted = {self._following.fileno(): select.POLLOUT} if sends else {}
@@ -151,8 +165,11 @@ class HostRing:
             poll = self._polls[sends, receives] = select.poll()
             for number, events in wanted.items():
                 poll.register(number, events)
-        if not poll.poll(max(0.0, 1e3 * (deadline - time.monotonic()))):
+        found = poll.poll(max(0.0, 1e3 * (deadline - time.monotonic())))
+        if not found:
             raise TimeoutError("another host did not answer in time")
+        number = self._preceding.fileno()
+        return any(events & ~select.POLLOUT for one, events in found if one == number)
 
 
 class _Exchange(NamedTuple):
@@ -227,6 +244,8 @@ class _Receiving:
 
     def __init__(self, tensor: torch.Tensor, exchange: _Exchange, arrived: torch.Tensor | None) -> None:
         self.is_done = False
+        self.has_all = False
+        """Whether all that had come is taken."""
         self.num_ready = 0
         """Bytes that have come, and were added."""
         self._wanted = exchange.head(tensor.nbytes)
@@ -235,22 +254,31 @@ class _Receiving:
         self._memory = _memory(tensor)
         self._sums = _Sums(self._memory, tensor.dtype, arrived) if arrived is not None and tensor.nbytes else None
 
+    @property
+    def num_awaited(self) -> int:
+        """Return for how many bytes it is worth while to wait."""
+        return _HEAD.size - len(self._head) + min(len(self._memory) - self._place, _BLOCK)
+
     def go_on(self, peer: Connection) -> bool:
         """Take the bytes that are there; return whether there were any."""
         has_head = len(self._head) == _HEAD.size
         try:
             if not has_head:
-                data = peer.recv(_HEAD.size - len(self._head))
+                asked = _HEAD.size - len(self._head)
+                data = peer.recv(asked)
                 self._head += data
                 count = len(data)
             else:
                 left = self._memory[self._place :]
-                count = peer.recv_into(left if self._sums is None else self._sums.room(len(left)))
+                room = left if self._sums is None else self._sums.room(len(left))
+                asked, count = len(room), peer.recv_into(room)
                 self._place += count
         except BlockingIOError:
+            self.has_all = True
             return False
         if count == 0:
             raise ConnectionError("another host hung up")
+        self.has_all = count < asked
         if len(self._head) == _HEAD.size:
             if not has_head:
                 self._check()
@@ -288,7 +316,10 @@ class _Sums:
         self._held += count
         size = self._totals.element_size()
         num = self._held // size
-        self._totals[self._added : self._added + num] += self._others[:num]
+        for start in range(0, num, _GRAIN):
+            count = min(_GRAIN, num - start)
+            # Not ``totals[i:j] += others``, which writes the sum over itself once more.
+            self._totals.narrow(0, self._added + start, count).add_(self._others.narrow(0, start, count))
         self._added += num
         rest = self._bytes[num * size : self._held]
         self._held = len(rest)
@@ -323,6 +354,9 @@ def _memory(tensor: torch.Tensor) -> memoryview:
 # workstations", 2009). All hosts copy the same sums, so they have the same bits. Nothing is overwritten before it is
 # sent: what comes for a part was made of what this host has sent of it. Each message says its number, size, operation,
 # type and root: hosts that call different exchanges get an error.
+#
+# A thread that wakes for each packet uses more of a core for that than for sums. So ``poll`` waits for 128 KB, or for
+# the rest of a message (SO_RCVLOWAT). A neighbour sends as much at once, or its rest, so it never waits for more.
 #
 # The connections are made as those of messages are: both ends prove that they know the run's key, and encrypt where
 # Spark does.
