@@ -155,7 +155,7 @@ def _make_iterator_init(loaders: PassStarter) -> Any:
             return
         session.reads_in_threads = session.reads_in_threads or session.is_in_thread
         if session.twins is not None and loader.num_workers and session.may_meet:
-            session.twins.point()
+            session.twins.point(begins_pass=True)
         current = loaders.readers.read(begin, self, loader) if session.is_in_thread else begin(self, loader)
         if not session.distributed:
             return

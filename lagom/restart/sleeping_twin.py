@@ -102,23 +102,27 @@ class TwinForks:
         self._failed = False
         """Whether it could not fork the twin."""
 
-    def point(self) -> None:
-        """Fork a twin if one is due: called where nothing is under way, at the same places on all ranks."""
+    def point(self, *, begins_pass: bool = False) -> None:
+        """Fork a twin if one is due: called where nothing is under way, at the same places on all ranks.
+
+        Args:
+            begins_pass: whether such places are far apart, at the beginning of passes that have workers.
+        """
         if self._ended is not None:
             self._note_end()
-        if self._rank == 0 and time.perf_counter() >= self._pace.next_at:
-            num_backwards = self._process.num_backwards()
-            if num_backwards + 1 > self._due[0] and self._pace.plans(num_backwards, self._armed):
-                self._due[0] = num_backwards + 1
         if self._due[0] > self._taken and self._process.num_backwards() >= self._due[0]:
             self._taken = self._due[0]
             try:
-                self._take()
+                self._take(begins_pass)
             except (OSError, ValueError) as error:  # no process, no file, or no host process any more
                 self._armed, self._pace.next_at, self._taken = False, math.inf, sys.maxsize
                 with contextlib.suppress(OSError):
                     self._tell({"what": "rewrites"})
                 log.warning("this rank has no sleeping twins any more: %s", error)
+        if self._rank == 0 and time.perf_counter() >= self._pace.next_at:
+            num_backwards = self._process.num_backwards()
+            if num_backwards + 1 > self._due[0] and self._pace.plans(num_backwards, self._armed):
+                self._due[0] = num_backwards + 1
 
     # Files
 
@@ -152,7 +156,7 @@ class TwinForks:
 
     # Forks
 
-    def _take(self) -> None:
+    def _take(self, begins_pass: bool) -> None:
         start = time.perf_counter()
         obstacle, files, has_batches = None, None, False
         if self._waiting is not None:
@@ -179,7 +183,7 @@ class TwinForks:
                 place = [self._taken, *self._process.position()]
                 answer = self._ask({"what": "at", "place": place, "obstacle": obstacle})
                 if not answer.get("number"):
-                    self._pace.refuse(own_s)
+                    self._pace.refuse(own_s, begins_pass)
                     return
                 assert files is not None
                 start = time.perf_counter()

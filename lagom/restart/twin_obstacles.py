@@ -30,6 +30,8 @@ _RESTARTED = {"TMonitor", "_AsyncWriterThread"}
 """Classes of threads that are started again: of tqdm's bars, and of TensorBoard's writers."""
 _FEEDER, _FEEDER_S = "QueueFeederThread", 0.05
 """Threads of a loader's queues, which end soon after its workers."""
+OF_JEMALLOC = "jemalloc_bg_thd"
+"""Name of the thread of jemalloc, the allocator in pyarrow, which does its work itself in a fork."""
 _ENDING_TRIES, _ENDING_S = 5, 0.001
 """The system lists a thread for a moment after it has ended."""
 _HARD = 2  # omp_pause_hard
@@ -64,13 +66,21 @@ def check_process(threads: Collection[int | None], children: Sequence[int]) -> b
 
 
 def has_hidden_threads(threads: Collection[int | None]) -> bool:
-    """Return whether this process has threads that are neither Python's nor in ``threads``."""
+    """Return whether this process has threads that a fork would miss: neither Python's nor in ``threads``."""
     known = {thread.native_id for thread in threading.enumerate()} | {*threads, os.getpid()}
     for _ in range(_ENDING_TRIES):
-        if all(int(task) in known for task in os.listdir("/proc/self/task")):
+        if all(int(task) in known or _name(task) in ("", OF_JEMALLOC) for task in os.listdir("/proc/self/task")):
             return False
         time.sleep(_ENDING_S)
     return True
+
+
+def _name(task: str) -> str:
+    """Return the name of a thread of this process; "" if it has ended."""
+    try:
+        return Path("/proc/self/task", task, "comm").read_text().strip()
+    except OSError:
+        return ""
 
 
 def end_openmp_threads() -> None:

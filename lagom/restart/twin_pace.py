@@ -20,6 +20,9 @@ _SETTLED = 2
 """Backwards after a fork during which the pages that both write are copied, as a rule."""
 _TRIES = 5
 """Forks in a row that are refused, after which no more are tried."""
+_TRIES_AT_PASSES = 16
+"""Forks in a row that are refused where a pass begins, and are not put off: the next pass may begin without workers
+of another one."""
 
 
 class TwinPace:
@@ -32,7 +35,7 @@ class TwinPace:
         self._cost_s, self._last_s = 0.0, _FIRST_S
         self._settled_at = 0
         self._system_s = 0.0
-        self._num_refused = 0
+        self._num_refused = self._num_refused_at_passes = 0
         self._part = 1.0
         """Part of the share for forks that no change of files has asked for."""
 
@@ -59,7 +62,8 @@ class TwinPace:
 
     def fork(self, seconds: float, num_backwards: int) -> None:
         """Note a fork that took this rank ``seconds``; copies of pages come on top of that."""
-        self._last_s, self._num_refused = seconds, 0
+        self._last_s = seconds
+        self._num_refused = self._num_refused_at_passes = 0
         self._settled_at, self._system_s = num_backwards + _SETTLED, _system_s()
         self.next_at = 0.0
 
@@ -69,11 +73,15 @@ class TwinPace:
         if self._settled_at == 0:
             self._cost_s += seconds
 
-    def refuse(self, seconds: float) -> None:
-        """Note that no twins could be forked, which took ``seconds``."""
-        self._num_refused += 1
+    def refuse(self, seconds: float, begins_pass: bool = False) -> None:
+        """Note that no twins could be forked, which took ``seconds``, where perhaps a pass with workers begins."""
         self._cost_s += seconds
         self._settled_at = 0
+        if begins_pass and self._num_refused_at_passes < _TRIES_AT_PASSES:
+            self._num_refused_at_passes += 1
+            self.next_at = self._affordable(self._part)
+            return
+        self._num_refused += 1
         wait_s = _PUT_OFF_S * 4.0 ** (self._num_refused - 1) if self._num_refused < _TRIES else math.inf
         self.next_at = max(time.perf_counter() + wait_s, self._affordable(self._part))
 

@@ -92,12 +92,16 @@ def evaluates_by_rows(folder: str) -> dict[str, Any]:
 
 
 def accumulates(folder: str) -> dict[str, Any]:
-    """Collect the gradients of four batches for each step, below a progress bar."""
+    """Collect the gradients of four batches for each step, below a progress bar; and have a thread of pyarrow's."""
+    import pyarrow as pa
     from tqdm import tqdm  # type: ignore[import-untyped]
 
+    table = pa.array(range(1000), memory_pool=pa.jemalloc_memory_pool())
+    assert "jemalloc_bg_thd" in [path.read_text().strip() for path in Path("/proc/self/task").glob("*/comm")]
     model, optimizer = learner()
     seen = []
     for epoch in range(12):
+        table = pa.concat_arrays([table, table[:1000]], memory_pool=pa.jemalloc_memory_pool())
         for number, (x, y) in enumerate(tqdm(DataLoader(DATA, batch_size=8, shuffle=True), mininterval=1e9)):
             loss = nn.functional.mse_loss(model(x), y) / 4
             loss.backward()

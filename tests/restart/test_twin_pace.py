@@ -48,3 +48,15 @@ def test_what_another_process_takes_for_them_counts(clock: list[float]) -> None:
 
 def test_changes_of_files_do_not_make_them_take_more(clock: list[float]) -> None:
     assert 0.5 * 1000 * SHARE / 0.1 <= forks(clock, 1000, changes=True) <= 1000 * SHARE / 0.1 + 1
+
+
+def test_forks_refused_where_passes_begin_are_tried_at_the_next_one_some_times(clock: list[float]) -> None:
+    pace, tried = TwinPace(), 0
+    for number in range(100):
+        clock[0] += 10.0
+        if clock[0] >= pace.next_at and pace.plans(number, has_twins=False):
+            tried += 1
+            pace.refuse(0.01, begins_pass=True)
+            if number == 10:
+                assert tried == 11
+    assert 16 < tried < 30  # then they are put off, and given up
