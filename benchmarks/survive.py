@@ -2,8 +2,9 @@
 
     python -m benchmarks.survive [--rounds 5] [--only "1 GB of state"]
 
-With sleeping twins, and then with snapshots, the third table has the seconds from the kill to the next step, and the
-processor time of rank 0 a step, with and without the protection, in turns, for steps and states of several sizes.
+With sleeping twins, and then with snapshots, the third table has the seconds from the kill to the beginning and to the
+end of the next step, and the processor time of rank 0 a step, with and without the protection, in turns, for steps and
+states of several sizes.
 
 All of it takes more than an hour; ``--only`` gives the third table for one size. ``benchmarks.survive_passes`` has what
 depends on the place in a pass.
@@ -41,7 +42,7 @@ from lagom.result import Result
 WORLD_SIZE = 2
 SIZES = {"1 MB of state": (289, 64, 450), "100 MB of state": (2887, 16, 25), "1 GB of state": (9130, 8, 18)}
 """Width of a layer, which has its weights and Adam's two states, batches of a pass over its data, and passes."""
-PROTECTIONS: dict[str, dict[str, Any]] = {"twins": {"sleeping_twins": True}, "snapshots": {"snapshot_every_s": 10.0}}
+PROTECTIONS: dict[str, dict[str, Any]] = {"twins": {"sleeping_twins": True}, "snapshots": {"snapshot_every_s": "auto"}}
 """Settings by the key of run.json that shows that the run is protected by now."""
 LAUNCHERS: tuple[Launcher, ...] = ("local", "spark")
 
@@ -70,8 +71,9 @@ def show_cost(protection: str, folder: Path, rounds: int, sizes: Mapping[str, tu
     """Print the table of sleeping twins, or of snapshots."""
     for name, size in sizes.items():
         places = [folder / f"{protection}-{name}-{number}" for number in range(rounds)]
-        seconds = [going_on_s(protection, size, place) for place in places]
-        print(f"{name:18} {protection}, from the kill to the next step: {_shown(seconds, 's')}")
+        begins, ends = zip(*(going_on_s(protection, size, place) for place in places), strict=True)
+        shown = f"{_shown(begins, 's')}; {_shown(ends, 's')} to its end"
+        print(f"{name:18} {protection}, from the kill to the next step: {shown}")
         found: dict[bool, dict[str, list[float]]] = {True: {"us": [], "wall_us": []}, False: {"us": [], "wall_us": []}}
         for number in range(rounds):
             for protects in (True, False) if number % 2 else (False, True):
@@ -93,8 +95,8 @@ def _run_loops(size: tuple[int, int, int], run_dir: Path, settings: Mapping[str,
     return experiment.lagom(loops, config)
 
 
-def going_on_s(protection: str, size: tuple[int, int, int], folder: Path) -> float:
-    """Return the seconds from the kill of rank 1 to the end of the first step after it."""
+def going_on_s(protection: str, size: tuple[int, int, int], folder: Path) -> tuple[float, float]:
+    """Return the seconds from the kill of rank 1 to the beginning and to the end of the first step after it."""
     folder.mkdir()
     killed_at: list[float] = []
 
@@ -110,19 +112,27 @@ def going_on_s(protection: str, size: tuple[int, int, int], folder: Path) -> flo
     result = _run_loops((*size[:2], 100 * size[2]), folder, PROTECTIONS[protection])
     thread.join()
     assert "batch" in result.failures[0]["resumed_from"], result.failures
-    return float(min(end for end in result.per_rank[0]["ends"] if end > killed_at[0])) - killed_at[0]
+    value = result.per_rank[0]
+    begin = min(begin for begin in value["begins"] if begin > killed_at[0])
+    return begin - killed_at[0], min(end for end in value["ends"] if end > begin) - killed_at[0]
 
 
 def loops(size: tuple[int, int, int], over: str) -> Mapping[str, Any]:
-    """Train a layer with Adam on a loader until there is a file ``over``; return its time a step, and all ends."""
+    """Train a layer with Adam on a loader until there is a file ``over``.
+
+    Returns:
+        Its time a step, and the times at which steps began and ended.
+    """
     width, num_batches, num_passes = size
     model = nn.Linear(width, width)
     optimizer = torch.optim.Adam(model.parameters())
     x = torch.ones(8 * num_batches, width)
+    begins: list[float] = []
     ends: list[float] = []
     used, began = time.process_time(), time.perf_counter()
     for _ in range(num_passes):
         for (rows,) in DataLoader(TensorDataset(x), batch_size=8):
+            begins.append(time.time())
             optimizer.zero_grad()
             model(rows).square().mean().backward()
             optimizer.step()
@@ -130,7 +140,7 @@ def loops(size: tuple[int, int, int], over: str) -> Mapping[str, Any]:
         if os.path.exists(over):
             break
     took = {"us": time.process_time() - used, "wall_us": time.perf_counter() - began}
-    return {name: seconds / len(ends) * 1e6 for name, seconds in took.items()} | {"ends": ends}
+    return {name: seconds / len(ends) * 1e6 for name, seconds in took.items()} | {"begins": begins, "ends": ends}
 
 
 def recovery_s(launcher: Launcher, folder: Path) -> float:

@@ -38,13 +38,18 @@ def add_run_options(run: argparse.ArgumentParser) -> None:
     )
     run.add_argument(
         "--snapshot-every",
-        type=float,
+        type=_seconds_or_auto,
         metavar="S",
-        help="keep the state of the program each S seconds, from which the run goes on, also by lagom resume",
+        help="keep the state of the program each S seconds, from which the run goes on, also by lagom resume; "
+        "auto: each 10, or more if that would take more than 1%% of the time",
     )
     run.add_argument(
         "--sleeping-twins", action="store_true", help="keep copies of the ranks that go on when one is killed"
     )
+
+
+def _seconds_or_auto(text: str) -> float | str:
+    return text if text == "auto" else float(text)
 
 
 def add_debug_options(debug: argparse.ArgumentParser) -> None:

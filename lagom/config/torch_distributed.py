@@ -131,10 +131,11 @@ class TorchDistributedConfig:
     sleeping_twins: bool = False
     """Whether ranks on the CPUs of this machine keep sleeping copies of themselves, which go on in the middle of a pass
     when a rank is killed. docs/survive.md says for which programs, and what it costs."""
-    snapshot_every_s: float | None = None
+    snapshot_every_s: float | Literal["auto"] | None = None
     """Seconds after which the state of the program is kept in the run's folder again, written beside the training. A
     run that is lost then goes on from there, and so does ``experiment.resume(run_dir)``, in the middle of a pass and
-    with any number of ranks. None: never. docs/survive.md says for which programs, and what it costs."""
+    with any number of ranks. "auto": every 10 s, or less often if all that snapshots take would be more than 1% of the
+    time. None: never. docs/survive.md says for which programs, and what it costs."""
 
     def __post_init__(self) -> None:
         for name, choices in (
@@ -222,8 +223,10 @@ class TorchDistributedConfig:
             raise ValueError(f"timeout_s is {self.timeout_s!r}; want seconds, more than 0, or None for no limit")
         if not _is_int(self.max_failures) or self.max_failures < 0:
             raise ValueError(f"max_failures is {self.max_failures!r}; want how often to begin again, at least 0")
-        if self.snapshot_every_s is not None and not _is_seconds(self.snapshot_every_s):
-            raise ValueError(f"snapshot_every_s is {self.snapshot_every_s!r}; want seconds, more than 0, or None")
+        if self.snapshot_every_s not in (None, "auto") and not _is_seconds(self.snapshot_every_s):
+            raise ValueError(
+                f"snapshot_every_s is {self.snapshot_every_s!r}; want seconds, more than 0, 'auto', or None for never"
+            )
         if not isinstance(self.sleeping_twins, bool):
             raise ValueError(f"sleeping_twins is {self.sleeping_twins!r}; want True or False")
         if self.debug not in (None, "first") and (not _is_int(self.debug) or int(self.debug) < 0):

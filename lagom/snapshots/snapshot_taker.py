@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import math
 import mmap
 import os
 import random
@@ -29,6 +28,7 @@ from lagom.snapshots.frame_position import NoSnapshotError
 from lagom.snapshots.passes.loader_positions import PASS_START
 from lagom.snapshots.passes.worker_positions import WorkersInPassError
 from lagom.snapshots.program_state import ProgramInProgress
+from lagom.snapshots.snapshot_pace import SnapshotPace
 from lagom.tracking.tensorboard import write_queued_events
 
 if TYPE_CHECKING:
@@ -36,16 +36,12 @@ if TYPE_CHECKING:
 
 Pickled = tuple[bytes, list[memoryview]]
 """A pickle, and its large buffers."""
-SHARE = 0.01
-"""Largest share of the run's time that rank 0 may spend until it has forked; pages copied later do not count."""
 _LOOK_S, _PATIENCE_S = 0.1, 1800.0
 """Time between two looks at whether a fork has written its snapshot, and after which it counts as stuck."""
 FORKED: tuple[str, ...] = ("cpu",)
 """Devices whose tensors a fork can read. CUDA does not work in one, so state on GPUs is pickled before the fork."""
 _THREADS = ("lagom", "QueueFeeder", "GetTelemetryConfig", "MLflowTelemetry")
 """Beginnings of the names of threads that another process need not go on with."""
-_PUT_OFF_S = 0.02
-"""Time until the next look after a place at which no snapshot could be taken."""
 
 
 class Snapshots:
@@ -75,13 +71,10 @@ class Snapshots:
         self.program = ProgramInProgress(session, at_home, settings)
         self._memory = CallMemory(payload_fd, place.folder.call)
         self._lengths = lengths
-        self._every_s: float = session.config.snapshot_every_s or 0.0
+        self._pace = SnapshotPace(session.config.snapshot_every_s or 0.0)
         self._number = place.resumed.number if place.resumed is not None else 0
-        self._began = self._due_at = self._next_at = time.perf_counter() + self._every_s
-        self._cost_s = 0.0
         self._child: int | None = None
         self._answer = -1
-        self._forked_at = 0.0
         self._why = ""
         self._asked: Any = None
         self._refused: Any = None
@@ -104,7 +97,7 @@ class Snapshots:
         if why and resumed is not None:
             raise SnapshotError(why)
         if why and self._session.rank == 0:
-            self._next_at = math.inf
+            self._pace.stop()
             self._tell({"type": "snapshot", "what": "none", "why": why})
         script = self.program.prepare(call, known)
         return self._go_on(resumed) if resumed is not None else script
@@ -118,7 +111,7 @@ class Snapshots:
 
     def point(self, iterator: Any) -> None:
         """Take a snapshot if one is due: called before ``iterator`` gives the program a batch."""
-        if self._session.rank != 0 or time.perf_counter() < self._next_at:
+        if self._session.rank != 0 or time.perf_counter() < self._pace.next_at:
             return
         if self._child is not None:
             self._look()
@@ -149,10 +142,8 @@ class Snapshots:
         if "wandb" in sys.modules:
             raise NoSnapshotError("the program uses wandb")
 
-    def _put_off(self, why: str, seconds: float) -> None:
-        now = time.perf_counter()
-        self._next_at = now + max(_PUT_OFF_S, seconds / SHARE)
-        if now - self._due_at > self._every_s and why != self._why:
+    def _put_off(self, why: str, seconds: float | None = None) -> None:
+        if self._pace.put_off(seconds) and why != self._why:
             self._why = why
             self._tell({"type": "snapshot", "what": "none", "why": why})
 
@@ -196,9 +187,8 @@ class Snapshots:
             self._write_in_fork(number, pickle, facts, writer)
         os.close(writer)
         self._child, self._answer = pid, reader
-        self._cost_s += time.perf_counter() - start
-        self._forked_at = time.perf_counter()
-        self._next_at = self._forked_at + _LOOK_S
+        self._pace.fork(start)
+        self._pace.next_at = self._pace.forked_at + _LOOK_S
 
     def _write_in_fork(self, number: int, pickle: Callable[[], Pickled], facts: dict[str, Any], writer: int) -> None:
         """Write the state as it was at the fork, and end."""
@@ -233,12 +223,13 @@ class Snapshots:
         """See whether the fork has written its snapshot."""
         assert self._child is not None
         try:
-            pid = os.waitpid(self._child, os.WNOHANG)[0]
+            pid, _, usage = os.wait4(self._child, os.WNOHANG)
+            used_s = usage.ru_utime + usage.ru_stime
         except ChildProcessError:  # the program has waited for it
-            pid = self._child
+            pid, used_s = self._child, 0.0
         if pid == 0:
-            self._next_at = time.perf_counter() + _LOOK_S
-            if self._next_at - self._forked_at > _PATIENCE_S:
+            self._pace.next_at = time.perf_counter() + _LOOK_S
+            if self._pace.next_at - self._pace.forked_at > _PATIENCE_S:
                 os.kill(self._child, signal.SIGKILL)
             return
         answer = json.loads(os.read(self._answer, 1 << 16) or b'{"why": "the process that wrote it was killed"}')
@@ -248,14 +239,10 @@ class Snapshots:
         self._child = None
         if "why" in answer:
             self._refused = self._asked if answer.get("in_pass") else None
-            self._put_off(answer["why"], self._cost_s)
+            self._put_off(answer["why"])
             return
         self._tell({"type": "snapshot", "what": "kept", **answer})
-        now = time.perf_counter()
-        paused_at = 2 * now - self._forked_at  # at least as long a pause as the writing took
-        self._due_at = self._next_at = max(
-            self._forked_at + self._every_s, paused_at, self._began + self._cost_s / SHARE
-        )
+        self._pace.written(used_s)
 
     def _go_on(self, snapshot: Snapshot) -> Callable[[], Any]:
         self._place.folder.check_owner()

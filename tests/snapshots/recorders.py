@@ -26,9 +26,9 @@ def dwell(folder: str, number: int, at: int) -> None:
 
     A rank other than 0 does not see what rank 0 has put into the run's folder.
     """
-    from lagom.snapshots import snapshot_taker
+    from lagom.snapshots import snapshot_pace
 
-    snapshot_taker.SHARE = 1.0 if (number, at) < (1, 4) else 1e-9
+    snapshot_pace.SHARE = 1.0 if (number, at) < (1, 4) else 1e-9
     if number != 1 or not os.path.exists(f"{folder}/slowly"):
         return
     end = time.monotonic() + 0.5 * 4**at

@@ -26,10 +26,10 @@ class SlowRank:
     def _set(self) -> None:
         from lagom.restart import twin_pace
         from lagom.row_split import whole_batch
-        from lagom.snapshots import snapshot_taker
+        from lagom.snapshots import snapshot_pace
 
         # In a hundredth of a short run there would be no twins and snapshots, and rows of small models are not shared.
-        twin_pace.SHARE = snapshot_taker.SHARE = 1.0
+        twin_pace.SHARE = snapshot_pace.SHARE = 1.0
         twin_pace.MIN_S = 0.05
         whole_batch.ALWAYS = self.by_rows
         fetch: Any = _MapDatasetFetcher.fetch

@@ -51,7 +51,7 @@ class RehearsedSnapshot(Snapshots):
         """Take the snapshot if it is due, and wait until it is written."""
         if self._is_over or not self._is_due(iterator):
             return
-        start, self._next_at = time.perf_counter(), 0.0
+        start, self._pace.next_at = time.perf_counter(), 0.0
         try:
             super().point(iterator)
         except OSError as error:
@@ -70,7 +70,7 @@ class RehearsedSnapshot(Snapshots):
         is_between = not iterator._num_yielded and not self._session.passes.trains()
         return now < rehearsal.num_in_long_passes or is_between
 
-    def _put_off(self, why: str, seconds: float) -> None:
+    def _put_off(self, why: str, seconds: float | None = None) -> None:
         self._reasons[why] += 1
 
     def _hear(self, message: Mapping[str, Any]) -> None:
