@@ -131,7 +131,7 @@ class HostRing:
             if shift.into is not None:
                 backs.append(_Receiving(shift.into, self._exchange, self._arrived if shift.adds else None))
         deadline = time.monotonic() + self._timeout_s
-        comes = True
+        comes, is_late = True, False
         while outs or backs:
             moved = bool(outs) and outs[0].go_on(self._following)
             if backs and comes:
@@ -142,34 +142,37 @@ class HostRing:
             if backs and backs[0].is_done:
                 del backs[0]
             if moved:
-                deadline = time.monotonic() + self._timeout_s
+                deadline, is_late = time.monotonic() + self._timeout_s, False
+            elif is_late:
+                raise TimeoutError("another host did not answer in time")
             elif outs or backs:
                 if backs:
                     self._wake_for(backs[0].num_awaited)
-                comes = self._wait(bool(outs) and not outs[0].waits, bool(backs), deadline)
+                events = self._wait(bool(outs) and not outs[0].waits, bool(backs), deadline)
+                is_late = events is None
+                comes = is_late or bool(events)  # of less than is waited for, something may have come in that time
 
     def _wake_for(self, num_bytes: int) -> None:
-        """Have ``poll`` wait for as many bytes: with each packet that comes it would take as long as to add it up."""
+        """Have ``poll`` wait for as many bytes: to wake for each packet takes as long as to add its numbers."""
         if num_bytes != self._least and isinstance(self._preceding, socket.socket):
             self._preceding.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, num_bytes)
             self._least = num_bytes
 
-    def _wait(self, sends: bool, receives: bool, deadline: float) -> bool:
-        """Wait until a neighbour has sent something or takes something; return whether it has sent."""
+    def _wait(self, sends: bool, receives: bool, deadline: float) -> bool | None:
+        """Wait until a neighbour sends or takes something; return whether it does, or None if it is too late."""
+        number = self._preceding.fileno()
+        if number < 0:
+            raise ConnectionError("the connections between hosts are closed")
         poll = self._polls.get((sends, receives))
         if poll is None:
             wanted = {self._following.fileno(): select.POLLOUT} if sends else {}
             if receives:
-                number = self._preceding.fileno()
                 wanted[number] = wanted.get(number, 0) | select.POLLIN
             poll = self._polls[sends, receives] = select.poll()
-            for number, events in wanted.items():
-                poll.register(number, events)
+            for one, events in wanted.items():
+                poll.register(one, events)
         found = poll.poll(max(0.0, 1e3 * (deadline - time.monotonic())))
-        if not found:
-            raise TimeoutError("another host did not answer in time")
-        number = self._preceding.fileno()
-        return any(events & ~select.POLLOUT for one, events in found if one == number)
+        return any(events & ~select.POLLOUT for one, events in found if one == number) if found else None
 
 
 class _Exchange(NamedTuple):
@@ -257,7 +260,8 @@ class _Receiving:
     @property
     def num_awaited(self) -> int:
         """Return for how many bytes it is worth while to wait."""
-        return _HEAD.size - len(self._head) + min(len(self._memory) - self._place, _BLOCK)
+        # Of a message that is not the expected one, no more than the head may come.
+        return _HEAD.size - len(self._head) or min(len(self._memory) - self._place, _BLOCK)
 
     def go_on(self, peer: Connection) -> bool:
         """Take the bytes that are there; return whether there were any."""
@@ -356,7 +360,7 @@ def _memory(tensor: torch.Tensor) -> memoryview:
 # type and root: hosts that call different exchanges get an error.
 #
 # A thread that wakes for each packet uses more of a core for that than for sums. So ``poll`` waits for 128 KB, or for
-# the rest of a message (SO_RCVLOWAT). A neighbour sends as much at once, or its rest, so it never waits for more.
+# the rest of a message (SO_RCVLOWAT): a neighbour sends no less, but for what the kernel does not take at once.
 #
 # The connections are made as those of messages are: both ends prove that they know the run's key, and encrypt where
 # Spark does.

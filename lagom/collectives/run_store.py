@@ -60,7 +60,10 @@ class SealedStore:
         Raises:
             RuntimeError: when it is not there, or not from a rank of this run.
         """
-        found = bytes(self._store.get(_place(name))).decode()
+        return self._opened(name, self._store.get(_place(name)))
+
+    def _opened(self, name: str, sealed: bytes) -> str:
+        found = bytes(sealed).decode()
         seal, text = found[:_SEAL], found[_SEAL + 1 :]
         if self._folder is not None and found[_SEAL:] == _IN_FILE:
             text = _file(self._folder, name).read_bytes().decode()
@@ -72,49 +75,56 @@ class SealedStore:
         """Return whether there is a text under ``name``."""
         return bool(self._store.check([_place(name)]))
 
-    def wait(self, name: str, timeout_s: float, unless: str = "", num_waiting: int = 1) -> None:
-        """Wait until there is a text under ``name``; by polling in torch's stores, which log a wait that times out.
+    def wait(self, name: str, timeout_s: float) -> None:
+        """Wait until there is a text under ``name``.
+
+        Raises:
+            TimeoutError: when there is none in time.
+        """
+        self._awaited(name, timeout_s)
+
+    def awaited(self, name: str, timeout_s: float, num_waiting: int = 1) -> str:
+        """Return the text under ``name``, once it is there.
 
         Args:
             num_waiting: how many ranks may be waiting at the same time.
 
         Raises:
-            TimeoutError: when there is none in time, or when there is one under ``unless`` first.
+            TimeoutError: when there is none in time.
+            RuntimeError: when it is not from a rank of this run.
         """
-        end, look_s = time.monotonic() + timeout_s, _SOON_S
-        while True:
-            left_s = end - time.monotonic()
-            is_last = left_s < 0 or (bool(unless) and self.check(unless))
-            if self._comes(name, 0.0 if is_last else min(left_s, look_s) if unless else left_s, num_waiting):
-                return
-            if is_last:
-                raise TimeoutError(f"no rank has left {name!r} within {timeout_s:.0f} s")
-            look_s = min(2 * look_s, _LATEST_S)
+        return self._opened(name, self._awaited(name, timeout_s, num_waiting=num_waiting))
 
-    def _comes(self, name: str, seconds: float, num_waiting: int) -> bool:
-        """Return whether a text is there within ``seconds``."""
-        if isinstance(self._store, RankStore):
-            return self._store.awaited(_place(name), max(0.0, seconds)) is not None
+    def _awaited(self, name: str, timeout_s: float, unless: str = "", num_waiting: int = 1) -> bytes:
+        """Return what is under ``name``; by polling in torch's stores, which log a wait that times out."""
         longest_pause_s = max(_LATER_S, _PAUSE_S * num_waiting)
         start, pause_s = time.monotonic(), max(_SOON_S, _PAUSE_S * num_waiting / 10)
-        while not self.check(name):
+        while True:
             waited_s = time.monotonic() - start
-            if waited_s > seconds:
-                return False
-            time.sleep(min(pause_s, seconds))
+            is_last = waited_s > timeout_s or (bool(unless) and self.check(unless))
+            found: bytes | None = None
+            if isinstance(self._store, RankStore):
+                seconds = 0.0 if is_last else pause_s if unless else max(0.0, timeout_s - waited_s)
+                found = self._store.awaited(_place(name), seconds)
+            elif self.check(name):
+                found = self._store.get(_place(name))
+            if found is not None:
+                return found
+            if is_last:
+                raise TimeoutError(f"no rank has left {name!r} within {timeout_s:.0f} s")
+            if not isinstance(self._store, RankStore):
+                time.sleep(pause_s)
             pause_s = min(1.5 * pause_s, max(longest_pause_s, _SHARE * waited_s), max(longest_pause_s, _LATEST_S))
-        return True
 
     def receive(self, name: str, num_readers: int, timeout_s: float, unless: str = "") -> str:
         """Wait for a text that ``num_readers`` ranks receive; the last of them deletes it.
 
         Raises:
-            TimeoutError: as ``wait``.
+            TimeoutError: when there is none in time, or when there is one under ``unless`` first.
             CollectiveError: when the store is gone.
         """
         try:
-            self.wait(name, timeout_s, unless)
-            text = self.get(name)
+            text = self._opened(name, self._awaited(name, timeout_s, unless))
             if self._store.add(_place(name + "/read"), 1) == num_readers:
                 if self._folder is not None:
                     _file(self._folder, name).unlink(missing_ok=True)
@@ -144,10 +154,6 @@ def all_gather_by(store: SealedStore, name: str, rank: int, world_size: int, tim
     """
     num = 0
 
-    def read(place: str, num_waiting: int = 1) -> str:
-        store.wait(place, timeout_s, num_waiting=num_waiting)
-        return store.get(place)
-
     def all_gather(data: bytes, wanted: Collection[int] | None = None) -> list[bytes]:
         nonlocal num
         num += 1
@@ -155,14 +161,17 @@ def all_gather_by(store: SealedStore, name: str, rank: int, world_size: int, tim
         if data or wanted is None:
             store.set(f"{place}/{rank}", data.decode())
         if wanted is not None:
-            return [read(f"{place}/{peer}").encode() if peer in wanted else b"" for peer in range(world_size)]
+            return [
+                store.awaited(f"{place}/{peer}", timeout_s).encode() if peer in wanted else b""
+                for peer in range(world_size)
+            ]
         if rank == 0:
             # One rank reads all texts: if every rank did, a thousand ranks would ask the store a million times.
-            texts = [read(f"{place}/{peer}") for peer in range(world_size)]
+            texts = [store.awaited(f"{place}/{peer}", timeout_s) for peer in range(world_size)]
             places = {text: i for i, text in enumerate(dict.fromkeys(texts))}  # most are equal, as hosts are
             store.set(place, json.dumps([list(places), [places[text] for text in texts]]))
         else:
-            different, order = json.loads(read(place, world_size - 1))
+            different, order = json.loads(store.awaited(place, timeout_s, world_size - 1))
             texts = [different[i] for i in order]
         return [text.encode() for text in texts]
 

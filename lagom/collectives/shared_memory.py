@@ -164,11 +164,12 @@ def _handed_round(
         all_gather(json.dumps([listener.getsockname().hex(), nonce.hex()]).encode(), wanted=())
         there: dict[int, socket.socket] = {}
         for peer, connection in admit([listener], key + nonce, _TIMEOUT_S) if size > 1 else ():
-            there[peer] = stack.enter_context(connection)
+            stack.enter_context(connection)
+            if peer in peers:
+                there[peer] = connection
             if len(there) == size - 1:
                 break
-        pids = [os.getpid(), *(process_of(there[peer]) for peer in peers[1:])]
-        processes = [(pid, int(native().started(pid))) for pid in pids]
+        processes = _started([os.getpid(), *(process_of(there[peer]) for peer in peers[1:])])
         text = json.dumps(processes).encode()
         for connection in there.values():
             connection.settimeout(_TIMEOUT_S)
@@ -185,16 +186,33 @@ def _received(name: bytes, key: bytes, rank: int, number: int) -> tuple[list[int
         giver.connect(name)
         introduce(giver, key, rank, _TIMEOUT_S)
         head, fds, _, _ = socket.recv_fds(giver, _SIZE.size, number)
-        text = b""
-        while len(head) == _SIZE.size and len(text) < _SIZE.unpack(head)[0] and (part := giver.recv(_MAIL)):
-            text += part
-    for fd in fds:
-        os.set_inheritable(fd, False)
-    if len(fds) != number:
-        for fd in fds:
-            os.close(fd)
-        raise OSError("the first rank of this host has no shared memory")
+        try:
+            if len(fds) != number or len(head) != _SIZE.size:
+                raise OSError("the first rank of this host has no shared memory")
+            for fd in fds:
+                os.set_inheritable(fd, False)
+            text = b""
+            while len(text) < _SIZE.unpack(head)[0]:
+                if not (part := giver.recv(_MAIL)):
+                    raise OSError("the first rank of this host hung up")
+                text += part
+        except BaseException:
+            for fd in fds:
+                os.close(fd)
+            raise
     return list(fds), [(pid, started) for pid, started in json.loads(text)]
+
+
+def _started(pids: Sequence[int]) -> list[_Process]:
+    """Return processes with the times at which they were started.
+
+    Raises:
+        OSError: when one has ended: its number may become another process's.
+    """
+    found = [(pid, int(native().started(pid))) for pid in pids]
+    if found[0][1] and not all(started for _, started in found):
+        raise OSError("a rank of this host has ended")
+    return found
 
 
 _all: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -214,8 +232,9 @@ os.register_at_fork(after_in_child=_forget_all)
 # The memory is a file without a name, of mode 0600: nobody can open it by name, and it is gone with the last process
 # that has it, however that process ends. It takes nothing of /dev/shm (memfd), unless a container forbids memfd. The
 # first rank makes it and hands it over a Unix socket to processes that the kernel says are of the same user and that
-# prove that they know the run's key and the nonce of this handshake; see handshake.py. A process forked from a rank
-# does not inherit the mapping.
+# prove that they know the run's key and the nonce of this handshake; see handshake.py. The kernel also says which
+# processes these are, so that no rank has to tell all others. A process that is forked from a rank does not inherit the
+# mapping.
 
 
 # Note [Waiting]

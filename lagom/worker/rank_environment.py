@@ -80,8 +80,7 @@ def _master(place: Place, ip: str, held: socket.socket, notes: SealedStore | Non
             notes.set(_MASTER, f"{ip} {held.getsockname()[1]}")
         return ip, held.getsockname()[1]
     assert notes is not None
-    notes.wait(_MASTER, _MEET_S)
-    address, port = notes.get(_MASTER).split()
+    address, port = notes.awaited(_MASTER, _MEET_S).split()
     return address, int(port)
 
 

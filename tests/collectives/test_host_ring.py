@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import socket
+import struct
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -11,7 +12,8 @@ import pytest
 import torch
 
 from lagom.collectives.host_ring import HostRing
-from tests.encryption import encrypted_pair
+from lagom.collectives.native import TYPES as TYPES_OF_RINGS
+from tests.encryption import encrypted_pair, tcp_pair
 
 SIZES = (0, 1, 2, 77, 100_003, 1_000_001)
 TYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.uint8)
@@ -19,7 +21,7 @@ TYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int6
 
 @contextmanager
 def joined(num: int, timeout_s: float = 20.0, *, encrypts: bool = False) -> Iterator[list[HostRing]]:
-    connect = encrypted_pair if encrypts else socket.socketpair
+    connect = encrypted_pair if encrypts else tcp_pair
     pairs: list[Any] = [connect() for _ in range(num if num > 2 else 1)]
     if num == 2:  # one connection for both ways
         made = [HostRing(one, one, home, 2, timeout_s) for home, one in enumerate(pairs[0])]
@@ -143,6 +145,40 @@ def test_hosts_whose_exchanges_differ_in_number_get_an_error() -> None:
         works = [ring.all_reduce(torch.ones(6)) for ring in rings]
         with pytest.raises(RuntimeError, match="hosts differ in their exchanges"):
             works[1].wait()
+
+
+def test_a_host_that_waits_for_more_than_another_one_sends_gets_an_error_at_once() -> None:
+    with joined(2, timeout_s=600.0) as rings:
+        work = rings[0].broadcast(torch.ones(1 << 20), 1)
+        time.sleep(0.2)  # it waits for 128 KB
+        other = rings[1].broadcast(torch.ones(1), 1)
+        with pytest.raises(RuntimeError, match="hosts differ in their exchanges"):
+            work.wait()
+        other.wait()
+
+
+def test_a_neighbour_that_sends_slowly_is_not_taken_for_gone() -> None:
+    near, far = tcp_pair()
+    ring = HostRing(near, near, 0, 2, 1.0)
+    whole = torch.ones(10_000)
+    work = ring.broadcast(whole, 1)
+    given = struct.pack("<QQBBI", 1, 40_000, 3, TYPES_OF_RINGS[torch.float32], 1) + bytes(40_000)
+    for start in range(0, len(given), 10_006):
+        time.sleep(0.4)
+        far.sendall(given[start : start + 10_006])
+    work.wait()
+    assert not whole.any()
+    ring.close()
+    far.close()
+
+
+def test_a_ring_that_is_closed_under_an_exchange_ends_it_with_an_error() -> None:
+    with joined(2, timeout_s=1.0) as rings:
+        work = rings[0].broadcast(torch.ones(10), 1)
+        time.sleep(0.2)
+        rings[0].close()
+        with pytest.raises(OSError, match=r"closed|Bad file"):
+            work.wait()
 
 
 @pytest.mark.parametrize("encrypts", [False, True])

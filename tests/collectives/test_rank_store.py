@@ -130,7 +130,7 @@ def test_a_question_that_waits_is_asked_once_and_ends_in_time(rank: int, monkeyp
         assert len(asked) - asked.count(Ask.AWAIT) == 3
 
 
-def test_a_rank_that_hangs_up_while_it_waits_is_forgotten() -> None:
+def test_a_rank_that_hangs_up_while_it_waits_disturbs_nobody() -> None:
     with server_of([1, 2]) as (server, address):
         gone = reach(address, 1, credentials(), 30.0)
         client = ValueClient(address, 2, credentials(), 30.0)

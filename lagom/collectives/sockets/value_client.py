@@ -22,7 +22,7 @@ class ValueClient:
     Args:
         address: where it listens.
         rank: this one.
-        timeout_s: how long to wait for it, and for each answer.
+        timeout_s: how long to wait for it, and for each answer that the server does not hold back.
 
     Raises:
         OSError: when it cannot be reached.
@@ -45,7 +45,7 @@ class ValueClient:
 
         Raises:
             OSError: when the rank that keeps the values is gone, or does not answer in time; and after a call that a
-                signal's handler has ended.
+                signal's handler has ended while it sent or read.
             ValueError: as ``ValueServer.ask``.
         """
         head = name.encode()
@@ -75,11 +75,13 @@ class ValueClient:
                     self._arrived.wait()
                     continue
                 self._is_read = True
-                self._arrived.release()
                 try:
-                    found = self._read()
+                    self._arrived.release()
+                    try:
+                        found = self._read()
+                    finally:
+                        self._arrived.acquire()
                 finally:
-                    self._arrived.acquire()
                     self._is_read = False
                     self._arrived.notify_all()
                 self._answers[found[0]] = found[1:]

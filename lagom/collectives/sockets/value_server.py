@@ -30,7 +30,7 @@ ANSWER = struct.Struct("<IBQ")
 NOTHING, VALUE, REFUSAL = range(3)
 """Kinds of answers."""
 HELD_S = 20.0
-"""Seconds for which a question for a value that is not there is held, at most."""
+"""Seconds for which a question for a value that is not there is held, at most, so that a dead server is noticed."""
 _LENGTH = struct.Struct("<Q")
 _PIECE = 1 << 16
 
@@ -132,7 +132,7 @@ class ValueServer:
                 one.value = self._values[name]
             self._answerable += waiting
             with contextlib.suppress(OSError):  # it rings already, or the server is closed
-                self._bell.send(b"!")
+                self._bell.send(b"!", socket.MSG_NOSIGNAL)
 
     def _run(self) -> None:
         with contextlib.suppress(OSError, ValueError):  # a rank does not come, or ``close`` was called meanwhile
@@ -157,6 +157,7 @@ class ValueServer:
                     return  # ``close`` was called
             for one in self._due():
                 one.peer.put(one.number, NOTHING if one.value is None else VALUE, one.value or b"")
+                one.value = b""  # it may stay among those that wait longer, for as long
                 self._attend(one.peer, one.peer.send)
 
     def _attend(self, peer: _Peer, call: Callable[[], None]) -> None:
@@ -174,8 +175,10 @@ class ValueServer:
     def _hear(self, peer: _Peer) -> None:
         """Answer what a rank asks, but for what has to wait."""
         for number, what, name, data in peer.requests():
-            if what == Ask.AWAIT and self._hold(peer, number, name, float(data)):
-                continue
+            if what == Ask.AWAIT:
+                if self._hold(peer, number, name, min(max(0.0, float(data)), HELD_S)):
+                    continue
+                what = Ask.GET  # this thread must not wait, should another one delete the value now
             try:
                 answer = self.ask(what, name, data)
                 peer.put(number, NOTHING if answer is None else VALUE, answer or b"")
