@@ -49,7 +49,10 @@ def add_run_options(run: argparse.ArgumentParser) -> None:
 
 
 def _seconds_or_auto(text: str) -> float | str:
-    return text if text == "auto" else float(text)
+    try:
+        return text if text == "auto" else float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r}; want seconds, or auto") from None
 
 
 def add_debug_options(debug: argparse.ArgumentParser) -> None:

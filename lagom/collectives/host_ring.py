@@ -148,9 +148,9 @@ class HostRing:
             elif outs or backs:
                 if backs:
                     self._wake_for(backs[0].num_awaited)
-                events = self._wait(bool(outs) and not outs[0].waits, bool(backs), deadline)
-                is_late = events is None
-                comes = is_late or bool(events)  # of less than is waited for, something may have come in that time
+                sent = self._wait(bool(outs) and not outs[0].waits, bool(backs), deadline)
+                is_late = sent is None
+                comes = is_late or bool(sent)  # of less than is waited for, something may have come in that time
 
     def _wake_for(self, num_bytes: int) -> None:
         """Have ``poll`` wait for as many bytes: to wake for each packet takes as long as to add its numbers."""
@@ -159,7 +159,7 @@ class HostRing:
             self._least = num_bytes
 
     def _wait(self, sends: bool, receives: bool, deadline: float) -> bool | None:
-        """Wait until a neighbour sends or takes something; return whether it does, or None if it is too late."""
+        """Wait until one neighbour has sent, or the other takes; return whether it is the first, None if too late."""
         number = self._preceding.fileno()
         if number < 0:
             raise ConnectionError("the connections between hosts are closed")
