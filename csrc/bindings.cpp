@@ -1,5 +1,5 @@
-// lagom._native: the only file that knows Python. Buffers are given by address and size; lagom/collectives/shared_memory.py,
-// which alone calls it, sees to it that they are what they should be.
+// lagom._native: the only file that knows Python. Buffers are given by address and size; the callers in lagom/ see to it that
+// they are what they should be.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
@@ -15,6 +15,7 @@
 #include "communicator.hpp"
 #include "pages.hpp"
 #include "permutation.hpp"
+#include "ring.hpp"
 #include "twister.hpp"
 
 namespace nb = nanobind;
@@ -37,7 +38,6 @@ bool interrupted() {
 }
 
 void* at(uintptr_t address) { return reinterpret_cast<void*>(address); }
-std::string_view view(uintptr_t address, size_t size) { return {static_cast<const char*>(at(address)), size}; }
 constexpr int BYTES = int(Type::u8);
 Type type_of(int code) {
     if (code < 0 || code > int(Type::boolean)) throw lagom::Failure("no such type");
@@ -146,11 +146,37 @@ std::vector<std::tuple<size_t, size_t, int, size_t>> read_pages(const std::vecto
     return found;
 }
 
+// See `lagom::stream`. Returns how it ended, the system's error, the head of a message that differs, and the expected one.
+std::tuple<int, int, nb::bytes, nb::bytes> stream(int following, int preceding, nb::bytes head,
+                                                  const std::vector<std::tuple<uintptr_t, size_t, int>>& outgoing,
+                                                  const std::vector<std::tuple<uintptr_t, size_t, bool>>& incoming, int type,
+                                                  uintptr_t scratch, size_t scratch_size, double timeout_s) {
+    std::vector<lagom::Outgoing> outs;
+    std::vector<lagom::Incoming> backs;
+    for (const auto& [data, size, after] : outgoing) {
+        if (after >= int(incoming.size())) throw lagom::Failure("a message is made of one that does not come");
+        outs.push_back({static_cast<const char*>(at(data)), size, after});
+    }
+    for (const auto& [data, size, adds] : incoming) {
+        if (adds && size % lagom::size_of(type_of(type))) throw lagom::Failure("a message ends within a number");
+        backs.push_back({static_cast<char*>(at(data)), size, adds});
+    }
+    const std::string text(head.c_str(), head.size());
+    lagom::Streamed found;
+    {
+        const nb::gil_scoped_release released;
+        found = lagom::stream(following, preceding, text, outs, backs, type_of(type), static_cast<char*>(at(scratch)),
+                              scratch_size, timeout_s);
+    }
+    return {int(found.ending), found.error, nb::bytes(found.found.data(), found.found.size()),
+            nb::bytes(found.wanted.data(), found.wanted.size())};
+}
+
 }  // namespace
 
 NB_MODULE(_native, module) {
     nb::set_leak_warnings(false);  // a rank ends by os._exit
-    module.attr("VERSION") = 11;  // of what is bound here; lagom/collectives/native.py asks for it
+    module.attr("VERSION") = 12;  // of what is bound here; lagom/collectives/native.py asks for it
     nb::register_exception_translator([](const std::exception_ptr& thrown, void*) {
         try {
             std::rethrow_exception(thrown);
@@ -189,6 +215,7 @@ NB_MODULE(_native, module) {
             if (!size || (!is_bytes && ((size != 4 && size != 8) || prefix.size()))) throw lagom::Failure("no such values");
             self.begin({is_snappy, is_optional, is_bytes, {prefix.c_str(), prefix.size()}, size, count, most}); });
     module.def("read_pages", &read_pages);
+    module.def("stream", &stream);
     nb::class_<Sections>(module, "Sections")
         .def(nb::init<const std::vector<std::tuple<size_t, size_t, int>>&, size_t>());
     nb::class_<Communicator>(module, "Communicator", nb::is_weak_referenceable())

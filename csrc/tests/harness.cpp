@@ -2,6 +2,7 @@
 // was wrong with which exchange.
 //
 //     harness [rounds]
+#include <sys/socket.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -12,6 +13,7 @@
 #include <thread>
 
 #include "communicator.hpp"
+#include "ring.hpp"
 
 using namespace lagom;
 
@@ -223,12 +225,59 @@ void disagree() {
            said[0].c_str(), 0, 0);
 }
 
+// One host's part in a sum over 3 of them; `following` and `preceding` are its ends of connections with the others.
+Streamed sum_over_hosts(int home, int following, int preceding, std::vector<float>& data, char mark, double timeout_s) {
+    constexpr int HOSTS = 3;
+    const size_t part = data.size() / HOSTS;
+    const auto at = [&](int distance) { return reinterpret_cast<char*>(data.data() + size_t((home + distance + 6) % HOSTS) * part); };
+    std::vector<Outgoing> outs;
+    std::vector<Incoming> backs;
+    for (int i = 0; i < 2 * (HOSTS - 1); ++i) {
+        outs.push_back({at(i < HOSTS - 1 ? -i - 1 : HOSTS - 1 - i), part * sizeof(float), i - 1});
+        backs.push_back({at(i < HOSTS - 1 ? -i - 2 : HOSTS - 2 - i), part * sizeof(float), i < HOSTS - 1});
+    }
+    std::vector<char> scratch(1000);  // no whole number of floats fills it twice in a row
+    return stream(following, preceding, std::string(22, mark), outs, backs, Type::f32, scratch.data(), 998, timeout_s);
+}
+
+void ring() {
+    for (const size_t count : {0, 3, 999, 300'000}) {
+        int ends[3][2];  // of the connection from each host to the next
+        for (auto& pair : ends) expect(socketpair(AF_UNIX, SOCK_STREAM | SOCK_NONBLOCK, 0, pair) == 0, "socketpair", 0, 0);
+        std::vector<std::vector<float>> all;
+        std::vector<std::thread> threads;
+        for (int home = 0; home < 3; ++home) all.push_back(numbers(1, home, count));
+        for (int home = 0; home < 3; ++home)
+            threads.emplace_back([&, home] {
+                const Streamed found = sum_over_hosts(home, ends[home][0], ends[(home + 2) % 3][1], all[home], 'h', 60);
+                expect(found.ending == Ending::done, "ring", home, count);
+            });
+        for (std::thread& thread : threads) thread.join();
+        bool right = true;
+        for (int home = 0; home < 3; ++home)
+            for (size_t i = 0; i < count; ++i)
+                right = right && all[home][i] == given(1, 0, i) + given(1, 1, i) + given(1, 2, i);
+        expect(right, "sum over hosts", 0, count);
+        // Host 0 alone: nobody answers; then another message comes; then its neighbour goes.
+        std::vector<float> data(3);
+        const auto alone = [&] { return sum_over_hosts(0, ends[0][0], ends[2][1], data, 'h', 0.05); };
+        expect(alone().ending == Ending::late, "late", 0, count);
+        expect(send(ends[2][0], std::string(22, 'x').data(), 22, 0) == 22, "send", 0, 0);
+        const Streamed other = alone();
+        expect(other.ending == Ending::differs && other.found == std::string(22, 'x') && other.wanted[0] == 'h', "differs", 0, count);
+        close(ends[2][0]);
+        expect(alone().ending == Ending::gone, "gone", 0, count);
+        for (const int end : {ends[0][0], ends[0][1], ends[1][0], ends[1][1], ends[2][1]}) close(end);
+    }
+}
+
 }  // namespace
 
 int main(int argc, char** argv) {
     const int rounds = argc > 1 ? std::atoi(argv[1]) : 100;
     for (const int size : {1, 2, 3, 5}) run_ranks(size, rounds);
     disagree();
+    ring();
     if (failures == 0) std::puts("ok");
     return failures != 0;
 }

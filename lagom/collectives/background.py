@@ -62,6 +62,11 @@ class BackgroundExchanges:
         """Accept no more calls; the calls given before still run."""
         self._queue.put(None)
 
+    def join(self, timeout_s: float) -> None:
+        """Wait for the end of the calls, after ``close``; not where one of them asks for it."""
+        if threading.current_thread() is not self._thread:
+            self._thread.join(timeout_s)
+
 
 class BackgroundTask:
     def __init__(self, call: Callable[[], None]) -> None:

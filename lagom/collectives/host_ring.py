@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-import select
 import socket
-import struct
-import time
 import weakref
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from lagom.collectives.background import BackgroundExchanges
-from lagom.collectives.native import TYPES
+from lagom.collectives.native import TYPES, native
+from lagom.collectives.sockets.ring_stream import (
+    BLOCK,
+    HEAD,
+    HUNG_UP,
+    LATE,
+    DifferentMessageError,
+    Incoming,
+    Outgoing,
+    RingStream,
+)
 from lagom.collectives.transport import bytes_of
 
 if TYPE_CHECKING:
@@ -23,15 +31,11 @@ if TYPE_CHECKING:
     from lagom.collectives.background import Work
     from lagom.collectives.sockets.encryption import Connection
 
-_HEAD = struct.Struct("<QQBBI")
 _NAMES = ("all_reduce", "reduce_scatter", "all_gather", "broadcast")
 _NO_CODE = 255
-_BLOCK = 1 << 17
-"""Bytes that are taken at once, and added while the next ones arrive."""
-_GRAIN = 1 << 15
-"""Numbers that torch adds in the calling thread, at most."""
-_LEAST = 1 << 17
-"""Bytes of a message, if it has as many, that must have come before they are sent on."""
+_LATE, _GONE, _DIFFERS = range(1, 4)
+"""As ``Ending`` in ``csrc/ring.hpp``."""
+_CLOSE_S = 1.0
 
 
 class HostRing:
@@ -53,10 +57,10 @@ class HostRing:
         self._home = home
         self._num = num_homes
         self._timeout_s = timeout_s
-        self._exchange = _Exchange(0, 0, 0, 0)
-        self._arrived = torch.empty(_BLOCK, dtype=torch.uint8)
-        self._least = 1
-        self._polls: dict[tuple[bool, bool], select.poll] = {}
+        self._exchange = _Exchange(0, 0, torch.uint8, 0)
+        self._arrived = torch.empty(BLOCK, dtype=torch.uint8)
+        self._is_encrypted = not (isinstance(following, socket.socket) and isinstance(preceding, socket.socket))
+        self._is_closed = False
         self._thread = BackgroundExchanges("lagom-ring")
         for one in (following, preceding):
             one.setblocking(False)
@@ -84,18 +88,37 @@ class HostRing:
 
     def _begin(self, exchange: Callable[[], None], name: str, dtype: torch.dtype, root: int = 0) -> Work:
         def run() -> None:
-            number, code = self._exchange.number + 1, TYPES.get(dtype, _NO_CODE)
-            self._exchange = _Exchange(number, _NAMES.index(name), code, root)
-            exchange()
+            self._exchange = _Exchange(self._exchange.number + 1, _NAMES.index(name), dtype, root)
+            try:
+                exchange()
+            except OSError as error:
+                if self._is_closed:
+                    raise ConnectionError("the connections between hosts are closed") from error
+                raise
+            except DifferentMessageError as error:
+                raise RuntimeError(
+                    f"hosts differ in their exchanges: another one sends {_words(error.found)}, "
+                    f"and this one expects {_words(error.wanted)}"
+                ) from None
 
         return self._thread.later(run)
 
     def close(self) -> None:
         """End the connections, also under an exchange."""
+        self._is_closed = True
         self._thread.close()
         for one in (self._following, self._preceding):
+            if isinstance(one, socket.socket):
+                with contextlib.suppress(OSError):  # the other end may have gone
+                    one.shutdown(socket.SHUT_RDWR)
+        # The number of a closed file may be another file's already, and the thread still write to it.
+        self._thread.join(_CLOSE_S)
+        self.forget()
+
+    def forget(self) -> None:
+        """Close this process's files of the connections: where it was forked, and its parent goes on with them."""
+        for one in (self._following, self._preceding):
             one.close()
-        self._polls.clear()  # the numbers of closed files may be other files' already
 
     def _all_reduce(self, tensor: torch.Tensor) -> None:
         parts = tensor.view(-1).tensor_split(self._num)
@@ -122,57 +145,36 @@ class HostRing:
 
     def _stream(self, shifts: Sequence[_Shift]) -> None:
         """Run ``shifts`` one after the other, but send of each what has come in the one before, as it comes."""
-        outs: list[_Sending] = []
-        backs: list[_Receiving] = []
+        outs: list[Outgoing] = []
+        backs: list[Incoming] = []
         for shift in shifts:
-            last = backs[-1] if backs else None
+            after = len(backs) - 1
             if shift.given is not None:
-                outs.append(_Sending(shift.given, self._exchange, last))
+                outs.append(Outgoing(bytes_of(shift.given.detach()), after))
             if shift.into is not None:
-                backs.append(_Receiving(shift.into, self._exchange, self._arrived if shift.adds else None))
-        deadline = time.monotonic() + self._timeout_s
-        comes, is_late = True, False
-        while outs or backs:
-            moved = bool(outs) and outs[0].go_on(self._following)
-            if backs and comes:
-                took = backs[0].go_on(self._preceding)
-                moved, comes = moved or took, not backs[0].has_all
-            if outs and outs[0].is_done:
-                del outs[0]
-            if backs and backs[0].is_done:
-                del backs[0]
-            if moved:
-                deadline, is_late = time.monotonic() + self._timeout_s, False
-            elif is_late:
-                raise TimeoutError("another host did not answer in time")
-            elif outs or backs:
-                if backs:
-                    self._wake_for(backs[0].num_awaited)
-                sent = self._wait(bool(outs) and not outs[0].waits, bool(backs), deadline)
-                is_late = sent is None
-                comes = is_late or bool(sent)  # of less than is waited for, something may have come in that time
-
-    def _wake_for(self, num_bytes: int) -> None:
-        """Have ``poll`` wait for as many bytes: to wake for each packet takes as long as to add its numbers."""
-        if num_bytes != self._least and isinstance(self._preceding, socket.socket):
-            self._preceding.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, num_bytes)
-            self._least = num_bytes
-
-    def _wait(self, sends: bool, receives: bool, deadline: float) -> bool | None:
-        """Wait until one neighbour has sent, or the other takes; return whether it is the first, None if too late."""
-        number = self._preceding.fileno()
-        if number < 0:
-            raise ConnectionError("the connections between hosts are closed")
-        poll = self._polls.get((sends, receives))
-        if poll is None:
-            wanted = {self._following.fileno(): select.POLLOUT} if sends else {}
-            if receives:
-                wanted[number] = wanted.get(number, 0) | select.POLLIN
-            poll = self._polls[sends, receives] = select.poll()
-            for one, events in wanted.items():
-                poll.register(one, events)
-        found = poll.poll(max(0.0, 1e3 * (deadline - time.monotonic())))
-        return any(events & ~select.POLLOUT for one, events in found if one == number) if found else None
+                backs.append(Incoming(bytes_of(shift.into.detach()), shift.adds))
+        compiled, dtype = native(), self._exchange.dtype
+        if compiled is None or self._is_encrypted:
+            peers = RingStream(self._following, self._preceding, self._arrived, self._timeout_s)
+            peers.run(outs, backs, self._exchange.head, dtype)
+            return
+        ending, error, found, wanted = compiled.stream(
+            self._following.fileno(),
+            self._preceding.fileno(),
+            self._exchange.head(0),
+            [(one.data.data_ptr(), one.data.nbytes, one.after) for one in outs],
+            [(one.data.data_ptr(), one.data.nbytes, one.adds) for one in backs],
+            TYPES.get(dtype, TYPES[torch.uint8]),  # of others nothing is summed
+            self._arrived.data_ptr(),
+            BLOCK,
+            self._timeout_s,
+        )
+        if ending == _LATE:
+            raise TimeoutError(LATE)
+        if ending == _GONE:
+            raise OSError(error, os.strerror(error)) if error else ConnectionError(HUNG_UP)
+        if ending == _DIFFERS:
+            raise DifferentMessageError(found, wanted)
 
 
 class _Exchange(NamedTuple):
@@ -181,17 +183,16 @@ class _Exchange(NamedTuple):
     number: int
     operation: int
     """Place in ``_NAMES``."""
-    dtype: int
-    """As in ``native.TYPES``."""
+    dtype: torch.dtype
     root: int
 
     def head(self, size: int) -> bytes:
         """Return what stands before a message of ``size`` bytes."""
-        return _HEAD.pack(self.number, size, self.operation, self.dtype, self.root)
+        return HEAD.pack(self.number, size, self.operation, TYPES.get(self.dtype, _NO_CODE), self.root)
 
 
 def _words(head: bytes | bytearray) -> str:
-    number, size, operation, code, root = _HEAD.unpack(head)
+    number, size, operation, code, root = HEAD.unpack(head)
     name = _NAMES[operation] if operation < len(_NAMES) else f"operation {operation}"
     types = [str(dtype).removeprefix("torch.") for dtype, one in TYPES.items() if one == code]
     of = f" of {types[0]}" if types else ""
@@ -206,147 +207,16 @@ class _Shift(NamedTuple):
     adds: bool = False
 
 
-class _Sending:
-    """A message on its way to the next host, as far as ``after`` has come, which arrives where it is read."""
-
-    def __init__(self, tensor: torch.Tensor, exchange: _Exchange, after: _Receiving | None) -> None:
-        self._memory = _memory(tensor)
-        self._head = memoryview(exchange.head(len(self._memory)))
-        self._size = len(self._head) + len(self._memory)
-        self._sent = 0
-        self._after = after
-
-    @property
-    def is_done(self) -> bool:
-        """Return whether all is sent."""
-        return self._sent == self._size
-
-    @property
-    def waits(self) -> bool:
-        """Return whether too little has come for now."""
-        return self._ready() - self._sent < min(_LEAST, self._size - self._sent)
-
-    def go_on(self, peer: Connection) -> bool:
-        """Send what has come and the kernel takes; return whether that is anything."""
-        if self.waits:
-            return False
-        head = self._head[self._sent :]
-        data = self._memory[max(0, self._sent - len(self._head)) : self._ready() - len(self._head)]
-        try:
-            self._sent += peer.sendmsg([head, data] if head else [data], (), socket.MSG_NOSIGNAL)
-        except BlockingIOError:
-            return False
-        return True
-
-    def _ready(self) -> int:
-        return self._size if self._after is None else len(self._head) + self._after.num_ready
-
-
-class _Receiving:
-    """A message on its way from the host before."""
-
-    def __init__(self, tensor: torch.Tensor, exchange: _Exchange, arrived: torch.Tensor | None) -> None:
-        self.is_done = False
-        self.has_all = False
-        """Whether all that had come is taken."""
-        self.num_ready = 0
-        """Bytes that have come, and were added."""
-        self._wanted = exchange.head(tensor.nbytes)
-        self._head = bytearray()
-        self._place = 0
-        self._memory = _memory(tensor)
-        self._sums = _Sums(self._memory, tensor.dtype, arrived) if arrived is not None and tensor.nbytes else None
-
-    @property
-    def num_awaited(self) -> int:
-        """Return for how many bytes it is worth while to wait."""
-        # Of a message that is not the expected one, no more than the head may come.
-        return _HEAD.size - len(self._head) or min(len(self._memory) - self._place, _BLOCK)
-
-    def go_on(self, peer: Connection) -> bool:
-        """Take the bytes that are there; return whether there were any."""
-        has_head = len(self._head) == _HEAD.size
-        try:
-            if not has_head:
-                asked = _HEAD.size - len(self._head)
-                data = peer.recv(asked)
-                self._head += data
-                count = len(data)
-            else:
-                left = self._memory[self._place :]
-                room = left if self._sums is None else self._sums.room(len(left))
-                asked, count = len(room), peer.recv_into(room)
-                self._place += count
-        except BlockingIOError:
-            self.has_all = True
-            return False
-        if count == 0:
-            raise ConnectionError("another host hung up")
-        self.has_all = count < asked
-        if len(self._head) == _HEAD.size:
-            if not has_head:
-                self._check()
-                count = 0
-            self.num_ready = self._place if self._sums is None else self._sums.add(count)
-            self.is_done = self._place == len(self._memory)
-        return True
-
-    def _check(self) -> None:
-        if self._head != self._wanted:
-            raise RuntimeError(
-                f"hosts differ in their exchanges: another one sends {_words(self._head)}, "
-                f"and this one expects {_words(self._wanted)}"
-            )
-
-
-class _Sums:
-    """Numbers to which others are added as they arrive: in a small memory, which stays in the processor's cache."""
-
-    def __init__(self, memory: memoryview, dtype: torch.dtype, arrived: torch.Tensor) -> None:
-        # Made of the memory itself: a tensor of the program may be a parameter, or of torch's inference mode.
-        self._totals = torch.frombuffer(memory, dtype=dtype)
-        self._others = arrived.view(dtype)
-        self._bytes = arrived
-        self._memory = _memory(arrived)
-        self._added = 0
-        self._held = 0
-
-    def room(self, most: int) -> memoryview:
-        """Return the memory for the next bytes, at most ``most``."""
-        return self._memory[self._held : self._held + most]
-
-    def add(self, count: int) -> int:
-        """Add the elements that are complete with ``count`` further bytes; return the bytes of all that are added."""
-        self._held += count
-        size = self._totals.element_size()
-        num = self._held // size
-        for start in range(0, num, _GRAIN):
-            count = min(_GRAIN, num - start)
-            # Not ``totals[i:j] += others``, which writes the sum over itself once more.
-            self._totals.narrow(0, self._added + start, count).add_(self._others.narrow(0, start, count))
-        self._added += num
-        rest = self._bytes[num * size : self._held]
-        self._held = len(rest)
-        if self._held:
-            self._bytes[: self._held] = rest.clone()
-        return self._added * size
-
-
 _all: weakref.WeakSet[HostRing] = weakref.WeakSet()
 
 
-def _close_all() -> None:
+def _forget_all() -> None:
     for ring in list(_all):
-        ring.close()
+        ring.forget()
 
 
 # Otherwise a loader worker that outlives its rank would keep the other hosts waiting for that rank.
-os.register_at_fork(after_in_child=_close_all)
-
-
-def _memory(tensor: torch.Tensor) -> memoryview:
-    numbers: Any = bytes_of(tensor.detach()).numpy()
-    return memoryview(numbers)
+os.register_at_fork(after_in_child=_forget_all)
 
 
 # Note [Ring]
@@ -359,8 +229,10 @@ def _memory(tensor: torch.Tensor) -> memoryview:
 # sent: what comes for a part was made of what this host has sent of it. Each message says its number, size, operation,
 # type and root: hosts that call different exchanges get an error.
 #
-# A thread that wakes for each packet uses more of a core for that than for sums. So ``poll`` waits for 128 KB, or for
-# the rest of a message (SO_RCVLOWAT): a neighbour sends no less, but for what the kernel does not take at once.
+# ``csrc/ring.cpp`` does this without Python's lock, which a busy program gives back every 5 ms; ``RingStream`` does it
+# for encrypted connections, with the same messages. A thread that wakes for each packet uses more of a core for that
+# than for sums. So it waits for 128 KB, or for the rest of a message (SO_RCVLOWAT): a neighbour sends no less, but for
+# what the kernel does not take at once.
 #
 # The connections are made as those of messages are: both ends prove that they know the run's key, and encrypt where
 # Spark does.

@@ -65,7 +65,8 @@ class HostTransport(Transport):
 
     def all_reduce(self, tensor: torch.Tensor, reduction: str = "sum") -> Done:
         piece = max(_PIECE, min(len(self.homes) * _PART, tensor.nbytes // _OVERLAPPED))
-        parts = tensor.view(-1).split(piece // tensor.element_size()) if tensor.numel() else [tensor]
+        # Ranks that are alone on their hosts have nothing to sum within them meanwhile.
+        parts = tensor.view(-1).tensor_split(1 if self._most == 1 else max(-(-tensor.nbytes // piece), 1))
         with self._together():
             works = []
             for part in parts:

@@ -60,7 +60,7 @@ class Communicator(Protocol):
     ) -> None: ...
 
 
-_VERSION = 11
+_VERSION = 12
 UNUSABLE = "lagom's compiled part"
 """Begins the reason of ``reason_without_native`` where a compiled part is there that this Python cannot use."""
 
