@@ -27,7 +27,28 @@ using lagom::Communicator;
 using lagom::Op;
 using lagom::Pages;
 using lagom::Type;
-using Released = nb::call_guard<nb::gil_scoped_release>;
+
+// Blocks a thread that is taken down while it asks for Python's lock: up to 3.13, Python unwinds the stacks of threads that
+// return to it while it ends, and that would abort the process in the first function that lets no exception through.
+struct Stays {
+    bool has_lock = false;
+    ~Stays() noexcept(false) {
+        while (!has_lock) pause();
+    }
+};
+
+// Without Python's lock for as long as this lives.
+struct Unlocked {
+    PyThreadState* const state = PyEval_SaveThread();
+    Unlocked() = default;
+    Unlocked(const Unlocked&) = delete;
+    ~Unlocked() noexcept(false) {
+        Stays here;
+        PyEval_RestoreThread(state);
+        here.has_lock = true;
+    }
+};
+using Released = nb::call_guard<Unlocked>;
 
 // A signal's handler has raised in Python. That is done in the main thread alone; others do not ask for the GIL here, which
 // ends a thread when Python is about to end.
@@ -80,7 +101,7 @@ nb::list exchange(Communicator& self, nb::bytes head, nb::object body) {
     const std::string_view given{static_cast<const char*>(held.view.buf), size_t(held.view.len)};
     const std::vector<lagom::Row>* rows;
     {
-        const nb::gil_scoped_release released;
+        const Unlocked released;
         rows = &self.exchange({head.c_str(), head.size()}, given);
     }
     nb::list found;
@@ -124,7 +145,7 @@ bool average(Communicator& self, nb::bytes head, const std::vector<uintptr_t>& g
              const Sections& sections) {
     if (given.size() != sections.all.size() || means.size() != given.size())
         throw lagom::Failure("there are other numbers than sections");
-    const nb::gil_scoped_release released;
+    const Unlocked released;
     static_assert(sizeof(uintptr_t) == sizeof(void*));
     return self.average({head.c_str(), head.size()}, sections.size, sections.all,
                         reinterpret_cast<const void* const*>(given.data()), reinterpret_cast<void* const*>(means.data()));
@@ -136,7 +157,7 @@ using Column = std::tuple<Pages*, uintptr_t, size_t, uintptr_t, size_t, size_t, 
 std::vector<std::tuple<size_t, size_t, int, size_t>> read_pages(const std::vector<Column>& columns) {
     for (const auto& column : columns)
         if (!std::get<4>(column)) throw lagom::Failure("a piece is empty");
-    const nb::gil_scoped_release released;
+    const Unlocked released;
     std::vector<std::tuple<size_t, size_t, int, size_t>> found;
     for (const auto& [pages, data, size, out, piece, jump, done, rows] : columns) {
         const auto step =
@@ -164,7 +185,7 @@ std::tuple<int, int, nb::bytes, nb::bytes> stream(int following, int preceding, 
     const std::string text(head.c_str(), head.size());
     lagom::Streamed found;
     {
-        const nb::gil_scoped_release released;
+        const Unlocked released;
         found = lagom::stream(following, preceding, text, outs, backs, type_of(type), static_cast<char*>(at(scratch)),
                               scratch_size, timeout_s);
     }

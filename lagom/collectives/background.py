@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import threading
 from typing import TYPE_CHECKING, Protocol
@@ -44,7 +45,8 @@ class BackgroundExchanges:
     def begin(self) -> None:
         """Start the thread; also where this process was forked from another, and has none."""
         self._queue: queue.SimpleQueue[BackgroundTask | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=_run, args=(self._queue,), name=self._name, daemon=True)
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=_run, args=(self._queue, self._ended), name=self._name, daemon=True)
         self._thread.start()
 
     @property
@@ -53,9 +55,11 @@ class BackgroundExchanges:
         return self._thread.native_id
 
     def later(self, call: Callable[[], None]) -> Work:
-        """Run ``call`` after all calls that were given before."""
+        """Run ``call`` after all calls that were given before; after ``close``, its work has an error."""
         task = BackgroundTask(call)
         self._queue.put(task)
+        if self._ended.is_set():
+            _refuse_all(self._queue)
         return task
 
     def close(self) -> None:
@@ -83,6 +87,11 @@ class BackgroundTask:
         self._call = None  # it holds tensors
         self._done.set()
 
+    def refuse(self) -> None:
+        self._error = ConnectionError("the connections between ranks are closed")
+        self._call = None
+        self._done.set()
+
     def is_completed(self) -> bool:
         return self._done.is_set()
 
@@ -92,7 +101,17 @@ class BackgroundTask:
             raise self._error
 
 
-def _run(tasks: queue.SimpleQueue[BackgroundTask | None]) -> None:
+def _run(tasks: queue.SimpleQueue[BackgroundTask | None], ended: threading.Event) -> None:
     while (task := tasks.get()) is not None:
         task.run()
         del task
+    ended.set()
+    _refuse_all(tasks)
+
+
+def _refuse_all(tasks: queue.SimpleQueue[BackgroundTask | None]) -> None:
+    with contextlib.suppress(queue.Empty):
+        while True:
+            task = tasks.get_nowait()
+            if task is not None:
+                task.refuse()

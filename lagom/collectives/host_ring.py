@@ -36,6 +36,8 @@ _NO_CODE = 255
 _LATE, _GONE, _DIFFERS = range(1, 4)
 """As ``Ending`` in ``csrc/ring.hpp``."""
 _CLOSE_S = 1.0
+_LONGEST_S = 1e6
+"""Longest wait, in seconds: ``poll`` counts no more than 24 days."""
 
 
 class HostRing:
@@ -56,7 +58,7 @@ class HostRing:
         self._preceding = preceding
         self._home = home
         self._num = num_homes
-        self._timeout_s = timeout_s
+        self._timeout_s = min(timeout_s, _LONGEST_S)
         self._exchange = _Exchange(0, 0, torch.uint8, 0)
         self._arrived = torch.empty(BLOCK, dtype=torch.uint8)
         self._is_encrypted = not (isinstance(following, socket.socket) and isinstance(preceding, socket.socket))
@@ -67,12 +69,16 @@ class HostRing:
         _all.add(self)
 
     def set_timeout(self, timeout_s: float) -> None:
-        """Set how long exchanges wait for a neighbour from now on."""
-        self._timeout_s = timeout_s
+        """Set how long exchanges that begin from now on wait for a neighbour."""
+        self._timeout_s = min(timeout_s, _LONGEST_S)
 
-    def all_reduce(self, tensor: torch.Tensor) -> Work:
-        """Begin to sum a contiguous ``tensor`` over the hosts, in place, to the same bits on all."""
-        return self._begin(partial(self._all_reduce, tensor), "all_reduce", tensor.dtype)
+    def all_reduce(self, tensor: torch.Tensor, num_pieces: int = 1) -> Work:
+        """Begin to sum a contiguous ``tensor`` over the hosts, in place, to the same bits on all.
+
+        Args:
+            num_pieces: how many such sums make up the caller's, which hosts compare.
+        """
+        return self._begin(partial(self._all_reduce, tensor), "all_reduce", tensor.dtype, num_pieces)
 
     def reduce_scatter(self, parts: Sequence[torch.Tensor]) -> Work:
         """Begin to sum ``parts``, one for each host, over the hosts; only this host's own part is then complete."""
@@ -108,9 +114,8 @@ class HostRing:
         self._is_closed = True
         self._thread.close()
         for one in (self._following, self._preceding):
-            if isinstance(one, socket.socket):
-                with contextlib.suppress(OSError):  # the other end may have gone
-                    one.shutdown(socket.SHUT_RDWR)
+            with contextlib.suppress(OSError):  # the other end may have gone
+                one.shutdown(socket.SHUT_RDWR)
         # The number of a closed file may be another file's already, and the thread still write to it.
         self._thread.join(_CLOSE_S)
         self.forget()
@@ -185,6 +190,7 @@ class _Exchange(NamedTuple):
     """Place in ``_NAMES``."""
     dtype: torch.dtype
     root: int
+    """Of a broadcast, the host that has the tensor; of an all-reduce, how many make up the caller's."""
 
     def head(self, size: int) -> bytes:
         """Return what stands before a message of ``size`` bytes."""
@@ -196,7 +202,8 @@ def _words(head: bytes | bytearray) -> str:
     name = _NAMES[operation] if operation < len(_NAMES) else f"operation {operation}"
     types = [str(dtype).removeprefix("torch.") for dtype, one in TYPES.items() if one == code]
     of = f" of {types[0]}" if types else ""
-    return f"{size} bytes{of} as number {number}, {name}" + f" from host {root}" * (name == "broadcast")
+    whole = f", one of {root} pieces" * (name == "all_reduce" and root > 1)
+    return f"{size} bytes{of} as number {number}, {name}{whole}" + f" from host {root}" * (name == "broadcast")
 
 
 class _Shift(NamedTuple):

@@ -72,7 +72,7 @@ class HostTransport(Transport):
             for part in parts:
                 if self.near is not None:
                     self.near.all_reduce(part.data_ptr(), part.numel(), TYPES[part.dtype], _SUM)
-                works.append(self.ring.all_reduce(part) if self.ring is not None else None)
+                works.append(self.ring.all_reduce(part, len(parts)) if self.ring is not None else None)
             for part, work in zip(parts, works, strict=True):
                 if work is not None:
                     work.wait()
@@ -171,12 +171,12 @@ class HostTransport(Transport):
             yield
         except BaseException as error:
             # The other ranks of this host, and other hosts, wait for a message that will not come.
-            if self.ring is not None:
-                self.ring.close()
             if self.near is not None:
                 self.near.abort(f"{BETWEEN}: {error}")
-                if isinstance(error, RuntimeError) and not str(error).startswith(BETWEEN):
-                    raise RuntimeError(name_ranks(str(error), self.homes[self._home])) from error
+            if self.ring is not None:
+                self.ring.close()
+            if self.near is not None and isinstance(error, RuntimeError) and not str(error).startswith(BETWEEN):
+                raise RuntimeError(name_ranks(str(error), self.homes[self._home])) from error
             raise
 
     def set_timeout(self, timeout_s: float) -> None:

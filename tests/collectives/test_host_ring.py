@@ -116,12 +116,17 @@ def test_parameters_and_tensors_of_the_inference_mode_are_summed_too() -> None:
             "sends 8 bytes of int32 as number 1, all_reduce, and this one expects 8 bytes of float32 as number 1",
         ),
         (
+            lambda ring: ring.all_reduce(torch.ones(4), 2),
+            lambda ring: ring.all_reduce(torch.ones(4), 3),
+            "sends 8 bytes of float32 as number 1, all_reduce, one of 3 pieces, and this one expects",
+        ),
+        (
             lambda ring: ring.all_gather([torch.ones(4), torch.ones(4)]),
             lambda ring: ring.reduce_scatter([torch.ones(4), torch.ones(4)]),
             "sends 16 bytes of float32 as number 1, reduce_scatter, and this one expects 16 bytes of float32",
         ),
     ],
-    ids=["size", "type", "operation"],
+    ids=["size", "type", "number of pieces", "operation"],
 )
 def test_hosts_that_call_different_exchanges_get_an_error(call: Any, other: Any, difference: str) -> None:
     with joined(2) as rings:
@@ -172,13 +177,18 @@ def test_a_neighbour_that_sends_slowly_is_not_taken_for_gone() -> None:
     far.close()
 
 
-def test_a_ring_that_is_closed_under_an_exchange_ends_it_with_an_error() -> None:
-    with joined(2, timeout_s=1.0) as rings:
-        work = rings[0].broadcast(torch.ones(10), 1)
+@pytest.mark.parametrize("encrypts", [False, True])
+def test_a_ring_that_is_closed_under_an_exchange_ends_it_with_an_error(encrypts: bool) -> None:
+    with joined(2, timeout_s=600.0, encrypts=encrypts) as rings:
+        works = [ring.broadcast(torch.ones(10), 1 - home) for home, ring in enumerate(rings)]
         time.sleep(0.2)
         rings[0].close()
-        with pytest.raises(OSError, match=r"closed|Bad file"):
-            work.wait()
+        works.append(rings[0].all_reduce(torch.ones(10)))
+        for work in (works[0], works[2]):
+            with pytest.raises(ConnectionError, match="closed"):
+                work.wait()
+        with pytest.raises(OSError, match=r"hung up|reset"):
+            works[1].wait()
 
 
 @pytest.mark.parametrize("encrypts", [False, True])

@@ -117,3 +117,36 @@ if __name__ == "__main__":
     config = TorchDistributedConfig(launcher="local", world_size=2, batches="split", run_dir=None)
     print([round(value, 4) for value in experiment.lagom(train, config).per_rank])
 """
+
+
+_ENDS_WITHIN_AN_EXCHANGE = """
+import importlib.util, socket, sys, threading, time
+
+spec = importlib.util.spec_from_file_location("lagom._native", sys.argv[1])
+native = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(native)
+near, far = socket.socketpair()
+address = 0
+arguments = near.fileno(), near.fileno(), bytes(22), [], [(address, 0, False)], 8, address, 0, 0.5
+threading.Thread(target=native.stream, args=arguments, daemon=True).start()
+
+
+class Slow:
+    def __del__(self, sleep=time.sleep):
+        sleep(1.5)  # Python ends meanwhile, and the exchange too
+
+
+sys.modules["slow"] = Slow()
+raise ValueError("the program's own")
+"""
+
+
+def test_a_process_that_ends_within_an_exchange_ends_as_it_would() -> None:
+    ended = subprocess.run(
+        [sys.executable, "-S", "-c", _ENDS_WITHIN_AN_EXCHANGE, str(native().__file__)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert ended.returncode == 1, ended.stderr
+    assert ended.stderr.endswith("ValueError: the program's own\n")

@@ -104,6 +104,10 @@ class EncryptedSocket:
             count += found
         return count
 
+    def shutdown(self, how: int) -> None:
+        """End the connection, so that calls of other threads end too."""
+        socket.socket.shutdown(self._connection, how)  # TCP's alone: another thread may use what OpenSSL has
+
     def close(self) -> None:
         """Close the connection, also under a call of another thread."""
         has_turn = self._turn.acquire(timeout=_CLOSE_S)  # in a forked child, a thread that is not there may have it
