@@ -66,6 +66,12 @@ class BackgroundExchanges:
         """Accept no more calls; the calls given before still run."""
         self._queue.put(None)
 
+    def refuse(self) -> None:
+        """Give all calls from now on an error: this process was forked, and has no thread that runs them."""
+        self._queue = queue.SimpleQueue()
+        self._ended = threading.Event()
+        self._ended.set()
+
     def join(self, timeout_s: float) -> None:
         """Wait for the end of the calls, after ``close``; not where one of them asks for it."""
         if threading.current_thread() is not self._thread:

@@ -59,7 +59,7 @@ class HostRing:
         self._home = home
         self._num = num_homes
         self._timeout_s = min(timeout_s, _LONGEST_S)
-        self._exchange = _Exchange(0, 0, torch.uint8, 0)
+        self._exchange = _Exchange(0, 0, torch.uint8, 0, 1)
         self._arrived = torch.empty(BLOCK, dtype=torch.uint8)
         self._is_encrypted = not (isinstance(following, socket.socket) and isinstance(preceding, socket.socket))
         self._is_closed = False
@@ -76,25 +76,27 @@ class HostRing:
         """Begin to sum a contiguous ``tensor`` over the hosts, in place, to the same bits on all.
 
         Args:
-            num_pieces: how many such sums make up the caller's, which hosts compare.
+            num_pieces: as for all exchanges, how many of them make up the caller's; hosts compare it.
         """
         return self._begin(partial(self._all_reduce, tensor), "all_reduce", tensor.dtype, num_pieces)
 
-    def reduce_scatter(self, parts: Sequence[torch.Tensor]) -> Work:
+    def reduce_scatter(self, parts: Sequence[torch.Tensor], num_pieces: int = 1) -> Work:
         """Begin to sum ``parts``, one for each host, over the hosts; only this host's own part is then complete."""
-        return self._begin(partial(self._reduce_scatter, parts), "reduce_scatter", parts[0].dtype)
+        return self._begin(partial(self._reduce_scatter, parts), "reduce_scatter", parts[0].dtype, num_pieces)
 
-    def all_gather(self, blocks: Sequence[torch.Tensor]) -> Work:
+    def all_gather(self, blocks: Sequence[torch.Tensor], num_pieces: int = 1) -> Work:
         """Begin to fill ``blocks``, one from each host, of which this host's own is given."""
-        return self._begin(partial(self._all_gather, blocks), "all_gather", blocks[0].dtype)
+        return self._begin(partial(self._all_gather, blocks), "all_gather", blocks[0].dtype, num_pieces)
 
-    def broadcast(self, tensor: torch.Tensor, root: int) -> Work:
+    def broadcast(self, tensor: torch.Tensor, root: int, num_pieces: int = 1) -> Work:
         """Begin to overwrite a contiguous ``tensor`` with that of host ``root``."""
-        return self._begin(partial(self._broadcast, tensor, root), "broadcast", tensor.dtype, root)
+        return self._begin(partial(self._broadcast, tensor, root), "broadcast", tensor.dtype, num_pieces, root)
 
-    def _begin(self, exchange: Callable[[], None], name: str, dtype: torch.dtype, root: int = 0) -> Work:
+    def _begin(
+        self, exchange: Callable[[], None], name: str, dtype: torch.dtype, num_pieces: int, root: int = 0
+    ) -> Work:
         def run() -> None:
-            self._exchange = _Exchange(self._exchange.number + 1, _NAMES.index(name), dtype, root)
+            self._exchange = _Exchange(self._exchange.number + 1, _NAMES.index(name), dtype, root, num_pieces)
             try:
                 exchange()
             except OSError as error:
@@ -118,10 +120,15 @@ class HostRing:
                 one.shutdown(socket.SHUT_RDWR)
         # The number of a closed file may be another file's already, and the thread still write to it.
         self._thread.join(_CLOSE_S)
-        self.forget()
+        self._close_files()
 
-    def forget(self) -> None:
-        """Close this process's files of the connections: where it was forked, and its parent goes on with them."""
+    def leave(self) -> None:
+        """Have no part in it in this process, which was forked from one that goes on with it."""
+        self._is_closed = True
+        self._thread.refuse()
+        self._close_files()
+
+    def _close_files(self) -> None:
         for one in (self._following, self._preceding):
             one.close()
 
@@ -190,19 +197,20 @@ class _Exchange(NamedTuple):
     """Place in ``_NAMES``."""
     dtype: torch.dtype
     root: int
-    """Of a broadcast, the host that has the tensor; of an all-reduce, how many make up the caller's."""
+    num_pieces: int
+    """How many such exchanges make up the caller's."""
 
     def head(self, size: int) -> bytes:
         """Return what stands before a message of ``size`` bytes."""
-        return HEAD.pack(self.number, size, self.operation, TYPES.get(self.dtype, _NO_CODE), self.root)
+        return HEAD.pack(self.number, size, self.operation, TYPES.get(self.dtype, _NO_CODE), self.root, self.num_pieces)
 
 
 def _words(head: bytes | bytearray) -> str:
-    number, size, operation, code, root = HEAD.unpack(head)
+    number, size, operation, code, root, num_pieces = HEAD.unpack(head)
     name = _NAMES[operation] if operation < len(_NAMES) else f"operation {operation}"
     types = [str(dtype).removeprefix("torch.") for dtype, one in TYPES.items() if one == code]
     of = f" of {types[0]}" if types else ""
-    whole = f", one of {root} pieces" * (name == "all_reduce" and root > 1)
+    whole = f", one of {num_pieces} pieces" * (num_pieces > 1)
     return f"{size} bytes{of} as number {number}, {name}{whole}" + f" from host {root}" * (name == "broadcast")
 
 
@@ -219,7 +227,7 @@ _all: weakref.WeakSet[HostRing] = weakref.WeakSet()
 
 def _forget_all() -> None:
     for ring in list(_all):
-        ring.forget()
+        ring.leave()
 
 
 # Otherwise a loader worker that outlives its rank would keep the other hosts waiting for that rank.

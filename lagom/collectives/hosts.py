@@ -90,7 +90,7 @@ class HostTransport(Transport):
             for part in parts:
                 if self.near is not None and home == self._home:
                     self.near.broadcast(part.data_ptr(), part.nbytes, place)
-                works.append(self.ring.broadcast(part, home) if self.ring is not None else None)
+                works.append(self.ring.broadcast(part, home, len(parts)) if self.ring is not None else None)
             for part, work in zip(parts, works, strict=True):
                 if work is not None:
                     work.wait()
@@ -105,9 +105,9 @@ class HostTransport(Transport):
         width = max(_PIECE // (len(self.homes) * self._most), 1)
         parts = bytes_of(part).split(width)
         with self._together():
-            under_way = [self._gathered(one) for one in parts[:1]]
+            under_way = [self._gathered(one, len(parts)) for one in parts[:1]]
             for i, one in enumerate(parts):
-                under_way += [self._gathered(following) for following in parts[i + 1 : i + 2]]
+                under_way += [self._gathered(following, len(parts)) for following in parts[i + 1 : i + 2]]
                 blocks, work = under_way.pop(0)
                 if work is not None:
                     work.wait()
@@ -117,8 +117,8 @@ class HostTransport(Transport):
                     rows[rank, i * width : i * width + len(one)] = blocks[home, place]
         return DONE
 
-    def _gathered(self, part: torch.Tensor) -> tuple[torch.Tensor, Any]:
-        """Begin to gather ``part`` of all ranks on each host's first rank.
+    def _gathered(self, part: torch.Tensor, num_parts: int) -> tuple[torch.Tensor, Any]:
+        """Begin to gather ``part``, one of as many, of all ranks on each host's first rank.
 
         Returns:
             A tensor of shape (hosts, ranks of a host, bytes), complete on first ranks when the work is done; and the
@@ -130,7 +130,7 @@ class HostTransport(Transport):
             mine[0] = part
         else:
             self.near.gather(part.data_ptr(), mine.data_ptr() if self.ring is not None else 0, part.nbytes, 0)
-        return blocks, None if self.ring is None else self.ring.all_gather(list(blocks))
+        return blocks, None if self.ring is None else self.ring.all_gather(list(blocks), num_parts)
 
     def reduce_scatter(self, out: torch.Tensor, given: torch.Tensor, reduction: str = "sum") -> Done:
         if not out.numel():
@@ -140,9 +140,10 @@ class HostTransport(Transport):
         order = [rank for home in self.homes for rank in home]
         width = max(_PIECE // (len(order) * out.element_size()), 1)
         with self._together():
-            for start in range(0, len(flat), width):
+            starts = range(0, len(flat), width)
+            for start in starts:
                 piece = torch.cat([rows[rank, start : start + width] for rank in order])
-                self._scattered(flat[start : start + width], piece)
+                self._scattered(flat[start : start + width], piece, len(starts))
         return self._averaged(out, reduction)
 
     def _averaged(self, total: torch.Tensor, reduction: str) -> Done:
@@ -151,14 +152,14 @@ class HostTransport(Transport):
             total.detach().div_(len(self._where))
         return DONE
 
-    def _scattered(self, out: torch.Tensor, piece: torch.Tensor) -> None:
+    def _scattered(self, out: torch.Tensor, piece: torch.Tensor, num_pieces: int) -> None:
         """Fill ``out`` with this rank's part of the sums of ``piece``, in which ranks are ordered by host."""
         if self.near is not None:
             self.near.all_reduce(piece.data_ptr(), piece.numel(), TYPES[piece.dtype], _SUM)
         mine = None
         if self.ring is not None:
             sums = piece.split([len(home) * len(out) for home in self.homes])
-            self.ring.reduce_scatter(sums).wait()
+            self.ring.reduce_scatter(sums, num_pieces).wait()
             mine = sums[self._home]
         if self.near is not None:
             self.near.scatter(0 if mine is None else mine.data_ptr(), out.data_ptr(), out.nbytes, 0)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import struct
+import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -13,6 +13,7 @@ import torch
 
 from lagom.collectives.host_ring import HostRing
 from lagom.collectives.native import TYPES as TYPES_OF_RINGS
+from lagom.collectives.sockets.ring_stream import HEAD
 from tests.encryption import encrypted_pair, tcp_pair
 
 SIZES = (0, 1, 2, 77, 100_003, 1_000_001)
@@ -116,9 +117,9 @@ def test_parameters_and_tensors_of_the_inference_mode_are_summed_too() -> None:
             "sends 8 bytes of int32 as number 1, all_reduce, and this one expects 8 bytes of float32 as number 1",
         ),
         (
-            lambda ring: ring.all_reduce(torch.ones(4), 2),
-            lambda ring: ring.all_reduce(torch.ones(4), 3),
-            "sends 8 bytes of float32 as number 1, all_reduce, one of 3 pieces, and this one expects",
+            lambda ring: ring.all_gather([torch.ones(4), torch.ones(4)], 2),
+            lambda ring: ring.all_gather([torch.ones(4), torch.ones(4)], 3),
+            "sends 16 bytes of float32 as number 1, all_gather, one of 3 pieces, and this one expects",
         ),
         (
             lambda ring: ring.all_gather([torch.ones(4), torch.ones(4)]),
@@ -167,7 +168,7 @@ def test_a_neighbour_that_sends_slowly_is_not_taken_for_gone() -> None:
     ring = HostRing(near, near, 0, 2, 1.0)
     whole = torch.ones(10_000)
     work = ring.broadcast(whole, 1)
-    given = struct.pack("<QQBBI", 1, 40_000, 3, TYPES_OF_RINGS[torch.float32], 1) + bytes(40_000)
+    given = HEAD.pack(1, 40_000, 3, TYPES_OF_RINGS[torch.float32], 1, 1) + bytes(40_000)
     for start in range(0, len(given), 10_006):
         time.sleep(0.4)
         far.sendall(given[start : start + 10_006])
@@ -189,6 +190,22 @@ def test_a_ring_that_is_closed_under_an_exchange_ends_it_with_an_error(encrypts:
                 work.wait()
         with pytest.raises(OSError, match=r"hung up|reset"):
             works[1].wait()
+
+
+def test_a_forked_process_has_no_part_in_a_ring() -> None:
+    with joined(2) as rings:
+        pid = os.fork()
+        if pid == 0:
+            try:
+                with pytest.raises(ConnectionError, match="closed"):
+                    rings[0].all_reduce(torch.ones(3)).wait()
+                os._exit(0)
+            finally:
+                os._exit(1)
+        assert os.waitpid(pid, 0)[1] == 0
+        tensors = [torch.ones(3), torch.ones(3)]
+        on_all(rings, lambda ring, home: ring.all_reduce(tensors[home]))
+    assert [one.tolist() for one in tensors] == [[2.0] * 3] * 2
 
 
 @pytest.mark.parametrize("encrypts", [False, True])

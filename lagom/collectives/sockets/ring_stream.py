@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from lagom.collectives.sockets.encryption import Connection
 
-HEAD = struct.Struct("<QQBBI")
+HEAD = struct.Struct("<QQBBII")
 """What stands before a message; the second number is the message's size."""
 BLOCK = 1 << 17
 """Bytes that are taken at once, and added while the next ones arrive; fewer are sent on at a message's end alone."""
