@@ -14,9 +14,12 @@ from tests.search.mlflow_searches import check_runs_below_the_active_one, mlflow
 
 @pytest.fixture(scope="module", autouse=True)
 def _imported_once() -> Iterator[None]:
-    """Has trials find MLflow imported, which would take each of them three seconds."""
-    with forked_server():
-        yield
+    """Has trials find MLflow imported, which would take each of them three seconds, and as the import left it."""
+    with pytest.MonkeyPatch.context() as changed:
+        # What a test before these has given to set_tracking_uri comes before the variable.
+        changed.setattr("mlflow.tracking._tracking_service.utils._tracking_uri", None)
+        with forked_server():
+            yield
 
 
 @pytest.fixture(autouse=True)
