@@ -172,6 +172,8 @@ std::tuple<int, int, nb::bytes, nb::bytes> stream(int following, int preceding, 
                                                   const std::vector<std::tuple<uintptr_t, size_t, int>>& outgoing,
                                                   const std::vector<std::tuple<uintptr_t, size_t, bool>>& incoming, int type,
                                                   uintptr_t scratch, size_t scratch_size, double timeout_s) {
+    if (head.size() < lagom::SIZE_AT + sizeof(uint64_t) || head.size() > lagom::LONGEST_HEAD)
+        throw lagom::Failure("a head has another size");
     std::vector<lagom::Outgoing> outs;
     std::vector<lagom::Incoming> backs;
     for (const auto& [data, size, after] : outgoing) {

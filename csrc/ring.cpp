@@ -86,7 +86,7 @@ class Stream {
 
     bool receive_some() {
         const Incoming& back = backs_[back_];
-        char head[64];
+        char head[LONGEST_HEAD];
         const bool has_head = found_.size() == head_.size();
         char* const to = !has_head ? head : back.adds ? scratch_ + held_ : back.data + place_;
         const size_t room = !has_head ? head_.size() - found_.size()

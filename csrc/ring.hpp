@@ -27,13 +27,13 @@ enum class Ending { done, late, gone, differs };
 
 struct Streamed {
     Ending ending;
-    int error;         // of the system's, where a neighbour is gone; 0 if it hung up
+    int error;                  // of the system's, where a neighbour is gone; 0 if it hung up
     std::string found, wanted;  // the head of a message that differs, and of the expected one
 };
 
 // Sends and receives all messages, each list in its order, through connections that do not block. Before a message stands
 // `head`, with the message's size at `SIZE_AT`. `scratch` takes what is added, of `scratch_size` bytes at once.
-constexpr size_t SIZE_AT = 8;
+constexpr size_t SIZE_AT = 8, LONGEST_HEAD = 64;
 Streamed stream(int following, int preceding, std::string head, const std::vector<Outgoing>& outs,
                 const std::vector<Incoming>& backs, Type type, char* scratch, size_t scratch_size, double timeout_s);
 

@@ -1,4 +1,4 @@
-"""``RingStream``: messages that go round a ring of hosts encrypted. ``csrc/ring.cpp`` has those in clear."""
+"""``RingStream``: encrypted messages that go round a ring of hosts. ``csrc/ring.cpp`` sends those in clear."""
 
 from __future__ import annotations
 
@@ -21,8 +21,6 @@ BLOCK = 1 << 17
 """Bytes that are taken at once, and added while the next ones arrive; fewer are sent on at a message's end alone."""
 _GRAIN = 1 << 15
 """Numbers that torch adds in the calling thread, at most."""
-
-
 LATE = "another host did not answer in time"
 HUNG_UP = "another host hung up"
 
