@@ -62,10 +62,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _resume(args: argparse.Namespace) -> int:
-    folder = experiment.resume(args.run, world_size=args.n).run_dir
+    result = experiment.resume(args.run, world_size=args.n)
+    folder = result.run_url or str(result.run_dir)
     print(
         f"lagom: the run has ended. {folder}/{RESULT} has its result as text; what the function returned, tensors and "
-        f"all, is experiment.resume({str(folder)!r}).value",
+        f"all, is experiment.resume({folder!r}).value",
         file=sys.stderr,
     )
     return 0

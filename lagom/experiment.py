@@ -28,6 +28,7 @@ from lagom.program.sources import source_files
 from lagom.random_states import set_random_states
 from lagom.records.run_dir import RunRecords
 from lagom.records.runs import find_run
+from lagom.records.upload import Upload, is_url
 from lagom.restart.kept_snapshots import SnapshotFolder
 from lagom.result import Result
 from lagom.search.ablate import ablate
@@ -119,30 +120,35 @@ def resume(
     If the run has returned already, its result is that of then.
 
     Args:
-        run_dir: the folder of the run, or a part of its name in the default folder.
+        run_dir: the folder of the run, or its URL (``result.run_url``), or a part of its name in the default folder.
         world_size: number of ranks; None: as before.
         launcher: where they run; None: as before.
 
     Raises:
         LagomError: if the run has kept no snapshots, still goes on in another process, or has functions that are not
-            as they were; or if others than this user can write to the snapshots.
+            as they were; or if others than this user can write to the snapshots. Those at a URL run as this user
+            whoever has written them there.
         ValueError: if there is no such run.
         Exception: as ``lagom``.
     """
     started = time.monotonic()
-    with read_call(find_run(run_dir, TorchDistributedConfig().run_dir)) as (run, call, snapshots), snapshots.locked():
+    upload = Upload.again(os.fspath(run_dir)) if is_url(run_dir) else None
+    found = find_run(run_dir, TorchDistributedConfig().run_dir) if upload is None else upload.folder
+    with read_call(found) as (run, call, snapshots), snapshots.locked():
         folder = Path(snapshots.path).parent
         if (kept := read_result(snapshots)) is not None:
             value, values, seconds = kept
             sys.stderr.write(f"lagom: {run.name}: the run had ended already; nothing is computed again\n")
-            return Result(value, values, seconds=seconds, name=run.name, where="", run_dir=folder)
+            return Result(value, values, seconds=seconds, name=run.name, where="", run_dir=folder, upload=upload)
         changed: dict[str, Any] = {"world_size": world_size, "launcher": launcher}
         config = replace(run.config, **{name: value for name, value in changed.items() if value is not None})
         chosen = choose(config.launcher)
         cluster = chosen.cluster()
         facts = facts_of_code(call.function, call.provided, cluster) | {"already_distributed": False}
         the_plan = plan(config, cluster, run.name, **facts)
-        with run_records(config, the_plan, chosen.where(), run.source, folder) as records:
+        with run_records(config, the_plan, chosen.where(), run.source, folder, upload) as records:
+            if upload is not None:
+                upload.give_signs()
             try:
                 return _run(chosen, the_plan, call, records, snapshots, started)
             except Exception as error:

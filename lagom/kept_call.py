@@ -27,7 +27,7 @@ from lagom.restart.kept_snapshots import FOLDER, SnapshotFolder
 from lagom.snapshots.source_code import SourceFile
 
 _SETTINGS = "settings"
-NO_FOLDER = "snapshot_every_s needs a folder of this machine; set run_dir to a path"
+NO_FOLDER = "snapshot_every_s needs a folder for the run; set run_dir to a path or a URL"
 _DATA: dict[str, Any] = {"module": None, "train_set": None, "test_set": None, "dataset": None, "hparams": {}}
 """Fields of a config that are in the call."""
 
@@ -64,11 +64,11 @@ def keep_call(records: RunRecords | None, plan: Plan, call: Call, source: str | 
     """Write ``call`` into the run's folder if it is to keep snapshots; return the folder for them.
 
     Raises:
-        PlanError: if snapshots are asked for and there is no folder on this machine.
+        PlanError: if snapshots are asked for and the run has no folder.
     """
     if plan.config.snapshot_every_s is None:
         return None
-    if records is None or records.upload is not None:
+    if records is None:
         raise PlanError(NO_FOLDER)
     if (why := obstacle(plan, call)) is not None:
         records.note("without_snapshots", why)
@@ -77,6 +77,9 @@ def keep_call(records: RunRecords | None, plan: Plan, call: Call, source: str | 
     folder = SnapshotFolder(str(records.folder / FOLDER))
     folder.make()
     config = dataclasses.replace(plan.config, **_DATA)
+    if records.upload is not None:
+        config = dataclasses.replace(config, run_dir=records.upload.url)  # whose query may hold a secret
+        records.upload.give_signs()
     path = tuple(os.path.abspath(entry) for entry in sys.path)
     run = KeptRun(config, plan.name, os.getcwd(), path, tuple(sys.argv), source)
     _write(f"{folder.path}/{_SETTINGS}", run)
@@ -125,13 +128,16 @@ def read_call(folder: Path) -> Iterator[tuple[KeptRun, Call, SnapshotFolder]]:
 
 
 def keep_result(folder: SnapshotFolder, value: Any, values: list[Any], seconds: float) -> None:
-    """Write the result of a run into its folder, unless it does not pickle or does not fit."""
+    """Write the result of a run into its folder in place of snapshots, unless it does not pickle or does not fit."""
+    partial = f"{folder.path}/.result"
     try:
-        _write(f"{folder.result}.partial", (value, values, seconds))
-        os.replace(f"{folder.result}.partial", folder.result)
+        _write(partial, (value, values, seconds))
+        os.replace(partial, folder.result)
     except (PayloadError, OSError):  # then the end of the run is computed again when it is asked for
         with suppress(OSError):
-            os.unlink(f"{folder.result}.partial")
+            os.unlink(partial)
+    else:
+        folder.remove_all()  # nothing goes on from them any more
 
 
 def read_result(folder: SnapshotFolder) -> tuple[Any, list[Any], float] | None:

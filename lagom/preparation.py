@@ -26,6 +26,7 @@ from lagom.program.unreadable_data import check_data
 from lagom.random_states import random_states
 from lagom.records.run_dir import RunRecords
 from lagom.records.run_dir import records as new_records
+from lagom.records.upload import Upload
 
 log = logging.getLogger("lagom")
 
@@ -62,9 +63,18 @@ def _check_folder() -> None:
 
 @contextmanager
 def run_records(
-    config: TorchDistributedConfig, the_plan: Plan, where: str, source: str | None, folder: Path | None = None
+    config: TorchDistributedConfig,
+    the_plan: Plan,
+    where: str,
+    source: str | None,
+    folder: Path | None = None,
+    upload: Upload | None = None,
 ) -> Iterator[RunRecords | None]:
-    """Open the run's records, if they are wanted, or those in ``folder``; record an error that the context raises."""
+    """Open the run's records, if they are wanted, or those in ``folder``; record an error that the context raises.
+
+    Args:
+        folder: records of an earlier process of the same run, with their ``upload``, if they are kept at a URL.
+    """
     settings = {each.name: getattr(config, each.name) for each in fields(config)}
     facts = {
         "name": the_plan.name,
@@ -76,7 +86,7 @@ def run_records(
     facts |= {name: getattr(the_plan, name) for name in ("world_size", "gpu", "ranks_per_slot")}
     facts |= {name: getattr(config, name) for name in ("seed", "zero_lvl")}
     if folder is not None:
-        records: RunRecords | None = RunRecords(folder.resolve(), facts)
+        records: RunRecords | None = RunRecords(folder.resolve(), facts, upload)
     else:
         records = new_records(config.run_dir, config.run_dir == DEFAULT_RUN_DIR, facts)
     try:

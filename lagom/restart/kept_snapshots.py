@@ -18,7 +18,7 @@ from lagom.errors import LagomError
 FOLDER, CALL, FILES = "snapshots", "call", "files.jsonl"
 FIRST_MARK = 1 << 40
 """The mark of snapshot n in the run's output has the number ``FIRST_MARK + n``; smaller ones are of sleeping twins."""
-_LOCK, _RESULT = "lock", "result"
+_LOCK, _RESULT = ".lock", "result"
 _KEPT = 2
 """Snapshots that are kept: the newest, and the one before it."""
 
@@ -107,18 +107,18 @@ class SnapshotFolder:
     def complete(self, number: int, facts: Mapping[str, Any]) -> None:
         """Have the state of ``number`` be a snapshot, now that it is written; remove those before the last two."""
         path = f"{self.path}/{_name(number)}"
-        os.replace(f"{path}.partial", f"{path}.state")
-        with open(f"{path}.json.partial", "w") as file:
+        os.replace(self.partial(number), f"{path}.state")
+        with open(self._partial_facts(number), "w") as file:
             json.dump(dict(facts), file)
             file.flush()
             os.fsync(file.fileno())
-        os.replace(f"{path}.json.partial", f"{path}.json")
+        os.replace(self._partial_facts(number), f"{path}.json")
         for old in self._numbers()[:-_KEPT]:
             self._remove(old)
 
     def remove_partial(self, number: int) -> None:
         """Remove what there is of a snapshot that could not be written."""
-        for path in (self.partial(number), f"{self.path}/{_name(number)}.json.partial"):
+        for path in (self.partial(number), self._partial_facts(number)):
             with suppress(OSError):
                 os.unlink(path)
 
@@ -133,8 +133,11 @@ class SnapshotFolder:
                 os.unlink(f"{self.path}/{_name(number)}.{kind}")
 
     def partial(self, number: int) -> str:
-        """Return the file for the state of ``number`` while it is written."""
-        return f"{self.path}/{_name(number)}.partial"
+        """Return the file for the state of ``number`` while it is written, and not yet copied to a URL."""
+        return f"{self.path}/.{_name(number)}.partial"
+
+    def _partial_facts(self, number: int) -> str:
+        return f"{self.path}/.{_name(number)}.json"
 
     def add_message(self, message: Mapping[str, Any]) -> None:
         """Keep what rank 0 has told of its files, for a process that goes on with the run."""

@@ -6,6 +6,7 @@ import os
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
 
 from lagom.call import Call
 from lagom.errors import PlanError
@@ -23,24 +24,26 @@ _LATEST = 13
 
 @contextmanager
 def snapshot_folder(plan: Plan, call: Call) -> Iterator[SnapshotFolder | str | None]:
-    """Make a folder beside those of runs for the snapshot of a rehearsal, and remove it after the block.
+    """Make a folder for the snapshot of a rehearsal, beside those of runs or, if these are at a URL, on this machine.
+
+    It is removed after the block.
 
     Returns:
         The folder; why there is none; or None, if the run is not to keep snapshots.
 
     Raises:
-        PlanError: if the run could not keep any, as its own folder is not on this machine.
+        PlanError: if the run could not keep any, as it has no folder.
     """
     run_dir = plan.config.run_dir
     if plan.config.snapshot_every_s is None:
         yield None
         return
-    if not run_dir or is_url(run_dir):
+    if not run_dir:
         raise PlanError(NO_FOLDER)
     if (why := obstacle(plan, call)) is not None:
         yield why
         return
-    top = on_disk(run_dir)
+    top = Path(tempfile.gettempdir()) if is_url(run_dir) else on_disk(run_dir)
     with ExitStack() as stack:
         try:
             if not top.exists():

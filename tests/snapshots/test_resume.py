@@ -16,6 +16,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import pytest
 import torch
 
@@ -146,6 +147,45 @@ def test_another_process_goes_on_with_a_run_whose_driver_was_killed(
     shown = capfd.readouterr()
     assert "had ended already" in shown.err
     assert shown.out == ""
+
+
+def test_a_run_is_resumed_from_its_url(whole: Any, lost_driver: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    (run,) = (lost_driver / "runs").iterdir()
+    url = f"memory://{run.name}"
+    system, root = fsspec.core.url_to_fs(url)
+    system.put(f"{run}/", root, recursive=True)
+    sign = {"host": "another", "pid": 1, "until": time.time() + 9}
+    system.pipe_file(f"{root}/driver.json", json.dumps(sign).encode())
+    with pytest.raises(LagomError, match=r"is going on in process 1 on another, or .* is dead, call again in [89] s"):
+        experiment.resume(url)
+    system.pipe_file(f"{root}/driver.json", json.dumps(sign | {"until": time.time() - 9}).encode())
+    result = experiment.resume(url, world_size=1)
+    assert close(result.value, whole[0])
+    assert result.run_url == url
+    assert "goes on from batch" in capfd.readouterr().err
+    names = {path[len(root) :].lstrip("/") for path in system.find(root)}
+    assert names >= {"run.json", "result.json", "snapshots/result", "snapshots/call", "snapshots/settings"}
+    assert not [name for name in names if name.startswith("snapshots/snapshot-") or name == "driver.json"]
+    assert main(["resume", url]) == 0
+    shown = capfd.readouterr().err
+    assert "had ended already" in shown
+    assert f"experiment.resume('{url}').value" in shown
+    with pytest.raises(ValueError, match="there is no run at memory://nowhere/run"):
+        experiment.resume("memory://nowhere/run")
+
+
+@pytest.mark.soak  # above, and tests/records/test_upload.py shows by default what is copied while a run goes on
+def test_a_run_at_a_url_goes_on_after_its_driver_was_killed(whole: Any, tmp_path: Path) -> None:
+    program = Path(__file__).parent / "training.py"
+    env = os.environ | {"PYTHONPATH": str(program.parents[2])}
+    url = f"local://{tmp_path}/runs"
+    kill_driver([sys.executable, str(program), str(tmp_path), url], tmp_path, env)
+    (run,) = (tmp_path / "runs").iterdir()
+    result = experiment.resume(f"{url}/{run.name}")
+    assert same(result.value, whole[0])
+    assert result.run_url == f"{url}/{run.name}"
+    rows = [line.rpartition(",") for line in (tmp_path / "rows.csv").read_text().splitlines()]
+    assert rows == [line.rpartition(",") for line in whole[1].splitlines()]
 
 
 @pytest.mark.soak

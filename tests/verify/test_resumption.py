@@ -99,5 +99,5 @@ def test_a_program_that_no_snapshot_can_be_taken_of_is_told_why_and_begins(
 
 
 def test_a_run_that_has_no_folder_is_told_so_before_it_is_rehearsed() -> None:
-    with pytest.raises(PlanError, match="snapshot_every_s needs a folder of this machine"):
+    with pytest.raises(PlanError, match="snapshot_every_s needs a folder for the run"):
         experiment.lagom(train, TorchDistributedConfig(world_size=2, run_dir=None, verify=True, snapshot_every_s=1.0))
