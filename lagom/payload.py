@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import io
 import json
 import mmap
@@ -116,6 +117,15 @@ def unpack_file(fd: int, *, offset: int = 0) -> Any:
         raise PayloadError("there is nothing in the file of a parcel: its writer ended before it wrote")
     mapped = mmap.mmap(fd, size, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
     return unpack(memoryview(mapped)[offset:])
+
+
+def digest_of(fd: int) -> str:
+    """Return the SHA-256 of a file's contents."""
+    digest, position = hashlib.sha256(), 0
+    while chunk := os.pread(fd, 1 << 20, position):
+        digest.update(chunk)
+        position += len(chunk)
+    return digest.hexdigest()
 
 
 def _padding(size: int) -> int:

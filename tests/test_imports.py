@@ -31,7 +31,7 @@ ROOMS = {
     "pickler": "errors unpicklable cloudpickle torch numpy",
     "unpicklable": "",
     "program": "config errors cloudpickle",
-    "restart": "errors",
+    "restart": "errors payload",
     "debugger": "config errors monitor patching plan random_states restart row_split wire",
     "wire": "errors plan restart cryptography",
     "monitor": "wire",
@@ -70,7 +70,7 @@ ROOMS = {
     "gradients.reduction loaders optimizers restart row_split run_state timing torch_versions tracking torch",
     "torch_versions": "",
     "snapshots": "call errors loaders patching payload pickler program random_states restart snapshots.passes "
-    "tracking unpicklable torch",
+    "tracking unpicklable wire torch",
     "snapshots.passes": "errors loaders loaders.sharing patching random_states run_state session numpy torch",
     "deepspeed": "errors forward gradients optimizers patching run_state zero deepspeed torch",
     "forward": "collectives errors micro_batches monitor patching row_split run_state zero torch",

@@ -1,4 +1,7 @@
-"""``fetch_payload``: take the payload of a run from the driver or another host, and give it to others."""
+"""``fetch_payload``: take the payload of a run from the driver or another host, and give it to others.
+
+``fetch_snapshot``: take the snapshot from which the ranks of a run go on.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from lagom.restart.kept_snapshots import FETCHED
 from lagom.wire.client import DriverClient, LinkClosed, dial
 from lagom.wire.payload_copy import PayloadCopy
 from lagom.wire.server import DriverServer
@@ -53,6 +57,20 @@ def fetch_payload(spec: RunSpec, path: str) -> Iterator[None]:
         with contextlib.suppress(ProcessLookupError, ChildProcessError):
             os.kill(server, signal.SIGKILL)
             os.waitpid(server, 0)
+
+
+def fetch_snapshot(spec: RunSpec, path: str) -> None:
+    """Copy the snapshot from which the ranks of ``spec`` go on to ``path``.
+
+    Raises:
+        LinkClosed: if it does not arrive.
+    """
+    place = spec.snapshots
+    assert spec.address is not None
+    assert place is not None
+    assert place.resumed is not None
+    copy = PayloadCopy(path, place.resumed.facts["bytes"], place.sha256, FETCHED)
+    copy.take(spec.address, spec.secret, spec.certificate, _STALL_S)
 
 
 def _took(copy: PayloadCopy, spec: RunSpec, link: DriverClient) -> bool:

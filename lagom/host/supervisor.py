@@ -235,7 +235,7 @@ class RankSupervisor:
             self._output.mark(self._ranks, FIRST_MARK + message["number"], 0)
             rank.send({"type": "marked"})
         else:
-            self.driver.send(message)
+            self.driver.send(message, sure=True)
 
     def _wake_twins(self, report: Message) -> bool:
         """Have all ranks' twins go on after the loss of which ``report`` tells; return False if there are none."""

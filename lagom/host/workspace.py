@@ -17,7 +17,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from lagom.host.payload_copies import fetch_payload
+from lagom.host.payload_copies import fetch_payload, fetch_snapshot
+from lagom.restart.kept_snapshots import FETCHED
 from lagom.wire.server import anonymous_file
 from lagom.wire.spec import RunSpec
 
@@ -51,6 +52,7 @@ def host_workspace(spec: RunSpec, payload_fd: int | None = None) -> Iterator[Hos
         if payload_fd is None:
             payload_fd = _payload(spec, host_dir, driver_here, stack)
             stack.callback(os.close, payload_fd)
+        _take_snapshot(spec, host_dir)
         cwd = Path(spec.cwd)
         scratch = not (driver_here and os.access(cwd, os.R_OK | os.X_OK))
         if scratch:
@@ -170,6 +172,19 @@ def _payload(spec: RunSpec, host_dir: Path, driver_here: bool, stack: contextlib
             stack.enter_context(fetch_payload(spec, path + ".part"))
             os.replace(path + ".part", path)
     return os.open(path, os.O_RDWR)
+
+
+def _take_snapshot(spec: RunSpec, host_dir: Path) -> None:
+    """Copy the snapshot that the ranks go on from to this host, if it does not see the run's folder."""
+    place = spec.snapshots
+    if place is None or not place.sha256 or place.folder.is_here():
+        return
+    path = str(host_dir / FETCHED)
+    with open(host_dir / ".snapshot-lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not os.path.exists(path):
+            fetch_snapshot(spec, path + ".part")
+            os.replace(path + ".part", path)
 
 
 def _modules(spec: RunSpec, host_dir: Path) -> Path:

@@ -39,12 +39,22 @@ class RunView:
         *,
         can_gather: bool,
         payload_fd: int | None = None,
+        snapshot_fd: int | None = None,
         records: RunRecords | None = None,
         history: RunHistory | None = None,
     ) -> None:
         self.plan = plan
         lost_s = min(LOST_S, plan.config.timeout_s or LOST_S)
-        self.channel = DriverServer(self._take, self._close, payload_fd, self._hush, lost_s)
+        self._history = history if history is not None else RunHistory()
+        self.channel = DriverServer(
+            self._take,
+            self._close,
+            payload_fd,
+            self._hush,
+            lost_s,
+            snapshot_fd=snapshot_fd,
+            snapshots=self._history.folder,
+        )
         self.reports: dict[int, Message] = {}
         self._can_gather = can_gather
         self._num_tasks = 1 if plan.launcher == "local" else plan.num_slots
@@ -64,7 +74,6 @@ class RunView:
         self._gone: Loss | None = None
         self._refused: PlanError | None = None
         self._records = records
-        self._history = history if history is not None else RunHistory()
         self._debugger = DebugTerminal(plan, self.channel, self._events.put)
         self._display = RunDisplay(plan, where, records, self._history, self._debugger)
 

@@ -28,13 +28,14 @@ from lagom.launchers.run import RunView
 from lagom.launchers.spark_failure import full_text, why_it_failed
 from lagom.launchers.spark_job import SparkJob
 from lagom.launchers.spark_master import check_packages, start_session
-from lagom.launchers.spark_results import OutcomeCollector, digest_of
+from lagom.launchers.spark_results import OutcomeCollector
 from lagom.launchers.spark_session import SparkFacts, session_facts
-from lagom.payload import Parcel
+from lagom.payload import Parcel, digest_of
 from lagom.plan import Plan
 from lagom.program.sources import is_installed, lagom_zip, modules_zip
 from lagom.records.run_dir import RunRecords
 from lagom.restart.history import RunHistory
+from lagom.restart.kept_snapshots import SnapshotPlace
 from lagom.restart.losses import Loss
 from lagom.wire.failure_text import failure_in
 from lagom.wire.payload_sources import MOST_FROM_DRIVER
@@ -72,12 +73,14 @@ class SparkLauncher:
     ) -> list[Outcome]:
         """See ``Launcher.run``."""
         with contextlib.ExitStack() as stack:
-            payload = stack.enter_context(SparkPayload(call))
+            keeps = history is not None and plan.rehearsal is None
+            payload = stack.enter_context(SparkPayload(call, history if keeps else None))
             run = RunView(
                 plan,
                 self.where(),
                 can_gather=plan.barrier,
                 payload_fd=payload.fd,
+                snapshot_fd=payload.snapshot_fd,
                 records=records,
                 history=history,
             )
@@ -90,7 +93,8 @@ class SparkLauncher:
             modules = b"" if self.facts.one_machine else modules_zip(call.function)
             spec = payload.spec(plan, address, run.channel.secret, modules, one_machine=self.facts.one_machine)
             if history is not None and address is not None:
-                spec = dataclasses.replace(spec, files=history.files_before(), snapshots=history.snapshots)
+                place = payload.with_digest(history.snapshots)
+                spec = dataclasses.replace(spec, files=history.files_before(), snapshots=place)
             passes_on = plan.num_slots > MOST_FROM_DRIVER
             spec = dataclasses.replace(
                 spec, certificate=certificate, rank_certificate=of_ranks, passes_payload_on=passes_on
@@ -177,20 +181,37 @@ def encryption(facts: SparkFacts) -> tuple[ssl.SSLContext, str]:
 
 
 class SparkPayload:
-    """The call, pickled into a nameless file of this process; processes of the same host open it by path."""
+    """What hosts fetch from this process; processes of the same host open it by path.
 
-    def __init__(self, call: Call) -> None:
-        self._parcel = Parcel(call)
-        self.fd = anonymous_file("payload")
+    Args:
+        call: pickled into a nameless file.
+        history: of a run that keeps snapshots: then its kept call travels, to which they refer, and the last of them.
+    """
+
+    def __init__(self, call: Call, history: RunHistory | None = None) -> None:
         self._token = anonymous_file("token")
+        self.snapshot_fd: int | None = None
+        if history is None or history.folder is None:
+            self.fd = anonymous_file("payload")
+            Parcel(call).write(self.fd)
+            return
+        self.fd = os.open(history.folder.call, os.O_RDWR)
+        if history.resumed is not None:
+            self.snapshot_fd = os.open(history.resumed.path, os.O_RDONLY)
 
     def __enter__(self) -> SparkPayload:
-        self._parcel.write(self.fd)
         return self
 
     def __exit__(self, *exc: object) -> None:
-        os.close(self.fd)
-        os.close(self._token)
+        for fd in (self.fd, self._token, self.snapshot_fd):
+            if fd is not None:
+                os.close(fd)
+
+    def with_digest(self, place: SnapshotPlace | None) -> SnapshotPlace | None:
+        """Return ``place`` with the digest of the snapshot that hosts may have to fetch."""
+        if place is None or place.resumed is None or self.snapshot_fd is None:
+            return place
+        return dataclasses.replace(place, sha256=place.resumed.facts.get("sha256") or digest_of(self.snapshot_fd))
 
     def spec(
         self, plan: Plan, address: tuple[str, int] | None, secret: bytes, modules: bytes, *, one_machine: bool
@@ -199,7 +220,7 @@ class SparkPayload:
         run_id = secrets.token_hex(8)
         here = f"/proc/{os.getpid()}/fd"
         os.pwrite(self._token, f"{run_id}\n{here}/{self.fd}\n".encode(), 0)
-        size = self._parcel.size
+        size = os.fstat(self.fd).st_size
         inline = size <= _INLINE or (address is None and not one_machine)
         return RunSpec(
             run_id=run_id,
@@ -212,12 +233,18 @@ class SparkPayload:
             python=".".join(platform.python_version_tuple()[:2]),
             token=f"{here}/{self._token}",
             payload_size=size,
-            payload=self._parcel.tobytes() if inline else None,
+            payload=_content(self.fd) if inline else None,
             payload_sha256="" if inline or one_machine else digest_of(self.fd),
             modules_zip=modules,
             address=address,
             secret=secret,
         )
+
+
+def _content(fd: int) -> bytes:
+    with open(fd, "rb", closefd=False) as file:
+        file.seek(0)
+        return file.read()
 
 
 def pickled(spec: RunSpec) -> bytes:

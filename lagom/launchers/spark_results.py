@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import hashlib
 import json
 import logging
 import mmap
@@ -15,7 +14,7 @@ from typing import Any
 from lagom.errors import LagomError
 from lagom.launchers.protocol import Outcome
 from lagom.launchers.run import RunView
-from lagom.payload import unpack
+from lagom.payload import digest_of, unpack
 from lagom.wire.client import Message
 from lagom.wire.server import anonymous_file
 
@@ -124,12 +123,3 @@ def _mapped(fd: int | None) -> memoryview:
         )
     finally:
         os.close(fd)
-
-
-def digest_of(fd: int) -> str:
-    """Return the SHA-256 of a file's contents."""
-    digest, position = hashlib.sha256(), 0
-    while chunk := os.pread(fd, 1 << 20, position):
-        digest.update(chunk)
-        position += len(chunk)
-    return digest.hexdigest()

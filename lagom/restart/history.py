@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from lagom.payload import digest_of
 from lagom.restart.kept_snapshots import FIRST_MARK, Snapshot, SnapshotFolder, SnapshotPlace
 from lagom.restart.losses import Loss
 from lagom.restart.shown_output import ShownOutput
@@ -44,7 +45,8 @@ class RunHistory:
         self._changed = changed
         self._began: float = time.time()
         """When the ranks of the attempt that was lost last have begun; until one is, of the present attempt."""
-        self._snapshots = snapshots
+        self.folder = snapshots
+        """Folder of the run's snapshots, if it keeps any."""
         self.resumed: Snapshot | None = None
         """The snapshot from which the present attempt goes on."""
         if snapshots is not None and (newest := snapshots.newest()) is not None:
@@ -72,8 +74,8 @@ class RunHistory:
         if message["what"] == "resumed" and self.failures and self._joined is not None:
             self._complete(message["path"], self._joined - message["at"])
         self.files.take(message)
-        if self._snapshots is not None:
-            self._snapshots.add_message(message)
+        if self.folder is not None:
+            self.folder.add_message(message)
 
     def begins_again(self, loss: Loss | None) -> bool:
         """Return whether the run begins again if the present attempt ends with ``loss``."""
@@ -81,7 +83,7 @@ class RunHistory:
 
     def files_before(self) -> WrittenFiles | None:
         """Return what the attempts so far have written, for the next one; None if there is only one."""
-        if self._max_failures == 0 and self._snapshots is None:
+        if self._max_failures == 0 and self.folder is None:
             return None
         found = copy.deepcopy(self.files)
         self.files.goes_on = False
@@ -113,7 +115,7 @@ class RunHistory:
         """Add ``loss`` to the failures, and prepare for the next attempt."""
         self._add(loss)
         self._complete(None, time.time() - self._began)
-        newest = self._snapshots.newest() if self._snapshots is not None else None
+        newest = self.folder.newest() if self.folder is not None else None
         if newest is not None:
             self._resume(newest)
             self.output.go_back(FIRST_MARK + newest.number)
@@ -125,12 +127,27 @@ class RunHistory:
     @property
     def snapshots(self) -> SnapshotPlace | None:
         """Return where the present attempt keeps snapshots, and the snapshot that it goes on from."""
-        return None if self._snapshots is None else SnapshotPlace(self._snapshots, self.resumed)
+        return None if self.folder is None else SnapshotPlace(self.folder, self.resumed)
+
+    def keep(self, facts: Mapping[str, Any] | None) -> bool:
+        """Complete a snapshot whose state has come from another host; return False if it is not what was sent.
+
+        Args:
+            facts: what the snapshot's description says; None if the host sees the folder, and has completed it.
+        """
+        if facts is None or self.folder is None:
+            return True
+        with open(self.folder.partial(facts["number"]), "rb") as file:
+            if digest_of(file.fileno()) != facts["sha256"]:
+                self.folder.remove_partial(facts["number"])
+                return False
+        self.folder.complete(facts["number"], facts)
+        return True
 
     def give_up_snapshots(self) -> None:
         """Have the next attempt begin from the beginning, and none go on from the snapshots so far."""
-        if self._snapshots is not None:
-            self._snapshots.remove_all()
+        if self.folder is not None:
+            self.folder.remove_all()
         self.resumed = None
         self.files.forget_snapshot()
         self.output.begin_again()

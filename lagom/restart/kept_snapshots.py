@@ -16,6 +16,8 @@ from typing import Any
 from lagom.errors import LagomError
 
 FOLDER, CALL, FILES = "snapshots", "call", "files.jsonl"
+FETCHED = "snapshot"
+"""Name under which hosts that do not see the run's folder send a snapshot to the driver, and fetch one."""
 FIRST_MARK = 1 << 40
 """The mark of snapshot n in the run's output has the number ``FIRST_MARK + n``; smaller ones are of sleeping twins."""
 _LOCK, _RESULT = ".lock", "result"
@@ -183,3 +185,5 @@ class SnapshotPlace:
 
     folder: SnapshotFolder
     resumed: Snapshot | None = None
+    sha256: str = ""
+    """Digest of the snapshot's state, for hosts that do not see the folder; empty if all do."""

@@ -39,6 +39,8 @@ class SavedVersion:
     identity: Identity
     lengths: Mapping[str, int]
     at: float
+    host: str = ""
+    """Host on which rank 0 has written it."""
 
 
 @dataclass(slots=True)
@@ -138,7 +140,7 @@ class WrittenFiles:
 
     def _save(self, path: str, message: Mapping[str, Any]) -> None:
         self.writing.pop(path, None)
-        version = SavedVersion(_identity(message["identity"]), message["lengths"], time.time())
+        version = SavedVersion(_identity(message["identity"]), message["lengths"], time.time(), message["host"])
         self.saved[path] = [*self.saved.pop(path, [])[-1:], version]
         self.goes_on = self.goes_on or bool(version.lengths)
         for oldest in list(itertools.islice(self.saved, max(0, len(self.saved) - _MAX_SAVED))):

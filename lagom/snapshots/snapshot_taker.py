@@ -8,7 +8,6 @@ import mmap
 import os
 import random
 import signal
-import socket
 import sys
 import threading
 import time
@@ -21,13 +20,14 @@ import torch
 from lagom.call import Call
 from lagom.errors import LagomError, SnapshotError
 from lagom.payload import Parcel, parts_of
-from lagom.restart.kept_snapshots import Snapshot, SnapshotPlace
+from lagom.restart.kept_snapshots import Snapshot
 from lagom.restart.twin_obstacles import is_restarted
 from lagom.snapshots.call_memory import CallMemory
 from lagom.snapshots.frame_position import NoSnapshotError
 from lagom.snapshots.passes.loader_positions import PASS_START
 from lagom.snapshots.passes.worker_positions import WorkersInPassError
 from lagom.snapshots.program_state import ProgramInProgress
+from lagom.snapshots.snapshot_files import SnapshotFiles
 from lagom.snapshots.snapshot_pace import SnapshotPace
 from lagom.tracking.tensorboard import write_queued_events
 
@@ -48,6 +48,7 @@ class Snapshots:
     """The snapshots of one rank: rank 0 takes them, and all ranks can go on from one.
 
     Args:
+        files: where they are kept.
         payload_fd: file of the call, from which its data is mapped.
         tell: sends a message to the driver.
         ask: does so and waits for the answer.
@@ -59,7 +60,7 @@ class Snapshots:
     def __init__(
         self,
         session: Session,
-        place: SnapshotPlace,
+        files: SnapshotFiles,
         payload_fd: int,
         tell: Callable[[Mapping[str, Any]], None],
         ask: Callable[[dict[str, Any]], Any],
@@ -67,12 +68,12 @@ class Snapshots:
         lengths: Callable[[], dict[str, int]],
         settings: tuple[Callable[[], Any], Callable[[Any], None]],
     ) -> None:
-        self._session, self._place, self._tell, self._ask = session, place, tell, ask
+        self._session, self._files, self._tell, self._ask = session, files, tell, ask
         self.program = ProgramInProgress(session, at_home, settings)
-        self._memory = CallMemory(payload_fd, place.folder.call)
+        self._memory = CallMemory(payload_fd, files.call)
         self._lengths = lengths
         self._pace = SnapshotPace(session.config.snapshot_every_s or 0.0)
-        self._number = place.resumed.number if place.resumed is not None else 0
+        self._number = files.resumed.number if files.resumed is not None else 0
         self._child: int | None = None
         self._answer = -1
         self._why = ""
@@ -83,7 +84,7 @@ class Snapshots:
     @property
     def journal(self) -> str | None:
         """Return the file for what the program tells services, which a resumed run does not tell again."""
-        return self._place.folder.journal
+        return self._files.journal
 
     def prepare(self, call: Call, known: Mapping[str, Any]) -> Callable[[], Any] | None:
         """Have the functions of ``call`` tell their positions; return what is called instead.
@@ -93,21 +94,16 @@ class Snapshots:
         Args:
             known: objects of lagom's that the program may hold, by name.
         """
-        resumed, why = self._place.resumed, self._obstacle()
+        resumed, why = self._files.resumed, self._files.obstacle(self._session.rank)
         if why and resumed is not None:
             raise SnapshotError(why)
+        if resumed is not None and self._session.rank == 0:
+            self._files.check_written()
         if why and self._session.rank == 0:
             self._pace.stop()
             self._tell({"type": "snapshot", "what": "none", "why": why})
         script = self.program.prepare(call, known)
         return self._go_on(resumed) if resumed is not None else script
-
-    def _obstacle(self) -> str:
-        path = self._place.folder.path
-        if self._place.folder.is_here():
-            return ""
-        where = f"{socket.gethostname()}, which holds rank {self._session.rank},"
-        return f"{where} cannot read and write {path}; set run_dir to a folder that all hosts share"
 
     def point(self, iterator: Any) -> None:
         """Take a snapshot if one is due: called before ``iterator`` gives the program a batch."""
@@ -141,6 +137,11 @@ class Snapshots:
             raise NoSnapshotError(f"the program has a thread, {thread.name}")
         if "wandb" in sys.modules:
             raise NoSnapshotError("the program uses wandb")
+        if (name := self._files.unsent()) is not None:
+            raise NoSnapshotError(
+                f"the program has written {name} to the working directory of an executor, which only that host sees; "
+                "let it write to absolute paths on a disk that all hosts share"
+            )
 
     def _put_off(self, why: str, seconds: float | None = None) -> None:
         if self._pace.put_off(seconds) and why != self._why:
@@ -198,7 +199,7 @@ class Snapshots:
             _let_go(writer)
             answer |= self._write(number, *pickle(), facts)
         except BaseException as error:
-            self._place.folder.remove_partial(number)
+            self._files.remove_partial(number)
             answer |= {"why": _reason(error), "in_pass": isinstance(error.__cause__, WorkersInPassError)}
         finally:
             with contextlib.suppress(OSError):
@@ -209,15 +210,7 @@ class Snapshots:
         references, own = self._memory.split(buffers)
         head = json.dumps({"references": references}).encode()
         parcel = Parcel.of_parts(head, [memoryview(pickled), *own])
-        folder = self._place.folder
-        path = folder.partial(number)
-        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-        parcel.write(fd)
-        os.fsync(fd)
-        size = os.fstat(fd).st_size
-        os.close(fd)
-        folder.complete(number, {**facts, "number": number, "bytes": size})
-        return {"bytes": size, "place": facts["place"], "at": facts["at"]}
+        return self._files.write(number, parcel, facts)
 
     def _look(self) -> None:
         """See whether the fork has written its snapshot."""
@@ -235,7 +228,7 @@ class Snapshots:
         answer = json.loads(os.read(self._answer, 1 << 16) or b'{"why": "the process that wrote it was killed"}')
         os.close(self._answer)
         if "bytes" not in answer:
-            self._place.folder.remove_partial(self._number)
+            self._files.remove_partial(self._number)
         self._child = None
         if "why" in answer:
             self._refused = self._asked if answer.get("in_pass") else None
@@ -245,8 +238,7 @@ class Snapshots:
         self._pace.written(used_s)
 
     def _go_on(self, snapshot: Snapshot) -> Callable[[], Any]:
-        self._place.folder.check_owner()
-        with open(snapshot.path, "rb") as file:
+        with open(self._files.path(snapshot), "rb") as file:
             mapped = mmap.mmap(file.fileno(), 0, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
         head, pickled, *own = parts_of(memoryview(mapped))
         buffers = self._memory.join(json.loads(bytes(head))["references"], own)

@@ -106,12 +106,17 @@ class _Tracker:
         self._pid = os.getpid()
         self.journal: CallJournal | None = None
         """Calls of rank 0 that change something, where the run keeps snapshots."""
+        self._is_told = False
         if session.snapshots is not None:
             if (path := session.snapshots.journal) is not None:
                 self.journal = CallJournal(path, session.say_once)
             session.snapshots.program.services["mlflow"] = self._state, self._go_on
 
     def _state(self) -> Any:
+        if self._is_told and self.journal is None and self._session.plan.rehearsal is None:
+            raise LagomError(
+                "the program tells MLflow something, and only a run_dir that all hosts share can keep what it has told"
+            )
         return 0 if self.journal is None else self.journal.num, mlflow_state()
 
     def _go_on(self, state: Any) -> None:
@@ -141,6 +146,7 @@ class _Tracker:
         @functools.wraps(original)
         def get_store(registry: Any, uri: str, *args: Any, **kwargs: Any) -> Any:
             make = functools.partial(original, registry, uri, *args, **kwargs)
+            self._is_told = True
             if not self._is_shared:
                 return make()
             if self._session.rank == 0:

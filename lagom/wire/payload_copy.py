@@ -16,9 +16,11 @@ class PayloadCopy:
     Args:
         size: bytes of the payload.
         sha256: its digest, which came inside Spark's job.
+        name: of what is taken, if it is not the payload.
     """
 
-    def __init__(self, path: str, size: int, sha256: str) -> None:
+    def __init__(self, path: str, size: int, sha256: str, name: str = "payload") -> None:
+        self._name = name
         self._path = path
         self._size = size
         self._sha256 = sha256
@@ -44,10 +46,10 @@ class PayloadCopy:
             LinkClosed: if they do not arrive, in which case those that have arrived are kept; or if the payload differs
                 from what the driver sent.
         """
-        hello = {"purpose": "fetch", "start": self._position}
+        hello = {"purpose": "fetch", "name": self._name, "start": self._position}
         link = dial(address, secret, hello, stall_s, certificate)
         if link is None:
-            raise LinkClosed(f"{address[0]}:{address[1]} cannot be reached for the payload, or hangs up on us")
+            raise LinkClosed(f"{address[0]}:{address[1]} cannot be reached for the {self._name}, or hangs up on us")
         deadline = None if within_s is None else time.monotonic() + within_s
         try:
             link.socket.settimeout(stall_s)

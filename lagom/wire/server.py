@@ -13,6 +13,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+from lagom.restart.kept_snapshots import FETCHED, SnapshotFolder
 from lagom.wire.connection import DriverConnection
 from lagom.wire.framing import Message, body_of
 from lagom.wire.listener import DriverListener, files_for, listening_socket
@@ -40,7 +41,17 @@ class DriverServer:
         lost_after_s: float = 20.0,
         hello_s: float = 5.0,
         secret: bytes | None = None,
+        *,
+        snapshot_fd: int | None = None,
+        snapshots: SnapshotFolder | None = None,
     ) -> None:
+        """Prepare to serve the ranks of one run.
+
+        Args:
+            payload_fd: file that hosts may fetch.
+            snapshot_fd: file with a snapshot that hosts may fetch, too.
+            snapshots: folder for the snapshots that come from ranks.
+        """
         self.secret = secret or secrets.token_bytes(32)
         self.delivered: dict[str, int] = {}
         self.addresses: dict[int, str] = {}
@@ -50,7 +61,7 @@ class DriverServer:
         self._on_silence = on_silence
         self._lost_after_s = lost_after_s
         self._hello_s = hello_s
-        self._payload_fd = payload_fd
+        self._payload_fd, self._snapshot_fd, self._snapshots = payload_fd, snapshot_fd, snapshots
         self._relay: PayloadRelay | None = None
         self._peers: dict[int, DriverConnection] = {}
         self._open: set[DriverConnection] = set()
@@ -170,7 +181,8 @@ class DriverServer:
             self._pass_on(peer)
         elif purpose == "fetch":
             self._keep(peer)
-            task = self._loop.create_task(self.hand_out(peer, int(hello.get("start", 0))))
+            fd = self._snapshot_fd if hello.get("name") == FETCHED else self._payload_fd
+            task = self._loop.create_task(self.hand_out(peer, int(hello.get("start", 0)), fd))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
         else:
@@ -212,10 +224,10 @@ class DriverServer:
         peer.serve(lambda message: self._on_message(task, message))
         self._keep(peer, over)
 
-    async def hand_out(self, peer: DriverConnection, position: int = 0) -> None:
+    async def hand_out(self, peer: DriverConnection, position: int, fd: int | None) -> None:
         # Several hosts fetch at once, so read by position.
-        while self._payload_fd is not None and not peer.gone:
-            chunk = os.pread(self._payload_fd, 1 << 20, position)
+        while fd is not None and not peer.gone:
+            chunk = os.pread(fd, 1 << 20, position)
             if not chunk:
                 break
             await peer.write(chunk)
@@ -223,7 +235,13 @@ class DriverServer:
         peer.end_writing()  # the other end closes once it has the payload
 
     def take_in(self, name: str, size: int, peer: DriverConnection) -> None:
-        fd, left = anonymous_file(name), size
+        number = name.removeprefix(f"{FETCHED}-") if self._snapshots is not None else name
+        if number != name:
+            assert self._snapshots is not None
+            fd = os.open(self._snapshots.partial(int(number)), os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        else:
+            fd = anonymous_file(name)
+        left = size
 
         def write(data: bytes) -> None:
             nonlocal left
@@ -234,7 +252,8 @@ class DriverServer:
                 left = -1
                 if (earlier := self.delivered.pop(name, None)) is not None:
                     os.close(earlier)
-                self.delivered[name] = os.dup(fd)
+                if number == name:
+                    self.delivered[name] = os.dup(fd)
                 peer.send(body_of({"type": "received"}))
 
         peer.receive(write)

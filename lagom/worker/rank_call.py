@@ -165,14 +165,16 @@ class RankCall:
         if (place := self._spec.snapshots) is None:
             return
         from lagom.files import growing_lengths, keep_disk, reach_disk
+        from lagom.snapshots.snapshot_files import SnapshotFiles
         from lagom.snapshots.snapshot_taker import Snapshots
         from lagom.verify.on_rank.rehearsed_snapshot import RehearsedSnapshot
         from lagom.worker.bootstrap import flush_files
 
         heart, payload_fd, settings = self._heart, self._seat.payload_fd, (library_settings, set_process_settings)
+        files = SnapshotFiles(place, self._spec, self._seat.host_dir, payload_fd)
         if self._spec.plan.rehearsal is None:
             session.snapshots = Snapshots(
-                session, place, payload_fd, heart.tell, heart.ask, self._at_home, growing_lengths, settings
+                session, files, payload_fd, heart.tell, heart.ask, self._at_home, growing_lengths, settings
             )
             return
 
@@ -184,7 +186,7 @@ class RankCall:
 
         reach_disk(place.folder.path)
         session.snapshots = RehearsedSnapshot(
-            session, place, payload_fd, heart.ask, self._at_home, no_lengths, settings
+            session, files, payload_fd, heart.ask, self._at_home, no_lengths, settings
         )
 
     def _fail(self, error: BaseException) -> None:

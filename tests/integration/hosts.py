@@ -14,6 +14,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 _ALL_PROTOCOLS = 3
 """Linux's ETH_P_ALL."""
@@ -81,6 +82,17 @@ def payload(frame: bytes) -> bytes:
         return b""
     end = 14 + int.from_bytes(frame[16:18], "big")
     return frame[size + 4 * (frame[size + 12] >> 4) : end]
+
+
+def seen_from_here(host: str, pid: int) -> int:
+    """Return the id that the process ``pid`` of ``host`` has here."""
+    network = Path(f"/run/netns/{host}").stat().st_ino
+    for status in Path("/proc").glob("[0-9]*/status"):
+        with contextlib.suppress(OSError):
+            numbers = next(line for line in status.read_text().splitlines() if line.startswith("NSpid:")).split()
+            if int(numbers[-1]) == pid and (status.parent / "ns/net").stat().st_ino == network:
+                return int(numbers[1])
+    raise ProcessLookupError(f"{host} has no process {pid}")
 
 
 @contextmanager

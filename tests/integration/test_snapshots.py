@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import random
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch.utils.data import DataLoader
 
 from lagom import experiment
+from lagom.restart.history import RunHistory
+from lagom.restart.kept_snapshots import SnapshotFolder, SnapshotPlace
 from tests.programs.expectations import CASES
 from tests.programs.test_kills import UNPROTECTED, judge_kill
 from tests.snapshots.kills import killed
@@ -17,9 +22,27 @@ from tests.snapshots.test_resume import same
 from tests.snapshots.training import config, train
 
 
-@pytest.mark.soak  # tests/snapshots shows it by default on this machine
-@pytest.mark.parametrize("spark", ["local[2]", "standalone"], indirect=True, scope="session")
-def test_a_run_goes_on_from_its_snapshot_when_a_rank_is_killed(spark: Any, tmp_path: Path) -> None:
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="needs the columns of code")
+@pytest.mark.parametrize(
+    ("spark", "sees"),
+    [
+        ("local[2]", False),
+        # tests/snapshots shows it by default on this machine
+        pytest.param("local[2]", True, marks=pytest.mark.soak),
+        ("standalone", True),
+    ],
+    indirect=["spark"],
+    scope="session",
+)
+def test_a_run_goes_on_from_its_snapshot_when_a_rank_is_killed(
+    spark: Any, sees: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """
+    Args:
+        sees: whether the ranks' hosts see the run's folder, or send snapshots to the driver.
+    """
+    if not sees:
+        hide_folder(monkeypatch)
     for name in ("whole", "lost"):
         (tmp_path / name).mkdir()
     wanted = experiment.lagom(train, config(tmp_path / "whole", launcher="spark", world_size=2)).value
@@ -30,6 +53,38 @@ def test_a_run_goes_on_from_its_snapshot_when_a_rank_is_killed(spark: Any, tmp_p
     assert same(result.value, wanted)
     assert (folder / "rows.csv").read_text() == (tmp_path / "whole" / "rows.csv").read_text()
     assert "of epoch 2" in result.failures[0]["resumed_from"]
+
+
+def hide_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have ranks look for the run's folder where it is not."""
+    unseen = SnapshotFolder("/nowhere/snapshots")
+    there = property(lambda run: run.folder and SnapshotPlace(unseen, run.resumed))
+    monkeypatch.setattr(RunHistory, "snapshots", there)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("spark", ["local[2]"], indirect=True, scope="session")
+def test_what_mlflow_is_told_is_kept_in_a_folder_that_hosts_see(
+    spark: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("mlflow")
+
+    def train(train_set: Any, store: str) -> int:
+        import mlflow
+
+        mlflow.set_tracking_uri(store)
+        with mlflow.start_run():
+            for x, _ in DataLoader(train_set, batch_size=8):
+                torch.nn.Linear(3, 1).double()(x).mean().backward()
+                mlflow.log_metric("loss", 1.0)
+                time.sleep(0.1)
+        return 1
+
+    hide_folder(monkeypatch)
+    hparams = {"store": f"sqlite:///{tmp_path}/mlflow.db"}
+    settings: Any = {"launcher": "spark", "world_size": 2, "snapshot_every_s": 0.1, "hparams": hparams}
+    assert experiment.lagom(train, config(tmp_path, **settings)).value == 1
+    assert "only a run_dir that all hosts share can keep what it has told" in capfd.readouterr().err
 
 
 @pytest.mark.soak  # above, and on this machine in tests/programs/test_kills.py by default

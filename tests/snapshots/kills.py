@@ -40,14 +40,24 @@ def wait_until_late(folder: Path) -> None:
 
 
 @contextmanager
-def killed(folder: Path, rank: int, wait: Callable[[Path], None] = wait_for_snapshot) -> Iterator[None]:
-    """Kill a rank from outside once there is a snapshot in the second epoch, or after another ``wait``."""
+def killed(
+    folder: Path,
+    rank: int,
+    wait: Callable[[Path], None] = wait_for_snapshot,
+    pid_of: Callable[[str, int], int] = lambda host, pid: pid,
+) -> Iterator[None]:
+    """Kill a rank from outside once there is a snapshot in the second epoch, or after another ``wait``.
+
+    Args:
+        pid_of: returns the id here of a process of another host.
+    """
 
     def kill() -> None:
         wait(folder)
         (path,) = folder.glob("runs/*/run.json")
         (folder / "slowly").unlink()
-        os.kill(json.loads(path.read_text())["ranks"][str(rank)]["pid"], signal.SIGKILL)
+        process = json.loads(path.read_text())["ranks"][str(rank)]
+        os.kill(pid_of(process["host"], process["pid"]), signal.SIGKILL)
 
     thread = threading.Thread(target=kill)
     thread.start()

@@ -11,8 +11,8 @@ from lagom.snapshots.snapshot_taker import Snapshots
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from lagom.restart.kept_snapshots import SnapshotPlace
     from lagom.session.session import Session
+    from lagom.snapshots.snapshot_files import SnapshotFiles
 
 _PATIENCE_S = 60.0
 """Time after which no further snapshot is tried: a large state that cannot be written mostly fails for one reason."""
@@ -26,8 +26,8 @@ class RehearsedSnapshot(Snapshots):
         others: the other arguments of ``Snapshots``, from ``ask`` on.
     """
 
-    def __init__(self, session: Session, place: SnapshotPlace, payload_fd: int, *others: Any) -> None:
-        super().__init__(session, place, payload_fd, self._hear, *others)
+    def __init__(self, session: Session, files: SnapshotFiles, payload_fd: int, *others: Any) -> None:
+        super().__init__(session, files, payload_fd, self._hear, *others)
         rehearsal = session.plan.rehearsal
         assert rehearsal is not None
         self._rehearsal = rehearsal

@@ -1,0 +1,116 @@
+"""``SnapshotFiles``: a rank's way to the run's snapshots: its folder, or the driver, if the host sees no folder."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+from collections.abc import Mapping
+from typing import Any
+
+from lagom.errors import LagomError, SnapshotError
+from lagom.payload import Parcel
+from lagom.restart.kept_snapshots import FETCHED, Snapshot, SnapshotPlace
+from lagom.restart.prepared_files import is_here
+from lagom.wire.client import deliver
+from lagom.wire.spec import RunSpec
+
+_STALL_S = 60.0
+
+
+class SnapshotFiles:
+    """The files of one rank's snapshots.
+
+    Args:
+        place: the run's folder, as the driver sees it.
+        host_dir: folder of the run on this host.
+        payload_fd: file of the call, as the driver keeps it.
+    """
+
+    def __init__(self, place: SnapshotPlace, spec: RunSpec, host_dir: str, payload_fd: int) -> None:
+        self._folder, self._spec, self._host_dir = place.folder, spec, host_dir
+        self.resumed = place.resumed
+        """The snapshot that the rank goes on from."""
+        self.is_shared = self._folder.is_here()
+        """Whether this host sees the run's folder."""
+        self.call = self._folder.call if self.is_shared else f"/proc/self/fd/{payload_fd}"
+        """File with the call, to which snapshots refer."""
+
+    @property
+    def journal(self) -> str | None:
+        """Return the file for what the program tells services, which a resumed run does not tell again."""
+        return self._folder.journal if self.is_shared else None
+
+    def obstacle(self, rank: int) -> str:
+        """Return why ``rank`` cannot keep snapshots; an empty text if it can."""
+        if self.is_shared or (self._spec.address is not None and self._spec.plan.rehearsal is None):
+            return ""
+        where = f"{socket.gethostname()}, which holds rank {rank},"
+        return f"{where} cannot read and write {self._folder.path}; set run_dir to a folder that all hosts share"
+
+    def unsent(self) -> str | None:
+        """Return the name of a file in a working directory that only this host has; None if there is none."""
+        with contextlib.suppress(FileNotFoundError), os.scandir(f"{self._host_dir}/files") as entries:
+            return next((entry.name for entry in entries), None)
+        return None
+
+    def write(self, number: int, parcel: Parcel, facts: Mapping[str, Any]) -> dict[str, Any]:
+        """Write the state of snapshot ``number``; return what the driver is told of it.
+
+        Raises:
+            LagomError: if the driver does not take it.
+        """
+        path = self._folder.partial(number) if self.is_shared else f"{self._host_dir}/.{FETCHED}"
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
+        try:
+            size = parcel.write(fd)
+            facts = {**facts, "number": number, "bytes": size}
+            told = {"bytes": size, "place": facts["place"], "at": facts["at"]}
+            if self.is_shared:
+                os.fsync(fd)
+                self._folder.complete(number, facts)
+                return told
+            return told | {"facts": facts | {"sha256": self._send(number, fd)}}
+        finally:
+            os.close(fd)
+
+    def _send(self, number: int, fd: int) -> str:
+        os.unlink(f"{self._host_dir}/.{FETCHED}")
+        spec = self._spec
+        assert spec.address is not None
+        digest = deliver(spec.address, spec.secret, f"{FETCHED}-{number}", fd, _STALL_S, spec.certificate)
+        if digest is None:
+            raise LagomError("the driver does not take it")
+        return digest
+
+    def remove_partial(self, number: int) -> None:
+        """Remove what there is of a snapshot that could not be written."""
+        if self.is_shared:
+            self._folder.remove_partial(number)
+
+    def path(self, snapshot: Snapshot) -> str:
+        """Return the file with the state that the rank goes on from.
+
+        Raises:
+            LagomError: if others than this user can write to the run's folder.
+        """
+        if not self.is_shared:
+            return f"{self._host_dir}/{FETCHED}"
+        self._folder.check_owner()
+        return snapshot.path
+
+    def check_written(self) -> None:
+        """Check that files are here which the program had written by the snapshot that it goes on from.
+
+        Raises:
+            SnapshotError: if they are on the disk of another host.
+        """
+        if self.resumed is None or (written := self._spec.files) is None:
+            return
+        lengths = self.resumed.facts["lengths"]
+        hosts = {path: file.host for path, file in written.appended.items() if lengths.get(path)}
+        hosts |= {path: versions[-1].host for path, versions in written.saved.items()}
+        for path, host in hosts.items():
+            if host and not is_here(path, host):
+                here = socket.gethostname()
+                raise SnapshotError(f"the program has written {path} on another host, whose disk {here} does not see")
