@@ -146,12 +146,28 @@ def _set_logging(found: Settings) -> None:
         if logger.level != level:  # a level that is set looks at all loggers, whose memory a fork then copies
             logger.setLevel(level)
         logger.propagate, logger.disabled = propagate, disabled
+        # torch's own loggers have a handler here as well, for the stream that had this file before the fork.
+        here = [one for one in logger.handlers if isinstance(one, logging.StreamHandler)]
         for stream, own_level, layout in handlers:
-            handler = logging.StreamHandler(getattr(sys, stream))
+            target = getattr(sys, stream)
+            handler = next((one for one in here if _file_of(one.stream) == _file_of(target)), None)
+            if handler is None:
+                handler = logging.StreamHandler(target)
+                logger.addHandler(handler)
+            else:
+                here.remove(handler)
+                handler.setStream(target)
             handler.setLevel(own_level)
             if layout is not None:
                 handler.setFormatter(logging.Formatter(layout[0], layout[1], layout[2]))
-            logger.addHandler(handler)
+
+
+def _file_of(stream: Any) -> Any:
+    """Return the number of the file that ``stream`` writes to, or ``stream`` itself if it has none."""
+    try:
+        return stream.fileno()
+    except (AttributeError, OSError, ValueError):
+        return stream
 
 
 def _filters() -> Iterator[tuple[str, str, str, str, str, int]]:

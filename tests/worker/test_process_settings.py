@@ -95,6 +95,28 @@ def test_ranks_are_set_as_the_program_is(set_here: None, world_size: int, capfd:
     assert "this is" in err
 
 
+@pytest.mark.parametrize("num", [1, 2])
+def test_loggers_say_each_line_as_often_as_here(num: int, capfd: pytest.CaptureFixture[str]) -> None:
+    """torch's loggers have handlers in each process that imports torch."""
+    assert len(logging.getLogger("torch").handlers) == 1
+    mine = logging.getLogger("mine")
+    added = [logging.StreamHandler(sys.__stderr__) for _ in range(num)]
+
+    def say() -> None:
+        for name in ("torch", "torch._dynamo", "mine"):
+            logging.getLogger(name).warning("from %s", name)
+
+    for handler in added:
+        mine.addHandler(handler)
+    try:
+        experiment.lagom(say, TorchDistributedConfig(launcher="local", world_size=2))
+    finally:
+        for handler in added:
+            mine.removeHandler(handler)
+    said = [line for line in capfd.readouterr().err.splitlines() if not line.startswith("lagom:")]
+    assert [line.rpartition(" ")[2] for line in said] == ["torch", "torch._dynamo", *["mine"] * num]
+
+
 def test_what_only_this_process_knows_does_not_travel(set_here: None) -> None:
     class Own(UserWarning):
         pass
