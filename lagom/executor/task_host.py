@@ -24,6 +24,7 @@ from lagom.wire.failure_text import failure_text
 from lagom.wire.rendezvous import Stopped
 from lagom.wire.spec import RunSpec
 from lagom.worker.network_interfaces import own_address
+from lagom.worker.rank_environment import set_environment
 
 DIAL_S = 1.0
 _SEARCH_DIAL_S = 5.0
@@ -81,8 +82,7 @@ def run(fds: Sequence[int]) -> None:
     with os.fdopen(fds[0], "rb") as file:
         file.seek(0)
         worker, task = pickle.load(file)
-    os.environ.clear()
-    os.environ.update(worker["env"])
+    set_environment(worker["env"])
     os.chdir(worker["cwd"])
     sys.path[:] = worker["sys_path"]
     asks = DriverClient(socket.socket(fileno=fds[1]))

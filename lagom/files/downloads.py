@@ -9,6 +9,7 @@ import hashlib
 import inspect
 import os
 import socket
+import types
 from contextlib import ExitStack, contextmanager, suppress
 from http.client import HTTPMessage
 from typing import TYPE_CHECKING, Any
@@ -115,7 +116,7 @@ class Downloads:
 
     def _wrap(self, cls: type) -> None:
         original = vars(cls).get("__init__")
-        if original is None:
+        if original is None or _cannot_download(original):
             return
         try:
             signature = inspect.signature(original)
@@ -142,6 +143,13 @@ class Downloads:
             return False  # the call itself will raise it
         bound.apply_defaults()
         return bool(bound.arguments["download"])
+
+
+def _cannot_download(function: object) -> bool:
+    """Return whether ``function`` certainly has no parameter ``download``; its signature would take longer to make."""
+    if not isinstance(function, types.FunctionType) or vars(function):  # a decorator leaves attributes
+        return False
+    return "download" not in function.__code__.co_varnames
 
 
 def _subclasses(cls: type) -> Iterator[type]:

@@ -15,6 +15,7 @@ from pathlib import Path
 from lagom.random_states import equal_random_states, random_states
 from lagom.restart.twin_obstacles import OF_JEMALLOC
 from lagom.wire.spec import RunSpec
+from lagom.worker.rank_environment import set_environment
 
 _MANY = 40
 """Number of modules from which importing them before the fork pays: a few hundred take a second in each trial."""
@@ -30,9 +31,7 @@ class TrialImports:
 
     def __init__(self, spec: RunSpec) -> None:
         self._tried: set[str] = set()
-        if spec.whole_env:
-            os.environ.clear()
-        os.environ.update(spec.env)
+        set_environment(spec.env, only=spec.whole_env)
 
     def add(self, names: Sequence[str]) -> bool:
         """Import ``names``, modules of installed packages that a trial has imported by itself; return whether it did.

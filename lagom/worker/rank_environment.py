@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -28,6 +28,16 @@ _LAUNCHER_VARIABLES = (
 )
 
 
+def set_environment(variables: Mapping[str, str], *, only: bool = True) -> None:
+    """Set what differs in ``variables``, as each change is a call of libc; with ``only``, remove all others."""
+    if only:
+        for name in os.environ.keys() - variables.keys():
+            del os.environ[name]
+    for name, value in variables.items():
+        if os.environ.get(name) != value:
+            os.environ[name] = value
+
+
 @contextmanager
 def environment(seat: RankSpec | None) -> Iterator[None]:
     """Show the rank its own GPU and no launcher's variables; restore the environment afterwards."""
@@ -40,8 +50,7 @@ def environment(seat: RankSpec | None) -> Iterator[None]:
     try:
         yield
     finally:
-        os.environ.clear()
-        os.environ.update(before)
+        set_environment(before)
 
 
 @contextmanager

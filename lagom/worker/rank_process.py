@@ -24,6 +24,7 @@ from lagom.restart.stand_in import rank_pid
 from lagom.wire.client import Message
 from lagom.wire.spec import RankSpec, RunSpec
 from lagom.worker.rank_call import RankCall
+from lagom.worker.rank_environment import set_environment
 from lagom.worker.stack_dump import dump_on_signal
 
 if TYPE_CHECKING:
@@ -136,9 +137,7 @@ def close_all_but(keep: set[int | None]) -> None:
 
 def _adopt_driver_settings(spec: RunSpec, seat: RankSpec, ground: HostWorkspace) -> None:
     """Take over the driver's environment, working directory and module path, with a ``__main__`` of the rank's own."""
-    if spec.whole_env:
-        os.environ.clear()
-    os.environ.update(spec.env)
+    set_environment(spec.env, only=spec.whole_env)
     os.chdir(ground.cwd)
     own = [sys.path[0]]  # the entry that has lagom; see Note [Worker reuse] in spark_task.py
     sys.path[:] = own + [entry for entry in (*ground.sys_path, *sys.path[1:]) if entry not in own]
