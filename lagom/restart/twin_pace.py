@@ -18,6 +18,8 @@ _PUT_OFF_S = 1.0
 """After a fork that was refused; four times as long after each further one."""
 _SETTLED = 2
 """Backwards after a fork during which the pages that both write are copied, as a rule."""
+_ENDS = 1.25
+"""What a fork takes in all, as a multiple of what is counted: the twins before it end, which frees their pages."""
 _TRIES = 5
 """Forks in a row that are refused, after which no more are tried."""
 _TRIES_AT_PASSES = 16
@@ -45,7 +47,7 @@ class TwinPace:
         if num_backwards < self._settled_at:
             return False
         if self._settled_at:
-            self._last_s += max(0.0, _system_s() - self._system_s)
+            self._last_s = _ENDS * (self._last_s + max(0.0, _system_s() - self._system_s))
             self._cost_s += self._last_s
             self._settled_at = 0
             self.next_at = max(now + MIN_S, self._affordable(self._part)) if has_twins else self._affordable(1.0)

@@ -1,0 +1,159 @@
+"""Measures what twins and snapshots cost a training, by the steps just after each fork, and by the loader's ``next``.
+
+    python -m benchmarks.survive_steps [--only "100 MB of state"] [--protection twins] [--seconds 120]
+
+Whole runs with and without protection differ by chance by more than the 1% that is to be seen. So one run is compared
+with itself: a fork costs what the steps in a window after its beginning took longer than those before. In the window
+are three steps, and with snapshots the time that it takes to write one. The same is computed for moments in the middle
+between two forks, where it should be nothing: that is the error. For the smallest step, another line has medians of the
+time of ``next(loader)`` with and without protection, in turns.
+
+On 2 ranks of this machine; steps and states are those of ``benchmarks.survive``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import bisect
+import itertools
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, Dataset
+
+from benchmarks.survive import PROTECTIONS, SIZES, WORLD_SIZE
+from lagom import experiment
+from lagom.config import TorchDistributedConfig
+
+WINDOWS_S = {"twins": dict.fromkeys(SIZES, 0.1), "snapshots": dict(zip(SIZES, (0.5, 2.0, 15.0), strict=True))}
+_ROUNDS, _ROUND_S = 5, 4.0
+_FIRST_STEPS = 30
+LEAST_STEPS = 3
+"""Steps in the window before a fork, whose mean the others are compared with."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure, and print a line or two for each protection and size."""
+    args = _arguments(argv)
+    with tempfile.TemporaryDirectory() as folder:
+        for name in SIZES if args.only is None else (args.only,):
+            width = SIZES[name][0]
+            step_s = run(width, _FIRST_STEPS, Path(folder), {})["step_s"]
+            for protection in PROTECTIONS if args.protection is None else (args.protection,):
+                settings = PROTECTIONS[protection]
+                found = run(width, int(args.seconds / step_s), Path(folder), settings)
+                window_s = max(WINDOWS_S[protection][name], 3 * found["step_s"])
+                print(f"{name:18} {protection}: {cost(found, window_s)}", flush=True)
+                if name == next(iter(SIZES)):
+                    told = of_next(width, int(_ROUND_S / step_s), Path(folder), settings)
+                    print(f"{name:18} {protection}: {told}", flush=True)
+    return 0
+
+
+def run(width: int, num: int, folder: Path, settings: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return what ``steps`` returns on rank 0."""
+    hparams = {"width": width, "num": num}
+    config = TorchDistributedConfig(
+        world_size=WORLD_SIZE, launcher="local", run_dir=folder, hparams=hparams, **settings
+    )
+    found: Mapping[str, Any] = experiment.lagom(steps, config).per_rank[0]
+    return found
+
+
+class SameBatch(Dataset[torch.Tensor]):
+    """A batch that comes again and again: of a real data set, long passes would be large."""
+
+    def __init__(self, width: int, num: int) -> None:
+        self.rows, self.num = torch.ones(8, width), num
+
+    def __len__(self) -> int:
+        return self.num
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return self.rows
+
+
+def steps(width: int, num: int) -> Mapping[str, Any]:
+    """Train a layer with Adam for ``num`` steps; return when steps ended and forks began, and medians in seconds."""
+    model = nn.Linear(width, width)
+    optimizer = torch.optim.Adam(model.parameters())
+    forks: list[float] = []
+    os.register_at_fork(before=lambda: forks.append(time.perf_counter()))
+    ends, waited = [time.perf_counter()], []
+    for rows in DataLoader(SameBatch(width, num), batch_size=None):
+        waited.append(time.perf_counter() - ends[-1])
+        optimizer.zero_grad()
+        model(rows).square().mean().backward()
+        optimizer.step()
+        ends.append(time.perf_counter())
+    step_s = statistics.median(after - before for before, after in itertools.pairwise(ends))
+    return {"ends": ends, "forks": forks, "next_s": statistics.median(waited), "step_s": step_s}
+
+
+def cost(found: Mapping[str, Any], window_s: float) -> str:
+    """Return in words what the forks have cost, and the same for moments without one."""
+    ends, forks = found["ends"], found["forks"]
+    between = [(before + after) / 2 for before, after in itertools.pairwise(forks)]
+    costs, errors = (
+        [excess for at in moments if (excess := excess_s(ends, at, window_s)) is not None]
+        for moments in (forks, between)
+    )
+    if not costs:
+        return f"{len(forks)} forks, of which none can be seen"
+    took_s = ends[-1] - ends[0]
+    share = statistics.mean(costs) * len(forks) / took_s
+    return (
+        f"{len(forks)} forks in {took_s:.0f} s, steps of {found['step_s'] * 1e3:.2f} ms; each {_shown(costs)}, "
+        f"{share:.2%} of the time; between them {_shown(errors)}"
+    )
+
+
+def excess_s(ends: Sequence[float], at: float, window_s: float) -> float | None:
+    """Return by how much more the steps in the window after ``at`` took than those in the window before it.
+
+    Returns:
+        Seconds; None where too few steps are before it, or the run ends within the window.
+    """
+    first = bisect.bisect_right(ends, at)  # ends[first] is the end of the step during which ``at`` was
+    begin, end = bisect.bisect_left(ends, at - window_s), bisect.bisect_right(ends, at + window_s)
+    if end >= len(ends) or first - 1 - begin < LEAST_STEPS:
+        return None
+    usual = (ends[first - 1] - ends[begin]) / (first - 1 - begin)
+    return ends[end] - ends[first - 1] - (end - first + 1) * usual
+
+
+def of_next(width: int, num: int, folder: Path, settings: Mapping[str, Any]) -> str:
+    """Return in words the time of the loader's ``next`` with and without protection."""
+    found: dict[bool, list[float]] = {True: [], False: []}
+    for number in range(_ROUNDS):
+        for protects in (True, False) if number % 2 else (False, True):
+            found[protects].append(run(width, num, folder, settings if protects else {})["next_s"] * 1e6)
+    with_, without = (f"{statistics.median(one):.1f} us ({min(one):.1f}-{max(one):.1f})" for one in found.values())
+    return f"next(loader) takes {with_}, and without protection {without}"
+
+
+def _shown(seconds: Sequence[float]) -> str:
+    if len(seconds) < 2:
+        return ", ".join(f"{one * 1e3:.0f} ms" for one in seconds) or "unknown"
+    low, middle, high = statistics.quantiles(seconds, n=4)
+    return f"{middle * 1e3:.0f} ms ({low * 1e3:.0f} to {high * 1e3:.0f}, mean {statistics.mean(seconds) * 1e3:.0f})"
+
+
+def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="Cost of protection, by the steps after each fork.")
+    parser.add_argument("--only", choices=SIZES, help="measure only this state")
+    parser.add_argument("--protection", choices=PROTECTIONS, help="measure only this one")
+    parser.add_argument("--seconds", type=float, default=120.0, help="of each run")
+    return parser.parse_args(argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
