@@ -250,7 +250,7 @@ def _wait_for_all(session: Session) -> None:
 # From then on the program does itself what lagom does for others, so all patches are off (session.live is False). A
 # loader follows its sampler, a backward reduces nothing, BatchNorm is the rank's own, and forwards draw from the common
 # stream, which starts equal on all ranks as torch's does. Ranks write to one disk without lagom's checks. This holds
-# also after destroy_process_group. The call must not come late: a program whose loader was sharded, or whose gradients
+# also after destroy_process_group. The call must not come late: a program whose loader was split, or whose gradients
 # were averaged, before its call has results that torchrun would not give.
 #
 # All ranks must come to the first call: it begins with an exchange that finds ranks at another place (a backward, a

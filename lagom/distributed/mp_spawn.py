@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 @contextmanager
 def own_mp_spawn(session: Session) -> Iterator[None]:
     """Let ``spawn(f, args, nprocs=world_size)`` call ``f(rank, *args)`` here if ``f`` starts a process group."""
-    module = sys.modules["torch.multiprocessing.spawn"]  # the package has the function by that name
+    module = sys.modules["torch.multiprocessing.spawn"]  # its name in the package is the function's
     original: Callable[..., Any] = torch.multiprocessing.spawn
 
     @functools.wraps(original)

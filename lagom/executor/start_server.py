@@ -9,7 +9,7 @@ from typing import Any
 
 
 def find_spec(root: str, name: str, path: Sequence[str] | None, target: Any = None) -> Any:
-    """Find lagom before the finder of an editable installation does, as spark_task.py has the workers do."""
+    """Find lagom before the finder of an editable installation does; spark_task.py does so for Spark's workers."""
     if name.partition(".")[0] != "lagom":
         return None
     return importlib.machinery.PathFinder.find_spec(name, [root] if path is None else path)

@@ -84,7 +84,7 @@ class Imports:
         self._before: dict[Library, list[tuple[Slot, int]]] = {}
 
     def update(self) -> None:
-        """Change libraries that are new, and forget those that are gone."""
+        """Redirect the functions of libraries that were loaded since the last call; forget those that were unloaded."""
         with _UPDATING:
             libraries = loaded()
             for gone in self._before.keys() - set(libraries):

@@ -97,7 +97,7 @@ class View:
             return None
 
     def place(self, key: str) -> str:
-        """Return the place of ``key`` now; a path that never exists if ``key`` does not exist for this rank."""
+        """Return the path where this rank reads the file ``key`` now; one that never exists if there is none."""
         if self.left_alone(key):
             return key
         own = self.log.nearest(key)

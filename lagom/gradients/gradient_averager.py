@@ -86,11 +86,11 @@ class GradientAverager:
             DivergenceError: on all ranks, if they are at different places of the program.
         """
         known = [(self._leaves.known(leaf), leaf) for leaf in pending.leaves]
-        shared = [(-1 if n is None else n, leaf) for n, leaf in known if n not in self._verified.local]
+        averaged = [(-1 if n is None else n, leaf) for n, leaf in known if n not in self._verified.local]
         plain = [
             leaf for leaf in pending.without_gradient if not (leaf._backward_hooks or leaf._post_accumulate_grad_hooks)
         ]
-        self.overlap.begin([n for n, _ in shared], [leaf for _, leaf in shared], plain)
+        self.overlap.begin([n for n, _ in averaged], [leaf for _, leaf in averaged], plain)
 
     @torch.no_grad()
     def reduce(

@@ -104,7 +104,7 @@ def allow_files(num_ranks: int) -> None:
 
 
 def _can_have_twins(spec: RunSpec) -> bool:
-    """Return whether all ranks, which are in this process, may have sleeping twins."""
+    """Return whether the ranks of ``spec``, which are all children of this process, may have sleeping twins."""
     plan, config = spec.plan, spec.plan.config
     is_plain = config.backend == "torch" and not (plan.already_distributed or plan.gpu or config.timeline)
     alone = plan.world_size == 1 or plan.rehearsal is not None or plan.searches

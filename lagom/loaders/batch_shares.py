@@ -84,11 +84,11 @@ class RankIndexSampler:
     def __iter__(self) -> Iterator[Any]:
         # A loader that resumes begins its sampler anew within its pass.
         current = self._current = self._session.starting_pass or self._current or self._start()
-        if not (current.training or current.sharded or self._session.plan.config.evaluation == "gathered"):
+        if not (current.training or current.is_split or self._session.plan.config.evaluation == "gathered"):
             return iter(self._source)
         # At once, not when the first batch is drawn: iter() of a sampler may draw random numbers.
         batches = iterate_in_common_order(self._session, self._source, current)
-        if not current.sharded:
+        if not current.is_split:
             return batches
         current.shares.clear()
         if not current.training:

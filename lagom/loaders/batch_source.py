@@ -35,9 +35,9 @@ def choose_batch_source(session: Session, loader: DataLoader[Any], current: Load
     """Choose the source for the pass ``current`` over ``loader``."""
     if current.own and current.training:
         return SelfShardedSource(session)
-    if is_iterable(loader) and current.sharded:
+    if is_iterable(loader) and current.is_split:
         return _StreamedBatches(session, current)
-    if current.sharded:
+    if current.is_split:
         resizes = current.training and getattr(loader.dataset, "lagom_resizes", False)
         return _ResizedBatches(session, current) if resizes else _IndexedBatches(current)
     if is_iterable(loader) and session.distributed and not current.own and _must_be_equal(session, current):

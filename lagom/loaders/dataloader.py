@@ -1,4 +1,4 @@
-"""Patches of DataLoader at its use: loaders that were built earlier, or came by pickle, are sharded too."""
+"""Patches of DataLoader at its use: loaders that were built earlier, or came by pickle, are split too."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from lagom.loaders.batch_shares import RankIndexSampler, ResumableIndexSampler
 from lagom.loaders.batch_source import choose_batch_source
 from lagom.loaders.fetching import PASS, make_create_fetcher, make_iterator_init
 from lagom.loaders.iterable import GroupedBatchSampler, ShardedCollate, is_iterable
-from lagom.loaders.pass_starter import PassStarter, can_shard, classify_pass
+from lagom.loaders.pass_starter import PassStarter, can_split, classify_pass
 from lagom.loaders.permutation import make_sampler_iter
 from lagom.loaders.reading_threads import ReaderThreads
 from lagom.loaders.sampler_sync import has_state
@@ -77,16 +77,16 @@ def _make_index_sampler(loaders: PassStarter) -> Any:
             return source
         # No reference to the loader: it holds its iterator, which holds this sampler, and workers must end when both
         # are dropped.
-        ref, shared = weakref.ref(loader), can_shard(session, loader)
+        ref, splits = weakref.ref(loader), can_split(session, loader)
 
         def group_size() -> int:
-            return loaders.group_size(ref(), shared)
+            return loaders.group_size(ref(), splits)
 
         if is_iterable(loader):
             return GroupedBatchSampler(source, group_size)
         drop_last = bool(loader.drop_last or getattr(loader.batch_sampler, "drop_last", False))
         kind = ResumableIndexSampler if has_state(source) else RankIndexSampler
-        return kind(session, source, lambda: classify_pass(session, shared), group_size, drop_last=drop_last)
+        return kind(session, source, lambda: classify_pass(session, splits), group_size, drop_last=drop_last)
 
     return index_sampler
 
@@ -98,7 +98,7 @@ def _make_len(loaders: PassStarter) -> Any:
         found: int = original(loader)
         if not is_iterable(loader) or loader.batch_size is None:
             return found
-        group_size = loaders.group_size(loader, can_shard(loaders.session, loader))
+        group_size = loaders.group_size(loader, can_split(loaders.session, loader))
         count, size = loader._IterableDataset_len_called, loader.batch_size * group_size
         if group_size == 1 or count is None:
             return found
@@ -164,10 +164,10 @@ def _make_iterator_init(loaders: PassStarter) -> Any:
             self._base_seed = derive_seed(self._base_seed, session.rank)
         elif is_iterable(loader):
             shares_later = loader.persistent_workers and _may_share(session)
-            if can_shard(session, loader) and (current.sharded or shares_later):
+            if can_split(session, loader) and (current.is_split or shares_later):
                 self._collate_fn = ShardedCollate(session, loader, loaders.streams)
                 self._collate_fn.begin(current, session.config.batches)
-        elif current.training and current.sharded:
+        elif current.training and current.is_split:
             # Workers of different ranks augment differently. Workers start after this line.
             self._base_seed = derive_seed(self._base_seed, session.rank)
 
@@ -195,7 +195,7 @@ def _make_reset(loaders: PassStarter) -> Any:
                 session.snapshots.program.loaders.begin_pass(self, loader)
             if isinstance(self._collate_fn, ShardedCollate):
                 self._collate_fn.begin(current, session.config.batches)
-        if current.sharded:
+        if current.is_split:
             self._in_order = True  # shares are matched to batches by their order
         session.starting_pass = current
         try:

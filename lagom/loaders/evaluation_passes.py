@@ -1,4 +1,4 @@
-"""``EvaluationPassDetector``: find passes that were sharded as training but turn out to be evaluations.
+"""``EvaluationPassDetector``: find passes that were split as training but turn out to be evaluations.
 
 ``classify_pass`` in ``pass_starter.py`` decides at the beginning of a pass. See Note [Dealt passes].
 """
@@ -81,7 +81,7 @@ class PassUse:
 
 
 class EvaluationPassDetector:
-    """Tracks passes that were sharded because they seemed to be training.
+    """Tracks passes that were split because they seemed to be training.
 
     Args:
         share_of: returns the share of the batch that data comes from, if known.
@@ -107,7 +107,7 @@ class EvaluationPassDetector:
         return use is not None and use.trains and use.serial < self._last_evaluation
 
     def begin_pass(self, loader: DataLoader[Any], current: LoaderPass, *, follows: bool) -> None:
-        """Begin tracking the pass ``current`` over ``loader``; with ``follows`` its rows are sharded.
+        """Begin tracking the pass ``current`` over ``loader``; with ``follows`` its rows are split.
 
         Raises:
             LagomError: when an earlier pass turns out to be no training.
@@ -226,9 +226,9 @@ _NO_BACKWARD = (
 
 # Note [Dealt passes]
 #
-# A pass over a loader shows that it is training only when a backward runs. Whether its first batch is sharded must be
+# A pass over a loader shows that it is training only when a backward runs. Whether its first batch is split must be
 # decided earlier, by the facts at its beginning: gradients on, a model in training mode. Frameworks set both inside the
-# loop, and first programs set neither, so an evaluation may be sharded by mistake: its program then has a part of the
+# loop, and first programs set neither, so an evaluation may be split by mistake: its program then has a part of the
 # predictions, and divides by the length of the data set. This cannot be repaired later, but it can be reported:
 #
 # - A pass that ends with a forward and without a backward is an error at once.
@@ -242,6 +242,6 @@ _NO_BACKWARD = (
 #   warned.
 #
 # The opposite mistake: an evaluation leaves eval mode behind, and a training loop that sets its mode inside the loop
-# begins in eval mode, so it would be taken for an evaluation. The pass is sharded nevertheless if the last pass over
+# begins in eval mode, so it would be taken for an evaluation. The pass is split nevertheless if the last pass over
 # the same data set from the same place in the program trained, and an evaluation came in between. The place is the
 # whole stack, since frameworks have one loop for all passes.

@@ -34,7 +34,7 @@ def make_iterator_init(session: Session, streams: OwnStreams) -> Any:
             self._dataset_fetcher = choose_fetcher(self._dataset_fetcher)
         if not session.live or current is None or _is_plain(loader.dataset):
             return
-        if current.training and current.sharded and not is_iterable(loader):
+        if current.training and current.is_split and not is_iterable(loader):
             self._dataset_fetcher = _OwnRandomFetcher(self._dataset_fetcher, streams)
         elif session.distributed:
             self._dataset_fetcher = _LockedFetcher(self._dataset_fetcher, session)

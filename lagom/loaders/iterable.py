@@ -55,7 +55,7 @@ class ShardedCollate:
     def begin(self, current: LoaderPass, batches: str) -> None:
         """Collate for the pass ``current`` from now on."""
         how = _PER_RANK if current.training and batches == "per_rank" else _SPLIT
-        self._how[0] = how if current.sharded else _WHOLE
+        self._how[0] = how if current.is_split else _WHOLE
         self._how[1] = int(current.training)
 
     def __call__(self, samples: list[Any]) -> Any:

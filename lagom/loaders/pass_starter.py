@@ -36,14 +36,14 @@ class PassStarter:
         """Begin a pass over ``loader``."""
         session = self.session
         session.reseed_uneven()  # the iterator draws from the common stream
-        current = classify_pass(session, can_shard(session, loader), loader)
+        current = classify_pass(session, can_split(session, loader), loader)
         current.own = session.distributed and shards_itself(loader.dataset)
         if current.own and session.config.batches == "whole":
             raise LagomError(_OWN_IN_WHOLE)
-        if current.sharded:
+        if current.is_split:
             session.distributed_part = session.distributed_part or "a data loader was shared out"
         gathered = session.config.evaluation == "gathered" and not current.own
-        if session.distributed and (current.sharded or current.training or gathered):
+        if session.distributed and (current.is_split or current.training or gathered):
             if session.may_meet:
                 synchronise_generators(session, loader, own_order=current.own)
                 name = self.names.name_in_main_thread()
@@ -51,17 +51,17 @@ class PassStarter:
                 name = self.names.name_in_thread(loader, current)
             current.published, current.readers = Publication(session, name), self.readers
             current.generator = None if session.may_meet else self.readers.make_generator(current)
-        self._kinds.setdefault(loader, set()).add(current.training and current.sharded)
+        self._kinds.setdefault(loader, set()).add(current.training and current.is_split)
         if session.may_meet and session.config.backend == "torch":
-            is_split = current.training and current.sharded and session.config.evaluation != "sharded"
+            is_split = current.training and current.is_split and session.config.evaluation != "sharded"
             session.evaluation_passes.begin_pass(loader, current, follows=is_split)
         if current.training:
-            if session.distributed and not (current.sharded or current.own or session.config.batches == "whole"):
+            if session.distributed and not (current.is_split or current.own or session.config.batches == "whole"):
                 session.say_once(_NO_BATCHES)
             current.steps = _num_steps(loader)
         return current
 
-    def group_size(self, loader: DataLoader[Any] | None, can_share: bool) -> int:
+    def group_size(self, loader: DataLoader[Any] | None, can_split: bool) -> int:
         """Return how many of the loader's own batches make one batch of its next pass: above 1 only in ``per_rank``.
 
         The next pass is taken to be of the kind of the earlier ones, if all were of one kind; else as if it began now.
@@ -73,8 +73,8 @@ class PassStarter:
         kinds = self._kinds.get(loader, set()) if loader is not None else set()
         if session.starting_pass is None and len(kinds) == 1:
             return session.world_size if True in kinds else 1
-        current = session.starting_pass or classify_pass(session, can_share)
-        return session.world_size if current.training and current.sharded else 1
+        current = session.starting_pass or classify_pass(session, can_split)
+        return session.world_size if current.training and current.is_split else 1
 
 
 _OWN_IN_WHOLE = (
@@ -87,13 +87,13 @@ _NO_BATCHES = (
 )
 
 
-def classify_pass(session: Session, can_share: bool, loader: DataLoader[Any] | None = None) -> LoaderPass:
+def classify_pass(session: Session, can_split: bool, loader: DataLoader[Any] | None = None) -> LoaderPass:
     """Decide whether a pass over ``loader`` that begins now is training, and whether its batches are split.
 
     A pass that is split as training and turns out to be an evaluation is an error; see ``evaluation_passes.py``.
 
     Args:
-        can_share: whether the loader's batches can be split, as ``can_shard`` returns.
+        can_split: whether the loader's batches can be split, as ``can_split`` returns.
         loader: None if it is no longer known.
     """
     grad = torch.is_grad_enabled()
@@ -106,12 +106,11 @@ def classify_pass(session: Session, can_share: bool, loader: DataLoader[Any] | N
     ):
         by_mode = False
     training = grad and not by_mode
-    shares = session.config.batches != "whole" if training else session.config.evaluation == "sharded"
-    sharded = can_share and shares
-    return LoaderPass(training=training, sharded=sharded, by_mode=by_mode)
+    splits = session.config.batches != "whole" if training else session.config.evaluation == "sharded"
+    return LoaderPass(training=training, is_split=can_split and splits, by_mode=by_mode)
 
 
-def can_shard(session: Session, loader: DataLoader[Any]) -> bool:
+def can_split(session: Session, loader: DataLoader[Any]) -> bool:
     """Return whether the loader's batches can be split between ranks."""
     return session.distributed and loader._auto_collation and not shards_itself(loader.dataset)
 

@@ -95,7 +95,7 @@ class PassNames:
         return str(self._num_in_main)
 
     def name_in_thread(self, loader: DataLoader[object], current: LoaderPass) -> str:
-        """Return a name for the pass ``current``, which begins in another thread.
+        """Return a name, made of ``loader``'s, for the pass ``current``, which begins in another thread.
 
         Raises:
             LagomError: if another thread is still in a pass over a loader of that name.

@@ -259,7 +259,7 @@ def _are_different(drawn: list[Any], items: list[Any]) -> bool:
 
 
 def _is_split(session: Session, current: LoaderPass) -> bool:
-    return session.config.batches != "whole" and current.training and current.sharded
+    return session.config.batches != "whole" and current.training and current.is_split
 
 
 _OTHER_ORDER = (

@@ -68,7 +68,7 @@ class MicroBatchRunner:
     def _part(
         self, candidate: SplitCandidate, finding: SplitFinding, block: RowBlock, begun: dict[str, Any]
     ) -> Callable[..., tuple[Any, ...]]:
-        """Return the function of a checkpoint: it runs one micro-batch, and in the backward once more.
+        """Return the function for torch's checkpoint, which calls it in the forward and again in the backward.
 
         Args:
             begun: states of the generators at the beginning of the whole forward.

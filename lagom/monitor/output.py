@@ -31,7 +31,7 @@ class Output:
         self._bars = NotebookBars(lambda: NotebookCell(display).renew) if display is not None and not named else None
 
     def show(self, rank: int, stream: str, data: bytes) -> None:
-        """Show ``data`` that ``rank`` wrote to ``stream``, "stdout" or "stderr"; a character may be cut at its ends."""
+        """Show ``data`` that ``rank`` wrote to "stdout" or "stderr"; it may begin or end within a character's bytes."""
         key = rank, stream
         if key not in self._decoders:
             self._decoders[key] = codecs.getincrementaldecoder("utf-8")("replace")

@@ -116,7 +116,7 @@ def _names(code: types.CodeType) -> Iterator[str]:
     yield from code.co_names
     for constant in code.co_consts:
         for text in constant if isinstance(constant, tuple) else (constant,):
-            if isinstance(text, str) and (word := text.partition(":")[0]).isidentifier():  # "cuda:0"
+            if isinstance(text, str) and (word := text.partition(":")[0]).isidentifier():  # so "cuda:0" is "cuda"
                 yield word
 
 

@@ -44,7 +44,7 @@ class LoaderPass:
     """State of one iteration over a loader: training or evaluation, split or whole, and the share of the batch."""
 
     training: bool
-    sharded: bool
+    is_split: bool
     own: bool = False
     """The data set shards itself, so each rank's batches are its own."""
     by_mode: bool = False
@@ -66,7 +66,7 @@ class LoaderPass:
     generator: torch.Generator | None = None
     """Generator for torch's samplers in place of the global one."""
     use: PassUse | None = None
-    """The program's use of the rows, where they are sharded because the pass seems to be training."""
+    """The program's use of the rows, where they are split because the pass seems to be training."""
 
     def publication(self) -> Publication:
         """Return ``published``, for a pass in a thread of the program.
@@ -83,7 +83,7 @@ _NO_NAME = (
     "the sampler of a data loader is read in a thread of the program's, past the loader: other ranks cannot tell which "
     "pass it belongs to; read the loader itself, or do so in the main thread"
 )
-_NONE = weakref.ref(LoaderPass(training=False, sharded=False))
+_NONE = weakref.ref(LoaderPass(training=False, is_split=False))
 """A reference to no pass: its pass is freed at once."""
 
 

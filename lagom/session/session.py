@@ -121,7 +121,7 @@ class Session:
     """Terms of losses and their weights."""
     passes: PassTracker = field(default_factory=PassTracker, init=False)
     evaluation_passes: EvaluationPassDetector = field(init=False)
-    """Detector of passes that were sharded because they seemed to be training."""
+    """Detector of passes that were split because they seemed to be training."""
     running_values: RunningValueDetector = field(init=False)
     """Detector of values that forwards keep from the rows that they see."""
     _thread_local: threading.local = field(default_factory=threading.local, init=False)

@@ -26,7 +26,7 @@ class LearnedFacts:
         """Collect the facts of this rank.
 
         Raises:
-            NoSnapshotError: if ranks have states of their own now.
+            NoSnapshotError: if what a part of lagom holds differs between ranks, as after ``lagom.rank()``.
         """
         try:
             return cls(session.world_size, {name: state() for name, (state, _) in session.learned.items()})

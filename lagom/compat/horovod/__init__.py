@@ -26,7 +26,7 @@ install()
 
 
 def leave() -> None:
-    """Shut down what a run began in this process; called at the end of the run."""
+    """Shut down the exchanges that ``hvd.init`` has begun in this process; called at the end of the run."""
     if (topology := sys.modules.get("lagom.compat.horovod.topology")) is not None:
         topology.leave()
 

@@ -76,7 +76,7 @@ class BatchComparison:
             return self._pairs.get(key) == key_other and self._back.get(key_other) == key
         self._pairs[key], self._back[key_other] = key_other, key
         self.addresses.append(storages[0].data_ptr())
-        # Parts of much larger storages travel with all of them, which takes too long.
+        # A tensor that is a small part of its storage travels with the whole storage, which takes too long.
         if storages[0].nbytes() > max(1 << 16, 4 * mine.numel() * mine.element_size()):
             return False
         first, second = (torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage) for storage in storages)

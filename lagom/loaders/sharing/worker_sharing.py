@@ -156,7 +156,7 @@ class WorkerSharing:
         The answer is the same on all ranks.
         """
         session, current, config = self.session, self._pass_of(iterator), self.session.config
-        if current is None or current.own or current.sharded or iterator._pin_memory:
+        if current is None or current.own or current.is_split or iterator._pin_memory:
             return False
         whole, gathered = config.batches == "whole", config.evaluation == "gathered"
         if not (whole if current.training else gathered) or (loader.persistent_workers and not (whole and gathered)):

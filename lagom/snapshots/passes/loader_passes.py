@@ -43,7 +43,7 @@ class LoaderPasses:
                 notes.begin_pass(iterator)
 
     def take_batch(self, iterator: Any) -> None:
-        """Note the states with which ``iterator`` is asked for its first batch, when its sampler draws the order."""
+        """Note the random states before the first batch of ``iterator``, for which its sampler draws the order."""
         if iterator._num_yielded:
             return
         if not iterator._num_workers:

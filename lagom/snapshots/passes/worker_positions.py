@@ -263,7 +263,7 @@ def notes_in_pass(iterator: Any, loader: DataLoader[Any], current: LoaderPass, *
         raise WorkersInPassError("persistent workers have read an iterable data set before")
     if not iterator._in_order:
         raise WorkersInPassError("a loader with workers has in_order=False")
-    if current.sharded:
+    if current.is_split:
         raise WorkersInPassError('a loader with workers is read with evaluation="sharded"')
     if not is_stream(loader) and notes is None:
         raise WorkersInPassError("the workers of a loader are not processes")

@@ -70,7 +70,7 @@ class RecordedBatch:
 
 @dataclass(kw_only=True, slots=True)
 class RecordedPass:
-    """Records when one pass over a data loader began and ended, in backwards, and whether it was sharded."""
+    """Records when one pass over a data loader began and ended, in backwards, and whether it was split."""
 
     num_before: int
     """Number of backwards, of whatever kind, before the pass."""

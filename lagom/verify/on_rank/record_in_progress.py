@@ -134,7 +134,7 @@ class RecordInProgress:
     def batch(self, iterator: Any, data: Any) -> None:
         """Record a batch that the program sees."""
         current = vars(iterator).get("_lagom_pass")
-        training, shared = bool(getattr(current, "training", False)), bool(getattr(current, "sharded", False))
+        training, shared = bool(getattr(current, "training", False)), bool(getattr(current, "is_split", False))
         number = self._pass(iterator)
         number[1] += 1
         self.record.passes[number[0]].is_dealt = training and shared

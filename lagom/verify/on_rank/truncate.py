@@ -24,7 +24,7 @@ _LONGEST = 1_000_000
 
 @contextmanager
 def truncated_passes(session: Session) -> Iterator[None]:
-    """End every pass over a loader after a few batches; entered before loaders are sharded."""
+    """End every pass over a loader after a few batches; entered before loaders are patched."""
     rehearsal = session.plan.rehearsal
     assert rehearsal is not None
     session.num_rehearsed = rehearsal.num_before
