@@ -6,7 +6,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, overload
@@ -15,7 +15,7 @@ from lagom.aggregate import aggregate, remedy
 from lagom.call import Call
 from lagom.config import AblationConfig, HyperparameterOptConfig, TorchDistributedConfig
 from lagom.config.torch_distributed import Launcher
-from lagom.kept_call import keep_call, keep_result, read_call, read_result
+from lagom.kept_call import KeptRun, keep_call, keep_result, read_call, read_result
 from lagom.launchers import choose
 from lagom.launchers.attempts import run_attempts
 from lagom.launchers.dataframes import write_frame
@@ -29,7 +29,8 @@ from lagom.random_states import set_random_states
 from lagom.records.run_dir import RunRecords
 from lagom.records.runs import find_run
 from lagom.records.upload import Upload, is_url
-from lagom.restart.kept_snapshots import SnapshotFolder
+from lagom.restart.kept_snapshots import FOLDER, SnapshotFolder
+from lagom.restart.snapshot_copies import SnapshotCopies
 from lagom.result import Result
 from lagom.search.ablate import ablate
 from lagom.search.ablation_result import AblationResult
@@ -104,7 +105,7 @@ def lagom(train: Callable[..., Any], config: TorchDistributedConfig) -> Result |
             show(verify(launcher, the_plan, call))
     with run_records(config, the_plan, launcher.where(), source_of(train)) as records:
         snapshots = keep_call(records, the_plan, call, source_of(train))
-        with snapshots.locked() if snapshots is not None else nullcontext():
+        with _kept_for(snapshots, records):
             try:
                 return _run(launcher, the_plan, call, records, snapshots, started)
             except Exception as error:
@@ -132,9 +133,7 @@ def resume(
         Exception: as ``lagom``.
     """
     started = time.monotonic()
-    upload = Upload.again(os.fspath(run_dir)) if is_url(run_dir) else None
-    found = find_run(run_dir, TorchDistributedConfig().run_dir) if upload is None else upload.folder
-    with read_call(found) as (run, call, snapshots), snapshots.locked():
+    with _kept_run(run_dir) as (run, call, snapshots, upload):
         folder = Path(snapshots.path).parent
         if (kept := read_result(snapshots)) is not None:
             value, values, seconds = kept
@@ -147,13 +146,42 @@ def resume(
         facts = facts_of_code(call.function, call.provided, cluster) | {"already_distributed": False}
         the_plan = plan(config, cluster, run.name, **facts)
         with run_records(config, the_plan, chosen.where(), run.source, folder, upload) as records:
-            if upload is not None:
-                upload.give_signs()
             try:
                 return _run(chosen, the_plan, call, records, snapshots, started)
             except Exception as error:
                 cut_own_frames(error)
                 raise error  # as in lagom()
+
+
+@contextmanager
+def _kept_run(
+    run_dir: str | os.PathLike[str],
+) -> Iterator[tuple[KeptRun, Call, SnapshotFolder, Upload | None]]:
+    """Be the process that goes on with a run in the block: at a URL, of a copy on this machine."""
+    if not is_url(run_dir):
+        found = find_run(run_dir, TorchDistributedConfig().run_dir)
+        with read_call(found) as (run, call, snapshots), snapshots.locked():
+            yield run, call, snapshots, None
+        return
+    upload = Upload.again(os.fspath(run_dir))
+    copies = SnapshotCopies(upload.file_system, upload.root, upload.url)
+    with copies.going_on(SnapshotFolder(str(upload.folder / FOLDER)), is_new=False):
+        upload.fetch()
+        with read_call(upload.folder) as (run, call, snapshots):
+            yield run, call, snapshots, upload
+
+
+@contextmanager
+def _kept_for(snapshots: SnapshotFolder | None, records: RunRecords | None) -> Iterator[None]:
+    """Keep other processes from going on with the run in the block, and copy its snapshots to its URL."""
+    with ExitStack() as stack:
+        if snapshots is not None:
+            stack.enter_context(snapshots.locked())
+            upload = records.upload if records is not None else None
+            if upload is not None:
+                copies = SnapshotCopies(upload.file_system, upload.root, upload.url)
+                stack.enter_context(copies.going_on(snapshots, is_new=True))
+        yield
 
 
 def _run(

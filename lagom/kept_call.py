@@ -23,10 +23,9 @@ from lagom.plan import Plan
 from lagom.program.script import Script
 from lagom.program.sources import reachable_modules
 from lagom.records.run_dir import RunRecords
-from lagom.restart.kept_snapshots import FOLDER, SnapshotFolder
+from lagom.restart.kept_snapshots import FOLDER, SETTINGS, SnapshotFolder
 from lagom.snapshots.source_code import SourceFile
 
-_SETTINGS = "settings"
 NO_FOLDER = "snapshot_every_s needs a folder for the run; set run_dir to a path or a URL"
 _DATA: dict[str, Any] = {"module": None, "train_set": None, "test_set": None, "dataset": None, "hparams": {}}
 """Fields of a config that are in the call."""
@@ -76,13 +75,14 @@ def keep_call(records: RunRecords | None, plan: Plan, call: Call, source: str | 
         return None
     folder = SnapshotFolder(str(records.folder / FOLDER))
     folder.make()
-    config = dataclasses.replace(plan.config, **_DATA)
-    if records.upload is not None:
-        config = dataclasses.replace(config, run_dir=records.upload.url)  # whose query may hold a secret
-        records.upload.give_signs()
+    config, argv = dataclasses.replace(plan.config, **_DATA), tuple(sys.argv)
+    if records.upload is not None:  # the query may hold a secret
+        _, mark, query = os.fspath(config.run_dir or "").partition("?")
+        config = dataclasses.replace(config, run_dir=records.upload.url)
+        argv = tuple(word.replace(mark + query, "") if query else word for word in argv)
     path = tuple(os.path.abspath(entry) for entry in sys.path)
-    run = KeptRun(config, plan.name, os.getcwd(), path, tuple(sys.argv), source)
-    _write(f"{folder.path}/{_SETTINGS}", run)
+    run = KeptRun(config, plan.name, os.getcwd(), path, argv, source)
+    _write(f"{folder.path}/{SETTINGS}", run)
     write_call(folder, call)
     return folder
 
@@ -101,7 +101,7 @@ def read_call(folder: Path) -> Iterator[tuple[KeptRun, Call, SnapshotFolder]]:
     """
     found = SnapshotFolder(str(folder.resolve() / FOLDER))
     found.check_owner()
-    run: KeptRun = _read(f"{found.path}/{_SETTINGS}")
+    run: KeptRun = _read(f"{found.path}/{SETTINGS}")
     before, path = os.getcwd(), list(sys.path)
     try:
         os.chdir(run.cwd)

@@ -9,7 +9,7 @@ import dataclasses
 import sys
 
 from lagom.call import Call
-from lagom.errors import LagomError, SnapshotError
+from lagom.errors import LagomError, SnapshotError, UnseenFilesError
 from lagom.launchers.failure import raise_failure
 from lagom.launchers.protocol import Launcher, Outcome
 from lagom.plan import Plan
@@ -41,6 +41,8 @@ def run_attempts(
     now = plan
     try:
         while isinstance(found := _run_once(launcher, now, call, records, history), LagomError):
+            if isinstance(found, UnseenFilesError) and not history.failures:
+                raise found  # another host may see them, so the snapshots stay
             if isinstance(found, SnapshotError) and history.resumed is not None:
                 say(f"{found}: the run begins again from the beginning", plan, records)
                 history.give_up_snapshots()

@@ -15,6 +15,7 @@ from lagom.launchers.run_display import RunDisplay
 from lagom.plan import Plan
 from lagom.records.run_dir import RunRecords
 from lagom.restart.history import RunHistory
+from lagom.restart.kept_snapshots import FETCHED
 from lagom.restart.losses import Loss, loss_in
 from lagom.wire.client import Message
 from lagom.wire.rendezvous import LEAVE_S, WRITE_S, peers
@@ -227,6 +228,11 @@ class RunView:
         elif kind == "files":
             self._history.wrote(message)
             return
+        elif kind == "snapshot" and "sha256" in message:
+            names = (f"{FETCHED}-{message['number']}{ending}" for ending in ("", ".json"))
+            message = message | {
+                "is_whole": [self.channel.digests.pop(name, "") for name in names] == message["sha256"]
+            }
         elif kind == "started":
             self._history.ranks_began()
         elif kind == "stopping":

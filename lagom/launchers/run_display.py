@@ -102,8 +102,8 @@ class RunDisplay:
 
     def _show_snapshot(self, event: Message) -> None:
         """Record a snapshot; show why none can be taken."""
-        if event["what"] == "kept" and not self._history.keep(event.get("facts")):
-            event = {"what": "none", "why": "it came to the driver with other bytes than were sent"}
+        if event["what"] == "kept" and "is_whole" in event and (why := self._history.keep(event)):
+            event = {"what": "none", "why": why}
         if event["what"] == "kept":
             self._note("snapshots", {name: event[name] for name in ("number", "at", "place", "bytes")})
             self._note("without_snapshots", None)

@@ -25,10 +25,11 @@ from lagom.records.git_info import GitCheckout
 from lagom.records.json_values import as_json, loaded, recorded_seconds
 from lagom.records.retention import Retention, lock_run
 from lagom.records.timeline import TIMELINES, merge
+from lagom.records.upload import RUN as RUN
 from lagom.records.upload import Upload, is_url, on_disk
 from lagom.wire.client import Message
 
-RUN, RESULT, PROGRESS = "run.json", "result.json", "progress.jsonl"
+RESULT, PROGRESS = "result.json", "progress.jsonl"
 _PARTS = 500
 """Fraction of the run's time between two recorded progress reports of a rank.
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import copy
 import datetime
+import os
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from lagom.payload import digest_of
 from lagom.restart.kept_snapshots import FIRST_MARK, Snapshot, SnapshotFolder, SnapshotPlace
 from lagom.restart.losses import Loss
 from lagom.restart.shown_output import ShownOutput
@@ -129,20 +129,22 @@ class RunHistory:
         """Return where the present attempt keeps snapshots, and the snapshot that it goes on from."""
         return None if self.folder is None else SnapshotPlace(self.folder, self.resumed)
 
-    def keep(self, facts: Mapping[str, Any] | None) -> bool:
-        """Complete a snapshot whose state has come from another host; return False if it is not what was sent.
-
-        Args:
-            facts: what the snapshot's description says; None if the host sees the folder, and has completed it.
-        """
-        if facts is None or self.folder is None:
-            return True
-        with open(self.folder.partial(facts["number"]), "rb") as file:
-            if digest_of(file.fileno()) != facts["sha256"]:
-                self.folder.remove_partial(facts["number"])
-                return False
-        self.folder.complete(facts["number"], facts)
-        return True
+    def keep(self, message: Mapping[str, Any]) -> str:
+        """Have what came from a host be a snapshot; return why it cannot be one, or an empty text."""
+        if self.folder is None:
+            return "the run keeps none"
+        number = message["number"]
+        try:
+            if not message["is_whole"]:
+                raise OSError("other bytes came to the driver than were sent")
+            for path in (self.folder.partial(number), self.folder.partial_facts(number)):
+                with open(path, "rb") as file:
+                    os.fsync(file.fileno())
+            self.folder.put_in_place(number)
+        except OSError as error:
+            self.folder.remove_partial(number)
+            return str(error)
+        return ""
 
     def give_up_snapshots(self) -> None:
         """Have the next attempt begin from the beginning, and none go on from the snapshots so far."""

@@ -15,12 +15,15 @@ from typing import Any
 
 from lagom.errors import LagomError
 
-FOLDER, CALL, FILES = "snapshots", "call", "files.jsonl"
+FOLDER, CALL, SETTINGS, RESULT = "snapshots", "call", "settings", "result"
+_FILES, _CALLS = "files.jsonl", "calls.jsonl"
 FETCHED = "snapshot"
 """Name under which hosts that do not see the run's folder send a snapshot to the driver, and fetch one."""
+UNREHEARSED = "not rehearsed: "
+"""Begins the reason why there is no snapshot where it holds for a rehearsal alone."""
 FIRST_MARK = 1 << 40
 """The mark of snapshot n in the run's output has the number ``FIRST_MARK + n``; smaller ones are of sleeping twins."""
-_LOCK, _RESULT = ".lock", "result"
+_LOCK = ".lock"
 _KEPT = 2
 """Snapshots that are kept: the newest, and the one before it."""
 
@@ -59,12 +62,17 @@ class SnapshotFolder:
     @property
     def result(self) -> str:
         """Return the file with the result of a run that has ended."""
-        return f"{self.path}/{_RESULT}"
+        return f"{self.path}/{RESULT}"
 
     @property
     def journal(self) -> str:
         """Return the file with the calls by which the program has told services something."""
-        return f"{self.path}/calls.jsonl"
+        return f"{self.path}/{_CALLS}"
+
+    @property
+    def journals(self) -> tuple[str, ...]:
+        """Return the names of the files that grow, beside the snapshots."""
+        return _FILES, _CALLS
 
     @property
     def disk(self) -> str:
@@ -73,7 +81,7 @@ class SnapshotFolder:
 
     def make(self) -> None:
         """Make the folder, for this user alone."""
-        Path(self.path).mkdir(mode=0o700)
+        Path(self.path).mkdir(mode=0o700, parents=True)
 
     @contextmanager
     def locked(self) -> Iterator[None]:
@@ -108,26 +116,32 @@ class SnapshotFolder:
 
     def complete(self, number: int, facts: Mapping[str, Any]) -> None:
         """Have the state of ``number`` be a snapshot, now that it is written; remove those before the last two."""
-        path = f"{self.path}/{_name(number)}"
-        os.replace(self.partial(number), f"{path}.state")
-        with open(self._partial_facts(number), "w") as file:
+        with open(self.partial_facts(number), "w") as file:
             json.dump(dict(facts), file)
             file.flush()
             os.fsync(file.fileno())
-        os.replace(self._partial_facts(number), f"{path}.json")
+        self.put_in_place(number)
+
+    def put_in_place(self, number: int) -> None:
+        """As ``complete``, now that state and description are written."""
+        path = f"{self.path}/{_name(number)}"
+        os.replace(self.partial(number), f"{path}.state")
+        os.replace(self.partial_facts(number), f"{path}.json")
         for old in self._numbers()[:-_KEPT]:
             self._remove(old)
 
     def remove_partial(self, number: int) -> None:
         """Remove what there is of a snapshot that could not be written."""
-        for path in (self.partial(number), self._partial_facts(number)):
+        for path in (self.partial(number), self.partial_facts(number)):
             with suppress(OSError):
                 os.unlink(path)
 
     def remove_all(self) -> None:
-        """Remove all snapshots."""
+        """Remove all snapshots, and what there is of others."""
         for number in self._numbers():
             self._remove(number)
+        for path in Path(self.path).glob(".snapshot-*"):
+            path.unlink(missing_ok=True)
 
     def _remove(self, number: int) -> None:
         for kind in ("json", "state"):
@@ -138,17 +152,18 @@ class SnapshotFolder:
         """Return the file for the state of ``number`` while it is written, and not yet copied to a URL."""
         return f"{self.path}/.{_name(number)}.partial"
 
-    def _partial_facts(self, number: int) -> str:
+    def partial_facts(self, number: int) -> str:
+        """Return the file for the description of ``number`` while it is written."""
         return f"{self.path}/.{_name(number)}.json"
 
     def add_message(self, message: Mapping[str, Any]) -> None:
         """Keep what rank 0 has told of its files, for a process that goes on with the run."""
-        with suppress(OSError), open(f"{self.path}/{FILES}", "a") as file:
+        with suppress(OSError), open(f"{self.path}/{_FILES}", "a") as file:
             file.write(json.dumps(dict(message)) + "\n")
 
     def messages(self) -> Iterator[Mapping[str, Any]]:
         """Yield what rank 0 has told."""
-        with suppress(FileNotFoundError), open(f"{self.path}/{FILES}") as file:
+        with suppress(FileNotFoundError), open(f"{self.path}/{_FILES}") as file:
             for line in file:
                 with suppress(ValueError):  # the last line, of a process that was killed
                     yield json.loads(line)

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import socket
+import tempfile
 from collections.abc import Mapping
 from typing import Any
 
-from lagom.errors import LagomError, SnapshotError
+from lagom.errors import LagomError, UnseenFilesError
 from lagom.payload import Parcel
-from lagom.restart.kept_snapshots import FETCHED, Snapshot, SnapshotPlace
+from lagom.restart.kept_snapshots import FETCHED, UNREHEARSED, Snapshot, SnapshotPlace
 from lagom.restart.prepared_files import is_here
 from lagom.wire.client import deliver
 from lagom.wire.spec import RunSpec
@@ -45,6 +47,8 @@ class SnapshotFiles:
         """Return why ``rank`` cannot keep snapshots; an empty text if it can."""
         if self.is_shared or (self._spec.address is not None and self._spec.plan.rehearsal is None):
             return ""
+        if self._spec.plan.rehearsal is not None:
+            return f"{UNREHEARSED}{socket.gethostname()} does not see the run's folder, where a rehearsal keeps its own"
         where = f"{socket.gethostname()}, which holds rank {rank},"
         return f"{where} cannot read and write {self._folder.path}; set run_dir to a folder that all hosts share"
 
@@ -55,30 +59,30 @@ class SnapshotFiles:
         return None
 
     def write(self, number: int, parcel: Parcel, facts: Mapping[str, Any]) -> dict[str, Any]:
-        """Write the state of snapshot ``number``; return what the driver is told of it.
+        """Write snapshot ``number``; return its bytes, and where it went to the driver, the digests of its files.
 
         Raises:
             LagomError: if the driver does not take it.
         """
-        path = self._folder.partial(number) if self.is_shared else f"{self._host_dir}/.{FETCHED}"
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
-        try:
-            size = parcel.write(fd)
-            facts = {**facts, "number": number, "bytes": size}
-            told = {"bytes": size, "place": facts["place"], "at": facts["at"]}
-            if self.is_shared:
-                os.fsync(fd)
-                self._folder.complete(number, facts)
-                return told
-            return told | {"facts": facts | {"sha256": self._send(number, fd)}}
-        finally:
-            os.close(fd)
+        if self.is_shared:
+            with open(self._folder.partial(number), "wb", opener=_private) as file:
+                size = parcel.write(file.fileno())
+                os.fsync(file.fileno())
+            self._folder.complete(number, {**facts, "number": number, "bytes": size})
+            return {"bytes": size}
+        with tempfile.TemporaryFile(dir=self._host_dir) as file:
+            size = parcel.write(file.fileno())
+            state = self._send(f"{FETCHED}-{number}", file.fileno())
+        described = {**facts, "number": number, "bytes": size, "sha256": state}
+        with tempfile.TemporaryFile(dir=self._host_dir) as file:
+            file.write(json.dumps(described).encode())
+            file.flush()
+            return {"bytes": size, "sha256": [state, self._send(f"{FETCHED}-{number}.json", file.fileno())]}
 
-    def _send(self, number: int, fd: int) -> str:
-        os.unlink(f"{self._host_dir}/.{FETCHED}")
+    def _send(self, name: str, fd: int) -> str:
         spec = self._spec
         assert spec.address is not None
-        digest = deliver(spec.address, spec.secret, f"{FETCHED}-{number}", fd, _STALL_S, spec.certificate)
+        digest = deliver(spec.address, spec.secret, name, fd, _STALL_S, spec.certificate)
         if digest is None:
             raise LagomError("the driver does not take it")
         return digest
@@ -103,7 +107,7 @@ class SnapshotFiles:
         """Check that files are here which the program had written by the snapshot that it goes on from.
 
         Raises:
-            SnapshotError: if they are on the disk of another host.
+            UnseenFilesError: if they are on the disk of another host.
         """
         if self.resumed is None or (written := self._spec.files) is None:
             return
@@ -113,4 +117,10 @@ class SnapshotFiles:
         for path, host in hosts.items():
             if host and not is_here(path, host):
                 here = socket.gethostname()
-                raise SnapshotError(f"the program has written {path} on another host, whose disk {here} does not see")
+                raise UnseenFilesError(
+                    f"the program has written {path} on another host, whose disk {here} does not see"
+                )
+
+
+def _private(path: str, flags: int) -> int:
+    return os.open(path, flags, 0o600)

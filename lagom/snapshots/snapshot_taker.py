@@ -74,6 +74,8 @@ class Snapshots:
         self._lengths = lengths
         self._pace = SnapshotPace(session.config.snapshot_every_s or 0.0)
         self._number = files.resumed.number if files.resumed is not None else 0
+        self._facts: dict[str, Any] = {}
+        """The description of the snapshot that is being written."""
         self._child: int | None = None
         self._answer = -1
         self._why = ""
@@ -174,7 +176,7 @@ class Snapshots:
         sys.stderr.flush()
         self._ask({"type": "snapshot", "what": "at", "number": number})
         progress = self._session.passes.progress
-        facts = {
+        self._facts = {
             "at": time.time(),
             "place": [progress["epoch"], progress["step"]],
             "lengths": lengths,
@@ -185,19 +187,19 @@ class Snapshots:
         pid = os.fork()
         if pid == 0:
             random.setstate(state)  # Python seeds it in each fork
-            self._write_in_fork(number, pickle, facts, writer)
+            self._write_in_fork(number, pickle, writer)
         os.close(writer)
         self._child, self._answer = pid, reader
         self._pace.fork(start)
         self._pace.next_at = self._pace.forked_at + _LOOK_S
 
-    def _write_in_fork(self, number: int, pickle: Callable[[], Pickled], facts: dict[str, Any], writer: int) -> None:
+    def _write_in_fork(self, number: int, pickle: Callable[[], Pickled], writer: int) -> None:
         """Write the state as it was at the fork, and end."""
         answer: dict[str, Any] = {"number": number}
         try:
             os.nice(10)
             _let_go(writer)
-            answer |= self._write(number, *pickle(), facts)
+            answer |= self._write(number, *pickle())
         except BaseException as error:
             self._files.remove_partial(number)
             answer |= {"why": _reason(error), "in_pass": isinstance(error.__cause__, WorkersInPassError)}
@@ -206,11 +208,11 @@ class Snapshots:
                 os.write(writer, json.dumps(answer).encode())
             os._exit(0)
 
-    def _write(self, number: int, pickled: bytes, buffers: list[memoryview], facts: dict[str, Any]) -> dict[str, Any]:
+    def _write(self, number: int, pickled: bytes, buffers: list[memoryview]) -> dict[str, Any]:
         references, own = self._memory.split(buffers)
         head = json.dumps({"references": references}).encode()
         parcel = Parcel.of_parts(head, [memoryview(pickled), *own])
-        return self._files.write(number, parcel, facts)
+        return self._files.write(number, parcel, self._facts)
 
     def _look(self) -> None:
         """See whether the fork has written its snapshot."""
@@ -234,7 +236,8 @@ class Snapshots:
             self._refused = self._asked if answer.get("in_pass") else None
             self._put_off(answer["why"])
             return
-        self._tell({"type": "snapshot", "what": "kept", **answer})
+        told = {name: self._facts[name] for name in ("place", "at")}
+        self._tell({"type": "snapshot", "what": "kept", **told, **answer})
         self._pace.written(used_s)
 
     def _go_on(self, snapshot: Snapshot) -> Callable[[], Any]:

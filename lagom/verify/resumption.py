@@ -13,7 +13,7 @@ from lagom.errors import PlanError
 from lagom.kept_call import NO_FOLDER, obstacle, write_call
 from lagom.plan import Plan
 from lagom.records.upload import is_url, on_disk
-from lagom.restart.kept_snapshots import SnapshotFolder
+from lagom.restart.kept_snapshots import UNREHEARSED, SnapshotFolder
 from lagom.verify.agreement import compare
 from lagom.verify.comparison_row import AgreementLevel, ComparisonRow
 from lagom.verify.on_rank.record import Record
@@ -72,7 +72,9 @@ def snapshot_after(one: Record) -> int:
 
 def without_snapshot(why: str) -> ComparisonRow:
     """Return the row for a program that no snapshot has been taken of."""
-    note = f"{why}; while that is so, a loss has the run begin again from the beginning"
+    note = why
+    if not why.startswith(UNREHEARSED):
+        note = f"{why}; while that is so, a loss has the run begin again from the beginning"
     return ComparisonRow("snapshot", "", "none", AgreementLevel.UNKNOWN, note)
 
 

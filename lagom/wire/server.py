@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
 import os
+import re
 import secrets
 import socket
 import ssl
@@ -54,6 +56,8 @@ class DriverServer:
         """
         self.secret = secret or secrets.token_bytes(32)
         self.delivered: dict[str, int] = {}
+        self.digests: dict[str, str] = {}
+        """SHA-256 of the snapshots, and their descriptions, that have come."""
         self.addresses: dict[int, str] = {}
         """Addresses of tasks, as this machine sees them."""
         self._on_message = on_message
@@ -235,29 +239,40 @@ class DriverServer:
         peer.end_writing()  # the other end closes once it has the payload
 
     def take_in(self, name: str, size: int, peer: DriverConnection) -> None:
-        number = name.removeprefix(f"{FETCHED}-") if self._snapshots is not None else name
-        if number != name:
-            assert self._snapshots is not None
-            fd = os.open(self._snapshots.partial(int(number)), os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-        else:
-            fd = anonymous_file(name)
-        left = size
+        path, digest, left = self._place_of(name), hashlib.sha256(), size
+        fd = anonymous_file(name) if path is None else os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
 
         def write(data: bytes) -> None:
             nonlocal left
             left -= len(data := data[: max(0, left)])
+            if path is not None:
+                digest.update(data)
             while data:
                 data = data[os.write(fd, data) :]
             if left == 0:
                 left = -1
-                if (earlier := self.delivered.pop(name, None)) is not None:
-                    os.close(earlier)
-                if number == name:
+                if path is not None:
+                    self.digests[name] = digest.hexdigest()
+                else:
+                    if (earlier := self.delivered.pop(name, None)) is not None:
+                        os.close(earlier)
                     self.delivered[name] = os.dup(fd)
                 peer.send(body_of({"type": "received"}))
 
+        def over() -> None:
+            os.close(fd)
+            if path is not None and left > 0:  # the rank was killed, or the disk is full
+                os.unlink(path)
+
         peer.receive(write)
-        self._keep(peer, lambda: os.close(fd))
+        self._keep(peer, over)
+
+    def _place_of(self, name: str) -> str | None:
+        """Return the file for a snapshot, or its description, that comes as ``name``; None for all else."""
+        if self._snapshots is None or (found := re.fullmatch(rf"{FETCHED}-(\d+)(\.json)?", name)) is None:
+            return None
+        kind = self._snapshots.partial_facts if found[2] else self._snapshots.partial
+        return kind(int(found[1]))
 
 
 def anonymous_file(name: str) -> int:

@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import gc
-import json
 import logging
-import os
 import pickle
-import socket
 import threading
-import time
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,7 +19,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lagom import experiment
 from lagom.config import TorchDistributedConfig
-from lagom.errors import LagomError, PlanError
+from lagom.errors import PlanError
 from lagom.records import upload
 from lagom.records.run_dir import RunRecords, records
 from lagom.records.upload import Upload, is_url, on_disk
@@ -144,56 +139,6 @@ def test_what_cannot_be_copied_at_the_end_stays(
     del kept
     gc.collect()
     assert (folder / "result.json").exists()
-
-
-def test_files_are_described_at_the_url_once_they_are_there_and_removed_with_those_here(
-    url: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    kept = Upload(url, "run")
-    folder = kept.folder / "snapshots"
-    folder.mkdir()
-    names = ["snapshot-1.state", "files.jsonl", "snapshot-1.json"]
-    for name in [*names, ".snapshot-2.partial"]:
-        (folder / name).write_text(name)
-    sent, put = list[str](), kept.file_system.put_file
-
-    def put_file(path: str, to: str) -> None:
-        sent.append(Path(path).name)
-        put(path, to)
-
-    monkeypatch.setattr(kept.file_system, "put_file", put_file)
-    kept.send_changes()
-    assert sent == names
-    (folder / names[0]).unlink()
-    (folder / names[2]).unlink()
-    kept.send_changes()
-    assert sent == names
-    assert there(kept.url) == {"snapshots/files.jsonl": b"files.jsonl"}
-
-
-def sign(url: str) -> Any:
-    """What the process that copies to ``url`` says of itself there."""
-    while True:
-        with contextlib.suppress(ValueError):  # just being copied
-            return json.loads(there(url)["driver.json"])
-
-
-def test_a_run_that_can_be_resumed_gives_signs_at_the_url_until_it_ends(
-    url: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(upload, "EVERY_S", 0.01)
-    kept = Upload(url, "run")
-    kept.give_signs()
-    kept.begin()
-    first = sign(kept.url)
-    assert (first["host"], first["pid"]) == (socket.gethostname(), os.getpid())
-    with pytest.raises(LagomError, match="is going on"):
-        Upload.again(kept.url)
-    while sign(kept.url)["until"] == first["until"]:
-        time.sleep(0.01)
-    kept.finish()
-    assert there(kept.url) == {}
-    assert Upload.again(kept.url).url == kept.url
 
 
 def test_which_places_are_urls() -> None:

@@ -25,6 +25,7 @@ from lagom.call import Call
 from lagom.cli import main
 from lagom.errors import LagomError, PlanError
 from lagom.payload import Parcel, unpack_file
+from lagom.restart.disks import this_host
 from lagom.restart.history import RunHistory
 from lagom.restart.kept_snapshots import SnapshotFolder, SnapshotPlace
 from tests.snapshots.kills import kill_driver, killed
@@ -154,27 +155,40 @@ def test_a_run_is_resumed_from_its_url(whole: Any, lost_driver: Path, capfd: pyt
     url = f"memory://{run.name}"
     system, root = fsspec.core.url_to_fs(url)
     system.put(f"{run}/", root, recursive=True)
-    sign = {"host": "another", "pid": 1, "until": time.time() + 9}
-    system.pipe_file(f"{root}/driver.json", json.dumps(sign).encode())
+    sign = {"id": "another", "host": "another", "pid": 1, "until": time.time() + 9}
+    system.pipe_file(f"{root}/snapshots/driver.json", json.dumps(sign).encode())
     with pytest.raises(LagomError, match=r"is going on in process 1 on another, or .* is dead, call again in [89] s"):
         experiment.resume(url)
-    system.pipe_file(f"{root}/driver.json", json.dumps(sign | {"until": time.time() - 9}).encode())
+    system.rm_file(f"{root}/snapshots/driver.json")
     result = experiment.resume(url, world_size=1)
     assert close(result.value, whole[0])
     assert result.run_url == url
     assert "goes on from batch" in capfd.readouterr().err
     names = {path[len(root) :].lstrip("/") for path in system.find(root)}
     assert names >= {"run.json", "result.json", "snapshots/result", "snapshots/call", "snapshots/settings"}
-    assert not [name for name in names if name.startswith("snapshots/snapshot-") or name == "driver.json"]
+    assert not [name for name in names if name.startswith("snapshots/snapshot-") or name.endswith("driver.json")]
     assert main(["resume", url]) == 0
     shown = capfd.readouterr().err
     assert "had ended already" in shown
     assert f"experiment.resume('{url}').value" in shown
     with pytest.raises(ValueError, match="there is no run at memory://nowhere/run"):
         experiment.resume("memory://nowhere/run")
+    system.rm(f"{root}/snapshots", recursive=True)
+    with pytest.raises(LagomError, match=f"the run at {url} has kept no snapshots"):
+        experiment.resume(url)
 
 
-@pytest.mark.soak  # above, and tests/records/test_upload.py shows by default what is copied while a run goes on
+def test_a_run_whose_files_are_on_another_host_keeps_its_snapshots(lost_driver: Path) -> None:
+    (run,) = (lost_driver / "runs").iterdir()
+    journal = run / "snapshots" / "files.jsonl"
+    journal.write_text(journal.read_text().replace(this_host(), "another host"))
+    before = sorted((run / "snapshots").iterdir())
+    with pytest.raises(LagomError, match=r"has written .*rows\.csv on another host, whose disk .* does not see"):
+        experiment.resume(run)
+    assert sorted((run / "snapshots").iterdir()) == before
+
+
+@pytest.mark.soak  # above, and tests/restart/test_snapshot_copies.py shows by default what is copied meanwhile
 def test_a_run_at_a_url_goes_on_after_its_driver_was_killed(whole: Any, tmp_path: Path) -> None:
     program = Path(__file__).parent / "training.py"
     env = os.environ | {"PYTHONPATH": str(program.parents[2])}

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
+import json
+import os
+import time
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +14,7 @@ import pytest
 
 from lagom.cluster import Cluster
 from lagom.config import TorchDistributedConfig
-from lagom.errors import LagomError, SnapshotError
+from lagom.errors import LagomError, UnseenFilesError
 from lagom.launchers.local import spec_of
 from lagom.payload import Parcel
 from lagom.plan import plan
@@ -19,6 +23,7 @@ from lagom.restart.history import RunHistory
 from lagom.restart.kept_snapshots import Snapshot, SnapshotFolder, SnapshotPlace
 from lagom.restart.written_files import AppendedFile, WrittenFiles
 from lagom.snapshots.snapshot_files import SnapshotFiles
+from lagom.wire.client import dial
 from lagom.wire.server import DriverServer
 from lagom.wire.spec import RunSpec
 
@@ -40,24 +45,48 @@ def test_a_state_comes_to_the_driver_and_is_a_snapshot_if_its_bytes_are_those_se
     folder = SnapshotFolder(str(tmp_path / "snapshots"))
     folder.make()
     history = RunHistory(snapshots=folder)
+    facts = FACTS | {"lengths": {f"/a/file/with/a/long/name/{i}": i for i in range(20_000)}}
     with DriverServer(lambda *_: None, lambda _: None, snapshots=folder) as channel:
         address = channel.listen("127.0.0.1")
         ours = files(UNSEEN, tmp_path, address=address, secret=channel.secret)
         for number in (1, 2):
-            told = ours.write(number, Parcel([number, b"state"]), FACTS)
-            assert folder.newest() is None or number == 2
-            if number == 2:
-                with open(folder.partial(2), "r+b") as file:
-                    file.write(b"x")
-            assert history.keep(told["facts"]) == (number == 1)
+            told = ours.write(number, Parcel([number, b"state"]), facts)
+            assert len(json.dumps(told)) < 1000
+            came = [channel.digests.pop(name) for name in (f"snapshot-{number}", f"snapshot-{number}.json")]
+            assert came == told["sha256"]
+            why = history.keep({"number": number, "is_whole": number == 1})
+            assert why == ("" if number == 1 else "other bytes came to the driver than were sent")
         assert not channel.delivered
     newest = folder.newest()
     assert newest is not None
-    assert (newest.number, newest.facts["bytes"], newest.facts["place"]) == (1, told["bytes"], [1, 2])
+    assert (newest.number, newest.facts["bytes"], newest.facts["lengths"]) == (1, told["bytes"], facts["lengths"])
+    assert newest.facts["sha256"] == hashlib.sha256(Path(newest.path).read_bytes()).hexdigest()
     assert Path(newest.path).read_bytes() == Parcel([1, b"state"]).tobytes()
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["snapshots"]
+    assert sorted(path.name for path in tmp_path.rglob("*")) == [
+        "snapshot-000001.json",
+        "snapshot-000001.state",
+        "snapshots",
+    ]
     with pytest.raises(LagomError, match="the driver does not take it"):
         ours.write(3, Parcel(3), FACTS)
+
+
+def test_what_comes_in_part_or_cannot_be_put_in_its_place_is_no_snapshot(tmp_path: Path) -> None:
+    folder = SnapshotFolder(str(tmp_path / "snapshots"))
+    folder.make()
+    history = RunHistory(snapshots=folder)
+    with DriverServer(lambda *_: None, lambda _: None, snapshots=folder) as channel:
+        hello = {"purpose": "deliver", "name": "snapshot-1", "size": 100}
+        link = dial(channel.listen("127.0.0.1"), channel.secret, hello, 10.0)
+        assert link is not None
+        link.socket.send(b"a part")
+        while not os.path.exists(folder.partial(1)):
+            time.sleep(0.01)
+        link.close()
+        while os.path.exists(folder.partial(1)):
+            time.sleep(0.01)
+    assert "No such file" in history.keep({"number": 1, "is_whole": True})
+    assert os.listdir(folder.path) == []
 
 
 def test_a_host_that_can_neither_see_the_folder_nor_reach_the_driver_says_so(tmp_path: Path) -> None:
@@ -79,11 +108,11 @@ def test_a_run_does_not_go_on_without_what_it_has_written_on_another_host(tmp_pa
     check(written)
     written.appended[paths[0]].host = "other"
     with pytest.raises(
-        SnapshotError, match=r"the program has written .*log\.txt on another host, whose disk .* does not"
+        UnseenFilesError, match=r"the program has written .*log\.txt on another host, whose disk .* does not"
     ):
         check(written)
     written.appended.clear()
     saved = {"identity": [1, 2, 3], "lengths": {}, "host": "other"}
     written.take({"what": "saved", "path": paths[1], **saved})
-    with pytest.raises(SnapshotError, match=r"best\.pt"):
+    with pytest.raises(UnseenFilesError, match=r"best\.pt"):
         check(written)

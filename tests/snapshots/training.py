@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from lagom import experiment
 from lagom.config import TorchDistributedConfig
-from lagom.records import upload
+from lagom.restart import snapshot_copies
 
 POINTS = torch.rand(40, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(5))
 DATA = TensorDataset(POINTS, POINTS.prod(dim=1, keepdim=True))
@@ -124,6 +124,6 @@ def newest(folder: Path) -> dict[str, Any]:
 
 if __name__ == "__main__":
     if sys.argv[2:]:
-        upload.EVERY_S = 0.2
+        snapshot_copies.EVERY_S = 0.2
     place = {"run_dir": sys.argv[2]} if sys.argv[2:] else {}
     experiment.lagom(train, config(Path(sys.argv[1]), world_size=2, snapshot_every_s=0.1, **place))

@@ -1,0 +1,111 @@
+"""``RunLease``: says at a URL which process goes on with a run, so that no second one does."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import secrets
+import socket
+import threading
+import time
+from typing import Any
+
+from lagom.errors import LagomError
+
+RENEWED_S, LASTS_S = 10.0, 60.0
+"""A lease is renewed so often, and holds for so long: clocks of two machines may differ by the half of a minute."""
+SETTLE_S = 0.5
+"""Time after which a process looks whether another one has taken the lease at the same moment."""
+
+log = logging.getLogger("lagom")
+
+
+class RunLease:
+    """A file at the URL of a run with the process that holds it.
+
+    Args:
+        system: file system of fsspec.
+        path: of the file there.
+        url: of the run, for messages.
+    """
+
+    def __init__(self, system: Any, path: str, url: str) -> None:
+        self._system, self._path, self._url = system, path, url
+        self._own = {"id": secrets.token_hex(8), "host": socket.gethostname(), "pid": os.getpid(), "on": _machine()}
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._renew, name="lagom-lease", daemon=True)
+        self.is_lost = False
+        """Whether another process has taken it."""
+
+    def take(self) -> None:
+        """Take the lease, and renew it from now on.
+
+        Raises:
+            LagomError: if another process holds it.
+        """
+        found = self._read()
+        left_s = found.get("until", 0.0) - time.time()
+        if left_s > 0 and not _has_ended(found):
+            raise LagomError(
+                f"the run at {self._url} is going on in process {found['pid']} on {found['host']}, or was lately; if "
+                f"that process is dead, call again in {left_s:.0f} s"
+            )
+        self._write()
+        time.sleep(SETTLE_S)
+        if (other := self._read()).get("id") != self._own["id"]:
+            raise LagomError(f"process {other.get('pid')} on {other.get('host')} goes on with the run at {self._url}")
+        self._thread.start()
+
+    def check(self) -> None:
+        """Look whether another process has taken the lease, as after this one was cut off or suspended for a minute."""
+        if not self.is_lost and self._read().get("id", self._own["id"]) != self._own["id"]:
+            self.is_lost = True
+            log.warning("another process goes on with the run at %s: this one copies nothing there any more", self._url)
+
+    def release(self) -> None:
+        """Let another process take it."""
+        self._over.set()
+        if self._thread.is_alive():
+            self._thread.join()
+        with contextlib.suppress(Exception):  # then it ends by itself
+            self.check()
+            if not self.is_lost:
+                self._system.rm_file(self._path)
+
+    def _renew(self) -> None:
+        while not self._over.wait(RENEWED_S):
+            with contextlib.suppress(Exception):  # the next time may be better
+                self.check()
+                if not self.is_lost:
+                    self._write()
+
+    def _write(self) -> None:
+        self._system.pipe_file(self._path, json.dumps(self._own | {"until": time.time() + LASTS_S}).encode())
+
+    def _read(self) -> dict[str, Any]:
+        """Return what the file says; nothing if there is none."""
+        with contextlib.suppress(FileNotFoundError):
+            try:
+                return self._content()
+            except ValueError:  # half of it, where a file system shows that
+                time.sleep(SETTLE_S)
+                return self._content()
+        return {}
+
+    def _content(self) -> dict[str, Any]:
+        found: dict[str, Any] = json.loads(self._system.cat_file(self._path))
+        return found
+
+
+def _machine() -> str:
+    """Return what names this machine, and the processes that it numbers as this one does."""
+    with contextlib.suppress(OSError), open("/proc/sys/kernel/random/boot_id") as file:
+        return f"{file.read().strip()} {os.stat('/proc/self/ns/pid').st_ino}"
+    return ""
+
+
+def _has_ended(found: dict[str, Any]) -> bool:
+    """Return whether the process that has written ``found`` certainly has ended: it was one of this machine."""
+    return found.get("on") == _machine() != "" and not os.path.exists(f"/proc/{found['pid']}")

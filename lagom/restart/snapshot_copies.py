@@ -1,0 +1,187 @@
+"""``SnapshotCopies``: copies the snapshots of a run to a URL, and from there to a machine that goes on with it."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+import threading
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from lagom.errors import LagomError
+from lagom.restart.kept_snapshots import CALL, FOLDER, RESULT, SETTINGS, Snapshot, SnapshotFolder
+from lagom.restart.run_lease import RunLease
+
+EVERY_S = 10.0
+_PARTS = 10
+"""After a copy, wait this many times as long as it took."""
+_NAME = re.compile(r"snapshot-(\d+)\.(json|state)")
+
+log = logging.getLogger("lagom")
+
+
+class SnapshotCopies:
+    """The snapshots of one run at a URL.
+
+    Args:
+        system: file system of fsspec.
+        root: folder of the run there.
+        url: of that folder, for messages.
+    """
+
+    def __init__(self, system: Any, root: str, url: str) -> None:
+        self._system, self._root, self._url = system, f"{root}/{FOLDER}", url
+        self._lease = RunLease(system, f"{self._root}/driver.json", url)
+        self._folder = SnapshotFolder("")
+        self._sent: tuple[int, float] | None = None
+        self._over = threading.Event()
+        self._warned: set[str] = set()
+
+    @contextmanager
+    def going_on(self, folder: SnapshotFolder, *, is_new: bool) -> Iterator[None]:
+        """Be the process that goes on with the run in the block; copy snapshots, and at the end what is missing.
+
+        Args:
+            folder: on this machine, with the call of the run if it ``is_new``; else it is made, with what is there.
+
+        Raises:
+            LagomError: if the run has kept no snapshots, or if another process goes on with it.
+        """
+        self._folder = folder
+        if is_new:
+            self._system.makedirs(self._root, exist_ok=True)
+        elif not {CALL, SETTINGS} <= self._names():
+            raise LagomError(
+                f"the run at {self._url} has kept no snapshots: a run keeps them if it is called with "
+                "snapshot_every_s, a script with lagom run --snapshot-every"
+            )
+        self._lease.take()
+        thread = threading.Thread(target=self._copy_on, name="lagom-snapshots", daemon=True)
+        try:
+            if is_new:
+                for name in (CALL, SETTINGS):
+                    self._put(name)
+            else:
+                self._fetch()
+            thread.start()
+            yield
+        finally:
+            self._over.set()
+            if thread.is_alive():
+                thread.join()
+            self._try(self._finish)
+            self._lease.release()
+
+    def _fetch(self) -> None:
+        """Copy what is at the URL to this machine: of the snapshots, the newest."""
+        there = self._names()
+        self._folder.make()
+        wanted = [name for name in (CALL, SETTINGS, RESULT, *self._folder.journals) if name in there]
+        newest = next(self._complete_ones(there), None)
+        wanted += [] if newest is None else [f"snapshot-{newest}.state", f"snapshot-{newest}.json"]
+        for name in wanted:
+            self._system.get_file(f"{self._root}/{name}", f"{self._folder.path}/{name}")
+            os.chmod(f"{self._folder.path}/{name}", 0o600)
+
+    def copy_newest(self) -> None:
+        """Copy the newest snapshot, unless it is there; then remove the others there."""
+        self._lease.check()
+        newest = self._folder.newest()
+        if self._lease.is_lost or newest is None or self._sent == (newest.number, newest.facts["at"]):
+            return
+        with _held(newest) as held:
+            names = [Path(path).name.removeprefix(".sent-") for path in held]
+            if names[1] in self._names():  # of an attempt that was lost, and not to be taken for the one that comes
+                self._system.rm_file(f"{self._root}/{names[1]}")
+            self._system.put_file(held[0], f"{self._root}/{names[0]}")
+            for name in self._folder.journals:
+                self._put(name)
+            self._system.put_file(held[1], f"{self._root}/{names[1]}")
+        self._sent = newest.number, newest.facts["at"]
+        self._remove_all_but(names)
+
+    def _copy_on(self) -> None:
+        pause_s = EVERY_S
+        while not self._over.wait(pause_s):
+            began = time.monotonic()
+            self._try(self.copy_newest)
+            pause_s = max(EVERY_S, _PARTS * (time.monotonic() - began))
+
+    def _finish(self) -> None:
+        """Copy the last snapshot; or the result in place of all, if the run has returned."""
+        if not os.path.exists(self._folder.result):
+            self.copy_newest()
+            return
+        self._lease.check()
+        if not self._lease.is_lost:
+            self._put(RESULT)
+            self._remove_all_but(())
+
+    def _try(self, step: Any) -> None:
+        try:
+            step()
+        except Exception as error:  # each file system has errors of its own
+            self._warn(f"{self._url} takes no snapshots at the moment: {type(error).__name__}: {error}")
+
+    def _warn(self, text: str) -> None:
+        if text not in self._warned:
+            self._warned.add(text)
+            log.warning("%s", text)
+
+    def _remove_all_but(self, names: Iterable[str]) -> None:
+        try:
+            for name in sorted(self._names().difference(names)):  # the description first
+                if _NAME.fullmatch(name):
+                    self._system.rm_file(f"{self._root}/{name}")
+        except Exception as error:
+            self._warn(f"older snapshots at {self._url} cannot be removed: {type(error).__name__}: {error}")
+
+    def _complete_ones(self, there: set[str]) -> Iterator[str]:
+        """Yield the numbers of complete snapshots, as their names have them, the newest first."""
+        for name in sorted(there, reverse=True):
+            if (
+                (found := _NAME.fullmatch(name)) is None
+                or found[2] != "json"
+                or f"snapshot-{found[1]}.state" not in there
+            ):
+                continue
+            with suppress(ValueError, FileNotFoundError):
+                facts = json.loads(self._system.cat_file(f"{self._root}/{name}"))
+                if self._system.size(f"{self._root}/snapshot-{found[1]}.state") == facts["bytes"]:
+                    yield found[1]
+
+    def _names(self) -> set[str]:
+        """Return the names of the files at the URL."""
+        with suppress(AttributeError):
+            self._system.invalidate_cache()
+        try:
+            return {str(path).rpartition("/")[2] for path in self._system.ls(self._root, detail=False)}
+        except FileNotFoundError:
+            return set()
+
+    def _put(self, name: str) -> None:
+        path = f"{self._folder.path}/{name}"
+        if os.path.exists(path):
+            self._system.put_file(path, f"{self._root}/{name}")
+
+
+@contextmanager
+def _held(snapshot: Snapshot) -> Iterator[list[str]]:
+    """Keep the state and the description of a snapshot under other names in the block: newer ones replace it."""
+    paths = [snapshot.path, f"{snapshot.path.removesuffix('.state')}.json"]
+    held = [f"{snapshot.folder}/.sent-{Path(path).name}" for path in paths]
+    try:
+        for path, other in zip(paths, held, strict=True):
+            with suppress(FileNotFoundError):
+                os.unlink(other)  # of a process that was killed
+            os.link(path, other)
+        yield held
+    finally:
+        for other in held:
+            with suppress(FileNotFoundError):
+                os.unlink(other)
