@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import sys
 import threading
 from os import listdir
@@ -27,8 +28,8 @@ pytestmark = [
 ]
 
 
-def train(by_id: bool = False, in_thread: bool = False) -> Any:
-    """Momentum by hand, for each parameter by its name, or by its ``id``; reads back what it has written."""
+def train(by_process: bool = False, in_thread: bool = False) -> Any:
+    """Momentum by hand, for each parameter by name, or by name and process; reads back what it has written."""
     log = logging.getLogger("resumption")
     log.setLevel(logging.INFO)
     log.addHandler(logging.FileHandler("train.log"))
@@ -45,7 +46,7 @@ def train(by_id: bool = False, in_thread: bool = False) -> Any:
             loss.backward()
             with torch.no_grad():
                 for name, one in model.named_parameters():
-                    key = id(one) if by_id else name
+                    key = (os.getpid(), name) if by_process else name
                     velocities[key] = 0.9 * velocities.get(key, 0.0) + one.grad
                     one.sub_(velocities[key], alpha=0.1)
             losses.append(loss.item())
@@ -82,7 +83,7 @@ def test_a_program_that_goes_on_exactly_is_said_to(
 def test_a_program_that_would_go_on_otherwise_does_not_begin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(VerificationError) as error:
-        experiment.lagom(train, config(hparams={"by_id": True}))
+        experiment.lagom(train, config(hparams={"by_process": True}))
     told = row(str(error.value))
     assert told.startswith("snapshot batch 2 of epoch 2 DIFFERS: the program goes on otherwise: losses, from backward")
     assert "With snapshot_every_s=None (lagom run without --snapshot-every) it runs" in told
