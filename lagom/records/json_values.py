@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from lagom.records.secrets import HIDDEN, hide_in_text, is_secret
+from lagom.records.secrets import HIDDEN, hide_in_text, hide_in_urls, is_secret
 
 _MAX_TEXT = 20_000  # characters
 _MAX_ITEMS = 200  # items of a list or a dict
@@ -44,6 +44,7 @@ def as_json(value: Any, depth: int = 6, *, hide: bool = False) -> Any:
     if value is None or isinstance(value, (bool, int, float)):
         return value
     if isinstance(value, str):
+        value = hide_in_urls(value) if hide and "://" in value else value
         return value if len(value) <= _MAX_TEXT else value[:_MAX_TEXT] + "…"
     if depth and isinstance(value, Mapping):
         items = list(itertools.islice(value.items(), _MAX_ITEMS))

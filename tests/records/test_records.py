@@ -100,6 +100,7 @@ def test_a_run_leaves_its_settings_versions_ranks_output_progress_and_result(tmp
 
 def test_settings_named_like_secrets_are_not_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["train.py", "--hf-token", "hidden-1", "--api_key=hidden-2", "--keys", "--lr=0.1"])
+    sys.argv.insert(1, "--out=s3://me:hidden-9@bucket/x?key=hidden-10")
     settings = {
         "password": "hidden-3",
         "wandbApiKey": "hidden-4",
@@ -111,6 +112,7 @@ def test_settings_named_like_secrets_are_not_written(tmp_path: Path, monkeypatch
         "tokenizer": "words",
         "token": None,
         "monkey": "see",
+        "store": "postgresql://me:hidden-11@host/runs?sslkey=hidden-12, and http://host/page",
     }
     config = {"hparams": settings, "deepspeed_config": {"key": b"hidden-8"}}
     kept_records = records(tmp_path, False, {"name": "a run", "config": config})
@@ -124,9 +126,11 @@ def test_settings_named_like_secrets_are_not_written(tmp_path: Path, monkeypatch
     shown = {name: kept[name] for name in ("max_tokens", "num_keys", "tokenizer", "token", "monkey")}
     assert shown == {"max_tokens": 512, "num_keys": 3, "tokenizer": "words", "token": None, "monkey": "see"}
     assert (kept["password"], kept["logins"][0]["user"]) == ("(hidden)", "me")
+    assert kept["store"] == "postgresql://(hidden)@host/runs?(hidden) and http://host/page"
     assert "lr=0.5" in kept["options"]
     assert "max_tokens=16" in kept["options"]
     assert loaded(folder / "run.json")["driver"]["argv"][-2:] == ["--keys", "--lr=0.1"]
+    assert "--out=s3://(hidden)@bucket/x?(hidden)" in loaded(folder / "run.json")["driver"]["argv"]
 
 
 def test_a_run_that_fails_leaves_its_error_and_what_ranks_wrote(tmp_path: Path) -> None:
