@@ -23,10 +23,6 @@ class SnapshotError(LagomError):
     """A run cannot go on from its snapshot; it can begin again."""
 
 
-class UnseenFilesError(SnapshotError):
-    """Files that the program had written are on the disk of another host."""
-
-
 class RankError(LagomError):
     """A rank ended without an exception that could be sent to the driver: killed, exited, or unpicklable."""
 

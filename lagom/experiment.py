@@ -165,10 +165,17 @@ def _kept_run(
         return
     upload = Upload.again(os.fspath(run_dir))
     copies = SnapshotCopies(upload.file_system, upload.root, upload.url)
-    with copies.going_on(SnapshotFolder(str(upload.folder / FOLDER)), is_new=False):
-        upload.fetch()
-        with read_call(upload.folder) as (run, call, snapshots):
+    try:
+        with (
+            copies.going_on(SnapshotFolder(str(upload.folder / FOLDER)), is_new=False),
+            read_call(upload.folder) as (run, call, snapshots),
+        ):
+            upload.fetch()
+            copies.fetch_newest()
             yield run, call, snapshots, upload
+    finally:
+        if copies.failed:
+            upload.keep()
 
 
 @contextmanager
@@ -180,6 +187,7 @@ def _kept_for(snapshots: SnapshotFolder | None, records: RunRecords | None) -> I
             upload = records.upload if records is not None else None
             if upload is not None:
                 copies = SnapshotCopies(upload.file_system, upload.root, upload.url)
+                stack.callback(lambda: upload.keep() if copies.failed else None)
                 stack.enter_context(copies.going_on(snapshots, is_new=True))
         yield
 

@@ -229,9 +229,26 @@ def _restore(found: dict[str, Any], restored: RestoredFiles, key_of: Key) -> Non
 
     found["open"], found["mkdir"] = open_, mkdir
     for name in ("unlink", "remove", "rmdir"):
-        found[name] = _before(found[name], _plain(key_of), lambda key, *_: restored.changes(key))
+        noted = _before(found[name], _plain(key_of), lambda key, *_: restored.changes(key))
+        found[name] = _once_more(noted, restored, key_of)
     for name in ("rename", "replace"):
-        found[name] = _before(found[name], _plain(key_of), lambda key, to, *_: _renames(restored, key, key_of(to)))
+        noted = _before(found[name], _plain(key_of), lambda key, to, *_: _renames(restored, key, key_of(to)))
+        found[name] = _once_more(noted, restored, key_of)
+
+
+def _once_more(change: Callable[..., Any], restored: RestoredFiles, key_of: Key) -> Callable[..., Any]:
+    """Wrap a function that removes or renames a path: it may do so where a lost attempt has done it already."""
+
+    @functools.wraps(change)
+    def call(path: Any, *args: Any, **dirs: Any) -> Any:
+        try:
+            return change(path, *args, **dirs)
+        except FileNotFoundError:
+            key = key_of(path, dirs.get("dir_fd") or dirs.get("src_dir_fd"), False)
+            if key is None or not restored.is_done(key):
+                raise
+
+    return call
 
 
 def _without_siblings(calls: FileCalls, listing: Callable[..., Any], may_be: Callable[[], bool]) -> Callable[..., Any]:

@@ -52,6 +52,10 @@ class RestoredFiles:
         self.changes(key)
         return True
 
+    def is_done(self, key: str) -> bool:
+        """Return whether a lost attempt has removed ``key``, or renamed it, after the snapshot; it counts once."""
+        return self._written.snapshot_at is not None and self._written.gone.pop(key, None) is not None
+
     def changes(self, key: str) -> None:
         """Note that this attempt has made, emptied, removed or renamed ``key``: it is no longer the lost one's."""
         self._created.discard(key)

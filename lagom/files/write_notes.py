@@ -122,6 +122,7 @@ class WriteNotes:
         status = self._status(key)
         if not self.is_active or status is None:
             return
+        self.tell("renamed", key, to=to, replaces=os.path.lexists(to))
         if key in self._appended or to in self._appended:
             self._appended -= {key, to}
             self.tell("changes", to)
@@ -140,7 +141,7 @@ class WriteNotes:
 
     def removes(self, key: str) -> None:
         """Note that ``key`` is about to be removed."""
-        if self.is_active and (key in self._made or key in self._emptied):
+        if self.is_active and os.path.lexists(key):
             self._made.discard(key)
             self.tell("gone", key)
 

@@ -9,12 +9,12 @@ import dataclasses
 import sys
 
 from lagom.call import Call
-from lagom.errors import LagomError, SnapshotError, UnseenFilesError
+from lagom.errors import LagomError, SnapshotError
 from lagom.launchers.failure import raise_failure
 from lagom.launchers.protocol import Launcher, Outcome
 from lagom.plan import Plan
 from lagom.records.run_dir import RunRecords
-from lagom.restart.history import BEGINNING, Failure, RunHistory
+from lagom.restart.history import Failure, RunHistory
 from lagom.restart.kept_snapshots import SnapshotFolder
 from lagom.restart.losses import Loss, loss_in
 from lagom.restart.prepared_files import put_back, remove_siblings
@@ -41,13 +41,11 @@ def run_attempts(
     now = plan
     try:
         while isinstance(found := _run_once(launcher, now, call, records, history), LagomError):
-            if isinstance(found, UnseenFilesError) and not history.failures:
-                raise found  # another host may see them, so the snapshots stay
             if isinstance(found, SnapshotError) and history.resumed is not None:
+                if not history.failures:
+                    raise found  # by resume: it may go on on another machine, so the snapshots stay
                 say(f"{found}: the run begins again from the beginning", plan, records)
                 history.give_up_snapshots()
-                if records is not None and not history.failures:
-                    records.goes_on(BEGINNING)
                 continue
             if history.loss is None or plan.config.max_failures == 0:
                 raise found

@@ -13,8 +13,8 @@ _UNLESS_NUMBERS = frozenset(
     ["key", "keys", "token", "tokens", "apikey", "auth"]
 )  # max_tokens is no secret, and access_token is one
 _WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")
-_URL = re.compile(r"""([A-Za-z][A-Za-z0-9+.-]*://)([^\s/?#'"@]*@)?([^\s?'"]*)(\?[^\s'"]*)?""")
-"""Scheme, user, host and path, and query."""
+_URL = re.compile(r"""([A-Za-z][A-Za-z0-9+.-]*://)([^\s/?#'"]*@)?([^\s?#'"]*)([?#][^\s'"]*)?""")
+"""Scheme, user, host and path, and query or fragment."""
 _ASSIGNED = re.compile(r"""([A-Za-z_]\w*)(['"]?\s*[=:]\s*)('[^']*'|"[^"]*"|[^\s,)}\]]+)""")
 
 
@@ -39,11 +39,11 @@ def hide_in_text(text: str) -> str:
 
 
 def hide_in_urls(text: str) -> str:
-    """Return ``text`` without the user and the query of each URL in it: both may hold a secret."""
+    """Return ``text`` without the user, the query and the fragment of each URL in it: they may hold a secret."""
 
     def hide(found: re.Match[str]) -> str:
         scheme, user, place, query = found.groups()
-        return scheme + (f"{HIDDEN}@" if user else "") + place + (f"?{HIDDEN}" if query else "")
+        return scheme + (f"{HIDDEN}@" if user else "") + place + (f"{query[0]}{HIDDEN}" if query else "")
 
     return _URL.sub(hide, text)
 
@@ -54,7 +54,13 @@ def hide_in_command(words: Sequence[str]) -> list[str]:
     for word in words:
         name, equals, value = word.partition("=")
         secret = name.startswith("-") and is_secret(name, value)
-        shown = f"{name}={HIDDEN}" if secret and equals else HIDDEN if after and not equals else hide_in_urls(word)
+        shown = (
+            f"{name}={HIDDEN}"
+            if secret and equals
+            else HIDDEN
+            if after and not word.startswith("-")
+            else hide_in_urls(word)
+        )
         hidden.append(shown)
         after = secret and not equals
     return hidden

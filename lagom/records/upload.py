@@ -115,15 +115,15 @@ class Upload:
                 return
             except Exception as error:
                 if number == _TRIES - 1:
-                    self._removed.detach()
-                    log.warning(
-                        "the run's folder could not be copied to %s (%s: %s); it is in %s on this machine",
-                        self.url,
-                        type(error).__name__,
-                        error,
-                        self.folder,
-                    )
+                    self.keep(f" ({type(error).__name__}: {error})")
             time.sleep(number + 1)
+
+    def keep(self, why: str = "") -> None:
+        """Keep the folder on this machine, since what it has could not be copied, and warn the user."""
+        self._removed.detach()
+        log.warning(
+            "the run's folder could not be copied to %s%s; it is in %s on this machine", self.url, why, self.folder
+        )
 
     def send(self, path: Path) -> None:
         """Copy one file of the folder."""

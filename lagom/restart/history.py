@@ -47,6 +47,7 @@ class RunHistory:
         """When the ranks of the attempt that was lost last have begun; until one is, of the present attempt."""
         self.folder = snapshots
         """Folder of the run's snapshots, if it keeps any."""
+        self._last_number = 0
         self.resumed: Snapshot | None = None
         """The snapshot from which the present attempt goes on."""
         if snapshots is not None and (newest := snapshots.newest()) is not None:
@@ -73,6 +74,7 @@ class RunHistory:
         """Note what rank 0 tells of its files."""
         if message["what"] == "resumed" and self.failures and self._joined is not None:
             self._complete(message["path"], self._joined - message["at"])
+        message = {**message, "told_at": time.time()}
         self.files.take(message)
         if self.folder is not None:
             self.folder.add_message(message)
@@ -127,7 +129,9 @@ class RunHistory:
     @property
     def snapshots(self) -> SnapshotPlace | None:
         """Return where the present attempt keeps snapshots, and the snapshot that it goes on from."""
-        return None if self.folder is None else SnapshotPlace(self.folder, self.resumed)
+        if self.folder is None:
+            return None
+        return SnapshotPlace(self.folder, self.resumed, last_number=self._note_number())
 
     def keep(self, message: Mapping[str, Any]) -> str:
         """Have what came from a host be a snapshot; return why it cannot be one, or an empty text."""
@@ -149,11 +153,18 @@ class RunHistory:
     def give_up_snapshots(self) -> None:
         """Have the next attempt begin from the beginning, and none go on from the snapshots so far."""
         if self.folder is not None:
+            self._note_number()
             self.folder.remove_all()
         self.resumed = None
         self.files.forget_snapshot()
         self.output.begin_again()
         self.loss = self._joined = None
+
+    def _note_number(self) -> int:
+        """Note the number of the newest snapshot, which no later one is to have; return the largest so far."""
+        newest = self.folder.newest() if self.folder is not None else None
+        self._last_number = max(self._last_number, newest.number if newest is not None else 0)
+        return self._last_number
 
     def _resume(self, snapshot: Snapshot) -> None:
         self.resumed = snapshot

@@ -140,8 +140,13 @@ class SnapshotFolder:
         """Remove all snapshots, and what there is of others."""
         for number in self._numbers():
             self._remove(number)
+        self.remove_partials()
+
+    def remove_partials(self, but: int = 0) -> None:
+        """Remove what there is of snapshots that are not complete, other than ``but``."""
         for path in Path(self.path).glob(".snapshot-*"):
-            path.unlink(missing_ok=True)
+            if not path.name.startswith(f".{_name(but)}."):
+                path.unlink(missing_ok=True)
 
     def _remove(self, number: int) -> None:
         for kind in ("json", "state"):
@@ -202,3 +207,5 @@ class SnapshotPlace:
     resumed: Snapshot | None = None
     sha256: str = ""
     """Digest of the snapshot's state, for hosts that do not see the folder; empty if all do."""
+    last_number: int = 0
+    """Largest number of a snapshot of the run so far: no number comes again."""

@@ -19,6 +19,10 @@ def prepare_files(written: WrittenFiles) -> None:
     What is cut off is kept beside each file, for an attempt that goes on from a checkpoint.
     """
     remove_partial(written)
+    for one in reversed(written.renamed if written.snapshot_at is not None else ()):
+        with suppress(OSError):
+            if not one.replaces and is_here(one.path, one.host) and not os.path.lexists(one.path):
+                os.rename(one.to, one.path)
     for path, (host, before) in written.writing.items():
         with suppress(OSError):
             if is_here(path, host):
@@ -98,6 +102,8 @@ def _cut(path: str, lost: str, begin: int | None, renew: bool) -> None:
 #   attempt has saved, it goes on from there: they get the length that they had when that file was saved. Lines that the
 #   attempt has written meanwhile follow, unless they repeat the ones that were there.
 # - `mkdir` and exclusive creation succeed once for what a lost attempt has made.
+# - after a snapshot, what was renamed since has its name of then, unless it has replaced another file; and what was
+#   removed since, or has replaced another file, can be removed or renamed once more.
 #
 # Rank 0 tells the driver before each of these changes, and the driver tells the host of the next rank 0, which need not
 # be the same. That host prepares the files before any rank begins: those that were written there, and those on file

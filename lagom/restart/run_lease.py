@@ -19,6 +19,9 @@ RENEWED_S, LASTS_S = 10.0, 60.0
 SETTLE_S = 0.5
 """Time after which a process looks whether another one has taken the lease at the same moment."""
 
+_PATIENCE_S = 5.0
+"""Time that a write of the lease may yet take when the run has ended."""
+
 log = logging.getLogger("lagom")
 
 
@@ -52,8 +55,9 @@ class RunLease:
                 f"the run at {self._url} is going on in process {found['pid']} on {found['host']}, or was lately; if "
                 f"that process is dead, call again in {left_s:.0f} s"
             )
+        began = time.monotonic()
         self._write()
-        time.sleep(SETTLE_S)
+        time.sleep(SETTLE_S + 2 * (time.monotonic() - began))
         if (other := self._read()).get("id") != self._own["id"]:
             raise LagomError(f"process {other.get('pid')} on {other.get('host')} goes on with the run at {self._url}")
         self._thread.start()
@@ -68,11 +72,11 @@ class RunLease:
         """Let another process take it."""
         self._over.set()
         if self._thread.is_alive():
-            self._thread.join()
+            self._thread.join(_PATIENCE_S)
         with contextlib.suppress(Exception):  # then it ends by itself
             self.check()
             if not self.is_lost:
-                self._system.rm_file(self._path)
+                remove(self._system, self._path)
 
     def _renew(self) -> None:
         while not self._over.wait(RENEWED_S):
@@ -97,6 +101,14 @@ class RunLease:
     def _content(self) -> dict[str, Any]:
         found: dict[str, Any] = json.loads(self._system.cat_file(self._path))
         return found
+
+
+def remove(system: Any, path: str) -> None:
+    """Remove a file of ``system``, of which some have another function for it."""
+    try:
+        system.rm_file(path)
+    except (AttributeError, NotImplementedError):
+        system.rm(path)
 
 
 def _machine() -> str:

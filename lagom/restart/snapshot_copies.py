@@ -6,18 +6,20 @@ import json
 import logging
 import os
 import re
+import shutil
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from lagom.errors import LagomError
 from lagom.restart.kept_snapshots import CALL, FOLDER, RESULT, SETTINGS, Snapshot, SnapshotFolder
-from lagom.restart.run_lease import RunLease
+from lagom.restart.run_lease import RunLease, remove
 
 EVERY_S = 10.0
+_TRIES = 3
 _PARTS = 10
 """After a copy, wait this many times as long as it took."""
 _NAME = re.compile(r"snapshot-(\d+)\.(json|state)")
@@ -40,11 +42,15 @@ class SnapshotCopies:
         self._folder = SnapshotFolder("")
         self._sent: tuple[int, float] | None = None
         self._over = threading.Event()
-        self._warned: set[str] = set()
+        self._warned: set[object] = set()
+        self.failed = False
+        """Whether what there is at the end of the block could not be copied."""
 
     @contextmanager
     def going_on(self, folder: SnapshotFolder, *, is_new: bool) -> Iterator[None]:
         """Be the process that goes on with the run in the block; copy snapshots, and at the end what is missing.
+
+        Of a run that has ended, only the result is copied here.
 
         Args:
             folder: on this machine, with the call of the run if it ``is_new``; else it is made, with what is there.
@@ -53,38 +59,56 @@ class SnapshotCopies:
             LagomError: if the run has kept no snapshots, or if another process goes on with it.
         """
         self._folder = folder
+        there = set() if is_new else self._names()
         if is_new:
             self._system.makedirs(self._root, exist_ok=True)
-        elif not {CALL, SETTINGS} <= self._names():
+        elif not {CALL, SETTINGS} <= there:
             raise LagomError(
                 f"the run at {self._url} has kept no snapshots: a run keeps them if it is called with "
                 "snapshot_every_s, a script with lagom run --snapshot-every"
             )
-        self._lease.take()
-        thread = threading.Thread(target=self._copy_on, name="lagom-snapshots", daemon=True)
+        if RESULT in there:
+            self._fetch((CALL, SETTINGS, RESULT))
+            yield
+            return
         try:
+            self._lease.take()
             if is_new:
                 for name in (CALL, SETTINGS):
                     self._put(name)
             else:
-                self._fetch()
-            thread.start()
-            yield
+                self._fetch(name for name in (CALL, SETTINGS, *folder.journals) if name in there)
+            yield from self._copying()
         finally:
-            self._over.set()
-            if thread.is_alive():
-                thread.join()
-            self._try(self._finish)
             self._lease.release()
 
-    def _fetch(self) -> None:
-        """Copy what is at the URL to this machine: of the snapshots, the newest."""
+    def _copying(self) -> Iterator[None]:
+        thread = threading.Thread(target=self._copy_on, name="lagom-snapshots", daemon=True)
+        thread.start()
+        try:
+            yield
+        except KeyboardInterrupt:
+            self._over.set()  # the last copy may be minutes old, and another one take minutes
+            raise
+        except BaseException:
+            self._over.set()
+            self._finish(thread)
+            raise
+        self._over.set()
+        self._finish(thread)
+
+    def fetch_newest(self) -> None:
+        """Copy the newest complete snapshot to this machine, unless the run has ended."""
         there = self._names()
-        self._folder.make()
-        wanted = [name for name in (CALL, SETTINGS, RESULT, *self._folder.journals) if name in there]
-        newest = next(self._complete_ones(there), None)
-        wanted += [] if newest is None else [f"snapshot-{newest}.state", f"snapshot-{newest}.json"]
-        for name in wanted:
+        if RESULT not in there and (newest := next(self._complete_ones(there), None)) is not None:
+            self._fetch((f"snapshot-{newest}.state", f"snapshot-{newest}.json"))
+            found = self._folder.newest()
+            self._sent = None if found is None else (found.number, found.facts["at"])
+
+    def _fetch(self, names: Iterable[str]) -> None:
+        if not os.path.exists(self._folder.path):
+            self._folder.make()
+        for name in names:
             self._system.get_file(f"{self._root}/{name}", f"{self._folder.path}/{name}")
             os.chmod(f"{self._folder.path}/{name}", 0o600)
 
@@ -96,8 +120,8 @@ class SnapshotCopies:
             return
         with _held(newest) as held:
             names = [Path(path).name.removeprefix(".sent-") for path in held]
-            if names[1] in self._names():  # of an attempt that was lost, and not to be taken for the one that comes
-                self._system.rm_file(f"{self._root}/{names[1]}")
+            if names[1] in self._names():  # of one that is not complete there, as numbers do not come again
+                remove(self._system, f"{self._root}/{names[1]}")
             self._system.put_file(held[0], f"{self._root}/{names[0]}")
             for name in self._folder.journals:
                 self._put(name)
@@ -112,34 +136,43 @@ class SnapshotCopies:
             self._try(self.copy_newest)
             pause_s = max(EVERY_S, _PARTS * (time.monotonic() - began))
 
-    def _finish(self) -> None:
+    def _finish(self, thread: threading.Thread) -> None:
         """Copy the last snapshot; or the result in place of all, if the run has returned."""
-        if not os.path.exists(self._folder.result):
-            self.copy_newest()
-            return
+        thread.join()
+        for number in range(_TRIES):
+            if number:
+                time.sleep(number)
+            if self._try(self._put_result if os.path.exists(self._folder.result) else self.copy_newest):
+                return
+        self.failed = True
+
+    def _put_result(self) -> None:
         self._lease.check()
         if not self._lease.is_lost:
             self._put(RESULT)
             self._remove_all_but(())
 
-    def _try(self, step: Any) -> None:
+    def _try(self, step: Callable[[], None]) -> bool:
+        """Return whether ``step`` went well; else say why."""
         try:
             step()
         except Exception as error:  # each file system has errors of its own
-            self._warn(f"{self._url} takes no snapshots at the moment: {type(error).__name__}: {error}")
+            self._warn(type(error), f"{self._url} took no snapshot: {type(error).__name__}: {error}")
+            return False
+        return True
 
-    def _warn(self, text: str) -> None:
-        if text not in self._warned:
-            self._warned.add(text)
+    def _warn(self, about: object, text: str) -> None:
+        if about not in self._warned:
+            self._warned.add(about)
             log.warning("%s", text)
 
     def _remove_all_but(self, names: Iterable[str]) -> None:
         try:
             for name in sorted(self._names().difference(names)):  # the description first
                 if _NAME.fullmatch(name):
-                    self._system.rm_file(f"{self._root}/{name}")
+                    remove(self._system, f"{self._root}/{name}")
         except Exception as error:
-            self._warn(f"older snapshots at {self._url} cannot be removed: {type(error).__name__}: {error}")
+            self._warn("old", f"older snapshots at {self._url} cannot be removed: {type(error).__name__}: {error}")
 
     def _complete_ones(self, there: set[str]) -> Iterator[str]:
         """Yield the numbers of complete snapshots, as their names have them, the newest first."""
@@ -179,7 +212,10 @@ def _held(snapshot: Snapshot) -> Iterator[list[str]]:
         for path, other in zip(paths, held, strict=True):
             with suppress(FileNotFoundError):
                 os.unlink(other)  # of a process that was killed
-            os.link(path, other)
+            try:
+                os.link(path, other)
+            except PermissionError:  # on a disk that has no links
+                shutil.copyfile(path, other)
         yield held
     finally:
         for other in held:

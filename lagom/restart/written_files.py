@@ -43,6 +43,18 @@ class SavedVersion:
     """Host on which rank 0 has written it."""
 
 
+@dataclass(frozen=True, slots=True)
+class Renaming:
+    """A file or directory that was renamed."""
+
+    path: str
+    to: str
+    replaces: bool
+    """Whether there was another one of that name, which is lost."""
+    host: str
+    at: float
+
+
 @dataclass(slots=True)
 class WrittenFiles:
     """Paths are absolute, without links."""
@@ -67,6 +79,11 @@ class WrittenFiles:
     snapshot_at: float | None = None
     """When the snapshot was taken from which the present attempt goes on; None without one."""
 
+    renamed: list[Renaming] = field(default_factory=list)
+    """Files and directories that the run has renamed; from ``go_back`` on, those since the snapshot."""
+    gone: dict[str, float] = field(default_factory=dict)
+    """Files and directories that the run has removed, with the time; as ``renamed``."""
+
     before_snapshot: dict[str, AppendedFile] = field(default_factory=dict)
     """Facts about files from before they went back to their lengths at a snapshot."""
 
@@ -79,7 +96,7 @@ class WrittenFiles:
 
     def take(self, message: Mapping[str, Any]) -> None:
         """Apply a message of rank 0."""
-        path, kind = message["path"], message["what"]
+        path, kind, at = message["path"], message["what"], message.get("told_at", time.time())
         if kind == "appends":
             self.appended.setdefault(path, AppendedFile(message["begin"], message["in_place"], message["host"]))
         elif kind == "changes":
@@ -88,7 +105,10 @@ class WrittenFiles:
             before = message["before"]
             self.writing[path] = message["host"], None if before is None else _identity(before)
         elif kind == "saved":
-            self._save(path, message)
+            self._save(path, message, at)
+        elif kind == "renamed":
+            self.renamed.append(Renaming(path, message["to"], message["replaces"], message["host"], at))
+            del self.renamed[:-_MAX_SAVED]
         elif kind == "moved":
             self._move(path, message["to"])
         elif kind == "begins to save":
@@ -98,6 +118,7 @@ class WrittenFiles:
         elif kind == "tracks":
             self.tracked.add(path)
         elif kind == "gone":
+            self.gone[path] = at
             self.made.discard(path)
             self.partial.pop(path, None)
             self.writing.pop(path, None)
@@ -108,6 +129,9 @@ class WrittenFiles:
     def go_back(self, lengths: Mapping[str, int], at: float) -> None:
         """Have the next attempt find files as long as they were at a snapshot: ``lengths`` at the time ``at``."""
         self.snapshot_at, self.goes_on = at, True
+        self.renamed = [one for one in self.renamed if one.at >= at]
+        self.gone = {path: when for path, when in self.gone.items() if when >= at}
+        self.gone |= {one.path: one.at for one in self.renamed if one.replaces}
         for path, length in (self._complete_lengths(at) | dict(lengths)).items():
             known = self.appended.get(path)
             if known is not None:
@@ -128,6 +152,7 @@ class WrittenFiles:
         """Have the next attempt find files as they were when the run began."""
         self.appended |= self.before_snapshot
         self.before_snapshot, self.snapshot_at, self.goes_on = {}, None, True
+        self.renamed, self.gone = [], {}
 
     def version(self, path: str, identity: Identity) -> SavedVersion | None:
         """Return the version of ``path`` that is ``identity``."""
@@ -138,9 +163,9 @@ class WrittenFiles:
         yield from (beside(path, self.token, "old") for path in self.writing)
         yield from (beside(path, self.token, "lost") for path in self.appended)
 
-    def _save(self, path: str, message: Mapping[str, Any]) -> None:
+    def _save(self, path: str, message: Mapping[str, Any], at: float) -> None:
         self.writing.pop(path, None)
-        version = SavedVersion(_identity(message["identity"]), message["lengths"], time.time(), message["host"])
+        version = SavedVersion(_identity(message["identity"]), message["lengths"], at, message["host"])
         self.saved[path] = [*self.saved.pop(path, [])[-1:], version]
         self.goes_on = self.goes_on or bool(version.lengths)
         for oldest in list(itertools.islice(self.saved, max(0, len(self.saved) - _MAX_SAVED))):

@@ -10,7 +10,7 @@ import tempfile
 from collections.abc import Mapping
 from typing import Any
 
-from lagom.errors import LagomError, UnseenFilesError
+from lagom.errors import LagomError, SnapshotError
 from lagom.payload import Parcel
 from lagom.restart.kept_snapshots import FETCHED, UNREHEARSED, Snapshot, SnapshotPlace
 from lagom.restart.prepared_files import is_here
@@ -33,6 +33,8 @@ class SnapshotFiles:
         self._folder, self._spec, self._host_dir = place.folder, spec, host_dir
         self.resumed = place.resumed
         """The snapshot that the rank goes on from."""
+        self.last_number = place.last_number
+        """Largest number of a snapshot of the run so far."""
         self.is_shared = self._folder.is_here()
         """Whether this host sees the run's folder."""
         self.call = self._folder.call if self.is_shared else f"/proc/self/fd/{payload_fd}"
@@ -107,7 +109,7 @@ class SnapshotFiles:
         """Check that files are here which the program had written by the snapshot that it goes on from.
 
         Raises:
-            UnseenFilesError: if they are on the disk of another host.
+            SnapshotError: if they are on the disk of another host.
         """
         if self.resumed is None or (written := self._spec.files) is None:
             return
@@ -117,9 +119,7 @@ class SnapshotFiles:
         for path, host in hosts.items():
             if host and not is_here(path, host):
                 here = socket.gethostname()
-                raise UnseenFilesError(
-                    f"the program has written {path} on another host, whose disk {here} does not see"
-                )
+                raise SnapshotError(f"the program has written {path} on another host, whose disk {here} does not see")
 
 
 def _private(path: str, flags: int) -> int:

@@ -73,7 +73,7 @@ class Snapshots:
         self._memory = CallMemory(payload_fd, files.call)
         self._lengths = lengths
         self._pace = SnapshotPace(session.config.snapshot_every_s or 0.0)
-        self._number = files.resumed.number if files.resumed is not None else 0
+        self._number = files.last_number
         self._facts: dict[str, Any] = {}
         """The description of the snapshot that is being written."""
         self._child: int | None = None

@@ -262,7 +262,8 @@ class DriverServer:
         def over() -> None:
             os.close(fd)
             if path is not None and left > 0:  # the rank was killed, or the disk is full
-                os.unlink(path)
+                with contextlib.suppress(FileNotFoundError):
+                    os.unlink(path)
 
         peer.receive(write)
         self._keep(peer, over)
@@ -271,8 +272,9 @@ class DriverServer:
         """Return the file for a snapshot, or its description, that comes as ``name``; None for all else."""
         if self._snapshots is None or (found := re.fullmatch(rf"{FETCHED}-(\d+)(\.json)?", name)) is None:
             return None
-        kind = self._snapshots.partial_facts if found[2] else self._snapshots.partial
-        return kind(int(found[1]))
+        number = int(found[1])
+        self._snapshots.remove_partials(but=number)  # of one whose other part has not come
+        return self._snapshots.partial_facts(number) if found[2] else self._snapshots.partial(number)
 
 
 def anonymous_file(name: str) -> int:

@@ -83,7 +83,9 @@ def test_a_run_goes_on_from_the_copy_of_another_process(
     assert sorted(found) == ["call", "files.jsonl", "settings", "snapshot-000003.json", "snapshot-000003.state"]
     assert len(found["files.jsonl"].splitlines()) == 3
     mine = SnapshotFolder(str(tmp_path / "mine" / "snapshots"))
-    with SnapshotCopies(system, root, URL).going_on(mine, is_new=False):
+    copies = SnapshotCopies(system, root, URL)
+    with copies.going_on(mine, is_new=False):
+        copies.fetch_newest()
         newest = mine.newest()
         assert newest is not None
         assert Path(newest.path).read_text() == "state 3"

@@ -17,7 +17,8 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from lagom import experiment
-from tests.snapshots.training import config
+from tests.snapshots.kills import killed
+from tests.snapshots.training import config, newest
 
 PATIENCE_S = 60.0
 pytestmark = pytest.mark.skipif(sys.version_info < (3, 11), reason="needs the columns of code")
@@ -67,3 +68,49 @@ def test_handlers_exit_functions_and_files_saved_after_the_snapshot_are_there(
     assert result.value == [20, [signal.SIGUSR2], {"written"}]
     assert (tmp_path / "ends.txt").read_text() == "end\n"
     assert "late.txt is as the lost attempt wrote it after the snapshot" in capfd.readouterr().err
+
+
+def tidies(train_set: Any, folder: str) -> list[Any]:
+    """Rename, replace and remove files behind the last batch, then wait to be killed; read what is there."""
+    for name in ("table.csv", "old.txt", "best.txt", "latest.txt"):
+        Path(f"{folder}/{name}").write_text(f"{name}\n")
+    os.mkdir(f"{folder}/part")
+    for (number,) in DataLoader(TensorDataset(torch.arange(15)), batch_size=1):
+        with open(f"{folder}/table.csv", "a") as table:
+            table.write(f"{number.item()}\n")
+        time.sleep(0.1)
+    os.rename(f"{folder}/table.csv", f"{folder}/final.csv")
+    os.replace(f"{folder}/latest.txt", f"{folder}/best.txt")
+    os.remove(f"{folder}/old.txt")
+    os.rmdir(f"{folder}/part")
+    Path(f"{folder}/tidy.txt").write_text("yes")
+    while os.path.exists(f"{folder}/slowly"):
+        time.sleep(0.01)
+    with pytest.raises(FileNotFoundError):
+        os.remove(f"{folder}/old.txt")
+    return [Path(f"{folder}/{name}").read_text() for name in ("final.csv", "best.txt")]
+
+
+def test_files_that_were_renamed_and_removed_after_the_snapshot_are_so_once_more(tmp_path: Path) -> None:
+    for name in ("whole", "lost"):
+        (tmp_path / name).mkdir()
+    wanted = experiment.lagom(tidies, config(tmp_path / "whole", world_size=2)).value
+    folder = tmp_path / "lost"
+    (folder / "slowly").touch()
+    with killed(folder, 1, wait_until_tidy):
+        result = experiment.lagom(tidies, config(folder, world_size=2, snapshot_every_s=0.1))
+    assert "batch" in result.failures[0]["resumed_from"]
+    assert result.value == wanted
+    names = [
+        sorted(path.name for path in (tmp_path / name).iterdir() if path.name != "runs") for name in ("whole", "lost")
+    ]
+    assert names[0] == names[1] == ["best.txt", "final.csv", "tidy.txt"]
+
+
+def wait_until_tidy(folder: Path) -> None:
+    """Wait until the program has tidied up; by then there is a snapshot."""
+    end = time.monotonic() + PATIENCE_S
+    while not (folder / "tidy.txt").exists():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+    assert newest(folder)

@@ -28,7 +28,7 @@ from lagom.payload import Parcel, unpack_file
 from lagom.restart.disks import this_host
 from lagom.restart.history import RunHistory
 from lagom.restart.kept_snapshots import SnapshotFolder, SnapshotPlace
-from tests.snapshots.kills import kill_driver, killed
+from tests.snapshots.kills import kill_driver, killed, wait_for_snapshot
 from tests.snapshots.training import config, train, train_as_on_a_gpu, train_by_rows
 
 pytestmark = pytest.mark.skipif(sys.version_info < (3, 11), reason="needs the columns of code")
@@ -257,16 +257,34 @@ def test_a_host_that_does_not_share_the_runs_folder_is_named(
     assert wanted in json.loads((result.run_dir / "run.json").read_text())["without_snapshots"]
 
 
-def test_a_run_whose_snapshot_cannot_be_put_back_begins_again(
-    whole: Any, lost_driver: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    (run,) = (lost_driver / "runs").iterdir()
-    for path in (run / "snapshots").glob("*.state"):
+def spoil(folder: Path) -> None:
+    """Have the snapshots of a run name a class that is not there."""
+    for path in folder.glob("runs/*/snapshots/*.state"):
         path.write_bytes(path.read_bytes().replace(b"ProgramState", b"ProgramStale"))
-    result = experiment.resume(run)
+
+
+def test_a_run_whose_snapshot_cannot_be_put_back_begins_again(
+    whole: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def wait(folder: Path) -> None:
+        wait_for_snapshot(folder)
+        spoil(folder)
+
+    (tmp_path / "slowly").touch()
+    with killed(tmp_path, 1, wait):
+        result = experiment.lagom(train, config(tmp_path, world_size=2, snapshot_every_s=2))
     assert "begins again from the beginning" in capfd.readouterr().err
     assert same(result.value, whole[0])
-    assert (lost_driver / "rows.csv").read_text() == whole[1]
+    assert (tmp_path / "rows.csv").read_text() == whole[1]
+
+
+def test_a_snapshot_that_cannot_be_put_back_here_stays(lost_driver: Path) -> None:
+    (run,) = (lost_driver / "runs").iterdir()
+    spoil(lost_driver)
+    before = sorted((run / "snapshots").iterdir())
+    with pytest.raises(LagomError, match="the snapshot cannot be put back: AttributeError"):
+        experiment.resume(run)
+    assert sorted((run / "snapshots").iterdir()) == before
 
 
 @pytest.mark.soak

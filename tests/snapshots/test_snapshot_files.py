@@ -14,7 +14,7 @@ import pytest
 
 from lagom.cluster import Cluster
 from lagom.config import TorchDistributedConfig
-from lagom.errors import LagomError, UnseenFilesError
+from lagom.errors import LagomError, SnapshotError
 from lagom.launchers.local import spec_of
 from lagom.payload import Parcel
 from lagom.plan import plan
@@ -108,11 +108,11 @@ def test_a_run_does_not_go_on_without_what_it_has_written_on_another_host(tmp_pa
     check(written)
     written.appended[paths[0]].host = "other"
     with pytest.raises(
-        UnseenFilesError, match=r"the program has written .*log\.txt on another host, whose disk .* does not"
+        SnapshotError, match=r"the program has written .*log\.txt on another host, whose disk .* does not"
     ):
         check(written)
     written.appended.clear()
     saved = {"identity": [1, 2, 3], "lengths": {}, "host": "other"}
     written.take({"what": "saved", "path": paths[1], **saved})
-    with pytest.raises(UnseenFilesError, match=r"best\.pt"):
+    with pytest.raises(SnapshotError, match=r"best\.pt"):
         check(written)
