@@ -39,6 +39,7 @@ class RunLease:
         self._own = {"id": secrets.token_hex(8), "host": socket.gethostname(), "pid": os.getpid(), "on": _machine()}
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._renew, name="lagom-lease", daemon=True)
+        self._is_taken = False
         self.is_lost = False
         """Whether another process has taken it."""
 
@@ -55,7 +56,7 @@ class RunLease:
                 f"the run at {self._url} is going on in process {found['pid']} on {found['host']}, or was lately; if "
                 f"that process is dead, call again in {left_s:.0f} s"
             )
-        began = time.monotonic()
+        began, self._is_taken = time.monotonic(), True
         self._write()
         time.sleep(SETTLE_S + 2 * (time.monotonic() - began))
         if (other := self._read()).get("id") != self._own["id"]:
@@ -71,6 +72,8 @@ class RunLease:
     def release(self) -> None:
         """Let another process take it."""
         self._over.set()
+        if not self._is_taken:
+            return
         if self._thread.is_alive():
             self._thread.join(_PATIENCE_S)
         with contextlib.suppress(Exception):  # then it ends by itself

@@ -67,7 +67,7 @@ def until(condition: Any) -> None:
 
 
 def test_a_run_goes_on_from_the_copy_of_another_process(
-    system: Any, root: str, folder: SnapshotFolder, tmp_path: Path
+    system: Any, root: str, folder: SnapshotFolder, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with SnapshotCopies(system, root, URL).going_on(folder, is_new=True):
         assert {"call", "settings", "driver.json"} <= there(system, root).keys()
@@ -79,6 +79,7 @@ def test_a_run_goes_on_from_the_copy_of_another_process(
             SnapshotCopies(system, root, URL).going_on(SnapshotFolder(str(tmp_path / "x")), is_new=False),
         ):
             pass
+        assert caplog.text == ""
     found = there(system, root)
     assert sorted(found) == ["call", "files.jsonl", "settings", "snapshot-000003.json", "snapshot-000003.state"]
     assert len(found["files.jsonl"].splitlines()) == 3
