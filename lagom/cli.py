@@ -306,7 +306,7 @@ def _add_record_commands(commands: Any) -> None:
         description="Go on with a run that was called with snapshot_every_s, and whose process has ended.",
     )
     again.set_defaults(command=_resume)
-    again.add_argument("run", metavar="RUN", help=named)
+    again.add_argument("run", metavar="RUN", help=f"{named}, or its URL")
     again.add_argument("-n", type=int, metavar="N", help="number of ranks; as before if not given")
     two = commands.add_parser("compare", help="say what differs between two runs", description=text)
     two.set_defaults(command=_compare)
