@@ -6,6 +6,7 @@ import contextlib
 import encodings.idna  # noqa: F401  (sockets use it to look up names)
 import gc
 import importlib
+import os
 import platform
 import sys
 
@@ -36,8 +37,9 @@ def import_what_was_used() -> None:
 
 with contextlib.suppress(ImportError):
     import numpy.random  # noqa: F401  (numpy imports it at its first use, which is in every rank)
-with contextlib.suppress(ImportError):
-    importlib.import_module("lagom._native")  # 5 ms in each rank
+if os.environ.get("LAGOM_NATIVE") != "0":
+    with contextlib.suppress(ImportError):
+        importlib.import_module("lagom._native")  # 5 ms in each rank
 put_off_dynamo()
 look_at_loaded()
 # Spark collects garbage after each task: 0.2 s for all these modules, and a copy of memory that ranks share.
