@@ -181,11 +181,11 @@ def encryption(facts: SparkFacts) -> tuple[ssl.SSLContext, str]:
 
 
 class SparkPayload:
-    """What hosts fetch from this process; processes of the same host open it by path.
+    """Files that hosts fetch from this process, and that processes of its own host open by path.
 
     Args:
         call: pickled into a nameless file.
-        history: of a run that keeps snapshots: then its kept call travels, to which they refer, and the last of them.
+        history: of a run that keeps snapshots, whose kept call is sent instead: snapshots refer to it.
     """
 
     def __init__(self, call: Call, history: RunHistory | None = None) -> None:

@@ -123,7 +123,7 @@ class SnapshotFolder:
         self.put_in_place(number)
 
     def put_in_place(self, number: int) -> None:
-        """As ``complete``, now that state and description are written."""
+        """Give the written state and description of ``number`` their names; remove those before the last two."""
         path = f"{self.path}/{_name(number)}"
         os.replace(self.partial(number), f"{path}.state")
         os.replace(self.partial_facts(number), f"{path}.json")
