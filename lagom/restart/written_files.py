@@ -15,7 +15,7 @@ from lagom.restart.disks import this_host
 REWRITTEN = -1
 """In place of a length: the file was there when the run began, and the program has emptied it itself since."""
 _MAX_SAVED = 20_000
-"""Files whose lengths at their saving are kept."""
+"""Files whose lengths at their saving, and removals and renamings, are kept."""
 Identity = tuple[int, int, int]
 """Inode, time of the last change and length of a file: another version differs in one of them."""
 
@@ -119,6 +119,8 @@ class WrittenFiles:
             self.tracked.add(path)
         elif kind == "gone":
             self.gone[path] = at
+            if len(self.gone) > _MAX_SAVED:
+                del self.gone[next(iter(self.gone))]
             self.made.discard(path)
             self.partial.pop(path, None)
             self.writing.pop(path, None)
