@@ -33,7 +33,6 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from benchmarks import peers
 from lagom import experiment
 from lagom.config import TorchDistributedConfig
 from lagom.config.torch_distributed import Launcher
@@ -55,6 +54,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             for protection in PROTECTIONS:
                 show_cost(protection, Path(folder), args.rounds, {args.only: SIZES[args.only]})
         return 0
+    from benchmarks import peers  # not above: ranks import this file, and Spark's modules would count as theirs
+
     with peers.spark(f"local[{WORLD_SIZE}]"), tempfile.TemporaryDirectory() as folder:
         for launcher in LAUNCHERS:
             seconds = [recovery_s(launcher, Path(folder, f"{launcher}-{number}")) for number in range(args.rounds + 1)]
