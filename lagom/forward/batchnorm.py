@@ -106,12 +106,12 @@ class WholeBatchStatistics:
             self._part = id(share), identity
         with torch.no_grad():
             merged = self._merge_statistics(input.detach(), share, ("forward", *identity))
-            counts, mean, var, real_count = moments_of(merged)
-            _check_sizes(input, real_count, share)
-            self._update_running_values(running, mean, var, real_count)
+            count, mean, var, one_process_count = moments_of(merged)
+            _check_sizes(input, one_process_count, share)
+            self._update_running_values(running, mean, var, one_process_count)
         kind = torch.promote_types(input.dtype, torch.float32)
-        backward = partial(self.sum, identity=("backward", *identity))
-        call = BatchNormCall(backward, eps, share.num_mine > 0, counts)
+        backward = partial(self.sum_in_place, identity=("backward", *identity))
+        call = BatchNormCall(backward, eps, share.num_mine > 0, count)
         output: Tensor = NormaliseFunction.apply(input, weight, bias, mean.to(kind), var.to(kind), call)  # type: ignore[no-untyped-call]
         return output
 
@@ -133,7 +133,7 @@ class WholeBatchStatistics:
             probed.running += [buffer for buffer in (running_mean, running_var) if buffer is not None]
         return self._original(input, running_mean, running_var, weight, bias, True, momentum, eps)
 
-    def sum(self, values: Tensor, identity: tuple[object, ...]) -> None:
+    def sum_in_place(self, values: Tensor, identity: tuple[object, ...]) -> None:
         """Sum float64 ``values`` over the ranks, in place, if all are at the same BatchNorm."""
         if not self._frame.sum(values, self._signature(identity)):
             self._raise_mismatch(*identity)
@@ -172,7 +172,7 @@ class WholeBatchStatistics:
         if mine.is_cpu:
             merged = self._frame.merge(mine, merge_moments, self._signature(identity))
             return merged if merged is not None else self._raise_mismatch(*identity)
-        self.sum(rows, identity)
+        self.sum_in_place(rows, identity)
         return merge_moments(rows)
 
     def _update_running_values(self, running: Running, mean: Tensor, var: Tensor, count: Tensor) -> None:

@@ -20,8 +20,8 @@ ELEMENTS, COUNTED, COMPLETE, SAME, MEANS = range(5)
 class BatchNormCall:
     """Facts of one forward that its backward needs."""
 
-    all_reduce: Callable[[Tensor], None]
-    """Sums float64 over the ranks, in place."""
+    sum_in_place: Callable[[Tensor], None]
+    """Sums a float64 tensor over the ranks, in place."""
     eps: float
     counted: bool
     """The rank's input is part of the batch; False for the copy that a rank without a sample runs."""
@@ -31,7 +31,7 @@ class BatchNormCall:
     def sum(self, values: Tensor) -> Tensor:
         """Return the sum of ``values`` over the ranks."""
         total = values.to(torch.float64, copy=True).contiguous()
-        self.all_reduce(total)
+        self.sum_in_place(total)
         return total
 
 
