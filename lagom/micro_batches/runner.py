@@ -49,7 +49,7 @@ class MicroBatchRunner:
         begun = random_states()
         parts: list[Sequence[Any]] = []
         end: dict[str, Any] = {}
-        for block in RowBlock(0, num, candidate.rows).others:
+        for block in RowBlock(0, num, candidate.rows).all_blocks:
             run = self._part(candidate, finding, block, begun)
             leaves = [block.of(leaf) if is_batch(leaf, candidate.rows) else leaf for leaf in candidate.leaves]
             if torch.is_grad_enabled():

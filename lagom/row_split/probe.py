@@ -137,7 +137,7 @@ def _run_and_compare(
     if _tensor_versions(given) != versions:
         raise NotByRowsError("changes its input in place")
     parts = []
-    for block in RowBlock(0, num_blocks, candidate.rows).others:
+    for block in RowBlock(0, num_blocks, candidate.rows).all_blocks:
         state.restore()
         leaves = candidate.cut_leaves(block)
         inputs = [leaf for leaf in leaves if is_batch(leaf, block.num_mine)]

@@ -74,8 +74,8 @@ class RowBlock:
         return self.num_all % self.world_size == 0
 
     @cached_property
-    def others(self) -> tuple[RowBlock, ...]:
-        """Blocks of all ranks, in order."""
+    def all_blocks(self) -> tuple[RowBlock, ...]:
+        """Blocks of all ranks, with this one, in rank order."""
         return tuple(RowBlock(rank, self.world_size, self.num_all) for rank in range(self.world_size))
 
     def of(self, tensor: Tensor, factor: int = 1) -> Tensor:
@@ -148,7 +148,7 @@ class Gatherer:
             by_device.setdefault(tensor.device, []).append(index)
         for device, indices in by_device.items():
             mine = [tensors[i].detach() for i in indices]
-            into = [[other.of(wholes[i], factors[i]) for i in indices] for other in block.others]
+            into = [[other.of(wholes[i], factors[i]) for i in indices] for other in block.all_blocks]
             if device.type != "cpu":
                 # Without a signature, since reading it would wait for all work on the device.
                 self._exchange_large(mine, [wholes[i] for i in indices], into)
