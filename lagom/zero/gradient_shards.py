@@ -65,9 +65,9 @@ class GradientShards:
         parts = parts_of_parameters(pieces, len(parameters))
         for parameter, own_parts in zip(parameters, parts, strict=True):
             entry = ShardedGradient(number, own_parts, self._group.rank)
-            entry.is_given = self.parameter_parts is not None and self.parameter_parts(parameter) is not None
+            entry.follows_parameter = self.parameter_parts is not None and self.parameter_parts(parameter) is not None
             before = self._entries.get(parameter)
-            if before is not None and before.is_given:
+            if before is not None and before.follows_parameter:
                 if before.parts == own_parts:
                     continue  # whichever optimizer steps it
                 self.read(parameter)
@@ -125,7 +125,7 @@ class GradientShards:
         rows: list[Sequence[GradientPart]] = []
         for leaf in leaves:
             entry: ShardedGradient | None = self._entries.get(leaf)
-            if self._is_over or entry is None or entry.is_given or entry.stays_whole:
+            if self._is_over or entry is None or entry.follows_parameter or entry.stays_whole:
                 return None
             if leaf.dtype not in _SENT_AS_IS or not is_dense(leaf):
                 return None
@@ -153,7 +153,7 @@ class GradientShards:
             return None
         given = [GradientPart(owner, start, end) for owner, (start, end) in enumerate(parts) if start < end]
         entry = self._entries[leaf] = ShardedGradient(-1, given, self._group.rank)
-        entry.is_given = True
+        entry.follows_parameter = True
         return entry
 
     def cut_own_part(self, leaf: torch.Tensor, entry: ShardedGradient) -> torch.Tensor | None:

@@ -44,5 +44,5 @@ class ShardedGradient:
         self.was_shown = False
         """Whether the gradient was sharded and has been gathered, at least on this rank."""
         self.stays_whole = False
-        self.is_given = False
+        self.follows_parameter = False
         """Whether the shards are those of the parameter (``zero_lvl=3``), whatever optimizer steps it."""
