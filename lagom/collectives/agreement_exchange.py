@@ -57,16 +57,16 @@ class AgreedExchange:
         return [None if i == self._group.rank else row[SIZE:] for i, row in enumerate(rows)]
 
     def average(
-        self, parcel: PackedTensors, tensors: list[torch.Tensor], signed: bytes, *, lie_plainly: bool = False
+        self, parcel: PackedTensors, tensors: list[torch.Tensor], signed: bytes, *, are_plain: bool = False
     ) -> bool:
         """Average ``tensors``, of the kinds of ``parcel``, in place if all ranks gave the same signature.
 
         Args:
-            lie_plainly: whether all of them are known to lie plainly in memory.
+            are_plain: whether ``is_plain_cpu_tensor`` is known to be true for all ``tensors``.
         """
         if parcel.averaging is None:
             parcel.averaging = parcel.prepare(self._group)
-        if parcel.averaging and parcel.keeps_types and (lie_plainly or all(map(lies_plainly, tensors))):
+        if parcel.averaging and parcel.keeps_types and (are_plain or all(map(is_plain_cpu_tensor, tensors))):
             addresses = [one.data_ptr() for one in tensors]
             return parcel.averaging(signed, addresses, addresses)
         if tensors:
@@ -228,8 +228,8 @@ def _add(parts: Sequence[torch.Tensor], total: torch.Tensor) -> None:
         first = total
 
 
-def lies_plainly(one: torch.Tensor) -> bool:
-    """Return whether the elements of ``one`` are in this process's memory as they are, one behind the other."""
+def is_plain_cpu_tensor(one: torch.Tensor) -> bool:
+    """Return whether ``one`` is a contiguous CPU tensor of no subclass, without lazy bits (negation, zero tensor)."""
     # The layout comes first: asking a sparse tensor for its order in memory is an error.
     return (
         type(one) is torch.Tensor

@@ -145,7 +145,7 @@ class Accumulation:
             with self.mark_busy():
                 pending = self.take_pending(runs=False)
                 pending.restore_hooks()
-                self._gradient_averager.reduce(pending)
+                self._gradient_averager.average_backward(pending)
                 self.record_reduction(pending)
 
     @contextmanager

@@ -36,13 +36,11 @@ _BACKWARD = "a backward through gradients"
 class AutogradGradAverager:
     """Averages gradients over the ranks in a differentiable way. See Note [Gradients of gradients]."""
 
-    def __init__(
-        self, group: Group, leaves: Leaves, divergence: DivergenceMonitor, replicate: GradientAverager
-    ) -> None:
+    def __init__(self, group: Group, leaves: Leaves, divergence: DivergenceMonitor, averager: GradientAverager) -> None:
         self._group = group
         self._leaves = leaves
         self._divergence = divergence
-        self._gradient_averager = replicate
+        self._gradient_averager = averager
 
     def average_returned(
         self, inputs: Sequence[Tensor], gradients: Sequence[Tensor | None], weight: float = 1.0
@@ -73,7 +71,7 @@ class AutogradGradAverager:
         return found
 
     def average_accumulated(self, pending: BackwardGradients) -> None:
-        """Average gradients of a backward with ``create_graph=True``, in place of ``GradientAverager.reduce``.
+        """Average the gradients of a backward with ``create_graph=True``; the averages can be differentiated.
 
         Raises:
             LagomError: if the run uses PowerSGD or Adasum, which cannot be differentiated.
@@ -87,14 +85,14 @@ class AutogradGradAverager:
         with torch.no_grad():
             for leaf in pending.leaves:
                 leaf.grad = None if leaf.grad is None else leaf.grad.detach().clone()
-        self._gradient_averager.reduce(pending)
+        self._gradient_averager.average_backward(pending)
         leaves = [leaf for leaf in pending.leaves if id(leaf) in own and not self._gradient_averager.keeps_own(leaf)]
         averages = [leaf.grad for leaf in leaves]
         results: Any = AverageFunction.apply(self, averages, *[own[id(leaf)] for leaf in leaves])  # type: ignore[no-untyped-call]
         for leaf, result in zip(leaves, results, strict=True):
             leaf.grad = result
 
-    def average_backward(self, gradients: Sequence[Tensor]) -> list[Tensor | None]:
+    def average_incoming(self, gradients: Sequence[Tensor]) -> list[Tensor | None]:
         """Return the averages of the gradients with respect to averages; a collective in a backward.
 
         Raises:
@@ -113,7 +111,7 @@ class AutogradGradAverager:
         with torch.no_grad():
             averages = [_copy(gradient) for _, gradient in present]
             reached = ReachedLeaves([numbers[i] for i, _ in present], [view_as_real(average) for average in averages])
-            if not self._gradient_averager.average(kind, reached, identity, averages=True):
+            if not self._gradient_averager.reduce_if_agreed(kind, reached, identity, by_mean=True):
                 return None
         results: Any = averages
         if torch.is_grad_enabled() and any(gradient.requires_grad for _, gradient in present):
@@ -174,7 +172,7 @@ class AverageFunction(Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        return (None, None, *ctx.grads.average_backward(gradients))
+        return (None, None, *ctx.grads.average_incoming(gradients))
 
 
 def is_averaged(one: Tensor, likeness: Likeness, *, shared_out: bool) -> bool:

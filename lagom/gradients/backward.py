@@ -261,13 +261,13 @@ class _Backwards:
         return result
 
     def _finish(self, pending: BackwardGradients, *, create_graph: bool, **options: bool) -> None:
-        """Average the gradients, with ``options`` of ``GradientAverager.reduce``, and finish the backward."""
+        """Average the gradients by ``average_backward``, which gets ``options``, and finish the backward."""
         self._session.distributed_part = self._session.distributed_part or "a backward ran"
         with torch.set_grad_enabled(create_graph):
             if any(leaf.grad is not None and leaf.grad.requires_grad for leaf in pending.leaves):
                 self._grads.average_accumulated(pending)
             else:
-                self._gradient_averager.reduce(pending, **options)
+                self._gradient_averager.average_backward(pending, **options)
             self.accumulation.record_reduction(pending)
             pending.finish()
             if self._session.gradients is not None:

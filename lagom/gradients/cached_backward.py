@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import nn
 
-from lagom.collectives.agreement_exchange import lies_plainly
+from lagom.collectives.agreement_exchange import is_plain_cpu_tensor
 from lagom.gradients.overlap import MIN_BYTES
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ class CachedBackward(NamedTuple):
             one = leaf.grad
             if one is None or one.dtype is not dtype or one.shape != shape or one.requires_grad:
                 return None
-            if not lies_plainly(one):
+            if not is_plain_cpu_tensor(one):
                 return None
             found.append(one)
         return found
@@ -75,9 +75,9 @@ class BackwardCache:
 
 
 def can_repeat(leaves: Sequence[torch.Tensor]) -> bool:
-    """Return whether the gradients of ``leaves`` are of parameters and lie plainly, as a cached backward needs."""
+    """Return whether a cached backward can serve ``leaves``: parameters with plain, real gradients on the CPU."""
     found = [leaf.grad for leaf in leaves if isinstance(leaf, nn.Parameter)]
-    plain = [one for one in found if one is not None and one.dtype.is_floating_point and lies_plainly(one)]
+    plain = [one for one in found if one is not None and one.dtype.is_floating_point and is_plain_cpu_tensor(one)]
     return len(plain) == len(leaves)
 
 

@@ -93,7 +93,7 @@ class GradientAverager:
         self.overlap.begin([n for n, _ in averaged], [leaf for _, leaf in averaged], plain)
 
     @torch.no_grad()
-    def reduce(
+    def average_backward(
         self, pending: BackwardGradients, *, is_counted: bool = False, differs: bool = False, compares: bool = False
     ) -> None:
         """Average ``leaf.grad`` over the ranks, in place; a collective, unless no leaf was reached.
@@ -125,7 +125,7 @@ class GradientAverager:
         elif reached.numbers:
             kind, tries = _describe_place(_BACKWARD, pending), 0
             while reached.numbers and (
-                differs or not self.average(kind, reached, pending.identity, compares=compares and not tries)
+                differs or not self.reduce_if_agreed(kind, reached, pending.identity, compares=compares and not tries)
             ):
                 reached, differs, tries = self._agree_on_union(kind, reached, pending), False, tries + 1
             if reached.numbers:
@@ -135,17 +135,17 @@ class GradientAverager:
                 self.agreed_layout = layout if not tries else None
 
     def reduce_cached(self, layout: Layout, gradients: Sequence[torch.Tensor], identity: bytes) -> bool:
-        """Average with the layout of an earlier reduction, which is faster than ``reduce``; a collective.
+        """Average with the layout of an earlier reduction, which is faster than ``average_backward``; a collective.
 
         Args:
             gradients: dense, contiguous gradients in the order of ``layout``; averaged in place.
             identity: bytes that must be equal on all ranks.
 
         Returns:
-            False if the ranks did not agree; then ``reduce(..., differs=True)`` must follow.
+            False if the ranks did not agree; then ``average_backward(..., differs=True)`` must follow.
         """
         signed = self._make_signature(layout, identity)
-        if not self._averager.average(layout, gradients, signed, compares=True, lie_plainly=True):
+        if not self._averager.average(layout, gradients, signed, compares=True, are_plain=True):
             return False
         self._divergence.record_agreement()
         return True
@@ -154,27 +154,27 @@ class GradientAverager:
         """Average the gradients that did not travel during an overlapped backward."""
         missing = sorted(self._leaves.number(leaf) for leaf in running.missing)
         kind = _describe_place(_REST, pending)
-        while not self.average(kind, reached, pending.identity + (repr(missing).encode() if missing else b"")):
+        while not self.reduce_if_agreed(kind, reached, pending.identity + (repr(missing).encode() if missing else b"")):
             reached = self._agree_on_union(kind, reached, pending)
             everywhere = map(set, all_gather_values(self._group, missing))
             missing = sorted(set.intersection(*everywhere))
         pending.record_agreement()
         running.wait_for_all({id(leaf) for leaf in running.missing if self._leaves.known(leaf) in missing})
 
-    def average(
-        self, kind: str, reached: ReachedLeaves, identity: bytes, *, averages: bool = False, compares: bool = False
+    def reduce_if_agreed(
+        self, kind: str, reached: ReachedLeaves, identity: bytes, *, by_mean: bool = False, compares: bool = False
     ) -> bool:
         """Reduce gradients in place, if all ranks are at the same ``kind`` of exchange and reached the same leaves.
 
         Args:
             identity: further bytes that must be equal on all ranks.
-            averages: whether to use the mean, and not the run's reduction.
-            compares: as in ``reduce``.
+            by_mean: whether to use the mean, and not the run's reduction.
+            compares: as in ``average_backward``.
 
         Returns:
             Whether the ranks agreed; if not, nothing has changed.
         """
-        layout = self._averager.find_layout(kind, *reached, averages=averages)
+        layout = self._averager.find_layout(kind, *reached, by_mean=by_mean)
         if layout.is_new:
             layout.unseen = self._verified.find_unseen(layout.numbers)
         signed = self._make_signature(layout, identity)
@@ -285,9 +285,9 @@ def _describe_batches(batches: Sequence[int | None]) -> str:
 # changed yet: the ranks exchange their sets and reduce the union, in the order of the leaves' numbers.
 #
 # A parameter that several modules share (tied weights) is one leaf: autograd adds what each use contributes, and
-# `reduce`, which goes through leaves and not through uses, averages the sum once. Uses in forwards that are
-# split by rows and in whole ones may mix: those of a rank's rows count as many times as there are ranks (see Note
-# [Whole] in row_split/whole_batch.py).
+# `average_backward`, which goes through leaves and not through uses, averages the sum once. Uses in forwards that are
+# split by rows and uses in whole forwards may mix: the gradient of the former is that of this rank's rows, times the
+# number of ranks (see Note [Whole] in row_split/whole_batch.py).
 #
 # When a leaf is reached for the first time, the signature also contains a hash of its values, since training from
 # different initial values would give wrong results without an error.

@@ -44,14 +44,14 @@ class TensorAverager:
         """Returns whether all ranks have the same gradients and signature; None where they have to be averaged."""
 
     def find_layout(
-        self, kind: str, numbers: Sequence[int], gradients: Sequence[torch.Tensor], *, averages: bool = False
+        self, kind: str, numbers: Sequence[int], gradients: Sequence[torch.Tensor], *, by_mean: bool = False
     ) -> Layout:
         """Return the layout in which ``gradients`` travel; equal arguments return the same object.
 
         Args:
             kind: name of the exchange; ranks that give different names do not exchange gradients.
             numbers: the leaves' numbers, in the order of ``gradients``.
-            averages: whether to use the mean, and not the run's reduction.
+            by_mean: whether to use the mean, and not the run's reduction.
         """
         entries = tuple(
             (number, gradient.dtype, gradient.shape, gradient.is_sparse, gradient.is_cuda)
@@ -62,7 +62,7 @@ class TensorAverager:
             if len(self._layouts) == _MAX_LAYOUTS:
                 self._layouts.clear()
                 self._on_forget()
-            reduction = self._mean if averages else self._reduction
+            reduction = self._mean if by_mean else self._reduction
             room = reduction.frame_bytes(self._frame.room_to_merge)
             found = Layout(kind, [LayoutEntry(*parts) for parts in entries], room, reduction)
             self._layouts[kind, entries] = found
@@ -75,14 +75,14 @@ class TensorAverager:
         signed: bytes,
         *,
         compares: bool = False,
-        lie_plainly: bool = False,
+        are_plain: bool = False,
     ) -> bool:
         """Average ``gradients`` in place if all ranks passed the same ``signed``; otherwise change nothing.
 
         Args:
             signed: this rank's signature.
             compares: whether gradients that are equal on all ranks stay as they are.
-            lie_plainly: whether all gradients are known to be dense and contiguous, so that no check is needed.
+            are_plain: whether ``is_plain_cpu_tensor`` is known to be true for all gradients, which saves the check.
 
         Returns:
             Whether the signatures were equal.
@@ -90,7 +90,7 @@ class TensorAverager:
         if compares and (agreed := self.compare(layout, gradients, signed)) is not None:
             return agreed
         framed = [gradients[i] for i in layout.framed]
-        if not self._frame.average(layout.packed, framed, signed, lie_plainly=lie_plainly):
+        if not self._frame.average(layout.packed, framed, signed, are_plain=are_plain):
             return False
         assert layout.reduction is not None
         layout.reduction.reduce(layout, gradients)

@@ -142,7 +142,7 @@ def test_gradients_on_the_gpu_are_averaged_by_nccl() -> None:
         pending.expect(parameters)
         for parameter in parameters:
             parameter.grad = torch.full((3,), 2.0, device="cuda")
-        averager(group).reduce(pending)
+        averager(group).average_backward(pending)
         assert all(parameter.grad is not None and parameter.grad.tolist() == [2, 2, 2] for parameter in parameters)
 
 
@@ -171,7 +171,7 @@ def check_buckets_leave_early(averager: GradientAverager, group: Group, device: 
         pending.expect([first, second])
         averager.begin_backward(pending)
         loss.backward()
-        averager.reduce(pending)
+        averager.average_backward(pending)
         assert first.grad is not None
         assert second.grad is not None
         assert torch.equal(first.grad, torch.full_like(first, 10.0))
@@ -196,7 +196,7 @@ def test_no_steady_step_waits_for_the_gpu(size: int) -> None:
                 pending.expect([parameter])
                 averaging.begin_backward(pending)
                 parameter.square().sum().backward()
-                averaging.reduce(pending)
+                averaging.average_backward(pending)
                 optimizer.step()
             finally:
                 torch.cuda.set_sync_debug_mode("default")

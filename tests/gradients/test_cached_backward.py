@@ -172,13 +172,13 @@ def test_most_backwards_take_the_short_way(world_size: int) -> None:
             torch.manual_seed(0)
             model = nn.Sequential(nn.Linear(2, width), nn.Tanh(), nn.Linear(width, 1)).double()
             long = []
-            reduce = GradientAverager.reduce
+            original = GradientAverager.average_backward
 
             def counted(self: GradientAverager, pending: Any, **options: bool) -> None:
                 long.append(pending)
-                reduce(self, pending, **options)
+                original(self, pending, **options)
 
-            with replaced(GradientAverager, "reduce", counted):
+            with replaced(GradientAverager, "average_backward", counted):
                 return trained(plain, model, rate=1e-5), len(long)
 
         expected, _ = alone(run)
