@@ -230,7 +230,8 @@ def _forget_all() -> None:
         ring.leave()
 
 
-# Otherwise a loader worker that outlives its rank would keep the other hosts waiting for that rank.
+# A forked process closes its copies of the ring's connections. With them, a loader worker that outlives its rank would
+# keep the other hosts waiting for that rank.
 os.register_at_fork(after_in_child=_forget_all)
 
 

@@ -39,7 +39,10 @@ class DriverStream(io.TextIOBase):
         return len(text)
 
     def readline(self, size: int | None = -1, /) -> str:  # type: ignore[override]
-        """Return the line that is typed; the text since the last line end is its prompt."""
+        """Send the text that was written, and return the line that the user types at the driver.
+
+        The text after the last line end is the prompt.
+        """
         return self._debugger.ask({"step": "line", "text": self._sent()})
 
     def send(self, step: str) -> None:

@@ -169,7 +169,11 @@ def _connection() -> socket.socket:
 
 
 def _executor(root: str) -> str:
-    """Name the parent of the executor's workers, wherever else its number may name another process."""
+    """Return a name for the parent process of the executor's workers.
+
+    The name is made of the host, the namespaces, Python and lagom's folder too: elsewhere another process may have the
+    same pid.
+    """
     facts = [platform.node(), str(os.getppid()), sys.executable, root]
     for kind in ("pid", "mnt", "net"):
         with contextlib.suppress(OSError):

@@ -125,7 +125,7 @@ class _Server:
         return None if self._workers else max(0.0, self._unused_since + self._unused_s - time.monotonic())
 
     def _retires(self, folder: Path) -> bool:
-        """Return whether the server is to end, as nobody needs it any more; then nobody finds it either."""
+        """Return whether nobody needs the server any more; if so, remove its folder, so that no worker connects."""
         if self._lives() and (self._workers or time.monotonic() < self._unused_since + self._unused_s):
             return False
         with contextlib.suppress(OSError), locked_servers():  # YARN may have removed the folder

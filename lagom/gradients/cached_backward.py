@@ -30,7 +30,7 @@ class CachedBackward(NamedTuple):
     layout: Layout
 
     def collect_gradients(self, leaves: Sequence[torch.Tensor]) -> list[torch.Tensor] | None:
-        """Return the gradients of ``leaves`` if their types and shapes are the cached's and they are contiguous."""
+        """Return the gradients of ``leaves`` if all are plain and of the types and shapes in ``kinds``; else None."""
         found = []
         for leaf, (dtype, shape) in zip(leaves, self.kinds):  # noqa: B905
             one = leaf.grad
@@ -50,7 +50,10 @@ class BackwardCache:
         self._known: dict[tuple[int | None, ...], CachedBackward] = {}
 
     def find(self, leaves: Sequence[torch.Tensor]) -> CachedBackward | None:
-        """Return the backward that one that is about to reach ``leaves`` repeats; None if there is none."""
+        """Return the cached backward that reached the same ``leaves``; None if there is none.
+
+        None also if a leaf has a gradient or a hook now.
+        """
         cached = self._known.get(tuple(map(self._leaves.known, leaves)))
         if cached is None:
             return None

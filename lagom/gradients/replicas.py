@@ -74,7 +74,8 @@ class Replicas:
         """
         if not self._may_skip():
             return None
-        # Of this rank: another one may ask for its rank in another step, so that all go by what they say here.
+        # Only this rank's answer. Ranks may ask for their rank in different steps, so the answer is a part of the
+        # signature, and all ranks decide by the exchange.
         knows_rank = self._knows_rank()
         numbers = repr(checksums(dict(enumerate(gradients)))).encode()
         if not self._frame.exchange(signature(signed + numbers + bytes([knows_rank]))):

@@ -74,8 +74,8 @@ class RankSupervisor:
     def supervise(self, kept: Collection[int] = ()) -> list[Message]:
         """Serve until every rank has ended, the driver says stop, or a failure was reported; then end all ranks.
 
-        Of this process's other children all are theirs, and end with them, except ``kept``. The only rank of a
-        trial is not awaited once it has returned: the system takes 5 to 15 ms to free its memory.
+        All other children of this process belong to the ranks and end with them, except the processes in ``kept``. The
+        only rank of a trial is not awaited once it has returned: the system takes 5 to 15 ms to free its memory.
         """
         self._kept, self._kills = kept, oom_kills.num_kills()
         for rank in self._ranks:

@@ -106,7 +106,7 @@ class _StreamedBatches:
                 raise
             if self._compares:
                 self._comparison.add_batch(dealt.digest)
-                # An evaluation may end sooner on some ranks than on others; it meets once, at its start.
+                # An evaluation may end sooner on some ranks than on others, so only its start is compared.
                 self._compares = self._training
             if self._training or dealt.share.num_mine:
                 return dealt.data, dealt.share

@@ -168,7 +168,8 @@ def _make_iterator_init(loaders: PassStarter) -> Any:
                 self._collate_fn = ShardedCollate(session, loader, loaders.streams)
                 self._collate_fn.begin(current, session.config.batches)
         elif current.training and current.is_split:
-            # Workers of different ranks augment differently. Workers start after this line.
+            # A base seed of its own for each rank, so that the workers of different ranks draw different augmentations.
+            # torch starts the workers after this ``__init__``, which is that of the base class.
             self._base_seed = derive_seed(self._base_seed, session.rank)
 
     return init

@@ -64,8 +64,8 @@ class PassStarter:
     def group_size(self, loader: DataLoader[Any] | None, can_split: bool) -> int:
         """Return how many of the loader's own batches make one batch of its next pass: above 1 only in ``per_rank``.
 
-        The next pass is taken to be of the kind of the earlier ones, if all were of one kind; else as if it began now.
-        So a mean over ``len(loader)`` after an evaluation is right, wherever it is computed.
+        If all earlier passes were of one kind, the next pass counts as that kind. Otherwise its kind is that of a pass
+        that begins now. So a mean over ``len(loader)`` after an evaluation is right, wherever it is computed.
         """
         session = self.session
         if not session.distributed or session.config.batches != "per_rank":

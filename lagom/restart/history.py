@@ -134,7 +134,7 @@ class RunHistory:
         return SnapshotPlace(self.folder, self.resumed, last_number=self._note_number())
 
     def keep(self, message: Mapping[str, Any]) -> str:
-        """Have what came from a host be a snapshot; return why it cannot be one, or an empty text."""
+        """Put the snapshot that a host sent in its place; return an empty text, or why it is not usable."""
         if self.folder is None:
             return "the run keeps none"
         number = message["number"]
@@ -161,7 +161,7 @@ class RunHistory:
         self.loss = self._joined = None
 
     def _note_number(self) -> int:
-        """Note the number of the newest snapshot, which no later one is to have; return the largest so far."""
+        """Return the largest number that a snapshot has had so far; later snapshots get larger ones."""
         newest = self.folder.newest() if self.folder is not None else None
         self._last_number = max(self._last_number, newest.number if newest is not None else 0)
         return self._last_number

@@ -70,7 +70,11 @@ def _restore(path: str, old: str, before: Identity | None) -> None:
 
 
 def _cut(path: str, lost: str, begin: int | None, renew: bool) -> None:
-    """Cut ``path`` to ``begin`` bytes; its content becomes ``lost``, unless that is there and not to be renewed."""
+    """Move ``path`` to ``lost``, and give ``path`` the first ``begin`` bytes again.
+
+    If ``begin`` is None, ``path`` is removed; if it is REWRITTEN, ``path`` stays. An existing ``lost`` is replaced only
+    with ``renew``.
+    """
     if not os.path.lexists(path):
         return
     if begin == REWRITTEN:  # the program empties it again, or goes on from a checkpoint

@@ -14,5 +14,5 @@ def rank_pid() -> int:
 
 
 def stand_in_for(pid: int) -> None:
-    """Have this process stand in for ``pid``, as which a rank has begun."""
+    """Let this process, a twin, count as the process ``pid``, in which the rank began."""
     _names[os.getpid()] = pid

@@ -19,7 +19,7 @@ _PUT_OFF_S = 1.0
 _SETTLED = 2
 """Backwards after a fork during which the pages that both write are copied, as a rule."""
 _ENDS = 1.25
-"""What a fork takes in all, as a multiple of what is counted: the twins before it end, which frees their pages."""
+"""Cost of a fork, as a multiple of the cost that is counted: the twins before it end, which frees their pages."""
 _TRIES = 5
 """Forks in a row that are refused, after which no more are tried."""
 _TRIES_AT_PASSES = 16

@@ -29,7 +29,10 @@ class BatchTracker:
         self._sizes: dict[int, float] = {}
         """Weight of each share that the program has seen, by its number of samples."""
         self.shapes: set[torch.Size] = set()
-        """Shapes of these tensors, except those with one number a row: a bias may have the shape of labels."""
+        """Shapes of the batches' floating-point tensors with two or more dimensions and more than one number per row.
+
+        Labels have one number per row, and a bias may have their shape.
+        """
 
     def batch(self, share: BatchShare | None) -> None:
         """Count another batch and the size of ``share``; None where this rank has the whole batch."""

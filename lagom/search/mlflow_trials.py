@@ -16,7 +16,7 @@ from lagom.search.trial_source import TrialOutcome, TrialSpec
 log = logging.getLogger("lagom")
 _STATUS = {"complete": "FINISHED", "pruned": "KILLED", "failed": "FAILED"}
 _LOCAL = re.compile(r"(file|sqlite):|(?!databricks)(?!.*:)")
-"""Addresses of stores in files of this machine."""
+"""Matches MLflow's tracking URIs of stores on this machine: ``file:``, ``sqlite:``, or a path without a scheme."""
 
 
 @contextmanager

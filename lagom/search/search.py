@@ -50,7 +50,10 @@ def search(train: Callable[..., Any], config: HyperparameterOptConfig) -> Search
 
 
 def _logarithmic(space: Any, study: Any) -> set[str]:
-    """Return the hyperparameters that are drawn evenly by their logarithms, of a function those that it suggested."""
+    """Return the hyperparameters with a logarithmic scale.
+
+    If ``space`` is a function, these are of the hyperparameters that it has suggested in the study's trials.
+    """
     if isinstance(space, Searchspace):
         return {each.name for each in space.parameters if each.log}
     found = [space] if isinstance(space, Mapping) else [trial.distributions for trial in study.get_trials()]

@@ -71,7 +71,7 @@ def _set_optimizer(optimizer: Optimizer, found: tuple[dict[str, Any], bool]) -> 
 
 
 def _counting(step: Any, optimizer: weakref.ref[Optimizer]) -> Any:
-    """Return the method ``step`` as a scheduler has it: it notes that it was called."""
+    """Wrap the method ``step`` as torch's schedulers do: the wrapper sets ``_opt_called`` of the optimizer."""
 
     @functools.wraps(step)
     def counted(*args: Any, **kwargs: Any) -> Any:

@@ -92,7 +92,10 @@ class LocalVariables:
 
 
 class ScriptVariables(LocalVariables):
-    """Has those of a script's own statements in a place beside its variables."""
+    """Has the iterators and managers of a script's own statements in a dict beside the script's global variables.
+
+    So a program that lists its globals does not see them.
+    """
 
     kept: ClassVar[dict[str, Any]] = {}
     """The iterators and managers of the script of this process."""
@@ -297,14 +300,16 @@ class SourceFile:
 
     @functools.cached_property
     def _plain(self) -> dict[tuple[str, int], types.CodeType]:
+        """The code of each function by name and first line, where the file is compiled as a whole."""
         found = codes(self.compiled(self.tree))
         return {(code.co_qualname, code.co_firstlineno): code for code in found}
 
     @functools.cached_property
     def _apart(self) -> dict[tuple[str, int], types.CodeType]:
-        """The same of a file whose statements are compiled one by one.
+        """The code of each function by name and first line, where the statements of the file are compiled one by one.
 
-        So are those of a cell of a notebook. Python calls ``torch.rand`` by other code where it sees the import.
+        Notebooks compile the statements of a cell so. Python generates other code for the call ``torch.rand()`` where
+        it sees ``import torch``.
         """
         futures = [one for one in self.tree.body if isinstance(one, ast.ImportFrom) and one.module == "__future__"]
         trees = [ast.Module([*futures, one], []) for one in self.tree.body if one not in futures]

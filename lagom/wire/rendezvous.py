@@ -59,7 +59,9 @@ def peers(joins: Sequence[Message], in_clear: str = "") -> Message:
 def join_run(
     link: DriverClient | None, gather: Callable[[str], Sequence[str]] | None, join: Message, *, in_clear: str = ""
 ) -> Message:
-    """Join, and wait for the table: from the driver, or from ``gather`` if the driver says so or is out of reach.
+    """Send ``join`` to the driver, and return the table of ranks that the driver answers with.
+
+    If the driver says so, or cannot be reached, the table is made of the texts that ``gather`` returns.
 
     Raises:
         Stopped: the run ended before it began.

@@ -129,7 +129,7 @@ def _make_clip_norm(session: Session, gradients: GradientShards, original: Calla
             norms = [float(get_total_norm(some, norm_type, False, foreach)) for some in (parts, whole)]
             rows = exchange_numbers(session, "clip_grad_norm_()", norms[:1])
             total = _combine_norms([row[0] for row in rows] + norms[1:], float(norm_type))
-            # Take the norm of one number, to raise torch's own error.
+            # The norm of one number is that number: torch's function raises its own error if ``error_if_nonfinite``.
             norm = torch.full((), total, dtype=cut[0].dtype, device=cut[0].device)
             norm = get_total_norm([norm], norm_type, error_if_nonfinite, foreach)
             with gradients.expose_shards():

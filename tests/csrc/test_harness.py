@@ -66,7 +66,10 @@ def test_ranks_as_threads_exchange_without_a_fault_that_a_sanitizer_sees(tmp_pat
 
 
 def paged(drawn: random.Random) -> bytes:
-    """A case of ``csrc/tests/paging.cpp``: a column's pages as Arrow writes them, damaged as a rule."""
+    """Return the bytes of one case for ``csrc/tests/paging.cpp``: the pages of a column as Arrow writes them.
+
+    Four cases of five have flipped bits.
+    """
     count = drawn.choice([1, 9, 200])
     is_bytes = drawn.random() < 0.5
     prefix = b"head" if is_bytes else b""

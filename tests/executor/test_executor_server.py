@@ -28,7 +28,11 @@ _PATIENCE_S = 60.0
 
 
 class Daemon:
-    """Stands for Spark's daemon: this process finds its servers as if it were a worker below it."""
+    """Stands in for Spark's daemon, with a ``sleep`` process.
+
+    ``os.getppid`` returns the pid of that process. So this process finds the executor servers that a Python worker of
+    the daemon would find.
+    """
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         disconnect()  # from the server of another daemon

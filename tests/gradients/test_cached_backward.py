@@ -22,7 +22,7 @@ from tests.session.programs import data, mlp
 STEADY = 4
 """Batches after which a program does something new."""
 RANK = [0]
-"""Which one this process is, for what is different on one of them."""
+"""Rank of this process, for what differs on one rank."""
 Change = Callable[[Any, int, Tensor, Tensor], Tensor]
 
 

@@ -83,7 +83,7 @@ def held(
 
 
 class Driver:
-    """The other end of a link: seats the one task and takes down what it says."""
+    """Plays the driver: answers ``join`` with the table of ranks and ``failed`` with ``stop``; keeps all messages."""
 
     def __init__(self) -> None:
         ours, theirs = socket.socketpair()

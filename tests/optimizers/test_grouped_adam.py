@@ -27,7 +27,7 @@ SHAPES = [(8, 3), (8,), (), (3, 2, 5)]
 
 @contextmanager
 def torchs_calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
-    """Yield the numbers of parameters that torch's own function was given."""
+    """Yield a list that gets the number of parameters of each call of torch's own ``_single_tensor_adam``."""
     found: list[int] = []
     original = torch_adam._single_tensor_adam
 

@@ -69,7 +69,7 @@ class Ended(NamedTuple):
     files: dict[str, bytes]
     num_lost: int
     facts: dict[str, Any]
-    """What run.json has at the end."""
+    """Content of run.json at the end."""
 
 
 def trial(case: Case, way: str, seed: int) -> Any:

@@ -62,7 +62,10 @@ SAID = {
     "unusual.results_of_other_kinds": "gives a _Found, of which it is unknown what is in it",
     "unusual.skipped_at_random": "draws from Python's or numpy's generator",
 }
-"""The line for each program of which some module runs whole on every rank; there is none for the others."""
+"""For each program with a module that runs whole on every rank, the reason in the line that lagom shows.
+
+For other programs there is no such line.
+"""
 NOTHING_SLICED = (
     *(
         "backwards.packed_in_few_bits",
@@ -123,9 +126,10 @@ AS_OTHERS = {
         "vectorised_ensemble",
     ),
 }
-"""Programs that ask of lagom what others do by default: those of their file, or of tests/programs/test_programs.py.
+"""Programs that test nothing which another program does not test by default; they run only with ``-m soak``.
 
-A loss of outputs that are made whole is one like another, and so is a reason to run whole that another program has.
+The other program is in the same file or in tests/programs/test_programs.py. A loss of gathered outputs counts as tested
+by any other such loss, and a reason to run whole by another program with that reason.
 """
 WAYS = {"3-sliced": (3, True), "2": (2, False), "2-sliced": (2, True), "3": (3, False), "1": (1, True)}
 """World sizes, and whether forwards are sliced also where that does not pay."""

@@ -9,7 +9,7 @@ import pytest
 from lagom.restart.twin_pace import SHARE, TwinPace
 
 FORK_S = 0.125
-"""What a fork of 0.1 s takes, with the end of the twins before."""
+"""Cost of a fork of 0.1 s, with the end of the twins before."""
 
 
 @pytest.fixture

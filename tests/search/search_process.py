@@ -37,9 +37,12 @@ with clusters.local(2) if config.launcher == "spark" else contextlib.nullcontext
 
 
 def start(seconds: object, trials: int, *args: str, launcher: str = "local") -> subprocess.Popen[str]:
-    """Start a search of so many trials, each of ``seconds``, in the working directory; ``args``: the one to resume.
+    """Start a process in the working directory that searches, with ``trials`` trials that sleep ``seconds`` each.
 
-    It prints whether it was interrupted, and number, state and value of each trial.
+    The process prints as JSON whether the search was interrupted, and the number, state and value of each trial.
+
+    Args:
+        args: the folder of an earlier search to resume, if any.
     """
     _write(seconds, trials, launcher)
     pipe, env = subprocess.PIPE, os.environ | {"PYTHONPATH": str(ROOT)}

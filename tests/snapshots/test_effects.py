@@ -1,4 +1,4 @@
-"""What a program has done to its process and to files is there when it goes on from a snapshot."""
+"""Changes that a program has made to its process and to files are there when it goes on from a snapshot."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from lagom.collectives.sockets.encryption import Connection
 
 HEAD = struct.Struct("<QQBBII")
-"""What stands before a message; the second number is the message's size."""
+"""The header before a message; its second number is the message's size."""
 BLOCK = 1 << 17
 """Bytes that are taken at once, and added while the next ones arrive; fewer are sent on at a message's end alone."""
 _GRAIN = 1 << 15
@@ -31,16 +31,16 @@ class Outgoing(NamedTuple):
     data: torch.Tensor
     """Its bytes."""
     after: int
-    """Which incoming message it is, whose bytes go on as they come; -1 for none."""
+    """Index of the incoming message whose bytes are sent on as they arrive; -1 for none."""
 
 
 class Incoming(NamedTuple):
     """A message from the host before."""
 
     data: torch.Tensor
-    """Where its bytes are put."""
+    """Memory that receives the bytes."""
     adds: bool
-    """Whether it is added to what is there."""
+    """Whether the bytes are added, as numbers, to those in the memory."""
 
 
 class DifferentMessageError(RuntimeError):
@@ -83,9 +83,9 @@ class RingStream:
         """Send and receive messages.
 
         Args:
-            outgoing: those to send.
-            incoming: those to receive.
-            head: returns what stands before a message of so many bytes.
+            outgoing: messages to send.
+            incoming: messages to receive.
+            head: returns the header of a message of so many bytes.
             dtype: type of the numbers that are added.
 
         Raises:

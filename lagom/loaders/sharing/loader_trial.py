@@ -147,7 +147,8 @@ class LoaderTrial:
             raise
         except Exception:  # rank 0's cannot be unpickled here
             return False
-        # A worker may send a tensor again, with what the program has changed in it.
+        # A worker may send the same shared memory in a second batch, with what the program has changed in the first. So
+        # a batch counts as different if its shared memory was in an earlier one, and each rank keeps its workers.
         files = find_files(comparison.addresses)
         is_equal = is_equal and not files & self._files
         self._files |= files

@@ -120,14 +120,14 @@ class NoteTaker:
         iterator._index_queues = [_Tasks(queue, self, worker) for worker, queue in enumerate(iterator._index_queues)]
 
     def begin_pass(self, iterator: Any) -> None:
-        """Begin another pass of workers that remain."""
+        """Begin another pass of persistent workers."""
         start = self.notes.ended or ask_workers(iterator)
         self.has_failed = self.has_failed or None in start
         self.notes = WorkerNotes(start, self.notes.first_prints, [[] for _ in start])
         self.open, self._due_at = {}, [0.0] * len(start)
 
     def end_pass(self, iterator: Any) -> None:
-        """Note the states with which workers remain."""
+        """Record the state of each persistent worker at the end of a pass; the next pass begins from these states."""
         self.notes.ended = ask_workers(iterator)
         self.has_failed = self.has_failed or None in self.notes.ended
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from lagom.snapshots.snapshot_taker import Snapshots
 
 _MAY_END = (8, 24)
-"""Backwards after which a rehearsal that takes too long ends."""
+"""Numbers of backwards at which alone the time limit is checked: a rehearsal that is late ends there."""
 
 
 _MOST_ENDS = 1000

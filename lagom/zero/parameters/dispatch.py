@@ -72,7 +72,7 @@ class ParameterUses(TorchDispatchMode):
 
     @classmethod
     def is_infra_mode(cls) -> bool:
-        """Return whether torch runs it below other modes, as its own tracing is: no."""
+        """Return False: this is a user mode. torch calls its infrastructure modes (tracing) after all user modes."""
         return False
 
     def __torch_dispatch__(

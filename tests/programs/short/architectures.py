@@ -303,7 +303,10 @@ def gaussian_process() -> dict[str, Any]:
 
 
 def inducing_points() -> dict[str, Any]:
-    """Minibatches against inducing points that are parameters of a module; their kernel is computed in its forward."""
+    """A sparse variational Gaussian process on minibatches.
+
+    The inducing points are parameters of a module, whose forward computes their kernel matrix.
+    """
 
     class Sparse(nn.Module):
         def __init__(self) -> None:
