@@ -15,6 +15,21 @@ from dataclasses import dataclass
 from typing import Literal
 
 Kind = Literal["absent", "aside", "shared", "free", "put", "gone"]
+"""The state of a path, and of paths below it.
+
+In the first rank's journal, before its first change of the path:
+
+- "absent": nothing was there.
+- "aside": the original is kept at ``other``.
+- "shared": a download of the first rank, which the other ranks read at the path itself.
+
+In the log of another rank:
+
+- "put": the rank's own version is in its folder.
+- "gone": the rank has removed the file or directory.
+
+In both: "free", for a path of the real disk that is never put aside nor copied, such as a temporary file.
+"""
 Change = Literal["name", "content", "truncate", "tree"]
 """The coming change of a path: its name is given up or reused, its content is changed or discarded, or a directory is
 moved with its content.
