@@ -1,4 +1,4 @@
-"""``FileChanges``: hears of each change of the disk by a program, for which the functions of ``os`` are wrapped."""
+"""``FileChanges``: wraps the functions of ``os``, and tells of each change that a program makes to the disk."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ _CHANGING = (
     *("utime", "chmod", "chown", "lchown", "setxattr", "removexattr"),
 )
 _SYSTEM = ("/dev/", "/proc/", "/sys/", os.path.join(tempfile.gettempdir(), "pymp-"))
-"""Devices and such; and folders of multiprocessing that are not in lagom's folder, which loader workers make."""
+"""Devices and the like; and multiprocessing's folders outside lagom's folder, which loader workers make."""
 _PROGRAMS = ("subprocess.Popen", "os.system", "os.posix_spawn", "os.exec")
-"""Audit events of programs that are started, which may change any file."""
+"""Audit events of the start of another program, which may change any file."""
 
 
 class FileChanges:
@@ -31,7 +31,7 @@ class FileChanges:
         self.rewrites: Callable[[], None] = lambda: None
         """Called before each change but an append."""
         self.appends: Callable[[str, bool], None] = lambda path, is_new: None
-        """Called when a file was opened for appending, with its path on the disk and whether that has made it."""
+        """Called when a file was opened for appending, with its path on the disk and whether the file is new."""
 
     def noticed(self, new: Mapping[str, Any], is_own: Callable[[], bool], original: Any) -> dict[str, Any]:
         """Return functions ``new``, those of ``os`` and ``io.open`` by name, which tell of the program's changes.

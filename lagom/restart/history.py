@@ -44,7 +44,7 @@ class RunHistory:
         """The loss with which the present attempt has ended."""
         self._changed = changed
         self._began: float = time.time()
-        """When the ranks of the attempt that was lost last have begun; until one is, of the present attempt."""
+        """Start of the ranks of the present attempt; until they start, of those of the lost attempt before."""
         self.folder = snapshots
         """Folder of the run's snapshots, if it keeps any."""
         self._last_number = 0
@@ -62,7 +62,10 @@ class RunHistory:
         return len(self.failures) + 1
 
     def ranks_began(self) -> None:
-        """Note that ranks of the present attempt have begun; the time since those of the lost one began is lost."""
+        """Note that the ranks of the present attempt have begun.
+
+        The time since the snapshot that they go on from, or since the lost attempt began, is lost.
+        """
         if self._joined is None:
             self._joined = time.time()
             if self.failures:
@@ -71,7 +74,7 @@ class RunHistory:
             self._began = self._joined
 
     def wrote(self, message: Mapping[str, Any]) -> None:
-        """Note what rank 0 tells of its files."""
+        """Record a message of rank 0 about its files."""
         if message["what"] == "resumed" and self.failures and self._joined is not None:
             self._complete(message["path"], self._joined - message["at"])
         message = {**message, "told_at": time.time()}
@@ -84,7 +87,7 @@ class RunHistory:
         return loss is not None and len(self.failures) < self._max_failures
 
     def files_before(self) -> WrittenFiles | None:
-        """Return what the attempts so far have written, for the next one; None if there is only one."""
+        """Return the files that the attempts so far have written, for the next one; None if there can be only one."""
         if self._max_failures == 0 and self.folder is None:
             return None
         found = copy.deepcopy(self.files)
@@ -101,8 +104,8 @@ class RunHistory:
         """Add ``loss``, after which the present attempt goes on from ``place``, where its output was marked.
 
         Args:
-            seconds: how long ago the run was there.
-            number: of the mark.
+            seconds: the time since the run was at ``place``.
+            number: number of the output's mark.
         """
         self._add(loss)
         self._complete(place, seconds)
@@ -151,7 +154,7 @@ class RunHistory:
         return ""
 
     def give_up_snapshots(self) -> None:
-        """Have the next attempt begin from the beginning, and none go on from the snapshots so far."""
+        """Remove the snapshots, and have the next attempt begin from the beginning."""
         if self.folder is not None:
             self._note_number()
             self.folder.remove_all()

@@ -20,7 +20,7 @@ _FILES, _CALLS = "files.jsonl", "calls.jsonl"
 FETCHED = "snapshot"
 """Name under which hosts that do not see the run's folder send a snapshot to the driver, and fetch one."""
 UNREHEARSED = "not rehearsed: "
-"""Begins the reason why there is no snapshot where it holds for a rehearsal alone."""
+"""Begins a reason for having no snapshots that holds for a rehearsal alone."""
 FIRST_MARK = 1 << 40
 """The mark of snapshot n in the run's output has the number ``FIRST_MARK + n``; smaller ones are of sleeping twins."""
 _LOCK = ".lock"
@@ -66,7 +66,7 @@ class SnapshotFolder:
 
     @property
     def journal(self) -> str:
-        """Return the file with the calls by which the program has told services something."""
+        """Return the file with the program's calls of services, such as MLflow."""
         return f"{self.path}/{_CALLS}"
 
     @property
@@ -88,7 +88,7 @@ class SnapshotFolder:
         """Keep other processes from going on with the run in the block.
 
         Raises:
-            LagomError: if one does.
+            LagomError: if another process goes on with the run.
         """
         fd = os.open(f"{self.path}/{_LOCK}", os.O_RDWR | os.O_CREAT, 0o600)
         try:
@@ -115,7 +115,7 @@ class SnapshotFolder:
         return None
 
     def complete(self, number: int, facts: Mapping[str, Any]) -> None:
-        """Have the state of ``number`` be a snapshot, now that it is written; remove those before the last two."""
+        """Make a snapshot of the written state of ``number``; remove all snapshots before the last two."""
         with open(self.partial_facts(number), "w") as file:
             json.dump(dict(facts), file)
             file.flush()
@@ -123,7 +123,7 @@ class SnapshotFolder:
         self.put_in_place(number)
 
     def put_in_place(self, number: int) -> None:
-        """Give the written state and description of ``number`` their names; remove those before the last two."""
+        """Give the written files of ``number`` their final names; remove all snapshots before the last two."""
         path = f"{self.path}/{_name(number)}"
         os.replace(self.partial(number), f"{path}.state")
         os.replace(self.partial_facts(number), f"{path}.json")
@@ -131,19 +131,19 @@ class SnapshotFolder:
             self._remove(old)
 
     def remove_partial(self, number: int) -> None:
-        """Remove what there is of a snapshot that could not be written."""
+        """Remove the files of snapshot ``number``, which could not be written."""
         for path in (self.partial(number), self.partial_facts(number)):
             with suppress(OSError):
                 os.unlink(path)
 
     def remove_all(self) -> None:
-        """Remove all snapshots, and what there is of others."""
+        """Remove all snapshots, also incomplete ones."""
         for number in self._numbers():
             self._remove(number)
         self.remove_partials()
 
     def remove_partials(self, but: int = 0) -> None:
-        """Remove what there is of snapshots that are not complete, other than ``but``."""
+        """Remove the files of incomplete snapshots, except those of snapshot ``but``."""
         for path in Path(self.path).glob(".snapshot-*"):
             if not path.name.startswith(f".{_name(but)}."):
                 path.unlink(missing_ok=True)
@@ -162,22 +162,22 @@ class SnapshotFolder:
         return f"{self.path}/.{_name(number)}.json"
 
     def add_message(self, message: Mapping[str, Any]) -> None:
-        """Keep what rank 0 has told of its files, for a process that goes on with the run."""
+        """Keep a message of rank 0 about its files, for a process that goes on with the run."""
         with suppress(OSError), open(f"{self.path}/{_FILES}", "a") as file:
             file.write(json.dumps(dict(message)) + "\n")
 
     def messages(self) -> Iterator[Mapping[str, Any]]:
-        """Yield what rank 0 has told."""
+        """Yield the messages of rank 0 about its files."""
         with suppress(FileNotFoundError), open(f"{self.path}/{_FILES}") as file:
             for line in file:
                 with suppress(ValueError):  # the last line, of a process that was killed
                     yield json.loads(line)
 
     def check_owner(self) -> None:
-        """Check that nobody else can have written here: what lies here runs as this user.
+        """Check that no other user can have written to the folder, since its pickles run code as this user.
 
         Raises:
-            LagomError: if somebody can, or if there is no such folder.
+            LagomError: if another user can, or if there is no such folder.
         """
         for path in (self.path, self.call):
             try:
@@ -208,4 +208,4 @@ class SnapshotPlace:
     sha256: str = ""
     """Digest of the snapshot's state, for hosts that do not see the folder; empty if all do."""
     last_number: int = 0
-    """Largest number of a snapshot of the run so far: no number comes again."""
+    """Largest number of a snapshot of the run so far: no number is used twice."""

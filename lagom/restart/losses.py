@@ -1,4 +1,4 @@
-"""``Loss``: a rank, or a process or machine that held ranks, killed or cut off; no error of the program."""
+"""``Loss``: a rank, or a process or machine that held ranks, was killed or cut off. An error of the program is none."""
 
 from __future__ import annotations
 

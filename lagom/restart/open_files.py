@@ -10,13 +10,13 @@ from dataclasses import dataclass
 
 _DEVICES = ("/dev/null", "/dev/zero", "/dev/urandom", "/dev/random")
 _OTHERS = ("anon_inode:[pidfd]", "/dev/shm/torch_")
-"""Processes, and memory of a loader's batches: ``check_process`` sees to them."""
+"""Files of processes, and of a loader's batches, which ``check_process`` checks."""
 _ENDS = 1 << 16
 """First and last bytes of a growing file that are compared: it has only grown if they are still there."""
 
 
 class NoTwinError(Exception):
-    """Why a process cannot have a twin, in a few words."""
+    """Says in a few words why a process cannot have a twin."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,14 +45,14 @@ class OpenFiles:
         self._positions = [one for fd in found if fd not in known and (one := self._position(fd)) is not None]
 
     def have_only_grown(self) -> bool:
-        """Return whether all files that are written still begin as they were."""
+        """Return whether each file that the process writes still begins with its content at the time of this object."""
         return all(
             one.size is None or (os.fstat(one.fd).st_size >= one.size and _ends(one.fd, one.size) == one.ends)
             for one in self._positions
         )
 
     def restore(self) -> None:
-        """Go back to these positions, and cut what was written behind them."""
+        """Restore the positions, and cut the files that the process writes to their sizes."""
         for one in self._positions:
             if one.size is not None:
                 os.ftruncate(one.fd, one.size)

@@ -34,7 +34,7 @@ def prepare_files(written: WrittenFiles) -> None:
 
 
 def put_back(written: WrittenFiles) -> None:
-    """Give files back what was cut off, if the last attempt has been lost before it was as far as that."""
+    """Put back the content that was cut off, unless the last attempt has read or saved a checkpoint."""
     for path in written.appended:
         with suppress(OSError):
             if not written.goes_on:
@@ -49,7 +49,7 @@ def remove_partial(written: WrittenFiles) -> None:
 
 
 def remove_siblings(written: WrittenFiles) -> None:
-    """Remove all that is kept beside the program's files, or half of one of them."""
+    """Remove all that lagom keeps beside the program's files, and files that are half saved."""
     remove_partial(written)
     for path in written.siblings():
         with suppress(OSError):
@@ -57,12 +57,12 @@ def remove_siblings(written: WrittenFiles) -> None:
 
 
 def is_here(path: str, host: str) -> bool:
-    """Return whether ``path`` is here the file that it is on ``host``."""
+    """Return whether ``path`` names the same file on this host as on ``host``."""
     return host == this_host() or is_on_shared_disk(path)
 
 
 def _restore(path: str, old: str, before: Identity | None) -> None:
-    """Have ``path`` be the version ``before``, which may be at ``old``, or still there; no file if it is neither."""
+    """Put ``old`` back as ``path``; without ``old``, remove ``path`` unless it still is the version ``before``."""
     if os.path.lexists(old):
         os.replace(old, path)
     elif identity_of(os.stat(path)) != before:
@@ -95,10 +95,10 @@ def _cut(path: str, lost: str, begin: int | None, renew: bool) -> None:
 
 
 # Note [Files of a lost attempt]
-# A new attempt finds the disk as a process would that was killed and is started again by hand, but
+# A new attempt finds the disk as a process does that is started again by hand after a kill, except that
 #
-# - a file that was being written is as it was before: a loss during a write is a loss just before it. So whatever the
-#   attempt finds, a kill between two operations on files could have left. (Half a file would be an error of the
+# - a file that was being written is as it was before: a loss during a write is a loss just before it. So the attempt
+#   finds a disk that a kill between two operations on files could have left. (Half a file would be an error of the
 #   program's; no file would lose the checkpoint before.) torch.save and safetensors write whole files in any case, the
 #   former in a folder beside, which is removed after a loss; for `open(path, "w")` the version before stays beside the
 #   file until it is closed.

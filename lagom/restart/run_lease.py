@@ -15,23 +15,23 @@ from typing import Any
 from lagom.errors import LagomError
 
 RENEWED_S, LASTS_S = 10.0, 60.0
-"""A lease is renewed so often, and holds for so long: clocks of two machines may differ by the half of a minute."""
+"""A lease is renewed so often, and holds for so long: clocks of two machines may differ by half a minute."""
 SETTLE_S = 0.5
 """Time after which a process looks whether another one has taken the lease at the same moment."""
 
 _PATIENCE_S = 5.0
-"""Time that a write of the lease may yet take when the run has ended."""
+"""Longest time to wait for a write of the lease when the run has ended."""
 
 log = logging.getLogger("lagom")
 
 
 class RunLease:
-    """A file at the URL of a run with the process that holds it.
+    """A file at the URL of a run that names the process which goes on with the run.
 
     Args:
         system: file system of fsspec.
-        path: of the file there.
-        url: of the run, for messages.
+        path: path of the file in ``system``.
+        url: URL of the run, for messages.
     """
 
     def __init__(self, system: Any, path: str, url: str) -> None:
@@ -41,7 +41,7 @@ class RunLease:
         self._thread = threading.Thread(target=self._renew, name="lagom-lease", daemon=True)
         self._is_taken = False
         self.is_lost = False
-        """Whether another process has taken it."""
+        """Whether another process has taken the lease."""
 
     def take(self) -> None:
         """Take the lease, and renew it from now on.
@@ -70,20 +70,20 @@ class RunLease:
             log.warning("another process goes on with the run at %s: this one copies nothing there any more", self._url)
 
     def release(self) -> None:
-        """Let another process take it."""
+        """Give the lease up, so that another process can take it."""
         self._over.set()
         if not self._is_taken:
             return
         if self._thread.is_alive():
             self._thread.join(_PATIENCE_S)
-        with contextlib.suppress(Exception):  # then it ends by itself
+        with contextlib.suppress(Exception):  # then the lease ends by itself
             self.check()
             if not self.is_lost:
                 remove(self._system, self._path)
 
     def _renew(self) -> None:
         while not self._over.wait(RENEWED_S):
-            with contextlib.suppress(Exception):  # the next time may be better
+            with contextlib.suppress(Exception):  # the next try may succeed
                 self.check()
                 if not self.is_lost:
                     self._write()
@@ -92,11 +92,11 @@ class RunLease:
         self._system.pipe_file(self._path, json.dumps(self._own | {"until": time.time() + LASTS_S}).encode())
 
     def _read(self) -> dict[str, Any]:
-        """Return what the file says; nothing if there is none."""
+        """Return the content of the file; empty if there is no file."""
         with contextlib.suppress(FileNotFoundError):
             try:
                 return self._content()
-            except ValueError:  # half of it, where a file system shows that
+            except ValueError:  # half of the content: some file systems show files that are being written
                 time.sleep(SETTLE_S)
                 return self._content()
         return {}
@@ -107,7 +107,7 @@ class RunLease:
 
 
 def remove(system: Any, path: str) -> None:
-    """Remove a file of ``system``, of which some have another function for it."""
+    """Remove a file of ``system``; not all file systems of fsspec have ``rm_file``."""
     try:
         system.rm_file(path)
     except (AttributeError, NotImplementedError):
@@ -115,12 +115,12 @@ def remove(system: Any, path: str) -> None:
 
 
 def _machine() -> str:
-    """Return what names this machine, and the processes that it numbers as this one does."""
+    """Return a name of this machine and of its process ids, which a container may have of its own."""
     with contextlib.suppress(OSError), open("/proc/sys/kernel/random/boot_id") as file:
         return f"{file.read().strip()} {os.stat('/proc/self/ns/pid').st_ino}"
     return ""
 
 
 def _has_ended(found: dict[str, Any]) -> bool:
-    """Return whether the process that has written ``found`` certainly has ended: it was one of this machine."""
+    """Return whether the process that wrote ``found`` has certainly ended: it ran on this machine."""
     return found.get("on") == _machine() != "" and not os.path.exists(f"/proc/{found['pid']}")

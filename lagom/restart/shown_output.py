@@ -12,7 +12,7 @@ MAX_BYTES, MAX_BYTES_OF_OTHERS = 16 << 20, 256 << 10
 
 @dataclass(slots=True)
 class _Text:
-    """Text that one attempt wrote to one stream: its first bytes, and the number of all."""
+    """Text that one attempt wrote to one stream: its first bytes, and the number of all its bytes."""
 
     limit: int
     begin: bytearray = field(default_factory=bytearray)
@@ -124,7 +124,7 @@ class ShownOutput:
         return self._streams[rank, stream].new_part(data)
 
     def is_new_picture(self, png: str) -> bool:
-        """Return whether ``png`` is to be shown: it is not the next one of those that were shown."""
+        """Return whether ``png`` is to be shown: it is not the next one of the pictures that were shown already."""
         digest = hashlib.sha256(png.encode()).hexdigest()
         at = self._num_repeated
         if at is not None and at < len(self._pictures) and self._pictures[at] == digest:

@@ -58,7 +58,7 @@ class TwinProcess(Protocol):
         """Return the rank's child processes."""
 
     def own_fds(self) -> Collection[int]:
-        """Return the descriptors that ``go_on`` replaces or that stay."""
+        """Return the descriptors that ``go_on`` replaces or keeps."""
 
     def still(self) -> contextlib.AbstractContextManager[None]:
         """Hold lagom's own threads and flush the output in a block."""
@@ -93,14 +93,14 @@ class TwinForks:
         self._known: set[str] = set()
         """Files that the program has opened to append to them."""
         self._grown: set[str] = set()
-        """Files among them that it has opened since the last fork."""
+        """Files in ``_known`` that the program has opened to append to them since the last fork."""
         self._pace = TwinPace()
         self._waiting: threading.Thread | None = None
         """Waits for the end of the process that forks the last twin."""
         self._ended: tuple[int, float] | None = None
         """Status of that process and the seconds of a core that it has used, once it has ended."""
         self._failed = False
-        """Whether it could not fork the twin."""
+        """Whether such a process could not fork the twin."""
 
     def point(self, *, begins_pass: bool = False) -> None:
         """Fork a twin if one is due: called where nothing is under way, at the same places on all ranks.
@@ -127,7 +127,7 @@ class TwinForks:
     # Files
 
     def rewrites(self) -> None:
-        """Note that the program is about to change a file other than by appending to it: a twin would find it so."""
+        """Note that the program is about to change a file other than by appending: a twin would find it changed."""
         with self._lock:
             if not self._armed:
                 return
@@ -236,23 +236,23 @@ class TwinForks:
         self._ended = status, seconds
 
     def _note_end(self) -> None:
-        """Note what the process that has forked the last twin took, if it has ended."""
+        """Add the time that the process which forked the last twin has used, if that process has ended."""
         if self._ended is not None:
             (status, seconds), self._ended = self._ended, None
             self._failed = self._failed or status != 0
             self._pace.add(seconds)
 
     def _sleep(self, bed: socket.socket, files: OpenFiles, between: int) -> None:
-        """Wait in a fork, once the process ``between`` has ended, until it is woken; end if it is not needed."""
+        """Wait in a twin, once the process ``between`` has ended, until the host wakes the twin or lets it end."""
         os.setpgid(0, 0)
         score = Path("/proc/self/oom_score_adj").read_text()
-        _set_oom_score("1000")  # it goes before anything else if memory is short
+        _set_oom_score("1000")  # if memory is short, the system kills the twin first
         nothing = os.open(os.devnull, os.O_RDWR)
         for fd in (1, 2):
             os.dup2(nothing, fd)
         os.close(nothing)
         self._channel.close()
-        while os.getppid() == between:  # a twin that goes on must not end with that process, nor in its place
+        while os.getppid() == between:  # a twin that goes on must not end with that process
             time.sleep(_TURN_S)
         bed.send(_packed({"what": "sleeps", "pid": os.getpid()}))
         if not bed.recv(MAX_PACKET):
@@ -331,5 +331,5 @@ def can_have_twins() -> bool:
 # Output. The driver marks what ranks had written at the point, and then holds back what is written once more.
 #
 # Cost. A fork copies page tables, and each page that is written afterwards is copied once. Rank 0 measures both (the
-# second as time of the system during the next backwards), adds what the process between it and its twin has used of a
-# core, which it does not wait for, and forks as often as that is 1% of the run's time.
+# second as time of the system during the next backwards), and adds the core time of the process between rank 0 and its
+# twin, for which rank 0 does not wait. It forks as often as all this is 1% of the run's time.

@@ -32,8 +32,8 @@ class SnapshotCopies:
 
     Args:
         system: file system of fsspec.
-        root: folder of the run there.
-        url: of that folder, for messages.
+        root: folder of the run in ``system``.
+        url: URL of that folder, for messages.
     """
 
     def __init__(self, system: Any, root: str, url: str) -> None:
@@ -44,16 +44,16 @@ class SnapshotCopies:
         self._over = threading.Event()
         self._warned: set[object] = set()
         self.failed = False
-        """Whether what there is at the end of the block could not be copied."""
+        """Whether the copy at the end of the block has failed."""
 
     @contextmanager
     def going_on(self, folder: SnapshotFolder, *, is_new: bool) -> Iterator[None]:
-        """Be the process that goes on with the run in the block; copy snapshots, and at the end what is missing.
+        """Hold the run's lease in the block, and copy snapshots to the URL; at the end copy what is missing there.
 
-        Of a run that has ended, only the result is copied here.
+        If the run has ended, its result is copied to this machine, and nothing else is done.
 
         Args:
-            folder: on this machine, with the call of the run if it ``is_new``; else it is made, with what is there.
+            folder: folder on this machine, which has the call if the run ``is_new``; else it is filled from the URL.
 
         Raises:
             LagomError: if the run has kept no snapshots, or if another process goes on with it.
@@ -113,14 +113,14 @@ class SnapshotCopies:
             os.chmod(f"{self._folder.path}/{name}", 0o600)
 
     def copy_newest(self) -> None:
-        """Copy the newest snapshot, unless it is there; then remove the others there."""
+        """Copy the newest snapshot to the URL, unless the URL has it; then remove the others there."""
         self._lease.check()
         newest = self._folder.newest()
         if self._lease.is_lost or newest is None or self._sent == (newest.number, newest.facts["at"]):
             return
         with _held(newest) as held:
             names = [Path(path).name.removeprefix(".sent-") for path in held]
-            if names[1] in self._names():  # of one that is not complete there, as numbers do not come again
+            if names[1] in self._names():  # of an incomplete snapshot: no number is used twice
                 remove(self._system, f"{self._root}/{names[1]}")
             self._system.put_file(held[0], f"{self._root}/{names[0]}")
             for name in self._folder.journals:
@@ -153,7 +153,7 @@ class SnapshotCopies:
             self._remove_all_but(())
 
     def _try(self, step: Callable[[], None]) -> bool:
-        """Return whether ``step`` went well; else say why."""
+        """Run ``step``, and return whether it succeeded; if not, warn with the reason."""
         try:
             step()
         except Exception as error:  # each file system has errors of its own
@@ -205,7 +205,7 @@ class SnapshotCopies:
 
 @contextmanager
 def _held(snapshot: Snapshot) -> Iterator[list[str]]:
-    """Keep the state and the description of a snapshot under other names in the block: newer ones replace it."""
+    """Keep the files of a snapshot under other names in the block, in which newer snapshots may replace it."""
     paths = [snapshot.path, f"{snapshot.path.removesuffix('.state')}.json"]
     held = [f"{snapshot.folder}/.sent-{Path(path).name}" for path in paths]
     try:

@@ -1,6 +1,8 @@
-"""``check_process``: finds what a fork of this process would lose, or share with it; and the ways to fork all the same.
+"""``check_process``: finds obstacles to a fork of this process: what the fork would lose, or share with the process.
 
-Of threads, only the one that forks goes on in the fork. See Note [Sleeping twins] in sleeping_twin.py.
+Other functions here remove obstacles: threads of OpenMP, threads that can be started again, batches of ended workers.
+
+Only the thread that forks goes on in the fork. See Note [Sleeping twins] in sleeping_twin.py.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ from lagom.restart.open_files import NoTwinError
 _SHARED = re.compile(r"([0-9a-f]+)-([0-9a-f]+) .w.s \S+ \S+ \d+ +(.*)")
 """A writable mapping that a fork shares, as the kernel lists it: where it begins and ends, and its file."""
 _BATCH = re.compile(r"/dev/shm/torch_(\d+)_\S* \(deleted\)|/memfd:lagom-batch \(deleted\)")
-"""Files of tensors that a process has shared, whose number they name; and a twin's copies of them."""
+"""Matches files of tensors that a process has shared, with the process's id; and a twin's copies of such files."""
 _OURS = "/memfd:lagom"
 _SEMAPHORE = "/dev/shm/sem."
 _RESTARTED = {"TMonitor", "_AsyncWriterThread"}
@@ -40,7 +42,11 @@ _OPENMP = re.compile(r"/lib[gi]?omp[^/]*\.so[^/]*$")
 
 
 def check_process(threads: Collection[int | None], children: Sequence[int]) -> bool:
-    """Check that a fork of this process can go on in its place; ``threads`` and ``children`` are known by number.
+    """Check that a fork of this process can go on in its place.
+
+    Args:
+        threads: the system's ids of lagom's own threads.
+        children: ids of the process's children.
 
     Returns:
         Whether the fork has to ``copy_batches``.
@@ -90,7 +96,7 @@ def end_openmp_threads() -> None:
 
 
 def restart_threads() -> None:
-    """Start the threads again that a fork of the process lacks, and that are known."""
+    """Start tqdm's thread again, which a fork of the process lacks, and give tqdm a lock of its own."""
     bars: Any = sys.modules.get("tqdm.std")
     if bars is not None:
         bars.tqdm.monitor = None  # the next bar starts another
@@ -101,12 +107,16 @@ def restart_threads() -> None:
 
 
 def is_restarted(thread: threading.Thread) -> bool:
-    """Return whether ``thread`` is one of a bar's or writer's, which starts it again in another process."""
+    """Return whether ``thread`` belongs to a bar or writer, which starts it again in another process."""
     return type(thread).__name__ in _RESTARTED and type(thread).__module__.startswith(("tqdm.", "tensorboard."))
 
 
 def _check_memory() -> bool:
-    """Return whether batches of workers that have ended are among the memory that this process shares."""
+    """Return whether this process shares memory with batches of ended workers.
+
+    Raises:
+        NoTwinError: if it shares other memory.
+    """
     has_batches = False
     bars: Any = sys.modules.get("tqdm.std")
     num_semaphores = int(bars is not None and getattr(bars.TqdmDefaultWriteLock, "mp_lock", None) is not None)

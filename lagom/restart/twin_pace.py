@@ -15,7 +15,7 @@ _FIRST_S = 0.01
 MIN_S = 1.0
 """Shortest time between two forks that no change of files has asked for."""
 _PUT_OFF_S = 1.0
-"""After a fork that was refused; four times as long after each further one."""
+"""Pause after a refused fork; four times as long after each further refusal."""
 _SETTLED = 2
 """Backwards after a fork during which the pages that both write are copied, as a rule."""
 _ENDS = 1.25
@@ -28,12 +28,12 @@ of another one."""
 
 
 class TwinPace:
-    """When to fork, from what the forks so far have taken."""
+    """Plans the next fork by the time that the forks so far have taken."""
 
     def __init__(self) -> None:
         self._began = time.perf_counter()
         self.next_at = self._began + _FIRST_S / SHARE
-        """When ``plans`` is to be asked."""
+        """Time from which ``plans`` is to be called."""
         self._cost_s, self._last_s = 0.0, _FIRST_S
         self._settled_at = 0
         self._system_s = 0.0
@@ -70,7 +70,7 @@ class TwinPace:
         self.next_at = 0.0
 
     def add(self, seconds: float) -> None:
-        """Add what another process took for the last fork."""
+        """Add the time that another process took for the last fork."""
         self._last_s += seconds
         if self._settled_at == 0:
             self._cost_s += seconds
@@ -88,7 +88,7 @@ class TwinPace:
         self.next_at = max(time.perf_counter() + wait_s, self._affordable(self._part))
 
     def _affordable(self, part: float) -> float:
-        """Return when the forks so far have taken no more than this ``part`` of the share."""
+        """Return the time at which the forks so far are this ``part`` of the share of the run's time."""
         return self._began + self._cost_s / (SHARE * part)
 
 

@@ -13,7 +13,7 @@ from typing import Any
 from lagom.restart.disks import this_host
 
 REWRITTEN = -1
-"""In place of a length: the file was there when the run began, and the program has emptied it itself since."""
+"""In place of a length: the file was there when the run began, and the program itself has emptied it since."""
 _MAX_SAVED = 20_000
 """Files whose lengths at their saving, and removals and renamings, are kept."""
 Identity = tuple[int, int, int]
@@ -27,7 +27,7 @@ class AppendedFile:
     begin: int | None
     """Bytes when the run began; None if it was not there; or REWRITTEN."""
     in_place: bool = False
-    """Not only appended to: nothing says which part was there at an earlier moment."""
+    """Whether the file is changed in place, so that its content at an earlier moment is unknown."""
     host: str = ""
     """Host on which rank 0 has written it, as ``this_host`` names it."""
 
@@ -50,14 +50,14 @@ class Renaming:
     path: str
     to: str
     replaces: bool
-    """Whether there was another one of that name, which is lost."""
+    """Whether another file had the name ``to``, which is lost."""
     host: str
     at: float
 
 
 @dataclass(slots=True)
 class WrittenFiles:
-    """Paths are absolute, without links."""
+    """Files that rank 0 has written, made, renamed and removed in a run; paths are absolute, without links."""
 
     token: str = field(default_factory=lambda: secrets.token_hex(4))
     appended: dict[str, AppendedFile] = field(default_factory=dict)
@@ -77,15 +77,15 @@ class WrittenFiles:
     """Whether the present attempt has read a checkpoint of an earlier one, or saved one of its own."""
 
     snapshot_at: float | None = None
-    """When the snapshot was taken from which the present attempt goes on; None without one."""
+    """Time of the snapshot from which the present attempt goes on; None without one."""
 
     renamed: list[Renaming] = field(default_factory=list)
-    """Files and directories that the run has renamed; from ``go_back`` on, those since the snapshot."""
+    """Files and directories that the run has renamed: after ``go_back`` only those renamed since the snapshot."""
     gone: dict[str, float] = field(default_factory=dict)
-    """Files and directories that the run has removed, with the time; as ``renamed``."""
+    """Files and directories that the run has removed, with the time; after ``go_back`` as for ``renamed``."""
 
     before_snapshot: dict[str, AppendedFile] = field(default_factory=dict)
-    """Facts about files from before they went back to their lengths at a snapshot."""
+    """Entries of ``appended`` from before ``go_back`` replaced them."""
 
     @property
     def is_empty(self) -> bool:
@@ -157,11 +157,11 @@ class WrittenFiles:
         self.renamed, self.gone = [], {}
 
     def version(self, path: str, identity: Identity) -> SavedVersion | None:
-        """Return the version of ``path`` that is ``identity``."""
+        """Return the saved version of ``path`` with this ``identity``; None if there is none."""
         return next((one for one in self.saved.get(path, ()) if one.identity == identity), None)
 
     def siblings(self) -> Iterator[str]:
-        """Yield the paths of all files that may be beside files of the program."""
+        """Yield the paths of all files that lagom may keep beside the program's files."""
         yield from (beside(path, self.token, "old") for path in self.writing)
         yield from (beside(path, self.token, "lost") for path in self.appended)
 
@@ -174,7 +174,7 @@ class WrittenFiles:
             del self.saved[oldest]
 
     def _move(self, path: str, to: str) -> None:
-        """Have what is known of ``path``, and of all below it, be known of ``to``."""
+        """Move the facts about ``path``, and about all paths below it, to ``to``."""
         saved = {_moved(one, path, to): versions for one, versions in self.saved.items()}
         self.saved = saved
         self.made = {_moved(one, path, to) for one in self.made}
