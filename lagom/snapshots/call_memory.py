@@ -1,4 +1,4 @@
-"""``CallMemory``: data of the call that is still as it came, to which a snapshot refers instead of writing it again."""
+"""``CallMemory``: finds unchanged data of the call, to which a snapshot refers instead of writing the data again."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ class ResumedFrame:
     def __init__(self, values: dict[str, Any], call: Callable[[], Any] | None) -> None:
         self._values = values
         self.call = call
-        """Returns what the call in progress returns; None if the call is made again."""
+        """Returns the value of the call in progress; None if the call is made again."""
         self._passed: set[str] = set()
 
     def take(self, name: str) -> Any:
@@ -36,7 +36,7 @@ class ResumedFrame:
         return self._values.pop(name)
 
     def items(self, iterator: Iterable[Any]) -> Iterator[Any]:
-        """Return what is left of a loop: the item that it was at, and then the others."""
+        """Return the rest of a loop's items: the one that the loop was at, and then the others."""
         return itertools.chain((self.FIRST,), iterator)
 
     def first(self, place: str) -> bool:
@@ -51,7 +51,7 @@ class ResumedFrame:
 
 
 class EnteredManager:
-    """A context manager that has been entered before: only left at the end of its block."""
+    """A context manager that has been entered before: it is not entered again, only left at the end of its block."""
 
     def __init__(self, manager: Any) -> None:
         self._manager = manager
@@ -123,7 +123,7 @@ def script_code(source: SourceFile, node: ast.AST, is_innermost: bool) -> types.
 
 
 def first_parameter(function: ast.FunctionDef, cells: Collection[str]) -> list[str]:
-    """Return the parameter that ``super()`` looks at, which has to be the first one; none in other functions."""
+    """Return the first parameter of a function that calls ``super()``, which needs it there; nothing for others."""
     given = [*function.args.posonlyargs, *function.args.args]
     return [given[0].arg] if "__class__" in cells and given else []
 

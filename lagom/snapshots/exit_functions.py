@@ -20,7 +20,7 @@ class ExitFunctions:
 
     @contextmanager
     def noticed(self) -> Iterator[None]:
-        """Note what the program registers in the block."""
+        """Note the functions that the program registers in the block."""
         register, unregister = atexit.register, atexit.unregister
 
         def note(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Callable[..., Any]:
@@ -38,7 +38,7 @@ class ExitFunctions:
             yield
 
     def go_on(self, registered: Sequence[Any]) -> None:
-        """Register what another process has noted."""
+        """Register the functions that another process has noted."""
         self.registered = list(registered)
         for function, args, kwargs in registered:
             atexit.register(function, *args, **kwargs)

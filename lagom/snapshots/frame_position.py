@@ -14,7 +14,7 @@ _CACHE = dis.opmap.get("CACHE", -1)
 
 
 class NoSnapshotError(Exception):
-    """Why no snapshot can be taken at this place, in a few words."""
+    """Says in a few words why no snapshot can be taken at this place."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -44,7 +44,7 @@ _PASSED = (
     "/torch/utils/data/dataloader.py",
     "/tqdm/std.py",
 )
-"""Parts of libraries that may be around the program and its parts: what they hold is saved with their iterators."""
+"""Files whose frames may lie between the program's: their state is saved with their iterators."""
 
 
 @dataclass(slots=True)
@@ -229,7 +229,7 @@ def _stack_names(source: SourceFile, function: Function, node: ast.AST) -> list[
 
 
 def _cells(frame: types.FrameType, values: Mapping[str, Any], names: set[str]) -> dict[str, types.CellType]:
-    """Return the cells of ``frame``: those of functions that it has defined, or that it is itself one of."""
+    """Return the cells of ``frame``, which it shares with functions defined in it, or with the function around it."""
     found: dict[str, types.CellType] = {}
     for function in gc.get_objects():
         if type(function) is not types.FunctionType or not names & {*function.__code__.co_freevars}:
@@ -252,7 +252,7 @@ def _holds(cell: types.CellType, values: Mapping[str, Any], name: str) -> bool:
 
 
 def _is_of(frame: types.FrameType, name: str, cell: types.CellType) -> bool:
-    """Return whether ``cell`` is that of ``frame``, which then sees a change, and not another with the same value."""
+    """Return whether ``cell`` belongs to ``frame``, which then sees a change, and is not another of the same value."""
     is_full = name in frame.f_locals
     before, mark = cell.cell_contents if is_full else None, object()
     try:

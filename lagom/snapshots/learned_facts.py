@@ -52,8 +52,8 @@ class LearnedFacts:
 #
 # lagom learns of a program while it runs: which forwards can be shared out by rows, whether all ranks compute the same
 # gradients, how many backwards the program accumulates. Another order of additions follows, so the last digits depend
-# on it. All ranks have learned the same, and a run that goes on with as many ranks begins with it. With another number
-# of ranks it learns again.
+# on these facts. All ranks have learned the same, and a run that goes on with as many ranks begins with these facts.
+# With another number of ranks it learns again.
 #
 # Facts are about objects, such as modules, and come last in a pickle: an object that the program does not hold any more
-# shall not be in it for the sake of a fact.
+# shall not be in the pickle for the sake of a fact.

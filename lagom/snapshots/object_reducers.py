@@ -54,7 +54,7 @@ def _made(kind: Any) -> Any:
 
 
 def _optimizer_state(optimizer: Optimizer) -> tuple[dict[str, Any], bool]:
-    """Return all attributes, and whether a scheduler counts steps: torch's ``__getstate__`` drops that, and hooks."""
+    """Return all attributes, with hooks, and whether a scheduler counts steps; torch's ``__getstate__`` has neither."""
     state = dict(vars(optimizer))
     counts = getattr(state.get("step"), "_wrapped_by_lr_sched", False)
     if counts:

@@ -41,7 +41,7 @@ def process_state(before: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def set_process_state(state: Mapping[str, Any], before: Mapping[str, Any]) -> None:
-    """Set what ``process_state`` has returned in a process with the ``first_settings`` that are ``before``."""
+    """Set the settings that ``process_state`` has returned; this process had the ``first_settings`` ``before``."""
     torch.set_grad_enabled(state["grad"])
     torch.set_default_dtype(state["dtype"])
     set_deterministic(state["deterministic"], state["warn_only"])

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class ProgramState:
-    """All that a program in progress has."""
+    """The state of a program in progress."""
 
     frames: list[FrameState]
     variables: dict[str, dict[str, Any]]
@@ -64,7 +64,7 @@ class ProgramState:
     beside: Any
     """Data that lagom keeps with the program's state."""
     services: Mapping[str, Any]
-    """State of services that the program has told something, by name."""
+    """State of the services that the program uses, such as MLflow, by name."""
     learned: LearnedFacts
 
 
@@ -100,11 +100,11 @@ class ProgramInProgress:
         self._process: dict[str, Any] | None = None
         self._resumed: ProgramState | None = None
         self.beside: Callable[[], Any] = lambda: None
-        """Returns what is kept with the state of the program."""
+        """Returns data of lagom's to keep with the program's state."""
         self.services: dict[str, tuple[Callable[[], Any], Callable[[Any], None]]] = {}
-        """For each service that the program may tell something: functions that return and set the state here."""
+        """For each service that the program may use, such as MLflow, functions that return and set its state here."""
         self.found_beside: Any = None
-        """Data that was kept with the state that this process goes on from."""
+        """Data that ``beside`` returned for the state from which this process goes on."""
 
     def prepare(self, call: Call, known: Mapping[str, Any]) -> Callable[[], Any] | None:
         """Have the functions of ``call`` tell their positions; return what is called instead, if it is a script.
@@ -152,7 +152,7 @@ class ProgramInProgress:
             yield
 
     def run(self, function: Callable[[], Any]) -> Any:
-        """Call ``function``, the program or the rest of it; what is called by this method is the program."""
+        """Call ``function``, the program or its rest; the frames that this method calls are the program's."""
         state, self._resumed = self._resumed, None
         if state is not None:
             self._set_library_settings(state.settings)
@@ -202,7 +202,7 @@ class ProgramInProgress:
         return pickle.dumps((imports, pickled)), buffers
 
     def go_on(self, pickled: Any, buffers: Sequence[Any]) -> Callable[[], Any]:
-        """Put back what ``pickle`` has returned; return the call for ``run`` that goes on from there."""
+        """Restore the state that ``pickle`` has returned; return the call for ``run`` that goes on from there."""
         forget_iterators()
         imports, pickled = unpack_parts([pickled])
         if imports is not None:

@@ -30,9 +30,9 @@ _SIMPLE = (ast.Expr, ast.Assign, ast.AugAssign, ast.AnnAssign, ast.Return, ast.A
 
 
 class _Undeclared(ast.NodeTransformer):
-    """Drops declarations of a function's own, which stand at its beginning instead, and what cannot stand beside them.
+    """Drops a function's declarations, which are moved to its beginning, and the annotations of its variables.
 
-    A variable that is declared nonlocal may have no annotation; a function does not compute those of its variables.
+    A variable that is declared nonlocal may have no annotation, and a function does not compute annotations anyway.
     """
 
     def __init__(self, *, is_function: bool) -> None:

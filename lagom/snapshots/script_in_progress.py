@@ -150,7 +150,7 @@ class ScriptInProgress:
         for name in self.modules:
             self._variables[name]["__builtins__"] = vars(builtins)  # as running a module does
         for name in imports.installed:
-            with contextlib.suppress(Exception):  # where a value of the snapshot needs it, that says so
+            with contextlib.suppress(Exception):  # unpickling fails, and says so, if a value needs the module
                 importlib.import_module(name)
         for one in imports.own:
             package, _, last = one.name.rpartition(".")

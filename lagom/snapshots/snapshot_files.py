@@ -42,7 +42,7 @@ class SnapshotFiles:
 
     @property
     def journal(self) -> str | None:
-        """Return the file for what the program tells services, which a resumed run does not tell again."""
+        """Return the file for the program's calls of services, which a resumed run does not repeat."""
         return self._folder.journal if self.is_shared else None
 
     def obstacle(self, rank: int) -> str:
@@ -61,10 +61,10 @@ class SnapshotFiles:
         return None
 
     def write(self, number: int, parcel: Parcel, facts: Mapping[str, Any]) -> dict[str, Any]:
-        """Write snapshot ``number``; return its bytes, and where it went to the driver, the digests of its files.
+        """Write snapshot ``number``; return its size and, if it was sent to the driver, the digests of its files.
 
         Raises:
-            LagomError: if the driver does not take it.
+            LagomError: if the driver does not take the files.
         """
         if self.is_shared:
             with open(self._folder.partial(number), "wb", opener=_private) as file:
@@ -90,7 +90,7 @@ class SnapshotFiles:
         return digest
 
     def remove_partial(self, number: int) -> None:
-        """Remove what there is of a snapshot that could not be written."""
+        """Remove the files of snapshot ``number``, which could not be written."""
         if self.is_shared:
             self._folder.remove_partial(number)
 
@@ -106,10 +106,10 @@ class SnapshotFiles:
         return snapshot.path
 
     def check_written(self) -> None:
-        """Check that files are here which the program had written by the snapshot that it goes on from.
+        """Check that this host sees the files that the program had written before the snapshot that it goes on from.
 
         Raises:
-            SnapshotError: if they are on the disk of another host.
+            SnapshotError: if a file is on the disk of another host.
         """
         if self.resumed is None or (written := self._spec.files) is None:
             return

@@ -15,7 +15,7 @@ _PUT_OFF_S = 0.02
 
 
 class SnapshotPace:
-    """When to take a snapshot, from what those before have taken.
+    """Plans the next snapshot by the time that the earlier ones have taken.
 
     Args:
         every_s: seconds from one to the next, at least. "auto": 10, or as many more as it takes for the time of rank 0,
@@ -27,14 +27,14 @@ class SnapshotPace:
         self.every_s = _AUTO_S if isinstance(every_s, str) else every_s
         now = time.perf_counter()
         self._first_at = self.due_at = self.next_at = now + self.every_s
-        """When the first one is due, the last one was, and when to look next."""
+        """Times at which the first snapshot and the next one are due, and the time of the next look."""
         self.forked_at = 0.0
         self._cost_s = 0.0
         self._rested_at, self._rested_system_s = now, _system_s()
         self._system_s, self._usual = 0.0, 0.0
 
     def put_off(self, seconds: float | None = None) -> bool:
-        """Note that no snapshot could be taken, which took ``seconds``; return whether none was for too long."""
+        """Note that no snapshot could be taken, in ``seconds``; return whether the due one is late by ``every_s``."""
         now = time.perf_counter()
         self.next_at = now + max(_PUT_OFF_S, (self._cost_s if seconds is None else seconds) / SHARE)
         return now - self.due_at > self.every_s
@@ -51,7 +51,7 @@ class SnapshotPace:
         now = time.perf_counter()
         wrote_s = now - self.forked_at
         if self._counts_all:
-            # Copies of pages are time of the system, beside what this process takes of that anyway.
+            # Copies of pages count as time of the system, of which this process uses some anyway.
             self._cost_s += used_s + max(0.0, _system_s() - self._system_s - self._usual * wrote_s)
         paused_at = now + wrote_s  # at least as long a pause as the writing took
         self.due_at = self.next_at = max(

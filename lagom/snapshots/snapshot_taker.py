@@ -48,12 +48,12 @@ class Snapshots:
     """The snapshots of one rank: rank 0 takes them, and all ranks can go on from one.
 
     Args:
-        files: where they are kept.
+        files: the files of the snapshots.
         payload_fd: file of the call, from which its data is mapped.
         tell: sends a message to the driver.
-        ask: does so and waits for the answer.
+        ask: sends a message to the driver and waits for the answer.
         at_home: classes that came with the call, with their ids.
-        lengths: writes out what the program holds back, and returns the lengths of the files that it goes on writing.
+        lengths: flushes the program's files, and returns the lengths of the files that it goes on writing.
         settings: returns the settings of libraries, and sets them.
     """
 
@@ -81,17 +81,17 @@ class Snapshots:
         self._why = ""
         self._asked: Any = None
         self._refused: Any = None
-        """Start of a pass that cannot be kept but at its first batch."""
+        """Start of a pass that can be kept at its first batch alone."""
 
     @property
     def journal(self) -> str | None:
-        """Return the file for what the program tells services, which a resumed run does not tell again."""
+        """Return the file for the program's calls of services, which a resumed run does not repeat."""
         return self._files.journal
 
     def prepare(self, call: Call, known: Mapping[str, Any]) -> Callable[[], Any] | None:
         """Have the functions of ``call`` tell their positions; return what is called instead.
 
-        That is the call of its rest if the run goes on, and of a script a call that notes what it imports.
+        If the run goes on, that is the call of the program's rest. For a script, it is a call that notes its imports.
 
         Args:
             known: objects of lagom's that the program may hold, by name.
@@ -151,7 +151,7 @@ class Snapshots:
             self._tell({"type": "snapshot", "what": "none", "why": why})
 
     def _pickle_here(self, frames: Any, iterator: Any) -> Callable[[], Pickled] | None:
-        """Pickle the state in this process if a fork of it could not; return what gives the pickle."""
+        """Pickle the state here if a fork could not, and return a function that returns the pickle; else None."""
         if self._session.device.type in FORKED:
             return None
         try:
@@ -159,13 +159,13 @@ class Snapshots:
             pickled = self.program.pickle(frames, iterator)
         except NoSnapshotError:
             raise
-        except Exception as error:  # in a fork it would not end the program either
+        except Exception as error:  # it must not end the program, as an error in a fork does not
             raise NoSnapshotError(_reason(error)) from error
         return lambda: pickled
 
     def _pickle_in_fork(self, frames: Any, iterator: Any) -> Pickled:
         self.program.note_process()
-        torch.set_num_threads(1)  # the threads that it would use are not in the fork
+        torch.set_num_threads(1)  # torch's threads are not in the fork
         return self.program.pickle(frames, iterator)
 
     def _take(self, pickle: Callable[[], Pickled], start: float) -> None:

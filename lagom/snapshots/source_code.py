@@ -2,8 +2,8 @@
 
 The value stack of a running frame cannot be read in Python. The iterator of a ``for`` loop and the manager of a
 ``with`` block lie there, and nothing else that a statement in progress needs twice. So each of them gets a local
-variable, whose name no program can have. Those of a script's own statements have a place beside its variables, which
-are global, so that a program may list them.
+variable, whose name no program can have. The iterators and managers of a script's own statements are in a dict beside
+the script's variables: these are global, and a program may list them.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ LOCAL, OF_SCRIPT = LocalVariables(), ScriptVariables()
 
 
 def make_known() -> None:
-    """Have code with a named stack find what it calls."""
+    """Make builtins of the functions that code with a named stack calls."""
     names = {_ITER: iter, _HELD: held, _KEEP: _keep, _KEPT: ScriptVariables.kept}
     for name, value in names.items():
         setattr(builtins, name, value)
@@ -205,7 +205,7 @@ def names_in(statements: Iterable[ast.stmt]) -> list[str]:
 
 
 def clear_left(variables: LocalVariables, node: ast.Try | ast.TryStar) -> None:
-    """Have handlers let go first of what an exception has left: a generator is closed then, and workers end."""
+    """Have handlers first clear the variables of iterators that an exception has left: generators and workers end."""
     names = names_in([*node.body, *node.orelse])
     for handler in node.handlers:
         handler.body = [*(variables.clear(name, node) for name in names), *handler.body]

@@ -31,7 +31,7 @@ from lagom.snapshots.old_graphs import has_live_graph, with_old_graph
 Refer = Callable[[memoryview], Any]
 Globals = Mapping[str, dict[str, Any]]
 """The variables of the program's modules, by the modules' names."""
-_GRADIENT: Any = vars(torch._C.TensorBase)["grad"]  # by the attribute it would be a read of the program's
+_GRADIENT: Any = vars(torch._C.TensorBase)["grad"]  # the attribute would count as a read by the program
 _Lock, _RLock = type(threading.Lock()), type(threading.RLock())
 
 
@@ -90,7 +90,7 @@ def pickle_state(
 
 _LARGE = 1 << 16
 _MAX_VERSION = 1000
-"""Changes of a tensor that are counted: to count takes time when it is put back."""
+"""Largest version of a tensor that is restored, since each change is counted up one by one."""
 
 
 class _Gradients:
@@ -164,9 +164,9 @@ class _StatePickler(Pickler):
 
 
 def _tensor_made(make: Callable[..., torch.Tensor], args: tuple[Any, ...], version: int) -> torch.Tensor:
-    """Make a tensor that has been changed as often as the one before: lagom learns by that what a forward changes."""
+    """Make a tensor with the original's version, by which lagom notices the tensors that a forward changes."""
     made = make(*args)
-    found = made.data.requires_grad_(made.requires_grad)  # one that counts its changes from 0 on
+    found = made.data.requires_grad_(made.requires_grad)  # a tensor of version 0
     for _ in range(version):
         torch.autograd.graph.increment_version(found)
     return found
@@ -179,7 +179,7 @@ def _type_made(kind: Any, given: tuple[Any, ...], module: str) -> Any:
 
 
 def _class_made(make: Callable[..., type], given: tuple[Any, ...]) -> type:
-    """Make a class of the program again: what its bases and its metaclass do with a new class, they have done."""
+    """Make a class of the program again, without the hooks of its bases and metaclass, which have run once."""
     parts = [one for part in given for one in (part if isinstance(part, tuple) else (part,))]
     with ExitStack() as stack:
         for kind in {base for one in parts if isinstance(one, type) for base in one.__mro__}:
@@ -191,7 +191,7 @@ def _class_made(make: Callable[..., type], given: tuple[Any, ...]) -> type:
 
 
 def _quiet_hooks(kind: type) -> dict[str, Any]:
-    """Return functions in the place of those that are called with a new class."""
+    """Return functions that replace the hooks which Python calls for a new class."""
 
     owner: Any = kind
 

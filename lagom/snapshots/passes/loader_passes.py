@@ -52,7 +52,7 @@ class LoaderPasses:
             note_workers(iterator)
 
     def end_pass(self, iterator: Any) -> None:
-        """Note the states of workers that remain after a pass."""
+        """Note the states of persistent workers after a pass."""
         if iterator._persistent_workers and NOTES in vars(iterator):
             vars(iterator)[NOTES].end_pass(iterator)
 
@@ -74,7 +74,7 @@ class LoaderPasses:
         return all(row == b"1" for row in self._session.group.all_gather_bytes(b"1" if mine else b"0"))
 
     def made_batch(self) -> None:
-        """Note that the rank gets on."""
+        """Count a tick, since the rank makes progress."""
         self._session.ticks += 1
 
     def go_on(self, progress: Any) -> None:

@@ -91,7 +91,7 @@ class Position:
 
     loader: DataLoader[Any]
     made: PassStart
-    """States when the iterator was made; workers that remain were begun then."""
+    """States when the iterator was made; persistent workers were begun then."""
     start: PassStart
     """States when its pass began."""
     first: PassStart | None
@@ -237,7 +237,7 @@ def _read_again(iterator: Any, position: Position) -> None:
 
 
 def _go_on_with_workers(iterator: Any, position: Position, rank: Rank, *, from_start: bool) -> bool:
-    """Begin ``iterator`` again, with its workers; return whether all ranks found what it has given as it was."""
+    """Begin ``iterator`` again, with its workers; return whether all ranks found the batches so far unchanged."""
     samplers = _make(iterator, position, is_shut=True)
     samplers[-1].is_shut = False
     iterator._sampler_iter = samplers[-1].passes[0]

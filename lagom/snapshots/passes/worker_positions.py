@@ -64,7 +64,7 @@ class WorkerNotes:
     notes: list[list[Note]]
     """The last note of a batch that the program has, and later ones."""
     ended: list[WorkerState | None] | None = None
-    """States after the pass has ended, if the workers remain."""
+    """States after the pass has ended, if the workers are persistent."""
 
     @classmethod
     def of_new(cls, num_workers: int) -> WorkerNotes:
@@ -75,7 +75,7 @@ class WorkerNotes:
         """Return the notes that are needed to go on after ``taken`` batches.
 
         Raises:
-            WorkersInPassError: if workers that remain from earlier passes hold more than numbers.
+            WorkersInPassError: if the data set of persistent workers has a state that is not random numbers.
         """
         kept = [[one for one in notes if one.task < taken][-1:] for notes in self.notes]
         found = replace(self, notes=kept)
@@ -233,10 +233,10 @@ def replay(
 
 
 def note_workers(iterator: Any, notes: WorkerNotes | None = None) -> NoteTaker | None:
-    """Return what takes notes of the workers of ``iterator`` from now on; None where none can be taken.
+    """Take notes of the workers of ``iterator`` from now on; return the taker, None where no notes can be taken.
 
     Args:
-        notes: of workers that have gone on.
+        notes: notes of workers that have gone on from a snapshot.
     """
     held = vars(iterator)
     results = held.get("_worker_result_queue") if type(iterator) is _MultiProcessingDataLoaderIter else None
@@ -247,13 +247,13 @@ def note_workers(iterator: Any, notes: WorkerNotes | None = None) -> NoteTaker |
 
 
 def notes_in_pass(iterator: Any, loader: DataLoader[Any], current: LoaderPass, *, is_first: bool) -> WorkerNotes | None:
-    """Return what is to be known of the workers of ``iterator``, to go on with its pass.
+    """Return the notes of the workers of ``iterator`` that are needed to go on with its pass.
 
     Args:
-        is_first: the pass ``current`` is the first of these workers.
+        is_first: whether the pass ``current`` is the first of these workers.
 
     Raises:
-        WorkersInPassError: if it cannot be known.
+        WorkersInPassError: if there are no such notes.
     """
     held = vars(iterator)
     notes: NoteTaker | None = held.get(NOTES)
@@ -276,7 +276,7 @@ def notes_in_pass(iterator: Any, loader: DataLoader[Any], current: LoaderPass, *
 
 
 def used_by_workers(loader: DataLoader[Any]) -> WorkerState:
-    """Return what the workers of ``loader`` get if they begin now."""
+    """Return the state that the workers of ``loader`` get if they begin now."""
     return worker_state((loader.dataset, loader.collate_fn, loader.worker_init_fn), of_process=False)
 
 

@@ -57,7 +57,7 @@ class Question:
 
     Args:
         task: the next task of the worker.
-        state: to be taken.
+        state: the state that the worker is to take, if any.
     """
 
     def __init__(self, task: int, state: WorkerState | None = None) -> None:
