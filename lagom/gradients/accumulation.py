@@ -57,7 +57,7 @@ class Accumulation:
         """Parameters whose gradients are sums of this rank's shares, still to be averaged; by id."""
 
     def state(self) -> Any:
-        """Return what is known of the program's cycles, for ``go_on`` in another process.
+        """Return the facts about the program's cycles, for ``go_on`` in another process.
 
         Raises:
             LagomError: if gradients are this rank's own now.
@@ -67,7 +67,7 @@ class Accumulation:
         return self._is_patched, self._over, self._count, self._goal, self._lengths.copy(), self._agreed, self._num_vain
 
     def go_on(self, state: Any) -> None:
-        """Go on from what ``state`` has returned, with gradients that are averages."""
+        """Go on from the facts that ``state`` has returned, with gradients that are averages."""
         is_patched, self._over, self._count, self._goal, self._lengths, self._agreed, self._num_vain = state
         if is_patched:
             self._patch_grad()

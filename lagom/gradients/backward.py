@@ -106,11 +106,11 @@ class _Backwards:
             self.accumulation.close()
 
     def state(self) -> list[tuple[None, Any]]:
-        """Return what decides how gradients are averaged, for ``go_on`` in another process."""
+        """Return the facts that decide how gradients are averaged, for ``go_on`` in another process."""
         return [(None, (self._replicas.is_over, self.accumulation.state()))]
 
     def go_on(self, state: Sequence[tuple[None, Any]]) -> None:
-        """Average gradients as the process did that has returned ``state``."""
+        """Average gradients as the process that has returned ``state`` did."""
         ((_, (self._replicas.is_over, accumulation)),) = state
         self.accumulation.go_on(accumulation)
 

@@ -22,7 +22,7 @@ _functorch = torch._C._functorch
 def take_one_by_one(
     roots: Sequence[Tensor], take: Callable[[tuple[Tensor, ...], bool], Sequence[Tensor | None]]
 ) -> tuple[Tensor | None, ...]:
-    """Return the gradients for each of the batched ``roots``, batched as these are.
+    """Return the gradients for each of the batched ``roots``, batched as the roots are.
 
     Args:
         take: returns the gradients of one root of each, and is told whether it is the last one.

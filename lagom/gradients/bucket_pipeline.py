@@ -33,16 +33,16 @@ _NAP_S = 2e-4
 
 
 class ShardStore(Protocol):
-    """Stores this rank's parts of averages, and removes the leaves' gradients; for ``zero_lvl=2``."""
+    """Stores this rank's shards of averages, and removes the leaves' gradients; for ``zero_lvl=2``."""
 
     def bucket_shard_map(self, leaves: Sequence[torch.Tensor]) -> ShardMap | None:
         """Return which rank keeps which part of a bucket of averages; None if one of them must stay whole."""
 
     def cut_gradient_early(self, leaf: torch.Tensor) -> None:
-        """Replace the whole average in ``leaf.grad`` by this rank's part, while the backward may still fail."""
+        """Replace the whole average in ``leaf.grad`` by this rank's shard, while the backward may still fail."""
 
     def store_part_early(self, leaf: torch.Tensor, part: torch.Tensor | None) -> None:
-        """Store ``part``, this rank's part of the average; None if this rank needs nothing of the leaf."""
+        """Store ``part``, this rank's shard of the average; None if this rank needs nothing of the leaf."""
 
 
 class BucketPipeline:

@@ -69,7 +69,7 @@ class GradCalls:
         return tuple(found)
 
     def _must_take_one_by_one(self, outputs: Sequence[Any], args: tuple[Any, ...]) -> bool:
-        """Return whether the call asks for several gradients at once of something that ranks have computed by rows."""
+        """Return whether the call asks for several gradients at once of a tensor that ranks have computed by rows."""
         if self._session.depth or self._session.sliced_forward is not None or self._session.is_probing:
             return False
         if not any(isinstance(root, Tensor) and is_batched(root) and root.numel() for root in args[0]):
@@ -102,7 +102,7 @@ class GradCalls:
 
 @contextmanager
 def inside_backward(session: Session) -> Iterator[None]:
-    """Count a backward that runs meanwhile."""
+    """Have the session know in the block that a backward runs."""
     session.depth += 1
     try:
         yield

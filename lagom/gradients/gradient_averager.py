@@ -1,4 +1,4 @@
-"""``GradientAverager``: average the gradients of each backward over the ranks, once they agree on the leaves."""
+"""``GradientAverager``: averages the gradients of each backward over the ranks, once they agree on the leaves."""
 
 from __future__ import annotations
 

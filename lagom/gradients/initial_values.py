@@ -35,7 +35,7 @@ class InitialValueCheck:
         self._equal: set[int] = set()
 
     def find_unseen(self, numbers: Iterable[int]) -> list[int]:
-        """Return those of ``numbers`` that have not been compared; negative numbers do not belong to leaves."""
+        """Return the ``numbers`` of leaves that have not been compared; negative numbers do not belong to leaves."""
         return [number for number in numbers if number >= 0 and number not in self._equal]
 
     def add_verified(self, numbers: Iterable[int]) -> None:

@@ -146,8 +146,8 @@ class Replicas:
 # gradients of one process. To average them changes nothing, and takes as long as the backward of such a network: ranks
 # wait for each other in each step. So gradients are compared instead: those of each kind of backward when it comes for
 # the first time, and later whenever parameters are compared (see Note [Divergence] in divergence.py). In between, ranks
-# do not wait. Not even the first is averaged: a mean of three equal values may be rounded, and a run that goes on from
-# a snapshot begins with a first one.
+# do not wait. Not even the gradients of the first backward are averaged: a mean of three equal values may be rounded,
+# and a run that goes on from a snapshot begins with a first backward of its own.
 #
 # Ranks that compute something of their own (a generator without a seed) have other gradients from the beginning, and
 # those are averaged. So are those of a program that has asked for its rank by the time of a comparison. Where ranks

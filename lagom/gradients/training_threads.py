@@ -9,13 +9,13 @@ import weakref
 from lagom.errors import DivergenceError
 
 _WAITING = ("threading", "concurrent", "queue", "multiprocessing", "asyncio", "selectors", "socket")
-"""Packages of Python's in whose functions a thread waits for another one."""
+"""Packages of Python with functions in which a thread waits for another thread."""
 
 
 class TrainingThreads:
     """Refuses backwards in two threads that run at once; threads that wait for each other may take turns.
 
-    Ranks exchange gradients in the order of their backwards, which is another one on each rank if threads race.
+    Ranks exchange gradients in the order of their backwards, which differs between ranks if threads race.
     """
 
     def __init__(self) -> None:
@@ -26,12 +26,12 @@ class TrainingThreads:
         """Record that this thread runs a backward.
 
         Raises:
-            DivergenceError: if another thread that has run one is at work meanwhile.
+            DivergenceError: if another thread that has run a backward is at work now.
         """
         if threading.get_ident() == self._last:
             return
         here = threading.current_thread()
-        if isinstance(here, threading._DummyThread):  # one of autograd's, in which a checkpoint runs a backward
+        if isinstance(here, threading._DummyThread):  # a thread of autograd, in which a checkpoint runs a backward
             return
         others = [one for one in self._threads if one is not here and one.is_alive() and not _waits(one)]
         self._threads.add(here)

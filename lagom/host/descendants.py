@@ -31,7 +31,7 @@ class Orphaned(BaseException):
 
 
 def fork_host(function: Callable[[], None]) -> int:
-    """Run ``function`` in a child that has processes of its own: they end with it, and it ends with this process.
+    """Run ``function`` in a child process, which ends with this one; the processes that it starts end with the child.
 
     Returns:
         The child's process id. The exit status is 0 when ``function`` returned.

@@ -1,4 +1,4 @@
-"""``DriverLink``: what a host process tells the driver; if there is no connection, kept for the results."""
+"""``DriverLink``: sends a host process's messages to the driver, or keeps some for the results without a connection."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class DriverLink:
 
     @property
     def is_open(self) -> bool:
-        """Whether the driver can be told something."""
+        """Whether there is a connection to the driver."""
         return self._client is not None
 
     def give_up(self) -> None:

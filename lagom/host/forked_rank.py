@@ -13,7 +13,7 @@ from lagom.wire.client import DriverClient, LinkClosed, Message
 
 @dataclass(slots=True)
 class ForkedRank:
-    """Holds what a host process has of one forked rank: its process, connection, output and last progress."""
+    """A forked rank as its host process has it: process, connection, output and last progress."""
 
     rank: int
     pid: int

@@ -10,5 +10,5 @@ _HUGE_PAGES = "glibc.malloc.hugetlb=1"
 
 def with_huge_pages(env: Mapping[str, str]) -> dict[str, str]:
     """Return ``env`` with the setting for pages of 2 MB, which the C library reads when a process starts."""
-    settings = [_HUGE_PAGES, env.get("GLIBC_TUNABLES")]  # of two that say something else, the last one counts
+    settings = [_HUGE_PAGES, env.get("GLIBC_TUNABLES")]  # the user's setting wins: of two values the last counts
     return {**env, "GLIBC_TUNABLES": ":".join(filter(None, settings))}

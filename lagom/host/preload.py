@@ -18,7 +18,7 @@ from lagom.patching.late_dynamo import import_dynamo_if_used, put_off_dynamo
 
 
 def look_at_loaded() -> None:
-    """Look for all ranks at the libraries and modules that are loaded by now, and that ranks will patch."""
+    """Read the loaded libraries and modules that ranks will patch, so that no rank has to do so."""
     for library in loaded():
         slots(library, platform.machine())  # reading torch's takes 0.1 s, and nothing the next time
     remember_importers()

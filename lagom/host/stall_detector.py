@@ -63,7 +63,7 @@ class Pulse:
     moved_at: float = field(default_factory=time.monotonic)
     heard_at: float = field(default_factory=time.monotonic)
     doing: Message | None = None
-    """Its last message about its current activity."""
+    """The rank's last message about its current work."""
     is_stalled: bool = False
 
     def heard(self, ticks: int) -> None:

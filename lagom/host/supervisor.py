@@ -44,7 +44,7 @@ class RankSupervisor:
         self.unread: list[Message] = []
         """Messages of the driver that are not for the ranks."""
         self._is_held = False
-        """A rank of the run is in the debugger, so that ranks make no progress and are not checked for stalls."""
+        """Whether a rank of the run is in the debugger: then ranks make no progress and are not checked for stalls."""
         self._answers: list[Message] = []
         """The driver's answers to the reports of a trial, by number."""
         self.twins: TwinSets | None = None
@@ -52,7 +52,7 @@ class RankSupervisor:
             self._selector.register(link, selectors.EVENT_READ, lambda: self._read_driver(link))
 
     def keep_twins(self, ranks: Sequence[int], store: str, losses_left: int) -> None:
-        """Keep sleeping twins of ``ranks``, which meet in ``store``."""
+        """Keep sleeping twins of ``ranks``, whose store of the run is the file ``store``."""
         mark = partial(self._output.mark, self._ranks)
         self.twins = TwinSets(ranks, store, losses_left, self._selector, self.driver, mark)
 
@@ -182,7 +182,7 @@ class RankSupervisor:
             elif message["type"] == "report":
                 self._take_report(rank, message)
             elif message["type"] == "log":
-                self._output.drain(rank)  # of before
+                self._output.drain(rank)  # printed before this message
                 self._output.forward(rank, message["stream"], message["data"])
             elif message["type"] == "snapshot":
                 self._tell_snapshot(rank, message)
@@ -193,7 +193,7 @@ class RankSupervisor:
                 self.driver.send(message | {"rank": rank.rank})
 
     def _take_report(self, rank: ForkedRank, message: Message) -> None:
-        """Ask the driver about a report of rank 0's; the other ranks get the same answer to the same report."""
+        """Send a report of rank 0 to the driver; the other ranks get the driver's answer to it for the same report."""
         rank.pulse.moved()
         rank.num_reports += 1
         if rank.rank == 0:
@@ -202,7 +202,7 @@ class RankSupervisor:
             rank.send(self._answers[rank.num_reports - 1])
 
     def _ask_debugger(self, rank: ForkedRank, message: Message) -> None:
-        """Pass on what the debugger of ``rank`` shows or asks, after what the program has printed before."""
+        """Pass on a message of the debugger of ``rank``, after all that the program has printed before."""
         self._output.drain(rank)
         self.driver.send(message | {"rank": rank.rank}, sure=True)
         if not self.driver.is_open:
@@ -230,7 +230,7 @@ class RankSupervisor:
         end_rank(rank.pid, others, kept)
 
     def _tell_snapshot(self, rank: ForkedRank, message: Message) -> None:
-        """Pass on what rank 0 tells of its snapshots; it waits while its output up to one is read and marked."""
+        """Pass on a message of rank 0 about its snapshots; first read and mark its output, for which rank 0 waits."""
         if message["what"] == "at":
             self._output.mark(self._ranks, FIRST_MARK + message["number"], 0)
             rank.send({"type": "marked"})

@@ -36,7 +36,7 @@ def serve_trials(
     """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     join = join_message(slot, range(spec.plan.world_size), ground, ip, None, gpus)
-    link.send(join | {"cores": cores, "sees_driver": not ground.scratch})  # its files are the driver's
+    link.send(join | {"cores": cores, "sees_driver": not ground.scratch})  # whether it sees the driver's files
     unread: list[Message] = []
     imports = TrialImports(spec)
     imported: Sequence[str] = ()
@@ -52,7 +52,7 @@ def serve_trials(
         if message["type"] == "over":
             _close(ranks)
             return
-        if imports.add(imported) or ranks is None or not ranks.begin(message):  # have not the libraries; were killed
+        if imports.add(imported) or ranks is None or not ranks.begin(message):  # they lack libraries, or were killed
             _close(ranks)
             ranks = fork()
             ranks.begin(message)

@@ -34,10 +34,10 @@ class TrialImports:
         set_environment(spec.env, only=spec.whole_env)
 
     def add(self, names: Sequence[str]) -> bool:
-        """Import ``names``, modules of installed packages that a trial has imported by itself; return whether it did.
+        """Import ``names``, modules of installed packages that a trial has imported; return whether they were imported.
 
-        A child imports them first. Left to the trials are libraries that start threads at their import, since threads
-        do not survive a fork, those that draw random numbers, and those that fail or take long.
+        A child imports them first. If that starts threads, which do not survive a fork, draws random numbers, fails or
+        takes long, the modules are left to the trials.
         """
         new = [name for name in names if name not in sys.modules and name not in self._tried]
         self._tried.update(new)
@@ -53,7 +53,7 @@ class TrialImports:
 
 
 def _is_harmless(names: Sequence[str]) -> bool:
-    """Return whether a child that imports ``names`` has no thread then that a fork would lose, and draws nothing."""
+    """Return whether a child that imports ``names`` then has no other thread, and has drawn no random numbers."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # of threads, which this process does not have
         pid = os.fork()

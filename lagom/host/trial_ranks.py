@@ -81,7 +81,7 @@ class TrialRanks:
 # program is loaded, and wait there. So the time between two trials has no fork in it (4 to 8 ms, and the copies of
 # memory pages after it).
 #
-# Such a rank does what one does that is forked later. The slot runs nothing of the program, and so its memory is the
+# Such a rank does the same as a rank that is forked later. The slot runs nothing of the program, so its memory is the
 # same at both times; if it has imported libraries meanwhile (TrialImports), the ranks that wait are replaced. The rank
 # looks at the disk when the program does. Environment, number of threads, GPU and random states are set when the trial
 # is known. The driver asks the sampler for the trial as late as ever: after it has told it of the one before.

@@ -55,7 +55,7 @@ class TwinSet:
         return True
 
     def fits(self) -> bool:
-        """Return whether the twins answer that files which their ranks have held open have only grown."""
+        """Ask the twins; return whether the files that were open at their fork have only grown."""
         try:
             for bed in self.beds.values():
                 bed.settimeout(_ANSWER_S)
