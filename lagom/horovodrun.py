@@ -61,7 +61,7 @@ class CheckBuild(argparse.Action):
     """Prints the available features in horovodrun's form, and ends."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
-        """Print them, and exit."""
+        """Print the features, and exit."""
         from lagom import __version__
 
         shared = importlib.util.find_spec("lagom._native") is not None

@@ -44,7 +44,7 @@ def spawning(folder: str) -> None:
 
 
 def spawned(rank: int, world_size: int, folder: str) -> None:
-    """One of its ranks."""
+    """One of the ranks of a program that spawns them."""
     torch.set_num_threads(1)
     os.environ["MASTER_ADDR"] = "localhost"
     os.environ["MASTER_PORT"] = str(21000 + os.getppid() % 9000)

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 _NAMES = ("all_reduce", "reduce_scatter", "all_gather", "broadcast")
 _NO_CODE = 255
 _LATE, _GONE, _DIFFERS = range(1, 4)
-"""As ``Ending`` in ``csrc/ring.hpp``."""
+"""Ends of an exchange that failed, numbered as ``Ending`` in ``csrc/ring.hpp``."""
 _CLOSE_S = 1.0
 _LONGEST_S = 1e6
 """Longest wait, in seconds: ``poll`` counts no more than 24 days."""
@@ -123,7 +123,7 @@ class HostRing:
         self._close_files()
 
     def leave(self) -> None:
-        """Have no part in it in this process, which was forked from one that goes on with it."""
+        """Close the ring's connections in this process, a fork of the rank, which goes on with the ring."""
         self._is_closed = True
         self._thread.refuse()
         self._close_files()
@@ -198,10 +198,10 @@ class _Exchange(NamedTuple):
     dtype: torch.dtype
     root: int
     num_pieces: int
-    """How many such exchanges make up the caller's."""
+    """Number of exchanges that make up the exchange of the caller."""
 
     def head(self, size: int) -> bytes:
-        """Return what stands before a message of ``size`` bytes."""
+        """Return the header of a message of ``size`` bytes."""
         return HEAD.pack(self.number, size, self.operation, TYPES.get(self.dtype, _NO_CODE), self.root, self.num_pieces)
 
 
@@ -215,7 +215,7 @@ def _words(head: bytes | bytearray) -> str:
 
 
 class _Shift(NamedTuple):
-    """One step of a host: what it sends on, and where it puts, or adds, what comes; None for neither."""
+    """One step of a host: the tensor that it sends on, and the one that receives, or adds, the tensor that comes."""
 
     given: torch.Tensor | None
     into: torch.Tensor | None

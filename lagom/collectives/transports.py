@@ -127,7 +127,7 @@ class Transports:
         return self.memory is not None and self._messages is None and not self._gloo and self._nccl is None
 
     def reconnect(self) -> None:
-        """Have this process, which takes the place of its rank, share memory with the other ranks'; a collective."""
+        """Share memory with the other ranks again, as this process takes the place of its rank; a collective."""
         former = [one.memory for one in self._fast or () if one.memory is not None]
         found = shared(self._rank, self._all_gather, self._timeout_s, len(former), self._credentials.key, former)
         if isinstance(found, str):

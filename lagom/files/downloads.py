@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 _MEET_S = 10.0
 """Seconds that the first rank of a host may take to reach a download that another rank has reached."""
 _DOWNLOAD_S = 24 * 3600.0
-"""Seconds that its download may take."""
+"""Seconds that the first rank's download may take."""
 
 
 class Downloads:

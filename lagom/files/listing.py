@@ -55,15 +55,15 @@ class ListedEntry:
         return self.stat(follow_symlinks=False).st_ino
 
     def is_dir(self, *, follow_symlinks: bool = True) -> bool:
-        """Return whether it is a directory."""
+        """Return whether the entry is a directory."""
         return stat.S_ISDIR(self._mode(follow_symlinks))
 
     def is_file(self, *, follow_symlinks: bool = True) -> bool:
-        """Return whether it is a regular file."""
+        """Return whether the entry is a regular file."""
         return stat.S_ISREG(self._mode(follow_symlinks))
 
     def is_symlink(self) -> bool:
-        """Return whether it is a symbolic link."""
+        """Return whether the entry is a symbolic link."""
         return stat.S_ISLNK(self._mode(False))
 
     def is_junction(self) -> bool:

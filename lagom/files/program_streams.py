@@ -69,7 +69,7 @@ class GrowingStreams:
         self._streams.append(weakref.ref(stream))
 
     def flush(self) -> None:
-        """Flush those that are open."""
+        """Flush the streams that are open."""
         for one in self._streams:
             if (stream := one()) is not None:
                 with suppress(Exception):  # it has been closed, or its disk is full: the program learns that itself

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 _MAX_ELEMENTS = 2**18
 """Largest number of elements of all parameters: with more, intermediate tensors no longer fit into a core's cache."""
 _TYPES = (torch.float32, torch.float64)
-"""Shorter ones are rounded between operations, and not alike."""
+"""Types of parameters that are grouped: shorter ones are rounded between operations, and not alike."""
 _KINDS = (nn.Parameter, Tensor)
 _STEP = "_single_tensor_adam"
 """Torch's function for parameters on a CPU; a version of torch without it steps as it does."""

@@ -122,7 +122,7 @@ def _shared_byte() -> mmap.mmap:
 
 
 _never_freed: list[mmap.mmap] = []
-"""Freed, each would close its copy of the file: in a rank, which has closed what it was forked with, another file."""
+"""Maps that must stay: freeing one closes its descriptor, which in a forked rank may be that of another file."""
 
 
 # Note [Dynamo]

@@ -91,13 +91,13 @@ class SplitFinding:
     ways: dict[object, set[int]] = field(default_factory=dict)
     """For each shape of the batch, how many nodes of autograd a sliced call has made."""
     new_ways: int = 0
-    """Number of ways that it has taken beside the first one."""
+    """Number of ways that the forward has taken beside the first one."""
     detours: int = 0
     """Sliced calls that took another way, less those that did not."""
     reason: str | None = None
-    """Why it runs whole on every rank; None if it is sliced."""
+    """Reason for which the forward runs whole on every rank; None if it is sliced."""
     failure: str | None = None
-    """Why it cannot be called again only to look at it; None if it can."""
+    """Reason for which the forward cannot be called again as a probe; None if it can."""
     sliced: bool = False
     """The probe has shown that it computes its rows one by one."""
     repeats: bool = False

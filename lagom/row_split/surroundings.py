@@ -36,7 +36,7 @@ class Surroundings:
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         self.iterates = False
-        """One of them is an iterator, which cannot be restored."""
+        """Whether one of these values is an iterator, which cannot be restored."""
         self._places: list[tuple[Any, Any]] = []
         """Places of plain values and tensors: a dict or class and a key, a list and an index, or a cell and None."""
         self._containers: list[Any] = []

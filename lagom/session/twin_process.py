@@ -20,7 +20,7 @@ class ReportingThread(Protocol):
 
     @property
     def fd(self) -> int:
-        """The descriptor of its connection."""
+        """The descriptor of the thread's connection."""
 
     @property
     def thread(self) -> int | None:

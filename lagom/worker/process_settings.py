@@ -39,7 +39,7 @@ def process_settings() -> dict[str, Any]:
 
 
 def library_settings() -> dict[str, Any]:
-    """Return those of torch, numpy, warnings and Python: what ``process_settings`` knows but for loggers and cells."""
+    """Return the settings of torch, numpy, warnings and Python: ``process_settings`` without loggers and cells."""
     return process_settings() | {"logging": {"disabled": logging.root.manager.disable, "loggers": {}}, "cells": {}}
 
 

@@ -86,7 +86,7 @@ class GradientShards:
         return entry is not None or _slot.__get__(parameter) is not None
 
     def whole_gradient(self, parameter: torch.Tensor) -> torch.Tensor | None:
-        """Return the gradient if it has always been whole, on every rank."""
+        """Return the parameter's gradient if it has always been whole, on every rank; else None."""
         entry = self._entries.get(parameter)
         return None if entry is not None and (entry.is_cut or entry.was_shown) else _slot.__get__(parameter)
 
@@ -148,7 +148,7 @@ class GradientShards:
         return entry if able else None
 
     def _add_given(self, leaf: torch.Tensor) -> ShardedGradient | None:
-        """Return an entry for a parameter that is itself sharded, before any optimizer has stepped it."""
+        """Add and return an entry for a parameter that is itself sharded, before any optimizer has stepped it."""
         parts = None if self.parameter_parts is None else self.parameter_parts(leaf)
         if parts is None:
             return None

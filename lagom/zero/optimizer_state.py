@@ -29,9 +29,9 @@ class HeldState(NamedTuple):
     """Type of the tensor; None if the value is no tensor."""
     shape: tuple[int, ...]
     cut: bool
-    """Whether it has one element for each of the piece, in the order of memory."""
+    """Whether the tensor has one element for each of the piece, in the order of memory."""
     on_device: bool
-    """Whether it is on the parameter's device, and not on the CPU as counts of steps are."""
+    """Whether the tensor is on the parameter's device, and not on the CPU as counts of steps are."""
 
 
 def cut_state(state: Mapping[str, Any], parameter: torch.Tensor, piece: ParameterPiece) -> dict[str, Any]:

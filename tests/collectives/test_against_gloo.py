@@ -57,7 +57,7 @@ def join(session: Session) -> tuple[Any, Any, Any, Any]:
 
 
 def laid_out(one: torch.Tensor, layout: str) -> torch.Tensor:
-    """The same numbers, otherwise in memory."""
+    """Return the numbers of ``one`` in another layout of memory."""
     if layout == "strided":
         wide = one.new_zeros(len(one), 3)
         wide[:, 1] = one

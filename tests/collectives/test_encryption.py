@@ -178,7 +178,7 @@ def test_who_hands_on_the_proofs_of_two_ranks_reads_nothing() -> None:
 
 
 def test_a_rank_that_is_hung_up_on_before_its_proof_tries_again() -> None:
-    """As one is that came with more strangers than a rank keeps."""
+    """The other rank hangs up, as it does when more strangers connect than a rank keeps."""
     with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor(1) as pool:
         later = pool.submit(reach, listener.getsockname(), 1, credentials(), 30.0)
         for _ in range(3):

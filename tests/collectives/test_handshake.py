@@ -29,7 +29,7 @@ def listener(request: pytest.FixtureRequest) -> Iterator[socket.socket]:
 
 
 def dial(listener: socket.socket) -> socket.socket:
-    """A connection to it that has said nothing."""
+    """Return a connection to ``listener`` that has said nothing."""
     found = socket.socket(listener.family, socket.SOCK_STREAM)
     found.settimeout(30)
     found.connect(listener.getsockname())

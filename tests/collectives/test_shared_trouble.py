@@ -30,7 +30,7 @@ _MEMFD_CREATE = {"x86_64": 319, "aarch64": 279}
 
 
 def forbid_memfd() -> None:
-    """As the profile of a container may: memfd_create fails in this thread from now on, with EPERM."""
+    """Have memfd_create fail in this thread with EPERM, as the profile of a container may."""
     load, is_equal, give = 0x20, 0x15, 0x06
     program = b"".join(
         struct.pack("HBBI", *one)

@@ -17,7 +17,7 @@ EACH = 10_000
 
 
 def exchanged(session: Session, seed: int) -> int:
-    """Do ``EACH`` of them; how many were right."""
+    """Do ``EACH`` exchanges; return how many were right."""
     group, rank, size = session.group, session.rank, session.world_size
     assert group is not None
     chosen, num_right = random.Random(seed), 0

@@ -60,7 +60,7 @@ def train_hvd(learning_rate: float, epochs: int = 2) -> tuple[int, list[float], 
 
 
 def by_hand(learning_rate: float, size: int, epochs: int = 2) -> tuple[list[list[float]], list[float]]:
-    """The same in one process: a copy of the model for each rank, and means of their gradients."""
+    """Train in one process: a copy of the model for each rank, and means of their gradients."""
     models = []
     for _ in range(size):
         torch.manual_seed(3)

@@ -439,7 +439,7 @@ def test_names_may_have_dots_and_spaces(tmp_path: Path) -> None:
 
 
 def test_a_rank_that_lacks_rows_of_short_batches_reads_on_in_its_lane(tmp_path: Path) -> None:
-    """In place of them it reads rows of others, the first time before any of its own."""
+    """The rank reads rows of other ranks in their place, the first time before any of its own."""
     dataset = ParquetDataset(numbers(tmp_path, [[10] * 8]), window_bytes=2000)
     seen: list[int] = []
     for batch in dataset.batches(2, shuffle=True, seed=1):

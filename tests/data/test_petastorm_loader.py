@@ -349,7 +349,7 @@ def test_a_schema_runs_nothing(pickled: bytes, tmp_path: Path, monkeypatch: pyte
 
 
 def test_schemas_of_older_petastorms_are_read() -> None:
-    """As Python 2 pickled them, under the package's older names, and named tuples as pyspark pickles them."""
+    """Python 2 pickled the schemas, under the package's older names, and pyspark the named tuples."""
     old = (
         b"ccopy_reg\n_reconstructor\n(cav.ml.dataset_toolkit.unischema\nUnischema\nc__builtin__\nobject\nNtR"
         b"(dS'_fields'\nccollections\nOrderedDict\n((l(lS'x'\na"

@@ -244,7 +244,7 @@ def test_weights_that_the_program_loads_or_changes_are_stepped_on(zero_lvl: int)
 
 @pytest.mark.parametrize("zero_lvl", [again(1), 2])
 def test_a_step_that_is_not_finite_is_made_and_parameters_are_stepped_in_their_own_memory(zero_lvl: int) -> None:
-    """DeepSpeed alone would leave it out, and step a copy."""
+    """DeepSpeed alone would leave the step out, and step a copy of the parameters."""
 
     def program(session: Session) -> tuple[torch.Tensor, int]:
         torch.manual_seed(3)

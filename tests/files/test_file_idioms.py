@@ -198,7 +198,7 @@ def in_parquet() -> Any:
 
 
 def by_a_library() -> Any:
-    """One that is loaded meanwhile, and knows nothing of Python."""
+    """A library that is loaded while the program runs, and knows nothing of Python."""
     zlib = next(line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if "/libz.so" in line)
     with tempfile.TemporaryDirectory() as folder:
         library = ctypes.CDLL(shutil.copy(zlib, folder))
@@ -280,7 +280,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any
 def test_files_are_those_of_one_process(
     plain: tuple[Path, dict[str, Any]], world_size: int, first: int, tmp_path: Path
 ) -> None:
-    """One rank after the other, so that one finds the disk as another has left it; rank ``first`` begins."""
+    """Ranks run one after the other, so that each finds the disk as others have left it; rank ``first`` begins."""
     for program in PROGRAMS:
         found_by_programs(tmp_path / program.__name__)
 

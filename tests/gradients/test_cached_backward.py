@@ -86,7 +86,7 @@ def a_graph_that_is_kept(model: Any, i: int, x: Tensor, y: Tensor) -> Tensor:
 
 
 def a_checkpoint(model: Any, i: int, x: Tensor, y: Tensor) -> Tensor:
-    """One that runs a backward inside this one, which reaches the layer between."""
+    """A checkpoint that runs a backward inside the outer one, and reaches the layer between."""
     inner: Any = checkpoint(lambda h: h.tanh() * model[0].bias.sum(), model[0](x), use_reentrant=True)
     return nn.functional.mse_loss(model[2](inner), y)
 

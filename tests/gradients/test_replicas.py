@@ -128,7 +128,7 @@ def test_a_program_that_has_asked_for_its_rank_has_averages() -> None:
 
 
 def test_ranks_may_ask_for_their_rank_in_different_steps() -> None:
-    """As where a clock decides when a line with the rank is printed."""
+    """A program does so where a clock decides when a line with the rank is printed."""
 
     def run(session: Session) -> Any:
         def ask(step: int, x: Tensor) -> Tensor:

@@ -23,22 +23,22 @@ _SO_RCVBUFFORCE = 33
 
 @dataclass(frozen=True)
 class Host:
-    """One of them."""
+    """A host: a network namespace of this machine."""
 
     address: str
     command: tuple[str, ...]
     """Put before a command, runs it there."""
     name: str
-    """Name of its network namespace."""
+    """Name of the host's network namespace."""
     link: str
     """Begins a command of ``ip`` that sets its link up or down."""
 
     def cut_off(self) -> None:
-        """Take it off the network, for good or until ``reconnect``: nothing that it or others send arrives."""
+        """Take the host off the network, for good or until ``reconnect``: nothing arrives from it or at it."""
         ip(f"{self.link} down")
 
     def reconnect(self) -> None:
-        """Put it back on."""
+        """Put the host back on the network."""
         ip(f"{self.link} up")
 
 

@@ -28,7 +28,7 @@ LIMITS: dict[str, Any] = {"stall_timeout_s": 4.0, "timeout_s": 8.5}
 
 
 class Samples(Dataset[torch.Tensor]):
-    """One of them never comes."""
+    """Samples of which one never comes."""
 
     def __init__(self, stuck: bool) -> None:
         self.stuck = stuck

@@ -294,7 +294,7 @@ def _deep(only: int | None, num_bytes: int = 38 * MB) -> Callable[[Session], Any
 
 
 def test_a_forward_that_ran_out_of_memory_runs_again_in_parts() -> None:
-    """The same if only one rank has too little memory."""
+    """Memory is short on all ranks, or on one rank alone."""
     # Ranks are forked from a new process: the effect of a limit depends on the heap that earlier tests left.
     call = f"from {__name__} import run_with_little_memory as run; run()"
     done = subprocess.run([sys.executable, "-c", call], cwd=ROOT, capture_output=True, text=True, check=False)

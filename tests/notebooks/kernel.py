@@ -25,9 +25,9 @@ class Cell:
     displays: list[dict[str, Any]] = field(default_factory=list)
     """MIME bundles in the order they came, renewals among them."""
     value: dict[str, str] = field(default_factory=dict)
-    """The MIME bundle of its last line, where that has a value."""
+    """The MIME bundle of the cell's last line, where that has a value."""
     error: str = ""
-    """Name and message of its exception."""
+    """Name and message of the cell's exception."""
     traceback: str = ""
     over: bool = False
 

@@ -81,7 +81,7 @@ def test_each_attempt_of_a_run_that_loses_a_rank_has_a_table(notebook: Notebook)
 
 
 def test_a_front_end_that_renews_nothing_has_the_lines_and_the_result(notebook: Notebook) -> None:
-    """It keeps the table's first state; the result shows everything else."""
+    """The front end keeps the table's first state; the result shows everything else."""
     cell = notebook.run("result = experiment.lagom(train, config()); print(result)")
     assert "lagom: train: 2 ranks on this machine (" in cell.displays[0]["text/plain"]
     assert "Result of train: 2 ranks on this machine" in cell.out

@@ -29,7 +29,7 @@ class Own(SGD):
 
 
 class Rounded(Optimizer):
-    """One that has nothing of torch's steps."""
+    """An optimizer that has nothing of torch's steps."""
 
     def __init__(self, params: Any) -> None:
         super().__init__(params, {})

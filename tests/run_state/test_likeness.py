@@ -62,7 +62,7 @@ def test_what_was_taken_for_a_perturbation_is_not_trained_on() -> None:
 
 
 def test_a_tensor_that_multiplies_a_parameter_is_an_error() -> None:
-    """It may be a weight, or samples in columns."""
+    """The tensor may be a weight, or samples in columns."""
 
     def program(_: Session) -> None:
         model = nn.Parameter(torch.ones(4, 4).double())

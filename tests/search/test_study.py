@@ -51,7 +51,7 @@ def conditional(trial: optuna.Trial) -> dict[str, Any]:
 
 
 def by_optuna(suggest: Plain, direction: str, num_trials: int | None, **algorithms: Any) -> optuna.Study:
-    """The same search by Optuna's own loop."""
+    """Search by Optuna's own loop."""
 
     def objective(trial: optuna.Trial) -> float:
         curve = losses(suggest(trial))

@@ -230,7 +230,7 @@ def table() -> Any:
 EXACT = (own_generators, counting, persistent, streamed)
 """Programs that go on from all of their batches."""
 RARELY_RUN = (augmented, late_generators, hidden, noisy_batches, samplers, several, changed_settings, table)
-"""More of them."""
+"""More programs that go on from all of their batches."""
 
 
 def unordered() -> Any:

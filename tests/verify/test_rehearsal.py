@@ -34,7 +34,7 @@ def rehearsed(tmp_path: Path, function: Any, **settings: Any) -> Record:
 
 
 def rehearsed_apart(function: Any, **settings: Any) -> Record:
-    """The same in a process of its own, for what cannot be undone in one, such as compiling."""
+    """Rehearse in a process of its own, for changes that cannot be undone in one, such as compiling."""
 
     def rank(session: Session) -> Record:
         session.plan = dataclasses.replace(session.plan, rehearsal=Rehearsal(**settings))

@@ -171,7 +171,7 @@ def test_a_listener_that_is_something_else_is_no_exception(greeting: bytes) -> N
 
 @contextmanager
 def listener(*says: bytes) -> Iterator[tuple[tuple[str, int], bytearray]]:
-    """Says one thing after the other to each that comes, and takes down what it hears in between."""
+    """A listener that sends ``says`` one after the other to each connection, and keeps the bytes that it gets."""
     heard = bytearray()
 
     def serve() -> None:

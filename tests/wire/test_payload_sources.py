@@ -20,13 +20,13 @@ class Network:
         self.sent: Counter[int] = Counter()
         """Copies that each source has begun; the driver is -1."""
         self.ends: dict[int, float] = {}
-        """When each host has the payload."""
+        """Time at which each host has the payload."""
         self._under_way: list[tuple[float, int, bool]] = []
         for host in range(num_hosts):
             self.sources.add(host)
 
     def run(self) -> float:
-        """Let all hosts take it; return when the last of the quick ones has it."""
+        """Let all hosts take the payload; return when the last of the quick ones has it."""
         self._assign()
         for _ in range(10_000):
             looks_at = self.now + self.sources.patience_s if self.sources.has_waiting else float("inf")

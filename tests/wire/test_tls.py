@@ -30,7 +30,7 @@ def channel(
     payload_fd: int | None = None,
     hello_s: float = 5.0,
 ) -> Iterator[tuple[DriverServer, tuple[str, int], str, list[tuple[int, Message]]]]:
-    """An encrypted one that takes down what it is told."""
+    """An encrypted channel that keeps the messages that it gets."""
     messages: list[tuple[int, Message]] = []
     tls, certificate = certificate_of_a_run()
 

@@ -113,7 +113,7 @@ def test_gradients_that_a_program_reads_and_changes_are_whole() -> None:
 
 @pytest.mark.forked  # a pickled function keeps the clip_grad_norm_ that it was made with
 def test_clipping_and_scaling_of_parts() -> None:
-    """None of it puts a gradient together, and the norms are those of whole ones."""
+    """Neither clipping nor scaling gathers a gradient, and the norms are those of whole gradients."""
 
     def train(session: Session) -> Any:
         model, optimizer, x = _started()

@@ -77,7 +77,7 @@ def _weights(model: nn.Module) -> list[Tensor]:
 
 
 def _parted(session: Session) -> int:
-    """How many parameters are not whole on this rank; 1 without lagom."""
+    """Return the number of parameters that are not whole on this rank; 1 without lagom."""
     return 1 if session.weights is None else sum(not u.is_whole for u in session.weights.units.values())
 
 
@@ -327,7 +327,7 @@ def test_parameters_that_share_memory() -> None:
 
 
 def test_what_a_rank_holds_is_counted_without_the_others() -> None:
-    """As when one has run out of memory, and the others know nothing of it."""
+    """Only rank 0 counts, as a rank that runs out of memory does without the others' knowing."""
 
     def train(session: Session) -> Any:
         before = held_memory(session)  # of tests before this one

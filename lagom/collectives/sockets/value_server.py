@@ -77,7 +77,7 @@ class ValueServer:
         self._held: dict[str, list[_Held]] = {}
         """Requests for values that are not there, by name."""
         self._by_end: list[_Held] = []
-        """The same as a heap."""
+        """The requests in ``_held``, as a heap."""
         self._answerable: list[_Held] = []
         self._bell, self._hears_bell = socket.socketpair()
         """Wakes the thread when this rank itself has set a value for which others wait."""

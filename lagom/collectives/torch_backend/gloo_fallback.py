@@ -24,7 +24,7 @@ _METHODS = {
 }
 """gloo's methods by the names of those of ``TensorCollectives``."""
 _PLAIN = {"all_gather", "reduce_scatter", "all_to_all", "all_to_all_single"}
-"""The other ones take lists: one of each argument for each tensor of the caller."""
+"""Methods that take tensors; the others take lists, with one of each argument for each tensor of the caller."""
 
 
 def run_by_gloo(

@@ -73,7 +73,7 @@ class Match:
     requests: tuple[Request | None, ...]
     """One for each rank; None where a rank has joined without asking."""
     problem: str
-    """Why the requests do not fit; "" if they do."""
+    """The reason if the requests do not fit; "" if they fit."""
 
     @property
     def first(self) -> Request:

@@ -109,4 +109,4 @@ class Record:
     num_before: int = 0
     """Number of backwards before the snapshot that was taken; 0 if none was."""
     without_snapshot: str = ""
-    """Why no snapshot could be taken, most of the times that one was due."""
+    """The most frequent reason for which no snapshot could be taken when one was due."""

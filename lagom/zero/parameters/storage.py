@@ -46,9 +46,9 @@ class ParameterStorage:
         self.seen = 0
         """Digest of all bits at the last check, while ``is_held``."""
         self.is_held = False
-        """Whether its memory may be in use by address."""
+        """Whether the storage's memory may be in use by address."""
         self.is_shown = False
-        """Whether it may be in use for good."""
+        """Whether the storage's memory may be in use by address for good."""
         self._ref = StorageWeakRef(storage)
 
     @property

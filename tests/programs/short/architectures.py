@@ -46,7 +46,7 @@ def physics_informed() -> dict[str, Any]:
 
 
 def laplacian() -> dict[str, Any]:
-    """The same by torch.func: vmap of hessian for each point, and divergence by jvp; a batch of points in a loader."""
+    """Laplacians by torch.func: vmap of hessian for each point of a batch from a loader."""
     model = _mlp(2, 1)
     optimizer = _sgd(model)
     for points, wanted in _loader(torch.rand(30, 2), torch.rand(30)):

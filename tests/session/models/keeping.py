@@ -38,7 +38,7 @@ def queue() -> Any:
 @model
 def average_of_outputs() -> Any:
     class Centred(nn.Module):
-        """As DINO centres its outputs by those of earlier batches."""
+        """Centres its outputs by those of earlier batches, as DINO does."""
 
         center: Tensor
 

@@ -112,7 +112,7 @@ def float_handed_in_that_decides() -> Any:
 
 @model
 def tensor_handed_in_that_couples() -> Any:
-    """As a gradient-reversal network's strength, it is zero at first."""
+    """The tensor is zero at first, like the strength of a gradient-reversal network."""
 
     def forward(self: Any, x: Tensor, alpha: Tensor) -> Any:
         out = self.body(x)
