@@ -149,7 +149,7 @@ class Import:
     name: str
     line: int
     later: bool
-    """It stands inside a function, so does not run when its module is imported."""
+    """Whether the statement stands inside a function, and so does not run when its module is imported."""
 
 
 def test_every_module_imports_only_what_its_room_allows() -> None:

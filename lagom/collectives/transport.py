@@ -42,7 +42,7 @@ class Transport:
     """
 
     operations: frozenset[str] = frozenset()
-    """Names of the methods that exchange tensors and that this transport has."""
+    """Names of the exchanges that this transport implements."""
     is_asynchronous = False
     """Whether an exchange goes on after its method has returned."""
     memory: Communicator | None = None

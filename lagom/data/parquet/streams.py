@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from lagom.data.parquet.table import OpenedTable, Table
 
 MOST = 1 << 16
-"""Largest number of rows that are decoded at a time: fewer are slower, more need memory."""
+"""Largest number of rows that are decoded at a time: fewer are slower, more take more memory."""
 AHEAD = 3
 """Number of unshuffled blocks, which are small, that may wait for the program."""
 _AT_ONCE = 2

@@ -63,7 +63,7 @@ class ParameterStorage:
         return found
 
     def part(self, rank: int) -> tuple[int, int]:
-        """Return the begin and end of ``rank``'s part, in bytes."""
+        """Return the start and end of ``rank``'s part, in bytes."""
         return min(rank * self.chunk, self.num_bytes), min((rank + 1) * self.chunk, self.num_bytes)
 
     def covers(self, tensor: torch.Tensor) -> bool:
