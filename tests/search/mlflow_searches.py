@@ -12,12 +12,8 @@ import pytest
 
 from lagom import experiment
 from lagom.config import HyperparameterOptConfig, Searchspace
+from tests.late_modules import mlflow
 from tests.search.odd_trials import Prunes
-
-with pytest.MonkeyPatch.context() as _changed, warnings.catch_warnings():
-    _changed.setenv("MLFLOW_DISABLE_TELEMETRY", "true")
-    warnings.simplefilter("ignore")
-    import mlflow as mlflow  # for tests, too
 
 
 @contextmanager
@@ -25,6 +21,7 @@ def store(folder: Path) -> Iterator[None]:
     """Let MLflow keep its runs in files of ``folder``, which is the working directory meanwhile."""
     with pytest.MonkeyPatch.context() as changed, warnings.catch_warnings():
         warnings.simplefilter("ignore")
+        mlflow.imported()
         for name in ("MLFLOW_EXPERIMENT_ID", "MLFLOW_EXPERIMENT_NAME", "MLFLOW_RUN_ID"):
             changed.delenv(name, raising=False)
         # MLflow keeps what another test has given to set_tracking_uri, and then does not look at the variable.

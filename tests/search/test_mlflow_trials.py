@@ -8,13 +8,15 @@ from typing import Any
 
 import pytest
 
+from tests.late_modules import mlflow
 from tests.launchers.forked_server import forked_server
-from tests.search.mlflow_searches import check_runs_below_the_active_one, mlflow, runs, search, store
+from tests.search.mlflow_searches import check_runs_below_the_active_one, runs, search, store
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _imported_once() -> Iterator[None]:
     """Has trials find MLflow imported, which would take each of them three seconds, and as the import left it."""
+    mlflow.imported()
     with pytest.MonkeyPatch.context() as changed:
         # What a test before these has given to set_tracking_uri comes before the variable.
         changed.setattr("mlflow.tracking._tracking_service.utils._tracking_uri", None)

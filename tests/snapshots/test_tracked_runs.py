@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -12,17 +11,12 @@ from typing import Any
 import pytest
 
 from lagom import experiment
+from tests.late_modules import mlflow
 from tests.ranks import alone
 from tests.snapshots import recorders
 from tests.snapshots.kills import kill_driver, killed, wait_until_late
 from tests.snapshots.recorders import to_mlflow
 from tests.snapshots.training import config
-
-os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")
-    import mlflow
-    import mlflow.store.tracking.sqlalchemy_store
 
 pytestmark = pytest.mark.skipif(sys.version_info < (3, 11), reason="needs the columns of code")
 FILES, DATABASE = "file:{folder}/mlruns", "sqlite:///{folder}/runs.db"
@@ -30,6 +24,7 @@ FILES, DATABASE = "file:{folder}/mlruns", "sqlite:///{folder}/runs.db"
 
 @pytest.fixture(autouse=True)
 def _plain_mlflow(monkeypatch: pytest.MonkeyPatch) -> None:
+    mlflow.imported()
     monkeypatch.setenv("MLFLOW_DISABLE_TELEMETRY", "true")
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
     monkeypatch.setenv("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")

@@ -31,21 +31,13 @@ from lagom.config import TorchDistributedConfig
 from lagom.patching.import_hooks import on_import
 from lagom.session.session import Session
 from lagom.tracking.serialization import decode, encode
+from tests.late_modules import mlflow
 from tests.ranks import RankFailedError, alone, run_ranks
-
-os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")
-    import mlflow
-    import mlflow.entities
-    import mlflow.exceptions
-    import mlflow.store.model_registry.sqlalchemy_store
-    import mlflow.store.tracking.sqlalchemy_store  # once, and not in each process that is forked
-    import mlflow.tracking.fluent
 
 
 @pytest.fixture(autouse=True)
 def _plain_mlflow(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    mlflow.imported()  # once, and not in each process that is forked
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
     monkeypatch.setenv("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")
     monkeypatch.setenv("GIT_PYTHON_REFRESH", "quiet")
@@ -73,7 +65,7 @@ def program() -> dict[str, Any]:
         mlflow.log_metrics({"a": 1.0, "b": 2.0}, step=7)
         later = mlflow.log_metric("late", 4.0, synchronous=False)
         assert later is not None
-        later.wait()  # type: ignore[no-untyped-call]
+        later.wait()
         mlflow.set_tag("colour", "red")
         Path("note.txt").write_text("a note")
         mlflow.log_artifact("note.txt", "notes")
@@ -121,7 +113,7 @@ def standing_in(folder: Path, uri: str, call: Callable[[], Any]) -> Any:
     try:
         return call()
     finally:
-        mlflow.tracking.fluent._safe_end_run()  # type: ignore[no-untyped-call]  # as at the end of the process
+        mlflow.tracking.fluent._safe_end_run()  # as at the end of the process
 
 
 def kept(folder: Path, uri: str) -> Any:
