@@ -5,11 +5,11 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parent.parent
+from tests.sources import ROOT, trees, without_collections
+
 MOST = 9
 """Uses of private names of lagom in tests. This number only falls."""
 OF_OTHERS = {
@@ -38,8 +38,9 @@ OF_OTHERS |= {
 _PRIVATE = re.compile(r"_(?!_)\w+")
 
 
+@without_collections()
 def test_few_tests_name_what_is_private() -> None:
-    private = {name for path in (ROOT / "lagom").rglob("*.py") for name in defined(ast.parse(path.read_text()))}
+    private = {name for tree in trees("lagom") for name in defined(tree)}
     private = {name for name in private if _PRIVATE.fullmatch(name)} - OF_OTHERS
     assert len(private) > 1000
     found = [

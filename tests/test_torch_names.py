@@ -9,14 +9,13 @@ import ast
 import importlib
 import re
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import torch
 
 from lagom.torch_versions import NEWEST, OLDEST, untried
+from tests.sources import trees, without_collections
 
-ROOT = Path(__file__).parent.parent
 NAMES = (
     "torch.Tensor._make_subclass",
     "torch.UntypedStorage._new_with_weak_ptr",
@@ -116,8 +115,9 @@ def test_the_installed_torch_has(name: str) -> None:
     assert resolve(name) is not None
 
 
+@without_collections()
 def test_every_private_name_is_listed() -> None:
-    used = {name for path in sorted((ROOT / "lagom").rglob("*.py")) for name in private(ast.parse(path.read_text()))}
+    used = {name for tree in trees("lagom") for name in private(tree)}
     assert sorted(used) == sorted(NAMES)
 
 
