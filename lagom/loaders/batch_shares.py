@@ -1,6 +1,7 @@
-"""The rank's share of a batch's indices, and the index sampler that stands for a loader's own on every rank.
+"""A rank's share of a batch's indices, and the index sampler that replaces a loader's own on every rank.
 
-Batches are shared only with batches="split" or "per_rank", and in sharded evaluations: else a rank gets whole batches.
+Batches are split only with batches="split" or "per_rank", and in sharded evaluations. Otherwise a rank gets whole
+batches.
 """
 
 from __future__ import annotations
@@ -21,9 +22,9 @@ if TYPE_CHECKING:
 def split_batch(batch: Any, rank: int, world_size: int) -> tuple[Any, BatchShare]:
     """Return the positions of ``rank`` in a batch; all ranks together have each position once.
 
-    If the batch is shorter than the world, a rank without a position gets a copy of the first one, which counts
-    nowhere, so that all ranks take the same steps. ``Positions`` of a table split themselves, so that a rank reads
-    files of its own.
+    If the batch has fewer positions than there are ranks, a rank without a position gets the first position, with
+    weight 0, so that all ranks take the same number of steps. ``Positions`` of a table are split by ``Positions.deal``,
+    so that each rank reads its own row groups.
     """
     if not hasattr(batch, "__getitem__") or not hasattr(batch, "__len__"):
         batch = list(batch)
@@ -37,7 +38,8 @@ def split_batch_group(
 ) -> tuple[Any, BatchShare] | None:
     """Return the share of ``rank`` in ``world_size`` batches that make one global batch.
 
-    The share is one whole batch. A tail with fewer batches is split by positions, or dropped: then the result is None.
+    The share is one of the batches; ``Positions`` are joined and split instead. If there are fewer than ``world_size``
+    batches, their positions are split, or dropped with ``drop_last``. Return None for a dropped tail and an empty list.
     """
     if batches and isinstance(batches[0], Positions):
         full = len(batches) == world_size or not drop_last
@@ -51,14 +53,14 @@ def split_batch_group(
 
 
 class RankIndexSampler:
-    """Stands for a loader's batch sampler, or its sampler, on every rank, and follows the order of rank 0's.
+    """Replaces a loader's batch sampler (or its sampler, without batches) on every rank and follows rank 0's order.
 
     With "split" and "per_rank", and in sharded evaluations, the rank takes its share of each batch. In replicated
     evaluations every rank follows its own sampler.
 
     Args:
-        start: returns the pass that an iteration belongs to.
-        group_size: returns how many of the loader's batches make one of the next pass, for its length.
+        start: returns the pass of an iteration that no loader has begun, such as ``iter(loader.batch_sampler)``.
+        group_size: returns how many of the loader's own batches make one batch of the next pass; ``__len__`` uses it.
     """
 
     def __init__(
@@ -82,11 +84,11 @@ class RankIndexSampler:
         return length // group_size if self._drop_last else -(-length // group_size)
 
     def __iter__(self) -> Iterator[Any]:
-        # A loader that resumes begins its sampler anew within its pass.
+        # A loader that resumes iterates over its sampler again within the same pass, which is kept.
         current = self._current = self._session.starting_pass or self._current or self._start()
         if not (current.training or current.is_split or self._session.plan.config.evaluation == "gathered"):
             return iter(self._source)
-        # At once, not when the first batch is drawn: iter() of a sampler may draw random numbers.
+        # Start the sampler now, not when the first batch is drawn: iter() of a sampler may draw random numbers.
         batches = iterate_in_common_order(self._session, self._source, current)
         if not current.is_split:
             return batches
@@ -120,12 +122,12 @@ class RankIndexSampler:
 
 
 class ResumableIndexSampler(RankIndexSampler):
-    """A ``RankIndexSampler`` for a source that has a state."""
+    """A ``RankIndexSampler`` for a source with ``state_dict`` and ``load_state_dict``."""
 
     def state_dict(self) -> Any:
         """Return the state of the source."""
         return self._source.state_dict()
 
     def load_state_dict(self, state: Any) -> None:
-        """Have the source continue from ``state``."""
+        """Load ``state`` into the source, which continues from there."""
         self._source.load_state_dict(state)

@@ -24,7 +24,9 @@ class BatchSource(Protocol):
     """Takes the batches of one pass."""
 
     def take(self, fetch: Fetch, source: Any) -> tuple[Any, BatchShare | None]:
-        """Return the next batch, ``fetch(source)``, and this rank's share; None where every rank has the whole batch.
+        """Return the next batch, ``fetch(source)``, and this rank's share of it, or None if no weight is needed.
+
+        The share is None for whole batches, in evaluations over indices, and if ranks cannot agree on it in a thread.
 
         Raises:
             StopIteration: at the end of the pass.
@@ -46,7 +48,7 @@ def choose_batch_source(session: Session, loader: DataLoader[Any], current: Load
 
 
 def _must_be_equal(session: Session, current: LoaderPass) -> bool:
-    """Return whether forwards split the rows of batches, which must then be the same on all ranks."""
+    """Return whether batches must be equal on all ranks, because forwards of this pass may be split by rows."""
     return session.config.batches == "whole" if current.training else session.config.evaluation == "gathered"
 
 
@@ -56,7 +58,7 @@ class _WholeBatches:
 
 
 class _IndexedBatches:
-    """Batches of a data set with indices: the sampler has put their shares into a queue, ahead of the batches."""
+    """Batches of a map-style data set; the index sampler queues the share of a batch before the batch is loaded."""
 
     def __init__(self, current: LoaderPass) -> None:
         self._shares = current.shares
@@ -66,7 +68,8 @@ class _IndexedBatches:
         data = fetch(source)
         if not self._training:
             return data, None
-        # A loader that resumes may have skipped some: the last ones are those of batches that are still to come.
+        # A loader that resumes may have skipped batches, so the oldest shares are dropped. The last shares in the queue
+        # belong to this batch and to the batches that workers are still loading.
         ahead = source._send_idx - source._rcvd_idx if source._num_workers else 0
         while len(self._shares) > ahead + 1:
             self._shares.popleft()
@@ -76,7 +79,7 @@ class _IndexedBatches:
 class _ResizedBatches:
     """Batches of a data set whose transform may return more or fewer rows than were asked for (``lagom_resizes``).
 
-    One exchange for each batch sums the rows of all ranks, so that shares have the right weights.
+    One exchange for each batch sums the row counts of all ranks, so that shares have the right weights.
     """
 
     def __init__(self, session: Session, current: LoaderPass) -> None:
@@ -89,7 +92,7 @@ class _ResizedBatches:
 
 
 class _StreamedBatches:
-    """Batches of an iterable data set: the share comes with the batch."""
+    """Batches of an iterable data set; ``ShardedCollate`` returns the share together with the batch."""
 
     def __init__(self, session: Session, current: LoaderPass) -> None:
         self._comparison = SampleComparison(session, current)

@@ -1,4 +1,4 @@
-"""Patches of DataLoader at its use: loaders that were built earlier, or came by pickle, are split too."""
+"""Patches of DataLoader's iteration, which also split loaders that were built before the patch or unpickled."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ _BATCH_SOURCE = "_lagom_batch_source"
 
 @contextmanager
 def shard_loaders(session: Session, streams: OwnStreams) -> Iterator[None]:
-    """Have loaders yield this rank's share, and count the batches and samples that they yield."""
+    """Patch torch's loaders to yield this rank's share; the session counts their batches and samples."""
     loaders = PassStarter(session, streams)
     with ExitStack() as stack:
         stack.enter_context(replaced(_BaseDataLoaderIter, "__init__", _make_iterator_init(loaders)))
@@ -75,8 +75,8 @@ def _make_index_sampler(loaders: PassStarter) -> Any:
             return source
         if is_iterable(loader) and not loader._auto_collation:
             return source
-        # No reference to the loader: it holds its iterator, which holds this sampler, and workers must end when both
-        # are dropped.
+        # A weak reference, since the loader holds its iterator, which holds this sampler: a cycle would keep workers
+        # alive after the program has dropped the loader and the iterator.
         ref, splits = weakref.ref(loader), can_split(session, loader)
 
         def group_size() -> int:
@@ -113,7 +113,7 @@ def _make_loader_init(loaders: PassStarter) -> Any:
 
     @functools.wraps(original)
     def init(loader: DataLoader[Any], *args: Any, **kwargs: Any) -> None:
-        if type(loader).__iter__ is DataLoader.__iter__:  # not with a loader of the program's own
+        if type(loader).__iter__ is DataLoader.__iter__:  # not for subclasses that iterate in their own way
             with contextlib.suppress(TypeError):  # torch says which argument is wrong
                 given = signature.bind(loader, *args, **kwargs).arguments
                 if (text := unreadable(given["dataset"], given)) is not None:
@@ -168,7 +168,7 @@ def _make_iterator_init(loaders: PassStarter) -> Any:
                 self._collate_fn = ShardedCollate(session, loader, loaders.streams)
                 self._collate_fn.begin(current, session.config.batches)
         elif current.training and current.is_split:
-            # A base seed of its own for each rank, so that the workers of different ranks draw different augmentations.
+            # Each rank gets its own base seed, so that the workers of different ranks draw different augmentations.
             # torch starts the workers after this ``__init__``, which is that of the base class.
             self._base_seed = derive_seed(self._base_seed, session.rank)
 
@@ -240,7 +240,7 @@ def _make_next(session: Session, readers: ReaderThreads) -> Any:
                 session.evaluation_passes.end_pass(current)
             raise
         except Exception:
-            # The batch is lost, unless workers timed out: then it is still to come.
+            # The batch is lost, unless the wait for workers timed out: then the batch may still come.
             if received is None or self._rcvd_idx != received:
                 current.failed = current.training
                 if current.shares:

@@ -30,7 +30,7 @@ _KEY = "lagom_use"
 
 
 class _Mark:
-    """A mark in the metadata of a node, which lives as long as the graph."""
+    """A mark in the metadata of an autograd node; it lives as long as the graph."""
 
 
 @dataclass(eq=False)
@@ -50,7 +50,7 @@ class PassUse:
     _mark: weakref.ref[_Mark] | None = None
     """Mark in the graph of the model's outputs for the first batch."""
     _inputs: list[weakref.ref[torch.Tensor]] = field(default_factory=list)
-    """First input of the model."""
+    """First tensor that the model was called with; empty before the first forward."""
 
     @property
     def is_open(self) -> bool:
@@ -84,8 +84,8 @@ class EvaluationPassDetector:
     """Tracks passes that were split because they seemed to be training.
 
     Args:
-        share_of: returns the share of the batch that data comes from, if known.
-        say_once: tells the user something, the first time.
+        share_of: returns the share of the batch that some data comes from, or None if it is unknown.
+        say_once: logs a warning, unless the same text was logged before.
     """
 
     def __init__(self, share_of: Callable[[Any], BatchShare | None], say_once: Callable[[str], None]) -> None:
@@ -101,16 +101,16 @@ class EvaluationPassDetector:
     def expects_training(self, loader: DataLoader[Any]) -> bool:
         """Return whether a pass over ``loader`` that begins now in eval mode is training nevertheless.
 
-        This is so if the last pass from the same place trained, and an evaluation in between has left the mode behind.
+        This is so if the last pass from the same place trained, and a later evaluation may have left eval mode on.
         """
         use = self._last.get(_dataset_key(loader), {}).get(_find_reader()[0])
         return use is not None and use.trains and use.serial < self._last_evaluation
 
     def begin_pass(self, loader: DataLoader[Any], current: LoaderPass, *, follows: bool) -> None:
-        """Begin tracking the pass ``current`` over ``loader``; with ``follows`` its rows are split.
+        """Begin the pass ``current`` over ``loader``; with ``follows`` it is split as training, and its use is tracked.
 
         Raises:
-            LagomError: when an earlier pass turns out to be no training.
+            LagomError: if an earlier pass that was split as training turns out to be an evaluation.
         """
         self.judge()
         self._num_passes += 1
@@ -132,7 +132,7 @@ class EvaluationPassDetector:
 
     def record_forward(self, data: Any, outputs: Any) -> None:
         """Record that a model computed ``outputs`` for ``data``."""
-        if not self._pending or any(map(_is_wrapped, tensors(outputs))):  # torch.func wraps them; it has no backward
+        if not self._pending or any(map(_is_wrapped, tensors(outputs))):  # by torch.func, which runs no backward
             return
         share = self._share_of(data)
         use = next((use for use in reversed(self._pending) if use.is_open), None) if share is None else share.use
@@ -153,7 +153,7 @@ class EvaluationPassDetector:
         """Record that the pass is exhausted.
 
         Raises:
-            LagomError: when it turns out to be no training.
+            LagomError: if it turns out to be an evaluation.
         """
         use = current.use
         if use is None or use.trains:
@@ -163,10 +163,10 @@ class EvaluationPassDetector:
             self._refuse(use)
 
     def judge(self, *, at_end: bool = False) -> None:
-        """Decide which finished passes were no training; with ``at_end`` all passes count as finished.
+        """Decide which finished passes were evaluations; with ``at_end`` all passes count as finished.
 
         Raises:
-            LagomError: when a pass turns out to be no training.
+            LagomError: if a pass that was split as training turns out to be an evaluation.
         """
         for use in list(self._pending):
             if use.is_open and not at_end:
@@ -228,20 +228,21 @@ _NO_BACKWARD = (
 #
 # A pass over a loader shows that it is training only when a backward runs. Whether its first batch is split must be
 # decided earlier, by the facts at its beginning: gradients on, a model in training mode. Frameworks set both inside the
-# loop, and first programs set neither, so an evaluation may be split by mistake: its program then has a part of the
-# predictions, and divides by the length of the data set. This cannot be repaired later, but it can be reported:
+# loop, and programs of beginners set neither, so an evaluation may be split by mistake. The program then has only a
+# part of the predictions, but divides by the length of the data set. This cannot be repaired later, but it can be
+# reported:
 #
 # - A pass that ends with a forward and without a backward is an error at once.
 # - The error is delayed while a backward may still come: for a loss summed over the epoch, whose graph is alive, or for
 #   rows that are kept to be trained on later. The error comes when the next pass begins and the graph and the rows are
 #   gone, or at the end of the program. A backward that reaches the outputs for the first batch (the graph holds a mark)
 #   shows that the pass is training.
-# - A pass that the program leaves early counts likewise, from its second batch on: programs take one batch to look at
-#   shapes, or to have lazy modules make their parameters.
-# - Without a forward, nothing is known about the use of the rows (counted, kept, given to another library): the user is
-#   warned.
+# - A pass that the program leaves early is judged in the same way if it has given two batches or more. One batch is no
+#   evidence: programs take one to look at shapes, or to let lazy modules create their parameters.
+# - Without a forward, nothing is known about the use of the rows (counted, kept, given to another library), so the user
+#   is warned.
 #
-# The opposite mistake: an evaluation leaves eval mode behind, and a training loop that sets its mode inside the loop
-# begins in eval mode, so it would be taken for an evaluation. The pass is split nevertheless if the last pass over
-# the same data set from the same place in the program trained, and an evaluation came in between. The place is the
-# whole stack, since frameworks have one loop for all passes.
+# The opposite mistake: an evaluation leaves the model in eval mode. A training loop that calls model.train() inside the
+# loop then begins in eval mode, and would be taken for an evaluation. The pass is split nevertheless if the last pass
+# over the same data set from the same place in the program trained, and an evaluation came in between. The place is
+# the whole call stack, since frameworks have one loop for all passes.

@@ -1,4 +1,4 @@
-"""Fetching of samples in this process: whole batches at once where possible, with the right random numbers."""
+"""Fetching of samples without workers: a whole batch at once where possible, with the right random stream."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ PASS = "_lagom_pass"
 
 
 def make_iterator_init(session: Session, streams: OwnStreams) -> Any:
-    """Return ``_SingleProcessDataLoaderIter.__init__`` that chooses a fetcher: at once, and with the right draws."""
+    """Return a ``_SingleProcessDataLoaderIter.__init__`` that chooses the fetcher and its random stream."""
     original = vars(_SingleProcessDataLoaderIter)["__init__"]
 
     def patched_init(self: Any, loader: DataLoader[Any]) -> None:
@@ -43,7 +43,7 @@ def make_iterator_init(session: Session, streams: OwnStreams) -> Any:
 
 
 def make_create_fetcher(session: Session, streams: OwnStreams) -> Any:
-    """Return ``_DatasetKind.create_fetcher`` that has self-sharded data sets draw from the rank's own streams."""
+    """Return a ``_DatasetKind.create_fetcher`` with which self-sharded data sets draw from the rank's own streams."""
     original: Any = _DatasetKind.create_fetcher
 
     def create_fetcher(kind: Any, dataset: Any, *args: Any) -> Any:
@@ -68,7 +68,7 @@ class _OwnRandomFetcher:
 
 
 class _LockedFetcher:
-    """A loader's fetcher that draws from the common random numbers, and locks them in the program's threads."""
+    """A loader's fetcher that draws from the common random stream; in the program's threads it holds ``DRAWING``."""
 
     def __init__(self, fetcher: Any, session: Session) -> None:
         self._fetcher = fetcher

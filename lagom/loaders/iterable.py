@@ -26,7 +26,7 @@ _WHOLE, _SPLIT, _PER_RANK = range(3)
 
 
 class ShardedBatch(NamedTuple):
-    """A loader iterator's result in place of a batch of an iterable data set."""
+    """Result of ``ShardedCollate``: this rank's share of a batch of an iterable data set."""
 
     data: Any
     """The collated share; None for an empty share in an evaluation."""
@@ -36,7 +36,7 @@ class ShardedBatch(NamedTuple):
 
 
 class ShardedCollate:
-    """Stands for a loader's ``collate_fn``, here or in its workers: collates this rank's share of the samples."""
+    """Replaces a loader's ``collate_fn``, in this process and in workers: collates this rank's share of the samples."""
 
     def __init__(self, session: Session, loader: DataLoader[Any], streams: OwnStreams) -> None:
         assert loader.batch_size is not None
@@ -46,14 +46,14 @@ class ShardedCollate:
         self._world_size = session.world_size
         self._streams: OwnStreams | None = streams
         self._is_in_worker = False
-        # Kind of sharding, and whether the pass is training. In shared memory for persistent workers, which live longer
-        # than the pass that started them.
+        # Kind of sharding, and whether the pass is training. Persistent workers outlive the pass that started them, so
+        # they read both from shared memory.
         self._how = torch.zeros(2, dtype=torch.int64)
         if loader.persistent_workers:
             self._how.share_memory_()
 
     def begin(self, current: LoaderPass, batches: str) -> None:
-        """Collate for the pass ``current`` from now on."""
+        """Collate for the pass ``current`` from now on; ``batches`` is the setting of the config."""
         how = _PER_RANK if current.training and batches == "per_rank" else _SPLIT
         self._how[0] = how if current.is_split else _WHOLE
         self._how[1] = int(current.training)
@@ -72,7 +72,7 @@ class ShardedCollate:
         else:
             mine, share = split_batch(samples, self._rank, self._world_size)
         data = self._collate_share(mine) if training or share.num_mine else None
-        # Three samples: a single one may match by chance where samples are few or simple, such as labels.
+        # Digest three samples: one alone may match by chance if samples are few or simple, such as labels.
         some = samples[0], samples[len(samples) // 2], samples[-1]
         return ShardedBatch(data, share, digest((len(samples), *some)))
 
@@ -96,10 +96,10 @@ class ShardedCollate:
 
 
 class GroupedBatchSampler:
-    """Stands for the batch sampler of an iterable data set's loader, which only says how many samples make a batch."""
+    """Replaces the batch sampler of an iterable data set's loader, to set how many samples make a batch."""
 
     def __init__(self, source: Any, group_size: Callable[[], int]) -> None:
-        """``group_size``: returns how many of the loader's batches make the next one."""
+        """Take ``group_size``, which returns how many of the loader's own batches make one batch."""
         self._source = source
         self._group_size = group_size
 
@@ -124,13 +124,13 @@ def is_iterable(loader: DataLoader[Any]) -> bool:
 # workers. Ranks split only the collating, moving and computing: rank r keeps positions r, r + world_size, ... of each
 # batch. So batches, their order and their number are those of one process, whatever a data set does with
 # get_worker_info(). The loader's collate function takes the share: only collate_fn sees all samples of a batch, in this
-# process and in forked or spawned workers. It returns the share with the batch, since workers that run dry make the
-# number of a batch unknown beforehand.
+# process and in forked or spawned workers. It returns the share with the batch, since the size of the next batch is not
+# known beforehand: the stream of a worker may end.
 #
-# With per_rank, ranks draw world_size batches at once, as one process does with a batch_size that is so much larger.
+# With per_rank, ranks draw world_size batches at once, as one process does with a batch_size world_size times as large.
 #
-# Which samples come may depend on random numbers, so these come from the common streams, or in workers from streams
-# with equal seeds; augmentation in such a data set also equals that of one process. A data set that gives different
+# The choice of samples may depend on random numbers. So the data set draws from the common streams, or in workers from
+# streams with equal seeds; its augmentations then also equal those of one process. A data set that gives different
 # samples on every rank (it shards itself, or has a generator without a seed) would silently break "each sample once".
 # So ranks compare digests of three samples of each batch after 1, 2, 4, ... batches (see sample_digest.py). A data set
-# that shards itself says so by its attribute: see self_sharded.py.
+# that shards itself has the attribute lagom_sharded: see self_sharded.py.

@@ -1,4 +1,4 @@
-"""``PassStarter``: begins passes over loaders, decides which are training and which are split, and orders them."""
+"""``PassStarter``: begin passes over loaders, and decide which are training and which are split."""
 
 from __future__ import annotations
 
@@ -64,8 +64,9 @@ class PassStarter:
     def group_size(self, loader: DataLoader[Any] | None, can_split: bool) -> int:
         """Return how many of the loader's own batches make one batch of its next pass: above 1 only in ``per_rank``.
 
-        If all earlier passes were of one kind, the next pass counts as that kind. Otherwise its kind is that of a pass
-        that begins now. So a mean over ``len(loader)`` after an evaluation is right, wherever it is computed.
+        If all earlier passes over the loader were of one kind (split for training, or not), the next pass is taken to
+        be of that kind. Otherwise it is classified as a pass that begins now. So ``len(loader)`` fits the passes of the
+        loader also after they have ended, with gradients on or off. ``loader`` is None if it has been dropped.
         """
         session = self.session
         if not session.distributed or session.config.batches != "per_rank":
@@ -94,7 +95,7 @@ def classify_pass(session: Session, can_split: bool, loader: DataLoader[Any] | N
 
     Args:
         can_split: whether the loader's batches can be split, as ``can_split`` returns.
-        loader: None if it is no longer known.
+        loader: None if it is unknown; then its earlier passes are not considered.
     """
     grad = torch.is_grad_enabled()
     by_mode = grad and session.world_size > 1 and session.evaluates_by_mode()
@@ -116,10 +117,10 @@ def can_split(session: Session, loader: DataLoader[Any]) -> bool:
 
 
 def _num_steps(loader: DataLoader[Any]) -> int | None:
-    """Return the length of a loader; None where to ask for it may change something.
+    """Return the number of batches of a loader, or None if ``len`` has side effects or fails.
 
-    An iterable data set remembers that it was asked. A sampler of the program's own may go through itself, and draw
-    random numbers, to find its length.
+    A loader of an iterable data set remembers that its length was asked for, and warns if it was wrong. A custom
+    sampler may iterate over itself, and draw random numbers, to find its length.
     """
     batch_sampler = getattr(loader, "batch_sampler", None)
     samplers = batch_sampler, getattr(loader, "sampler", None), getattr(batch_sampler, "sampler", None)

@@ -17,14 +17,14 @@ if TYPE_CHECKING:
 MANY = 100_000_000
 """Number of samples from which the order is computed on the fly: torch's own takes 5 GB and 10 s on every rank."""
 _BLOCKS = (1 << 12, 1 << 16)
-"""Places computed at once: few for the first block, so that an epoch begins at once, then more."""
+"""Number of places computed in one call: few in the first block, so that an epoch begins without delay, then more."""
 _ROUNDS = 8
 _GOLDEN = 0x9E3779B97F4A7C15
 _ALL = (1 << 64) - 1
 
 
 def make_sampler_iter(session: Session) -> Any:
-    """Return ``RandomSampler.__iter__`` that stores no order from ``MANY`` samples on; else it is torch's."""
+    """Return a ``RandomSampler.__iter__`` that stores no order from ``MANY`` samples on, and else calls torch's."""
     original = vars(RandomSampler)["__iter__"]
 
     def iterate(self: RandomSampler) -> Iterator[int]:
@@ -37,7 +37,7 @@ def make_sampler_iter(session: Session) -> Any:
 
 
 def _yield_orders(sampler: RandomSampler) -> Iterator[int]:
-    """Yield the indices of successive orders until there are ``num_samples``, as torch's sampler does."""
+    """Yield ``num_samples`` indices from successive permutations, each with its own key, as torch's sampler does."""
     generator = sampler.generator
     if generator is None:
         generator = torch.Generator()
@@ -56,7 +56,7 @@ def _yield_orders(sampler: RandomSampler) -> Iterator[int]:
 def permute(n: int, key: int, start: int, count: int) -> torch.Tensor:
     """Return the values at places ``start`` to ``start + count`` of the order of [0, n) given by ``key``, as int64.
 
-    See Note [Order on the fly]. It takes 25 ns each, or some microseconds without the compiled extension.
+    See Note [Order on the fly]. A value takes 25 ns, or some microseconds without the compiled extension.
     """
     if not 0 <= start <= start + count <= n <= 1 << 62:
         raise ValueError(f"there are no places {start} to {start + count} in an order of {n}")
@@ -95,7 +95,7 @@ def _mix(x: torch.Tensor) -> torch.Tensor:
 
 
 def _shift_right(x: torch.Tensor, bits: int) -> torch.Tensor:
-    """Shift right and fill with zeros: ``>>`` keeps the sign."""
+    """Shift right and fill with zeros; ``>>`` of int64 would fill with the sign bit."""
     return (x >> bits) & ((1 << (64 - bits)) - 1)
 
 
@@ -118,4 +118,4 @@ def _to_signed(x: int) -> int:
 # permutation of [0, n) whose value at a place is computed from the place alone: it needs no memory, and no time to
 # begin.
 #
-# It can give 2^64 of the n! orders, as many as torch.randperm can by its seed.
+# The 64-bit key selects one of 2^64 of the n! orders. torch.randperm can give no more, since its seed has 64 bits.

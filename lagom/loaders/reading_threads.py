@@ -95,7 +95,7 @@ class PassNames:
         return str(self._num_in_main)
 
     def name_in_thread(self, loader: DataLoader[object], current: LoaderPass) -> str:
-        """Return a name, made of ``loader``'s, for the pass ``current``, which begins in another thread.
+        """Return a name, derived from that of ``loader``, for the pass ``current``, which begins in another thread.
 
         Raises:
             LagomError: if another thread is still in a pass over a loader of that name.
@@ -192,12 +192,13 @@ _SAME_NAME = (
 # the message. There is no deadlock: rank 0's main thread stays at the same batch as the other rank's main thread, so
 # rank 0's thread reaches every batch that the other rank's thread waits for.
 #
-# The results are exact for programs that are deterministic in one process: there the main thread waits while the other
-# thread draws. Whether both draw at the same time can be seen from a thread's second pass on. Then torch's samplers get
-# a generator that belongs to the pass; otherwise the main threads of the ranks would draw different numbers.
+# The results equal those of one process for programs that are deterministic in one process: in these the main thread
+# waits while the other thread draws. From a thread's second pass on, lagom can see whether both draw at the same time.
+# If they do, torch's samplers get a generator that belongs to the pass; otherwise the main threads of the ranks would
+# draw different numbers.
 #
 # A message is published under the name of its pass. Passes that begin in the main thread are numbered, since all ranks
 # begin the same passes there. A pass that begins in a thread is named by its loader (kind, and number in the order in
-# which the main thread made loaders of this kind) and by its number among the loader's passes in threads. Two threads
-# at once in passes over one loader would have names that another rank may give the other way round; this is an error.
+# which the main thread made loaders of this kind) and by its number among the loader's passes in threads. If two
+# threads were in passes over one loader at once, another rank might exchange their names; this is an error.
 # The kind is part of the name so that a loader that only rank 0 makes shifts only the numbers of its own kind.

@@ -16,20 +16,20 @@ if TYPE_CHECKING:
     from lagom.session.session import Session
 
 _ELEMENTS = 256
-"""Elements of a tensor that are hashed, spread over it."""
+"""Least number of elements that are hashed of a larger tensor, at equal distances."""
 _PARTS = 64
-"""Parts of a list or dict that are hashed."""
+"""Number of items that are hashed of a tuple, list or dict: the first ones."""
 _INTERVAL = 100
 _PLACE = "a batch of an iterable data set"
 
 
 def digest(sample: Any, *, exact: bool = False) -> bytes:
-    """Return a digest of the data in ``sample`` that cannot differ between ranks; equal samples have equal digests.
+    """Return a digest of ``sample`` that is equal on all ranks that have equal samples.
 
     Tensors, arrays, numbers and text count, in tuples, lists and dicts. Other objects count by their type only, since
     their contents may belong to this process: paths, times, the order of a set. Floating-point numbers count with 3
-    digits, since two kinds of processors may decode an image differently. It takes 10 microseconds for a pair of
-    tensors.
+    digits, since two kinds of processors may decode an image differently. The digest of a pair of tensors takes 10
+    microseconds.
 
     Args:
         exact: all digits and all elements of tensors and arrays count.
@@ -124,7 +124,7 @@ def _add_value(found: Any, value: Any, exact: bool) -> None:
 
 
 def _add_bytes(found: Any, kind: str, flat: np.ndarray[Any, Any]) -> None:
-    """Add sums over all bytes of a tensor, as fast as they are read; halves, so that parts that change places count."""
+    """Add a sum over the bytes of each half of a tensor, so that exchanged halves give another digest."""
     words = flat[: len(flat) // 8 * 8].view(np.uint64)
     found.update(kind.encode() + flat[len(words) * 8 :].tobytes())
     for half in (words[: len(words) // 2], words[len(words) // 2 :]):

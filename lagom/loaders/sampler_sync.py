@@ -60,7 +60,7 @@ def has_state(source: Any) -> bool:
 
 
 def keep_state(items: Iterator[Any], source: Any) -> Iterator[Any]:
-    """Return ``items``, which are made from ``source``, with the state of ``source`` if it has one."""
+    """Return ``items``, an iterator derived from ``source``; add the state methods of ``source`` if it has them."""
     return _StatefulIterator(items, source) if has_state(source) else items
 
 
@@ -83,20 +83,20 @@ class _StatefulIterator:
 
 
 def synchronise_generators(session: Session, loader: DataLoader[Any], *, own_order: bool = False) -> None:
-    """Set the global generators and those of torch's samplers to their states on rank 0; a collective.
+    """Set the global generators, and those of the loader and its samplers, to their states on rank 0; a collective.
 
-    With ``own_order`` only the global ones are set: the data set shards itself, and its order is its own.
+    With ``own_order`` only the global generators are set: the data set shards itself, and each rank has its own order.
     """
     assert session.group is not None
     session.check_place("the start of a pass over a data loader")
-    # A library's own loader that torch's iterator reads (fastai's) may have no samplers.
+    # Another library's loader (fastai's) may be read by torch's iterator and have no samplers.
     sampler, batch_sampler = getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None)
     inner = getattr(batch_sampler, "sampler", None)
     found = (
         [] if own_order else [getattr(holder, "generator", None) for holder in (loader, sampler, batch_sampler, inner)]
     )
     generators = [one for one in found if isinstance(one, torch.Generator) and one.device.type == "cpu"]
-    with DRAWING:  # a thread that reads another loader may have a rank's own streams in them
+    with DRAWING:  # a thread that reads a loader may have set this rank's own streams
         mine = encode_value([_generator_states(), [generator.get_state() for generator in generators]])
     rank_0s = session.group.broadcast_bytes(mine)
     if rank_0s != mine:
@@ -108,7 +108,7 @@ def synchronise_generators(session: Session, loader: DataLoader[Any], *, own_ord
 
 
 def _yield_from_torch_sampler(session: Session, source: Any, current: LoaderPass) -> Iterator[Any]:
-    """Yield from one of torch's samplers; in another thread it gets a generator that the main thread does not use."""
+    """Yield from one of torch's samplers; in a thread, draw from the pass's generator, or follow rank 0's draws."""
     is_sequential = type(getattr(source, "sampler", source)) is SequentialSampler
     if is_sequential or session.may_meet:
         yield from source
@@ -129,7 +129,7 @@ def _copy_with_generator(source: Any, generator: torch.Generator) -> Any:
 
 
 def _yield_from_equal_sampler(session: Session, source: Any, current: LoaderPass) -> Iterator[Any]:
-    """Yield from ``source``, which is the same on all ranks: checked once, not batch by batch."""
+    """Yield from ``source``, which has equal orders on all ranks; they compare its fingerprint once for each pass."""
     items = iter(source)
     place = f"a pass over the data set {items.fingerprint}"
     if session.may_meet:
@@ -142,8 +142,8 @@ def _yield_from_equal_sampler(session: Session, source: Any, current: LoaderPass
 class RankZeroOrder:
     """Yields the items of rank 0's sampler. Other ranks draw too, since their samplers may remember their draws.
 
-    Items are drawn one at a time, since a sampler may look at the training so far. They are drawn ahead only from a
-    list, tuple, dict or set.
+    ``step`` items are drawn at a time, one batch, since a sampler may depend on the losses so far. Items are drawn
+    further ahead only from a list, tuple, dict or set.
     """
 
     def __init__(self, session: Session, source: Iterable[Any], step: int, current: LoaderPass, *, eager: bool) -> None:
@@ -171,13 +171,13 @@ class RankZeroOrder:
         if self._items:
             return self._items.popleft()
         assert self._end is not None
-        end, self._end = self._end, StopIteration()  # as from a generator that raised
+        end, self._end = self._end, StopIteration()  # as a generator does after it has raised
         raise end
 
     def _start_source(self) -> None:
         try:
             self.mine = iter(self._source)
-        except Exception as error:  # the user's; rank 0's is raised on all ranks
+        except Exception as error:  # from the user's code; all ranks raise rank 0's error
             self._failure = error
 
     def _fetch_items(self) -> None:
@@ -206,7 +206,7 @@ class RankZeroOrder:
         self._end = end
 
     def _check_order(self) -> None:
-        """Check that all ranks are here, and warn if a rank's sampler would have drawn another order."""
+        """Check that all ranks are at the next batch; warn if a rank's sampler would have drawn another order."""
         session = self._session
         assert session.group is not None
         assert session.divergence is not None
@@ -234,7 +234,7 @@ class RankZeroOrder:
         return self._session.group.broadcast_bytes(b"")
 
     def _call_exclusively(self, call: Callable[..., Result], *args: object) -> Result:
-        """Call a function that draws, while nothing else in a thread of the program may draw."""
+        """Run ``call``, which draws random numbers, while no other thread of the program may draw."""
         readers = self._current.readers
         with DRAWING:
             # With workers, the first batches are drawn outside of the loader calls that are watched.
@@ -246,8 +246,8 @@ class RankZeroOrder:
             return items, self._failure
         try:
             for _ in range(count):
-                items.append(next(self.mine))  # noqa: PERF401  # items before a failure count
-        except Exception as error:  # StopIteration, or the user's
+                items.append(next(self.mine))  # noqa: PERF401  # keeps the items before a failure
+        except Exception as error:  # StopIteration, or an error of the user's code
             return items, error
         return items, None
 
@@ -281,10 +281,10 @@ def _describe_error(error: Exception) -> list[str]:
 
 
 def _rebuild_error(described: list[str], mine: Exception | None) -> Exception:
-    """Rebuild the error that another rank described: one of Python's own classes, else ``mine`` or a LagomError.
+    """Rebuild the error that rank 0 described, as one of Python's own classes, else as ``mine`` or a LagomError.
 
     Args:
-        mine: error that the same code raised here; the other rank's may be of its class.
+        mine: error that the same code raised on this rank, or None; returned if its class is the described one.
     """
     name, text, module = described
     kind = getattr(builtins, name, None) if module == "builtins" else None

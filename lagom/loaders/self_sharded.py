@@ -1,4 +1,4 @@
-"""Data sets that shard themselves and say so: each rank's batches are its own."""
+"""Data sets that shard themselves and have the attribute ``lagom_sharded``: each rank gets different batches."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _PLACE = "a batch of a data set that shards itself"
 
 def shards_itself(dataset: object) -> bool:
     """Return whether ``dataset`` gives every rank samples of its own: its attribute ``lagom_sharded`` is true."""
-    # torch wraps a datapipe.
+    # torch's loader wraps a datapipe in an object with the attribute ``_datapipe``.
     dataset = vars(dataset).get("_datapipe", dataset) if hasattr(dataset, "__dict__") else dataset
     return bool(getattr(dataset, "lagom_sharded", False))
 
@@ -33,7 +33,7 @@ def shards_itself(dataset: object) -> bool:
 class RankCollate:
     """A loader's ``collate_fn`` that takes the rank along to spawned workers.
 
-    A data set finds its part by ``lagom.rank()``, which is known in this process and in forked ones only.
+    A data set finds its part by ``lagom.rank()``, which forked workers inherit and spawned workers do not.
     """
 
     def __init__(self, session: Session, collate: Callable[[list[Any]], Any]) -> None:
@@ -56,11 +56,11 @@ def _restore_collate(collate: Any, place: Place) -> Any:
 
 
 class SelfShardedSource:
-    """Takes batches of a self-sharded data set: the batches that the ranks take at the same time make one batch.
+    """Takes batches of a self-sharded data set; those that the ranks take at the same step make one global batch.
 
     One exchange for each batch (1 to 2 ms over gloo) sums its samples. A rank whose data set ends before the others'
-    gets its last batch again, so that all ranks take the same number of steps. The repeated batch counts nowhere, and
-    is cut to one sample where that is easy.
+    gets its last batch again, so that all ranks take the same number of steps. The repeated batch has weight 0, and is
+    cut to one sample if all of its tensors have one row for each sample.
     """
 
     def __init__(self, session: Session) -> None:
@@ -71,6 +71,8 @@ class SelfShardedSource:
 
     def take(self, fetch: Callable[[Any], Any], source: Any) -> tuple[Any, BatchShare | None]:
         """Return the next batch, ``fetch(source)``, and its share of the global batch.
+
+        The share is None in a thread of the program, where ranks cannot exchange their counts.
 
         Raises:
             StopIteration: when the data sets of all ranks have ended.
@@ -102,6 +104,8 @@ class SelfShardedSource:
     def recount(self, data: Any, share: BatchShare) -> BatchShare:
         """Return the share of a batch whose transform has changed the number of rows; a collective.
 
+        In a thread of the program, return ``share`` unchanged.
+
         Args:
             data: this rank's rows, after the transform.
             share: the share before the transform.
@@ -117,7 +121,7 @@ class SelfShardedSource:
         return share if found is None or not found.num_all else found
 
     def _agree_on_share(self, num_mine: int) -> tuple[BatchShare | None, int]:
-        """Agree on this rank's share, None if no rank has a batch; also return how many ranks never had one."""
+        """Return this rank's share (None if no rank has a batch) and how many ranks never had one; a collective."""
         session = self._session
         assert session.agreement is not None
         assert session.divergence is not None
@@ -155,7 +159,7 @@ def cut_to_first_sample(data: Any, count: int) -> Any:
 
 def _cut(data: Any) -> Any:
     if isinstance(data, torch.Tensor):
-        # A copy, since a view would count as a part of its batch.
+        # A copy, since a view would be taken for a part of the original batch, with that batch's share.
         return data[:1].clone()
     if isinstance(data, np.ndarray):
         return data[:1]

@@ -1,4 +1,4 @@
-"""``choose_fetcher``: fetch a batch of a ``TensorDataset`` by one indexing of each tensor, not sample by sample."""
+"""``choose_fetcher``: fetch a batch of a ``TensorDataset`` by indexing each tensor once, not once for each sample."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _METHODS = (
     (Subset, "__getitems__"),
     (_MapDatasetFetcher, "fetch"),
 )
-"""Methods that somebody may have replaced, to count or to time samples."""
+"""Methods that a program may have replaced, to count or time samples; the faster fetcher would not call them."""
 _INT = {int}
 _TORCHS = [vars(owner)[name] for owner, name in _METHODS]
 
@@ -44,7 +44,7 @@ def choose_fetcher(fetcher: Any) -> Any:
 
 
 class _TensorFetcher:
-    """A loader's fetcher that leaves all unusual cases, and errors, to the fetcher that it stands for."""
+    """A loader's fetcher that leaves all unusual cases, and errors, to the fetcher that it replaces."""
 
     def __init__(self, fetcher: Any, subsets: Sequence[Any], dataset: Any) -> None:
         self._fetcher = fetcher
@@ -53,7 +53,7 @@ class _TensorFetcher:
         self._tensors = dataset.tensors
 
     def fetch(self, index: Any) -> Any:
-        """Return the batch of these samples."""
+        """Return the batch of the samples with the indices ``index``."""
         found = self._index_tensors(index)
         return self._fetcher.fetch(index) if found is None else found
 
@@ -71,7 +71,7 @@ class _TensorFetcher:
             for tensor in tensors:
                 if tensor.requires_grad:
                     return None
-            places = torch.frombuffer(array("q", index), dtype=torch.int64)  # in half the time of torch.tensor
+            places = torch.frombuffer(array("q", index), dtype=torch.int64)  # takes half the time of torch.tensor
             return [tensor.index_select(0, places) for tensor in tensors]
         except (IndexError, TypeError, RuntimeError, OverflowError):  # negative or missing indices
             return None
@@ -86,14 +86,14 @@ def _collates_as_torch_does() -> bool:
 
 
 def _is_simple(tensor: torch.Tensor) -> bool:
-    """Return whether one indexing of ``tensor`` gives rows as ``torch.stack`` does, including strides."""
+    """Return whether ``index_select`` on ``tensor`` equals ``torch.stack`` of its rows, including strides."""
     if type(tensor) is not torch.Tensor or tensor.device.type != "cpu" or tensor.layout != torch.strided:
         return False
     if tensor.is_quantized or tensor.is_nested or tensor.is_conj() or tensor.is_neg() or tensor.requires_grad:
         return False
     if not tensor.dim() or not len(tensor) or not tensor.is_contiguous():
         return False
-    if tensor.dim() < 4:  # stacked rows have a choice of strides from four dimensions on
+    if tensor.dim() < 4:  # torch.stack has a choice of strides only for four dimensions and more
         return True
     two = tensor.index_select(0, torch.zeros(2, dtype=torch.int64, device="cpu"))
     return two.stride() == torch.stack([tensor[0], tensor[0]]).stride()

@@ -1,4 +1,4 @@
-"""``WorkerContext``: a multiprocessing context whose workers are watched, or absent on a rank that gets another's."""
+"""``WorkerContext``: a multiprocessing context whose workers are watched, or absent on ranks that use rank 0's."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ if TYPE_CHECKING:
 
 
 class WorkerContext:
-    """Stands for the ``multiprocessing_context`` of a loader's iterator while that makes its workers.
+    """Replaces the ``multiprocessing_context`` of a loader while its iterator starts workers.
 
     Args:
-        context: the real one.
-        begin: returns whether workers are absent, and the watch of those that are not; called once, when the first
-            queue is made.
+        context: the real context.
+        begin: returns whether this rank's workers are absent, and the watch of its workers or None; called once, when
+            the first queue is made.
     """
 
     def __init__(self, context: Any, begin: Callable[[], tuple[bool, WorkerWatch | None]]) -> None:
@@ -33,7 +33,7 @@ class WorkerContext:
         return getattr(self._context, name)
 
     def Queue(self) -> Any:
-        """Return a queue: the first one, for results, is real."""
+        """Return a real queue the first time (for results), later an ``AbsentQueue`` if the workers are absent."""
         if self._begin is not None:
             self._absent, self._watch = self._begin()
             self._begin = None
@@ -50,7 +50,7 @@ class WorkerContext:
 
 
 class AbsentQueue:
-    """Queue of the tasks of an absent worker, which it keeps as long as the worker may yet be started."""
+    """Task queue of an absent worker; it keeps the tasks as long as the worker may still be started."""
 
     def __init__(self) -> None:
         self.tasks: list[Any] | None = []
@@ -71,12 +71,12 @@ class AbsentWorker:
     """Stands for the process of a worker that another rank has.
 
     Args:
-        context, target, args: of the process that it would be.
+        context, target, args: used by ``start_late`` to start the process; left out if it is never called.
     """
 
     daemon = True
     pid = 0x7FFFFFFF
-    """A number that no process has: the program may send it a signal."""
+    """A process id that no process has, since the program may send a signal to it."""
 
     def __init__(self, context: Any = None, target: Any = None, args: tuple[Any, ...] = ()) -> None:
         self._context, self._target, self._args = context, target, args
@@ -92,7 +92,7 @@ class AbsentWorker:
         """Wait for nothing."""
 
     def start_late(self, absent: AbsentQueue) -> tuple[Any, Any]:
-        """Start the worker on the tasks of its queue, ``absent``; return the process and its real queue."""
+        """Start the worker with the tasks that its queue ``absent`` has kept; return the process and its real queue."""
         queue = self._context.Queue()
         queue.cancel_join_thread()
         args = tuple(queue if one is absent else one for one in self._args)
@@ -114,7 +114,7 @@ def start_workers(iterator: Any) -> None:
 
 
 def stop_workers(iterator: Any) -> None:
-    """Stop the workers of an ``iterator`` that waits for no task, and have others stand for them."""
+    """Stop the workers of an ``iterator`` without outstanding tasks, and replace them with ``AbsentWorker`` objects."""
     status = list(iterator._workers_status)
     iterator._shutdown_workers()
     iterator._shutdown = False

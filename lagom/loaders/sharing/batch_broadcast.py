@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 _PLACE = "the next batch of a data loader with workers"
 _TOGETHER = 1 << 16
-"""Bytes that travel in one message with their sizes; larger parts are broadcast one by one."""
+"""Up to this many bytes, all parts travel in one message with their sizes; otherwise they are broadcast one by one."""
 
 
 class BatchBroadcast:
@@ -37,7 +37,7 @@ class BatchBroadcast:
 
         Raises:
             DivergenceError: on all ranks, if one is at another place of the program.
-            PayloadError: if ``value`` cannot be pickled, before the other ranks notice anything.
+            PayloadError: if ``value`` cannot be pickled; nothing has been sent then, so another value can be sent.
         """
         parts = [memoryview(part) for part in Parcel(value, by_reference=True).parts()]
         sizes = json.dumps([len(part) for part in parts]).encode()
@@ -65,7 +65,7 @@ class BatchBroadcast:
         return memory(part)
 
     def _exchange(self, body: bytearray | None) -> memoryview:
-        """Exchange signatures; return what follows rank 0's."""
+        """Exchange signatures, with rank 0's ``body`` behind its own; return that body."""
         rows = self._group.exchange(self._mark, None if body is None else memoryview(body))
         if any(row[:SIZE] != self._mark for row in rows):
             divergence = self._session.divergence

@@ -1,4 +1,4 @@
-"""``BatchComparison``: compare two batches exactly, as far as they are of kinds that are known to travel exactly."""
+"""``BatchComparison``: compare two batches bit for bit; only types that pickle copies exactly can be equal."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from torch import Tensor
 
 _PLAIN = frozenset((bool, int, str, bytes, type(None), torch.Size, torch.dtype, torch.device))
 _HEAP = 1 << 9
-"""Flag of classes that Python code has made, and of some that C code has."""
+"""Py_TPFLAGS_HEAPTYPE: the flag of classes defined in Python, and of some defined in C."""
 _OF_C = (types.MemberDescriptorType, types.MethodDescriptorType, types.WrapperDescriptorType)
 _BASES = (object, dict, OrderedDict, list, tuple)
-"""Built-in classes whose objects are compared, and those of classes that are derived from them."""
+"""Built-in classes whose objects are compared; objects of Python classes derived from them are compared too."""
 
 
 class BatchComparison:
@@ -84,14 +84,14 @@ class BatchComparison:
 
 
 def _is_of_python(kind: type) -> bool:
-    """Return whether Python code has made a class: C code may keep what cannot be seen in its objects."""
+    """Return whether a class is defined in Python; objects of a class defined in C may have hidden state."""
     if not kind.__flags__ & _HEAP:
         return False
     return not any(isinstance(one, _OF_C) and one.__objclass__ is kind for one in vars(kind).values())
 
 
 def _describe(tensor: Tensor) -> tuple[object, ...] | None:
-    """Return all but the bits of a ``tensor``, or None if it has memory of an unknown kind."""
+    """Return the dtype, layout and flags of a ``tensor``, or None if its memory or its state cannot be compared."""
     if tensor.layout is not torch.strided or not tensor.is_cpu or tensor.is_nested or tensor.is_quantized:
         return None
     if tensor.grad_fn is not None or tensor.grad is not None or vars(tensor) or tensor._is_zerotensor():

@@ -24,10 +24,10 @@ if TYPE_CHECKING:
     from lagom.loaders.sharing.shared_workers import SharedWorkers
 
 NEVER, ON_TRIAL, SHARED = 0, 1, 2
-"""Choices for the workers of a loader; where ranks choose differently, the least one holds."""
+"""Choices for the workers of a loader; if ranks choose differently, the smallest choice holds."""
 _MOST_BATCHES = 16
 DRAIN_S = 10.0
-"""Longest time between two batches while a trial ends."""
+"""Longest wait for the result of one outstanding task when a trial ends."""
 
 
 class Choices:
@@ -42,7 +42,7 @@ class Choices:
         return found
 
     def make_memory(self, loader: DataLoader[Any]) -> Callable[[int], None]:
-        """Return a function that remembers a choice for ``loader``, and for others of its data set and functions."""
+        """Return a function that remembers a choice for all loaders with the data set and functions of ``loader``."""
         functions, ref = _functions(loader), weakref.ref(_owner(loader))
 
         def remember(choice: int) -> None:
@@ -54,21 +54,22 @@ class Choices:
 
 
 def _owner(loader: DataLoader[Any]) -> object:
-    # A list or a range cannot be referred to weakly.
+    # A list or a range cannot have weak references, so the loader itself is the key.
     return loader.dataset if hasattr(type(loader.dataset), "__weakref__") else loader
 
 
 def _functions(loader: DataLoader[Any]) -> tuple[object, ...]:
-    # By their code, since bound methods and lambdas are made anew, and would keep data sets alive.
+    # Functions are identified by their code: bound methods and lambdas are new objects for each loader, and would keep
+    # data sets alive.
     return tuple(getattr(one, "__code__", type(one)) for one in (loader.collate_fn, loader.worker_init_fn))
 
 
 class LoaderTrial:
-    """Compares the first batches of an iterator, of which each rank has workers of its own so far.
+    """Compares the first batches of an iterator between ranks, while each rank still has its own workers.
 
     Args:
-        shared: the workers as they are when the trial has ended well.
-        agree: returns on all ranks whether all have given True; a collective.
+        shared: the workers to be shared, if the trial finds this harmless.
+        agree: returns, on all ranks, whether all ranks have passed True; a collective.
         num_batches: number of batches that are compared.
     """
 
@@ -79,10 +80,10 @@ class LoaderTrial:
         self._is_harmless = True
         self._files: set[tuple[str, ...]] = set()
         self.choice = ON_TRIAL
-        """Findings of the trial, at its end; the same on all ranks."""
+        """``SHARED`` or ``NEVER`` when the trial has ended, ``ON_TRIAL`` before; equal on all ranks."""
 
     def next(self, fetch: Callable[[Any], Any], iterator: Any) -> Any:
-        """Return ``fetch(iterator)``, or raise its error, once all ranks have compared them; a collective."""
+        """Return ``fetch(iterator)``, or raise its error, after ranks have compared their results; a collective."""
         found: Any = None
         error: Exception | None = None
         try:
@@ -103,10 +104,11 @@ class LoaderTrial:
         return found
 
     def drain(self, fetch: Callable[[Any], Any], iterator: Any) -> bool:
-        """Receive what the workers of ``iterator`` still have to do, by ``fetch``, a call for each of their tasks.
+        """Receive the results of all outstanding tasks of ``iterator``, one by each ``fetch``; a collective.
 
-        Return whether other workers may then give all that is left, on all ranks; a collective. They may not where a
-        task takes long: the program may have to feed the workers, or may never ask for that batch.
+        Return whether all ranks succeeded, so that rank 0's workers can do all further tasks. A rank fails if the
+        stream of a worker ends, or if a task takes long: the program may have to feed the workers first, or may never
+        ask for that batch.
         """
         running = set(iterator._workers_status)
         is_drained = len(running) == 1
@@ -145,10 +147,11 @@ class LoaderTrial:
             is_equal = comparison.match(mine, broadcast.receive())
         except (CollectiveError, DivergenceError):
             raise
-        except Exception:  # rank 0's cannot be unpickled here
+        except Exception:  # rank 0's batch cannot be unpickled on this rank
             return False
-        # A worker may send the same shared memory in a second batch, with what the program has changed in the first. So
-        # a batch counts as different if its shared memory was in an earlier one, and each rank keeps its workers.
+        # A worker may send the same shared memory in two batches; the second then includes the program's changes to the
+        # first. So a batch counts as different if its shared memory was in an earlier batch, and each rank keeps its
+        # workers.
         files = find_files(comparison.addresses)
         is_equal = is_equal and not files & self._files
         self._files |= files
@@ -166,11 +169,14 @@ def _end_worker(iterator: Any, worker: int) -> None:
 
 # Note [Trials]
 #
-# Sharing must not be seen in a program's numbers, and no look at a data set's code can show that: it may write files,
-# count in shared memory, ask for its rank, or make batches of objects that do not travel. So each rank begins with
-# workers of its own. Rank 0 gives the first batches (two of each worker) to the other ranks, which compare them with
-# their own, bit for bit, and a watch in rank 0's workers notices what the other ranks would miss. If all is equal and
-# nothing was noticed, all ranks wait for the tasks under way; then the others stop their workers, and rank 0's go on.
-# At that moment all workers have done the same tasks, so that rank 0's are as good as a rank's own, whatever they
-# remember. If not, each rank keeps its workers. Later iterators of the same data set and functions begin as the trial
-# found; what the watch notices later is an error (a rank was asked for), or said and the end of sharing (files).
+# Sharing must not change a program's numbers. The code of a data set cannot show whether it does: the data set may
+# write files, count in shared memory, ask for its rank, or make batches of objects that cannot be sent. So each rank
+# begins with workers of its own. Rank 0 gives the first batches (two of each worker, 16 at most) to the other ranks,
+# which compare them with their own, bit for bit. A watch in rank 0's workers notices side effects that the other ranks
+# would miss. If all batches are equal and there are no side effects, all ranks wait for the tasks under way. Then the
+# other ranks stop their workers, and rank 0's go on. At that moment all workers have done the same tasks, so rank 0's
+# workers can replace a rank's own even if they have state. Otherwise each rank keeps its workers.
+#
+# Later iterators over the same data set with the same functions follow the finding without a trial. The watch goes on:
+# it is an error if a worker asks for its rank later. If a worker changes files later, the user is warned, and later
+# iterators no longer share workers.

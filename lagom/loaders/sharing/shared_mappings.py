@@ -8,24 +8,24 @@ from bisect import bisect_left
 from collections.abc import Iterable
 
 _HARMLESS = re.compile(r"/dev/shm/sem\.|/dev/shm/nccl|/dev/nvidia|lagom")
-"""Names of semaphores, which programs reach by objects of their own, and of memory of lagom's and of drivers."""
+"""Names that do not count: semaphores (found by ``shared_objects.py``), and memory of lagom and of drivers."""
 _BATCH = re.compile(r"/torch_(\d+)_")
-"""Names of storages that torch shares, with the process that made them."""
+"""Names of storages that torch shares; the group is the id of the process that made the storage."""
 
 
 class SharedMappings:
-    """Finds writable memory that this process has come to share with others after this object was made."""
+    """Detects writable shared memory that was mapped into this process after this object was made."""
 
     def __init__(self) -> None:
         self._before = _find()
 
     def has_new(self) -> bool:
-        """Return whether there is any that the program shares: batches that workers have sent are not."""
+        """Return whether new shared memory was mapped, other than batches that workers have sent."""
         return not _find() <= self._before
 
 
 def find_files(addresses: Iterable[int]) -> set[tuple[str, ...]]:
-    """Return the files of the shared memory that has any of ``addresses``."""
+    """Return device and inode of each shared mapping that contains one of ``addresses``."""
     wanted = sorted(addresses)
     found: set[tuple[str, ...]] = set()
     for row in _shared_rows():

@@ -1,4 +1,4 @@
-"""``reach_shared_memory``: find objects through which a loader's workers could tell the program something."""
+"""``reach_shared_memory``: find objects through which a loader's workers could pass data to the program."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ PLAIN = frozenset((bool, int, float, complex, str, bytes, type(None), torch.Size
 """Kinds of values that hold no other objects."""
 _CONTAINERS = (list, tuple, set, frozenset, deque)
 _SHARING = ("multiprocessing", "_multiprocessing", "ctypes", "_ctypes", "socket", "_socket", "_posixshmem")
-"""Modules whose objects processes share, or that point to memory."""
+"""Modules whose objects are shared between processes, or point to raw memory."""
 _CORE = frozenset(("torch", "numpy", "lagom", "builtins"))
 
 
@@ -36,8 +36,9 @@ def reach_shared_memory(roots: Iterable[object]) -> bool:
 def reachable(roots: Iterable[object], most: int = _MAX_OBJECTS) -> Iterator[Any]:
     """Yield up to ``most`` objects that can be reached from ``roots``, those nearest first.
 
-    Attributes, containers, closures, and globals that functions of the program name are searched. No parts are searched
-    of lagom's own objects that have an attribute ``lagom_cache``: what they hold changes nothing that they give.
+    The search follows attributes, containers, closures, and the globals that functions of the program name. It does not
+    follow the parts of lagom's own objects whose class has the attribute ``lagom_cache``: they are caches, whose
+    content does not change their results.
     """
     seen: dict[int, object] = {}  # keeps temporary objects alive, so that their ids stay theirs
     left = deque(roots)
@@ -146,7 +147,7 @@ def _function_parts(function: types.FunctionType) -> Iterator[Any]:
 
 
 def _named_parts(held: dict[str, Any], names: set[str]) -> Iterator[Any]:
-    imported = {name: sys.modules[name] for name in names.intersection(sys.modules)}  # in the function itself
+    imported = {name: sys.modules[name] for name in names.intersection(sys.modules)}  # imported inside the function
     for name in sorted(names.intersection(imported | held)):
         value = held.get(name, imported.get(name))
         if not isinstance(value, types.ModuleType):

@@ -42,15 +42,15 @@ class SharedWorkers:
         """Whether anything was received from the workers."""
 
     def place(self, iterator: Any) -> None:
-        """Have the workers of ``iterator`` use the cores of all ranks in turn."""
+        """Pin rank 0's workers of ``iterator`` to the cores of all ranks in turn, if ranks have different cores."""
         if self._session.rank or all(cores == self._cores[0] for cores in self._cores):
             return
         for number, worker in enumerate(iterator._workers):
-            with suppress(OSError):  # a container may forbid cores of another one
+            with suppress(OSError):  # a container may forbid the cores of another container
                 os.sched_setaffinity(worker.pid, self._cores[number % len(self._cores)])
 
     def take_over(self, iterator: Any) -> None:
-        """Have rank 0's workers do all tasks to come; those of the other ranks stop."""
+        """Stop the workers of the ranks other than 0: rank 0's workers do all further tasks."""
         self.has_given = True
         if self._session.rank:
             stop_workers(iterator)
@@ -79,7 +79,7 @@ class SharedWorkers:
             if self.watch is not None and self.watch.has_asked:
                 raise LagomError(_ASKED)
         except Exception as error:
-            # A worker has died, or takes too long: errors of the data set come as data.
+            # A worker has died or timed out. Errors of the data set are not raised here: torch returns them as data.
             try:
                 send((None, InParts(error), iterator._workers_status, False))
             except PayloadError:
@@ -92,7 +92,7 @@ class SharedWorkers:
         try:
             send((found, None, (), has_changed))
         except PayloadError as error:
-            # As data, so that the iterators of all ranks know that this task is done.
+            # The error is sent as data, so that the iterators of all ranks count this task as done.
             unsent = LagomError(f"a batch cannot be given to the other ranks: {error}")
             found = found[0], ExceptionWrapper((LagomError, unsent, None), "a data loader")
             send((found, None, (), has_changed))

@@ -1,4 +1,4 @@
-"""``share_workers``: patches of torch's iterator, so that rank 0 has its workers, and gives batches to other ranks.
+"""``share_workers``: patch torch's iterator so that rank 0 alone has workers, and gives their batches to all ranks.
 
 See Note [One set of workers].
 """
@@ -45,7 +45,7 @@ _BATCHES_PER_WORKER = 2
 def share_workers(
     session: Session, pass_of: Callable[[Any], LoaderPass | None], knows_rank: Callable[[], bool]
 ) -> Iterator[None]:
-    """Have rank 0 alone start a loader's workers, where all ranks see the same batches.
+    """Patch torch's iterator: if all ranks see the same batches, rank 0 alone starts a loader's workers.
 
     Args:
         pass_of: returns the pass of a loader's iterator.
@@ -67,7 +67,7 @@ def _make_init(sharing: WorkerSharing) -> Any:
             original(self, loader)
             return
         context = loader.multiprocessing_context or torch.multiprocessing
-        # The base class has begun the pass when the context is asked for its first queue.
+        # torch makes the first queue after the base class's ``__init__`` has begun the pass, which ``begin`` needs.
         with replaced(loader, _CONTEXT, WorkerContext(context, lambda: sharing.begin(self, loader, context))):
             original(self, loader)
         if _SHARED in self.__dict__:
@@ -89,7 +89,8 @@ def _make_get_data(session: Session) -> Any:
             return shared.get(original, self)
         if shared.has_given:
             raise LagomError(_THREAD)
-        # A thread reads what the main thread has begun: threads of ranks need not read as far as each other.
+        # A thread reads an iterator that the main thread has begun. Threads of different ranks may read different
+        # numbers of batches, so each rank starts its own workers.
         del self.__dict__[_SHARED]
         if session.rank:
             start_workers(self)
@@ -133,7 +134,10 @@ class WorkerSharing:
         self._alarms = [signal.getsignal(one) for one in _ALARMS]
 
     def begin(self, iterator: Any, loader: DataLoader[Any], context: Any) -> tuple[bool, WorkerWatch | None]:
-        """Return whether rank 0's workers serve this rank, and on rank 0 the watch of its workers; a collective."""
+        """Return whether this rank has no workers because rank 0's serve it, and the watch of its workers or None.
+
+        A collective, if all ranks see the same batches of this pass. Only rank 0 has a watch.
+        """
         session = self.session
         if not self._can_meet(iterator, loader):
             return False, None
@@ -162,17 +166,17 @@ class WorkerSharing:
         if not (whole if current.training else gathered) or (loader.persistent_workers and not (whole and gathered)):
             return False
         if session.device.type != "cpu" and loader.multiprocessing_context is not None:
-            return False  # workers that are no forks may make tensors on a GPU
+            return False  # workers that are not forked may make tensors on a GPU
         return session.group is not None and session.group.shares_memory
 
     def _choose(self, loader: DataLoader[Any], is_fork: bool) -> int:
         if self.knows_rank() or reach_shared_memory((loader.dataset, loader.collate_fn, loader.worker_init_fn)):
             return NEVER
         if self.session.config.share_workers is True:
-            # Samples as they are may be parts of the data set, which workers send again and again.
+            # Samples that are not collated may be objects of the data set itself, which workers send again and again.
             return SHARED if loader._auto_collation else NEVER
         is_watched = is_fork and (self.session.rank > 0 or reports_changes())
-        # The handler of an alarm may leave an exchange half done.
+        # The handler of an alarm may raise in the middle of an exchange.
         has_alarm = [signal.getsignal(one) for one in _ALARMS] != self._alarms
         if not is_watched or not loader.in_order or has_alarm or self._mappings.has_new():
             return NEVER
@@ -180,7 +184,7 @@ class WorkerSharing:
 
 
 def _agree(session: Session, mine: int) -> tuple[int, list[list[int]]]:
-    """Return the least that a rank gives, and the cores of each; a collective."""
+    """Return the smallest ``mine`` of all ranks, and the cores of each rank; a collective."""
     assert session.group is not None
     mark = signature(_PLACE.encode())
     cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
@@ -204,20 +208,26 @@ _THREAD = (
 
 # Note [One set of workers]
 #
-# With batches="whole" and in gathered evaluations every rank sees all batches. Were each rank to load them, R ranks
-# would have R times the workers of one process, which decode every sample R times. So rank 0 has the workers, as one
-# process has them: the same numbers, seeds, tasks and order. The iterators of the other ranks do all else that one
-# process does (they draw from samplers, count tasks), with workers that are absent. `_get_data`, the one method by
-# which an iterator receives anything from its workers, is a collective: what it returns or raises on rank 0, it returns
-# or raises on all ranks. So exceptions, dead workers, timeouts, streams that end and workers that resume need nothing
-# else. A rank's batches are its own, to be changed in place: bytes are copied through the memory that ranks share.
+# With batches="whole" and in gathered evaluations every rank sees all batches. If each rank loaded them itself, R ranks
+# would have R times as many workers as one process, and decode every sample R times. So only rank 0 has workers, with
+# the same number, seeds, tasks and order as in one process. The iterators of the other ranks do everything else that
+# one process does (draw from samplers, count tasks), with absent workers. An iterator receives from its workers by one
+# method, `_get_data`. It becomes a collective: a value or an exception on rank 0 is returned or raised on all ranks. So
+# errors, dead workers, timeouts, streams that end and workers that resume need no code of their own. Each rank may
+# change its batches in place, since it gets a copy through the memory that ranks share.
 #
-# Workers are processes of rank 0 alone, not of rank w mod R, since what they print and write then goes where it goes in
-# one process. They run on the cores of all ranks in turn, if ranks have different ones.
+# All workers are processes of rank 0, instead of worker w being a process of rank w mod R, so that their output and
+# files go where they go in one process. They run on the cores of all ranks in turn, if ranks have different ones.
 #
-# Ranks load everything themselves: without shared memory between all ranks; where the program knows its rank, or has a
-# handler for alarms, which may interrupt an exchange; where a data set, a collate function or what they use holds
-# memory that workers share with the process that starts them (shared_objects.py, shared_mappings.py), through which a
-# worker might tell the program something; with pinned memory; in threads of the program, and in loaders with iterators
-# of their own. If a thread reads what the main thread has begun with iter(), the absent workers start then.
-# share_workers="auto" leaves out more, and shares only after a trial: see Note [Trials] in loader_trial.py.
+# Each rank has its own workers in these cases:
+#
+# - There is no memory that all ranks share.
+# - The program has asked for its rank.
+# - A data set, a collate function or an object that these use holds memory, pipes or files that workers share with the
+#   process that starts them (shared_objects.py): a worker might pass data to the program through these.
+# - The loader pins memory, or has an iterator class of its own.
+# - A thread of the program reads the loader. If the main thread has begun the iteration with iter(), the absent workers
+#   start when the thread first reads.
+#
+# share_workers="auto" has more such cases, such as a handler for alarms, which may interrupt an exchange, and shares
+# only after a trial: see Note [Trials] in loader_trial.py.

@@ -1,4 +1,4 @@
-"""``WorkerWatch``: notices in a loader's workers what the other ranks would miss if they had no workers."""
+"""``WorkerWatch``: notice side effects of a loader's workers, which ranks without workers would miss."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 _STARTS = ("exec", "fork", "forkpty", "kill", "posix_spawn", "system")
 _PROGRAMS = frozenset(("subprocess.Popen", "signal.pthread_kill", *(f"os.{name}" for name in _STARTS)))
-"""Audit events of starting a program or a process, whose changes nobody sees, and of signals."""
+"""Audit events of signals, and of starting a program or a process, whose side effects are not watched."""
 _READ, _COPY = 1, 3
 """``mmap.ACCESS_READ`` and ``mmap.ACCESS_COPY``."""
 
@@ -26,14 +26,14 @@ def _is_local(address: Any) -> bool:
 
 
 class WorkerWatch:
-    """Tells the process that starts workers what any of them has done that others can see, and if it asked its rank.
+    """Tells the parent process whether a worker has changed anything outside of itself, or asked for its rank.
 
     Args:
-        context: the ``multiprocessing`` context that starts them.
+        context: the ``multiprocessing`` context that starts the workers.
     """
 
     def __init__(self, context: Any) -> None:
-        # Semaphores, since memory would have to be looked for by name.
+        # Semaphores, since ``SharedMappings`` ignores them and would take shared memory for the program's.
         self._changes = context.Semaphore(0)
         self._rank_calls = context.Semaphore(0)
 
@@ -49,7 +49,8 @@ class WorkerWatch:
 
     def run(self, target: Callable[..., None], *args: Any) -> None:
         """Run ``target``, in a worker."""
-        # Where a rank has multiprocessing keep its sockets; else multiprocessing names the folder when it needs one.
+        # The folder of multiprocessing's sockets, which do not count as changes. If the rank has not set the folder,
+        # multiprocessing makes one with this prefix when it needs one.
         sockets = multiprocessing.current_process()._config.get("tempdir", "/pymp-")  # type: ignore[attr-defined]
 
         def note(path: str = "") -> None:
