@@ -1,4 +1,4 @@
-"""Tables on disk as data sets: read by rows, evenly over ranks, at the speed of the disk."""
+"""Parquet tables as data sets: each rank reads an even share of the rows, at the speed of the disk."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-    # On first use: a driver that only names a data set must not import torch for it.
+    # Import on first use, since a driver that only names a data set must not import torch for it.
     if name in _HOMES:
         return getattr(importlib.import_module(_HOMES[name]), name)
     raise AttributeError(f"module 'lagom.data' has no attribute {name!r}")

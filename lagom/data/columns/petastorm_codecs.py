@@ -37,7 +37,7 @@ _WIDER: dict[np.dtype[Any], np.dtype[Any]] = {
 _HEADER = re.compile(rb"\{'descr': '([<>|][biufc]\d+)', 'fortran_order': (False|True), 'shape': \(([\d, ]*)\), \} *\n")
 """Header that ``numpy.save`` writes before the numbers, without its first bytes."""
 _CELLS, _BYTES = 8, 64 << 10
-"""Least number of cells, or of bytes of encoded cells, for which another thread pays."""
+"""A further thread pays if it decodes at least this many cells, or this many bytes of encoded cells."""
 
 
 def codec(field: UnischemaField, ragged: str) -> Codec | None:
@@ -82,7 +82,10 @@ class NumpySaved:
     ragged: str
 
     def convert(self, array: Any, path: Path, where: Where) -> Values:
-        """Return one array for all rows, without a loop if all headers are equal; ragged fields get one per row."""
+        """Return one array for all rows, or one for each row if the field's shape differs from row to row.
+
+        One array is made without a loop over rows if all headers are equal.
+        """
         ragged = None in self.field.shape
         if not ragged and not array.null_count:
             whole = _alike(_Buffers(array), self.field, where.memory)
@@ -124,7 +127,7 @@ class Decoder:
     where: Where
 
     def __call__(self, array: Any, origins: NDArray[np.int64]) -> CellColumn:
-        """Decode the cells in ``array``; ``origins`` has a number for each row, which ``Where.at`` understands.
+        """Decode the cells in ``array``; ``origins`` has a number for each row, which ``Where.at`` turns into a place.
 
         Raises:
             DataError: for a cell that cannot be decoded.
@@ -207,7 +210,7 @@ def _saved(cell: Any) -> NDArray[Any]:
     held = bytearray(cell)
     header = read_header(held)
     if header is None or header.dtype.hasobject:
-        found: NDArray[Any] = np.load(io.BytesIO(held), allow_pickle=False)  # says what is wrong
+        found: NDArray[Any] = np.load(io.BytesIO(held), allow_pickle=False)  # its error says what is wrong
         return found
     flat = np.frombuffer(held, header.dtype, math.prod(header.shape), header.size)
     return flat.reshape(header.shape, order="F" if header.is_fortran else "C")
@@ -231,8 +234,8 @@ class Header(NamedTuple):
 def read_header(cell: bytes | bytearray) -> Header | None:
     """Read the header of a saved array; return None if ``cell`` has no valid header.
 
-    numpy reads it by Python's parser, which fails now and then if two threads are in it ("AST constructor recursion
-    depth mismatch", Python 3.11; CPython issue 106905). So headers of numbers are read without it.
+    numpy reads a header by Python's parser, which sometimes fails if two threads use it at once ("AST constructor
+    recursion depth mismatch", Python 3.11; CPython issue 106905). So headers of numbers are read without that parser.
     """
     head = io.BytesIO(cell)
     try:

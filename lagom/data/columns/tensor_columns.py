@@ -144,7 +144,7 @@ class ColumnEntry:
             return Nulls(found, fill) if has_none and not found.size else Dense(found)
         except lists.RowError as error:
             raise error_at(error.row, str(error)) from None
-        except (ValueError, OverflowError, ArithmeticError) as error:  # Arrow's are ValueErrors
+        except (ValueError, OverflowError, ArithmeticError) as error:  # Arrow's errors are ValueErrors
             raise error_at(0, f"or one after it cannot be made numbers: {error}") from error
 
     def _ragged(self, array: Any) -> Values:
@@ -179,7 +179,7 @@ def column_entries(field: Any, nulls: Policy, ragged: str, codec: Codec | None =
     ``unsupported_part`` in ``launchers/dataframes.py`` refuses the types of a Spark DataFrame before the run.
 
     Raises:
-        ValueError: if its type cannot become a tensor.
+        ValueError: if the field has a type that cannot become a tensor.
     """
     import pyarrow as pa
 
@@ -200,7 +200,7 @@ def column_entries(field: Any, nulls: Policy, ragged: str, codec: Codec | None =
 
 
 def policy(choice: Any | Mapping[str, Any], name: str) -> Any:
-    """Return the choice for column ``name``; ``choice`` is one for all columns, or a dict by column."""
+    """Return the policy for column ``name``: ``choice`` itself, or its entry if it is a dict, by default "error"."""
     return choice.get(name, "error") if isinstance(choice, dict) else choice
 
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 _PARTS = 8
 """Parts of a column that threads gather in parallel."""
 _SMALL = 1 << 14
-"""Up to this many bytes are copied with the GIL held: numpy would release it, and then wait to get it back."""
+"""Up to this many bytes are copied with the GIL held; numpy would release the GIL, and wait to get it back."""
 _MANY = 4
 """From this many columns on, each thread gathers a whole column."""
 
@@ -88,7 +88,7 @@ class Dense:
         out = empty((len(index), *shape), dtype)
 
         def take(index: NDArray[np.int64], out: NDArray[Any]) -> None:
-            # "clip" does not check bounds, which are known to be right, and is twice as fast.
+            # The indices are known to be in bounds; "clip" does not check them, and is twice as fast.
             np.take(source, index, axis=0, out=out, mode="clip")
 
         if pool is None:
@@ -220,7 +220,7 @@ class RowSpan(NamedTuple):
 
 
 def filled(span: RowSpan, constants: Mapping[str, Any]) -> RowSpan:
-    """Return the rows with one value in all rows of each column in ``constants``, masks of nulls included.
+    """Return the rows of ``span``, with the columns in ``constants`` set to one value, and their masks to True.
 
     Raises:
         ValueError: for a column that is a list in a batch, of tensors of different shapes.

@@ -1,4 +1,4 @@
-"""Parquet pages decoded by lagom's own C++ where they are plain; Arrow reads all others.
+"""Decoders of plain Parquet pages in lagom's own C++; Arrow reads all other pages.
 
 Start with ``page_decoder.py``.
 """

@@ -54,7 +54,7 @@ class FastColumns:
             self._kinds[number] = kind
 
     def reader(self) -> FastReader:
-        """Make a reader for one cursor, which uses the memory of a closed reader again."""
+        """Make a reader for one cursor; it reuses the memory of a closed reader."""
         try:
             return FastReader(self, self._spare.pop())
         except IndexError:
@@ -75,7 +75,8 @@ class FastColumns:
         """Return the chunks of the fast columns in row group number ``group``, by column.
 
         Args:
-            threads: whether Arrow decodes in several threads, and is then faster for columns of numbers.
+            threads: whether Arrow decodes in several threads. It then gets the columns of numbers, for which it is
+                faster, unless the table has only one column.
         """
         known = self._known  # another thread may replace the dict when it drops a column
         chunks = known.get((group, threads))

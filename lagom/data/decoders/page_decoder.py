@@ -108,7 +108,7 @@ def chunk(metadata: Any, group: int, place: tuple[int, str, bool], kind: Kind) -
 
 
 class PageDecoder:
-    """Decodes columns, row group by row group, into memory that is used again."""
+    """Decodes columns, row group by row group, into reused memory."""
 
     def __init__(self) -> None:
         self._native: dict[int, Any] = {}
@@ -118,7 +118,7 @@ class PageDecoder:
         self._whole = np.empty(0, np.uint8)
 
     def begin(self, file: Any, chunks: Mapping[int, ColumnChunk]) -> None:
-        """Begin with ``chunks`` of ``file``, which are given by column number."""
+        """Begin to decode ``chunks`` of ``file``; ``chunks`` has one chunk for each column number."""
         from lagom.collectives.native import native
 
         self._chunks = chunks
@@ -222,7 +222,7 @@ class _Window:
         self._at += count
 
     def refill(self, wanted: int) -> bool:
-        """Read at least ``wanted`` more bytes; return False if the chunk has fewer left."""
+        """Read at least ``wanted`` more bytes; return False if the chunk or the file has fewer left."""
         rest = self._data[self._at :]
         more = min(self._left, max(wanted, PAGE_BYTES - len(rest), len(rest)))
         if more < wanted:

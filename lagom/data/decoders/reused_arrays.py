@@ -38,7 +38,7 @@ class ReusedArrays:
             if sys.getrefcount(self._owners[place]) == _SPARE:
                 if size <= self._owners[place].nbytes <= 2 * size:
                     return place
-                # The memory belonged to another table's column, or to a larger round.
+                # Its size does not fit: it belonged to another table's column, or to a larger round. So free it.
                 del self._owners[place]
         return None
 

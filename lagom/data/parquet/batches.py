@@ -20,13 +20,13 @@ if TYPE_CHECKING:
     from lagom.data.parquet.table import Table
 
 _UNSHUFFLED_BYTES = 8 << 20
-"""Bytes of rows that are decoded at a time without shuffling."""
+"""Bytes of rows that are decoded at a time in an epoch that is not shuffled."""
 _UNSHUFFLED_BLOCKS = 3 + AHEAD
-"""Blocks of such rows in memory: one in use, ``AHEAD`` that wait, and two that are being decoded."""
+"""Blocks of unshuffled rows in memory: one in use, ``AHEAD`` that wait, and two that are being decoded."""
 _ROUNDS = 4
 """Rounds of shuffled rows in memory: in use, read ahead, being shuffled, and being decoded."""
 _TOLD_BYTES = 64 << 20
-"""Bytes for decoding from which a warning is shown, if they do not fit into ``window_bytes``."""
+"""A warning is shown if decoding takes more than these bytes and does not fit into ``window_bytes``."""
 _numbers = itertools.count()
 
 
@@ -38,7 +38,7 @@ class TableBatchSampler(Sampler[Any]):
     """
 
     lagom_common = True
-    """Says to lagom's loaders that batches are equal on all ranks, so rank 0 need not send them."""
+    """Tells lagom's loaders that batches are equal on all ranks, so that rank 0 need not send them."""
 
     def __init__(
         self,
@@ -76,16 +76,17 @@ class TableBatchSampler(Sampler[Any]):
         return left // self.batch_size if self.drop_last else -(-left // self.batch_size)
 
     def __iter__(self) -> EpochPass:
-        """Return the next epoch, or the rest of the loaded one; it begins when the first batch is drawn.
+        """Return an iterator over the next epoch, or over the rest of the epoch that ``load`` has set.
 
-        It does not begin earlier, since torch's loader with workers makes an iterator from which it never draws.
+        The epoch begins when its first batch is drawn, not here: torch's loader with workers makes an iterator from
+        which it never draws.
         """
         return EpochPass(self)
 
     def begin(self, passing: EpochPass) -> tuple[Iterator[Positions], str]:
         """Begin the next epoch for the iterator ``passing``; return its batches and a fingerprint of its order."""
         if self.shuffle and self._seed is None:
-            # Drawn only once, so that epochs after a resumed one are the same as without the interruption.
+            # The seed is drawn once, not in each epoch, so that epochs after a resumed one do not change.
             self._seed = int(torch.empty((), dtype=torch.int64).random_().item())
         index, start = self.epoch, self._start
         self.epoch, self._start = index + 1, 0

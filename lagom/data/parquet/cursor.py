@@ -39,7 +39,7 @@ class RowGroupPart(NamedTuple):
 
 
 class RowGroupCursor:
-    """Reads pieces of row groups, without decoding again what it has passed."""
+    """Reads pieces of row groups; a later piece of the same row group does not decode earlier rows again."""
 
     def __init__(self, source: Source, most: int, *, is_alone: bool, is_last: bool) -> None:
         """Make a cursor.
@@ -97,7 +97,7 @@ class RowGroupCursor:
             self._batches = table.batches(opened.parquet, group, self._most, threads=self._threads, without=columns)
 
     def _next(self, wanted: int) -> RowGroupPart:
-        """Return the next rows. Arrow's batches determine how many; without Arrow's columns it is ``wanted``."""
+        """Return the next rows: those of Arrow's next batch, or up to ``wanted`` rows if Arrow decodes no column."""
         if self._rest is not None:
             rest, self._rest = self._rest, None
             return rest
@@ -113,7 +113,7 @@ class RowGroupCursor:
         return self.read_by_arrow() if arrays is None else RowGroupPart(batch, arrays)
 
     def read_by_arrow(self) -> RowGroupPart:
-        """Let Arrow read the row group again from the present row on; lagom's decoder cannot."""
+        """Read the row group again by Arrow, since lagom's decoder failed; return rows from the current one on."""
         assert self._opened is not None
         self._batches = self._source.table.batches(self._opened.parquet, self._group, self._most, threads=self._threads)
         behind = self._at

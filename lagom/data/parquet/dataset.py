@@ -70,7 +70,7 @@ class ParquetDataset(Dataset[Any]):
 
     Args:
         source: a folder or file, or a list of these: paths, or URLs that pyarrow or fsspec know (s3:, gs:, hdfs:, ...).
-            Or another ``ParquetDataset``, whose rows are used, and its columns and filters unless others are given.
+            Or another ``ParquetDataset``, whose files are read; its columns and filters hold unless others are given.
         columns: names of columns, in the wanted order, or a function that chooses from all names; None: all.
         filters: rows to keep, in pyarrow's notation: ``[("x", ">", 0), ...]`` for "and", a list of such lists for "or".
             Row groups that cannot contain such rows are not read.
@@ -131,7 +131,7 @@ class ParquetDataset(Dataset[Any]):
 
     @property
     def lagom_resizes(self) -> bool:
-        """Whether the transform may change the number of rows of a batch; ranks then exchange the numbers."""
+        """Whether the transform may change the number of rows of a batch; then ranks exchange their numbers of rows."""
         return bool(getattr(self.transform, "resizes", False))
 
     @property
@@ -199,11 +199,11 @@ class ParquetDataset(Dataset[Any]):
         return self._num_rows * self.table.row_bytes <= self.window_bytes
 
     def _reading(self) -> TableReader:
-        # A forked process has none of its parent's threads.
+        # A forked process has none of its parent's threads, so it needs a reader of its own.
         if self._reader is None or self._reader[0] != _generation:
             table = self.table
             if self._generation != _generation:
-                # It must not share the parent's connections to a store either.
+                # A forked process must not share its parent's connections to a store either.
                 table = replace(table, home=pickle.loads(pickle.dumps(table.home)))
             self._reader = _generation, TableReader(table, self._entries, self.window_bytes)
         return self._reader[1]

@@ -94,7 +94,7 @@ class _Noting:
         return len(self._source)
 
     def __iter__(self) -> Iterator[Any]:
-        # Takes the list now: when the first batch is drawn, another pass may have begun.
+        # Take this pass's list now: when the first batch is drawn, another pass may have replaced it.
         return self._noted(iter(self._source), self._loader._ends)
 
     def _noted(self, source: Iterator[Any], ends: deque[tuple[int, int]]) -> Iterator[Any]:

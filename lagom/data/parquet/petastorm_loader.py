@@ -134,7 +134,7 @@ class _Transform:
         self._is_petastorm = is_petastorm
         self._nulls_are_none = nulls_are_none and spec.func is not None
         self.resizes = spec.func is not None and not is_petastorm
-        """Whether the number of rows may change, as a function of a DataFrame can do."""
+        """Whether the number of rows may change: a function of a DataFrame may add or drop rows."""
 
     def __call__(self, rows: Rows) -> list[dict[str, Any]]:
         found = numpy_rows(rows.block(), self._nulls_are_none)

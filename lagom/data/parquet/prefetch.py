@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 _ENDING_S = 10.0
-"""Seconds for which the end of the process waits for a reading thread. See Note [The end of the process]."""
+"""Longest wait for a reading thread when the process ends. See Note [The end of the process]."""
 _CLOSED = "the data set was closed while it was read"
 _running: dict[threading.Thread, tuple[_Line[Any], int]] = {}
 """For each running thread, the queue that it fills, and the id of its process."""
@@ -111,7 +111,7 @@ def _end_thread(thread: threading.Thread, pid: int) -> None:
 
 
 def _end(line: _Line[T], pid: int) -> None:
-    # A forked process does not have the thread, which may have held the lock.
+    # A forked process does not have the thread, and the thread may have held the queue's lock at the fork.
     if os.getpid() == pid:
         line.close()
 

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from lagom.data.parquet.table import Table
 
 _JUMP = 4
-"""Up to this many blocks are read and skipped; for a longer jump, reading begins again at its end."""
+"""A jump forward over up to this many blocks reads and skips them; after a longer jump, reading begins anew."""
 _DECODED_AHEAD = 4
 """Number of short blocks of cells that are decoded ahead."""
 _PASSES = 4
@@ -63,8 +63,8 @@ class TableReader:
                 group, row = order.row(places.start)
                 return self.pick(self._starts[group : group + 1] + row, is_asked=False)
             self._leave(epoch)
-            # A worker reads only some batches, and with a number of ranks that does not divide ``streams`` a rank uses
-            # only some of the rows that it reads: then cells are decoded when they are needed.
+            # Cells are decoded ahead only if all rows that are read are used. A worker uses only some batches. If the
+            # number of ranks does not divide ``streams``, a rank uses only some of the rows that it reads.
             decodes = narrow.step == places.step and get_worker_info() is None
             current = self.passes[epoch] = _Pass(
                 self._source,
@@ -90,7 +90,7 @@ class TableReader:
     def pick(self, index: NDArray[np.int64], *, is_asked: bool = True) -> list[RowSpan]:
         """Return the rows at ``index``, counted in the order of the table.
 
-        As many row groups stay in memory as fit; if the whole table fits, it becomes one block.
+        The last row groups stay in memory, as many as fit; if the whole table fits, it becomes one block.
 
         Args:
             is_asked: whether the program asked for these rows; if so, a warning is shown once when row groups are
@@ -151,7 +151,7 @@ class _Pass:
         """Make a pass.
 
         Args:
-            size: number of rows in a batch's part of the lane.
+            size: number of rows of the lane in one batch.
             decodes: whether the thread decodes encoded cells ahead.
         """
         self._size = size
@@ -189,7 +189,7 @@ class _Pass:
         self._ahead = self._block = None
 
     def _go(self, at: int) -> None:
-        """Load the block that contains position ``at`` of the lane; begin again if that is far away."""
+        """Load the block that contains position ``at`` of the lane; begin reading anew there if ``at`` is far away."""
         if self._ahead is None or at < self._first or at > self._last + _JUMP * (self._last - self._first):
             self.close()
             found = blocks(self._source, self._order, self.lane, at, self._size)

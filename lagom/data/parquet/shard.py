@@ -161,7 +161,7 @@ class Positions:
         return self._whole.stop
 
     def deal(self, rank: int, world_size: int) -> Positions:
-        """Return the share of ``rank``: positions with the remainder ``rank``, which always are in the same streams."""
+        """Return the positions p with ``p % world_size == rank``, which are in the same streams in every batch."""
         start = self.places.start
         mine = range(start + (rank - start) % world_size, self.places.stop, world_size)
         return Positions(self.epoch, mine, self._whole)

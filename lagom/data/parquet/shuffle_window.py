@@ -20,11 +20,11 @@ if TYPE_CHECKING:
     from lagom.data.decoders.reused_arrays import ReusedArrays
 
 _WIDE = 128
-"""Bytes of a row from which rows are copied to their places one by one."""
+"""Rows of at least this many bytes are wide: they are copied to their places one by one."""
 
 
 class ShuffleWindow:
-    """Collects decoded rows from several threads, and returns them in another order."""
+    """Collects decoded rows from several threads, and returns them in shuffled order."""
 
     def __init__(self, index: NDArray[np.int64], memory: ReusedArrays) -> None:
         """Make a window.

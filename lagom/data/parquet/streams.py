@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 MOST = 1 << 16
 """Largest number of rows that are decoded at a time: fewer are slower, more take more memory."""
 AHEAD = 3
-"""Number of unshuffled blocks, which are small, that may wait for the program."""
+"""Number of unshuffled blocks that may be read ahead of the program; these blocks are small."""
 _AT_ONCE = 2
 """Number of windows of rows that threads decode at the same time, if row groups are small."""
 _FOOTERS = 256
@@ -57,7 +57,7 @@ class Source:
         self._footers: OrderedDict[int, Any] = OrderedDict()
 
     def open(self, file: int) -> OpenedTable:
-        """Open the Parquet file number ``file``; footers are kept, since row groups of many files take turns."""
+        """Open the Parquet file number ``file``; footers are kept, since an epoch returns to the same files."""
         opened = self.table.open(file, self._footers.pop(file, None))
         self._footers[file] = opened.parquet.metadata
         if len(self._footers) > _FOOTERS:
@@ -183,7 +183,7 @@ def _row_groups(source: Source, order: EpochOrder, at: int) -> Generator[Block, 
 
 def _shuffled(source: Source, order: EpochOrder, lane: RankLane, at: int) -> Blocks:
     streams = range(lane.first, order.streams, lane.step)
-    # Rows that are decoded but not used yet then take no more than one more round.
+    # With this limit, rows that are decoded but not used yet take no more memory than one round.
     most = min(MOST, 2 * order.window)
     is_alone = len(streams) == 1
     size = order.window * len(streams)

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     Columns = Sequence[str] | Callable[[list[str]], Sequence[str]]
 
 _THREADS = 16
-"""Threads that read footers, which is mostly waiting."""
+"""Number of threads that read footers; they mostly wait for the file system."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ class Table:
     page_bytes: int
     """Largest number of bytes of open pages while one row group is decoded."""
     chunk_bytes: int
-    """Stored bytes of the largest part of a column in a row group."""
+    """Stored bytes of the largest column chunk."""
     schema: Mapping[str, unischema.UnischemaField] | None
     """Petastorm's schema, if petastorm wrote the files."""
     stamps: FileVersions = dataclasses.field(compare=False)
@@ -126,7 +126,7 @@ class Table:
                 # Checked for each batch, since the file may be overwritten while it is read.
                 self.stamps.check(self.home, file.path)
                 yield self._finished(batch, file, without)
-        except (OSError, ValueError) as error:  # Arrow's are one or the other
+        except (OSError, ValueError) as error:  # Arrow's errors derive from one of these
             raise DataError(
                 f"{file.path}, row group {found.index}, cannot be read: it has changed, is damaged or is gone: {error}"
             ) from error
@@ -145,7 +145,7 @@ class Table:
         for field in self.partition_fields():
             batch = batch.append_column(field, pa.repeat(_partition_value(file, field), len(batch)))
         for number, field in enumerate(self._read):
-            if number not in without and field.name not in batch.schema.names:  # added later, to a Delta table
+            if number not in without and field.name not in batch.schema.names:  # newer than a Delta file
                 batch = batch.append_column(field, pa.nulls(len(batch), field.type))
         if self.filter is not None:
             kept = pa.Table.from_batches([batch]).filter(self.filter).combine_chunks().to_batches()
@@ -233,7 +233,7 @@ def _footers(home: Any, files: list[DataFile], stamps: FileVersions) -> list[Foo
 
 
 def _all_columns(where: Location, footers: list[Footer], partitions: list[str], source: str) -> list[str]:
-    """Return the names of all columns, partitions last, which all files must have."""
+    """Check that the files' columns fit together; return the names of all columns, partition columns last."""
     check_names(where.files, footers, where.names or ())
     names = where.names or footers[0].schema.names
     there = {name for footer in footers for name in footer.schema.names}
@@ -262,7 +262,7 @@ def _expression(filters: Any) -> tuple[Any, list[str]]:
 
 
 def _counted(made: Table) -> list[RowGroup]:
-    """Count the rows of each row group that pass the filter, for which the filter's columns are read once."""
+    """Count the rows of each row group that pass the filter, by reading the filter's columns once."""
     import pyarrow as pa
     import pyarrow.dataset as ds
 

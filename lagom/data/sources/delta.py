@@ -145,7 +145,7 @@ def _text(value: Any) -> str | None:
 
 
 def _dtype(kind: Any) -> np.dtype[Any]:
-    """Return the type of a partition column: numbers and dates keep theirs, all others are texts."""
+    """Return the type of a partition column: numbers and dates keep their types, all others are read as texts."""
     from pyarrow import types as t
 
     if t.is_date(kind):

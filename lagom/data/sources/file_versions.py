@@ -73,7 +73,7 @@ def _again(path: str) -> DataError:
 
 
 def boot_id() -> str:
-    """Return an id of this host since it was booted; empty if the system has none."""
+    """Return the id that this host got when it was booted; an empty text if the system has none."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:

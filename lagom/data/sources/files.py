@@ -121,7 +121,7 @@ def file_system_of(source: str, filesystem: Any = None) -> tuple[Any, str]:
         return filesystem, source
     source = _as_pyarrow_says(source)
     scheme = urlsplit(source).scheme
-    if len(scheme) < 2:  # none, or a drive
+    if len(scheme) < 2:  # no scheme, or the letter of a drive
         import os
 
         return fs.LocalFileSystem(), os.path.abspath(source)
@@ -180,7 +180,7 @@ def _as_pyarrow_says(source: str) -> str:
 
 
 def _first_line(error: Exception) -> str:
-    """Return the first line of ``error``: a search for libhdfs and Java lists 80 places."""
+    """Return the first line of ``error``; an error about libhdfs or Java goes on to list 80 places."""
     return (str(error).splitlines() or [repr(error)])[0]
 
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from lagom.data.sources.files import DataFile
 
 PAGE_BYTES = 1 << 20
-"""Approximate size of a page, as writers make them."""
+"""Approximate size of a page, by the defaults of programs that write Parquet."""
 _BUFFER = 1 << 16
 """Bytes that Arrow reads ahead in a column chunk that is larger than a page."""
 
@@ -27,8 +27,8 @@ def open_file(home: Any, file: DataFile, footer: Any = None, *, whole: bool = Fa
 
     Args:
         footer: the file's metadata, if known, so that it is not read again.
-        whole: whether to read a column's part of a row group at once. Otherwise it is read page by page, since it may
-            be large and only its beginning needed.
+        whole: whether to read a column chunk at once. Otherwise it is read page by page, since it may be large, and
+            only its beginning may be needed.
 
     Raises:
         DataError: if the file is gone, has another size than before, or is not a Parquet file.
@@ -100,7 +100,7 @@ class Footer:
         return max((sum(map(_page_bytes, group)) for group in self._chunks(names)), default=0)
 
     def chunk_bytes(self, names: set[str]) -> int:
-        """Return the stored bytes of the largest part that one of these columns has in a row group."""
+        """Return the stored bytes of the largest column chunk of these columns."""
         return max((chunk.total_compressed_size for group in self._chunks(names) for chunk in group), default=0)
 
     def _chunks(self, names: set[str]) -> Iterator[list[Any]]:
