@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from lagom.row_split.whole_batch import RowBlock
 
 _SCALES = {torch.float16: (2.0**8, 2.0**-8)}
-"""Factors of gradients, powers of two, for types with a small range."""
+"""Powers of two by which gradients are scaled, for types with a small range; ``_WIDE`` holds for all others."""
 _WIDE = (2.0**40, 2.0**-40)
 _FAILS = "has a backward of its own that is not by rows, or not in proportion to the gradient that it gets"
 
@@ -30,7 +30,7 @@ class BackwardProbe:
     """Runs the backwards of a probe, if the forward uses functions whose backward is not torch's.
 
     Args:
-        parameters: of the module.
+        parameters: the module's parameters.
     """
 
     def __init__(self, parameters: Sequence[Tensor], tolerance: float) -> None:
@@ -42,14 +42,14 @@ class BackwardProbe:
         self._parts: list[list[Tensor | None]] = []
 
     def look_at(self, outputs: Sequence[Any]) -> None:
-        """Find out whether backwards must be compared."""
+        """Set ``is_needed``: whether the graph of ``outputs`` has a function whose backward is not torch's."""
         self.is_needed = _has_own_function(outputs)
 
     def run_whole(self, candidate: SplitCandidate, inputs: list[Any]) -> None:
         """Run forward and backward of a whole batch.
 
         Raises:
-            NotByRowsError: when it is not proportional to the gradient of the outputs.
+            NotByRowsError: when the backward draws random numbers, or is not proportional to the outputs' gradient.
         """
         outputs = tree_flatten(candidate.run(inputs))[0]
         generator = torch.Generator().manual_seed(0)
@@ -116,7 +116,7 @@ def _is_root(one: Any) -> bool:
 
 
 def _has_own_function(outputs: Sequence[Any]) -> bool:
-    """Return whether the graph of ``outputs`` has a function whose backward somebody wrote."""
+    """Return whether the graph of ``outputs`` has a function whose backward is neither torch's nor lagom's."""
     return any(_is_own(node) for node in find_nodes(root_nodes([one for one in outputs if _is_root(one)])))
 
 
@@ -132,7 +132,8 @@ def _is_own(node: Any) -> bool:
 #
 # The gradient of torch's operations is the derivative of what they compute: where the forward works row by row, so does
 # the backward, and R times the gradient gives R times the result (see Note [Whole] in whole_batch.py). A function of
-# the program's own may clamp a gradient, divide it by a norm over the batch, round it, or add something to it. Where a
-# forward uses one, a probe runs backwards too, from gradients of the outputs that are random: one that is 2**40 times
-# as large, or as small, must give as many times the result, and those of the blocks must add up to that of the whole. A
-# hook that a forward sets on a tensor may also keep what it sees, so that such a module is not sliced.
+# the program's own may clamp a gradient, divide it by a norm over the batch, round it, or add something to it. So if a
+# forward uses such a function, a probe runs backwards too, from random gradients of the outputs. Gradients multiplied
+# by 2**40, or divided by it, must give results that are multiplied or divided alike. The results of the blocks must add
+# up to the result of the whole batch. A hook that a forward sets on a tensor may store the gradient that it gets, so a
+# module that sets one is not sliced.

@@ -1,4 +1,4 @@
-"""``compare``: check that the blocks of a batch give the outputs of the whole."""
+"""``compare``: check that the blocks of a batch give the outputs of the whole batch."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def compare(finding: SplitFinding, outputs: list[Any], parts: list[list[Any]], tolerance: float) -> None:
-    """Compare outputs with those of the ``parts``.
+    """Compare ``outputs``, those of the whole batch, with ``parts``, the outputs of each block.
 
     Raises:
         NotByRowsError: when they differ.
@@ -59,7 +59,7 @@ _TOLERANCES = {torch.float64: 1e-11, torch.float32: 1e-4}
 def compare_buffers(
     whole: list[tuple[Tensor, Tensor]], part: list[tuple[Tensor, Tensor]], noted: BatchStatistics
 ) -> None:
-    """Compare buffers, except BatchNorm's.
+    """Compare buffers after a run on the whole batch and after a run on a block, except BatchNorm's.
 
     Raises:
         NotByRowsError: when they differ.

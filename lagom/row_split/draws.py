@@ -1,4 +1,4 @@
-"""Random numbers in a sliced forward: drawn for the whole batch, of which a rank keeps its block."""
+"""Random numbers in a sliced forward: each rank draws those of the whole batch, and keeps those of its rows."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ class UnsupportedDrawError(Exception):
 
 
 class OtherWayError(Exception):
-    """A forward takes another way than when it was probed."""
+    """A forward takes another way (other branches of its code) than when it was probed."""
 
 
 class OperationMode(TorchDispatchMode):
-    """Sees the operations that torch runs, one by one also where inference mode hands them over as one."""
+    """A dispatch mode that sees torch's operations one by one; it takes composite ones apart in inference mode too."""
 
     pausing_thread: ClassVar[int | None] = None
-    """The thread in which operations run as they are: a person types them at a debugger's prompt."""
+    """Thread whose operations run unchanged, since a person types them at a debugger's prompt; None for no thread."""
 
     def __torch_dispatch__(
         self, function: OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -46,7 +46,7 @@ class OperationMode(TorchDispatchMode):
             return function(*args, **(kwargs or {}))
         if _is_composite(function) and not any(isinstance(one, torch.Tensor) and one.is_nested for one in args):
             with self:
-                # Not by decompose(), which may take another way, with other random numbers.
+                # Not by decompose(), which may run other operations, with other random numbers.
                 return function._op_dk(_COMPOSITE, *args, **(kwargs or {}))
         return self.run(function, args, kwargs or {})
 
@@ -60,7 +60,7 @@ _COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
 
 @functools.cache
 def _is_composite(function: OpOverload) -> bool:
-    """Return whether ``function`` is composed of others, other than for nested tensors."""
+    """Return whether ``function`` is composed of other operations, leaving aside its kernels for nested tensors."""
 
     def has_kernel(key: str) -> bool:
         return bool(torch._C._dispatch_has_kernel_for_dispatch_key(function.name(), key))
@@ -71,12 +71,12 @@ def _is_composite(function: OpOverload) -> bool:
 
 
 class Draws(OperationMode):
-    """Has each rank draw the numbers of one process and keep its own rows, so that all generators stay equal.
+    """Lets each rank draw the numbers of one process and keep those of its rows, so that generators stay equal.
 
     Args:
-        axes: by kind of draw, the dimension that counts the rows of the batch (or a multiple); None: none does.
-        reads: values and shapes that the forward took from tensors when it was probed, such as by ``.item()``; another
-            one is an ``OtherWayError``. None: they are not compared.
+        axes: for each kind of draw, the dimension with the rows of the batch (or a multiple); None if there is none.
+        reads: values and shapes that the forward read from tensors when it was probed, such as by ``.item()``. If the
+            forward reads others, an ``OtherWayError`` is raised. None: reads are not compared.
         multiples: kinds of draws that had several rows for each row of the batch when the forward was probed.
         remedy: advice at the end of an error.
     """
@@ -96,12 +96,12 @@ class Draws(OperationMode):
         self._has_strayed = False
         self._multiples = multiples
         self.is_paused = False
-        """Operations run as they are meanwhile."""
+        """Whether operations run unchanged for now."""
         self.block = block
         self.axes = axes
 
     def run(self, function: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run an operation; have it draw for the whole batch."""
+        """Run an operation; one that draws does so for the whole batch, and returns this rank's rows."""
         if self.is_paused:
             return function(*args, **kwargs)
         if not draws_random_numbers(function, args, kwargs):
@@ -118,17 +118,17 @@ class Draws(OperationMode):
         """Return the dimension of ``shape`` that counts rows of the batch."""
         kind, mine = (str(function), len(shape)), self.block.num_mine
         axis = self.axes.get(kind)
-        # A single row for each row of the batch says nothing about the order of several.
+        # A probe that had one row for each row of the batch does not show the order of several.
         is_other = axis is not None and (shape[axis] % mine or (shape[axis] != mine and kind not in self._multiples))
         if kind not in self.axes or is_other:
             self._stray(f"draws random numbers in a way ({function})")
         return axis
 
     def end(self) -> None:
-        """End the forward, which may be repeated in part by a backward.
+        """End the comparison with the probe: a backward may repeat parts of the forward later.
 
         Raises:
-            OtherWayError: when the forward has taken another way, also where it has caught the exception.
+            OtherWayError: when the forward has taken another way, also if its code has caught the exception.
         """
         reads, self._reads, self._may_stray = self._reads, None, False
         if self._has_strayed or (reads is not None and next(reads, None) is not None):
@@ -142,12 +142,12 @@ class Draws(OperationMode):
 
 
 def reads_numbers(function: OpOverload) -> bool:
-    """Return whether ``function`` takes values out of a tensor, or has a result whose shape depends on them."""
+    """Return whether ``function`` takes values out of a tensor, or returns a shape that depends on values."""
     return not _READS.isdisjoint(function.tags)
 
 
 def read_numbers(result: Any) -> list[object]:
-    """Return what a program finds out by a ``result`` of such a function: values and shapes."""
+    """Return the values and shapes that a program learns from ``result``, which a reading function returned."""
     return [tuple(one.shape) if isinstance(one, torch.Tensor) else one for one in tree_flatten(result)[0]]
 
 
@@ -196,7 +196,7 @@ def draw_block(
     block: RowBlock,
     find_axis: Callable[[OpOverload, tuple[int, ...]], int | None],
 ) -> Any:
-    """Run ``function`` for the whole batch, and return this block's part of its draw."""
+    """Run ``function`` for the whole batch, and return this block's part of its draw; all of a draw without rows."""
     shape = draw_shape(function, args, kwargs)
     axis = find_axis(function, shape)
     if axis is None or shape[axis] % block.num_mine:

@@ -41,7 +41,7 @@ class ModuleTree:
         if found is None or found.structure != _tree_fingerprint([module, *found.others]):
             state = [*module.parameters(), *module.buffers()]
             if any(is_lazy(tensor) for tensor in state):
-                return []  # the first call makes them
+                return []  # the first call makes lazy parameters
             modules = list(module.modules())
             # C++ runs TorchScript, so nothing shows whether it works row by row.
             scripted = any(isinstance(one, torch.jit.ScriptModule) for one in modules)
@@ -66,7 +66,7 @@ class ModuleTree:
         *,
         says: bool = True,
     ) -> SplitCandidate:
-        """Return ``call(module, *args, **kwargs)`` as one that might be split; without rows, there is none to split."""
+        """Describe ``call(module, *args, **kwargs)`` as a call that might be split; with 0 rows if it cannot be."""
         leaves, spec = tree_flatten((args, kwargs))
         inside = self.modules_in(module, says=says)
         rows = next((leaf.size(0) for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.dim()), 0)
@@ -74,9 +74,9 @@ class ModuleTree:
         return SplitCandidate(module, inside, run, leaves, spec, rows if inside else 0, device)
 
     def portable(self, module: nn.Module, calls: KnownCalls) -> Any:
-        """Return ``calls`` of ``module`` in a form for ``put_back``: their kinds without ids of this process.
+        """Return ``calls`` of ``module`` without ids of this process, for ``put_back`` in another process.
 
-        Of a kind's states and flags, only those are kept that are not as they are now.
+        Of the states and flags of a kind, only the differences from the current ones are kept.
         """
         listed = self._found.get(module)
         inside = [module, *listed.others] if listed is not None else []
@@ -101,7 +101,7 @@ class ModuleTree:
         return replace(calls, findings={}), fresh.num_places, [index for _, index in places], findings
 
     def put_back(self, module: nn.Module, state: Any) -> KnownCalls:
-        """Return the calls of ``module`` of which ``portable`` has returned ``state`` in another process."""
+        """Restore the calls of ``module`` from ``state``, which ``portable`` returned in another process."""
         calls: KnownCalls = state[0]
         _, num_places, places, findings = state
         inside = self.modules_in(module, says=False)
@@ -116,7 +116,7 @@ class ModuleTree:
         return calls
 
     def surroundings(self, module: nn.Module) -> Surroundings:
-        """Return the values that forwards inside ``module`` can see; ``of`` must have been called for it before."""
+        """Return the values that forwards inside ``module`` can see; ``modules_in`` must have been called before."""
         found: _ModuleList = self._found[module]
         return found.surroundings
 
@@ -124,10 +124,10 @@ class ModuleTree:
 def _run_with(
     call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], leaves: list[Any], spec: TreeSpec
 ) -> Callable[[list[Any]], Any]:
-    """Return a function that makes the ``call`` with other leaves of its arguments than ``leaves``.
+    """Return a function that makes the ``call`` with other leaves in place of its arguments' ``leaves``.
 
     Raises:
-        NotByRowsError: by the function, if the call changes the lists and dicts of its arguments.
+        NotByRowsError: from the returned function, if the call changes the lists and dicts of its arguments.
     """
 
     def run(changed: list[Any]) -> Any:
@@ -149,7 +149,7 @@ class _ModuleList(NamedTuple):
     trained: bool
     """The module has parameters, and is no TorchScript."""
     others: list[nn.Module]
-    """All its modules except itself: a dictionary value that refers to its weak key would keep it alive."""
+    """All modules inside, without the module itself: it is the weak key of this value, which would keep it alive."""
     structure: object
     surroundings: Surroundings
 
@@ -169,11 +169,11 @@ class CallKind(NamedTuple):
     flags: Any
     modes: tuple[bool, ...]
     is_short: bool
-    """Blocks have a single row, whose shape squeeze() changes."""
+    """A block may have a single row, whose shape squeeze() changes."""
 
 
 _SAME = ...
-"""Stands for a part of a kind that is as in the module now."""
+"""Marks a part of a kind that equals the module's current state."""
 
 
 def _difference(kept: object, now: object) -> object:
@@ -223,7 +223,7 @@ def _ones(leaf: Tensor) -> tuple[bool, ...]:
 
 
 def _sign(leaf: object) -> int:
-    """Return the sign of a number: a zero may switch off the mixing of rows."""
+    """Return the sign of a float, else 0; a coefficient of zero may switch off an operation that mixes rows."""
     return (leaf > 0) - (leaf < 0) if isinstance(leaf, float) else 0
 
 
@@ -231,7 +231,7 @@ def _module_state(module: nn.Module) -> object:
     """Return the state of ``module`` that may change its forward's way: modes, hooks, and its own attributes."""
     state = module.__dict__
     hooked = [name for name in _HOOKS if state.get(name)]
-    # By id, as an attribute may be replaced; otherwise by type, since ids are reused.
+    # Callables count by id, since a program may replace them; other objects by type, since ids are reused.
     own = [
         (name, value if type(value) in _PLAIN else (id(value) if callable(value) else type(value)))
         for name, value in state.items()

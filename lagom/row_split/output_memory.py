@@ -16,7 +16,11 @@ if TYPE_CHECKING:
 
 
 def find_bases(outputs: list[Any], factors: list[int | None], leaves: list[Any]) -> list[int | None]:
-    """Return for each output the index of the one of which it is a view; None for one that has its own memory."""
+    """Return for each output the index of the output that it is a view of; None if it has its own memory.
+
+    Raises:
+        NotByRowsError: if outputs share memory in another way, or share it with the input.
+    """
     # A module may return one tensor twice, or its input: the program finds that very tensor again.
     made = {id(one): i for i, (one, factor) in enumerate(zip(outputs, factors, strict=True)) if factor is not None}
     for leaf in leaves:
@@ -33,7 +37,7 @@ def find_bases(outputs: list[Any], factors: list[int | None], leaves: list[Any])
 
 
 def view_like(one: Tensor, base: Tensor, whole: Tensor) -> Tensor:
-    """Return the rows of all ranks of a view ``one`` of ``base``, as a view of ``whole``."""
+    """Return the view of ``whole`` that matches the view ``one`` of ``base``, this rank's block of ``whole``."""
     if storage_of(one)._cdata != storage_of(base)._cdata or one.requires_grad > base.requires_grad:
         raise LagomError(
             "a forward gave an output that is no view of another one, unlike at its first call; use batches='split' "
@@ -48,7 +52,7 @@ def view_like(one: Tensor, base: Tensor, whole: Tensor) -> Tensor:
 
 
 def as_kind_of(one: Tensor, whole: Tensor) -> Tensor:
-    """Return ``whole`` as a tensor of the program's class of which ``one`` is, with the same attributes."""
+    """Return ``whole`` in the class of ``one``, which may be the program's, with the attributes of ``one``."""
     if type(one) is Tensor or type(whole) is type(one):
         return whole
     found: Tensor = whole.as_subclass(type(one))
@@ -57,16 +61,16 @@ def as_kind_of(one: Tensor, whole: Tensor) -> Tensor:
 
 
 def _shares_memory(one: Tensor, other: Tensor) -> bool:
-    """Return whether any element of a strided tensor is an element of the other."""
+    """Return whether two strided tensors have any memory in common."""
     if storage_of(one)._cdata != storage_of(other)._cdata:
         return False
     return np.shares_memory(np.asarray(_Places(one)), np.asarray(_Places(other)))
 
 
 def _find_bases(tensors: Sequence[Tensor]) -> list[int | None] | None:
-    """Return for each of several strided tensors the index of the one of which it is a view, or None for its own.
+    """Return for each strided tensor the index of the tensor that it is a view of; None if it has its own memory.
 
-    Each base has its elements side by side, row by row. Return None if tensors share memory in another way.
+    Each base has its elements side by side, row by row. Return None for all if tensors share memory in another way.
     """
     bases: list[int | None] = [None] * len(tensors)
     roots: list[int] = []
@@ -82,12 +86,12 @@ def _find_bases(tensors: Sequence[Tensor]) -> list[int | None] | None:
 
 
 def _rank(tensor: Tensor) -> tuple[bool, int, bool]:
-    """Return a key that sorts tensors of which others may be views first."""
+    """Return a sort key that puts possible bases before their views."""
     return not is_dense(tensor), -tensor.nbytes, not tensor.requires_grad
 
 
 def _is_view_of(one: Tensor, base: Tensor) -> bool:
-    """Return whether all elements of ``one`` are some of those of ``base``, which lie side by side, row by row."""
+    """Return whether ``one`` lies within ``base``, whose elements must be side by side in memory, row by row."""
     if one.dtype != base.dtype or not is_dense(base) or (memory_order(base) or (0,))[0]:
         return False
     if one.is_conj() != base.is_conj() or one.is_neg() != base.is_neg() or (one.requires_grad > base.requires_grad):
@@ -97,7 +101,7 @@ def _is_view_of(one: Tensor, base: Tensor) -> bool:
 
 
 class _Places:
-    """The places of a tensor's elements as numpy takes them, which never looks at the elements."""
+    """Describes the addresses of a tensor's elements to numpy, which does not read the elements."""
 
     def __init__(self, tensor: Tensor) -> None:
         size = tensor.element_size()

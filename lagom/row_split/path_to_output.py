@@ -1,4 +1,4 @@
-"""``GradientPath``: from a tensor back to the output of a sliced forward of which it is a view or a copy, by rows."""
+"""``GradientPath``: the operations between an output of a sliced forward and a tensor that has its rows."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ class GradientPath:
 
     Args:
         gather: the ``GatherFunction`` in the graph.
-        index: of the output among those of ``gather``.
+        index: position of the output among the outputs of ``gather``.
         factor: rows of the tensor for each row of the batch.
-        steps: of each operation, last first: the shape of its input, and what makes its input's gradient of its
-            output's.
+        steps: for each operation, last first: the shape of its input, and the function that turns the gradient of its
+            output into the gradient of its input; None if the gradient is only reshaped.
     """
 
     gather: Any
@@ -40,7 +40,7 @@ class GradientPath:
     steps: tuple[tuple[Shape, Step | None], ...]
 
     def gradient_of_block(self, gradient: Tensor) -> Tensor:
-        """Return the gradient of this rank's block of the output, given that of its rows of the tensor."""
+        """Return the gradient of this rank's block of the output, given the ``gradient`` of its rows of the tensor."""
         block = self.gather.exchange.block
         for shape, step in self.steps:
             mine = (shape[0] // block.num_all * block.num_mine, *shape[1:])
@@ -64,7 +64,7 @@ def find_gradient_path(tensor: Tensor) -> GradientPath | None:
         casts += node.name() == "ToCopyBackward0"
         node, index = node.next_functions[0]
     num_all = node.exchange.block.num_all if node is not None else 0
-    if casts > 1:  # the gradient may be rounded between them
+    if casts > 1:  # the gradient may be rounded between two casts
         return None
     if not num_all or not all(shape and shape[0] and shape[0] % num_all == 0 for shape in shapes):
         return None
@@ -72,21 +72,21 @@ def find_gradient_path(tensor: Tensor) -> GradientPath | None:
 
 
 def watch_gradient(node: Any) -> None:
-    """Have gradients that pass ``node`` be those of one process, if it leads to an output of a sliced forward.
+    """Mark the sliced forward that ``node`` leads to: gradients that pass ``node`` must be those of one process.
 
     Args:
-        node: of the graph, or None.
+        node: a node of the graph, or None; nothing is marked if it leads to no sliced forward.
     """
     for _ in range(_MAX_STEPS + 1):
         if isinstance(node, _GATHER):
             node.is_watched = True
         if node is None or not node.next_functions:
             return
-        node = node.next_functions[0][0]  # the only one on a path
+        node = node.next_functions[0][0]  # an operation on a path has one input
 
 
 def _invert(node: Any, shape: Shape) -> tuple[Shape, Step | None] | None:
-    """Return the shape of the input of an operation, and how its gradient is made; None if it may mix samples.
+    """Return the shape of an operation's input, and the function for its gradient; None if it may mix samples.
 
     An operation that keeps the order of elements (a view) has no function: its gradient is reshaped.
     """
@@ -140,7 +140,7 @@ def _select(node: Any, shape: Shape) -> tuple[Shape, Step] | None:
 
 
 def _signed(number: int) -> int:
-    """Return a number that autograd's nodes keep, and show without its sign."""
+    """Return the signed value of a number that autograd's nodes show as an unsigned 64-bit integer."""
     return number - 2**64 if number >= 2**63 else number
 
 
@@ -150,7 +150,7 @@ _VIEWS = frozenset(
         *("SqueezeBackward0", "SqueezeBackward1", "SqueezeBackward2"),
     )
 )
-"""Operations that keep the order of elements, where the number of elements stays."""
+"""Operations that keep the order of elements, if they also keep the number of elements."""
 _OTHERS: dict[str, Callable[[Any, Shape], tuple[Shape, Step] | None]] = {
     "TransposeBackward0": _transpose,
     "PermuteBackward0": _permute,

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
 UNIFORM = "is called with rows that are all alike, which does not show whether it mixes them"
 NO_MEMORY = "has no memory to be run once more and compared"
-"""Reasons that may be gone at the next call."""
+"""Reasons that may no longer hold at the next call."""
 
 
 class ChangedError(LagomError):
@@ -59,14 +59,14 @@ def probe(
     *,
     repeated: bool = False,
 ) -> None:
-    """Complete a finding: run the module whole and in blocks, and compare. Restore all state.
+    """Complete ``finding``: run the module on the whole batch and on its blocks, and compare. Restore all state.
 
     Args:
         statistics: context manager in which BatchNorm uses its argument.
-        repeated: one process will run all blocks, so that no state may change.
+        repeated: whether one process will run all blocks, so that a run must not change any state.
 
     Raises:
-        ChangedError: when a forward has changed parameters, of which no second copy is kept.
+        ChangedError: when a forward has changed parameters, which cannot be restored: no copy of them is kept.
     """
     try:
         if candidate.is_uniform:
@@ -161,7 +161,7 @@ def _run_and_compare(
 
 
 def _unchanged_check(finding: SplitFinding, state: ModuleState) -> Callable[[], None]:
-    """Return a function that checks that a run changed no state, and drew as much as others."""
+    """Return a function that checks that a run changed no state, and drew as many numbers as the first run."""
     ends: list[dict[str, Any]] = []
 
     def check() -> None:
@@ -176,7 +176,7 @@ def _unchanged_check(finding: SplitFinding, state: ModuleState) -> Callable[[], 
 
 
 def _check_nan_row(candidate: SplitCandidate, outputs: list[Any], factors: list[int | None]) -> None:
-    """Check that a row of NaN spoils no other row: it would spoil others even by a weight of zero."""
+    """Check that a row of NaN changes no other row; it would even if rows are mixed with a weight of zero."""
     leaves, row = list(candidate.leaves), candidate.rows // 2
     for index, leaf in enumerate(leaves):
         if is_batch(leaf, candidate.rows) and (leaf.is_floating_point() or leaf.is_complex()):
@@ -206,10 +206,10 @@ def _run_forward(
     noted: BatchStatistics,
     look: Callable[[list[Any], list[int | None]], None],
 ) -> tuple[list[Any], list[int | None], list[int | None], TreeSpec]:
-    """Run the forward; return its detached outputs, each one's rows per input row and base, and their structure.
+    """Run the forward; return copies of its outputs, their rows per input row, their bases and their structure.
 
     Args:
-        look: is called with the outputs, which still have their graph, and the rows of each per input row.
+        look: called with the outputs, while they still have their graph, and with their rows per input row.
     """
     with silent() as said, recorder, recorder.refuse_reads():
         outputs, spec = tree_flatten(candidate.run(leaves))
@@ -219,7 +219,7 @@ def _run_forward(
     factors = [_rows_per_input_row(output, recorder, rows) for output in outputs]
     bases = find_bases(outputs, factors, leaves)
     look(outputs, factors)
-    # Copies, so that storages that are still alive afterwards are those that the program keeps.
+    # Copy the outputs and drop them, so that storages that are still alive afterwards are kept by the program.
     copies = [output.detach().clone() if isinstance(output, torch.Tensor) else output for output in outputs]
     outputs.clear()
     known = chain(candidate.module.parameters(), candidate.module.buffers(), *noted.noted)
@@ -252,25 +252,26 @@ def _tensor_versions(leaves: list[Any]) -> list[int | None]:
 
 # Note [Probe]
 #
-# A forward is sliced only where this changes nothing but the speed, and a probe shows this. A module's first call with
-# inputs of a kind runs whole, and tells how much work it is. If that work is worth sharing, the module is then called
+# A forward is sliced only if this changes nothing but the speed, and a probe shows this. A module's first call with
+# inputs of a kind runs whole, and shows how much work it is. If the work is worth sharing, the module is then called
 # again on a part of the batch. A module that cannot be called twice fails here, after the program's own call. Before
-# the program's second call every rank runs the forward whole, and in the blocks of all ranks, one after the other. The
-# probe exchanges nothing, so all ranks find the same, and a forward that fails on a block fails equally everywhere.
-# The outputs must agree, and moreover:
+# the program's second call, every rank runs the forward on the whole batch, and then on the blocks of all ranks, one
+# after the other. The probe exchanges nothing, so all ranks have the same finding, and a forward that fails on a block
+# fails on all ranks. The outputs must agree, and moreover:
 #
 # - Nothing computed from the input may stay behind in an attribute, a list or a closure, where the program would find a
 #   part of the batch. Weak references to the storages of all results show what is alive after the output is gone.
-# - A row of NaN may spoil no other row; it does so even through a mean that has the weight zero so far.
-# - No number of the input may decide anything (item(), numpy(), masks that select): another batch might take another
-#   way. Nor may one of Python's or numpy's generators. Other numbers that it reads (a buffer's, or one of torch's
-#   random numbers) must be the same at each sliced call; see Note [Other ways] in sliced_forward.py.
+# - A row of NaN must not change other rows. It does so even through a mean over rows whose weight is still zero.
+# - The forward must not read numbers of its input (item(), numpy(), masks that select), since it might branch on them,
+#   and take another way with another batch. Nor may it draw from Python's or numpy's generators. Other numbers that it
+#   reads (a buffer's, or torch's random numbers) must be the same at each sliced call; see Note [Other ways] in
+#   sliced_forward.py.
 # - Buffers must be equal afterwards, except BatchNorm's, whose statistics are the whole batch's in each block.
 # - Random draws must have a fixed count for each row; see ``Draws``.
 # - The program's hooks and prints would see a part of the batch, so there may be none.
 # - A backward that is not torch's own is compared too; see Note [Backwards of programs] in backward_probe.py.
 #
-# A batch of equal rows, as of a warm-up with zeros, shows nothing: the next batch is probed. Parameters that are almost
-# zero are enlarged during the probe: a gate that starts closed would hide a coupling of rows that shows later. Random
-# numbers, buffers and attributes are restored. Parameters are not, as a copy might not fit: a module whose own calls
-# change them (momentum encoders) is recognised by its first calls, and not probed.
+# A batch of equal rows (a warm-up with zeros) shows nothing, so the next batch is probed instead. Parameters that are
+# almost zero are enlarged during the probe: a gate that starts closed would hide a coupling of rows that shows later.
+# Random numbers, buffers and attributes are restored. Parameters are not, as a copy might not fit: a module whose own
+# calls change them (momentum encoders) is recognised by its first calls, and not probed.

@@ -38,7 +38,7 @@ class NotByRowsError(Exception):
 
 
 class FlopCounter(OperationMode):
-    """Counts the floating-point operations of a forward: those of products and convolutions."""
+    """Counts the floating-point operations of a forward's matrix products and convolutions."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -65,7 +65,7 @@ class BatchStatistics:
         self._replayed: Iterator[tuple[Tensor, Tensor]] | None = None
 
     def replay(self) -> None:
-        """Give the recorded statistics from now on."""
+        """Return the recorded statistics by ``next`` from now on, beginning with the first."""
         self._replayed = iter(self.noted)
 
     @property
@@ -89,7 +89,7 @@ class Recorder(OperationMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.drawn: list[tuple[DrawKind, tuple[int, ...]]] = []
         self.reads: list[object] = []
-        """Numbers of other tensors than the input that were read."""
+        """Values and shapes that were read from tensors, none of them computed from the input."""
         self._of_input: dict[int, StorageWeakRef] = {}
         self._given = {_storage_key(tensor) for tensor in inputs}
         self._parameters = {_storage_key(parameter) for parameter in parameters} - {0}
@@ -104,7 +104,7 @@ class Recorder(OperationMode):
             raise NotByRowsError(f"takes decisions by the numbers of its input ({function})")
         written = [a for a, s in zip(args, function._schema.arguments, strict=False) if _is_written(s)]
         if any(isinstance(a, torch.Tensor) and _storage_key(a) in self._parameters for a in written):
-            # Before the operation: other blocks would change the parameter differently, and no copy of it is kept.
+            # Raise before the operation runs, since no copy is kept from which the parameter could be restored.
             raise NotByRowsError("changes a parameter")
         result = (
             self.draw(function, args, kwargs)
@@ -131,7 +131,7 @@ class Recorder(OperationMode):
 
     @contextmanager
     def refuse_reads(self) -> Iterator[None]:
-        """Have a forward fail that takes values of its input out of torch, where they cannot be tracked."""
+        """Refuse to let a forward take values of its input out of torch, or set hooks, which cannot be tracked."""
         with ExitStack() as stack:
             for name in ("numpy", "tolist", "__dlpack__"):
                 stack.enter_context(replaced(torch.Tensor, name, self._make_refused_read(getattr(torch.Tensor, name))))
@@ -165,7 +165,7 @@ def _refuse_hook(*_: Any) -> Any:
 
 @contextmanager
 def _refused_node_hooks() -> Iterator[None]:
-    """Have a forward fail that sets a hook on a node of the graph; C++ has those, and lists them nowhere."""
+    """Refuse to let a forward set hooks on nodes of the graph; C++ keeps these hooks, and cannot list them."""
 
     def watch(_: object, event: str, called: Any) -> None:
         is_hook = event == "c_call" and called.__name__ in ("register_hook", "register_prehook")
@@ -181,7 +181,7 @@ def _refused_node_hooks() -> Iterator[None]:
 
 
 def _refuse_packing(hooks: saved_tensors_hooks) -> None:
-    if type(hooks) is saved_tensors_hooks:  # torch's own, as of checkpoints, are of other classes
+    if type(hooks) is saved_tensors_hooks:  # torch's own hooks (of checkpoints) are of subclasses
         raise NotByRowsError("packs what autograd saves, which would be of a part of the batch")
     _enter_hooks(hooks)
 
@@ -190,7 +190,7 @@ _enter_hooks = saved_tensors_hooks.__enter__
 
 
 class BlockRecorder(Recorder):
-    """Records the same for a block; finds the row dimension of each draw by comparison with the whole batch's."""
+    """Records the forward of a block; finds the row dimension of each draw by comparison with the whole batch's."""
 
     def __init__(
         self,

@@ -20,7 +20,7 @@ SMALL = 1e-3
 
 
 class ModuleState:
-    """Random states, and the attributes and buffers of modules, when this was made."""
+    """Copies of random states, and of the attributes and buffers of modules, made when the object is created."""
 
     def __init__(self, inside: Sequence[nn.Module]) -> None:
         self._random = random_states()
@@ -40,7 +40,7 @@ class ModuleState:
         restore_buffers(self._buffers)
 
     def changed_generators(self) -> list[str]:
-        """Return the names of the generators that have drawn since."""
+        """Return the names of the generators that have drawn since the copies were made."""
         now = random_states()
         return [name for name, state in self._random.items() if not equal_state(state, now[name])]
 
@@ -63,10 +63,10 @@ def _same_objects(left: Sequence[object], right: Sequence[object]) -> bool:
 
 @contextmanager
 def restored_state(module: nn.Module, inside: Sequence[nn.Module], *, opens: bool = True) -> Iterator[ModuleState]:
-    """Restore the random numbers, buffers and attributes that a forward changes; yield them as they are now.
+    """Yield copies of random states, buffers and attributes; restore them at the end.
 
     Args:
-        opens: enlarge parameters that are almost zero meanwhile.
+        opens: whether parameters that are almost zero are enlarged in between.
     """
     with DRAWING:  # otherwise a thread's draws would be undone too
         state = ModuleState(inside)
@@ -80,7 +80,7 @@ def restored_state(module: nn.Module, inside: Sequence[nn.Module], *, opens: boo
 
 
 def _enlarge_small_parameters(module: nn.Module) -> list[tuple[Tensor, Tensor]]:
-    """Enlarge parameters that are almost zero, for now: a closed gate hides the modules behind it."""
+    """Enlarge parameters that are almost zero, since a closed gate hides the modules behind it; return copies."""
     found: list[tuple[Tensor, Tensor]] = []
     for index, parameter in enumerate(module.parameters()):
         if parameter.is_floating_point() and parameter.numel() and float(parameter.detach().abs().max()) <= SMALL:
@@ -104,7 +104,7 @@ def copy_buffers(inside: Sequence[nn.Module]) -> list[tuple[Tensor, Tensor]]:
 def restore_buffers(copies: Sequence[tuple[Tensor, Tensor]]) -> None:
     """Restore buffers to the contents that ``copy_buffers`` has copied."""
     for buffer, content in copies:
-        # Through .data, since a graph may hold the buffer and its version.
+        # Write through .data, since a graph may have saved the buffer, and would notice a new version.
         buffer.data.copy_(content)
 
 

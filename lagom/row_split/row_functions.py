@@ -1,4 +1,4 @@
-"""Slices and gathers rows, with their gradients, and follows them from a loss to the rows.
+"""Autograd functions that slice and gather rows, and a search for gathers in the graph of a loss.
 
 See Note [Whole] in whole_batch.py.
 """
@@ -65,7 +65,7 @@ class GatherFunction(Function):
 
 
 class EndFunction(Function):
-    """A tensor without memory that stands for ``block`` in the graph, and passes it its gradient."""
+    """Makes a placeholder for ``block`` in the graph, without memory, whose gradient goes to ``block``."""
 
     @staticmethod
     def forward(ctx: Any, block: Tensor) -> Tensor:
@@ -79,7 +79,7 @@ class EndFunction(Function):
 def gather_blocks(
     blocks: Sequence[Tensor], exchange: RowExchange, factors: Sequence[int], signed: bytes = b"", orders: Orders = ()
 ) -> Sequence[Tensor]:
-    """Return the whole of each of ``blocks``, with a gradient if any block needs one."""
+    """Gather the whole tensor of each of ``blocks``; the results need gradients if any block does."""
     if torch.is_grad_enabled() and any(block.requires_grad for block in blocks):
         ends = [EndFunction.apply(block) for block in blocks]  # type: ignore[no-untyped-call]
         wholes: tuple[Tensor, ...] = GatherFunction.apply(exchange, factors, signed, orders, ends, *blocks)  # type: ignore[no-untyped-call]
@@ -90,7 +90,7 @@ def gather_blocks(
 def slice_rows(whole: Tensor, exchange: RowExchange, factor: int = 1) -> Tensor:
     """Return this rank's block of ``whole``, which has ``factor`` rows for each row of the batch.
 
-    It has a gradient if ``whole`` needs one.
+    The block needs a gradient if ``whole`` does.
     """
     if torch.is_grad_enabled() and whole.requires_grad:
         block: Tensor = SliceFunction.apply(whole, exchange, factor)  # type: ignore[no-untyped-call]

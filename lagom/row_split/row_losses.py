@@ -28,7 +28,7 @@ MIN_BYTES = 2**17
 
 @contextmanager
 def share_losses(session: Session, knows_rank: Callable[[], bool]) -> Iterator[None]:
-    """Patch torch's losses, and what watches gradients. See Note [Losses by rows].
+    """Patch torch's losses, and the functions that watch gradients. See Note [Losses by rows].
 
     Args:
         knows_rank: tells whether the program has asked for its rank, and so may compute a loss on one rank alone.
@@ -40,7 +40,7 @@ def share_losses(session: Session, knows_rank: Callable[[], bool]) -> Iterator[N
             stack.enter_context(_share_loss(sharing, loss))
         for name in ("register_hook", "retain_grad"):
             stack.enter_context(_called_before(Tensor, name, lambda tensor, *_: watch_gradient(tensor.grad_fn)))
-        # These hooks of modules are on nodes of the graph.
+        # These functions put hooks on nodes of the graph, which are not seen; so losses are no longer shared out.
         stack.enter_context(_called_before(nn.Module, "register_backward_hook", sharing.end))
         stack.enter_context(_called_before(nn.modules.module, "register_module_backward_hook", sharing.end))
         yield
@@ -86,11 +86,11 @@ class _Sharing:
         return [(None, self._is_over)]
 
     def go_on(self, state: Sequence[tuple[None, bool]]) -> None:
-        """Share out losses as the process did that has returned ``state``."""
+        """Go on as the process that returned ``state``."""
         ((_, self._is_over),) = state
 
     def find_path(self, loss: TorchLoss, args: tuple[Any, ...], kwargs: dict[str, Any]) -> GradientPath | None:
-        """Return the path from an output to the scores, if each rank can compute the loss of its rows."""
+        """Return the path from an output to the scores; None unless each rank can compute the loss of its rows."""
         if not torch.is_grad_enabled() or torch.compiler.is_dynamo_compiling() or len(args) <= loss.reduction:
             return None
         scores, targets = args[:2]
@@ -108,13 +108,13 @@ class _Sharing:
             return False
         if torch.autograd.graph._allow_mutation_on_saved_tensors_enabled or self._knows_rank():
             return False
-        # Transforms, derivatives in forward mode, tracers and modes that see each operation.
+        # Not under transforms, forward-mode derivatives, tracers, or modes that see each operation.
         is_transformed = torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0
         return not (is_transformed or torch.jit.is_tracing() or torch._C._len_torch_dispatch_stack() > 0)
 
 
 def _have_rows(loss: TorchLoss, args: tuple[Any, ...]) -> bool:
-    """Return whether scores and targets have a row for each sample, and nothing else has, or needs a gradient."""
+    """Return whether scores and targets alone have a row for each sample, and only scores need a gradient."""
     scores, targets = args[:2]
     weights = [args[i] for i in loss.weights if args[i] is not None]
     if targets.requires_grad or not all(isinstance(one, Tensor) and not one.requires_grad for one in weights):
@@ -137,9 +137,9 @@ def _share_loss(sharing: _Sharing, loss: TorchLoss) -> Iterator[None]:
         found = None if path is None else SharedLoss(loss, original, args, kwargs, path).compute()
         return original(*args, **kwargs) if found is None else found
 
-    # Pickled by these names.
+    # Pickle finds the function by these names.
     shared.__module__, shared.__qualname__, shared.__name__ = loss.owner.__name__, loss.name, loss.name
-    # So that torch.jit.script, which compiles torch's Python, takes it for the operation.
+    # torch.jit.script compiles torch's Python code, and must take this function for the operation.
     builtins = torch.jit._builtins._get_builtin_table()
     builtins[id(shared)] = builtins.get(id(original), f"aten::{loss.name}")
     try:
@@ -151,16 +151,20 @@ def _share_loss(sharing: _Sharing, loss: TorchLoss) -> Iterator[None]:
 
 # Note [Losses by rows]
 #
-# The program has whole outputs, which may be large: scores for a vocabulary. Every rank would compute the loss of all
-# rows, and pass gradients of all rows back to the gather, which takes this rank's. Where one of torch's losses gets an
-# output of a sliced forward, or views and copies of it that keep the rows of a sample together, a rank computes the
-# loss of its rows, from the values that the program passes, and the ranks' losses are added. The gradient goes
-# straight to the block. Who watches gradients on the way, by a hook, retain_grad or autograd.grad, gets those of one
-# process: they are gathered, and go its way. A hook on a node of the graph itself (tensor.grad_fn.register_hook) is not
-# noticed, and saved-tensor hooks see a rank's rows. A loss is an exchange then, which all ranks must come to: once the
-# program has asked for its rank, it may compute one on a single rank, so losses are no longer shared out.
+# The program has whole outputs, which may be large: scores for a vocabulary. Without this file, every rank would
+# compute the loss of all rows, and pass gradients of all rows back to the gather, which keeps this rank's rows.
+# Instead, if one of torch's losses gets an output of a sliced forward, or a view or copy of it that keeps the rows of a
+# sample together, a rank computes the loss of its rows, from the values that the program passes, and the ranks' losses
+# are added. The gradient goes straight to the block.
+#
+# The program may watch gradients between the loss and the output, by a hook, retain_grad or autograd.grad. It must see
+# those of one process, so they are then gathered and go back through the graph. A hook on a node of the graph itself
+# (tensor.grad_fn.register_hook) is not noticed, and saved-tensor hooks see a rank's rows.
+#
+# A loss that is shared out is a collective. Once the program has asked for its rank, it may compute a loss on a single
+# rank, so losses are no longer shared out.
 #
 # The arithmetic is that of Note [Whole] in whole_batch.py. With R ranks, a rank's own number has R times the gradient
-# of one process, and a number that is equal on all ranks has that gradient. So the gradient of the sum s of s_r is R g
-# for each s_r; as an operation, it is the copy of g to all ranks, times R, and the gradient of the copy is the sum,
-# divided by R.
+# of one process, and a number that is equal on all ranks has the gradient of one process. Let s be the sum of the
+# ranks' numbers s_r, with the gradient g. Then each s_r has the gradient R g: g is copied to all ranks and multiplied
+# by R. The gradient of such a copy is the sum of the ranks' gradients, divided by R.

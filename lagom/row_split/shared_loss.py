@@ -1,4 +1,4 @@
-"""``SharedLoss``: a loss of which each rank computes its rows, and the ranks' losses are added."""
+"""``SharedLoss``: each rank computes a loss for its rows, and the ranks' losses are added."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SUMMED = (torch.float32, torch.float64)
 """Types of losses that are summed over ranks; in shorter ones a sum overflows where the mean does not."""
 _ERRORS = (RuntimeError, ValueError, TypeError, IndexError)
 _MEANS = {"SumBackward0": "MeanBackward0", "NegBackward0": "DivBackward1"}
-"""Names, as printed, of operations that torch has for a mean instead of those for a sum."""
+"""Printed name of the graph node of a loss that is summed, and of the node that torch has for its mean."""
 _BATCHED = (
     "several gradients at once (is_grads_batched) of the loss of a large output cannot be taken on several ranks; take "
     "one after another"
@@ -39,8 +39,8 @@ class TorchLoss:
     """One of torch's operations that compute a loss.
 
     Args:
-        owner: what has it as an attribute.
-        reduction: position of the argument that says how losses of rows become one.
+        owner: the module that has the operation as its attribute ``name``.
+        reduction: position of the argument for the reduction: none, mean or sum.
         weights: positions of arguments that may be weights, and have no rows.
         of_classes: whether it takes scores of classes: its mean is weighted, and it has one loss for each target.
     """
@@ -75,15 +75,15 @@ class SharedLoss:
         self._ranks = RowExchange(exchange.gatherer, RowBlock(block.rank, block.world_size, block.world_size), _PLACE)
 
     def compute(self) -> Tensor | None:
-        """Return the loss; None, on all ranks, if one of them cannot compute its rows. A collective."""
+        """Return the loss; None on all ranks if any rank cannot compute its rows. A collective."""
         scores, targets, *others = self._args
         factor = self._path.factor
         rows = RowsFunction.apply(scores, self._path.gather.block_ends[self._path.index], self._path, self._rows)  # type: ignore[no-untyped-call]
         keeps_bits = self._loss.of_classes and not targets.is_floating_point() and not self._smoothing()
         others[self._loss.reduction - 2] = NONE if keeps_bits or self._reduction == NONE else SUM
         found: Tensor | None = None
-        # On a CPU, errors are raised again, with one process's words, when all ranks compute all rows. On a GPU they
-        # do not depend on the values: wrong labels are told of later.
+        # On a CPU an error is suppressed: all ranks then compute all rows, which raises it with one process's text. On
+        # a GPU all ranks raise the same error, since it does not depend on values: wrong labels are reported later.
         with suppress(*_ERRORS) if scores.device.type == "cpu" else nullcontext():
             found = self._original(rows, self._rows.block.of(targets, factor), *others, **self._kwargs)
         if keeps_bits or self._reduction == NONE:
@@ -111,7 +111,7 @@ class SharedLoss:
         return gather_blocks([found], self._rows, [factor])[0]
 
     def _reduce(self, losses: Tensor) -> Tensor:
-        """Return the sum or mean of all targets' losses, with the bits of torch: added as its operation does."""
+        """Return the sum or mean of all losses, added by torch's own operation, so that it has the same bits."""
         targets, weight = self._args[1:3]
         total = self._add(losses)
         if self._reduction == MEAN:
@@ -122,15 +122,15 @@ class SharedLoss:
         return reduced
 
     def _add(self, numbers: Tensor) -> Tensor:
-        """Add one number for each target, but those of ignored ones."""
+        """Add ``numbers``, one for each target, without those of ignored targets."""
         targets, ignored = self._args[1], self._args[4]
         classes = torch.zeros_like(targets).masked_fill(targets == ignored, -100)
-        add: Any = torch._C._nn.nll_loss_nd  # patched, but there is no path from these numbers to an output
+        add: Any = torch._C._nn.nll_loss_nd  # the patch has no effect: no path leads to these numbers
         total: Tensor = add(-numbers.unsqueeze(1), classes, None, SUM, -100)
         return total
 
     def _divisor(self) -> Any:
-        """Return what torch divides the sum of the losses by for their mean."""
+        """Return the number by which torch divides the sum of the losses to get their mean."""
         scores, targets, *others = self._args
         if not self._loss.of_classes:
             return scores.numel()
@@ -146,7 +146,7 @@ class SharedLoss:
 class RowsFunction(Function):
     """This rank's rows of ``scores``; their gradient goes straight to the block of the output that they come from.
 
-    If something watches gradients on the way, the gradient is gathered and goes that way instead.
+    If the program watches gradients in between, the gradient is gathered and goes back through the graph instead.
     """
 
     @staticmethod
@@ -166,7 +166,7 @@ class RowsFunction(Function):
 
 
 class SumFunction(Function):
-    """The sum of the ranks' values, and whether a rank says that it failed; the sum's gradient is times the ranks."""
+    """Adds the ranks' numbers, and tells whether a rank failed; multiplies the gradient by the number of ranks."""
 
     @staticmethod
     def forward(ctx: Any, number: Tensor, exchange: RowExchange, failed: bool | None) -> tuple[Tensor, bool]:
@@ -181,7 +181,7 @@ class SumFunction(Function):
 
 
 class CopyFunction(Function):
-    """A number that is equal on all ranks, as each rank's own."""
+    """Copies a number that is equal on all ranks to a number of each rank's own."""
 
     @staticmethod
     def forward(ctx: Any, number: Tensor, exchange: RowExchange) -> Tensor:
@@ -195,7 +195,7 @@ class CopyFunction(Function):
 
 
 class NamedFunction(Function):
-    """A loss as it is, under the name of torch's operation."""
+    """Returns a loss unchanged; its graph node has the name of torch's operation."""
 
     @staticmethod
     def forward(ctx: Any, loss: Tensor) -> Tensor:
@@ -208,7 +208,7 @@ class NamedFunction(Function):
 
 @functools.cache
 def _function(kind: type[Function], name: str) -> Any:
-    """Return ``kind`` whose losses a program sees printed with ``name``, as one process's are."""
+    """Return a subclass of ``kind`` whose graph node is printed with ``name``, as in one process."""
     found: Any = type(kind.__name__, (kind,), {})
     found._backward_cls.__name__ = name
     return found

@@ -1,4 +1,4 @@
-"""``draw_own_rows``: draws a rank's rows of a dropout mask, and skips the numbers of others. See Note [Skipping]."""
+"""``draw_own_rows``: draw a rank's rows of a dropout mask, and skip the other rows' numbers. See Note [Skipping]."""
 
 from __future__ import annotations
 
@@ -16,27 +16,27 @@ if TYPE_CHECKING:
 _NUMBERS = 2
 """Numbers of 32 bits that torch takes for one element."""
 _STATE_BYTES = 5056
-"""Size of the state of a generator whose beginning ``csrc/twister.hpp`` describes."""
+"""Size of the state of torch's generator; ``csrc/twister.hpp`` describes the beginning of the state."""
 
 
 def draw_own_rows(
     function: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], axis: int, num_before: int, num_all: int
 ) -> bool:
-    """Fill ``args[0]``, rows of a mask, with the numbers that they have where the whole mask is drawn.
+    """Fill ``args[0]``, some rows of a mask, with the numbers that a draw of the whole mask would give them.
 
     Args:
-        function: what draws them, in place.
+        function: the operation that draws in place.
         axis: dimension of the rows.
         num_before: number of rows before those in ``args[0]``.
         num_all: number of rows of the whole mask.
 
     Returns:
-        False if nothing was drawn, since numbers cannot be skipped here.
+        False if nothing was drawn, because numbers of this kind cannot be skipped.
     """
     mask: Tensor = args[0]
     if function is not torch.ops.aten.bernoulli_.float or not mask.is_cpu or not _lies_by_rows(mask, axis):
         return False
-    # Around micro-batches there is the draw of a sliced forward, for which these rows are not the whole mask.
+    # With micro-batches in a sliced forward, ``Draws`` is active here, for which these rows are not the whole mask.
     if torch._C._len_torch_dispatch_stack() or not can_skip(mask.dtype):
         return False
     generator = kwargs.get("generator") or torch.default_generator
@@ -48,7 +48,7 @@ def draw_own_rows(
 
 
 def skip_draws(generator: torch.Generator, count: int) -> None:
-    """Bring ``generator`` to where it is after a draw of ``count`` elements."""
+    """Advance ``generator`` as a draw of ``count`` elements would."""
     if count:
         state = generator.get_state()
         native().skip_random_numbers(state.data_ptr(), len(state), _NUMBERS * count)
@@ -70,13 +70,14 @@ def can_skip(dtype: torch.dtype) -> bool:
 
 def _lies_by_rows(mask: Tensor, axis: int) -> bool:
     """Return whether the elements of a row are side by side in memory, and drawn one after the other."""
-    # A single row of a mask whose rows do not lie so has the stride of another dimension.
+    # A single row is judged by its stride too, which is not the largest if another dimension is first in memory.
     return all(mask.stride(axis) > mask.stride(d) for d in range(mask.dim()) if d != axis and mask.shape[d] > 1)
 
 
 # Note [Skipping]
 #
-# Each rank draws the numbers of one process (see Note [Whole] in whole_batch.py), of which it needs those of its rows.
-# Torch draws masks on CPUs one element after the other, each of two numbers of a Mersenne Twister, which takes 7 to 16
-# ns; to renew the twister's state takes 1 ns. With MKL on Intel's CPUs torch draws a mask of a single number of the
-# twister, by another generator: a trial finds that out, and then the whole mask is drawn.
+# Each rank draws the numbers of one process (see Note [Whole] in whole_batch.py), but needs only those of its rows. On
+# CPUs torch draws a mask one element after the other, each from two numbers of a Mersenne Twister, which takes 7 to 16
+# ns. Skipping an element only advances the twister's state, which takes 1 ns. With MKL on Intel's CPUs, torch takes a
+# single number of the twister for the whole mask, and draws the mask by another generator. can_skip finds that out by a
+# trial; then every rank draws the whole mask.

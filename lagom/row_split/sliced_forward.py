@@ -24,14 +24,14 @@ if TYPE_CHECKING:
     from lagom.session.session import Session
 
 _MAX_DETOURS = 8
-"""Number of detours, more than straight calls, after which a forward always runs whole."""
+"""A forward always runs whole when its detours (calls that go another way) exceed its other calls by more."""
 OFTEN = "often goes another way than at its first calls"
 num_nodes_made = torch._C._autograd._get_sequence_nr
 """Returns how many nodes of a graph this thread has made so far."""
 
 
 class NewWayError(OtherWayError):
-    """A forward has made another number of autograd's nodes than before, with inputs of such shapes."""
+    """A forward has made another number of autograd nodes than before with inputs of ``shapes``."""
 
     def __init__(self, shapes: object, num_nodes: int) -> None:
         super().__init__()
@@ -45,11 +45,11 @@ class SlicedForward:
     share: BatchShare
     draws: Draws | None
     was_at_prompt: bool = False
-    """A person has typed at a debugger's prompt in it, which may have added nodes to the graph of this rank."""
+    """Whether a person typed at a debugger's prompt inside the forward: this may have added nodes to the graph."""
 
     @contextmanager
     def enter(self, session: Session) -> Iterator[None]:
-        """Have BatchNorm and random draws see the whole batch; a nested entry changes nothing."""
+        """Let BatchNorm and random draws see the whole batch; a nested entry changes nothing."""
         before = session.sliced_forward
         if before is self:
             yield
@@ -63,7 +63,7 @@ class SlicedForward:
 
     @contextmanager
     def left_alone(self) -> Iterator[None]:
-        """Have draws be a rank's own meanwhile: a module inside is probed, and they will be undone."""
+        """Pause ``draws`` while a module inside is probed: its draws are the rank's own, and the probe undoes them."""
         if self.draws is None:
             yield
             return
@@ -86,7 +86,7 @@ class SlicedRuns:
 
         Raises:
             OtherWayError: on all ranks, when the forward takes another way than in its probe; all state is restored.
-                A ``NewWayError``, if a probe may show that it is by rows as well.
+                It is a ``NewWayError`` if the new way should be probed too.
         """
         session, group = self._session, self._session.group
         assert group is not None
@@ -116,7 +116,7 @@ class SlicedRuns:
         except UnequalInputError:
             if session.config.batches == "whole":
                 raise
-            # An evaluation called a model with a share of a training batch.
+            # An evaluation called the model with a share of a training batch, which differs between ranks.
             finding.reason = "was called with other inputs on other ranks"
             return candidate.run(candidate.leaves)
 
@@ -126,7 +126,7 @@ def _detour(candidate: SplitCandidate, finding: SplitFinding, draws: Draws | Non
     """Find out whether a forward takes another way than in its probe; restore all state if it does.
 
     Raises:
-        OtherWayError: when it does.
+        OtherWayError: when the forward takes another way.
     """
     generators = [torch.default_generator]
     if candidate.device.type == "cuda":
@@ -166,7 +166,7 @@ def _gather_outputs(
     """Return the whole of each output.
 
     Args:
-        passed: by id of what the module was called with, what the program called it with.
+        passed: the leaves of the program's arguments, by the id of the leaf that the module got instead.
     """
     by_rows = [
         (i, factor) for i, factor in enumerate(finding.factors) if factor is not None and id(outputs[i]) not in passed
@@ -202,14 +202,14 @@ def _gather_outputs(
 
 # Note [Other ways]
 #
-# A finding holds for the way that a forward took in its probe. Calls are told apart by all that a forward can see (see
-# Note [Surroundings] in surroundings.py), but it may also decide by values in tensors: a buffer's, or a random one (a
-# layer is skipped in a third of all calls). Such values are the same on all ranks, and read through torch, so that
-# they can be compared with those of the probe before anything follows from them. Where they differ, or where random
-# numbers are drawn of a kind that the probe has not seen, nothing of the forward's outputs was exchanged yet: random
-# numbers and buffers are restored, and all ranks run that call whole.
+# A finding holds for the way that a forward took in its probe: the branches of its code. Calls are distinguished by the
+# values that a forward can see (see Note [Surroundings] in surroundings.py). But a forward may also branch on values in
+# tensors: a buffer's, or a random number (a layer is skipped in a third of all calls). These values are equal on all
+# ranks, and a forward reads them through torch, so they are compared with the probe's values before the forward gets
+# them. If they differ, or if random numbers are drawn in a way that the probe has not seen, no output has been
+# exchanged yet. So random states and buffers are restored, and all ranks run this call whole.
 #
-# Some of what a forward sees is not compared: environment variables, an optimizer's learning rate, and of a number in
-# a global or an object all but the sign. So the nodes that a call adds to the graph are counted. Where there are more
-# or fewer than before with the same shapes, the forward may have begun to mix rows (x - x.mean(0) adds two nodes), and
-# is probed again before anything is exchanged.
+# Some values that a forward can see are not compared: environment variables, an optimizer's learning rate. Numbers in
+# globals and objects are compared by their sign only. So the autograd nodes that a call adds to the graph are counted
+# too. If there are more or fewer than before with the same shapes, the forward may have begun to mix rows
+# (x - x.mean(0) adds two nodes), and is probed again before outputs are exchanged.

@@ -33,15 +33,15 @@ if TYPE_CHECKING:
 
 _CHANGES_NUMBERS = "changes numbers among its attributes, or what it can see, by which a later call may go another way"
 _TOP_HOOKS = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", lambda _: None)
-"""Returns the program's hooks on saved tensors; torch 2.6 cannot tell, and they then pack a part of the batch."""
+"""Returns the program's hooks on saved tensors; None with torch 2.6, where such hooks get a part of the batch."""
 _MAX_KINDS = 64
-"""Kinds of input of one module after which new ones are no longer probed."""
+"""Number of kinds of calls of one module after which new kinds are no longer probed."""
 _MAX_WAYS = 16
-"""Ways of a module with inputs of one kind after which it always runs whole."""
+"""Number of new ways in calls of one kind after which such calls always run whole."""
 
 
 def is_splittable(session: Session, module: nn.Module) -> bool:
-    """Return whether ranks may split a call of ``module`` by rows: all of them have the same input."""
+    """Return whether ranks may split a call of ``module`` by rows; if so, they all have the same input."""
     if not session.distributed or session.depth or session.is_probing or not session.shares_forwards:
         return False
     if torch._C._functorch.peek_interpreter_stack() is not None or torch.jit.is_tracing():
@@ -63,7 +63,7 @@ class Slicer:
 
     Args:
         original: ``nn.Module.__call__``.
-        outside: a context in which modules that are called count as outermost.
+        outside: returns a context manager in which called modules count as outermost.
     """
 
     def __init__(self, session: Session, original: Callable[..., Any], outside: Callable[[], Any]) -> None:
@@ -80,14 +80,14 @@ class Slicer:
         session.learned["forwards"] = self.state, self.go_on
         self._depth = 0
         self._has_work = False
-        """A forward that pays was seen, or the user was told that none does."""
+        """Whether a forward that is worth slicing was seen, or the user was told that there is none."""
 
     def state(self) -> list[tuple[nn.Module, Any]]:
-        """Return what is known of each module's calls, for ``go_on`` in another process."""
+        """Return each module with the known facts about its calls, for ``go_on`` in another process."""
         return [(module, self._trees.portable(module, calls)) for module, calls in list(self._calls.items())]
 
     def go_on(self, state: Sequence[tuple[nn.Module, Any]]) -> None:
-        """Go on from what ``state`` has returned, with the same number of ranks."""
+        """Go on from ``state``, which ``Slicer.state`` returned in a process with the same number of ranks."""
         for module, calls in state:
             self._calls[module] = self._trees.put_back(module, calls)
 
@@ -100,7 +100,7 @@ class Slicer:
         candidate = self._trees.candidate(module, self._original, args, kwargs, device, says=not self._depth)
         if candidate.rows < self._group.world_size or any(map(is_dual, candidate.leaves)):
             if not candidate.inside and next(module.parameters(), None) is None:
-                self._record_small(module, args)  # a loss
+                self._record_small(module, args)  # a loss function
             return self._original(module, *args, **kwargs)
         calls = self._known(module)
         around = self._trees.surroundings(module)
@@ -126,7 +126,7 @@ class Slicer:
             except OtherWayError:
                 if finding.reason is not None:
                     self._say_whole(module, finding.reason)
-                break  # it runs whole, and its own errors shall not refer to this one
+                break  # runs whole below, so that errors there are not chained to this one
             self._probe_new_way(candidate, calls, finding, *way)
         return self._run_whole(module, args, kwargs)
 
@@ -137,12 +137,12 @@ class Slicer:
         return calls
 
     def _record_small(self, module: nn.Module, args: tuple[Any, ...]) -> None:
-        """Run ``module`` whole without a look at it from now on, while its first argument has the same shape."""
-        # By the first argument only: comparing all arguments takes longer than such a module.
+        """Let calls of ``module`` run whole without further checks, while its first argument has the same shape."""
+        # Only the first argument is compared: comparing all of them takes longer than a small module.
         self._known(module).small = _dense_shape(args[0]) if args else None, torch.is_grad_enabled()
 
     def _run_first(self, candidate: SplitCandidate, calls: KnownCalls, kind: object, run: Callable[[], Any]) -> Any:
-        """Make the first call with inputs of a ``kind``; find out what it costs, and what it changes."""
+        """Make the first call of a ``kind``; measure its work, and find out whether a probe would have side effects."""
         module, around = candidate.module, self._trees.surroundings(candidate.module)
         before, marks = (attribute_numbers(candidate.inside), around.state()), parameter_checksums(module)
         with watched_writes() as written:

@@ -25,9 +25,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
-"""Types of arguments and outputs in which no rows are hidden."""
+"""Types of arguments and outputs that cannot contain rows of the batch."""
 _MAX_SHAPES = 1024
-"""Shapes of batches after which those of a module are forgotten."""
+"""Number of input shapes after which a finding forgets its ``ways``."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class SplitCandidate:
     inside: Sequence[nn.Module]
     """The module and all modules inside it."""
     run: Callable[[list[Any]], Any]
-    """Calls the module with other leaves of its arguments."""
+    """Calls the module with the given leaves in place of ``leaves``."""
     leaves: list[Any]
     """Tensors and other values of the arguments, in the order in which ``spec`` puts them together."""
     spec: TreeSpec
@@ -47,11 +47,11 @@ class SplitCandidate:
     """Rows of the batch: leaves with this number of rows are sliced."""
     device: torch.device
     check: Callable[[], None] = lambda: None
-    """Checks a call of ``run`` after it."""
+    """Called after each call of ``run``, to check its effects."""
 
     @property
     def is_uniform(self) -> bool:
-        """Return whether all rows of the batch are equal: then a mean over them is each of them, and shows nothing."""
+        """Return whether all rows are equal: a mean over equal rows equals each of them, so a probe shows nothing."""
         batches = [leaf for leaf in self.leaves if is_batch(leaf, self.rows)]
         return self.rows > 1 and bool(batches) and all(bool((leaf == leaf[:1]).all()) for leaf in batches)
 
@@ -75,11 +75,11 @@ class SplitFinding:
     spec: TreeSpec | None = None
     """Structure of the outputs."""
     factors: list[int | None] = field(default_factory=list)
-    """Rows of each output per row of the batch; None for an output that is no tensor."""
+    """Rows of each output per row of the batch; None for one that is no tensor, or is not computed from the input."""
     orders: list[tuple[int, ...] | None] = field(default_factory=list)
-    """Dimensions of each output in the order of memory; None where they lie in order."""
+    """Dimensions of each output in the order of memory; None if memory has them in order."""
     bases: list[int | None] = field(default_factory=list)
-    """For each output the index of the one that it is a view of; None if it is a view of none."""
+    """For each output the index of the output that it is a view of; None if it has its own memory."""
     axes: dict[DrawKind, int | None] = field(default_factory=dict)
     """Row dimensions of the random draws; see ``Draws``."""
     multiples: set[DrawKind] = field(default_factory=set)
@@ -89,7 +89,7 @@ class SplitFinding:
     changes_buffers: bool = False
     """The forward has changed buffers."""
     ways: dict[object, set[int]] = field(default_factory=dict)
-    """For each shape of the batch, how many nodes of autograd a sliced call has made."""
+    """Numbers of autograd nodes that sliced calls have made, by the shapes of their inputs."""
     new_ways: int = 0
     """Number of ways that the forward has taken beside the first one."""
     detours: int = 0
@@ -104,7 +104,7 @@ class SplitFinding:
     """The probe has shown that it changes no state, so that it can be repeated."""
 
     def is_known_way(self, shapes: object, num_nodes: int) -> bool:
-        """Return whether a sliced call with inputs of ``shapes`` may make so many nodes; the first one tells."""
+        """Return whether calls with inputs of ``shapes`` have made ``num_nodes`` nodes; the first call defines it."""
         if len(self.ways) > _MAX_SHAPES:
             self.ways.clear()
         return num_nodes in self.ways.setdefault(shapes, {num_nodes})
@@ -117,13 +117,13 @@ class KnownCalls:
     findings: dict[Any, SplitFinding] = field(default_factory=dict)
     """Finding for each kind of call."""
     small: object = None
-    """Shape of the first argument of calls that run whole without a look, and whether gradients are on; or None."""
+    """First argument's shape, and whether gradients are on, of calls that run whole without checks; None if none do."""
     num_changes: int = 0
-    """First calls that changed buffers, attributes or parameters: the first may initialise them, or fill a cache."""
+    """Number of first calls that changed values they can see, or parameters; one call may do so to fill a cache."""
 
 
 def like_given(copy: Tensor, leaf: Tensor) -> Tensor:
-    """Return ``copy`` with a gradient if ``leaf`` has one, and no leaf then, which cannot be changed in place."""
+    """Return ``copy``; if ``leaf`` needs a gradient, a view that does too, since leaves cannot be changed in place."""
     return copy.requires_grad_().view_as(copy) if leaf.requires_grad and torch.is_grad_enabled() else copy
 
 
@@ -143,7 +143,7 @@ def is_dual(leaf: Any) -> bool:
 
 
 def sample_bytes(tensor: torch.Tensor) -> bytes:
-    """Return some elements of ``tensor`` as bytes."""
+    """Return some elements of ``tensor`` as bytes; none of a tensor on a GPU."""
     if tensor.device.type != "cpu" or not tensor.numel():
         return b""
     flat = tensor.detach().view(-1) if tensor.is_contiguous() else tensor.detach()[0].reshape(-1)
@@ -162,16 +162,16 @@ def measure_call(candidate: SplitCandidate, call: Callable[[], Any]) -> tuple[An
 
 
 def try_again(candidate: SplitCandidate, num_blocks: int, statistics: Callable[[BatchStatistics], Any]) -> str | None:
-    """Call a module once more, on a part of its batch; return why that failed, or None. Restore all state.
+    """Call a module once more on a part of its batch; return the reason for a failure, or None. Restore all state.
 
-    A library may refuse to be called twice between two steps (Pyro does). Such a module fails here, after the call
-    that the program has made, and not before it.
+    A library may refuse to be called twice between two steps (Pyro does). Such a module fails here, after the
+    program's own call; a probe before that call would make the program's call fail.
     """
     try:
         check_call(candidate)
     except NotByRowsError:
         return None  # a probe will say so
-    # Of at least two rows, as BatchNorm needs.
+    # The block has at least two rows, as BatchNorm needs.
     block = RowBlock(0, max(1, min(num_blocks, candidate.rows // 2)), candidate.rows)
     leaves = [leaf.clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in candidate.cut_leaves(block)]
     try:
@@ -217,7 +217,7 @@ def _is_from_torch(hook: object) -> bool:
 
 @contextmanager
 def silent() -> Iterator[io.StringIO]:
-    """Collect what is printed meanwhile, and show no warnings."""
+    """Collect the text that is printed inside the context, and show no warnings."""
     said = io.StringIO()
     with redirect_stdout(said), redirect_stderr(said), warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -27,7 +27,7 @@ _MAX_ITEMS = 64
 """Number of items of a container that are compared."""
 _PLAIN = frozenset((bool, int, float, str, type(None)))
 _NAMESPACES = ("Namespace", "SimpleNamespace")
-"""Classes of Python's whose objects have the attributes that a program gives them."""
+"""Classes of Python's standard library whose objects have attributes that the program chooses."""
 _CONTAINERS = (dict, list, tuple, set, deque)
 
 
@@ -65,7 +65,7 @@ class Surroundings:
         return len(self._places)
 
     def find_in(self, other: Surroundings) -> list[tuple[int, int]]:
-        """Return the indices of places that both have, here and in ``other``."""
+        """Return pairs of indices, here and in ``other``, of the places that both have."""
         found = {(id(of), key): index for index, (of, key) in enumerate(other._places)}
         places = [(id(of), key) for of, key in self._places]
         return [(index, found[place]) for index, place in enumerate(places) if place in found]
@@ -217,7 +217,7 @@ def _origin(name: str | None) -> str:
 
 @contextmanager
 def watched_writes() -> Iterator[list[str]]:
-    """Collect the files that this thread opens for writing meanwhile, and the loggers by which the program logs."""
+    """Collect the names of files that this thread opens for writing, and of the program's loggers that it uses."""
     _watch_files()
     before, _watched.names = getattr(_watched, "names", None), []
     original = logging.Logger.handle
@@ -239,7 +239,7 @@ _watched = threading.local()
 
 @cache
 def _watch_files() -> None:
-    """Have Python tell of files that are opened; this cannot be taken back."""
+    """Add an audit hook for opened files, which Python cannot remove again."""
     sys.addaudithook(_note_file)
 
 
@@ -266,7 +266,8 @@ _MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))
 # that their methods name; and so on through functions and objects of the program. Objects of libraries count by their
 # values, not by their code.
 #
-# A forward whose calls change any of these twice is not probed, and runs whole (a single change may fill a cache).
-# Calls that differ in a switch, or in a number's sign, are of different kinds, and each kind is probed. Numbers count
-# by their sign only, since a loop's counters and schedules are among them, and each value would be probed. A forward
-# that opens a file for writing, or logs, in its first call runs whole too. State inside C code is not seen.
+# If first calls of a forward change any of these values twice, it is not probed, and runs whole; a single change may
+# fill a cache. Calls that differ in a switch, or in a number's sign, are of different kinds, and each kind is probed.
+# Numbers count by their sign only, since a loop's counters and schedules are among them, and otherwise each value would
+# be probed. A forward that opens a file for writing, or logs, in its first call runs whole too. State inside C code is
+# not seen.

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 Orders: TypeAlias = "Sequence[tuple[int, ...] | None]"
-"""Dimensions of tensors in the order of memory; None where they lie in order."""
+"""For each tensor its dimensions in the order of memory; None if memory has them in order."""
 ALWAYS = False
 """Slice whether it pays or not: for tests and benchmarks."""
 _SPEED = {"cpu": 5e10, "cuda": 2e13}
@@ -32,7 +32,7 @@ _LATENCY = {"memory": 4e-4, "cpu": 1.5e-3, "cuda": 5e-5}
 _BANDWIDTH = {"memory": 2e9, "cpu": 5e8, "cuda": 2e10}
 """Bytes per second of an exchange."""
 _MIN_UNPACKED = 2**18
-"""Bytes from which a tensor travels by itself: to pack it with others would take longer than an exchange."""
+"""A tensor of this many bytes is exchanged alone: packing it with others would take longer than an exchange."""
 
 
 def is_worth_slicing(
@@ -40,7 +40,7 @@ def is_worth_slicing(
 ) -> bool:
     """Return whether slicing a forward of ``flops`` with ``num_bytes`` of outputs saves more time than it takes.
 
-    Constants decide, not measurements: all ranks must decide equally, and each run like the one before.
+    Constants decide, not measurements, since all ranks must decide equally, and each run like the one before.
     """
     if ALWAYS:
         return True
@@ -109,13 +109,13 @@ class Gatherer:
         signed: bytes = b"",
         orders: Orders = (),
     ) -> list[Tensor]:
-        """Return the whole tensors of which each rank gives its block of rows, ``tensors``; a collective.
+        """Gather whole tensors from the blocks of rows that each rank passes as ``tensors``; a collective.
 
         Args:
-            factors: of each tensor, the rows per row of the batch.
-            place: words for this place in an error.
+            factors: for each tensor, its rows per row of the batch.
+            place: description of this exchange for an error.
             signed: bytes that must be equal on all ranks.
-            orders: of each tensor, its dimensions in the order in which memory is to have them; equal on all ranks.
+            orders: for each result, its dimensions in the order of memory, equal on all ranks; empty: all in order.
 
         Raises:
             DivergenceError: on all ranks, when they gather different things.
@@ -235,8 +235,8 @@ class RowExchange:
 # Note [Whole]
 #
 # The program sees whole batches and whole outputs, equal on all ranks, so everything that it computes from them is
-# equal too: any loss, any metric, any branch. Only inside the forward of a module does a rank have its block of the
-# rows.
+# equal too: any loss, any metric, any branch. Inside the forward of a module, and nowhere else, a rank has only its
+# block of the rows.
 #
 # With R ranks, write g for the gradient of one process. A whole tensor has the gradient g on every rank. A block has
 # the gradient R g: the gradient of a parameter on a rank covers its block's part of the sum over rows, so the average
@@ -244,5 +244,5 @@ class RowExchange:
 # a slice is the gathered gradient, divided by R. Parameters that the program uses outside a sliced forward (weight
 # decay in the loss) have g on every rank, and the average is g. Two forwards in a row pass whole tensors on. BatchNorm
 # in a sliced forward sees the same factor on all ranks; see Note [BatchNorm] in forward/batchnorm_arithmetic.py. Both
-# operations are linear, and each is the other's gradient, so second gradients are right as well: the gradient of R S(g)
-# is R G(v) / R.
+# operations are linear, and each is the other's gradient, so second gradients are right as well: with S for a slice and
+# G for a gather, the gradient of R S(g) is R G(v) / R.
