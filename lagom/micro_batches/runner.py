@@ -33,7 +33,7 @@ class MicroBatchRunner:
     """Runs forwards that are known to compute their rows one by one.
 
     Args:
-        left_alone: a context in which called modules are not split.
+        left_alone: returns a context manager in which called modules are not split.
     """
 
     def __init__(self, session: Session, left_alone: Callable[[], AbstractContextManager[None]]) -> None:
@@ -98,9 +98,10 @@ class MicroBatchRunner:
         return run
 
     def find_fitting(self, candidate: SplitCandidate, finding: SplitFinding, num: int) -> int | None:
-        """Return twice the first of ``num`` and its doubles that fits; None if none does.
+        """Double ``num`` until one micro-batch fits; return twice that number, or None if no number fits.
 
-        Twice the number, since memory is fragmented and batches differ in size.
+        The result is twice the number that fits, since memory is fragmented and batches differ in size. It is at most
+        the number of rows.
 
         Raises:
             NotByRowsError: when the forward or backward of a part fails for another reason than memory.
@@ -112,9 +113,10 @@ class MicroBatchRunner:
         return min(2 * num, candidate.rows)
 
     def _fits(self, candidate: SplitCandidate, finding: SplitFinding, num: int) -> bool:
-        """Try the forward and backward of one of ``num`` micro-batches, with space for the gradients of all.
+        """Return whether there is memory for the forward and backward of one of ``num`` micro-batches.
 
-        The space is for the outputs of all micro-batches and their gradients; the trial holds gradients of parameters.
+        Memory for the outputs of all micro-batches and their gradients is allocated during the trial. The trial itself
+        allocates the gradients of parameters.
         """
         block = RowBlock(0, num, candidate.rows)
         session = self._session

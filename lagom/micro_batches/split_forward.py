@@ -1,4 +1,4 @@
-"""``MicroBatches``: run forwards in parts of a batch, one after another, to keep less for the backward."""
+"""``MicroBatches``: run forwards in parts of a batch, one after another, to keep fewer activations for the backward."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from lagom.session.session import Session
 
 _MAX_KINDS = 64
-"""Kinds of input of one module after which new ones are no longer probed."""
+"""Number of kinds of calls of one module after which new kinds are no longer probed."""
 _CLOSED = "has a parameter that is all but zero still, behind which rows may be mixed"
 _slot: Any = vars(torch._C.TensorBase)["grad"]
 
@@ -40,7 +40,7 @@ class MicroBatches:
 
     Args:
         original: ``nn.Module.__call__``.
-        alone: a context in which called modules are not split.
+        alone: returns a context manager in which called modules are not split.
     """
 
     def __init__(self, session: Session, original: Callable[..., Any], alone: Callable[[], Any]) -> None:
@@ -53,7 +53,7 @@ class MicroBatches:
         self._num = asked if asked != "auto" else 1
         """Number of micro-batches for a call."""
         self.descends = False
-        """Modules inside the running module may run in micro-batches by themselves."""
+        """Whether modules inside the running module may run in micro-batches by themselves."""
         self._runner = MicroBatchRunner(session, self._left_alone)
         self._insides = ModuleTree(lambda _: None)
         self._known: WeakIdKeyDictionary = WeakIdKeyDictionary(ref_type=ObjectReference)
@@ -61,7 +61,7 @@ class MicroBatches:
         self._learnt: WeakIdKeyDictionary = WeakIdKeyDictionary(ref_type=ObjectReference)
         """Number of micro-batches that a module needs, for each module that has run out of memory."""
         self._fitted: WeakIdKeyDictionary = WeakIdKeyDictionary(ref_type=ObjectReference)
-        """Largest number of rows after which there was memory for a backward, for each module."""
+        """For each module, the largest number of rows whose forward left enough memory for a backward."""
 
     def call(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """Return ``module(*args, **kwargs)``."""
@@ -74,7 +74,7 @@ class MicroBatches:
         return self._call_in_parts(module, args, kwargs, num)
 
     def _call_in_parts(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], num: int) -> Any:
-        """Make the call in ``num`` micro-batches; whole, with modules inside in micro-batches, if rows depend."""
+        """Make the call in ``num`` micro-batches; if its rows are not independent, run modules inside it so."""
         if num < 2:
             return self._original(module, *args, **kwargs)
         candidate = self._candidate(module, args, kwargs)
@@ -104,7 +104,10 @@ class MicroBatches:
         return self._insides.candidate(module, self._original, args, kwargs, self._session.device)
 
     def _probed(self, candidate: SplitCandidate, num: int) -> SplitFinding | None:
-        """Return facts about such calls; None if there is nothing to gain, or too many kinds are known."""
+        """Return the finding for calls of this kind, probing the first one; None if they are not worth a probe.
+
+        This is so for a single row or layer, and for new kinds if too many are known.
+        """
         if candidate.rows < 2 or _is_single_layer(candidate.module):
             return None
         known: dict[object, SplitFinding] = self._known.setdefault(candidate.module, {})
@@ -113,11 +116,12 @@ class MicroBatches:
         if found is None and len(known) < _MAX_KINDS:
             found = self._probe(candidate, min(num, candidate.rows))
             if found.reason == NO_MEMORY and sum(is_batch(leaf, candidate.rows) for leaf in candidate.leaves) == 1:
-                # Some rows are enough if only one tensor has rows; of several, one may have this size by chance.
+                # If only one tensor has rows, some of them are enough for a probe. Of several tensors, one might have
+                # this size by chance, and must not be cut.
                 rows = 2 * -(-candidate.rows // num)
                 some = [leaf[:rows] if is_batch(leaf, candidate.rows) else leaf for leaf in candidate.leaves]
                 found = self._probe(replace(candidate, leaves=some, rows=rows), 2)
-            if found.reason not in (NO_MEMORY, UNIFORM, _CLOSED):  # these may be gone at the next call
+            if found.reason not in (NO_MEMORY, UNIFORM, _CLOSED):  # these may not hold at the next call
                 known[kind] = found
         return found
 
@@ -160,7 +164,7 @@ class MicroBatches:
         return output
 
     def _attempt(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], num: int) -> Any:
-        """Make the call; fail if its backward will want more memory than there is, and micro-batches would help."""
+        """Make the call; raise if there is too little memory for its backward, and micro-batches would help."""
         output = self._call_in_parts(module, args, kwargs, num)
         rows = args[0].size(0) if args and isinstance(args[0], torch.Tensor) and args[0].dim() else 0
         if num > 1 or not torch.is_grad_enabled() or rows <= self._fitted.get(module, 1):
@@ -181,7 +185,7 @@ class MicroBatches:
     def _more(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], num: int, short: Exception
     ) -> int:
-        """Return a number of micro-batches that the module fits in, after it ran out of memory in ``num``.
+        """Return a number of micro-batches with which the module fits, after it ran out of memory with ``num``.
 
         Raises:
             Exception: ``short``, if micro-batches do not help.
@@ -218,7 +222,7 @@ class MicroBatches:
 
 
 def _is_single_layer(module: nn.Module) -> bool:
-    """Return whether ``module`` is a layer of torch's that keeps little for its backward beside input and output."""
+    """Return whether ``module`` is one of torch's layers that keep little for a backward besides input and output."""
     is_torchs = type(module).__module__.startswith("torch.nn.")
     return is_torchs and not module._modules and not isinstance(module, nn.RNNBase)
 
@@ -231,13 +235,13 @@ def _is_single_layer(module: nn.Module) -> bool:
 # through it. The program sees one call, one output and one backward; gradients of parameters are the sum over the
 # parts, which is the sum over the rows. The cost is one more forward.
 #
-# Other than slicing, this repeats a forward, so the forward may change no state: no buffer, attribute or BatchNorm
-# statistics. Every part draws the random numbers of the whole batch, and keeps those of its rows. All generators begin
-# anew for each part, so dropout is that of the whole batch, in the backward too.
+# Unlike slicing, micro-batches run a forward several times, so the forward must not change state: no buffer, attribute
+# or BatchNorm statistics. Every part draws the random numbers of the whole batch, and keeps those of its rows. All
+# generators begin anew for each part, so dropout is that of the whole batch, in the backward too.
 #
-# With "auto", a call runs whole first, and again in parts when it has run out of memory: there was no step yet, the
-# generators are restored, and the probe shows beforehand that the forward changes no state. The number of parts
+# With "auto", a call runs whole first, and again in parts if it runs out of memory. This is exact: there was no step in
+# between, the generators are restored, and a probe shows first that the forward changes no state. The number of parts
 # is found by trials: the forward and backward of one part, with space reserved for all outputs and their gradients. A
 # backward that runs out of memory cannot be repeated, as its graph is gone. So before the first backward of a size,
 # memory for its gradients is tried as well, and a lack of it counts like a forward that ran out of memory. Ranks need
-# not agree, as all this exchanges nothing.
+# not agree on the number of parts, since nothing here is an exchange.
