@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 @contextmanager
 def synchronise_batchnorm(session: Session) -> Iterator[None]:
-    """Have ``F.batch_norm``, which every BatchNorm layer calls, see the whole batch.
+    """Patch ``F.batch_norm``, which every BatchNorm layer calls, to use the statistics of the whole batch.
 
     See Note [BatchNorm] in batchnorm_arithmetic.py.
 
@@ -52,7 +52,7 @@ def synchronise_batchnorm(session: Session) -> Iterator[None]:
     original = F.batch_norm
     eager = WholeBatchStatistics(session, original).batch_norm
 
-    @torch._disable_dynamo  # also in a frame that Dynamo cannot compile: it would compile the functions inside
+    @torch._disable_dynamo  # in a frame that Dynamo cannot compile, it would compile the called functions
     def uncompiled(*args: Any) -> Tensor:
         return eager(*args)
 
@@ -86,12 +86,12 @@ class WholeBatchStatistics:
         self._frame = AgreedExchange(self._group)
         self._signatures: dict[tuple[object, ...], bytes] = {}
         self._part: tuple[int, tuple[object, ...]] | None = None
-        """The layer that was last called with less than the rank's share of a batch, and that share's id."""
+        """The id of the share and the layer, in the last call of a layer with less than the rank's share of a batch."""
 
     def batch_norm(
         self, input: Tensor, running: Running, weight: Tensor | None, bias: Tensor | None, eps: float
     ) -> Tensor:
-        """Run ``F.batch_norm(training=True)`` of the whole batch; update the running statistics."""
+        """Run ``F.batch_norm(training=True)`` with statistics of the whole batch; update the running statistics."""
         if self._session.probe_statistics is not None:
             return self._run_in_probe(self._session.probe_statistics, input, running, weight, bias, eps)
         share = self._session.share_in_forward
@@ -134,7 +134,11 @@ class WholeBatchStatistics:
         return self._original(input, running_mean, running_var, weight, bias, True, momentum, eps)
 
     def sum_in_place(self, values: Tensor, identity: tuple[object, ...]) -> None:
-        """Sum float64 ``values`` over the ranks, in place, if all are at the same BatchNorm."""
+        """Sum float64 ``values`` over the ranks, in place.
+
+        Raises:
+            DivergenceError: on all ranks, unless all are at the same BatchNorm.
+        """
         if not self._frame.sum(values, self._signature(identity)):
             self._raise_mismatch(*identity)
 
@@ -155,7 +159,8 @@ class WholeBatchStatistics:
     def _merge_statistics(self, input: Tensor, share: BatchShare, identity: tuple[object, ...]) -> Tensor:
         """Return the row of statistics of all ranks that ``merge_moments`` describes."""
         channels = input.shape[1]
-        # On GPUs all rows are summed: their numbers cannot travel with a signature.
+        # On GPUs each rank fills its own row of zeros and the rows are summed: tensors of a GPU cannot travel with a
+        # signature.
         num, place = (1, 0) if input.is_cpu else (self._group.world_size, self._group.rank)
         rows = torch.zeros(num, MEANS + 2 * channels, dtype=torch.float64, device=input.device)
         mine = rows[place]
@@ -194,7 +199,7 @@ _UNEQUAL_PARTS = (
 
 def _check_sizes(input: Tensor, count: Tensor, share: BatchShare) -> None:
     alone = input.numel() == input.shape[1] and share.num_all == 1
-    # On a GPU, reading the count would wait for all its running work. Not by item(): a forward that reads numbers is
-    # sliced only while they stay the same.
+    # On a GPU the count is not read: that would wait for all its running work. On a CPU it is not read by item(), which
+    # a probe would record: a forward that reads numbers is sliced only while they stay the same.
     if alone or (count.device.type == "cpu" and count.detach().numpy() == 1):
         raise ValueError(f"Expected more than 1 value per channel when training, got input size {input.size()}")

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 ELEMENTS, COUNTED, COMPLETE, SAME, MEANS = range(5)
-"""Columns of a row of statistics, of which MEANS is the first of many; see ``merge_moments``."""
+"""Columns of a row of statistics; MEANS is the first of the channels' columns. See ``merge_moments``."""
 
 
 @dataclass(eq=False)
@@ -24,7 +24,7 @@ class BatchNormCall:
     """Sums a float64 tensor over the ranks, in place."""
     eps: float
     counted: bool
-    """The rank's input is part of the batch; False for the copy that a rank without a sample runs."""
+    """Whether the rank's input is part of the batch; False for the copy that a rank without a sample runs."""
     count: Tensor
     """Elements per channel, over all ranks."""
 
@@ -46,7 +46,7 @@ def local_moments(input: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def merge_moments(rows: Tensor) -> Tensor:
-    """Return the row of statistics of all ranks that ``rows`` tell of.
+    """Merge ``rows`` of statistics into one row, for all ranks together.
 
     Args:
         rows: a row of float64 for each rank, or for each group of ranks that was merged before. ELEMENTS is the
@@ -136,7 +136,7 @@ class NormaliseFunction(Function):
 def _normalise_fixed(
     x: Tensor, mean: Tensor, var: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
 ) -> Tensor:
-    if x.numel() == 0:  # torch's kernels divide by the number of elements, and kill the process
+    if x.numel() == 0:  # torch's kernels would divide by zero, and kill the process
         return torch.empty_like(x)
     return torch.batch_norm(x, weight, bias, mean, var, False, 0.0, eps, torch.backends.cudnn.enabled)
 
@@ -147,7 +147,7 @@ def _fixed_gradients(
     """Return w / s dy, sum(dy x') and sum(dy) of this rank, computed in one pass."""
     if x.numel() == 0:
         return torch.zeros_like(x), torch.zeros_like(mean), torch.zeros_like(mean)
-    # Some kernels of CUDA take mean and variance from one place, some from the other.
+    # Some CUDA kernels use the running mean and variance, others the saved ones, so both are passed.
     saved = (None, None) if x.is_cpu else (mean, torch.rsqrt(var + eps))
     gradients: tuple[Tensor, Tensor, Tensor] = torch.ops.aten.native_batch_norm_backward(
         dy, x, weight, mean, var, *saved, False, eps, [True, True, True]
@@ -165,7 +165,8 @@ def _differentiable_gradients(ctx: Any, dy: Tensor) -> list[Tensor | None]:
     def average(values: Tensor) -> Tensor:
         summed: Tensor = _SumFunction.apply(values.sum(dims) * call.counted, call)  # type: ignore[no-untyped-call]
         result = summed.div(call.count.to(mean.dtype)).view(shape)
-        # A copy's influence on the statistics counts nowhere, but its rank takes part in the exchange.
+        # A copy has no influence on the statistics. Its rank must take part in the exchange of the backward, so the sum
+        # stays in the graph, with a factor of 0.
         return result if call.counted else result.detach() + 0 * result
 
     centred = x - average(x)
@@ -180,7 +181,7 @@ def _differentiable_gradients(ctx: Any, dy: Tensor) -> list[Tensor | None]:
 
 
 class _SumFunction(Function):
-    """Sum over the ranks, whose gradient is the sum of the gradients."""
+    """Sums over the ranks; the gradient is the sum of the ranks' gradients."""
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, call: BatchNormCall) -> Tensor:
@@ -205,12 +206,12 @@ class _SumFunction(Function):
 # same factor everywhere. The formula is linear in dy. So with its sums taken over the ranks, dx is R times that of one
 # process too, and the average over the R ranks of their own parts of dw and db is that of one process.
 #
-# A rank without a sample runs a copy that counts nowhere: its n_r is 0, its dy is 0, and m and v do not depend on its
-# x, so dx = w / s dy there.
+# A rank without a sample runs a copy of one, which has no weight: its n_r is 0, its dy is 0, and m and v do not depend
+# on its x, so dx = w / s dy there.
 #
 # All ranks take part in each exchange, so no rank may decide by its own input that there is nothing to exchange. Ranks
 # decide by the gathered statistics. When all ranks have the same statistics, and not as many rows as their shares, the
 # input is no share of the batch but data that each rank holds whole (a memory bank). Mean and variance are equal
-# whether it counts once or R times; only the unbiased variance of the running statistics needs the count of one. The
-# gradients may stay those of a batch of R copies: the average over the ranks is the same. In any other case the counts
-# are used as they are, also for inputs of [batch * time] rows.
+# whether the data counts once or R times; only the unbiased variance of the running statistics needs the count of one
+# process. The gradients may stay those of a batch of R copies: the average over the ranks is the same. In any other
+# case the counts are used unchanged, also for inputs of [batch * time] rows.

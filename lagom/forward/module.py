@@ -60,8 +60,9 @@ def _make_new(session: Session, make: Callable[..., torch.Tensor]) -> Callable[.
 def prepare_forwards(session: Session, streams: OwnStreams) -> Iterator[None]:
     """Patch outermost forwards: move the module to its input's device, and use the rank's own random stream.
 
-    The own stream serves where ranks have different samples of a batch: dropout must differ there. It does not serve in
-    a module's first call, which may create parameters, nor in a backward, where checkpoints repeat a forward.
+    The rank's own stream is used where ranks have different samples of a batch, since dropout must differ there. It is
+    not used in a module's first call, which may create parameters, nor in a backward, where checkpoints repeat a
+    forward.
     """
     forwards = _ForwardState(session, streams)
     with ExitStack() as stack:
@@ -85,11 +86,11 @@ class _ForwardState:
         self.streams = streams
         self.inside = False
         self._called: dict[int, weakref.ref[nn.Module]] = {}
-        """Modules by id: they may be equal to others, or have no hash."""
+        """Modules by id, since a module may be equal to another one, or have no hash."""
 
     @contextmanager
     def within(self) -> Iterator[None]:
-        """Treat modules called meanwhile as parts of another module's forward."""
+        """Treat modules that are called in this context as parts of another module's forward."""
         before, self.inside = self.inside, True
         try:
             yield
@@ -98,7 +99,7 @@ class _ForwardState:
 
     @contextmanager
     def outside(self) -> Iterator[None]:
-        """Treat modules called meanwhile as outermost ones."""
+        """Treat modules that are called in this context as outermost."""
         self.inside = False
         try:
             yield
@@ -114,7 +115,7 @@ class _ForwardState:
         return not isinstance(function, nn.Module) or self._was_called(function)
 
     def trains_own(self, module: nn.Module) -> bool:
-        """Return ``draws_own`` for a module in training, with gradients on, on one of several ranks."""
+        """Return the same as ``draws_own``, faster, for a module in training with gradients on, on several ranks."""
         session = self.session
         return session.depth == 0 and session.passes.share is not None and self._was_called(module)
 
@@ -194,7 +195,8 @@ def _make_checkpoint_generator(forwards: _ForwardState) -> Callable[..., Iterato
 
     def generator(function: Any, *args: Any, **kwargs: Any) -> Iterator[None]:
         function = _repeat_in_region(forwards.session, function)
-        # It records the generators' states before it calls the function, to restore them in the backward.
+        # torch's checkpoint records the states of generators before it calls the function, and restores them in the
+        # backward. So the rank's own stream is swapped in around the whole checkpoint.
         if forwards.inside or forwards.session.depth:
             yield from original(function, *args, **kwargs)
             return
@@ -210,7 +212,7 @@ def _make_checkpoint_generator(forwards: _ForwardState) -> Callable[..., Iterato
 
 @contextmanager
 def patch_reentrant_checkpoints(session: Session) -> Iterator[None]:
-    """Record the inputs of forwards that a backward repeats, and have the repetition see the whole batch again."""
+    """Patch reentrant checkpoints: record the repeated forwards' inputs, and let repetitions see the whole batch."""
     function = torch.utils.checkpoint.CheckpointFunction
     apply, detach = function.apply, torch.utils.checkpoint.detach_variable
 

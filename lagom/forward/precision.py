@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from lagom.session.session import Session
 
 FIRST_SCALE = 2.0**16
-"""The values of torch's own GradScaler, like the next two."""
+"""First scale of losses. This and the next two values are those of torch's GradScaler."""
 GROWTH_INTERVAL = 2000
 _FACTOR = 2.0
 
@@ -48,13 +48,13 @@ class Precision:
         self.dtype = autocast_dtype(asked, session.device)
         self._off = False
         self._active = False
-        """An outermost forward is running in lagom's autocast."""
+        """Whether an outermost forward is running in lagom's autocast."""
         self._converts = False
         self._entering = False
         self._depth = 0
         """Depth of nested backwards."""
         self._scaled_leaves: set[int] = set()
-        """Ids of leaves that divide by the scale."""
+        """Ids of leaves that have a hook that divides gradients by the scale."""
         self._own: WeakIdKeyDictionary = WeakIdKeyDictionary(ref_type=ObjectReference)
         """For each module, whether it has parameters, all of them in float32."""
 
@@ -195,12 +195,12 @@ class _GradientScaler:
         self._held: WeakIdKeyDictionary = WeakIdKeyDictionary(ref_type=ObjectReference)
 
     def unscale(self, leaf: Tensor) -> RemovableHandle:
-        """Have ``leaf`` accumulate unscaled gradients, by a hook before all its others; return the hook's handle."""
+        """Set a hook on ``leaf``, before its other hooks, that divides gradients by the scale; return its handle."""
         inverse = 1.0 / self.scale
         others = dict(leaf._backward_hooks or {})
         handle: RemovableHandle = leaf.register_hook(lambda gradient: gradient * inverse)
         hooks: Any = leaf._backward_hooks
-        for key, hook in others.items():  # autograd follows insertion, whatever an OrderedDict's order is
+        for key, hook in others.items():  # autograd uses the order of insertion, not that of an OrderedDict
             del hooks[key]
             hooks[key] = hook
         return handle
@@ -260,8 +260,7 @@ def _are_finite(gradients: Iterable[Tensor | None]) -> bool:
 # changes nothing.
 #
 # In fp16 small gradients vanish, so the roots of a backward are multiplied by a scale. Each leaf divides by it before
-# it accumulates, by a hook that comes before all others: in all that the program does with gradients (clips, adds up,
-# looks at them), they have their true size. When some are not finite, the optimizer's next step is skipped and the
-# scale is halved; after 2000 good steps it is doubled, as by torch.amp.GradScaler. Gradients are averaged before this
-# decision, so all ranks decide equally. Results of torch.autograd.grad are not scaled, and a closure's gradients are
-# not checked.
+# it accumulates, by a hook that runs before all others. So gradients have their true size whenever the program clips,
+# adds up or looks at them. When some are not finite, the optimizer's next step is skipped and the scale is halved;
+# after 2000 good steps it is doubled, as by torch.amp.GradScaler. Gradients are averaged before this decision, so all
+# ranks decide equally. Results of torch.autograd.grad are not scaled, and a closure's gradients are not checked.

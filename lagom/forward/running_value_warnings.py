@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 _CONTAINERS = "torch.nn.modules.container"
-"""torch's containers: values in them belong to the layer around them."""
+"""Python module of torch's containers, which are examined too: their values belong to the layer around them."""
 
 
 class RunningValueDetector:
@@ -21,7 +21,7 @@ class RunningValueDetector:
 
     Args:
         synchronised: buffers that follow the whole batch, as BatchNorm's do.
-        say_once: tells the user something, the first time.
+        say_once: logs a warning, unless the same text was logged before.
     """
 
     def __init__(self, synchronised: Container[Tensor], say_once: Callable[[str], None]) -> None:
@@ -30,7 +30,7 @@ class RunningValueDetector:
         self._num_calls: dict[int, int] = {}
 
     def snapshot(self, module: nn.Module) -> list[tuple[str, Tensor, int]] | None:
-        """Return name, value and version of each tensor that ``module`` might change; None if it is not examined."""
+        """Return name, value and version of the tensors that ``module`` might change; None if it is not examined."""
         calls = self._num_calls.get(id(module), 0)
         if calls > 1:
             return None
