@@ -17,19 +17,19 @@ if TYPE_CHECKING:
 
 @contextmanager
 def skip_profiler_ranges() -> Iterator[None]:
-    """Skip the range for profilers that torch opens in ``step``, ``zero_grad`` and a loader's ``next``.
+    """Skip torch's profiler ranges in ``step``, ``zero_grad`` and a loader's ``next`` while no profiler runs.
 
-    Each takes about 10 us, also where no profiler looks; a small model's step is ten times as long.
+    A range takes about 10 us even without a profiler; the step of a small model takes only ten times as long.
     """
     with replaced(profiler, "record_function", _ProfiledRange):
         yield
 
 
 class _ProfiledRange(record_function):
-    """Stands for torch's ``record_function``, and does nothing while no profiler runs."""
+    """Replaces torch's ``record_function``; does nothing while no profiler runs."""
 
     def __init__(self, name: str, args: str | None = None) -> None:
-        # Not torch's, which torch.compile refuses to trace.
+        # Without torch's own ``__init__``, which torch.compile refuses to trace.
         self.name = name
         self.args = args
         self.run_callbacks_on_exit = True

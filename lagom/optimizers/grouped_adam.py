@@ -16,27 +16,27 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
     _Tensors = tuple[list[Tensor], list[Tensor], list[Tensor], list[Tensor]]
-    """Parameters, gradients, and running means of these and of their squares."""
+    """Parameters, gradients, running means of gradients, and running means of squared gradients."""
 
 _MAX_ELEMENTS = 2**18
 """Largest number of elements of all parameters: with more, intermediate tensors no longer fit into a core's cache."""
 _TYPES = (torch.float32, torch.float64)
-"""Types of parameters that are grouped: shorter ones are rounded between operations, and not alike."""
+"""Types of parameters that are grouped; grouped calls may round intermediate results of shorter types differently."""
 _KINDS = (nn.Parameter, Tensor)
 _STEP = "_single_tensor_adam"
-"""Torch's function for parameters on a CPU; a version of torch without it steps as it does."""
+"""Name of torch's function for parameters on a CPU; nothing is patched in a version of torch that lacks it."""
 
 
 def grouped_adam(*, same_bits: bool) -> AbstractContextManager[None]:
-    """Step models on a CPU by few calls, where torch calls seven operations per parameter.
+    """Patch Adam to step models on a CPU by few calls; torch itself calls seven operations per parameter.
 
     Options that are rare (amsgrad, maximize, capturable, rates that are tensors, complex numbers) are left to torch.
 
     Args:
         same_bits: Call the operations of torch's Adam, each once for all parameters of a small model: the kernels and
             their arguments are the same, and so are the bits. Parameters that share memory are left to torch.
-            If False, call torch's fused Adam, which rounds otherwise: for ranks whose gradients are sums over ranks,
-            which are rounded otherwise than one process's, too.
+            If False, call torch's fused Adam, which rounds differently. This suits ranks whose gradients are sums over
+            ranks, since these sums are rounded differently from one process's gradients too.
     """
     original = vars(adam).get(_STEP)
     if original is None:
@@ -99,7 +99,7 @@ def _is_plain(options: dict[str, Any]) -> bool:
 
 
 def _is_dense(tensors: _Tensors) -> bool:
-    """Return whether the fused kernel, which looks at memory and not at strides, steps these tensors."""
+    """Return whether the fused kernel can step these tensors: it ignores strides, so all must be contiguous."""
     params = tensors[0]
     if not params or params[0].dtype not in _TYPES:
         return False

@@ -1,4 +1,4 @@
-"""``lr_scaling="linear"``: learning rates times the number of ranks, where an optimizer is given them."""
+"""``lr_scaling="linear"``: multiply learning rates by the number of ranks when an optimizer gets them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @contextmanager
 def scale_learning_rates(session: Session) -> Iterator[None]:
-    """Have every group of an optimizer begin with its ``lr`` times the number of ranks. See Note [Scaled rates]."""
+    """Multiply the ``lr`` of each added parameter group by the number of ranks. See Note [Scaled rates]."""
     known: weakref.WeakSet[Optimizer] = weakref.WeakSet()
     add, take = Optimizer.add_param_group, vars(Optimizer)["__setstate__"]
 
@@ -31,7 +31,7 @@ def scale_learning_rates(session: Session) -> Iterator[None]:
     @torch._disable_dynamo
     @functools.wraps(add)
     def patched_add(self: Optimizer, param_group: dict[str, Any]) -> None:
-        again = is_scaled(param_group)  # of an optimizer around another one
+        again = is_scaled(param_group)  # the optimizer wraps another one, and has its groups
         add(self, param_group)
         known.add(self)
         if session.distributed and not again:

@@ -1,4 +1,4 @@
-"""``replace_steps``: the ``step`` that each class of optimizers has of its own."""
+"""``replace_steps``: replace the ``step`` method of each optimizer class."""
 
 from __future__ import annotations
 

@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 
 @contextmanager
 def shard_steps(session: Session) -> Iterator[None]:
-    """Have ``step`` of every optimizer class step this rank's part, and ``Optimizer.state`` be whole.
+    """Patch the ``step`` of every optimizer class to step this rank's part, and ``Optimizer.state`` to be whole.
 
-    Each class has a ``step`` of its own, which its first instance wraps for hooks. Hooks stay outermost.
+    Each class has its own ``step``, which torch wraps for hooks when it makes the first instance. Hooks stay outermost.
     """
     assert session.group is not None
     assert session.agreement is not None
