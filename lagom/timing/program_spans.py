@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 @contextmanager
 def recorded_calls(spans: Spans) -> Iterator[None]:
-    """Record loaders, backwards, steps and exchanges of distributed programs; entered after all other patches."""
+    """Record loaders, backwards, steps and exchanges of distributed programs; enter this after all other patches."""
     begin = spans.timed(kinds.DATA, "begin a pass", vars(DataLoader)["__iter__"])
     with ExitStack() as stack:
         stack.enter_context(kinds.current(spans))
@@ -150,10 +150,10 @@ def _stream(group: Any) -> str:
 
 # Note [Timing]
 #
-# Rooms record their own work at its place, if there is a timeline: lagom's exchanges, forwards and copies to a device.
-# What a program may do without lagom's help is recorded here, by functions around those of torch, which are installed
-# when the run begins: loaders, backwards, steps, and exchanges of distributed programs, in which lagom's own patches do
-# nothing. Without a timeline they cost nothing, not even a check.
+# If there is a timeline, each room records its own work in its own code: lagom's exchanges, forwards and copies to a
+# device. Work that torch does without lagom is recorded here: loaders, backwards, steps, and exchanges of programs that
+# are distributed already, in which lagom's own patches do nothing. It is recorded by wrappers of torch's functions,
+# which are installed when the run begins. Without a timeline there are no wrappers, so nothing is even checked.
 #
 # Times are those of the program's thread. On a GPU the thread mostly launches work: slow work shows where the program
 # waits for it, usually in a copy to the host or in an exchange.
