@@ -25,15 +25,17 @@ constexpr size_t size_of(Type type) {
 const char* name_of(Type type);
 const char* name_of(Op op);
 
-// Whether `op` has a meaning for `type`: averages only of floating point, bits only of whole numbers.
+// Whether `op` is defined for `type`: averages only for floating point, bitwise operations only for integers and
+// booleans.
 bool has(Type type, Op op);
 
-// out[i] = sources[0][i] op sources[1][i] op ..., in that order, so that whoever computes it gets the same bits. `out`
-// may be one of the sources. `also`, unless null, gets a copy. f16 and bf16 are accumulated in f32 and rounded
-// once; whole numbers wrap; of booleans a sum is an or. A NaN in min or max stays.
+// Computes out[i] = sources[0][i] op sources[1][i] op ..., in this order, so that every rank that computes it gets the
+// same bits. `out` may be one of the sources. `also` gets a copy of the result unless it is null. f16 and bf16 are
+// accumulated in f32 and rounded once; integers wrap; a sum of booleans is an or. A NaN in min or max is kept.
 void reduce(Type type, Op op, const void* const* sources, int num_sources, void* out, void* also, size_t count);
 
-// The same of an average, kept in the type in which it is accumulated. Of floating point only.
+// Computes the average as `reduce` does, but leaves it in the type of accumulation: f32 for f16 and bf16. For floating
+// point only.
 void mean(Type type, const void* const* sources, int num_sources, void* out, size_t count);
 
 }  // namespace lagom

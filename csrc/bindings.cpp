@@ -1,5 +1,5 @@
-// lagom._native: the only file that knows Python. Buffers are given by address and size; the callers in lagom/ see to it that
-// they are what they should be.
+// lagom._native: the only file that includes Python. Buffers are passed by address and size; the callers in lagom/
+// check that they have the right type and length.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
@@ -28,8 +28,8 @@ using lagom::Op;
 using lagom::Pages;
 using lagom::Type;
 
-// Blocks a thread that is taken down while it asks for Python's lock: up to 3.13, Python unwinds the stacks of threads that
-// return to it while it ends, and that would abort the process in the first function that lets no exception through.
+// Blocks a thread that Python ends while the thread acquires the GIL. Up to 3.13, an interpreter that shuts down
+// unwinds the stacks of such threads, which would abort the process at the first function that is noexcept.
 struct Stays {
     bool has_lock = false;
     ~Stays() noexcept(false) {
@@ -37,7 +37,7 @@ struct Stays {
     }
 };
 
-// Without Python's lock for as long as this lives.
+// Releases the GIL for the life of this object.
 struct Unlocked {
     PyThreadState* const state = PyEval_SaveThread();
     Unlocked() = default;
@@ -50,8 +50,8 @@ struct Unlocked {
 };
 using Released = nb::call_guard<Unlocked>;
 
-// A signal's handler has raised in Python. That is done in the main thread alone; others do not ask for the GIL here, which
-// ends a thread when Python is about to end.
+// Returns whether the handler of a signal has raised in Python. Python runs handlers in the main thread only, so other
+// threads do not acquire the GIL here: that would end them when Python shuts down.
 bool interrupted() {
     if (syscall(SYS_gettid) != getpid()) return false;
     const nb::gil_scoped_acquire held;
@@ -76,25 +76,26 @@ std::vector<lagom::Process> peers_of(const Processes& processes) {
     return peers;
 }
 
-// Python owns it.
+// Returns a new communicator, which Python owns.
 Communicator* join(int fd, int rank, const Processes& processes, double timeout_s, double spin_s, int yields) {
     return new Communicator(fd, rank, peers_of(processes), lagom::Limits{timeout_s, spin_s, yields, interrupted});
 }
 
-// In a process forked from a rank, which takes the rank's place in another segment: all that holds `self` goes on with it.
-// After a Failure, `self` must not be used any more.
+// Joins another segment in a process forked from a rank, which takes the rank's place there. `self` is made anew in
+// place, so that objects that refer to it keep working. After a Failure, `self` must not be used any more.
 void rejoin(Communicator& self, int fd, int rank, const Processes& processes, double timeout_s, double spin_s, int yields) {
     self.~Communicator();
     new (&self) Communicator(fd, rank, peers_of(processes), lagom::Limits{timeout_s, spin_s, yields, interrupted});
 }
 
-// What a memoryview or the like has, for as long as this lives.
+// Holds the buffer of a Python object, such as a memoryview, for the life of this object.
 struct Bytes {
     Py_buffer view{};
     ~Bytes() { PyBuffer_Release(&view); }
 };
 
-// Head and body of each rank; a view of shared memory, valid until the next call.
+// Returns the head and body of each rank, as views of shared memory that are valid until the next call; for this rank
+// only its head.
 nb::list exchange(Communicator& self, nb::bytes head, nb::object body) {
     Bytes held;
     if (!body.is_none() && PyObject_GetBuffer(body.ptr(), &held.view, PyBUF_SIMPLE) != 0) throw nb::python_error();
@@ -116,7 +117,7 @@ nb::list exchange(Communicator& self, nb::bytes head, nb::object body) {
     return found;
 }
 
-// The parts of a body that are averaged, kept from call to call.
+// The sections of a body that are averaged. Python keeps the object, so that later calls need not convert them again.
 struct Sections {
     std::vector<lagom::Section> all;
     size_t size;
@@ -131,7 +132,7 @@ struct Sections {
     }
 };
 
-// What the others gave in the exchange before, valid until the next call; nothing in this rank's place.
+// Returns the rows of the other ranks in the last exchange, valid until the next call; this rank's row is empty.
 nb::list rows(Communicator& self) {
     nb::list found;
     for (int k = 0; k < self.size(); ++k) {
@@ -151,8 +152,8 @@ bool average(Communicator& self, nb::bytes head, const std::vector<uintptr_t>& g
                         reinterpret_cast<const void* const*>(given.data()), reinterpret_cast<void* const*>(means.data()));
 }
 
-// The next rows of several columns: of each its pages, the address and size of bytes, where values are put (address, piece and
-// jump of `Pages::Out`), how many have been, and how many are to be.
+// One column of `read_pages`: its pages; address and size of its bytes; address, piece and jump of its `Pages::Out`;
+// the number of values that are there already, and the number of values to decode.
 using Column = std::tuple<Pages*, uintptr_t, size_t, uintptr_t, size_t, size_t, size_t, size_t>;
 std::vector<std::tuple<size_t, size_t, int, size_t>> read_pages(const std::vector<Column>& columns) {
     for (const auto& column : columns)
@@ -167,7 +168,7 @@ std::vector<std::tuple<size_t, size_t, int, size_t>> read_pages(const std::vecto
     return found;
 }
 
-// See `lagom::stream`. Returns how it ended, the system's error, the head of a message that differs, and the expected one.
+// See `lagom::stream`. Returns its ending, errno, the head of a message that differs, and the head that was expected.
 std::tuple<int, int, nb::bytes, nb::bytes> stream(int following, int preceding, nb::bytes head,
                                                   const std::vector<std::tuple<uintptr_t, size_t, int>>& outgoing,
                                                   const std::vector<std::tuple<uintptr_t, size_t, bool>>& incoming, int type,
@@ -198,8 +199,8 @@ std::tuple<int, int, nb::bytes, nb::bytes> stream(int following, int preceding, 
 }  // namespace
 
 NB_MODULE(_native, module) {
-    nb::set_leak_warnings(false);  // a rank ends by os._exit
-    module.attr("VERSION") = 12;  // of what is bound here; lagom/collectives/native.py asks for it
+    nb::set_leak_warnings(false);  // a rank ends by os._exit, which frees nothing
+    module.attr("VERSION") = 12;  // of these bindings; lagom/collectives/native.py checks it
     nb::register_exception_translator([](const std::exception_ptr& thrown, void*) {
         try {
             std::rethrow_exception(thrown);

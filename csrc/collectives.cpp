@@ -6,13 +6,14 @@
 namespace lagom {
 namespace {
 
-constexpr size_t SMALL = 32 << 10;  // bytes of a slot up to which every rank adds up everything itself, by measurement
+// Up to this many bytes of the other ranks together, each rank reduces everything itself: faster by measurement.
+constexpr size_t SMALL = 32 << 10;
 
 struct Part {
     size_t start, count;
 };
 
-// Part `k` of `count` numbers that `size` ranks share, in whole cache lines of 64 numbers.
+// Part `k` when `size` ranks share out `count` numbers, in multiples of 64 numbers, which are whole cache lines.
 Part part_of(size_t count, int size, int k) {
     const size_t each = ((count + size - 1) / size + 63) / 64 * 64;
     const size_t start = std::min(count, each * k);
@@ -45,7 +46,7 @@ void Communicator::all_reduce(void* data, size_t count, Type type, Op op) {
         reduce(type, op, sources.data(), size_, data, nullptr, count);
         return;
     }
-    // A slot has a part for each other rank, and behind them this rank's sums of the piece before.
+    // A slot holds a part of the piece for each other rank, and after these this rank's sums of the previous piece.
     const size_t most = segment_.slot_bytes() / (size_ + 1) / width / 64 * 64;
     const size_t piece = most * size_, sums = most * size_ * width;
     for (size_t start = 0, before = 0; start < count + piece; before = start, start += piece) {
@@ -112,7 +113,7 @@ void Communicator::reduce_parts(const void* in, const std::vector<uint64_t>& cou
     const size_t own_end = own_start + counts[rank_];
     std::vector<const void*> sources(size_);
     begin(REDUCE_SCATTER, type, op, -1, total);
-    // A slot has the numbers of a piece at their places, but for this rank's own.
+    // A slot holds the numbers of a piece in order, without this rank's own part.
     for (size_t start = 0; start == 0 || start < total; start += piece) {
         if (start != 0) next();
         const size_t end = std::min(total, start + piece);
@@ -157,7 +158,7 @@ void Communicator::broadcast(void* data, size_t bytes, int root, Type type) {
     char* const all = static_cast<char*>(data);
     begin(BROADCAST, type, Op::sum, root, bytes);
     for (size_t start = 0; start == 0 || start < bytes; start += piece) {
-        // The root is a step ahead of the others at most: it writes when they have read what was in the slot.
+        // The root is at most one step ahead of the others: `next` waits until they have read the slot's last content.
         if (start != 0 && rank_ == root) next();
         else if (start != 0) ++step_;
         const size_t num = std::min(piece, bytes - start);
@@ -222,7 +223,7 @@ void Communicator::all_to_all(const void* in, const std::vector<uint64_t>& to, v
         throw Failure("all_to_all needs as many lengths as there are ranks");
     const size_t piece = segment_.slot_bytes() / size_ / 64 * 64;
     begin(ALL_TO_ALL, type, Op::sum, -1, 0);
-    // First the lengths, so that a wrong one is noticed by all.
+    // Exchange the lengths first, so that all ranks notice a wrong one.
     uint64_t* const lengths = reinterpret_cast<uint64_t*>(slot(rank_));
     for (int k = 0; k < size_; ++k) lengths[k] = to[k], lengths[size_ + k] = from[k];
     meet();
@@ -254,7 +255,8 @@ void Communicator::all_to_all(const void* in, const std::vector<uint64_t>& to, v
     copy(static_cast<char*>(out) + target, static_cast<const char*>(in) + source, to[rank_]);
 }
 
-// `write` puts what is from `start` on, a slot full at most, into this rank's slot; `own` bytes in all.
+// Exchanges rows of any length. `write(start)` fills this rank's slot with bytes of its row from `start` on; the row
+// has `own` bytes.
 template <class Write>
 void Communicator::exchange_rows(std::string_view head, size_t own, const Write& write) {
     const size_t piece = segment_.slot_bytes();
@@ -317,7 +319,8 @@ bool Communicator::average(std::string_view head, size_t size, const std::vector
     if (!all_gave(head, head.size() + size)) return false;
     std::vector<const void*> sources(size_);
     for (size_t i = 0; i < sections.size(); ++i) {
-        // This rank's from the slot, too: two tensors may share their memory, and one may have its mean already.
+        // Read this rank's numbers from its slot too, not from `given`: two sections may share memory, and an earlier
+        // section may have put its means there.
         for (int k = 0; k < size_; ++k)
             sources[k] = (k == rank_ ? slot(rank_) : rows_[k].data) + head.size() + sections[i].start;
         mean(sections[i].type, sources.data(), size_, means[i], sections[i].count);

@@ -90,7 +90,7 @@ void Communicator::publish() { Waiting::publish(segment_.progress(rank_), step_)
 void Communicator::wait_for(int peer, uint32_t target) {
     if (Waiting::reached(seen_[peer], target)) return;
     waiting_.reach(segment_.progress(peer), peer, target, doing_);
-    // It may be ahead by now, which is never needed before it is asked for again.
+    // The peer may be ahead of `target` by now; a later call reads its counter again.
     seen_[peer] = target;
 }
 

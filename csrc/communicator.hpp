@@ -1,4 +1,4 @@
-// The exchanges of the ranks of one host. All ranks make the same calls in the same order, one at a time.
+// Collectives of the ranks of one host. All ranks make the same calls in the same order, one at a time.
 #pragma once
 
 #include <mutex>
@@ -11,18 +11,19 @@
 
 namespace lagom {
 
+// The bytes that one rank gave in an exchange.
 struct Row {
     const char* data;
     size_t size;
 };
 
-// Numbers of one type inside a row.
+// Numbers of one type inside the body of a row.
 struct Section {
-    size_t start, count;  // bytes, numbers
+    size_t start, count;  // start in bytes, count in numbers
     Type type;
 };
 
-// See Note [Steps]. Throws Failure, after which no call succeeds on any rank.
+// See Note [Steps]. Methods throw a Failure if an exchange fails; after that no call succeeds on any rank.
 class Communicator {
   public:
     Communicator(int fd, int rank, const std::vector<Process>& processes, Limits limits);
@@ -33,46 +34,49 @@ class Communicator {
     void set_timeout(double timeout_s) { waiting_.set_timeout(timeout_s); }
 
     void barrier();
-    // In place.
+    // Works in place.
     void all_reduce(void* data, size_t count, Type type, Op op);
     // `in` has `count` numbers for each rank.
     void reduce_scatter(const void* in, void* out, size_t count, Type type, Op op);
-    // `in` has `counts[k]` numbers for rank k, one behind the other; `out` may be this rank's place in it.
+    // `in` has `counts[k]` numbers for rank k, in rank order; `out` may be this rank's place in `in`.
     void reduce_parts(const void* in, const std::vector<uint64_t>& counts, void* out, Type type, Op op);
-    // Of what is moved the type is only compared.
-    // `out` has `bytes` of each rank; `in` may be this rank's place in it.
+    // In the methods that only move bytes, `type` is only compared between ranks.
+    // `out` gets `bytes` from each rank; `in` may be this rank's place in `out`.
     void all_gather(const void* in, void* out, size_t bytes, Type type = Type::u8);
     void broadcast(void* data, size_t bytes, int root, Type type = Type::u8);
-    // `out` is rank `root`'s, with `bytes` of each rank.
+    // Only rank `root` uses `out`, which gets `bytes` from each rank.
     void gather(const void* in, void* out, size_t bytes, int root, Type type = Type::u8);
-    // `in` is rank `root`'s, with `bytes` for each rank.
+    // Only rank `root` uses `in`, which has `bytes` for each rank.
     void scatter(const void* in, void* out, size_t bytes, int root, Type type = Type::u8);
-    // Bytes for each rank and from each rank, one behind the other.
+    // `to` and `from` are the numbers of bytes for and from each rank; `in` and `out` have these bytes in rank order.
     void all_to_all(const void* in, const std::vector<uint64_t>& to, void* out, const std::vector<uint64_t>& from,
                     Type type = Type::u8);
 
-    // What each rank gave, of any lengths; in this rank's place is `head` alone. Valid until the next call.
+    // Exchanges rows, each a head and a body of any length, and returns those of all ranks; the row of this rank is
+    // its `head` alone. The rows are valid until the next call.
     const std::vector<Row>& exchange(std::string_view head, std::string_view body);
-    // The same exchange, of a body of `size` bytes whose sections lie at `given`. When all gave the same head: puts the mean
-    // over the ranks of each section where `means` says, as f32 for f16 and bf16, and says true. `means` may
-    // be `given` where that is the section's own type.
+    // Exchanges rows as `exchange` does; the body has `size` bytes, and its sections are read from `given`. If all
+    // ranks gave the same head, writes the mean of each section over the ranks to `means`, as f32 for f16 and bf16, and
+    // returns true; else returns false. An address in `means` may be that in `given` if the section's type stays the
+    // same.
     bool average(std::string_view head, size_t size, const std::vector<Section>& sections, const void* const* given,
                  void* const* means);
-    // What the ranks gave in the exchange or the average before.
+    // The rows of the last `exchange` or `average`.
     const std::vector<Row>& rows() const { return rows_; }
-    // Bytes that `average` can take.
+    // Largest number of bytes, head and body together, that `average` takes.
     size_t room() const { return segment_.slot_bytes(); }
 
-    // Messages are received in the order in which they were sent. For each pair of ranks one thread at a time.
+    // Messages are received in the order in which they were sent. Only one thread at a time may send from a rank to
+    // another one, and only one may receive.
     void send(const void* data, size_t bytes, Type type, int to, uint64_t tag);
     void receive(void* data, size_t bytes, Type type, int from, uint64_t tag);
-    // The next rank that has sent something.
+    // Waits for a message, and returns the rank that has sent it; the message is not received yet.
     int sender();
 
-    // Nanoseconds for which this rank has waited for each other.
+    // Nanoseconds for which this rank has waited for each other rank.
     std::vector<int64_t> waited() const;
-    // The exchange in which this rank waits, in words, its number, its bytes or numbers, and the ranks that have not
-    // come to it or not got as far; no words where it does not wait. To be asked by any thread.
+    // The exchange in which this rank waits: a description, its number, and the ranks that have not yet reached the
+    // step that it waits for. The description is empty if the rank does not wait. Any thread may call `standing`.
     struct Standing {
         std::string words;
         uint64_t number = 0;
@@ -80,11 +84,11 @@ class Communicator {
     };
     Standing standing();
 
-    // Which exchange comes to an end by force, on all ranks.
+    // Makes the present exchange, and all later ones, fail on all ranks with `why`.
     void abort(const std::string& why) { waiting_.spread(why); }
-    // Tells the others that this rank waits for nothing and sends nothing more.
+    // Tells the other ranks that this rank takes part in no further exchange and sends no further message.
     void close();
-    // A process forked from a rank has no part in its exchanges.
+    // For a process forked from a rank, which takes no part in the rank's exchanges.
     void forget() {
         closed_ = true;
         segment_.forget();
@@ -96,7 +100,8 @@ class Communicator {
     static std::string words(const Call& call);
     static uint64_t packed(const Call& call);
 
-    // Nobody else exchanges while it lives. A forked process may find the lock held by a thread that it does not have.
+    // Keeps other threads from exchanging for the life of this object. It checks `closed_` before it takes the lock: in
+    // a forked process, a thread that does not exist there may hold the lock.
     class Turn {
       public:
         explicit Turn(Communicator& self) : lock_((self.check_open(), self.turn_)) {}
@@ -127,8 +132,8 @@ class Communicator {
     uint32_t step_ = 0;
     uint64_t number_ = 0;
     const char* doing_ = "";
-    std::atomic<uint64_t> current_{0};  // of the exchange under way: its number
-    std::atomic<uint64_t> told_{0};     // and what is called, as `packed` has it
+    std::atomic<uint64_t> current_{0};  // number of the exchange under way
+    std::atomic<uint64_t> told_{0};     // its call, in the form of `packed`
     std::atomic<bool> closed_{false};
     std::vector<uint32_t> seen_;
     std::vector<Row> rows_;
@@ -137,16 +142,17 @@ class Communicator {
 
 // Note [Steps]
 //
-// All exchanges are made of steps, numbered from the first on. A rank has a counter, which says up to which step it has
-// written, and two slots, for even steps and for odd ones. In a step it writes into its slot, counts up, waits for the
-// others' counters, and reads their slots. To count up to a step says also that the reading of the step before is
-// over. So who begins to write for a step waits until all have counted to the step before it: then nobody reads what
-// lay in that slot two steps ago. As a rule that has long happened, and a step costs one wait.
+// All exchanges consist of steps, which are numbered over the life of the communicator. Each rank has a counter, the
+// last step for which it has written, and two slots, one for even steps and one for odd steps. In a step, a rank writes
+// to its slot, sets its counter to the step, waits for the counters of the other ranks, and reads their slots. A
+// counter at a step also says that its rank has read the slots of the step before. So before a rank writes for a step,
+// it waits until all counters have reached the step before: then no rank still reads the content that the slot had two
+// steps ago. Usually the counters are there already, so a step costs one wait.
 //
-// The first step of each exchange also compares what the ranks call. What is larger than a slot goes in pieces, one
-// each step. In an all-reduce each rank adds up one part of a piece and gives the sum to the others in the next
-// step, together with the next piece. Slots are small enough to stay in the processors' caches, so memory is read and
-// written once, as in a copy.
+// The first step of each exchange also compares the calls of the ranks. Data larger than a slot is exchanged in pieces,
+// one in each step. In an all-reduce, each rank adds up one part of a piece, and gives the sums to the others in the
+// next step, together with the next piece. Slots are small enough to stay in the processors' caches, so memory is read
+// and written once, as in a copy.
 //
-// A rank that has failed says so in the head, and all others fail with its words.
+// A rank that fails writes the reason to the segment's `Head`, and all other ranks fail with the same text.
 }  // namespace lagom

@@ -3,7 +3,7 @@
 namespace lagom {
 namespace {
 
-// Eight bytes at a time (Kounavis and Berry, 2005).
+// Tables that process eight bytes at a time (Kounavis and Berry, 2005).
 struct Sums {
     uint32_t of[8][256]{};
     constexpr Sums() {

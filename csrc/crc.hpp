@@ -1,4 +1,4 @@
-// Sums that tell of bits that have flipped.
+// Checksums that detect flipped bits.
 #pragma once
 
 #include <cstddef>
@@ -6,7 +6,7 @@
 
 namespace lagom {
 
-// The CRC-32 of ISO 3309, as zlib and Parquet have it.
+// Returns the CRC-32 of ISO 3309, which zlib and Parquet use.
 uint32_t crc32(const uint8_t* data, size_t size);
 
 }  // namespace lagom

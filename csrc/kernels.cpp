@@ -1,5 +1,6 @@
-// The loops of arithmetic.cpp. Compiled once for each instruction set, under the name LAGOM_VARIANT. Nothing of the
-// standard library with code of its own may be used here: the linker keeps one copy, of any instruction set.
+// The loops of arithmetic.cpp, compiled once for each instruction set in the namespace LAGOM_VARIANT. They must not use
+// functions of the standard library that are compiled here (templates, inline functions): the linker keeps one copy of
+// such a function, and its instruction set may be one that the processor lacks.
 #include <stdint.h>
 #include <string.h>
 
@@ -16,7 +17,7 @@ inline To bits(From from) {
     return to;
 }
 
-// How a type is stored, and in what it is accumulated.
+// For each kind of number: the type in which it is stored, the type of sums, and the type of results.
 template <class T>
 struct Plain {
     using Stored = T;
@@ -98,9 +99,9 @@ struct Xor {
     static T of(T a, T b) { return a ^ b; }
 };
 
-constexpr size_t BLOCK = 1024;  // numbers that stay in the first cache
+constexpr size_t BLOCK = 1024;  // numbers whose sums stay in the first-level cache
 
-// `Kind`, with results that are not rounded to how it is stored.
+// `Kind`, but with results in the type of sums, not rounded to the stored type.
 template <class Kind>
 struct Wide {
     using Stored = typename Kind::Stored;
@@ -145,7 +146,8 @@ Kernel floating(Op op) {
     }
 }
 
-// `Bits` is unsigned, since sums and products of signed numbers must not overflow in C++; they have the same bits.
+// `Bits` is the unsigned type: in C++ sums and products of signed numbers must not overflow, and unsigned ones give the
+// same bits.
 template <class Number, class Bits>
 Kernel whole(Op op) {
     switch (op) {

@@ -7,7 +7,7 @@ namespace lagom {
 
 using Kernel = void (*)(const void* const* sources, int num_sources, void* out, void* also, size_t count);
 
-// `kernel` is null where `op` has no meaning for `type`; `mean` leaves results in the type of the sums.
+// `kernel` returns null if `op` is not defined for `type`; the results of `mean` have the type of the sums.
 namespace baseline {
 Kernel kernel(Type type, Op op);
 Kernel mean(Type type);

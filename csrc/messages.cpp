@@ -64,7 +64,7 @@ int Communicator::sender() {
         }
         if (gone >= 0) waiting_.fail(waiting_.gone_while(gone, "send"));
         waiting_.change(segment_.bell(rank_), rung, "receive", deadline);
-        // Looked at before what it has sent is, once more.
+        // A rank that is gone may have sent a message before. So its death only counts after the next look at messages.
         for (int from = 0; from < size_ && gone < 0; ++from)
             if (from != rank_ && segment_.farewell(from).value.load() == 0 && !waiting_.is_alive(from)) gone = from;
     }

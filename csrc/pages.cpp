@@ -12,13 +12,13 @@ namespace lagom {
 namespace {
 
 constexpr size_t ROOM = 16;
-constexpr size_t INDICES = 1024;  // that are unpacked at a time
-constexpr int64_t MOST = int64_t(1) << 30;  // bytes or values of a page
+constexpr size_t INDICES = 1024;  // number of indices that are unpacked at a time
+constexpr int64_t MOST = int64_t(1) << 30;  // largest number of bytes or values of a page
 constexpr int64_t ABSENT = std::numeric_limits<int64_t>::min();
 enum Type : int64_t { DATA = 0, INDEX = 1, DICTIONARY = 2, DATA_2 = 3 };
 enum Encoding : int64_t { PLAIN = 0, PLAIN_DICTIONARY = 2, RLE = 3, RLE_DICTIONARY = 8 };
 
-// Bytes in Thrift's compact protocol. `is_over`: they end too early; `is_wrong`: they are something else.
+// Reads bytes in Thrift's compact protocol. `is_over`: they end too early; `is_wrong`: they are not in this protocol.
 struct Compact {
     const uint8_t* at;
     const uint8_t* end;
@@ -50,7 +50,8 @@ struct Compact {
 
 }  // namespace
 
-// PageHeader of parquet.thrift: fields by number, those of a struct in it by 16 times its number more.
+// PageHeader of parquet.thrift. Field number i is `fields[i]`; field number i of the struct in field s is
+// `fields[16 * s + i]`.
 struct Pages::Header {
     int64_t fields[16 * 16];
 
@@ -67,7 +68,7 @@ struct Pages::Header {
                 case 2: value = 0; break;
                 case 3: value = in.byte(); break;
                 case 5: value = in.number(); break;
-                case 4: case 6: in.number(); break;  // not of these
+                case 4: case 6: in.number(); break;  // the header needs no field of these types
                 case 8: in.skip(in.varint()); break;
                 case 12:
                     if (depth == 3) in.is_wrong = true;
@@ -127,7 +128,8 @@ Pages::Step Pages::read(const uint8_t* data, size_t size, Out out, size_t done, 
 
 namespace {
 
-// Indices or levels: runs of one value, and runs of packed ones. True where all of `count` levels of one bit are 1.
+// Returns whether all of `count` definition levels of one bit are 1. Levels, like indices, are stored as runs of one
+// value and runs of bit-packed values.
 bool all_ones(const uint8_t* at, const uint8_t* end, size_t count) {
     Compact in{at, end};
     while (count) {
@@ -151,13 +153,14 @@ bool all_ones(const uint8_t* at, const uint8_t* end, size_t count) {
 
 }  // namespace
 
-// Has the page whose `size` bytes are at `data` be the one that values are taken from, or the dictionary.
+// Makes the page whose `size` bytes are at `data` the current page, or the dictionary. Returns false if it cannot be
+// decoded here.
 bool Pages::open(const Header& header, const uint8_t* data, size_t size) {
     const bool is_dictionary = header.type() == DICTIONARY, is_second = header.type() == DATA_2;
     if (!is_dictionary && !is_second && header.type() != DATA) return false;
     const int part = is_dictionary ? 7 : is_second ? 8 : 5;
     const int64_t count = header.of(part, 1), encoding = header.of(part, is_second ? 4 : 2);
-    // What a header has to have, as Thrift asks for it.
+    // These fields are required by parquet.thrift.
     for (int id = 1; id <= (is_dictionary ? 2 : is_second ? 6 : 4); ++id)
         if (header.of(part, id) < 0) return false;
     if (count < 0 || count > MOST || (!is_dictionary && uint64_t(count) > left_)) return false;
@@ -203,7 +206,7 @@ bool Pages::open(const Header& header, const uint8_t* data, size_t size) {
     return true;
 }
 
-// Whether these are `count` values, of the size that all have.
+// Returns whether `values` are `count` values that all have the size and prefix of the column.
 bool Pages::has_values(const uint8_t* values, size_t size, size_t count) const {
     if (size % stride() || size / stride() != count) return false;
     if (!kind_.is_bytes) return true;
@@ -230,7 +233,7 @@ bool Pages::next_run() {
     if (!in.ok() || !count || count > uint64_t(MOST)) return false;
     if (head & 1) {
         run_repeats_ = false;
-        // The last run may be cut short behind the last index.
+        // The bytes of the last run may end after its last index.
         const uint64_t bytes = std::min<uint64_t>(count * uint64_t(bits_), uint64_t(end_ - in.at));
         run_end_ = in.at + bytes;
         run_left_ = bits_ ? size_t(std::min<uint64_t>(count * 8, bytes * 8 / uint64_t(bits_))) : size_t(count * 8);
@@ -265,7 +268,7 @@ bool Pages::take_indexed(uint8_t* out, size_t rows) {
             std::fill(indices, indices + count, run_value_);
             largest = run_value_;
         } else {
-            unpack(at_, run_bit_, bits_, indices, count);  // there is room behind the page
+            unpack(at_, run_bit_, bits_, indices, count);  // it may read past the page, which has ROOM
             for (size_t i = 0; i < count; ++i) largest = std::max(largest, indices[i]);
             run_bit_ += count * size_t(bits_);
         }

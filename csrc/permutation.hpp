@@ -1,4 +1,4 @@
-// A pseudo-random order of any number of things, evaluated where it is asked for.
+// A pseudo-random permutation of any size, computed at single places.
 #pragma once
 
 #include <cstddef>
@@ -6,8 +6,8 @@
 
 namespace lagom {
 
-// out[i] = what stands at place start + i in the order of [0, n) that `key` chooses; start + count is at most n. See
-// Note [Order on the fly] in lagom/loaders/permutation.py, which has the same in Python.
+// out[i] = the number at place start + i of the permutation of [0, n) that `key` selects; start + count is at most n.
+// See Note [Order on the fly] in lagom/loaders/permutation.py, which has the same function in Python.
 void permute(uint64_t n, uint64_t key, uint64_t start, size_t count, int64_t* out);
 
 }  // namespace lagom

@@ -42,7 +42,7 @@ class Stream {
             } else if (!all_sent() || !all_received()) {
                 const int found = wait(last + std::chrono::duration_cast<Clock::duration>(timeout_));
                 is_late = found == 0;
-                comes = is_late || found < 0;  // of less than is waited for, something may have come in that time
+                comes = is_late || found < 0;  // after a timeout too: less than SO_RCVLOWAT may have come
             }
         }
         return {Ending::done, 0, {}, {}};
@@ -52,13 +52,13 @@ class Stream {
     bool all_sent() const { return out_ == outs_.size(); }
     bool all_received() const { return back_ == backs_.size(); }
 
-    // Bytes of the message to send, head included, that are there.
+    // Number of bytes of the current outgoing message, head included, that can be sent now.
     size_t ready() const {
         const Outgoing& out = outs_[out_];
         return head_.size() + (out.after < 0 ? out.size : ready_[size_t(out.after)]);
     }
 
-    // Whether too little is there for now: who is sent less wakes as often as for more.
+    // Whether to wait for more bytes before sending, since each send wakes the receiver, however short it is.
     bool waits() const { return ready() - sent_ < std::min(most_, head_.size() + outs_[out_].size - sent_); }
 
     bool send_some() {
@@ -129,13 +129,13 @@ class Stream {
         std::memmove(scratch_, scratch_ + num * size, held_);
     }
 
-    // After a call that has not succeeded: nothing has moved.
+    // Handles the errno of a failed call; returns false, since no bytes have moved.
     bool failed() {
         if (errno != EAGAIN && errno != EWOULDBLOCK && errno != EINTR) end_ = Streamed{Ending::gone, errno, {}, {}};
         return false;
     }
 
-    // Until one neighbour has sent (returns -1), or the other takes (1), or `deadline` (0).
+    // Waits until there is something to receive (returns -1), or the next host takes more bytes (1), or `deadline` (0).
     int wait(Clock::time_point deadline) {
         const bool sends = !all_sent() && !waits(), receives = !all_received();
         if (receives) wake_for();
@@ -146,7 +146,8 @@ class Stream {
         return found == 0 ? 0 : all[0].revents ? -1 : 1;
     }
 
-    // As many bytes as are worth a wake. Of a message that is not the expected one, no more than the head may come.
+    // Sets the number of bytes for which the system wakes this thread. While the head is missing, wait for the head
+    // only: if the message is not the expected one, no more bytes may come.
     void wake_for() {
         const size_t missing = head_.size() - found_.size();
         const int wanted = int(missing ? missing : std::min(backs_[back_].size - place_, most_));
@@ -168,13 +169,13 @@ class Stream {
     char* const scratch_;
     const size_t most_;
     const std::chrono::duration<double> timeout_;
-    size_t out_ = 0, sent_ = 0;    // of the message that is sent now, and its bytes that are, head included
-    size_t back_ = 0, place_ = 0;  // of the one that is received, and its bytes that are, without the head
-    size_t held_ = 0;              // bytes in `scratch_` that are less than a number
-    std::string found_;            // the head that has come so far
-    std::vector<size_t> ready_;    // bytes of each incoming message that are there, and added
+    size_t out_ = 0, sent_ = 0;    // index of the message being sent, and its bytes sent so far, head included
+    size_t back_ = 0, place_ = 0;  // index of the message being received, and its bytes so far, without the head
+    size_t held_ = 0;              // bytes in `scratch_` that are not yet a whole number
+    std::string found_;            // the part of the head that has come so far
+    std::vector<size_t> ready_;    // bytes of each incoming message that have come and been added
     int least_ = 0;
-    bool has_all_ = false;  // nothing more had come when it was asked for last
+    bool has_all_ = false;  // the last recv found no more bytes
     std::optional<Streamed> end_;
 };
 

@@ -28,7 +28,8 @@ size_t bytes_of_mail(size_t mail_bytes) { return pages(sizeof(Mail) + 2 * (64 + 
     throw Failure(std::string(what) + ": " + std::strerror(errno));
 }
 
-// A file of no name, for this user only. In memory; on disk where that is forbidden, as in some containers.
+// Creates an unnamed file for this user only: in memory, or on disk if memfd_create is forbidden, as in some
+// containers.
 int nameless_file(size_t num_bytes) {
     constexpr unsigned CLOEXEC = 1, NOEXEC_SEAL = 8;
     int fd = int(syscall(SYS_memfd_create, "lagom", CLOEXEC | NOEXEC_SEAL));
@@ -41,7 +42,7 @@ int nameless_file(size_t num_bytes) {
     const char* const chosen = std::getenv("TMPDIR");
     for (const char* folder : {"/dev/shm", chosen == nullptr ? "/tmp" : chosen, "/tmp"}) {
         fd = open(folder, O_TMPFILE | O_EXCL | O_RDWR | O_CLOEXEC, 0600);
-        // Reserved as a whole: to write where there is no room left would be the end of a rank.
+        // Reserve the whole file: writing to a mapped page for which the disk has no room would kill a rank.
         if (fd >= 0 && posix_fallocate(fd, 0, off_t(num_bytes)) == 0) return fd;
         if (fd >= 0) close(fd);
     }

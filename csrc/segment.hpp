@@ -1,4 +1,4 @@
-// Memory that the ranks of one host share, and who is who in it.
+// Memory that the ranks of one host share, and its layout.
 #pragma once
 
 #include <atomic>
@@ -10,36 +10,36 @@
 
 namespace lagom {
 
-// What went wrong in an exchange. No exchange follows it.
+// An exchange has failed, with the reason as its text. No later exchange succeeds.
 struct Failure : std::runtime_error {
     using std::runtime_error::runtime_error;
 };
-// A signal arrived, and its handler raised.
+// A signal arrived during an exchange, and its handler raised in Python.
 struct Interrupted : Failure {
     using Failure::Failure;
 };
 
-// What ranks count up, and sleep on. Each in a cache line of its own.
+// A counter that ranks increase, and that others wait for by a futex. Each counter has its own cache line.
 struct alignas(64) Counter {
     std::atomic<uint32_t> value;
     std::atomic<uint32_t> sleepers;
 };
 
-// What a rank calls; compared with what the others call before anything of theirs is used.
+// The call that a rank makes; it is compared with the other ranks' calls before any of their data is used.
 struct alignas(64) Call {
     uint8_t what, type, op, padding;
     int32_t root;
     uint64_t count;   // numbers for reductions, else bytes
-    uint64_t number;  // of exchanges so far
+    uint64_t number;  // of this exchange, counted from 0
 };
 
-// Counters for the messages from one rank to another, which travel in chunks: the one counts those that it has
-// written, the other those that it has read.
+// Counters for the messages from one rank to another, which are sent in chunks: the chunks that the sender has written,
+// and those that the receiver has read.
 struct Mail {
     Counter written, read;
 };
 struct Chunk {
-    uint64_t total, tag;  // bytes of the message; what the program calls it
+    uint64_t total, tag;  // bytes of the whole message, and the program's tag for it
     uint8_t type;
 };
 
@@ -47,28 +47,29 @@ struct alignas(64) Head {
     uint64_t magic;
     uint32_t size, version;
     uint64_t slot_bytes, mail_bytes;
-    std::atomic<uint32_t> broken;  // 0: no; 1: `why` is being written; 2: it is
+    std::atomic<uint32_t> broken;  // 0: no rank has failed; 1: `why` is being written; 2: `why` is complete
     char why[512];
 };
 
-// A mapping, of which all ranks have one.
+// A rank's mapping of the shared memory.
 //
-// Head; a counter, a bell and a farewell for each rank; two calls for each rank; two slots for each rank; for each
-// ordered pair of ranks mail with two chunks. Pages that are never used take no memory.
+// Its layout: the head; a progress counter for each rank, then a bell for each (rung when a message comes), then a
+// farewell for each (set when the rank closes); two calls for each rank; two slots for each rank; and for each ordered
+// pair of ranks mail with two chunks. Pages that are never used take no memory.
 class Segment {
   public:
-    // Bytes that `create` needs.
+    // Returns the number of bytes that `create` needs.
     static size_t bytes_for(int size, size_t slot_bytes, size_t mail_bytes);
-    // A new file of no name, for this user only; Failure where there is no memory.
+    // Creates an unnamed file for this user only, and returns its descriptor. Throws a Failure if there is no memory.
     static int create(int size, size_t slot_bytes, size_t mail_bytes);
 
-    // Maps `fd`, which stays open. Failure when it is not of `size` ranks and this version.
+    // Maps `fd`, which stays open. Throws a Failure if it was not created for `size` ranks by this version.
     Segment(int fd, int size);
     ~Segment();
     Segment(const Segment&) = delete;
     Segment& operator=(const Segment&) = delete;
 
-    // Leaves the mapping alone: a process forked from the one that made it has none.
+    // Drops the mapping without unmapping it: a process forked from a rank does not inherit the mapping.
     void forget() { base_ = nullptr; }
 
     Head& head() { return *reinterpret_cast<Head*>(base_); }

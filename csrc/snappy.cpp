@@ -5,10 +5,10 @@
 namespace lagom {
 namespace {
 
-// Bytes that a short piece is copied in, whatever its length, where there is room.
+// With this many bytes of room in the output, a repetition may be copied in whole steps of 8 or 16 bytes.
 constexpr size_t SLACK = 64;
 
-// `size` bytes that begin `offset` bytes before `out`, which they may run into: then they repeat.
+// Copies `size` bytes that begin `offset` bytes before `out`. If they overlap with `out`, the bytes repeat.
 inline void repeat(uint8_t* out, size_t offset, size_t size, bool has_room) {
     const uint8_t* from = out - offset;
     if (has_room && offset >= 16) {

@@ -1,4 +1,4 @@
-// Skips numbers of torch's generator of random numbers on CPUs.
+// Skips random numbers of torch's CPU generator.
 #pragma once
 
 #include <cstddef>
@@ -6,7 +6,8 @@
 
 namespace lagom {
 
-// The beginning of what torch.Generator.get_state() returns: a Mersenne Twister (ATen/core/MT19937RNGEngine.h).
+// The beginning of the state that torch.Generator.get_state() returns: a Mersenne Twister
+// (ATen/core/MT19937RNGEngine.h).
 struct Twister {
     static constexpr int SIZE = 624;
     uint64_t seed;
@@ -15,7 +16,7 @@ struct Twister {
     uint64_t next;  // place of the next number
     uint64_t state[SIZE];  // 32 bits of each are used
 
-    // Brings the generator to where it is after `count` numbers of 32 bits.
+    // Advances the generator as if it had drawn `count` numbers of 32 bits.
     void skip(uint64_t count);
 };
 

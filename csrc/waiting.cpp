@@ -17,10 +17,10 @@
 namespace lagom {
 namespace {
 
-constexpr int64_t SLICE_NS = 100'000'000;  // of sleep, after which the other is looked at
-constexpr int64_t CROWDED_NS = 10'000;  // of giving way: the core is not this rank's alone
+constexpr int64_t SLICE_NS = 100'000'000;  // longest sleep, after which the peer is checked
+constexpr int64_t CROWDED_NS = 10'000;  // a longer sched_yield shows that another thread uses this core
 constexpr int64_t SECOND_NS = 1'000'000'000;
-constexpr double FOREVER_S = 1e9;  // some 30 years, whose nanoseconds can be counted
+constexpr double FOREVER_S = 1e9;  // some 30 years, whose nanoseconds fit into 64 bits
 
 void relax() {
 #if defined(__x86_64__) || defined(__i386__)
@@ -34,7 +34,8 @@ void wake(std::atomic<uint32_t>& word) {
     syscall(SYS_futex, reinterpret_cast<uint32_t*>(&word), FUTEX_WAKE, INT32_MAX, nullptr, nullptr, 0);
 }
 
-// Reads /proc/<pid>/stat behind the name, which may have anything in it; nullptr where there is none.
+// Reads /proc/<pid>/stat; returns the text after the process name (which may contain anything), or nullptr if there is
+// no such file.
 const char* state_of(int pid, char (&text)[1024]) {
     char path[64];
     std::snprintf(path, sizeof path, "/proc/%d/stat", pid);
@@ -57,7 +58,7 @@ int64_t now() {
 
 uint64_t started(int pid) {
     char text[1024];
-    const char* field = state_of(pid, text);  // the third one
+    const char* field = state_of(pid, text);  // the third field
     for (int i = 3; field != nullptr && i < 22; ++i) {
         field = std::strchr(field, ' ');
         if (field != nullptr) ++field;
@@ -70,7 +71,7 @@ Waiting::Waiting(Segment& segment, int rank, const std::vector<Process>& process
     for (size_t peer = 0; peer < processes_.size(); ++peer) {
         const auto [pid, since] = processes_[peer];
         const bool is_own = int(peer) == rank_ || pid == getpid();
-        // Where /proc tells the start of a process, its number and start name it: no file is held open for each rank.
+        // If /proc tells when a process started, its pid and start identify it, and no descriptor is needed.
         pidfds_.push_back(is_own || since != 0 ? -1 : int(syscall(434 /* pidfd_open */, pid, 0)));
     }
 }
@@ -81,7 +82,7 @@ Waiting::~Waiting() {
 }
 
 void Waiting::publish(Counter& counter, uint32_t value) {
-    // Both in one order for all: either the sleeper sees the value, or the sleeper is seen.
+    // Sequentially consistent: either the sleeper sees the new value, or this thread sees the sleeper and wakes it.
     counter.value.store(value, std::memory_order_seq_cst);
     if (counter.sleepers.load(std::memory_order_seq_cst) != 0) wake(counter.value);
 }
@@ -107,7 +108,7 @@ void Waiting::reach_slowly(Counter& counter, int peer, uint32_t target, const ch
         throw;
     }
     waits_.store(false, std::memory_order_relaxed);
-    // One thread at a time waits, as it has the turn.
+    // No other thread writes `waited_`, since only the thread that has the `Turn` waits.
     waited_[peer].store(waited(peer) + now() - begun, std::memory_order_relaxed);
 }
 
@@ -122,7 +123,7 @@ void Waiting::wait_until(Counter& counter, int peer, uint32_t target, const char
     for (int i = 0; i < limits_.yields; ++i) {
         sched_yield();
         if (reached(counter.value.load(std::memory_order_acquire), target)) return;
-        // Something else ran on this core, perhaps the other rank. Who is woken may be put on a free one.
+        // Another thread ran on this core, perhaps the peer. So sleep: the system may wake a sleeper on a free core.
         if (limits_.spin_s > 0 && now() - before > CROWDED_NS) break;
         if (limits_.spin_s > 0) before = now();
     }
@@ -133,7 +134,7 @@ void Waiting::wait_until(Counter& counter, int peer, uint32_t target, const char
         sleep(counter, seen, end);
         if (reached(counter.value.load(std::memory_order_acquire), target)) return;
         check_whole();
-        // What it did before it went must be seen, so its counter is looked at once more.
+        // The peer may have counted before it went, so its counter is read once more after these checks.
         const bool gone = !is_alive(peer);
         const bool ended = segment_.farewell(peer).value.load(std::memory_order_acquire) != 0;
         if (reached(counter.value.load(std::memory_order_acquire), target)) return;
@@ -181,7 +182,7 @@ bool Waiting::is_alive(int peer) {
     if (peer == rank_ || pid == getpid()) return true;
     if (pidfds_[peer] >= 0) {
         pollfd one{pidfds_[peer], POLLIN, 0};
-        return poll(&one, 1, 0) <= 0;  // -1 while a signal is waiting, which tells nothing
+        return poll(&one, 1, 0) <= 0;  // -1 for a pending signal, which says nothing about the peer
     }
     char text[1024];
     const char* state = state_of(pid, text);

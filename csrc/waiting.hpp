@@ -1,4 +1,4 @@
-// How a rank waits for another: it spins for a while, then sleeps, and notices when the other is gone.
+// Waiting of a rank for another one: it spins for a while, then sleeps, and notices when the other process is gone.
 #pragma once
 
 #include <cstdint>
@@ -12,17 +12,17 @@ namespace lagom {
 
 struct Process {
     int pid;
-    uint64_t started;  // as /proc tells it, so that another process of the same number is told apart; 0: unknown
+    uint64_t started;  // from /proc, to recognise another process with the same pid; 0: unknown
 };
 
-// When this process began, in the units of /proc; 0 where unknown.
+// Returns the start time of process `pid`, in the units of /proc; 0 if it is unknown.
 uint64_t started(int pid);
 
 struct Limits {
     double timeout_s = 1800;
     double spin_s = 50e-6;
-    int yields = 0;  // of the processor, before sleeping
-    std::function<bool()> interrupted = [] { return false; };  // asked between sleeps; true ends the exchange
+    int yields = 0;  // number of sched_yield calls before sleeping
+    std::function<bool()> interrupted = [] { return false; };  // called between sleeps; true ends the exchange
 };
 
 class Waiting {
@@ -32,37 +32,39 @@ class Waiting {
     Waiting(const Waiting&) = delete;
     Waiting& operator=(const Waiting&) = delete;
 
-    // Counts up to `value`, and wakes who waits for it. What was written before is seen by them.
+    // Sets `counter` to `value`, and wakes the threads that sleep on it. They see all memory written before.
     static void publish(Counter& counter, uint32_t value);
 
-    static void ring(Counter& counter);  // wakes who sleeps on it
+    static void ring(Counter& counter);  // wakes the threads that sleep on it
 
-    // Until `counter` of rank `peer` has reached `target`; counters may wrap. Failure when that will not be.
+    // Waits until `counter` of rank `peer` has reached `target`; counters may wrap. Throws a Failure on a timeout, if any
+    // rank has failed, or if `peer` has ended or its process is gone.
     void reach(Counter& counter, int peer, uint32_t target, const char* doing) {
         if (reached(counter.value.load(std::memory_order_acquire), target)) return;
         reach_slowly(counter, peer, target, doing);
     }
-    // Until `counter` is no longer `value`, whoever counts. False: look again for other reasons to stop waiting.
+    // Waits for a while until `counter` differs from `value`, whichever rank increases it. It may return earlier; the
+    // caller then checks for other reasons to stop waiting.
     void change(Counter& counter, uint32_t value, const char* doing, int64_t deadline);
 
-    // Nothing more comes from this rank: who waits for it looks now.
+    // Marks this rank as ended, and wakes the ranks that wait for it.
     void say_farewell() noexcept;
-    // Failure when some rank has failed.
+    // Throws a Failure if any rank has failed.
     void check_whole();
-    // Has all ranks fail, and this one now.
+    // Makes all ranks fail with `why`, this one by a Failure now.
     [[noreturn]] void fail(const std::string& why);
-    // The same with no exception.
+    // Makes all other ranks fail with `why`, without an exception here.
     void spread(const std::string& why) noexcept;
     bool is_alive(int peer);
     std::string gone_while(int peer, const char* doing) const;
 
-    // From the next exchange on.
+    // Sets the timeout from the next exchange on.
     void set_timeout(double timeout_s) { timeout_s_ = timeout_s; }
     int64_t deadline() const;
 
-    // Nanoseconds that this rank has waited for `peer`, but for waits that are short and the one under way.
+    // Nanoseconds that this rank has waited for `peer`, without waits that ended at once and without the present wait.
     int64_t waited(int peer) const { return waited_[peer].load(std::memory_order_relaxed); }
-    // Whether it waits now, for counters to reach `target`; to be asked by any thread.
+    // Whether this rank waits now, and for which `target` of counters. Any thread may call this.
     bool waits(uint32_t& target) const {
         target = target_.load(std::memory_order_relaxed);
         return waits_.load(std::memory_order_acquire);
@@ -75,7 +77,7 @@ class Waiting {
     void wait_until(Counter& counter, int peer, uint32_t target, const char* doing, int64_t begun);
     void sleep(Counter& counter, uint32_t seen, int64_t deadline);
     void check_interrupt(const char* doing);
-    std::string within() const;  // the timeout, in words
+    std::string within() const;  // the timeout, as text
 
     Segment& segment_;
     const Limits limits_;
@@ -88,7 +90,7 @@ class Waiting {
     std::atomic<bool> waits_{false};
 };
 
-// Nanoseconds of a clock that is never set.
+// Nanoseconds of the monotonic clock.
 int64_t now();
 
 }  // namespace lagom

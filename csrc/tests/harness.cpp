@@ -1,5 +1,5 @@
-// Ranks as threads of one process, so that ThreadSanitizer and AddressSanitizer see all of them. Says "ok", or what
-// was wrong with which exchange.
+// Runs ranks as threads of one process, so that ThreadSanitizer and AddressSanitizer see all of them. Prints "ok", or
+// the exchange that gave a wrong result.
 //
 //     harness [rounds]
 #include <sys/socket.h>
@@ -27,7 +27,7 @@ void expect(bool right, const char* what, int rank, size_t count) {
     ++failures;
 }
 
-// What rank `rank` gives at place `i` in round `round`; small, so that sums are exact.
+// The number that rank `rank` gives at place `i` in round `round`; small and whole, so that sums are exact.
 float given(int round, int rank, size_t i) { return float((round * 31 + rank * 7 + i * 13) % 101); }
 
 std::vector<float> numbers(int round, int rank, size_t count) {
@@ -68,7 +68,7 @@ struct Rank {
         }
         data = numbers(round, rank, total);
         part.assign(counts[rank], 0);
-        const bool in_place = round % 2 == 0;  // out may be this rank's place in what it gives
+        const bool in_place = round % 2 == 0;  // `out` may be this rank's place in `in`
         float* const sums = in_place ? data.data() + before : part.data();
         all.reduce_parts(data.data(), counts, sums, Type::f32, Op::sum);
         right = true;
@@ -155,7 +155,7 @@ struct Rank {
         expect(right, "average", rank, count);
         expect(size == 1 || !all.average(std::string(32, char('a' + rank)), count * 4, whole, given_at, mean_at),
                "disagreement", rank, count);
-        // The same in place, of two parts that share the middle.
+        // Average in place, two sections that overlap in the middle third.
         std::vector<float> own = mine;
         const size_t part = count - count / 3;
         const std::vector<Section> parts{{0, part, Type::f32}, {part * 4, part, Type::f32}};
@@ -225,7 +225,7 @@ void disagree() {
            said[0].c_str(), 0, 0);
 }
 
-// One host's part in a sum over 3 of them; `following` and `preceding` are its ends of connections with the others.
+// One host's part of a sum over 3 hosts; `following` and `preceding` are its ends of the connections to its neighbours.
 Streamed sum_over_hosts(int home, int following, int preceding, std::vector<float>& data, char mark, double timeout_s) {
     constexpr int HOSTS = 3;
     const size_t part = data.size() / HOSTS;
@@ -236,7 +236,7 @@ Streamed sum_over_hosts(int home, int following, int preceding, std::vector<floa
         outs.push_back({at(i < HOSTS - 1 ? -i - 1 : HOSTS - 1 - i), part * sizeof(float), i - 1});
         backs.push_back({at(i < HOSTS - 1 ? -i - 2 : HOSTS - 2 - i), part * sizeof(float), i < HOSTS - 1});
     }
-    std::vector<char> scratch(1000);  // no whole number of floats fills it twice in a row
+    std::vector<char> scratch(1000);  // 998 of these bytes are used, which is no whole number of floats
     return stream(following, preceding, std::string(22, mark), outs, backs, Type::f32, scratch.data(), 998, timeout_s);
 }
 
@@ -258,7 +258,7 @@ void ring() {
             for (size_t i = 0; i < count; ++i)
                 right = right && all[home][i] == given(1, 0, i) + given(1, 1, i) + given(1, 2, i);
         expect(right, "sum over hosts", 0, count);
-        // Host 0 alone: nobody answers; then another message comes; then its neighbour goes.
+        // Host 0 runs alone: first no message comes, then a message with another head, then its neighbour is gone.
         std::vector<float> data(3);
         const auto alone = [&] { return sum_over_hosts(0, ends[0][0], ends[2][1], data, 'h', 0.05); };
         expect(alone().ending == Ending::late, "late", 0, count);

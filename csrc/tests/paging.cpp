@@ -1,8 +1,10 @@
-// Decodes pages of Parquet that a file holds, damaged as a rule, and prints "ok" or the first difference.
+// Decodes cases of Parquet pages from a file, most of them damaged, and prints "ok" or the first difference.
 //   build/paging FILE
-// A case is eight numbers of 32 bits (whether snappy, nulls may be, values are BYTE_ARRAYs; bytes of the prefix, of a value, of
-// the pages; values; whether it is known what they are) and then the prefix, the pages and, where they are known, the values.
-// Where they are not known, the sanitizer is the judge.
+//
+// A case begins with eight numbers of 32 bits: whether pages are compressed by snappy, whether nulls are allowed,
+// whether values are BYTE_ARRAYs; the bytes of the prefix, of a value, and of all pages; the number of values; and
+// whether the right values are known. Then come the prefix, the pages, and the right values if they are known. If they
+// are not known, only the sanitizer checks the case.
 #include <algorithm>
 #include <cstdint>
 #include <cstdio>
@@ -14,7 +16,7 @@
 
 namespace {
 
-// A piece of memory of its own, so that a sanitizer sees what is read or written behind it.
+// Reads bytes into an allocation of exactly `size` bytes, so that a sanitizer sees accesses past its end.
 std::unique_ptr<uint8_t[]> take(std::FILE* file, size_t size) {
     std::unique_ptr<uint8_t[]> found(new uint8_t[size]);
     if (std::fread(found.get(), 1, size, file) != size) std::puts("the file is cut off");
@@ -29,7 +31,7 @@ int main(int argc, char** names) {
     if (!file) return 2;
     uint32_t head[8];
     long number = 0;
-    Pages pages;  // whose memory is used again
+    Pages pages;  // its memory is reused from case to case
     for (; std::fread(head, sizeof head, 1, file) == 1; ++number) {
         const auto prefix = take(file, head[3]);
         const size_t size = head[5], count = head[6], each = head[4];
@@ -44,7 +46,7 @@ int main(int argc, char** names) {
                 if (at + there == size) break;
                 there = std::min(there + wanted, size - at);
             }
-            // Memory that ends where what has been read does.
+            // An allocation that ends with the bytes read so far, so that a sanitizer sees accesses past them.
             const std::unique_ptr<uint8_t[]> window(new uint8_t[there]);
             std::memcpy(window.get(), data.get() + at, there);
             const auto step = pages.read(window.get(), there, {out.get(), 5, 5 * each}, rows, std::min<size_t>(count - rows, 7));
