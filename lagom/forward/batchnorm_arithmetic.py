@@ -202,9 +202,10 @@ class _SumFunction(Function):
 #     dx = w / s (dy - sum(dy) / n - x' sum(dy x') / n),   dw = sum(dy x'),   db = sum(dy)
 #
 # with sums over all n. Here, rank r holds n_r of the elements. The root of each rank's backward is multiplied by
-# R n_r / n, and the loss of one process is sum (n_r / n) L_r, so dy on every rank is R times that of one process: the
-# same factor everywhere. The formula is linear in dy. So with its sums taken over the ranks, dx is R times that of one
-# process too, and the average over the R ranks of their own parts of dw and db is that of one process.
+# R n_r / n, and the loss of one process is sum (n_r / n) L_r, so dy on every rank is R times the dy of one
+# process: the same factor everywhere. The formula is linear in dy. So with its sums taken over the ranks, dx is R times
+# the dx of one process too. Each rank keeps its own part of dw and db; the averages of these parts over the R ranks are
+# the dw and db of one process.
 #
 # A rank without a sample runs a copy of one, which has no weight: its n_r is 0, its dy is 0, and m and v do not depend
 # on its x, so dx = w / s dy there.

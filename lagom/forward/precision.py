@@ -200,7 +200,7 @@ class _GradientScaler:
         others = dict(leaf._backward_hooks or {})
         handle: RemovableHandle = leaf.register_hook(lambda gradient: gradient * inverse)
         hooks: Any = leaf._backward_hooks
-        for key, hook in others.items():  # autograd uses the order of insertion, not that of an OrderedDict
+        for key, hook in others.items():  # autograd uses insertion order, not the OrderedDict's order
             del hooks[key]
             hooks[key] = hook
         return handle

@@ -169,7 +169,7 @@ def _make_iterator_init(loaders: PassStarter) -> Any:
                 self._collate_fn.begin(current, session.config.batches)
         elif current.training and current.is_split:
             # Each rank gets its own base seed, so that the workers of different ranks draw different augmentations.
-            # torch starts the workers after this ``__init__``, which is that of the base class.
+            # torch starts the workers after this ``__init__``, which is the base class's.
             self._base_seed = derive_seed(self._base_seed, session.rank)
 
     return init

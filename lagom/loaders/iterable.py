@@ -122,7 +122,7 @@ def is_iterable(loader: DataLoader[Any]) -> bool:
 #
 # The samples of an iterable data set have no indices, so every rank draws all of them, in its own process or in its own
 # workers. Ranks split only the collating, moving and computing: rank r keeps positions r, r + world_size, ... of each
-# batch. So batches, their order and their number are those of one process, whatever a data set does with
+# batch. So batches, their order and their number are as in one process, whatever a data set does with
 # get_worker_info(). The loader's collate function takes the share: only collate_fn sees all samples of a batch, in this
 # process and in forked or spawned workers. It returns the share with the batch, since the size of the next batch is not
 # known beforehand: the stream of a worker may end.

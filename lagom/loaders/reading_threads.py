@@ -1,4 +1,4 @@
-"""Loaders that the program reads in its own threads: rank 0 publishes its samplers' order, other ranks take it.
+"""Loaders that the program reads in its own threads: rank 0 publishes its samplers' order, and other ranks follow it.
 
 See Note [Loaders in threads].
 """
@@ -95,7 +95,7 @@ class PassNames:
         return str(self._num_in_main)
 
     def name_in_thread(self, loader: DataLoader[object], current: LoaderPass) -> str:
-        """Return a name, derived from that of ``loader``, for the pass ``current``, which begins in another thread.
+        """Return a name, derived from the loader's, for the pass ``current``, which begins in another thread.
 
         Raises:
             LagomError: if another thread is still in a pass over a loader of that name.

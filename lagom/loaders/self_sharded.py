@@ -56,7 +56,7 @@ def _restore_collate(collate: Any, place: Place) -> Any:
 
 
 class SelfShardedSource:
-    """Takes batches of a self-sharded data set; those that the ranks take at the same step make one global batch.
+    """Takes batches of a self-sharded data set; the ranks' batches of one step make one global batch.
 
     One exchange for each batch (1 to 2 ms over gloo) sums its samples. A rank whose data set ends before the others'
     gets its last batch again, so that all ranks take the same number of steps. The repeated batch has weight 0, and is

@@ -237,7 +237,7 @@ def _is_single_layer(module: nn.Module) -> bool:
 #
 # Unlike slicing, micro-batches run a forward several times, so the forward must not change state: no buffer, attribute
 # or BatchNorm statistics. Every part draws the random numbers of the whole batch, and keeps those of its rows. All
-# generators begin anew for each part, so dropout is that of the whole batch, in the backward too.
+# generators begin anew for each part, so dropout is as in the whole batch, in the backward too.
 #
 # With "auto", a call runs whole first, and again in parts if it runs out of memory. This is exact: there was no step in
 # between, the generators are restored, and a probe shows first that the forward changes no state. The number of parts

@@ -1,4 +1,4 @@
-"""``BackwardProbe``: compare the backward of blocks with that of the whole batch. See Note [Backwards of programs]."""
+"""``BackwardProbe``: compare backwards of blocks with one of the whole batch. See Note [Backwards of programs]."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ class BackwardProbe:
             self._parts.append(self._run(outputs, inputs, roots))
 
     def compare(self) -> None:
-        """Compare the gradients of the blocks with those of the whole batch.
+        """Compare the gradients of the blocks with the gradients of the whole batch.
 
         Raises:
             NotByRowsError: when they differ.

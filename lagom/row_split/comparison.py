@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def compare(finding: SplitFinding, outputs: list[Any], parts: list[list[Any]], tolerance: float) -> None:
-    """Compare ``outputs``, those of the whole batch, with ``parts``, the outputs of each block.
+    """Compare the ``outputs`` of the whole batch with ``parts``, the outputs of each block.
 
     Raises:
         NotByRowsError: when they differ.

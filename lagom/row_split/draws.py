@@ -1,4 +1,4 @@
-"""Random numbers in a sliced forward: each rank draws those of the whole batch, and keeps those of its rows."""
+"""Random numbers in a sliced forward: each rank draws for the whole batch, and keeps the numbers of its rows."""
 
 from __future__ import annotations
 

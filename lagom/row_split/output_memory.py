@@ -21,7 +21,7 @@ def find_bases(outputs: list[Any], factors: list[int | None], leaves: list[Any])
     Raises:
         NotByRowsError: if outputs share memory in another way, or share it with the input.
     """
-    # A module may return one tensor twice, or its input: the program finds that very tensor again.
+    # A module may return one tensor twice, or its input: the program must get the same tensor object again.
     made = {id(one): i for i, (one, factor) in enumerate(zip(outputs, factors, strict=True)) if factor is not None}
     for leaf in leaves:
         made.pop(id(leaf), None)

@@ -72,7 +72,7 @@ def find_gradient_path(tensor: Tensor) -> GradientPath | None:
 
 
 def watch_gradient(node: Any) -> None:
-    """Mark the sliced forward that ``node`` leads to: gradients that pass ``node`` must be those of one process.
+    """Mark the sliced forward that ``node`` leads to: gradients that pass ``node`` must be as in one process.
 
     Args:
         node: a node of the graph, or None; nothing is marked if it leads to no sliced forward.

@@ -158,8 +158,8 @@ def _share_loss(sharing: _Sharing, loss: TorchLoss) -> Iterator[None]:
 # are added. The gradient goes straight to the block.
 #
 # The program may watch gradients between the loss and the output, by a hook, retain_grad or autograd.grad. It must see
-# those of one process, so they are then gathered and go back through the graph. A hook on a node of the graph itself
-# (tensor.grad_fn.register_hook) is not noticed, and saved-tensor hooks see a rank's rows.
+# the gradients of one process, so they are then gathered and go back through the graph. A hook on a node of the graph
+# itself (tensor.grad_fn.register_hook) is not noticed, and saved-tensor hooks see a rank's rows.
 #
 # A loss that is shared out is a collective. Once the program has asked for its rank, it may compute a loss on a single
 # rank, so losses are no longer shared out.

@@ -1,4 +1,4 @@
-"""Images: decoded one by one by OpenCV, or by pillow where OpenCV is not installed."""
+"""Decodes images one by one with OpenCV, or with pillow if OpenCV is not installed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def decode(cell: Any) -> NDArray[Any]:
     """Decode an image into an array: height, width, and red, green and blue unless it is grey.
 
     Raises:
-        LagomError: where neither OpenCV nor pillow is installed.
+        LagomError: if neither OpenCV nor pillow is installed.
     """
     try:
         import cv2

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 _PHYSICAL = {"int32": "INT32", "int64": "INT64", "float": "FLOAT", "double": "DOUBLE"}
-"""Arrow's number types that have the same bytes in pages as in memory, with Parquet's names."""
+"""Arrow's number types that have the same bytes in pages and in memory, and Parquet's names of these types."""
 _ENCODINGS = {"PLAIN", "PLAIN_DICTIONARY", "RLE_DICTIONARY", "RLE", "BIT_PACKED"}
 """Encodings of values and levels in columns that may be decoded here; ``csrc/pages.cpp`` checks each page."""
 _STARVED, _UNUSUAL = 1, 2
@@ -255,8 +255,8 @@ def _at_least(array: NDArray[np.uint8], size: int) -> NDArray[np.uint8]:
 # 20 numbers, for which Arrow's writer uses dictionaries where values fit, take 0.08 us instead of 0.10: the decoder
 # unpacks and looks up indices in one pass, for all columns of a row group, without the GIL.
 #
-# The decoder knows what such files contain: top-level columns without nulls, PLAIN or dictionary encoding, pages of
-# both versions, uncompressed or with snappy, and cells with one header. If a row group has anything else, Arrow reads
-# it from that row on, and reads these columns in all later row groups. So Arrow alone raises errors, also for files
-# that cannot be read. The decoder checks page headers as Thrift requires, and sizes, counts and indices against the
-# bytes present: a damaged file gives the rows that Arrow gives, or Arrow's error.
+# The decoder handles only the usual content of such files: top-level columns without nulls, PLAIN or dictionary
+# encoding, pages of both versions, uncompressed or with snappy, and cells with one header. If a row group has anything
+# else, Arrow reads the row group from the row that was reached on, and reads these columns in all later row groups. So
+# Arrow alone raises errors, also for files that cannot be read. The decoder checks page headers as Thrift requires, and
+# sizes, counts and indices against the bytes present: a damaged file gives the rows that Arrow gives, or Arrow's error.

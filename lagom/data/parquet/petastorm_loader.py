@@ -70,7 +70,7 @@ class PetastormDataLoader(ParquetLoader):
             (``shuffling_queue_capacity``), rows come in the order of the files.
         options: further options: ``collate_fn`` makes a batch from a list of rows, each a dict; ``seed`` and
             ``drop_last`` as for ``ParquetLoader``; ``filters``, ``nulls``, ``ragged``, ``window_bytes`` and ``streams``
-            as for ``ParquetDataset``; those of torch's ``DataLoader``.
+            as for ``ParquetDataset``; all options of torch's ``DataLoader``.
     """
 
     def __init__(

@@ -51,7 +51,7 @@ class EpochOrder:
 
     @property
     def is_plain(self) -> bool:
-        """Whether the order is that of the table."""
+        """Whether the rows are in the order of the table."""
         return self.seed is None and self.streams == 1
 
     @cached_property

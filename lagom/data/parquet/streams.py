@@ -101,7 +101,7 @@ class Source:
         return found
 
     def _shape_of(self, path: Path) -> tuple[int, ...]:
-        """Return the shape of a row of ``path``: the known shape, or that of the table's first row that is not null."""
+        """Return the shape of a row of ``path``: the known shape, or the shape of the table's first non-null row."""
         if path not in self._shapes:
             number = next(number for number, (name, _) in enumerate(self._entries) if name == path[0])
             entry = next(entry for entry in self._entries[number][1] if entry.path == path)

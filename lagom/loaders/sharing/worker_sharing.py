@@ -122,7 +122,7 @@ def _make_next_data(sharing: WorkerSharing) -> Any:
 
 
 class WorkerSharing:
-    """Decides for each new iterator of a loader: share rank 0's workers, have workers of its own, or try it out."""
+    """Decides for each new iterator: share rank 0's workers, start workers on each rank, or make a trial."""
 
     def __init__(
         self, session: Session, pass_of: Callable[[Any], LoaderPass | None], knows_rank: Callable[[], bool]
