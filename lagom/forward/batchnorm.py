@@ -86,7 +86,7 @@ class WholeBatchStatistics:
         self._frame = AgreedExchange(self._group)
         self._signatures: dict[tuple[object, ...], bytes] = {}
         self._part: tuple[int, tuple[object, ...]] | None = None
-        """The id of the share and the layer, in the last call of a layer with less than the rank's share of a batch."""
+        """Id of the share and identity of the layer, of the last call with less than the rank's share of a batch."""
 
     def batch_norm(
         self, input: Tensor, running: Running, weight: Tensor | None, bias: Tensor | None, eps: float

@@ -44,13 +44,13 @@ class PassUse:
     num_batches: int = 0
     num_rows: int = 0
     trains: bool = False
-    """A backward ran."""
+    """Whether a backward ran."""
     has_forwards: bool = False
     has_ended: bool = False
     _mark: weakref.ref[_Mark] | None = None
     """Mark in the graph of the model's outputs for the first batch."""
     _inputs: list[weakref.ref[torch.Tensor]] = field(default_factory=list)
-    """First tensor that the model was called with; empty before the first forward."""
+    """The first tensor that the model was called with, by weak reference; empty before the first forward."""
 
     @property
     def is_open(self) -> bool:
@@ -94,7 +94,7 @@ class EvaluationPassDetector:
         self._pending: list[PassUse] = []
         """Passes without a backward so far."""
         self._last: WeakIdKeyDictionary = WeakIdKeyDictionary()
-        """For each data set, the last use in each place of the program that reads it (a hash of the call stack)."""
+        """For each data set the last use, by the place of the program that reads it (a hash of the call stack)."""
         self._num_passes = 0
         self._last_evaluation = 0
 
@@ -107,7 +107,7 @@ class EvaluationPassDetector:
         return use is not None and use.trains and use.serial < self._last_evaluation
 
     def begin_pass(self, loader: DataLoader[Any], current: LoaderPass, *, follows: bool) -> None:
-        """Begin the pass ``current`` over ``loader``; with ``follows`` it is split as training, and its use is tracked.
+        """Begin the pass ``current`` over ``loader``; with ``follows``, as it is split as training, track its use.
 
         Raises:
             LagomError: if an earlier pass that was split as training turns out to be an evaluation.

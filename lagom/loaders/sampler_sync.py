@@ -96,7 +96,7 @@ def synchronise_generators(session: Session, loader: DataLoader[Any], *, own_ord
         [] if own_order else [getattr(holder, "generator", None) for holder in (loader, sampler, batch_sampler, inner)]
     )
     generators = [one for one in found if isinstance(one, torch.Generator) and one.device.type == "cpu"]
-    with DRAWING:  # a thread that reads a loader may have set this rank's own streams
+    with DRAWING:  # a thread that reads a loader may have swapped in this rank's own streams
         mine = encode_value([_generator_states(), [generator.get_state() for generator in generators]])
     rank_0s = session.group.broadcast_bytes(mine)
     if rank_0s != mine:
@@ -129,7 +129,7 @@ def _copy_with_generator(source: Any, generator: torch.Generator) -> Any:
 
 
 def _yield_from_equal_sampler(session: Session, source: Any, current: LoaderPass) -> Iterator[Any]:
-    """Yield from ``source``, which has equal orders on all ranks; they compare its fingerprint once for each pass."""
+    """Yield from ``source``, whose order is equal on all ranks; ranks compare its fingerprint once for each pass."""
     items = iter(source)
     place = f"a pass over the data set {items.fingerprint}"
     if session.may_meet:
@@ -237,7 +237,8 @@ class RankZeroOrder:
         """Run ``call``, which draws random numbers, while no other thread of the program may draw."""
         readers = self._current.readers
         with DRAWING:
-            # With workers, the first batches are drawn outside of the loader calls that are watched.
+            # With workers, the first batches are drawn outside of the loader calls that ``readers`` watches, so it must
+            # watch this call too.
             return readers.read(call, *args) if self._session.is_in_thread and readers is not None else call(*args)
 
     def _draw_items(self, count: int) -> tuple[list[Any], Exception | None]:

@@ -74,7 +74,7 @@ class MicroBatches:
         return self._call_in_parts(module, args, kwargs, num)
 
     def _call_in_parts(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], num: int) -> Any:
-        """Make the call in ``num`` micro-batches; if its rows are not independent, run modules inside it so."""
+        """Make the call in ``num`` micro-batches; if its rows depend on each other, split modules inside it instead."""
         if num < 2:
             return self._original(module, *args, **kwargs)
         candidate = self._candidate(module, args, kwargs)

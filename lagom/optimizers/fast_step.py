@@ -34,8 +34,8 @@ class _ProfiledRange(record_function):
         self.args = args
         self.run_callbacks_on_exit = True
         self.record = None
-        self._cupti_monitor_external_id = None  # of torch 2.13
-        self._cuspy_external_id = None  # of torch 2.15
+        self._cupti_monitor_external_id = None  # attribute in torch 2.13
+        self._cuspy_external_id = None  # attribute in torch 2.15
 
     def __enter__(self) -> Any:
         if torch.compiler.is_compiling() or not torch.autograd._profiler_enabled():

@@ -1,4 +1,4 @@
-"""``grouped_adam``: Adam and AdamW step all parameters by one call, or a small model's by one call per operation."""
+"""``grouped_adam``: let Adam and AdamW step all parameters in one call, or small models in one call per operation."""
 
 from __future__ import annotations
 

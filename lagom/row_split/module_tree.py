@@ -147,7 +147,7 @@ class _ModuleList(NamedTuple):
     """Keeps facts about the modules inside a module, so that a call need not walk the tree again."""
 
     trained: bool
-    """The module has parameters, and is no TorchScript."""
+    """Whether the module has parameters, and no TorchScript inside."""
     others: list[nn.Module]
     """All modules inside, without the module itself: it is the weak key of this value, which would keep it alive."""
     structure: object

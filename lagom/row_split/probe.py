@@ -176,7 +176,7 @@ def _unchanged_check(finding: SplitFinding, state: ModuleState) -> Callable[[], 
 
 
 def _check_nan_row(candidate: SplitCandidate, outputs: list[Any], factors: list[int | None]) -> None:
-    """Check that a row of NaN changes no other row; it would even if rows are mixed with a weight of zero."""
+    """Check that a row of NaN changes no other row: NaN spreads even if rows are mixed with a weight of zero."""
     leaves, row = list(candidate.leaves), candidate.rows // 2
     for index, leaf in enumerate(leaves):
         if is_batch(leaf, candidate.rows) and (leaf.is_floating_point() or leaf.is_complex()):
@@ -261,7 +261,7 @@ def _tensor_versions(leaves: list[Any]) -> list[int | None]:
 #
 # - Nothing computed from the input may stay behind in an attribute, a list or a closure, where the program would find a
 #   part of the batch. Weak references to the storages of all results show what is alive after the output is gone.
-# - A row of NaN must not change other rows. It does so even through a mean over rows whose weight is still zero.
+# - A row of NaN must not change other rows. NaN spreads even through a mean over rows whose weight is still zero.
 # - The forward must not read numbers of its input (item(), numpy(), masks that select), since it might branch on them,
 #   and take another way with another batch. Nor may it draw from Python's or numpy's generators. Other numbers that it
 #   reads (a buffer's, or torch's random numbers) must be the same at each sliced call; see Note [Other ways] in

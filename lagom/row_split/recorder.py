@@ -190,7 +190,7 @@ _enter_hooks = saved_tensors_hooks.__enter__
 
 
 class BlockRecorder(Recorder):
-    """Records the forward of a block; finds the row dimension of each draw by comparison with the whole batch's."""
+    """Records the forward of a block, and finds the row dimension of each draw by comparison with the whole run."""
 
     def __init__(
         self,

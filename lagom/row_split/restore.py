@@ -109,7 +109,7 @@ def restore_buffers(copies: Sequence[tuple[Tensor, Tensor]]) -> None:
 
 
 def parameter_checksums(module: nn.Module) -> list[int]:
-    """Return for each parameter the sum of the bits of at most a million elements, which differs after a change."""
+    """Return a checksum of each parameter: the sum of the bits of at most a million elements."""
     marks = []
     for parameter in module.parameters():
         if parameter.layout == torch.strided and not parameter.is_meta and parameter.itemsize in _BITS:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from lagom.session.session import Session
 
 _MAX_DETOURS = 8
-"""A forward always runs whole when its detours (calls that go another way) exceed its other calls by more."""
+"""A forward runs whole when its detours (calls that go another way) exceed its other calls by more than this."""
 OFTEN = "often goes another way than at its first calls"
 num_nodes_made = torch._C._autograd._get_sequence_nr
 """Returns how many nodes of a graph this thread has made so far."""
@@ -163,7 +163,7 @@ def _gather_outputs(
     exchange: RowExchange,
     candidate: SplitCandidate,
 ) -> list[Any]:
-    """Return the whole of each output.
+    """Return each output with the rows of all ranks.
 
     Args:
         passed: the leaves of the program's arguments, by the id of the leaf that the module got instead.
@@ -178,7 +178,7 @@ def _gather_outputs(
                 f"the forward of {type(candidate.module).__name__} gave an output that has not a row for each "
                 "sample, unlike at its first call; use batches='split' and evaluation='replicated' for this program"
             )
-    # A module may return one tensor twice; the program finds one tensor again.
+    # A module may return one tensor twice; the program must get one tensor twice, too.
     places = {id(outputs[i]): i for i, _ in by_rows if finding.bases[i] is None}
     blocks = [outputs[i] for i in places.values()]
     signed = b"".join(sample_bytes(leaf) for leaf in candidate.leaves if is_batch(leaf, candidate.rows))

@@ -87,24 +87,24 @@ class SplitFinding:
     reads: list[object] = field(default_factory=list)
     """Numbers of a buffer, a draw or another tensor that the forward read, by which it may have chosen its way."""
     changes_buffers: bool = False
-    """The forward has changed buffers."""
+    """Whether the forward has changed buffers."""
     ways: dict[object, set[int]] = field(default_factory=dict)
     """Numbers of autograd nodes that sliced calls have made, by the shapes of their inputs."""
     new_ways: int = 0
     """Number of ways that the forward has taken beside the first one."""
     detours: int = 0
-    """Sliced calls that took another way, less those that did not."""
+    """Number of sliced calls that took another way, less the number of other sliced calls; at least 0."""
     reason: str | None = None
     """Reason for which the forward runs whole on every rank; None if it is sliced."""
     failure: str | None = None
     """Reason for which the forward cannot be called again as a probe; None if it can."""
     sliced: bool = False
-    """The probe has shown that it computes its rows one by one."""
+    """Whether the probe has shown that the forward computes its rows one by one."""
     repeats: bool = False
-    """The probe has shown that it changes no state, so that it can be repeated."""
+    """Whether the probe has shown that the forward changes no state, so that it can be repeated."""
 
     def is_known_way(self, shapes: object, num_nodes: int) -> bool:
-        """Return whether calls with inputs of ``shapes`` have made ``num_nodes`` nodes; the first call defines it."""
+        """Return whether ``num_nodes`` is a known number of nodes for ``shapes``; the first number becomes known."""
         if len(self.ways) > _MAX_SHAPES:
             self.ways.clear()
         return num_nodes in self.ways.setdefault(shapes, {num_nodes})

@@ -1,4 +1,4 @@
-"""Whole batches on every rank: each computes a block of rows, and all get all outputs. See Note [Whole]."""
+"""Whole batches on every rank: each rank computes a block of rows, and gets all outputs. See Note [Whole]."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 Orders: TypeAlias = "Sequence[tuple[int, ...] | None]"
 """For each tensor its dimensions in the order of memory; None if memory has them in order."""
 ALWAYS = False
-"""Slice whether it pays or not: for tests and benchmarks."""
+"""Slice every forward, whether it pays or not: for tests and benchmarks."""
 _SPEED = {"cpu": 5e10, "cuda": 2e13}
 """Rough number of operations per second of a busy rank."""
 _LATENCY = {"memory": 4e-4, "cpu": 1.5e-3, "cuda": 5e-5}
@@ -91,7 +91,7 @@ class Gatherer:
     """Exchanges blocks of rows for whole tensors.
 
     Args:
-        meet: finds out where ranks are when they gather different things; it raises unless all are at the given place.
+        meet: called with a place if ranks gather different things; raises an error unless all ranks are at that place.
     """
 
     def __init__(self, group: Group, meet: Callable[[str], None]) -> None:

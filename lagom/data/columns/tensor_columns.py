@@ -74,7 +74,7 @@ class ColumnEntry:
         """Return the values of this entry, and its mask if ``nulls`` is "mask", by path.
 
         Args:
-            column: Arrow array of the whole column, of which this entry may be a field.
+            column: Arrow array of the whole column; this entry may be one of its fields.
 
         Raises:
             DataError: for a row that cannot be a tensor.

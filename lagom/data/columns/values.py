@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from lagom.data.decoders.reused_arrays import ReusedArrays
 
 _PARTS = 8
-"""Parts of a column that threads gather in parallel."""
+"""Number of parts of a column that threads gather in parallel."""
 _SMALL = 1 << 14
 """Up to this many bytes are copied with the GIL held; numpy would release the GIL, and wait to get it back."""
 _MANY = 4
@@ -41,7 +41,7 @@ class Values(Protocol):
     def joined(
         parts: Sequence[Any], index: NDArray[np.int64] | None, memory: ReusedArrays | None, pool: Executor | None = None
     ) -> Values:
-        """Copy all rows of ``parts``, or those at ``index``.
+        """Copy all rows of ``parts``, or only the rows at ``index`` if it is not None.
 
         Args:
             memory: gives memory for the copy, if not None.
@@ -188,7 +188,7 @@ def joined(
     memory: ReusedArrays | None = None,
     pool: Executor | None = None,
 ) -> Block:
-    """Copy all rows of ``blocks``, or those at ``index``, into one block.
+    """Copy all rows of ``blocks``, or only the rows at ``index`` if it is not None, into one block.
 
     The rows of a column must have the same shape in all blocks.
 

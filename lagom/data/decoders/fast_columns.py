@@ -1,6 +1,6 @@
 """``FastColumns``: chooses the columns that lagom's own page decoder decodes; Arrow decodes all others.
 
-``LAGOM_PAGE_DECODER=0`` in the environment switches it off: Arrow then decodes all columns.
+``LAGOM_PAGE_DECODER=0`` in the environment switches the decoder off: Arrow then decodes all columns.
 """
 
 from __future__ import annotations

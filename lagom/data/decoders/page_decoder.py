@@ -39,7 +39,7 @@ class Kind(NamedTuple):
 
 
 class ColumnChunk(NamedTuple):
-    """Tells the decoder where a column's part of a row group is in the file, and how it is stored."""
+    """Place of a column chunk in the file, and how the chunk is stored."""
 
     kind: Kind
     offset: int
@@ -76,10 +76,7 @@ def saved(cell: bytes, dtype: np.dtype[Any], shape: tuple[int, ...]) -> Kind | N
 
 
 def places(metadata: Any) -> dict[str, tuple[int, str, bool]]:
-    """Return the top-level columns of a file that are not lists, by name.
-
-    Each has its number, Parquet's type, and whether it may have nulls.
-    """
+    """Return number, Parquet's type and whether nulls are allowed for top-level columns that are no lists, by name."""
     schema = metadata.schema
     found = {}
     for place in range(len(schema)):
@@ -90,7 +87,7 @@ def places(metadata: Any) -> dict[str, tuple[int, str, bool]]:
 
 
 def chunk(metadata: Any, group: int, place: tuple[int, str, bool], kind: Kind) -> ColumnChunk | None:
-    """Return a column's part of row group number ``group``; None if its pages cannot be decoded here."""
+    """Return a column's chunk of row group number ``group``; None if its pages cannot be decoded here."""
     number, physical, is_optional = place
     part = metadata.row_group(group)
     column = part.column(number)

@@ -31,7 +31,7 @@ _numbers = itertools.count()
 
 
 class TableBatchSampler(Sampler[Any]):
-    """Batches of a table's rows; each pass is an epoch, with ``shuffle`` in another order.
+    """Batches of a table's rows; each pass is an epoch, in a new order if ``shuffle`` is true.
 
     The order depends only on the seed, the number of the epoch, the row counts of the table's row groups, ``streams``
     and the window. So it is the same for any number of ranks and workers.

@@ -63,7 +63,7 @@ class EpochOrder:
 
     @cached_property
     def _starts(self) -> NDArray[np.int64]:
-        """First row of each of ``_groups`` when they are concatenated, and the end."""
+        """Position of the first row of each of ``_groups`` when these are concatenated; at last, the number of rows."""
         return np.concatenate([[0], np.cumsum(np.array(self.counts, np.int64)[self._groups])])
 
     def length(self, stream: int) -> int:

@@ -145,7 +145,8 @@ class Table:
         for field in self.partition_fields():
             batch = batch.append_column(field, pa.repeat(_partition_value(file, field), len(batch)))
         for number, field in enumerate(self._read):
-            if number not in without and field.name not in batch.schema.names:  # newer than a Delta file
+            # A file of a Delta table lacks columns that were added to the table later.
+            if number not in without and field.name not in batch.schema.names:
                 batch = batch.append_column(field, pa.nulls(len(batch), field.type))
         if self.filter is not None:
             kept = pa.Table.from_batches([batch]).filter(self.filter).combine_chunks().to_batches()

@@ -1,4 +1,4 @@
-"""Sources of a table: finds its files, reads their footers, and notices when a file has changed.
+"""Finds the files of a table, reads their footers, and notices when a file has changed.
 
 Start with ``files.py``.
 """

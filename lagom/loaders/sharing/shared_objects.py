@@ -40,7 +40,7 @@ def reachable(roots: Iterable[object], most: int = _MAX_OBJECTS) -> Iterator[Any
     follow the parts of lagom's own objects whose class has the attribute ``lagom_cache``: they are caches, whose
     content does not change their results.
     """
-    seen: dict[int, object] = {}  # keeps temporary objects alive, so that their ids stay theirs
+    seen: dict[int, object] = {}  # keeps temporary objects alive, so that their ids are not reused
     left = deque(roots)
     while left and len(seen) < most:
         value = left.popleft()
@@ -129,7 +129,7 @@ def _slot_names(kind: type) -> tuple[str, ...]:
 def _class_parts(kind: type) -> Iterator[Any]:
     for one in kind.__mro__:
         if _is_of_the_program(one.__module__):
-            yield from [value for name, value in vars(one).items() if name != "__slotnames__"]  # pickle adds it
+            yield from [value for name, value in vars(one).items() if name != "__slotnames__"]  # added by pickle
 
 
 def _function_parts(function: types.FunctionType) -> Iterator[Any]:
