@@ -1,4 +1,4 @@
-"""``AblationConfig``: one training function without one component at a time, and what each of them is worth."""
+"""``AblationConfig``: settings to train a function without one component at a time, and to compare the metrics."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from lagom.config.torch_distributed import TorchDistributedConfig
 from lagom.config.trials import TrialsConfig
 
 STUDY = "ablation_study"
-"""Key of the study among a call's arguments: the study's functions travel in one pickle with the program."""
+"""Key of the study among a call's arguments, so that the study's functions travel in one pickle with the program."""
 
 
 @explain_fields
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class AblationConfig(TrialsConfig):
-    """How ``lagom`` finds out what features and layers are worth: it trains without each of them, and compares.
+    """Settings of an ablation study: ``lagom`` trains a function without each feature or layer, and compares.
 
-    What it has in common with ``TorchDistributedConfig`` is said about each trial.
+    Fields that ``TorchDistributedConfig`` has as well apply to each trial.
 
     Raises:
         ValueError: when a field has a value it cannot have; nothing has been started then.
@@ -29,11 +29,11 @@ class AblationConfig(TrialsConfig):
     ablation_study: AblationStudy = field(default_factory=AblationStudy)
     """The components to leave out."""
     ablator: str = "loco"
-    """How: "loco" leaves out one component at a time."""
+    """Method: "loco" leaves out one component at a time."""
     seeds: int | Sequence[int] = 3
-    """How often the base and each variant are trained: a number k for the seeds ``seed``, ``seed`` + 1, ... (0, 1, ...
-    if ``seed`` is None), or the seeds. Differences have a confidence interval from two seeds on. 1: one trial each,
-    which starts as a run does."""
+    """Seeds with which the base and each variant are trained: a list of seeds, or a number k for ``seed``, ``seed`` +
+    1, ... (0, 1, ... if ``seed`` is None). With two seeds or more, differences have a confidence interval. 1: one trial
+    each, with ``seed``, or with the random states of the calling process if ``seed`` is None."""
 
     def __post_init__(self) -> None:
         TrialsConfig.__post_init__(self)
@@ -58,14 +58,14 @@ class AblationConfig(TrialsConfig):
         return list(range(first, first + self.seeds))
 
     def of_a_trial(self) -> TorchDistributedConfig:
-        """Return the config of one trial; its seed travels with the trial."""
+        """Return the config of one trial, without a seed: each trial brings its own."""
         shared = {each.name: getattr(self, each.name) for each in fields(TorchDistributedConfig)}
         module = self.module if self.module is not None else self.ablation_study.model.base_model_generator
         ranks = {"world_size": self.ranks_per_trial, "timeout_s": self.trial_timeout_s}
         return TorchDistributedConfig(**shared | ranks | {"module": module, "seed": None})
 
     def extra_arguments(self) -> dict[str, Any]:
-        """Return what trials get beside the fields of a run: the study, and the names of Maggy's arguments."""
+        """Return the arguments that only trials get: the study, and the arguments under Maggy's names."""
         study = self.ablation_study
         found: dict[str, Any] = {STUDY: study}
         if (module := self.of_a_trial().module) is not None:

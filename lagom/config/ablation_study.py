@@ -12,21 +12,21 @@ Feature = str | int
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Component:
-    """One thing that is left out; a pattern among ``layers`` stands for all layers that it matches."""
+    """One component that is left out; a pattern in ``layers`` stands for all layers that it matches."""
 
     kind: Kind
     name: str
     layers: tuple[str, ...] = ()
     """Dotted names of submodules, or patterns of these."""
     prefix: bool = False
-    """Whether ``layers`` is the beginning of names."""
+    """Whether ``layers`` holds a prefix, which stands for all layers whose names begin with it."""
     replacement: Callable[[Any], Any] | None = None
-    """Makes what stands in the place of a layer, from the layer. None: the layer's input passes through."""
+    """Returns the module that replaces a layer, given that layer. None: the layer's input passes through."""
     features: tuple[Feature, ...] = ()
     value: Any = None
     """Value that all samples have in place of a feature. None: 0, or the most frequent text."""
     drop: bool = False
-    """Whether a feature's column or key is removed, and not set to one value."""
+    """Whether a feature's column or key is removed, instead of set to ``value``."""
     module: Callable[..., Any] | None = None
     """Makes a model in place of the base model."""
 
@@ -44,7 +44,7 @@ class AblationStudy:
         training_dataset_version: likewise.
         label_name: name of the column to predict, which cannot be left out.
         dataset_generator: function that makes a data set. A training function that has a parameter
-            ``dataset_function`` gets it, and what it makes lacks the trial's features.
+            ``dataset_function`` gets it; the data set that it makes is without the features that the trial leaves out.
         feature_names: names of the columns of a data set whose samples are tensors; otherwise their numbers are used.
     """
 
@@ -118,7 +118,7 @@ class Features(_Included):
 
         Args:
             features: names, numbers of columns, or lists of these.
-            value: what all samples have instead; None: 0, or the most frequent text of the train set.
+            value: value that all samples have instead; None: 0, or the most frequent text of the train set.
             drop: remove the column or key, for programs that take the width of the model from the data.
         """
         for name in self._checked(features):
@@ -197,7 +197,7 @@ class Layers(_Included):
     """
 
     def include(self, *layers: str | Sequence[str], replacement: Callable[[Any], Any] | None = None) -> None:
-        """Leave out each of ``layers``, one at a time; of a pattern, each layer that it matches.
+        """Leave out each of ``layers``, one at a time. A pattern stands for each layer that it matches.
 
         Args:
             layers: names, patterns, or lists of these.
@@ -213,7 +213,7 @@ class Layers(_Included):
         """Leave out each of ``groups``, lists of names or patterns, all layers of a group together.
 
         Args:
-            prefix: a further group: all layers whose names begin so.
+            prefix: a further group: all layers whose names begin with this text.
             replacement: as for ``include``; called for each layer of a group.
         """
         for component in self._groups(groups, prefix):
@@ -241,7 +241,7 @@ class Layers(_Included):
 
     @property
     def included_groups(self) -> list[frozenset[str]]:
-        """Return the groups; that of a prefix has the prefix alone."""
+        """Return the groups; the group of a prefix contains the prefix alone."""
         return [frozenset(one.layers) for one in self._of_kind("layers")]
 
     def print_all(self) -> None:

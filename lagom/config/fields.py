@@ -1,4 +1,4 @@
-"""Explain a config class: its fields in ``help()``, and one line for a name or a use that it does not have."""
+"""Explain a config class: its fields in ``help()``, and in one-line errors a wrong name or use."""
 
 from __future__ import annotations
 

@@ -20,9 +20,9 @@ _MAGGYS_NAMES = {"randomsearch": "random", "gridsearch": "grid"}
 @explain_fields
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class HyperparameterOptConfig(TrialsConfig):
-    """How ``lagom`` searches for the best hyperparameters of a training function: by trials, several at a time.
+    """Settings of a search for the best hyperparameters of a training function, by several trials at a time.
 
-    What it has in common with ``TorchDistributedConfig`` is said about each trial.
+    Fields that ``TorchDistributedConfig`` has as well apply to each trial.
 
     Raises:
         ValueError: when a field has a value it cannot have; nothing has been started then.
@@ -33,18 +33,18 @@ class HyperparameterOptConfig(TrialsConfig):
     Optuna's and calls its ``suggest_...`` methods, for parameters that depend on others. If the function returns a
     dict, that dict is added to ``hparams``, else the suggested values are."""
     num_trials: int | None = None
-    """Number of trials, with those of the search that ``resume`` names. None: as many as there are in ``timeout_s``,
-    or in the grid."""
+    """Number of trials, including those of the search that ``resume`` names. None: as many as fit into ``timeout_s``,
+    or as the grid has."""
     optimizer: Optimizer | Any = "tpe"
     """Chooses the values of a trial: "random", "grid", "tpe", "gp", "asha" (random, and stops trials by successive
     halving), "hyperband" (tpe, and stops trials by Hyperband), or a sampler of Optuna's."""
     es_policy: EarlyStopping | Any = "median"
     """Stops bad trials early: "median", those whose best value so far is worse than the median of earlier trials at the
-    same step; "asha", all but the best quarter at each of some steps, every four times as late as the one before;
-    "none"; or a pruner of Optuna's. The optimizers "asha" and "hyperband" stop trials by their own rule alone."""
+    same step; "asha", all but the best quarter at certain steps, each four times as late as the step before; "none"; or
+    a pruner of Optuna's. The optimizers "asha" and "hyperband" stop trials by their own rule alone."""
     es_interval: int = 1
     """For "median", number of steps between two decisions about a trial; for "asha" and "hyperband", number of steps
-    that each trial gets at least. With 1, "asha" takes a hundredth of the first trial that ends."""
+    that each trial gets at least. With 1, "asha" takes a hundredth of the steps of the first trial that ends."""
     es_min: int = 10
     """Number of trials that run to their end before "median" stops one."""
 
@@ -73,7 +73,7 @@ class HyperparameterOptConfig(TrialsConfig):
         space = self.searchspace
         if isinstance(space, Mapping):
             if wrong := [name for name, each in space.items() if not _is_distribution(each)]:
-                # A dict in Searchspace's own form, or a mistake, which it explains.
+                # The dict has Searchspace's own form, or is a mistake, which Searchspace.add explains.
                 if any(_is_distribution(each) for each in space.values()):
                     raise ValueError(
                         f"searchspace has {wrong[0]}={space[wrong[0]]!r} beside Optuna's distributions; want all of "
@@ -133,7 +133,7 @@ class HyperparameterOptConfig(TrialsConfig):
 
 
 def _is_distribution(value: object) -> bool:
-    """Return whether ``value`` is a distribution of Optuna's, which is not imported for this."""
+    """Return whether ``value`` is a distribution of Optuna's, without importing Optuna."""
     return any(
         each.__name__ == "BaseDistribution" and each.__module__.startswith("optuna.") for each in type(value).__mro__
     )

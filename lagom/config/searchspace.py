@@ -33,8 +33,8 @@ class Parameter:
 
     @property
     def labels(self) -> list[Any]:
-        """Return what stands for each value of a list in a study: itself, or a text where it is an object."""
-        # Not a number is not equal to itself, so it could not be found again.
+        """Return the label of each listed value in Optuna's study: the value itself, or texts if any is an object."""
+        # NaN is not equal to itself, so ``value`` could not find it again if it were its own label.
         if all(type(one) in _PLAIN and one == one for one in self.values) and not _has_equals(self.values):
             return list(self.values)
         texts = [_text(value) for value in self.values]
@@ -125,7 +125,7 @@ class Searchspace:
         return iter(self)
 
     def json(self) -> str:
-        """Return the entries as JSON; objects in it by their labels."""
+        """Return the entries as JSON, with labels in place of objects."""
         entries = {
             each.name: (each.type, each.values if each.type in _RANGES else each.labels, *each.spec()[2:])
             for each in self.parameters

@@ -30,7 +30,7 @@ RUN_DIR = "~/.lagom/runs"
 @explain_fields
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class TorchDistributedConfig:
-    """How ``lagom`` runs a training function. Every field is optional.
+    """Settings of a run. Every field is optional.
 
     Raises:
         ValueError: when a field has a value it cannot have; nothing has been started then.
@@ -87,13 +87,14 @@ class TorchDistributedConfig:
     """"linear" multiplies the learning rates that optimizers are made with by the number of ranks, for
     ``batches="per_rank"``, where a batch is that much larger. None: the program's rates."""
     allow_unencrypted_collectives: bool = False
-    """Has ranks on several hosts exchange gradients and data in clear with Spark's encryption on. Otherwise they
-    encrypt, and gloo and NCCL, which cannot, are an error. For networks that are private, or encrypted themselves."""
+    """Lets ranks on several hosts exchange gradients and data unencrypted although Spark's encryption is on. If False,
+    they encrypt, and gloo and NCCL, which cannot, are an error. For networks that are private, or encrypted
+    themselves."""
     sync_batchnorm: bool = True
     """In training, BatchNorm uses the statistics of the whole batch, not of a rank's share."""
     verify: bool = False
-    """Before the run, rehearses its first steps in one process and on the ranks, and compares. If the ranks do not give
-    what one process gives, a ``VerificationError`` says why, and which setting would. With ``snapshot_every_s``, also
+    """Before the run, rehearses its first steps in one process and on the ranks, and compares. If the numbers differ, a
+    ``VerificationError`` says why, and which setting gives the numbers of one process. With ``snapshot_every_s``, also
     rehearses that the program goes on from a snapshot."""
     seed: int | None = None
     """Seed of torch's, numpy's and random's generators, equal on all ranks. None: ranks start from the states in the
@@ -110,7 +111,7 @@ class TorchDistributedConfig:
     LAGOM_RUN_DIR replaces the default."""
     timeline: bool | str | os.PathLike[str] = False
     """Records what all ranks do, for chrome://tracing or Perfetto, in "timeline.json" of the run's folder; a path
-    writes it there as well. It has the first 100 steps, and samples of later ones."""
+    writes it there as well. The timeline has the first 100 steps, and samples of later ones."""
     hb_interval: float = 1.0
     """Seconds between two progress reports of a rank."""
     stall_timeout_s: float = 60.0
@@ -120,22 +121,23 @@ class TorchDistributedConfig:
     """Seconds without progress after which a rank ends the run with a StallError. None: never."""
     max_failures: int = 3
     """How often a run begins again after it has lost a rank, an executor or a host (killed, out of memory, cut off). An
-    exception of the program ends the run at once. 0: never again. docs/survive.md says which files it then finds."""
+    exception of the program ends the run at once. 0: never again. docs/survive.md says which files a program finds that
+    begins again."""
     min_world_size: int | None = None
     """The fewest ranks with which a run on Spark begins again when executors are gone. None: 1; with
-    ``batches="per_rank"`` and programs that are distributed already, as many as there were."""
+    ``batches="per_rank"``, and for programs that are distributed already, the number of ranks before the loss."""
     debug: Debug = None
-    """Opens a debugger on a rank whose function has failed, before the run ends: "first", on the first one that fails,
-    or on the rank of this number, at which ``breakpoint()`` stops as well. Ranks then wait for each other for up
-    to ten days. None: only ``breakpoint()`` opens one, on rank 0. docs/debug.md shows how to use it."""
+    """Opens a debugger on a rank whose function has failed, before the run ends. "first": on the first rank that fails;
+    a number: on this rank, where ``breakpoint()`` stops as well. Ranks then wait for each other for up to ten days.
+    None: only ``breakpoint()`` opens a debugger, on rank 0. docs/debug.md shows how to use it."""
     sleeping_twins: bool = False
     """Whether ranks on the CPUs of this machine keep sleeping copies of themselves, which go on in the middle of a pass
     when a rank is killed. docs/survive.md says for which programs, and what it costs."""
     snapshot_every_s: float | Literal["auto"] | None = None
-    """Seconds after which the state of the program is kept in the run's folder again, written beside the training. A
-    run that is lost then goes on from there, and so does ``experiment.resume(run_dir)``, in the middle of a pass and
-    with any number of ranks. "auto": every 10 s, or less often if all that snapshots take would be more than 1% of the
-    time. None: never. docs/survive.md says for which programs, and what it costs."""
+    """Seconds between two snapshots of the program's state in the run's folder, written while the training goes on. A
+    run that is lost goes on from the last snapshot, and so does ``experiment.resume(run_dir)``, in the middle of a pass
+    and with any number of ranks. "auto": every 10 s, or less often if snapshots would take more than 1% of the time.
+    None: never. docs/survive.md says for which programs, and what it costs."""
 
     def __post_init__(self) -> None:
         for name, choices in (

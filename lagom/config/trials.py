@@ -1,4 +1,4 @@
-"""``TrialsConfig``: what a search and an ablation study have in common: many trials of one training function."""
+"""``TrialsConfig``: settings that searches and ablation studies share: how many trials of one function run."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ _DIRECTIONS = {"min": "min", "minimize": "min", "max": "max", "maximize": "max"}
 @explain_fields
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class TrialsConfig(TorchDistributedConfig):
-    """How ``lagom`` runs many trials of a training function, several at a time.
+    """Settings of many trials of a training function, several at a time.
 
-    What it has in common with ``TorchDistributedConfig`` is said about each trial.
+    Fields that ``TorchDistributedConfig`` has as well apply to each trial.
     """
 
     optimization_key: str = "Metric"
-    """Name of the metric, in the dict that the function returns, and in what it logs. A function that returns a number
-    returns the metric."""
+    """Name of the metric, in the dict that the function returns, and among the values that it logs. A function that
+    returns a number returns the metric."""
     direction: Direction = "max"
     """Whether the best trial has the largest metric, "max", or the smallest, "min". Optuna's "maximize" and "minimize"
     are the same."""
@@ -39,15 +39,15 @@ class TrialsConfig(TorchDistributedConfig):
     max_failed_trials: int | None = 10
     """Ends the search when this many trials in a row have failed, with the error of the last. None: never."""
     world_size: int | None = None
-    """Stays None: a search says ``ranks_per_trial`` and ``num_slots``."""
+    """Must be None: ``ranks_per_trial`` and ``num_slots`` replace it."""
     resume: str | os.PathLike[str] | None = None
     """Folder of an earlier search (its ``run_dir``), which goes on: its trials count, and those that were running are
     tried again."""
     timeout_s: float | None = None
     """Seconds after which no more trials begin. None: no limit."""
     trial_timeout_s: float | None = None
-    """Seconds without progress after which a trial fails with a StallError: for a search what ``timeout_s`` is for a
-    run. None: never."""
+    """Seconds without progress after which a trial fails with a StallError, as with ``timeout_s`` of a run. None:
+    never."""
 
     def __post_init__(self) -> None:
         if self.world_size is not None:
@@ -122,7 +122,7 @@ def check_count(name: str, value: object, least: int, otherwise: str = "") -> No
     """Check that ``value`` is a whole number, at least ``least``.
 
     Raises:
-        ValueError: if it is not, with ``otherwise`` after what was wanted.
+        ValueError: if it is not; ``otherwise`` is added to the text after the wanted number.
     """
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
         raise ValueError(f"{name} is {value!r}; want a number, at least {least}{otherwise}")
