@@ -46,7 +46,7 @@ _HOMES = {
 
 
 class _DefaultHandler(logging.Handler):
-    """Write lagom's warnings to standard error, after its name, as long as the program has set up no logging."""
+    """Writes lagom's warnings to standard error, after ``lagom:``, unless the program has configured logging."""
 
     def emit(self, record: logging.LogRecord) -> None:
         if not logging.getLogger().handlers:

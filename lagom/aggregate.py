@@ -24,13 +24,13 @@ def aggregate(
     """Combine the values of all ranks into one.
 
     A value that is equal on all ranks is returned as rank 0 returned it. Otherwise a warning names the differences, and
-    each float of the program's own return value becomes the mean weighted by ``samples``, the number each rank trained
-    on. Own floats are the value itself and those in dicts, lists, tuples and dataclasses. All else is rank 0's: whole
-    numbers and texts; tensors and arrays, since a mean of models is a model that no rank had; and every part of the
-    result that holds more than numbers and texts, such as a checkpoint beside a loss.
+    floats become the mean weighted by ``samples``, the number of samples that each rank trained on: a float that is the
+    value itself or an item of it, and floats in nested dicts, lists, tuples and dataclasses that hold only numbers and
+    texts. Everything else is rank 0's: whole numbers and texts; tensors and arrays, since a mean of models is a model
+    that no rank had; and nested parts that hold more than numbers and texts, such as a checkpoint beside a loss.
 
     Args:
-        remedy: text in the warning about the number, and the settings that would give another.
+        remedy: end of the warning: why the number is not one process's, and which settings give that number.
         warn: is called with the warning.
     """
     if len(values) < 2 or _have_equal_digests(values):
@@ -48,7 +48,7 @@ def aggregate(
 
 
 def remedy(batches: str, evaluation: str) -> str:
-    """Say that a value on which ranks disagree is not one process's value, and which settings give that."""
+    """Return a text for a value that differs between ranks: settings that give one process's value, or the cause."""
     changes = ['batches="whole"'] * (batches != "whole") + ['evaluation="gathered"'] * (evaluation == "sharded")
     if changes:
         return f"This is not one process's number: {' and '.join(changes)} gives that. "
@@ -74,7 +74,7 @@ class _Merge:
         self._merged: dict[tuple[int, ...], Any] = {}  # a value may contain itself
 
     def merged(self, values: Sequence[Any], place: str, depth: int, *, is_own: bool) -> Any:
-        """Return one value for ``values``; ``is_own`` averages their floats."""
+        """Return one value for ``values``; floats are averaged only with ``is_own``."""
         first = values[0]
         if _are_numbers(values):
             return first if all(_equal(first, one) for one in values[1:]) else self._mean(values, place, is_own)
@@ -99,7 +99,8 @@ class _Merge:
             ]
             if is_own and any(one is not column[0] for one, column in zip(made, columns, strict=True)):
                 self._merged[key] = with_parts(first, made)
-            if any(one.place == place for one in self.differences[num_before:]):  # in a part that has no name
+            # A part without a name, such as an item of a set, differs: report the whole container instead.
+            if any(one.place == place for one in self.differences[num_before:]):
                 self.differences[num_before:] = [_Difference(place, values, averaged=False)]
         return self._merged[key]
 
@@ -133,7 +134,7 @@ def _is_float(value: Any) -> bool:
 
 
 def _say_equal(values: Sequence[Any]) -> bool:
-    """Return whether objects with an ``__eq__`` of their own, which are no containers, are equal by it."""
+    """Return whether the class's own ``__eq__`` says that all are equal; False for builtins and tensors."""
     first, compare = values[0], vars(object)["__eq__"]
     if type(first).__module__ == "builtins" or type(first).__eq__ is compare or is_tensor(first):
         return False
@@ -144,7 +145,7 @@ def _say_equal(values: Sequence[Any]) -> bool:
 
 
 def _are_alike(left: Any, right: Any) -> bool:
-    """Return whether two values are of one class, by name: each rank has its own if the function defines it."""
+    """Return whether two values are of one class, by name: each rank has its own copy of a class in the function."""
     one, other = type(left), type(right)
     return one is other or (one.__module__, one.__qualname__) == (other.__module__, other.__qualname__)
 
@@ -198,7 +199,7 @@ def _digest(value: Any) -> bytes:
 
 
 def _have_equal_digests(values: Sequence[Any]) -> bool:
-    """Return whether all pickles are equal. Different pickles prove nothing."""
+    """Return whether all pickles are equal. Values with different pickles may still be equal."""
     try:
         return len({_digest(one) for one in values}) == 1
     except Exception:  # a class of the program's may do anything in __reduce__

@@ -20,4 +20,4 @@ class Call:
     settings: Mapping[str, Any] = field(default_factory=dict)
     """Settings of the driver's process, from ``process_settings``; empty leaves the rank's process as it is."""
     sources: Mapping[str, str] = field(default_factory=dict)
-    """The program's source files, by the names that its code has for them; empty without snapshots."""
+    """Texts of the program's source files, by the file names in its code objects; empty without snapshots."""

@@ -42,7 +42,7 @@ from lagom.worker.compatible import compatible
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line; return the exit status, which is the script's own."""
+    """Run the command line; return the exit status: the script's own, or 2 or 3 for an error of lagom's."""
     args = argument_parser().parse_args(argv)
     args.argv = list(sys.argv[1:] if argv is None else argv)
     try:
@@ -115,7 +115,7 @@ def _search(args: argparse.Namespace) -> int:
         folder = Path(args.resume).expanduser().absolute()
         args.argv, cwd = resumed(folder)
         os.chdir(cwd)
-        sys.argv[1:] = args.argv  # which the records keep
+        sys.argv[1:] = args.argv  # the records keep sys.argv, from which a later resume reads the options
         args = argument_parser().parse_args(args.argv, args)
     words, _ = _words(args, "lagom search --space lr=log:1e-5:1e-1 --metric loss --trials 20 train.py --epochs 2")
     on_spark = args.master not in (None, "local")
@@ -145,7 +145,7 @@ def _search(args: argparse.Namespace) -> int:
 
 
 def _words(args: argparse.Namespace, example: str) -> tuple[list[str], bool]:
-    """Return the script, or -m and a module, with its arguments, and whether they followed the word ``python``."""
+    """Return the script (or -m and a module) with its arguments, and whether the word ``python`` came before them."""
     given = ["-m", *args.module, *args.words] if args.module else args.words
     if not given:
         raise ValueError(f"there is nothing to run; want a script, as in: {example}")
@@ -158,7 +158,7 @@ def _bad_syntax(error: SyntaxError) -> int:
 
 
 def _script(words: Sequence[str]) -> Script:
-    """Read the script in ``words``, with the folder from which python would import first on ``sys.path``."""
+    """Read the script in ``words``; put its folder (with -m: the working directory) first on ``sys.path``."""
     if words[0] == "-m":
         sys.path.insert(0, str(Path.cwd()))
         return Script.of_module(words[1], words[2:])
@@ -168,7 +168,7 @@ def _script(words: Sequence[str]) -> Script:
 
 
 def _drive(script: Script, config: TorchDistributedConfig, named: Sequence[str]) -> int:
-    """Run a script that starts ranks by itself, in this process, as python does; ``config`` fills in its settings."""
+    """Run a script that starts ranks itself, in this process; ``config`` has the command line's settings for them."""
     try:
         with experiment.command_line_config(config, named), compatible():
             script()
@@ -236,7 +236,7 @@ def _failed(error: BaseException) -> int:
 
 
 def _session(master: str, slots: int | None) -> Any:
-    """Start a Spark session on ``master``; "spark" is one on this machine."""
+    """Start a Spark session on ``master``; "spark" means this machine, with ``slots`` slots (None: one per core)."""
     from lagom.launchers.spark_master import start_session
 
     return start_session(f"local[{slots or '*'}]" if master == "spark" else master)

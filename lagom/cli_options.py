@@ -1,4 +1,4 @@
-"""Options of the command line: those of a run, and those that runs, searches and checks of a cluster share."""
+"""Options of the command line: options of a run, and options that runs, searches and ``lagom doctor`` share."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from lagom.horovodrun import CheckBuild
 
 
 def add_run_options(run: argparse.ArgumentParser) -> None:
-    """Add the options of ``lagom run``, but for the script."""
+    """Add the options of ``lagom run``, without the script."""
     add_place(run, "number of ranks; one per core or slot if not given")
     run.add_argument("-H", "--hosts", metavar="HOST:SLOTS", help="as horovodrun's, of this machine: localhost:4")
     run.add_argument("-cb", "--check-build", action=CheckBuild, nargs=0, help="say what programs of Horovod's find")
@@ -83,7 +83,7 @@ def add_training_options(parser: argparse.ArgumentParser) -> None:
 
 
 def training_fields(args: argparse.Namespace) -> dict[str, Any]:
-    """Return the fields of a config that ``add_training_options`` and ``add_record_options`` have read."""
+    """Return the config fields that the options of ``add_training_options`` and ``add_record_options`` set."""
     return {
         "batches": args.batches or "whole",
         "evaluation": args.evaluation,

@@ -23,11 +23,11 @@ class Cluster:
     oversubscribe: bool = False
     """True if a run may have more tasks than slots, as with processes of one machine."""
     most_ranks: int | None = None
-    """Ranks that a run may have at most, for other reasons than slots."""
+    """Largest number of ranks, for other reasons than slots; None: no such limit."""
     gpus_per_slot: int = 0
     """GPUs that each of these tasks has for itself."""
     barrier: bool = True
-    """True if a stage can get all its tasks at once or not at all; Spark's dynamic allocation refuses that."""
+    """True if Spark can run barrier stages, which start all tasks at once; not with dynamic allocation."""
     encrypted: bool = False
     """True if Spark encrypts its network traffic."""
     remedy: str = ""

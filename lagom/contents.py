@@ -1,4 +1,4 @@
-"""The parts of any value: one walk, to compare results of ranks and to record a result."""
+"""The parts of any value, to compare the ranks' results and to record a result."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def entries(value: Any) -> Entries | None:
 
 
 def with_parts(value: Any, parts: Sequence[Any]) -> Any:
-    """Return a container like ``value``, which is plain, of ``parts``, in the order of its entries."""
+    """Return a copy of the plain container ``value`` that holds ``parts``, which are in the order of ``entries``."""
     if isinstance(value, tuple):
         make: Any = getattr(type(value), "_make", tuple)
         return make(parts)

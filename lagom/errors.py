@@ -4,11 +4,11 @@ from __future__ import annotations
 
 
 class LagomError(RuntimeError):
-    """A run failed, as opposed to a setting."""
+    """A run failed; a wrong setting raises a ``ValueError`` instead."""
 
 
 class PlanError(LagomError):
-    """The run cannot fit the cluster as it is; the text says how it could."""
+    """The run does not fit the cluster; the text says what to change."""
 
 
 class PayloadError(LagomError):
@@ -30,7 +30,7 @@ class RankError(LagomError):
         super().__init__(message)
         self.rank = rank
         self.exit_status = exit_status
-        """Argument of ``sys.exit``, if the rank ended by that."""
+        """Argument of ``sys.exit``, if the rank called it; else None."""
 
     def __reduce__(self) -> tuple[type[RankError], tuple[str, int | None, int | str | None]]:
         return type(self), (str(self), self.rank, self.exit_status)
@@ -57,7 +57,7 @@ class MetricError(LagomError):
 
 
 class AblationError(LagomError):
-    """A component of an ablation study cannot be left out of the program as it is; the text says what to do."""
+    """A component of an ablation study cannot be left out of this program; the text says what to do."""
 
 
 class RankTraceback(Exception):

@@ -118,17 +118,17 @@ def resume(
 ) -> Result:
     """Go on with a run that has kept snapshots, from the last one, and return its result as ``lagom`` would have.
 
-    If the run has returned already, its result is that of then.
+    If the run has already returned, nothing is computed, and the result is the one that it returned.
 
     Args:
         run_dir: the folder of the run, or its URL (``result.run_url``), or a part of its name in the default folder.
         world_size: number of ranks; None: as before.
-        launcher: where they run; None: as before.
+        launcher: where the ranks run; None: as before.
 
     Raises:
-        LagomError: if the run has kept no snapshots, still goes on in another process, or has functions that are not
-            as they were; or if others than this user can write to the snapshots. Those at a URL run as this user
-            whoever has written them there.
+        LagomError: if the run has kept no snapshots, is still running in another process, or has functions that have
+            changed since; or if other users can write to the snapshots. This check is for folders alone: code in
+            snapshots at a URL runs as this user, whoever has written them.
         ValueError: if there is no such run.
         Exception: as ``lagom``.
     """
@@ -157,7 +157,7 @@ def resume(
 def _kept_run(
     run_dir: str | os.PathLike[str],
 ) -> Iterator[tuple[KeptRun, Call, SnapshotFolder, Upload | None]]:
-    """Be the process that goes on with a run in the block: at a URL, of a copy on this machine."""
+    """Lock a run for this process in the context, and yield its call and snapshots; of a run at a URL, of a copy."""
     if not is_url(run_dir):
         found = find_run(run_dir, TorchDistributedConfig().run_dir)
         with read_call(found) as (run, call, snapshots), snapshots.locked():
@@ -180,7 +180,7 @@ def _kept_run(
 
 @contextmanager
 def _kept_for(snapshots: SnapshotFolder | None, records: RunRecords | None) -> Iterator[None]:
-    """Keep other processes from going on with the run in the block, and copy its snapshots to its URL."""
+    """Lock the run's snapshots in the context, so that no other process goes on from them; copy them to its URL."""
     with ExitStack() as stack:
         if snapshots is not None:
             stack.enter_context(snapshots.locked())
@@ -220,7 +220,7 @@ def _run(
 
 
 def _values(returned: Sequence[Mapping[str, Any]], the_plan: Plan) -> tuple[Any, list[Any]]:
-    """Return the value of the run and each rank's; take over rank 0's final random states."""
+    """Return the run's value and the values of all ranks; set this process's generators to rank 0's final states."""
     values = [one["value"] for one in returned]
     advice = "" if the_plan.already_distributed else remedy(the_plan.config.batches, the_plan.config.evaluation)
     value = aggregate(values, [one["samples"] for one in returned], f"{advice}result.per_rank has all of them")
@@ -234,10 +234,10 @@ _command_line: tuple[TorchDistributedConfig, Collection[str]] | None = None
 
 @contextmanager
 def command_line_config(config: TorchDistributedConfig, named: Collection[str] = ()) -> Iterator[None]:
-    """Apply the command line's ``config`` to the runs that a program starts in the context by itself.
+    """Apply the command line's ``config`` to the runs that the program itself starts in the context.
 
     Args:
-        named: fields that the command line has named, whatever their values.
+        named: fields that the command line sets explicitly, possibly to their defaults.
     """
     global _command_line  # the one command line of this process
     before, _command_line = _command_line, (config, named)
@@ -248,7 +248,7 @@ def command_line_config(config: TorchDistributedConfig, named: Collection[str] =
 
 
 def command_line_fields() -> dict[str, Any]:
-    """Return the fields that the command line has named, or set to another value than the default."""
+    """Return the fields that the command line sets explicitly, or to another value than the default."""
     plain = TorchDistributedConfig()
     names = [each.name for each in fields(plain) if each.name != "name"]
     if _command_line is None:

@@ -35,7 +35,7 @@ def num_ranks(asked: int | None, hosts: str | None, on_spark: bool) -> int | Non
     """Return the number of ranks: the number asked for, or the slots of ``hosts``; None for the default.
 
     Raises:
-        ValueError: for hosts that are not this machine, and more ranks than slots.
+        ValueError: if a host is not this machine, if ``hosts`` has too few slots, or for ``hosts`` on Spark.
     """
     if hosts is None:
         return asked

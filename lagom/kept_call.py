@@ -28,7 +28,7 @@ from lagom.snapshots.source_code import SourceFile
 
 NO_FOLDER = "snapshot_every_s needs a folder for the run; set run_dir to a path or a URL"
 _DATA: dict[str, Any] = {"module": None, "train_set": None, "test_set": None, "dataset": None, "hparams": {}}
-"""Fields of a config that are in the call."""
+"""Fields of a config that travel in the call, with the empty values that they have in the kept config."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,16 +88,16 @@ def keep_call(records: RunRecords | None, plan: Plan, call: Call, source: str | 
 
 
 def write_call(folder: SnapshotFolder, call: Call) -> None:
-    """Write ``call`` where snapshots refer to its data."""
+    """Write ``call`` to the file to which snapshots refer for its data."""
     _write(folder.call, call)
 
 
 @contextmanager
 def read_call(folder: Path) -> Iterator[tuple[KeptRun, Call, SnapshotFolder]]:
-    """Read what ``keep_call`` has written, and be in the folder where the run was called meanwhile.
+    """Read what ``keep_call`` has written; in the context, the working directory is the one of the original call.
 
     Raises:
-        LagomError: if there is none, if others than this user can write there, or if functions have changed since.
+        LagomError: if there is no call, if other users can write to it, or if functions have changed since.
     """
     found = SnapshotFolder(str(folder.resolve() / FOLDER))
     found.check_owner()
@@ -128,16 +128,16 @@ def read_call(folder: Path) -> Iterator[tuple[KeptRun, Call, SnapshotFolder]]:
 
 
 def keep_result(folder: SnapshotFolder, value: Any, values: list[Any], seconds: float) -> None:
-    """Write the result of a run into its folder in place of snapshots, unless it does not pickle or does not fit."""
+    """Write the result of a run and remove its snapshots; keep them if the result cannot be pickled or written."""
     partial = f"{folder.path}/.result"
     try:
         _write(partial, (value, values, seconds))
         os.replace(partial, folder.result)
-    except (PayloadError, OSError):  # then the end of the run is computed again when it is asked for
+    except (PayloadError, OSError):  # the snapshots stay, from which ``resume`` computes the result again
         with suppress(OSError):
             os.unlink(partial)
     else:
-        folder.remove_all()  # nothing goes on from them any more
+        folder.remove_all()  # the run has ended, so nothing resumes from its snapshots
 
 
 def read_result(folder: SnapshotFolder) -> tuple[Any, list[Any], float] | None:
@@ -149,8 +149,8 @@ def read_result(folder: SnapshotFolder) -> tuple[Any, list[Any], float] | None:
 
 
 def _changed_functions(call: Call) -> Iterator[str]:
-    """Yield the functions of ``call`` that are not those of its source files, and modules that it imports later."""
-    if isinstance(call.function, Script):  # it is in the call, and the modules that it has imported in the snapshot
+    """Yield the functions of ``call`` that differ from its kept sources, and other kept files that have changed."""
+    if isinstance(call.function, Script):  # the call holds the script, and the snapshot the modules that it imported
         return
     sources: dict[str, SourceFile] = {}
     given = call.provided

@@ -28,11 +28,11 @@ class Parcel:
 
         See Note [Classes of __main__] in pickler.py.
 
-        With ``by_reference``, classes and functions are pickled by name, and arrays own their memory, as they do when
-        they come from another process through a queue of multiprocessing.
+        With ``by_reference``, classes and functions are pickled by name, and unpickled arrays own their memory, as
+        arrays do that arrive through a multiprocessing queue.
 
         Raises:
-            PayloadError: if a part of it cannot be pickled, with that part's name.
+            PayloadError: if a part of ``value`` cannot be pickled; the text names the part.
         """
         self._frame(*_pickle(value, at_home or {}, by_reference))
 
@@ -170,8 +170,8 @@ def _remedy(culprit: str) -> str:
 class InParts:
     """An exception that is pickled by class, arguments and attributes, and unpickles as itself.
 
-    Exceptions are pickled as a call of their class with their ``args``, and a class with an ``__init__`` of its own may
-    need others.
+    By default, an exception is pickled as a call of its class with its ``args``, which fails for a class whose
+    ``__init__`` takes other arguments.
     """
 
     def __init__(self, error: BaseException) -> None:

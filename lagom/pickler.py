@@ -22,14 +22,14 @@ from lagom.unpicklable import is_sparks
 
 _Cached = type(functools.lru_cache(print))
 OUT_OF_BAND = 1 << 16
-"""Bytes from which a buffer is a piece of its own: copying a smaller one costs less."""
+"""Bytes from which a buffer is stored beside the pickle; copying a smaller buffer into the pickle costs less."""
 _NO_FILE = "<dynamic-code>"
 _by_value: set[str] = set()
 
 
 @contextmanager
 def pickled_by_value(modules: Iterable[types.ModuleType]) -> Iterator[None]:
-    """Have pickles in the block hold what these modules define, and not its names; ``__main__`` is always so."""
+    """Pickle functions and classes of ``modules`` by value in the context; those of ``__main__`` always are."""
     registered = [module for module in modules if module.__name__ != "__main__"]
     for module in registered:
         cloudpickle.register_pickle_by_value(module)
@@ -76,7 +76,7 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
             # cloudpickle 3.1.3 drops the file's name, by which tracebacks, debuggers and TorchScript find the source.
             return make, tuple(value.co_filename if one == _NO_FILE else one for one in given)
         if isinstance(value, types.ModuleType) and type(value) is not types.ModuleType:
-            # A module of a class of its own, which cloudpickle does not know, such as torch.backends.cudnn.
+            # cloudpickle does not know modules of a subclass of ModuleType, such as torch.backends.cudnn.
             name: str = value.__name__
             if sys.modules.get(name) is value:
                 return importlib.import_module, (name,)
@@ -86,8 +86,8 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         if torch is not None and isinstance(value, torch.storage.TypedStorage):
             return _typed_storage, (self._storage(value._untyped_storage), value.dtype)
         if torch is not None and isinstance(value, torch.UntypedStorage):
-            # Tensors of dtypes without typed storages, such as float8, have an untyped one. It travels as one of bytes,
-            # from which torch takes the untyped one again.
+            # Tensors of dtypes without typed storages, such as float8, have an untyped storage. It travels as a typed
+            # storage of bytes, from which torch takes the untyped storage again.
             return _typed_storage, (self._storage(value), torch.uint8)
         if self._by_reference:
             numpy = sys.modules.get("numpy")
@@ -95,13 +95,13 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         if type(value) is _Cached and (
             value.__module__ in _by_value or _tracker._lookup_module_and_qualname(value) is None
         ):
-            # cloudpickle leaves it to pickle, which would look for its name in the reader's __main__.
+            # cloudpickle leaves a function with lru_cache to pickle, which would look it up in the reader's __main__.
             settings = value.cache_parameters()
             return _cached, (value.__wrapped__, settings["maxsize"], settings["typed"])
         return super().reducer_override(value)
 
     def _storage(self, storage: Any) -> _Storage:
-        # Tensors that share memory must share it on the other side too: pickle remembers each _Storage.
+        # Tensors that share memory must share it after unpickling too: they get one _Storage, which pickle writes once.
         key = (storage.device.type, storage.data_ptr(), storage.nbytes())
         if key not in self._storages or storage.nbytes() == 0:
             self._storages[key] = _Storage(storage)
@@ -148,7 +148,7 @@ def _untyped_storage(buffer: Any, device: str) -> Any:
         view = memoryview(bytearray(view))
     memory = torch.frombuffer(view, dtype=torch.uint8)
     if view.nbytes < OUT_OF_BAND:
-        memory = memory.clone()  # aligned as torch aligns its own: sums of libraries may depend on that
+        memory = memory.clone()  # torch aligns its own memory, and results of a library's sums may depend on alignment
     storage = memory.untyped_storage()
     return storage.cuda() if device == "cuda" and torch.cuda.is_available() else storage
 
@@ -162,6 +162,6 @@ def _typed_storage(storage: Any, dtype: Any) -> Any:
 # Note [Classes of __main__]
 #
 # A notebook's class travels by value. If it also came back by value, cloudpickle would find the driver's class by its
-# id and set all attributes of the rank's copy on it: its methods would from then on see the rank's globals instead of
-# the notebook's, and class attributes that the rank changed would change in the notebook. So a rank sends such classes
-# back by their id alone.
+# id and set all attributes of the rank's copy on the driver's class: its methods would from then on see the rank's
+# globals instead of the notebook's, and class attributes that the rank changed would change in the notebook. So a rank
+# sends such classes back by their id alone.

@@ -24,22 +24,22 @@ class Rehearsal:
     num_batches: int = 8
     """Most batches of a pass over a data loader; the last one is the data set's last, which may be shorter."""
     num_in_long_passes: int = 16
-    """After so many backwards, passes are shorter still, so that a program of some epochs reaches its end."""
+    """Number of backwards after which passes are shorter still, so that a program of some epochs reaches its end."""
     num_batches_of_short: int = 2
+    """Most batches of such a shorter pass."""
     seconds: float | None = None
-    """After so long, the program ends before its 9th or its 25th backward, so that a busy machine compares the same
-    steps. Only for one rank: several would end in different places."""
+    """Time limit, checked only before the 9th and the 25th backward, so that a busy machine compares the same steps.
+    Only for one rank: several ranks would end at different places. None: no limit."""
     group_size: int = 1
-    """Consecutive batches that are dealt out together: with ``batches="per_rank"`` one for each rank."""
+    """Number of consecutive batches that are dealt together: with ``batches="per_rank"`` one for each rank."""
     expected: str = ""
     """Name of the exception with which one process ended: a rank that ends with it too reports no failure."""
     pinned: bool = False
-    """Turn dropout off, and derive a sample's random numbers from its index: removes draws of the ranks' own."""
+    """Turn dropout off, and derive a sample's random numbers from its index, so that ranks draw none of their own."""
     jumps: bool = False
-    """Make clocks jump each time the program reads them, so that values that depend on time differ between runs.
-    """
+    """Make clocks jump at each read by the program, so that values that depend on time differ between two runs."""
     snapshot_after: int | None = None
-    """Take a snapshot at the first batch that is asked for after so many backwards; None: take none."""
+    """Take a snapshot when the program asks for a batch after this many backwards; None: take none."""
     num_before: int = 0
     """Number of backwards before the snapshot that the program goes on from."""
 
@@ -57,7 +57,7 @@ class Plan:
     """Number of ranks in one task: one per GPU of the task, else one."""
     barrier: bool
     gpu: bool
-    """True if each rank has a GPU, of its own or with others."""
+    """True if each rank has a GPU, alone or shared with other ranks."""
     names_gpu: bool = True
     """True if the program places its tensors itself, or there is no GPU; else see run_state/mixed_devices.py."""
     keeps_logs: bool = False
@@ -67,13 +67,13 @@ class Plan:
     encrypts_ranks: bool = False
     """True if ranks on several hosts encrypt what they send each other."""
     in_clear: str = ""
-    """Library that would send in clear between hosts though ranks are to encrypt; then they must be on one host."""
+    """Library that would send unencrypted although ranks are to encrypt; ranks must then share a host. Empty: none."""
     already_distributed: bool = False
     """True if the program is written for torchrun: its ranks then find torchrun's variables."""
     rehearsal: Rehearsal | None = None
-    """Set in a rehearsal before the run: shows no output, and keeps no files."""
+    """Limits of a rehearsal, which shows no output and keeps no files; None in the run itself."""
     searches: bool = False
-    """True if tasks run one trial of a search after another; all else in the plan is then that of one trial."""
+    """True if tasks run one trial of a search after another; all other fields then describe one trial."""
     reports_pass_losses: bool = False
     """A trial that logs no metric reports the mean training loss of each pass over a loader."""
 
@@ -138,7 +138,7 @@ def plan(
 
 
 def _in_clear(config: TorchDistributedConfig, *, gpu: bool) -> str:
-    """Return what sends between hosts in clear, and cannot do otherwise; empty if nothing does from the start."""
+    """Return the library that ranks use and that cannot encrypt between hosts; empty if the config chooses none."""
     if gpu:
         return "NCCL"
     if config.backend == "deepspeed":

@@ -34,10 +34,10 @@ log = logging.getLogger("lagom")
 def checked(
     train: Callable[..., Any], config: TorchDistributedConfig, searched: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
-    """Check the call before anything starts; return what the config provides for the function.
+    """Check the call before anything starts; return the arguments that the config provides for the function.
 
     Args:
-        searched: example hyperparameters of a trial, which each trial has in its own way.
+        searched: examples of the hyperparameters for which each trial has values of its own.
     """
     if not isinstance(config, TorchDistributedConfig):
         raise ValueError(f"config is a {type(config).__name__}; want a TorchDistributedConfig")
@@ -70,7 +70,9 @@ def run_records(
     folder: Path | None = None,
     upload: Upload | None = None,
 ) -> Iterator[RunRecords | None]:
-    """Open the run's records, if they are wanted, or those in ``folder``; record an error that the context raises.
+    """Open new records of the run, or the records in ``folder``; record an error that the context raises.
+
+    Yield None if the config keeps no records.
 
     Args:
         folder: records of an earlier process of the same run, with their ``upload``, if they are kept at a URL.
@@ -113,7 +115,7 @@ def source_of(train: Callable[..., Any]) -> str | None:
 
 
 def provided_arguments(config: TorchDistributedConfig) -> dict[str, Any]:
-    """Return the fields of ``config`` that a function can ask for, in both spellings of the data sets."""
+    """Return the fields of ``config`` that a function can ask for; the data sets by name, and both as ``dataset``."""
     sets = {"train_set": config.train_set, "test_set": config.test_set}
     provided: dict[str, Any] = {"hparams": config.hparams}
     if config.module is not None:
@@ -127,7 +129,7 @@ def provided_arguments(config: TorchDistributedConfig) -> dict[str, Any]:
 
 
 def facts_of_code(train: Callable[..., Any], provided: Mapping[str, Any], cluster: Cluster) -> dict[str, bool]:
-    """Return what the code of the program, and of arguments from the config, tells ``plan`` about it.
+    """Return the facts for ``plan`` that the code of the program and of its arguments shows.
 
     A program that is written for torchrun and knows only NCCL needs GPUs: without them it counts as an ordinary one,
     and a warning says so.
@@ -152,5 +154,5 @@ _NO_NCCL = (
 
 
 def random_start(config: TorchDistributedConfig) -> dict[str, Any] | None:
-    """Return the states of this process's generators if ranks are to start from them."""
+    """Return the states of this process's generators, from which ranks start; None if the config has a seed."""
     return random_states() | {"entropy": secrets.randbits(32)} if config.seed is None else None

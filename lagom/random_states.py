@@ -54,8 +54,8 @@ def equal_state(left: Any, right: Any) -> bool:
 def start_random_states(states: Mapping[str, Any]) -> None:
     """Start a rank's generators from the driver's ``states``.
 
-    A library that the driver has not loaded would seed itself from the system there; here the call's ``entropy``, equal
-    on all ranks, seeds it.
+    On the driver, a library that is not loaded yet would seed itself from the operating system when it is loaded. On
+    ranks, the call's ``entropy``, equal on all ranks, seeds such a library.
     """
     import torch
 
@@ -65,13 +65,14 @@ def start_random_states(states: Mapping[str, Any]) -> None:
         sys.modules["numpy"].random.seed(states["entropy"])
     set_random_states(states)
     if "cuda" not in states and _has_accelerator():
-        torch.cuda.manual_seed_all(torch.initial_seed())  # as torch.manual_seed requested; does nothing without a GPU
+        torch.cuda.manual_seed_all(torch.initial_seed())  # as torch.manual_seed does; does nothing without a GPU
 
 
 def seed_torch(seed: int) -> None:
-    """Seed torch's generators, as ``torch.manual_seed`` does.
+    """Seed torch's generators, as ``torch.manual_seed`` does; without an accelerator, only the CPU's.
 
-    That formats a stack for each kind of accelerator, also in a build that has none, which takes a new rank 10 ms.
+    ``torch.manual_seed`` formats a stack for each kind of accelerator even in a build without any, which takes a new
+    rank 10 ms.
     """
     import torch
 

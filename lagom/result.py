@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 TEST_RESULT = "test result"
 _SHOWN_RANKS = 8
-# Front ends have styles of their own for tables: columns of equal width, and centered.
+# These override the table styles of notebook front ends, which make columns of equal width and center them.
 _TABLE = "table-layout:auto;margin:0;border-collapse:collapse"
 _CELL = "text-align:left;vertical-align:top;padding:.15em .8em .15em 0"
 
@@ -57,7 +57,7 @@ def show(run: str | os.PathLike[str] | Result) -> Page:
 
         folder = find_run(run, TorchDistributedConfig().run_dir)
         page, ended = Page(folder / "report.html"), folder / RESULT
-        # A search has written a page of its own.
+        # Keep a page that is newer than the result: a search has written a page of its own.
         if not (page.exists() and ended.exists() and page.stat().st_mtime >= ended.stat().st_mtime):
             page.write_text(report(folder), encoding="utf-8")
     if notebook() is None and (os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY")):
@@ -178,10 +178,10 @@ class Result(Mapping[str, Any]):
         return f"<div style='overflow-x:auto'>{title}{_own_html(self._value) or self._table()}{self._records()}</div>"
 
     def _table(self) -> str:
-        """Return HTML of the metrics, with columns for ranks whose values differ."""
+        """Return HTML of the metrics, with a column for each rank if any values differ."""
         keys = [key for key in self._items if key != TEST_RESULT or len(self._items) == 1]
         by_rank = {key: [short(item) for item in self._by_rank(key)] for key in keys}
-        # Ranks return the same values as a rule: then they need no columns.
+        # Ranks usually return equal values, and then need no columns of their own.
         num_ranks = 0 if all(len(set(texts)) < 2 for texts in by_rank.values()) else min(self.world_size, _SHOWN_RANKS)
         head = ["", "result", *(f"rank {rank}" for rank in range(num_ranks))]
         head += ["…"] * (0 < num_ranks < self.world_size)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 DRIVERS_OWN = " of Spark's, which only the driver has)"
-"""How the name of an object of PySpark ends."""
+"""End of the text that names an object of PySpark, by which the caller adds a remedy to the error."""
 
 
 def find_unpicklable(

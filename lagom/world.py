@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Numbers by which a rank knows itself: its rank and the world size, in the run and on its host."""
+    """Rank and world size of this process, in the run and on its host."""
 
     rank: int = 0
     world_size: int = 1
