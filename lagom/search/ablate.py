@@ -17,14 +17,14 @@ from lagom.search.variants import variants
 
 
 def ablate(train: Callable[..., Any], config: AblationConfig) -> AblationResult:
-    """Run the trials of an ablation study; on Ctrl-C, return what there is so far.
+    """Run the trials of an ablation study; on Ctrl-C, return the results so far.
 
     Raises:
         ValueError: if the study leaves out something that does not exist, or that the program does not take from the
             config; nothing has been started then.
         PlanError: if a trial does not fit the cluster.
         MetricError: if a trial has no metric.
-        Exception: of the last of ``max_failed_trials`` that failed one after another.
+        Exception: the last trial's exception, if ``max_failed_trials`` trials in a row have failed.
     """
     extra = config.extra_arguments()
     found = variants(config.ablation_study, train, provided_arguments(config.of_a_trial()) | extra)

@@ -29,18 +29,18 @@ class _Repetition:
 
     @property
     def params(self) -> dict[str, Any]:
-        """Return what identifies the trial for people, and in the journal."""
+        """Return the values that identify the trial in displays and in the journal."""
         return {"without": "" if self.variant.component is None else self.variant.name, "seed": self.seed}
 
 
 class AblationTrials:
-    """Asks for the base with each seed, then for each variant with each seed.
+    """Source of an ablation study's trials: the base with each seed, then each variant with each seed.
 
-    Trials that have ended are kept in a journal in ``folder``, from which another study goes on; failed ones are tried
-    again then.
+    Trials that have ended are kept in a journal in ``folder``, from which another study can go on; that study runs
+    failed trials again.
 
     Args:
-        variants: the base, and what is compared with it.
+        variants: the base, then the variants that are compared with it.
         folder: folder of the journal; None keeps the trials in memory.
         end: time (of ``time.monotonic``) after which no more trials begin.
 
@@ -73,7 +73,7 @@ class AblationTrials:
 
     @property
     def finished(self) -> bool:
-        """Return whether no more trials will be asked for: all are, or the time is over."""
+        """Return whether ``ask`` has no more trials: all were asked for, or the time is over."""
         return not self._waiting or time.monotonic() >= self._end
 
     def ask(self) -> TrialSpec | None:
@@ -86,13 +86,13 @@ class AblationTrials:
         return TrialSpec(number=number, params=one.params, change=change)
 
     def report(self, number: int, step: int, value: float) -> bool:
-        """Return False: every trial runs to its end, since their differences are wanted."""
+        """Return False: every trial runs to its end, since a study compares final metrics."""
         return False
 
     def tell(self, number: int, outcome: TrialOutcome) -> None:
         """Note how the trial ``number`` ended. A metric that is not a number is a failure."""
         failed = outcome.state == "complete" and (outcome.value is None or math.isnan(outcome.value))
-        folder = outcome.folder if self._folder is not None else None  # one that is not kept is gone at the end
+        folder = outcome.folder if self._folder is not None else None  # else the folder is a temporary one
         if folder is not None and self._folder is not None and folder.is_relative_to(self._folder):
             folder = folder.relative_to(self._folder)
         row = {
@@ -109,7 +109,7 @@ class AblationTrials:
             "returned": outcome.returned,
         }
         self._rows[number] = row
-        if outcome.error.startswith(AblationError.__name__):  # whatever the seed
+        if outcome.error.startswith(AblationError.__name__):  # the variant fails with every seed: skip the others
             variant = self._all[number].variant
             self._waiting = deque(other for other in self._waiting if self._all[other].variant != variant)
         if self._journal is not None:

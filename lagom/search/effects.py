@@ -1,4 +1,4 @@
-"""``effects``: what each component of an ablation study contributes, with confidence intervals over seeds."""
+"""``effect``: change of the metric when a component is left out, with a confidence interval over seeds."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 Values = Mapping[int, float]
-"""Metrics by the number of the seed."""
+"""Metrics by the index of the seed in the study."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -19,12 +19,12 @@ class Effect:
     value: float | None
     """Mean metric without the component; None if no trial has ended well."""
     difference: float | None = None
-    """Mean over the seeds of the metric without the component less that of the base; None without a pair of them."""
+    """Mean over seeds of the metric without the component minus the base's metric; None if no seed has both."""
     low: float | None = None
     high: float | None = None
     """Ends of the confidence interval of ``difference``; None with fewer than two seeds."""
     num_seeds: int = 0
-    """Number of seeds with a metric of both."""
+    """Number of seeds that have both metrics."""
 
 
 def effect(component: str, base: Values, values: Values, confidence: float = 0.95) -> Effect:
@@ -55,7 +55,7 @@ def t_quantile(degrees: int, confidence: float) -> float:
 
     Abramowitz and Stegun, Handbook of Mathematical Functions, 26.7.3 and 26.7.4, solved for t by bisection.
     """
-    low, high = 0.0, math.pi / 2  # of the angle, whose tangent is t / sqrt(degrees)
+    low, high = 0.0, math.pi / 2  # bounds of the angle whose tangent is t / sqrt(degrees)
     for _ in range(100):
         middle = (low + high) / 2
         low, high = (middle, high) if _probability(degrees, middle) < confidence else (low, middle)
@@ -74,6 +74,6 @@ def _probability(degrees: int, angle: float) -> float:
 
 
 def is_seed_ignored(all_values: Sequence[Values]) -> bool:
-    """Return whether every variant has the same metric with all its seeds, of which there are several."""
+    """Return whether each variant with several seeds has one metric with all of them; False if none has several."""
     several = [set(values.values()) for values in all_values if len(values) > 1]
     return bool(several) and all(len(found) == 1 for found in several)

@@ -21,9 +21,10 @@ _LOCAL = re.compile(r"(file|sqlite):|(?!databricks)(?!.*:)")
 
 @contextmanager
 def mlflow_trials(name: str, metric: str) -> Iterator[MlflowTrials | None]:
-    """Yield what makes the runs of trials; None if this process does not use MLflow.
+    """Yield an object that makes an MLflow run for each trial; None if this process does not use MLflow.
 
-    It uses MLflow if it has an active run, or has set an experiment; in that case a run ``name`` is active meanwhile.
+    A process uses MLflow if it has an active run, or has set an experiment. If it has only set an experiment, a new run
+    ``name`` is active in the context.
     """
     mlflow: Any = sys.modules.get("mlflow")
     with contextlib.ExitStack() as stack:
@@ -45,7 +46,7 @@ class MlflowTrials:
     """Makes, and ends, the runs of trials.
 
     Args:
-        parent: what MLflow knows of the run of the search.
+        parent: MLflow's ``RunInfo`` of the search's own run.
         metric: name of the metric.
     """
 
@@ -57,10 +58,12 @@ class MlflowTrials:
         self._runs: dict[int, str] = {}
 
     def begin(self, spec: TrialSpec, sees_files: bool) -> dict[str, str]:
-        """Make the run of a trial, if it has none yet; return the environment in which its ranks log to it.
+        """Make the run of a trial, if it has none yet; return environment variables by which its ranks log to it.
+
+        The environment is empty if the run could not be made, or the trial's host cannot reach the store.
 
         Args:
-            sees_files: whether the trial's host has the files of this one, where MLflow may keep its runs.
+            sees_files: whether the trial's host sees the files of this machine, which may be MLflow's store.
         """
         with _warned():
             if spec.number not in self._runs:
@@ -81,11 +84,11 @@ class MlflowTrials:
         if run is None:
             return
         for key, value in spec.params.items():
-            with contextlib.suppress(Exception):  # the program has logged it, written in another way
+            with contextlib.suppress(Exception):  # MLflow refuses a parameter that the program logged with another text
                 self._client.log_param(run, key, value)
         with _warned():
             if outcome.value is not None:
-                # MLflow takes the value at the largest step for the last one, and the program may have logged some.
+                # For MLflow the value at the largest step is the last, and the program may have logged some itself.
                 known = [one.step for one in self._client.get_metric_history(run, self._metric)]
                 self._client.log_metric(run, self._metric, outcome.value, step=max(known, default=-1) + 1)
             if outcome.error:
@@ -93,7 +96,7 @@ class MlflowTrials:
             self._client.set_terminated(run, _STATUS[outcome.state])
 
     def give_up(self) -> None:
-        """End the runs of the trials that still run, which the search does not wait for."""
+        """End the MLflow runs of trials that still run; the search does not wait for these trials."""
         for run in self._runs.values():
             with _warned():
                 self._client.set_terminated(run, "KILLED")
@@ -105,7 +108,7 @@ _warnings: set[str] = set()
 
 @contextmanager
 def _warned() -> Iterator[None]:
-    """Turn errors of MLflow into a warning: a search does not end because its server does not answer."""
+    """Turn errors of MLflow into a warning: a search must not fail because MLflow's server does not answer."""
     try:
         yield
     except Exception as error:
@@ -118,9 +121,9 @@ def _warned() -> Iterator[None]:
 # Note [Trials in MLflow]
 #
 # MLFLOW_RUN_ID is MLflow's own way to say which run a process logs to: the first start_run() in it, or the first call
-# that logs, goes on with that run, and later ones make runs of their own. So a trial's process gets the run that the
-# search has made for the trial, and an unmodified program logs to it. Where its host cannot reach the store (files of
-# this machine), it gets none, and has the run that it would have in a plain call.
+# that logs, goes on with that run, and later calls make runs of their own. So a trial's process gets the run that the
+# search has made for the trial, and an unmodified program logs to it. If its host cannot reach the store (files of
+# this machine), the process gets no run from the search, and MLflow does what it does in a plain call.
 #
 # The hyperparameters are logged when the trial has ended: MLflow refuses a second value of a parameter, and a program
 # that logs its own, perhaps rounded, must not fail for it.

@@ -1,4 +1,4 @@
-"""``run_trials``: from a checked call to the end of its last trial."""
+"""``run_trials``: checks a call and runs its trials, until the last one has ended."""
 
 from __future__ import annotations
 
@@ -52,13 +52,13 @@ def run_trials(
     searched: Mapping[str, Any] | None = None,
     extra: Mapping[str, Any] | None = None,
 ) -> tuple[Source, TrialsRun]:
-    """Run the trials of a source on all slots; on Ctrl-C, return what there is so far.
+    """Run the trials of a source on all slots; on Ctrl-C, return the trials so far.
 
     Args:
         make_source: makes the source, which keeps its trials in the folder that it gets, if any.
         num_trials: the number of trials, if it is known.
         searched: examples of the hyperparameters that trials have.
-        extra: what trials get beside the arguments that the config provides.
+        extra: arguments of trials beside those that the config provides.
     """
     started, trial = time.monotonic(), config.of_a_trial()
     provided = _checked(train, config, searched or {}, extra or {})
@@ -104,7 +104,7 @@ def run_trials(
 
 
 def _summary(trials: Sequence[Mapping[str, Any]], direction: str) -> str:
-    """Say how a search went in that ``direction``, "min" or "max", or an ablation study ("")."""
+    """Return a text with the outcome; ``direction`` is "min" or "max" for a search, "" for an ablation study."""
     values = [trial["value"] for trial in trials if trial["state"] == "complete"]
     if not direction or not values:
         return f"{len(values)} of {len(trials)} trials completed"
@@ -114,7 +114,7 @@ def _summary(trials: Sequence[Mapping[str, Any]], direction: str) -> str:
 def _checked(
     train: Callable[..., Any], config: TrialsConfig, searched: Mapping[str, Any], extra: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Check the call before anything starts; return what there is for the function."""
+    """Check the call before anything starts; return the arguments for the function."""
     provided = {**checked(train, config.of_a_trial(), {**searched, **extra}), **extra}
     check_searched(train, searched)
     if config.verify:
@@ -135,7 +135,7 @@ def _plan(train: Callable[..., Any], config: TrialsConfig, provided: dict[str, A
 def _is_interrupted(source: KeptTrialSource, loop: TrialLoop, slots: Callable[[], TrialSlots]) -> bool:
     """Run the trials, if any are left; return whether Ctrl-C has ended them."""
     try:
-        if not source.finished:  # else it goes on from a search that had all of its trials
+        if not source.finished:  # a resumed search may have had all its trials already
             with slots() as started:
                 loop.run(started)
     except KeyboardInterrupt:

@@ -1,4 +1,4 @@
-"""``lagom search``'s own options: the searchspace as words, and the commands that go on from a search."""
+"""Options of ``lagom search`` alone: the searchspace as words, and commands to repeat the best trial or to resume."""
 
 from __future__ import annotations
 
@@ -142,10 +142,10 @@ def command_line(words: Sequence[str], script: Sequence[str], params: Mapping[st
 
 
 def resumed(folder: Path) -> tuple[list[str], str]:
-    """Return the words to go on with the search in ``folder``, and the folder in which it was begun.
+    """Return the command-line arguments to resume the search in ``folder``, and its original working directory.
 
     Raises:
-        ValueError: if that folder does not tell.
+        ValueError: if the records in ``folder`` do not have the whole command line.
     """
     try:
         driver = json.loads((folder / RUN).read_text())["driver"]

@@ -19,7 +19,7 @@ _PLAIN = (str, int, float, bool, type(None))
 
 
 def search(train: Callable[..., Any], config: HyperparameterOptConfig) -> SearchResult:
-    """Run trials of ``train`` until ``config`` says that there are enough; on Ctrl-C, return those so far.
+    """Run trials of ``train`` until ``config`` says that there are enough; on Ctrl-C, return the trials so far.
 
     Raises:
         ValueError: if the function asks for an argument that nothing provides, or a choice is too large for a message;
@@ -28,7 +28,7 @@ def search(train: Callable[..., Any], config: HyperparameterOptConfig) -> Search
         PlanError: if a trial does not fit the cluster.
         LagomError: if Optuna is missing, or no slot is left.
         MetricError: if a trial has no metric.
-        Exception: of the last of ``max_failed_trials`` that failed one after another.
+        Exception: the last trial's exception, if ``max_failed_trials`` trials in a row have failed.
     """
     _check_choices(config.searchspace)
     study, ran = run_trials(
@@ -52,7 +52,7 @@ def search(train: Callable[..., Any], config: HyperparameterOptConfig) -> Search
 def _logarithmic(space: Any, study: Any) -> set[str]:
     """Return the hyperparameters with a logarithmic scale.
 
-    If ``space`` is a function, these are of the hyperparameters that it has suggested in the study's trials.
+    If ``space`` is a function, only hyperparameters that it has suggested in the study's trials are known.
     """
     if isinstance(space, Searchspace):
         return {each.name for each in space.parameters if each.log}
@@ -77,5 +77,6 @@ def _examples(train: Callable[..., Any], config: HyperparameterOptConfig) -> Map
         return dict.fromkeys(config.searchspace.names())
     if isinstance(config.searchspace, Mapping):
         return dict.fromkeys(config.searchspace)
-    names = inspect.signature(train).parameters  # a function of a trial says only in a trial what it suggests
+    # A searchspace function suggests its hyperparameters only in a trial, so any other parameter may be one of them.
+    names = inspect.signature(train).parameters
     return {name: None for name in names if name not in config.hparams}

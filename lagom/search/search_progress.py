@@ -23,7 +23,7 @@ from lagom.wire.client import Message
 
 @dataclass(slots=True)
 class _SlotState:
-    """One slot as the reader sees it."""
+    """State of one slot, for the display."""
 
     host: str
     since: float
@@ -66,7 +66,7 @@ class SearchProgress:
         """Show what all trials print, each line after the trial's number."""
 
     def take(self, number: int, message: Message) -> None:
-        """Take in a message of slot ``number``, or to it; show the state when it is time."""
+        """Update the state by a message from or to slot ``number``; renew the display if that is due."""
         kind = message["type"]
         if kind == "join":
             host = str(message["host"]).split("|")[0]
@@ -84,7 +84,7 @@ class SearchProgress:
         if outcome.state == "failed":
             self._failure = f"trial {spec.number} failed: {outcome.error}"
             kind = outcome.error.partition(":")[0]
-            if kind not in self._told_failures:  # the first of its kind; all are in the result
+            if kind not in self._told_failures:  # show only the first failure of a kind; the result has all
                 self._told_failures.add(kind)
                 self.warn(cut(self._failure, WIDTH))
 
@@ -101,7 +101,7 @@ class SearchProgress:
                 self._best, self._best_params = (value, number), params
 
     def warn(self, text: str) -> None:
-        """Show ``text``, lines below the first indented."""
+        """Show ``text``, with all lines after the first indented."""
         first, *more = text.splitlines()
         self._line.say("\n".join([f"lagom: {self._name}: {first}", *(f"    {line}" for line in more)]))
 
@@ -157,7 +157,7 @@ class SearchProgress:
         return lasted(time.monotonic() - self._began)
 
     def _busy(self) -> float:
-        """Return the share of their time for which slots had a trial."""
+        """Return the fraction of the slots' total time in which they had a trial."""
         now = time.monotonic()
         total = sum(now - slot.since for slot in self._slots.values())
         busy = sum(

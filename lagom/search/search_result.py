@@ -31,7 +31,7 @@ class SearchResult(Mapping[str, Any]):
     Args:
         trials: one dict for each trial that has ended; see ``trials``.
         direction: "min" or "max".
-        hparams: what all trials share.
+        hparams: hyperparameters that all trials share.
         metric: name of the metric.
         logarithmic: hyperparameters that were drawn evenly by their logarithms.
     """
@@ -79,7 +79,7 @@ class SearchResult(Mapping[str, Any]):
         """The trial with the best value of those that ran to their end; the first of equal ones.
 
         Raises:
-            LagomError: if there is none.
+            LagomError: if no trial ran to its end.
         """
         return self._extreme(self._direction == "max")
 
@@ -115,7 +115,7 @@ class SearchResult(Mapping[str, Any]):
 
     @property
     def importances(self) -> dict[str, float]:
-        """How much each hyperparameter decides whether a trial is a good one (PED-ANOVA), the sum being 1.
+        """Importance of each hyperparameter for being among the best trials (PED-ANOVA); their sum is 1.
 
         Empty if the trials were not chosen by Optuna, or are too few to tell.
         """
@@ -215,7 +215,7 @@ class SearchResult(Mapping[str, Any]):
         )
 
     def _page_parts(self) -> list[str]:
-        """Return HTML of what ``report`` shows between its title and the records."""
+        """Return the HTML parts that ``report`` shows between its title and the records."""
         from lagom.records.interval_chart import Bar, interval_chart
         from lagom.search.pages.parallel_coordinates import parallel_coordinates
         from lagom.search.pages.search_page import narrow, trial_table, value_charts

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     import optuna
 
 _STATES = {"COMPLETE": "complete", "PRUNED": "pruned", "FAIL": "failed"}
-_MAX_RETURNED = 4096  # characters of JSON, of which a trial's record keeps a copy
+_MAX_RETURNED = 4096  # characters of JSON; a longer return value is not kept in the trial's record
 _SPACE = "searchspace"
 _SHARED = "shared"
 log = logging.getLogger("lagom")
@@ -36,17 +36,17 @@ _DIRECTIONS: dict[str, Literal["minimize", "maximize"]] = {"min": "minimize", "m
 class _Running:
     trial: optuna.Trial
     steps: set[int]
-    """Steps at which the trial was told to go on, by an earlier attempt at it too."""
+    """Steps for which the trial has reported a value, in earlier attempts too."""
 
 
 class Study:
-    """Asks Optuna for trials and tells it of them, as ``optuna.Study.optimize`` does, with many at a time.
+    """Asks Optuna for trials and tells it their outcomes, as ``optuna.Study.optimize`` does, with many running at once.
 
-    With one slot the trials are those of ``optimize``, bit for bit. All of it is kept in a journal in ``folder``, from
-    which another ``Study`` goes on: trials that ended count, and those that were running are asked for again.
+    With one slot the trials are those of ``optimize``, bit for bit. Trials are kept in a journal in ``folder``, from
+    which another ``Study`` goes on: trials that ended count, and trials that were running are asked for again.
 
     Args:
-        config: which trials; a sampler's seed is ``config.seed``, and as in Optuna without one each search is another.
+        config: settings of the search. ``config.seed`` seeds the sampler; if None, each search draws other values.
         folder: folder of the journal; None keeps the trials in memory.
 
     Raises:
@@ -76,16 +76,17 @@ class Study:
 
     @property
     def finished(self) -> bool:
-        """Return whether no more trials will be asked for: all are, ``timeout_s`` is over, or the sampler is done."""
+        """Return whether ``ask`` has no more trials: all were asked for, time is over, or the sampler is done."""
         if self._stopped or time.monotonic() >= self._deadline:
             return True
         return not self._again and self._num_asked >= self._limit
 
     def ask(self) -> TrialSpec | None:
-        """Return the next trial, or None if the search is finished; those that a killed driver left come first.
+        """Return the next trial, or None if the search is finished; trials that a killed driver left come first.
 
         Raises:
-            ValueError: if the searchspace is a function and raises, or suggests what cannot be.
+            ValueError: if the searchspace is a function that returns or suggests something wrong.
+            Exception: the exception of this function, if it raises.
         """
         import optuna
 
@@ -134,7 +135,7 @@ class Study:
             "error": error,
             "traceback": outcome.traceback,
         }
-        if outcome.folder is not None and self._folder is not None:  # a folder that is not kept is gone at the end
+        if outcome.folder is not None and self._folder is not None:  # else the trial's folder is a temporary one
             facts["folder"] = self._relative(outcome.folder)
         if (text := _as_json(outcome.returned)) is not None and outcome.returned is not None:
             facts["returned"] = text
@@ -188,26 +189,26 @@ class Study:
         }
 
     def _params_of(self, trial: optuna.trial.FrozenTrial) -> dict[str, Any]:
-        """Return the hyperparameters of a trial that has ended; of one of an earlier process, by asking again."""
+        """Return the hyperparameters of an ended trial; for one of an earlier process, ask the searchspace again."""
         if trial.number in self._params:
             return dict(self._params[trial.number])
         try:
             return suggest(self._config, trial)
-        except Exception:  # it ended while its values were asked for
+        except Exception:  # the trial has failed while the searchspace suggested its values
             return dict(trial.params)
 
     def _end(self, trial: optuna.Trial, value: float | None = None, state: Any = None) -> None:
         try:
             self.optuna.tell(trial, value, state)
         except RuntimeError:
-            # A sampler that has tried everything, such as the grid's, stops the study, which Optuna allows within
-            # its own loop alone. The trial is recorded all the same.
+            # A sampler that has tried all values, such as the grid's, stops the study, which Optuna allows only in its
+            # own loop, and else raises. Optuna has recorded the trial before.
             if not self.optuna.get_trials(deepcopy=False)[trial.number].state.is_finished():
                 raise
             self._stopped = True
 
     def _relative(self, folder: Path) -> str:
-        """Return ``folder`` as it is kept: relative to the search's own, which may be moved."""
+        """Return ``folder`` as text for the journal: relative to the search's folder, which may be moved later."""
         if self._folder is not None and folder.is_relative_to(self._folder):
             return str(folder.relative_to(self._folder))
         return str(folder)
@@ -255,13 +256,13 @@ def _opened(config: HyperparameterOptConfig, journal: TrialJournal | None) -> op
 
 
 def _shared(config: HyperparameterOptConfig) -> dict[str, Any]:
-    """Return what all trials of the search share, as far as it is plain."""
+    """Return the name of the metric and the plain ``hparams``, which all trials of the search share."""
     hparams = {name: value for name, value in config.hparams.items() if isinstance(value, (str, int, float, bool))}
     return {"optimization_key": config.optimization_key, "hparams": hparams}
 
 
 def _limit(config: HyperparameterOptConfig) -> float:
-    """Return the number of trials that the search has at most."""
+    """Return the largest number of trials of the search; infinity if only ``timeout_s`` limits it."""
     limit: float = config.num_trials if config.num_trials is not None else math.inf
     if config.optimizer == "grid":
         limit = min(limit, math.prod(len(values) for values in grid(config).values()))
@@ -270,7 +271,7 @@ def _limit(config: HyperparameterOptConfig) -> float:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Leave out Optuna's line for a new study, and that a class is experimental."""
+    """Suppress Optuna's log line about a new study, and its warnings about experimental classes."""
     import optuna
 
     before = optuna.logging.get_verbosity()

@@ -11,7 +11,7 @@ from pathlib import Path
 OUTPUT = "output.txt"
 """Text that a trial printed."""
 PACKED = ".files.tar"
-"""A trial's files as they arrive from another host."""
+"""Name of the tar archive in which a trial's files arrive from another host."""
 _TAIL = 15  # lines
 
 
@@ -26,7 +26,7 @@ def unpack_files(folder: Path) -> None:
 def put_in_place(folder: Path) -> list[str]:
     """Copy the files that a trial has written, and ``keep_files`` in ``files/settle.py`` has kept, to their places.
 
-    Return a sentence for each that could not be put there: the trials are done, and their result is not lost for it.
+    Return a sentence for each file that could not be copied. An error here would lose the result of all trials.
     """
     problems = []
     for name, root in (("files", os.getcwd()), ("elsewhere", "")):

@@ -16,8 +16,9 @@ from lagom.errors import LagomError
 class TrialJournal:
     """A backend of Optuna's ``JournalStorage`` with the format of its ``JournalFileBackend``, for one writer.
 
-    Optuna's own locks the file and waits for the disk (fsync) at each of about ten entries for a trial, which takes
-    20 ms and more. An entry that this one wrote is safe when the process is killed, not when the machine goes down.
+    Optuna's own backend locks the file and waits for the disk (fsync) at each of about ten entries of a trial, which
+    takes 20 ms and more. An entry of a ``TrialJournal`` survives a killed process, but may not survive a crash of the
+    machine.
 
     Raises:
         LagomError: if another process has the journal open, so that its search is still running.
@@ -31,7 +32,7 @@ class TrialJournal:
 
     def append_logs(self, logs: list[dict[str, Any]]) -> None:
         """Write ``logs`` to the end of the file."""
-        if self._file.closed:  # somebody goes on with the study of a search that has ended
+        if self._file.closed:  # the user goes on with Optuna's study after the search has ended
             self._file = self._open()
         self._file.write(b"".join(json.dumps(log, separators=(",", ":")).encode() + b"\n" for log in logs))
         self._file.flush()
@@ -42,7 +43,7 @@ class TrialJournal:
         if log_number_from < self._first:
             self._entries = list(self._read())
             self._first = 0
-        # A storage asks once for each entry, in order.
+        # A storage asks once for each entry, in order: earlier entries are not needed again.
         del self._entries[: log_number_from - self._first]
         self._first = log_number_from
         return iter(list(self._entries))
@@ -54,7 +55,7 @@ class TrialJournal:
     def _open(self) -> IO[bytes]:
         file = self._path.open("a+b")
         try:
-            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # children do not inherit it, as they would flock's
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # child processes do not inherit it, unlike a flock
         except OSError as error:
             if error.errno in (errno.EACCES, errno.EAGAIN):
                 file.close()
@@ -64,7 +65,7 @@ class TrialJournal:
         return file
 
     def _read(self) -> Iterator[dict[str, Any]]:
-        """Read all entries; cut off a last one that a killed process has not written to its end."""
+        """Read all entries; cut off an incomplete last entry, which a killed process has left."""
         self._file.seek(0)
         length = 0
         for line in self._file:

@@ -31,7 +31,7 @@ log = logging.getLogger("lagom")
 _TICK_S = 0.5
 _BAD_METRIC = "MetricError"
 _OF_THE_VARIANT = AblationError.__name__
-"""Error that says nothing about other trials."""
+"""Error of one variant, which says nothing about other trials, and so does not count as a failure in a row."""
 
 
 @dataclass(slots=True)
@@ -48,7 +48,7 @@ class _Slot:
 
 
 class TrialLoop:
-    """Hands trials to free slots, and tells the source what becomes of them."""
+    """Hands trials to free slots, and passes their reports and outcomes to the source."""
 
     def __init__(
         self,
@@ -60,10 +60,12 @@ class TrialLoop:
         progress: SearchProgress | None = None,
         mlflow: MlflowTrials | None = None,
     ) -> None:
-        """Run trials of ``source``, each a run by ``plan`` whose result has ``metric``, with folders in ``trials_dir``.
+        """Prepare to run the trials of ``source``, each by ``plan``.
 
         Args:
+            metric: name of the metric in a trial's result.
             max_failed: number of failed trials in a row that ends the search; None for no limit.
+            trials_dir: folder in which each trial has a folder of its own.
             progress: shows the search; None shows nothing.
             mlflow: makes an MLflow run for each trial; None makes none.
         """
@@ -87,8 +89,8 @@ class TrialLoop:
 
         Raises:
             LagomError: if no slot is left.
-            Exception: of the last of ``max_failed`` trials that failed one after another, or of the first without a
-                metric if none has one.
+            Exception: the last trial's exception, if ``max_failed`` trials in a row have failed; or the exception of
+                the first trial without a metric, if no trial before has completed.
         """
         self._slots = slots
         while True:
@@ -110,7 +112,7 @@ class TrialLoop:
     def _start(self, number: int, slot: _Slot, spec: TrialSpec) -> None:
         slot.running, slot.parts, slot.pruned, slot.last_value, slot.began = spec, [], False, None, time.time()
         folder = self.folder_of(spec.number)
-        shutil.rmtree(folder, ignore_errors=True)  # files and prints are those of one attempt
+        shutil.rmtree(folder, ignore_errors=True)  # no files and output of an earlier, lost attempt
         folder.mkdir(parents=True)
         here = [other for other in self._joined.values() if other.join["host"] == slot.join["host"]]
         alone = len(here) == 1 and self._plan.world_size == 1 and self._plan.launcher == "local"
@@ -133,7 +135,7 @@ class TrialLoop:
             self._progress.take(number, message)
 
     def folder_of(self, number: int) -> Path:
-        """Return the folder of trial ``number``, below that of all trials."""
+        """Return the folder of trial ``number``, inside the folder of all trials."""
         return self._trials_dir / f"{number:04d}"
 
     def _is_running(self) -> bool:
@@ -182,7 +184,7 @@ class TrialLoop:
         self._slots.send(number, {"type": "answer", "prune": slot.pruned})
 
     def _lose(self, number: int, spec: TrialSpec) -> None:
-        """Have the trial of a lost slot run again, on any slot."""
+        """Queue the trial of a lost slot for any slot; after too many losses, count it as failed."""
         lost = self._num_lost[spec.number] = self._num_lost.get(spec.number, 0) + 1
         if lost <= self._plan.config.max_failures:
             self._again.append(spec)
@@ -201,7 +203,7 @@ class TrialLoop:
         unpack_files(self.folder_of(spec.number))
         loaded = _Loaded(b"".join(slot.parts))
         failed = [report for report in reports if not report["ok"] and not report.get("stopped")]
-        if slot.pruned:  # a rank that reports nothing itself only sees the others end
+        if slot.pruned:  # a rank that reports nothing is not told to end, and fails because the others have ended
             failed = [report for report in failed if not report.get("consequence")]
         if slot.pruned and not failed:
             self._tell(spec, TrialOutcome(state="pruned", value=slot.last_value, **facts))
@@ -221,7 +223,7 @@ class TrialLoop:
             self._tell(spec, TrialOutcome(state="complete", value=value, returned=returned, **facts))
 
     def _metric_of(self, spec: TrialSpec, metrics: Sequence[float], samples: Sequence[int]) -> float:
-        """Combine the metrics of a trial's ranks; say once in a search that they are different."""
+        """Combine the metrics of a trial's ranks; if they differ, warn once in a search."""
 
         def warn(text: str) -> None:
             if not self._differs:
@@ -242,7 +244,7 @@ class TrialLoop:
             self._progress.ended(spec, outcome)
 
     def _give_up(self, spec: TrialSpec, outcome: Outcome) -> None:
-        """Raise the exception of a failed trial, which the others would fail with as well."""
+        """Raise the exception of a failed trial, with which other trials would fail as well."""
         try:
             raise_failure([outcome])
         except Exception as error:
@@ -265,7 +267,7 @@ class _Loaded:
         self._data = data
 
     def value(self) -> Mapping[str, Any]:
-        """Unpickle the outcome; an empty one where it was too large to be sent, or its class is not here."""
+        """Unpickle the outcome; empty if it was too large to be sent, or cannot be unpickled here."""
         with contextlib.suppress(Exception):  # a class of the program's may raise anything when unpickled
             found: Mapping[str, Any] = unpack(bytearray(self._data))
             return found

@@ -1,4 +1,4 @@
-"""``TrialSource``: what a search asks for its next trial, and tells how trials ended."""
+"""``TrialSource``: the object that a search asks for trials, and tells how they ended."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class TrialSpec:
 
     number: int
     params: Mapping[str, Any]
-    """Parameters as people are shown them."""
+    """Hyperparameters, as displays show them."""
     change: Callable[[Call], Call]
     """Makes the trial's call from the one that all trials share; pickled for the ranks."""
 
@@ -29,7 +29,7 @@ class TrialOutcome:
 
     state: State
     value: float | None = None
-    """The metric: what the function returned; for a pruned trial, what it reported last."""
+    """The metric that the function returned; for a pruned trial, the value that it reported last."""
     returned: Any = None
     """Value that the function returned, as JSON."""
     error: str = ""
@@ -44,17 +44,17 @@ class TrialOutcome:
 
 
 class TrialSource(Protocol):
-    """Decides which trials run, from how the earlier ones went. The search calls it from one thread."""
+    """Chooses the trials, possibly by outcomes of earlier ones. The search calls it from one thread."""
 
     @property
     def finished(self) -> bool:
-        """Return whether no more trials will be asked for, whatever becomes of the running ones."""
+        """Return whether ``ask`` will give no more trials, however the running ones end."""
 
     def ask(self) -> TrialSpec | None:
-        """Return the next trial; None if there is none now: finished, or it depends on trials that are running."""
+        """Return the next trial; None if finished, or if the next trial depends on trials that still run."""
 
     def report(self, number: int, step: int, value: float) -> bool:
-        """Note what the trial ``number`` reports; return whether it is to be pruned."""
+        """Note the ``value`` that the trial ``number`` reports; return whether the trial is to be pruned."""
 
     def tell(self, number: int, outcome: TrialOutcome) -> None:
         """Note how the trial ``number`` ended."""

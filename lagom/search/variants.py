@@ -1,4 +1,4 @@
-"""``variants``: what an ablation study trains, with patterns resolved and names checked before anything starts."""
+"""``variants``: variants of the program for an ablation study; resolves patterns and checks names before any start."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ _PARTS = ("module", "model", "model_function")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Variant:
-    """One way to train: as it is, or without a component."""
+    """The program unchanged (the base), or without one component."""
 
     name: str
     component: int | None = None
-    """Number of the component among the study's."""
+    """Index of the component in ``study.components``; None for the base."""
     layers: tuple[str, ...] = ()
 
 
 def variants(study: AblationStudy, train: Callable[..., Any], provided: Mapping[str, Any]) -> list[Variant]:
-    """Return the base and a variant for each component; of a pattern, one for each layer that it matches.
+    """Return the base and a variant for each component; a pattern gives a variant for each layer that it matches.
 
     Raises:
         ValueError: if the study leaves out nothing, or something that does not exist, or that the program does not
@@ -137,7 +137,7 @@ def _check_features(study: AblationStudy, provided: Mapping[str, Any]) -> None:
             f"the {components[0]} cannot be left out: the config has {found}. Give a data set, a DataFrame, or a "
             "function that makes one, by train_set="
         )
-    if makes_data(data):  # on the ranks, which then check the names
+    if makes_data(data):  # a function that makes the data set runs on the ranks, which then check the names
         return
     if hasattr(data, "sparkSession"):
         from lagom.search.on_rank.feature_columns import check_feature

@@ -21,9 +21,9 @@ class AblationChange:
     """Gives a call the data sets and the module of a variant, and the random numbers of ``seed``."""
 
     component: int | None
-    """Number of the component among the study's; None for the base, with all components."""
+    """Index of the component in ``study.components``; None for the base, with all components."""
     layers: tuple[str, ...]
-    """Names of the layers to leave out, where the component has a pattern."""
+    """Names of the layers to leave out, with patterns resolved; empty: those that the component names."""
     seed: int | None
     """None: the random states of the calling process."""
 
@@ -84,7 +84,7 @@ def _with_module(call: Call, component: Component, layers: tuple[str, ...]) -> C
 
 
 def _with_maggys_names(call: Call) -> Call:
-    """Provide the names by which Maggy's functions ask: ``model``, ``model_function`` and ``dataset_function``."""
+    """Provide arguments under Maggy's names: ``model``, ``model_function`` and ``dataset_function``."""
     study: AblationStudy = call.provided[STUDY]
     provided = dict(call.provided)
     if "module" in provided:
@@ -99,7 +99,7 @@ def _made(data: Any) -> Any:
 
 
 def _seeded(call: Call, seed: int) -> Call:
-    """Start the call from the states that ``seed`` gives; put it in the place of a seed that the function asks for."""
+    """Return ``call`` with the random states of ``seed``, and with ``seed`` in ``hparams`` if the function uses it."""
     from lagom.run_state.random_streams import seed_everything
 
     before = random_states()

@@ -16,7 +16,7 @@ from lagom.random_states import random_states, set_random_states
 def layer_names(module: Any, hparams: Mapping[str, Any]) -> list[str] | None:
     """Return the dotted names of all layers of the model that ``module`` makes; None if it cannot be built here.
 
-    The model is built on the meta device if it can be, else with its values; random numbers stay as they are.
+    The model is built on the meta device if it can be, else with its values. The random states are restored.
 
     Args:
         module: a class, a factory, or a list of these, whose layers then begin with "0.", "1.", ...

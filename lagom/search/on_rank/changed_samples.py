@@ -19,10 +19,10 @@ from lagom.search.on_rank.feature_columns import (
 
 
 class SampleChange:
-    """Gives a sample other values of features: a dict, a tensor, or a tuple whose first part is one of these."""
+    """Replaces or drops features of a sample: of a dict, a tensor, or a tuple whose first part is one of these."""
 
     def __init__(self, constants: Mapping[Feature, Any], drop: bool) -> None:
-        """``constants``: by feature, what replaces it; None stands for zeros. ``drop`` removes it instead."""
+        """``constants`` has a value for each feature (None: zeros); with ``drop``, the features are removed instead."""
         self._constants = dict(constants)
         self._drop = drop
 
@@ -30,7 +30,7 @@ class SampleChange:
         """Return a changed copy of ``sample``.
 
         Raises:
-            ValueError: if it does not have a feature.
+            ValueError: if ``sample`` lacks one of the features, or is of another type.
         """
         if isinstance(sample, Mapping):
             return self._entries(sample)
@@ -38,7 +38,7 @@ class SampleChange:
             return self._columns(sample)
         if isinstance(sample, (tuple, list)) and sample:
             parts = [self(sample[0]), *sample[1:]]
-            # A named tuple takes its fields one by one.
+            # The class of a named tuple takes its fields as separate arguments.
             return type(sample)(*parts) if hasattr(sample, "_fields") else type(sample)(parts)
         raise ValueError(
             f"a feature cannot be left out of a sample that is a {type(sample).__name__}; want a dict, a tensor, or a "

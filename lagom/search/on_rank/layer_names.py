@@ -19,7 +19,7 @@ def check_layer(name: str, names: Sequence[str], model: str) -> None:
 
 
 def matching(pattern: str, names: Sequence[str]) -> list[str]:
-    """Return those of ``names`` that ``pattern`` matches, part by part of the dotted names."""
+    """Return the ``names`` that ``pattern`` matches; dotted names are matched part by part."""
     parts = pattern.split(".")
 
     def matches(name: str) -> bool:
@@ -30,7 +30,7 @@ def matching(pattern: str, names: Sequence[str]) -> list[str]:
 
 
 def outermost(names: Sequence[str]) -> list[str]:
-    """Return ``names`` without those that are inside of others among them."""
+    """Return ``names`` without the layers that are inside another layer in ``names``."""
     return [name for name in names if not any(name.startswith(f"{other}.") for other in names)]
 
 

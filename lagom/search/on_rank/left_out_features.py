@@ -52,7 +52,7 @@ def leave_out_features(
 
     Args:
         names: names of the columns of samples that are tensors.
-        value: what samples have in place of a feature; None: 0, or the most frequent text of the train set.
+        value: value of all samples in place of a feature; None: 0, or the most frequent text of the train set.
 
     Raises:
         ValueError: for a feature that the train set does not have.
@@ -99,7 +99,7 @@ def check_features(data: Any, features: Sequence[Feature], names: Sequence[str],
 
 
 def columns_of(data: Any, names: Sequence[str] = ()) -> list[Feature] | None:
-    """Return the names or numbers of the columns of ``data``; None if only its samples show them."""
+    """Return the names or numbers of the columns of ``data``; None if ``data`` has no columns, only samples."""
     if isinstance(data, (DataLoader, Subset)):
         return columns_of(data.dataset, names)
     if isinstance(data, (ParquetDataset, Mapping)) or _is_frame(data):
@@ -109,7 +109,7 @@ def columns_of(data: Any, names: Sequence[str] = ()) -> list[Feature] | None:
 
 
 def _neutral(data: Any, feature: Feature, names: Sequence[str]) -> Any:
-    """Return the neutral value of a feature; None where only samples show it."""
+    """Return the neutral value of a feature; None if ``data`` has no columns, only samples."""
     if isinstance(data, (DataLoader, Subset)):
         return _neutral(data.dataset, feature, names)
     if isinstance(data, ParquetDataset):

@@ -19,10 +19,13 @@ Replacement = Callable[[nn.Module], Any] | None
 
 
 def leave_out(model: nn.Module, layers: Sequence[str], replacement: Replacement) -> None:
-    """Put replacements in the places of ``layers``, dotted names, in ``model``.
+    """Replace ``layers``, given by their dotted names, in ``model``.
 
-    The generators of random numbers are left where the construction of the whole model has left them, so that a
-    variant sees the batches in the base's order.
+    The random generators keep the states that they have after the construction of the whole model, so that a variant
+    sees the batches in the base's order.
+
+    Args:
+        replacement: returns the module that replaces a layer, given that layer. None: the layer's input passes through.
 
     Raises:
         ValueError: for a name that the model does not have, or a replacement that is no module.
@@ -42,7 +45,7 @@ def leave_out(model: nn.Module, layers: Sequence[str], replacement: Replacement)
 
 
 def _left(name: str, layer: nn.Module) -> nn.Module:
-    """Return what stands in the place of ``layer`` by itself: nothing for a list of layers, else its input."""
+    """Return the default replacement of ``layer``: an empty container for a container, else a ``PassThrough``."""
     for kind in (nn.ModuleList, nn.ModuleDict):
         if isinstance(layer, kind):
             return kind()
@@ -52,10 +55,10 @@ def _left(name: str, layer: nn.Module) -> nn.Module:
 def without_layers(
     function: Callable[..., Any], module: Any, layers: Sequence[str], replacement: Replacement
 ) -> tuple[Callable[..., Any], Any]:
-    """Return ``function`` and ``module`` such that models which the function makes from the module lack ``layers``.
+    """Return ``function`` and ``module``, changed so that models which the function makes from it lack ``layers``.
 
-    A class stays the class that it is, with another ``__init__`` while the function runs: the program may ask for its
-    name, or for ``isinstance(model, module)``. A factory becomes another function.
+    A class stays the same object, with another ``__init__`` while the function runs, since the program may use its
+    name, or ``isinstance(model, module)``. A factory is wrapped in another function.
 
     Args:
         module: a class, a factory, or a list of these; then layers are named as in an ``nn.ModuleList``: "0.fc".
@@ -125,7 +128,7 @@ def _shortened(kind: Any, shorten: Callable[[Any], None]) -> Iterator[None]:
             construct(self, *args, **named)
         finally:
             depth -= 1
-        # Not in a subclass, which has more to construct, nor in a model that is part of another of its class.
+        # Not for a subclass, whose construction goes on, nor for a model inside another model of the same class.
         if type(self) is kind and not depth:
             shorten(self)
 

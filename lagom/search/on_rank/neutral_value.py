@@ -1,4 +1,4 @@
-"""``NeutralValue``: what stands in the place of a column that is left out: 0, or the most frequent text."""
+"""``NeutralValue``: the value in place of a column that is left out: 0, or the most frequent text."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ import torch
 class NeutralValue:
     """Finds the value that stands for a feature that is left out: 0 for numbers, else the most frequent value.
 
-    Of several that are equally frequent, it is the least. See Note [Left-out features] in left_out_features.py.
+    If several are equally frequent, the least of them counts. See Note [Left-out features] in left_out_features.py.
     """
 
     def __init__(self) -> None:
         self._counts: Counter[Any] = Counter()
 
     def add(self, values: Any) -> None:
-        """Take in ``values``, an array, tensor or list of any shape."""
+        """Count ``values``, an array, tensor or list of any shape; numbers, None and NaN are not counted."""
         if not is_number(values):
             self._counts.update(one for one in np.ravel(values).tolist() if one is not None and one == one)
 
     def value(self) -> Any:
-        """Return the value."""
+        """Return the most frequent value; 0 if none was counted."""
         most = max(self._counts.values(), default=0)
         return min((one for one, count in self._counts.items() if count == most), default=0)
 

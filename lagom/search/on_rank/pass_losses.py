@@ -60,7 +60,7 @@ class _PassLosses:
         self._num = 0
 
     def record(self, roots: Sequence[Any]) -> None:
-        """Add the loss of a backward from ``roots``, if it is that of a batch."""
+        """Add the loss of a backward from ``roots``; stop recording if a batch has several losses, or no scalar one."""
         session, passes = self._session, self._session.passes
         if not self.are_one or session.depth or session.is_probing or not session.live or session.has_joined:
             return
@@ -76,7 +76,8 @@ class _PassLosses:
         loss = roots[0].detach()
         if self.unscaled is not None and self.unscaled[0]() is roots[0]:
             loss = self.unscaled[1]
-        self._total = self._total + (loss.double() if loss.is_cuda else float(loss))  # a GPU is not waited for
+        # On a GPU the sum stays a tensor, so that the program does not wait for the GPU.
+        self._total = self._total + (loss.double() if loss.is_cuda else float(loss))
         self._num += 1
 
     def _end_pass(self) -> None:
@@ -92,6 +93,7 @@ class _PassLosses:
 # print the same number. It is reported at the first backward of the next pass: by then a program that logs the metric
 # itself has done so, and its values count.
 #
-# There is none where it would not be "the loss": with several backwards for a batch (adversarial networks, LBFGS), a
-# backward from other than one number, without a loader, with batches that ranks share (each rank's loss is of its
-# share), under DeepSpeed. A GradScaler's factor is taken out.
+# No loss is reported where the mean would not be "the loss": with several backwards for a batch (adversarial networks,
+# LBFGS), with a backward from anything but one number, without a loader, with batches that are split between ranks
+# (each rank has the loss of its share), and under DeepSpeed. If a GradScaler has scaled a loss, the unscaled loss
+# counts.

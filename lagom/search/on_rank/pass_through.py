@@ -12,10 +12,10 @@ from lagom.random_states import random_states, set_random_states
 
 
 class PassThrough(nn.Identity):
-    """Returns its first argument. Its first call checks that the layer would have returned such a tensor, too.
+    """Returns its first argument; the first call checks that the layer returns a tensor of the same shape and kind.
 
-    The layer is no submodule: its parameters are not trained, saved or counted. Its other attributes are there, for
-    programs that look at ``model.blocks[0].in_features``, but no tensors.
+    The layer is no submodule: its parameters are not trained, saved or counted. A program can still read the layer's
+    attributes, such as ``model.blocks[0].in_features``, except tensors.
 
     Raises:
         AblationError: from the first call, if the layer does not return a tensor of its input's shape.

@@ -1,4 +1,4 @@
-"""``report_logged_values``: what an unmodified program logs becomes the reports of its trial. See Note [Reports]."""
+"""``report_logged_values``: reports the metric that an unmodified program logs in its trial. See Note [Reports]."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @contextmanager
 def report_logged_values(session: Session, trial: Trial) -> Iterator[None]:
-    """Report what the program logs under the name of the trial's metric, to MLflow, TensorBoard or a tqdm bar."""
+    """Report the values that the program logs as the trial's metric, to MLflow, TensorBoard or a tqdm bar."""
     reports = _Reports(session, trial)
     session.on_pass_end = reports.end_pass
     with ExitStack() as stack:
@@ -54,12 +54,12 @@ class _Reports:
     def log(self, source: str, name: str, value: Any, step: Any = None) -> None:
         """Report ``value``, which ``source`` has logged as ``name`` at ``step``.
 
-        A step that is not given, or not later than the last, becomes the one after the last.
+        A missing step, or one that is not later than the last step, becomes the step after the last.
         """
         if name != self.metric and name.rpartition("/")[2] != self.metric:
             return
         number = _number(value)
-        # Of a thread or a fork of the program's, other ranks do not know when it logs.
+        # Skip values that a thread or a forked process of the program logs: other ranks do not know when it does.
         if number is None or (os.getpid(), threading.get_ident()) != self._here:
             return
         if self._trial.takes(f"{source} {name}"):
@@ -81,7 +81,7 @@ class _Reports:
         self._pending, self._epoch = (f"tqdm in {kind},", name, value), epoch
 
     def end_pass(self) -> None:
-        """Report what a bar has shown last in the pass that ends."""
+        """Report the last value that a bar has shown in the pass that ends."""
         if self._pending is not None and ("evaluation" in self._pending[0] or not self._session.passes.trains()):
             self._report_pending()
 
@@ -92,7 +92,7 @@ class _Reports:
 
 
 def _followed_by(original: Callable[..., Any], reports: _Reports, log: Callable[..., None]) -> Callable[..., Any]:
-    """Return ``original``, after which ``log`` gets its arguments."""
+    """Return a wrapper of ``original`` that then calls ``log`` with the same arguments."""
 
     @functools.wraps(original)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -138,7 +138,7 @@ _LOGGERS: Mapping[str, tuple[tuple[str, str, Callable[..., None]], ...]] = {
     "tensorboardX.writer": _WRITER,
     "tqdm.std": (("tqdm", "set_postfix", _set_postfix),),
 }
-"""For each module, its classes and methods that log, and what is called with their arguments."""
+"""For each module: class, method that logs, and the function that gets the method's arguments."""
 
 
 def _number(value: Any) -> float | None:
@@ -152,12 +152,12 @@ def _number(value: Any) -> float | None:
 # Note [Reports]
 #
 # A trial reports values of one source: of reporter.broadcast, or of the first method below that logs a value under the
-# name of the metric (its full name, or the last part of a path such as "val/loss"). What other sources log with the
-# name is another series (the loss of training beside that of a test), whose values cannot be compared.
+# name of the metric (its full name, or the last part of a path such as "val/loss"). Values that other sources log under
+# the name are another series (a training loss beside a test loss), and cannot be compared with the first.
 #
 # MLflow and TensorBoard count as the program calls them. A bar shows many values in a pass; the last counts, when the
 # pass over the loader has ended. On all ranks the same calls are made in the same order, and rank 0's values count: the
 # driver answers each report once for all ranks, so that they end together.
 #
-# A step matters to pruners, which compare trials at equal steps. Programs that begin anew in each epoch, or give none,
-# get steps that go on.
+# A step matters to pruners, which compare trials at equal steps. If a program's steps begin anew in each epoch, or are
+# missing, its reports get consecutive steps.

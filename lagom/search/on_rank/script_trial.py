@@ -1,4 +1,4 @@
-"""``ScriptTrial``: a script as the function of a search: hyperparameters are its options, what it prints its metric."""
+"""``ScriptTrial``: a script as the function of a search: options are hyperparameters, and it prints the metric."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class ScriptTrial(Script):
         """Run the script with ``hparams`` as options after its own arguments; report each value that it prints.
 
         Raises:
-            MetricError: if it neither prints nor logs one on rank 0.
+            MetricError: if the script neither prints nor logs the metric on rank 0.
         """
         script = replace(self, arguments=(*self.arguments, *options(hparams)))
         printed = PrintedMetric(self.metric, reporter.broadcast)
@@ -66,8 +66,8 @@ class PrintedMetric:
 
     Args:
         name: name of the metric; its value follows after a colon or an equals sign.
-        report: is called with the value of each line that ends. A line that is only renewed, as progress bars are,
-            does not count: how often that happens is chance.
+        report: is called with the last value in each complete line. A line that ends with a carriage return, as of a
+            progress bar, is not reported: the number of such lines is chance.
     """
 
     def __init__(self, name: str, report: Callable[[float], None]) -> None:

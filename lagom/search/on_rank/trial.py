@@ -1,4 +1,4 @@
-"""``Trial``: a rank's end of a trial: its reports, its pruning and its metric."""
+"""``Trial``: a trial on a rank: its reports, its pruning and its metric."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ class Trial:
         self._ask = ask
         self.metric = metric
         self.logged: float | None = None
-        """The last value that the program has logged itself, which is the metric if it returns nothing."""
+        """The last value that the program has logged itself: the metric, if the function returns nothing."""
         self._source = ""
         self._pruned = False
 
     def takes(self, source: str) -> bool:
-        """Return whether values of ``source`` are reported: only those of the first are, for others count anew."""
+        """Return whether values of ``source`` are reported: only those of the first source, since others differ."""
         self._source = self._source or source
         return self._source == source
 
@@ -47,10 +47,10 @@ class Trial:
 def metric_of(value: Any, key: str, logged: float | None = None) -> float:
     """Return the metric in the function's return ``value``: the number itself, or the entry ``key`` of a dict.
 
-    If the function returns nothing, it is the value that it has ``logged`` last.
+    If the function returns None, the metric is ``logged``, the value that the program has logged last.
 
     Raises:
-        MetricError: if there is none.
+        MetricError: if there is no such number.
     """
     found: Any = value if value is not None else logged
     if isinstance(value, Mapping):

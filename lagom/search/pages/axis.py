@@ -1,4 +1,4 @@
-"""``Axis``: places values on a line: evenly, by their logarithms, or one after another if they are no numbers."""
+"""``Axis``: places values on a line: linearly, by their logarithms, or one after another if they are no numbers."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from typing import Any
 from lagom.records.chart import number_text, round_ticks
 from lagom.result import short
 
-_LOG_RATIO = 100  # of largest to smallest value, from which a logarithmic axis shows more
+_LOG_RATIO = 100  # ratio of the largest to the smallest value, from which an axis may be logarithmic
 _CROWDED = 0.1
-"""Part of a linear axis on which half of the values would be, if a logarithmic one is better."""
+"""Part of a linear axis: if the lower half of the values would be crowded into it, the axis is logarithmic."""
 _FENCE = 3.0  # interquartile ranges beyond which a value does not stretch the axis (Tukey's far out)
 _LONGEST = 14  # characters of a label
 
@@ -32,7 +32,7 @@ class Axis:
 
     @classmethod
     def of_numbers(cls, values: Sequence[float], *, whole: bool = False) -> Axis:
-        """Return an axis for finite ``values``; ``whole`` lets far-off values stretch it as well."""
+        """Return an axis for finite ``values``; only with ``whole`` do outliers stretch a linear axis."""
         low, high = min(values), max(values)
         if low > 0 and high / low >= _LOG_RATIO and statistics.median(values) - low < _CROWDED * (high - low):
             return cls.of_powers(low, high)
@@ -54,10 +54,10 @@ class Axis:
 
     @classmethod
     def of_values(cls, values: Sequence[Any], *, is_log: bool = False) -> Axis:
-        """Return an axis for values of any kind; numbers stand by their size if there are many of them.
+        """Return an axis for values of any kind; more than six numbers are placed by size, else one after another.
 
         Args:
-            is_log: whether numbers stand by their logarithms, if all are positive.
+            is_log: whether numbers are placed by their logarithms, if all are positive.
         """
         if is_log and all(isinstance(one, (int, float)) and one > 0 for one in values):
             return cls.of_powers(min(values), max(values))
@@ -88,7 +88,7 @@ def shown(value: Any, longest: int = 60) -> str:
 
 
 def _fences(ordered: Sequence[float]) -> tuple[float, float]:
-    """Return the smallest and largest value that are not far away from all others."""
+    """Return the ends of the values' range, without outliers (beyond Tukey's outer fences)."""
     quarter, three = (ordered[round(part * (len(ordered) - 1))] for part in (0.25, 0.75))
     reach = _FENCE * (three - quarter)
     if len(ordered) < 4 or not reach:

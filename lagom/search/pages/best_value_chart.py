@@ -25,8 +25,8 @@ def best_value_chart(title: str, trials: Trials, direction: str, across: Callabl
     """Return an SVG element; empty if no trial has a finite metric.
 
     Args:
-        across: returns the horizontal place of a trial.
-        unit: what that place counts.
+        across: returns the value of a trial on the horizontal axis.
+        unit: unit behind the numbers of that axis.
     """
     valued = [one for one in trials if one["value"] is not None and math.isfinite(one["value"])]
     if not valued:
@@ -68,7 +68,7 @@ def svg(title: str, width: float, height: float, parts: Sequence[str]) -> str:
 
 
 def trial_tooltip(trial: Mapping[str, Any]) -> str:
-    """Return the text that a reader sees who points at a trial."""
+    """Return the tooltip of a trial, as escaped HTML."""
     value = f": {short(trial['value'])}" if trial["value"] is not None else ""
     params = ", ".join(f"{name}={short(one)}" for name, one in trial["params"].items())
     return html.escape(f"trial {trial['number']}, {trial['state']}{value}\n{params}\n{short_error(trial)}".strip())

@@ -1,4 +1,4 @@
-"""``live_table``: a running search in a notebook: how far it is, the best trial, and what each slot does."""
+"""``live_table``: a running search in a notebook: its progress, the best trial, and the trial of each slot."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _BAR = (
     "<div style='width:24em;max-width:100%;height:.5em;margin:.3em 0;background:rgba(128,128,128,.3);"
     "border-radius:3px'><div style='width:{0:.0%};height:100%;background:#2f8fd0;border-radius:3px'></div></div>"
 )
-# Front ends style tables themselves: columns of equal width, centered, numbers broken in two.
+# These override the table styles of notebook front ends: equal column widths, centered, numbers broken in two.
 _TABLE = "table-layout:auto;margin:.3em 0;border-collapse:collapse"
 _CELL = "text-align:left;white-space:nowrap;padding:.15em 1em .15em 0"
 _IDLE = "opacity:.5"
@@ -38,12 +38,12 @@ class SlotRow:
 
 
 def live_table(title: str, lines: Sequence[str], done: float | None, failure: str, rows: Sequence[SlotRow]) -> str:
-    """Return HTML; what is too much for a table is counted.
+    """Return the HTML of a running search; of slots that the table has no room for, only the number is shown.
 
     Args:
-        lines: what is said below the title.
-        done: share of the trials that have ended; None if their number is not known.
-        failure: what became of the trial that failed last; "" if none has.
+        lines: texts below the title.
+        done: fraction of the trials that have ended; None if the number of trials is not known.
+        failure: error of the trial that failed last; "" if none has.
     """
     parts = [f"<div>{title}</div>", *(f"<div>{html.escape(line)}</div>" for line in lines)]
     if done is not None:

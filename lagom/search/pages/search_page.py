@@ -41,7 +41,7 @@ def narrow(chart: str) -> str:
 
 
 def trial_table(trials: Sequence[Mapping[str, Any]], names: Sequence[str]) -> str:
-    """Return HTML with a row for each of ``trials``, in their order; ``names`` are those of hyperparameters."""
+    """Return HTML with a row for each of ``trials``, in their order; ``names`` are the hyperparameters' names."""
     head = ["trial", "value", *names, "seconds", "slot", "state"]
     rows = [
         [

@@ -1,4 +1,4 @@
-"""``slot_timeline``: which trial ran when, on which slot."""
+"""``slot_timeline``: a chart with a row for each slot, and in it the trials at their times."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from lagom.search.pages.best_value_chart import COLOURS, svg, trial_tooltip
 _WIDTH, _LEFT, _RIGHT, _ROW, _TOP = 1000, 70, 70, 20, 30
 _MAX_SLOTS = 64
 _PAUSE_S = 60.0
-"""Seconds without any trial, as between a search and its resumption, from which they are left out."""
+"""Longest gap without any trial that is shown; longer ones, as before a search was resumed, are left out."""
 
 
 def slot_timeline(trials: Sequence[Mapping[str, Any]]) -> str:
@@ -43,7 +43,7 @@ def slot_timeline(trials: Sequence[Mapping[str, Any]]) -> str:
 
 
 def starts(trials: Sequence[Mapping[str, Any]]) -> dict[int, float]:
-    """Return when each trial began, in seconds from the first; long times without any trial are left out."""
+    """Return the start of each trial, in seconds from the first; long gaps without any trial are left out."""
     found: dict[int, float] = {}
     skipped, busy_until = 0.0, float("inf")
     for one in sorted(trials, key=lambda trial: float(trial["started"])):

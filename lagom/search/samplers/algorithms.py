@@ -1,4 +1,4 @@
-"""Optuna's samplers, pruners and distributions for the words of a config."""
+"""Optuna's samplers, pruners and distributions for the settings of a config."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 _HYPERBAND = "hyperband"
 _LEAST_FOR_IMPORTANCE = 10
-"""Trials that tell something about hyperparameters."""
+"""Number of completed trials below which importances are left out, since they would tell nothing."""
 
 
 def require_optuna(config: HyperparameterOptConfig) -> None:
@@ -44,7 +44,7 @@ def sampler(config: HyperparameterOptConfig, num_known: int = 0) -> BaseSampler:
     """Return the sampler that ``config`` asks for.
 
     Args:
-        num_known: number of trials that a resumed search has already; a seeded sampler must not draw theirs again.
+        num_known: number of trials of the search before it was resumed, whose values a seeded sampler must not repeat.
     """
     from optuna import samplers
 
@@ -54,7 +54,7 @@ def sampler(config: HyperparameterOptConfig, num_known: int = 0) -> BaseSampler:
     if config.optimizer == "grid":
         from lagom.search.samplers.grid_sampler import GridSampler  # imports Optuna
 
-        return GridSampler(grid(config), seed=config.seed)  # knows the trials that it has had by itself
+        return GridSampler(grid(config), seed=config.seed)  # skips values of earlier trials by itself
     seed = None if config.seed is None else (config.seed + 0x9E3779B1 * num_known) % 2**32
     if config.optimizer in ("tpe", _HYPERBAND):
         from lagom.search.samplers.tpe_sampler import TPESampler, known_version  # imports Optuna
@@ -75,7 +75,7 @@ def pruner(config: HyperparameterOptConfig) -> BasePruner:
     if config.optimizer == _HYPERBAND:
         return pruners.HyperbandPruner(min_resource=config.es_interval)
     if "asha" in (config.optimizer, policy):
-        # 1, the default, leaves it to the length of the first trial that ends: steps may be batches or epochs.
+        # With 1, the default, Optuna decides by the length of the first trial: steps may be batches or epochs.
         return pruners.SuccessiveHalvingPruner(min_resource="auto" if config.es_interval == 1 else config.es_interval)
     if policy == "none":
         return pruners.NopPruner()
@@ -92,7 +92,7 @@ def grid(config: HyperparameterOptConfig) -> dict[str, list[Any]]:
 
 
 def space_as_json(config: HyperparameterOptConfig) -> str | None:
-    """Return the searchspace as JSON; None for a function of a trial."""
+    """Return the searchspace as JSON; None if it is a function."""
     from optuna.distributions import distribution_to_json
 
     space = config.searchspace
@@ -147,7 +147,7 @@ def importances(study: Study) -> dict[str, float]:
 
 
 def _distributions(config: HyperparameterOptConfig) -> Mapping[str, Any] | None:
-    """Return what all trials draw from, by name; None for a function of a trial."""
+    """Return the distribution of each hyperparameter by name; None if the searchspace is a function."""
     from optuna import distributions
 
     space = config.searchspace
@@ -173,7 +173,7 @@ def _label(trial: Trial | FrozenTrial, each: Parameter) -> Any:
 
 
 def _suggested(trial: Trial | FrozenTrial, name: str, distribution: Any) -> Any:
-    """Ask for a value of one of Optuna's distributions, by the method of the trial that has it."""
+    """Return the trial's value for one of Optuna's distributions, by the matching ``suggest_...`` method."""
     from optuna import distributions
 
     if isinstance(distribution, distributions.CategoricalDistribution):

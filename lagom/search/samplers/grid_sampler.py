@@ -1,4 +1,4 @@
-"""``GridSampler``: Optuna's, for grids of many values."""
+"""``GridSampler``: Optuna's grid sampler, made faster for grids of many values."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from optuna import samplers
 
 
 class GridSampler(samplers.GridSampler):
-    """Optuna's sampler of a grid, which knows its own trials sooner.
+    """Optuna's grid sampler, which recognizes trials of its own grid faster.
 
-    At the end of each trial Optuna compares every value of the grid with those that every earlier trial was drawn
-    from, one by one: with 100 values, 20 ms a trial.
+    At the end of each trial Optuna compares its grid, value by value, with the grid of each earlier trial: with 100
+    values, 20 ms a trial. Here equal grids are found equal by one comparison.
     """
 
     def _same_search_space(self, search_space: Mapping[str, Sequence[Any]]) -> bool:

@@ -1,4 +1,4 @@
-"""``TPESampler``: Optuna's, for searches of many trials."""
+"""``TPESampler``: Optuna's TPE sampler, made faster for searches of many trials."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ class TPESampler(samplers.TPESampler):
     def __init__(self, space: Mapping[str, BaseDistribution], seed: int | None = None) -> None:
         super().__init__(seed=seed)
         self._space = {name: space[name] for name in sorted(space) if not space[name].single()}
-        self._values = np.empty((0, len(self._space)))  # by number of trial and place of hyperparameter
+        self._values = np.empty((0, len(self._space)))  # row: number of the trial; column: hyperparameter
         self._has_values: set[int] = set()
         self._ended: set[int] = set()
         self._complete: list[tuple[float, int]] = []  # objective, smaller is better, and number of trial; sorted
         self._pruned: list[tuple[tuple[float, float], int]] = []
 
     def infer_relative_search_space(self, study: Study, trial: FrozenTrial) -> dict[str, BaseDistribution]:
-        """Return the space that is drawn from at once."""
+        """Return the hyperparameters that are drawn jointly: the whole space."""
         return dict(self._space)
 
     def _sample(self, study: Study, trial: FrozenTrial, search_space: dict[str, BaseDistribution]) -> dict[str, Any]:
@@ -68,7 +68,7 @@ class TPESampler(samplers.TPESampler):
         return {name: each.to_external_repr(best[name]) for name, each in self._space.items()}
 
     def _read(self, trial: FrozenTrial, study: Study) -> bool:
-        """Take in what is new of ``trial``; return whether it has its values."""
+        """Record the values of ``trial``, and its outcome if it has ended; return whether it has all values."""
         number = trial.number
         if number not in self._has_values:
             params = self._get_params(trial, study)

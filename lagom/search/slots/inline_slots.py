@@ -29,7 +29,7 @@ class InlineSlots:
         self._answer: Message = {}
 
     def __enter__(self) -> InlineSlots:
-        """Join."""
+        """Queue the slot's join message, which ``serve`` takes first."""
         join = {"type": "join", "host": "this process", "cores": os.cpu_count() or 1, "sees_driver": True, "gpus": []}
         self._waiting.append(join)
         return self

@@ -32,8 +32,8 @@ _AGAIN_S = 0.3  # between two attempts to cancel: Spark ignores one that comes b
 class SparkSlots(SlotChannel):
     """Tasks without a barrier: each begins when Spark has room for it, and a lost one is started again by Spark.
 
-    A trial of several ranks takes as many tasks of one host: the first to join runs it, the others only hold their
-    place.
+    A trial of several ranks takes as many tasks of one host. The first task to join runs the trial; the others only
+    occupy their slots.
     """
 
     def __init__(self, facts: SparkFacts, plan: Plan, call: Call, num_slots: int) -> None:
@@ -108,7 +108,7 @@ class SparkSlots(SlotChannel):
         take(slot, message)
 
     def over(self, patience_s: float = _END_S) -> None:
-        """Tell all slots that the search is over; cancel what does not end within ``patience_s`` seconds."""
+        """Tell all slots that the search is over; cancel the job if it has not ended after ``patience_s`` seconds."""
         self.channel.broadcast({"type": "stop"})
         self.channel.broadcast({"type": "over"})
         if self._job is None:
@@ -138,7 +138,7 @@ class SparkSlots(SlotChannel):
         )
 
     def _gather(self, slot: int, join: Message) -> SlotEvent | None:
-        """Return the join of a slot with room for a whole trial, made of as many tasks of one host as that takes."""
+        """Combine waiting tasks of one host into a slot; return its join message, or None if there are too few."""
         self._joined[slot] = join
         self._begun.add(slot)
         spare = self._spare.setdefault(join["host"], [])

@@ -20,7 +20,7 @@ class SlotEvent(NamedTuple):
 
 
 class TrialSlots(Protocol):
-    """Slots that come, and go, while a search runs; enter it to start them."""
+    """Slots that may join or be lost while a search runs; a context manager that starts and ends them."""
 
     def __enter__(self) -> TrialSlots:
         """Start the slots; each sends "join" when it is ready."""
@@ -47,7 +47,7 @@ class TrialSlots(Protocol):
 
 
 class SlotChannel:
-    """The part that all slots on other processes share: a queue of what they send."""
+    """Base of slots in other processes: a channel to them, and a queue of their messages."""
 
     def __init__(self, payload_fd: int | None = None, lost_s: float = 20.0) -> None:
         self.events: queue.SimpleQueue[SlotEvent] = queue.SimpleQueue()
