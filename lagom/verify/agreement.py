@@ -44,7 +44,7 @@ def _losses(one: Record, ranks: Sequence[Record]) -> ComparisonRow:
     theirs: list[float] = []
     for i in range(min(counts, default=0)):
         weights = [(rank.steps[i].weight, rank.steps[i].loss) for rank in ranks]
-        # A rank without a sample counts nothing, whatever its copy of a sample gave.
+        # A rank without a sample of the batch has weight 0; its loss, of a copied sample, may be NaN and is left out.
         theirs.append(sum(weight * loss for weight, loss in weights if weight) / len(ranks))
     if not mine and not any(counts):
         return ComparisonRow("losses", "no backward", "no backward", AgreementLevel.UNKNOWN)
@@ -74,7 +74,7 @@ def _factor(left: float, right: float, world_size: int) -> str:
 
 
 def _is_own_data(number: int, one: Record, rank: Record) -> bool:
-    """Return whether the leaf is no parameter and a rank has another part of it: a part of a batch."""
+    """Return whether the leaf is the rank's part of a batch: no parameter, and other data than in one process."""
     mine, theirs = one.leaves[number], rank.leaves.get(number)
     if theirs is None or mine.is_parameter:
         return False
@@ -165,7 +165,7 @@ def _samples(one: Record, ranks: Sequence[Record], trained: bool) -> ComparisonR
     shown = f"{num_one} in {len(one.batches)} batches", f"{num_ranks} in all"
     if not differs:
         return ComparisonRow("samples", *shown, AgreementLevel.AGREES, "each as often as in one process")
-    # Training that agrees had the right samples: they only look different, for example because times come first.
+    # If the training agrees, the samples were right and only look different, for example because they contain times.
     return ComparisonRow(
         "samples", *shown, AgreementLevel.UNKNOWN if trained and one.steps else AgreementLevel.DIFFERS, differs
     )

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from lagom.verify.on_rank.record import Sketch
 
 NUMBER = re.compile(r"0x[0-9a-f]+|[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?")
-"""Matches a number in a text; also an address, which never agrees."""
+"""Matches a number in a text; also an address, which differs in each process."""
 
 
 def tolerance(step: int, epsilon: float) -> float:
@@ -31,7 +31,7 @@ def norm(values: Iterable[float]) -> float:
 
 
 def difference(left: Sketch, right: Sketch) -> Sketch:
-    """Return ``left - right``; a missing one counts as zeros."""
+    """Return ``left - right``; an empty sketch counts as zeros."""
     if len(left) != len(right):
         left, right = left or (0.0,) * len(right), right or (0.0,) * len(left)
     return tuple(a - b for a, b in zip(left, right, strict=False))
@@ -48,7 +48,7 @@ def both_bad(left: Sketch, right: Sketch) -> bool:
 
 
 def same_printed(left: str, right: str, allowed: float) -> bool:
-    """Return whether two texts of one number mean the same, up to their last digit."""
+    """Return whether two texts of a number are equal up to rounding of the last digit; addresses always are."""
     if left == right or left.startswith("0x"):
         return True
     decimals = len(left.partition(".")[2].partition("e")[0]) if "e" not in left.lower() else 12

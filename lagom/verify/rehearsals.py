@@ -75,12 +75,9 @@ class _Finding:
 
 
 def _others(plan: Plan, found: _Finding) -> Iterator[Plan]:
-    """Yield other plans to rehearse: those that might be right where this one was not.
-
-    Where this plan agreed, yield one that might be faster.
-    """
+    """Yield other plans to rehearse: if this plan agreed, one that may be faster; if not, plans that may agree."""
     if found.verdict in ("random", "own") and plan.config.batches == "per_rank":
-        # Other batches would be another training.
+        # Another value of ``batches`` would change the global batch, and so the training.
         yield from (other for other in _alternatives(plan) if other.config.batches == "per_rank")
     elif found.verdict in ("random", "own", "differs", "fails"):
         yield from _alternatives(plan)
@@ -120,7 +117,7 @@ class _Rehearsals:
         """Find out whether the run that ``plan`` describes would give the results of one process."""
         finding = self._compared(plan, pinned=False)
         if finding.verdict == "differs" and plan.config.batches != "whole":
-            # Dropout and augmentation draw other numbers on each rank, of the same distribution.
+            # The difference may come from dropout and augmentation, for which each rank draws numbers: compare without.
             pinned = self._compared(plan, pinned=True)
             if pinned.verdict in ("agrees", "own"):
                 return dataclasses.replace(pinned, verdict="random")
@@ -161,7 +158,7 @@ class _Rehearsals:
         return _Finding("raises" if one.error and verdict == "agrees" else verdict, rows)
 
     def go_on(self, found: _Finding) -> _Finding:
-        """Find out whether the plan's run, which is as ``found``, would go on from a snapshot as without a loss."""
+        """Rehearse that the plan's run goes on from a snapshot; return ``found`` with the comparison's row."""
         row = self._resumed()
         verdict = "strays" if row.level > AgreementLevel.AGREES else found.verdict
         return _Finding(verdict, [*found.rows, row])
@@ -192,7 +189,7 @@ class _Rehearsals:
         if (rehearsal, again) not in self._known:
             limited = dataclasses.replace(rehearsal, seconds=_PATIENCE_S)
             if again:
-                # No time limit: it must end where the first run did.
+                # No time limit: the second run must end where the first run did.
                 num_backwards = _num_steps(self._one(rehearsal), rehearsal)
                 limited = dataclasses.replace(rehearsal, num_backwards=num_backwards, jumps=True)
             records = self._run(dataclasses.replace(self._plan, world_size=1), limited)
@@ -214,7 +211,7 @@ class _Rehearsals:
 
 
 def _num_steps(one: Record, rehearsal: Rehearsal) -> int:
-    """Return the number of backwards that one process ran before its time was over."""
+    """Return the limit of backwards for other runs: as many as one process ran, if the time limit has ended it."""
     ended = one.returned or one.error
     return rehearsal.num_backwards if ended else max(1, len(one.steps))
 
@@ -257,15 +254,17 @@ def _named(plan: Plan, asked: Plan) -> str:
 # relative to the movement: a rate of 1e-5 hides every mistake in the parameters themselves. Gradients show a wrong
 # scale, which Adam hides. The tolerance grows from step to step, as rounding errors do.
 #
-# If split disagrees, both are rehearsed once more with dropout off and a sample's random numbers fixed by its index:
-# ranks draw their own numbers there, so a difference is no mistake. If anything disagrees, one process is rehearsed a
-# second time, with clocks that jump. A program that does not repeat itself can agree with nothing; times that it prints
-# or returns are left out, whether or not two of its runs happen to take equally long. The other settings are tried too,
-# so that a setting is only recommended after a rehearsal.
+# If ranks with other batches than "whole" disagree, one process and the ranks are rehearsed once more with dropout off
+# and a sample's random numbers fixed by its index: ranks draw their own random numbers there, so a difference is no
+# mistake. If anything disagrees, one process is rehearsed a second time, with clocks that jump. If the two runs of one
+# process differ in training, there is nothing to compare with. Times that the program prints or returns are left out,
+# even if two of its runs happen to take equally long. The other settings are rehearsed too, so that a setting is only
+# recommended after a rehearsal.
 #
-# A run that keeps snapshots takes one in the rehearsal of its own setting, and new processes go on from it for the rest
-# of that rehearsal. They go on with its record, too, so the whole of both is compared: losses, gradients, texts and the
-# result. What the program has written until then goes with the snapshot, as each rehearsal has a disk of its own.
+# A run that keeps snapshots takes one in the rehearsal of its own setting, and new processes go on from this snapshot
+# for the rest of that rehearsal. They go on with its record, too, so the whole of both rehearsals is compared: losses,
+# gradients, texts and the result. Files that the program has written before the snapshot are kept with the snapshot,
+# since each rehearsal has a disk of its own.
 #
 # How much is compared does not depend on how busy the machine is, except for programs that need half a minute for their
 # first 8 backwards, or 24.

@@ -1,4 +1,4 @@
-"""``compare_resumed``: compares a rehearsal that goes on from a snapshot with the one in which that was taken."""
+"""``compare_resumed``: compares a rehearsal that goes on from a snapshot with the rehearsal that took the snapshot."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ _LATEST = 13
 def snapshot_folder(plan: Plan, call: Call) -> Iterator[SnapshotFolder | str | None]:
     """Make a folder for the snapshot of a rehearsal, beside those of runs or, if these are at a URL, on this machine.
 
-    It is removed after the block.
+    The folder is removed at the end of the context.
 
-    Returns:
-        The folder; why there is none; or None, if the run is not to keep snapshots.
+    Yields:
+        The folder; or a text with the reason why there is none; or None, if the run is not to keep snapshots.
 
     Raises:
-        PlanError: if the run could not keep any, as it has no folder.
+        PlanError: if snapshots are asked for, and the run has no folder.
     """
     run_dir = plan.config.run_dir
     if plan.config.snapshot_every_s is None:
@@ -66,7 +66,7 @@ def _remove_empty(folder: os.PathLike[str]) -> None:
 
 
 def snapshot_after(one: Record) -> int:
-    """Return the number of backwards before the snapshot: of two passes of the same length, in the second."""
+    """Return the number of backwards before the snapshot: 5/8 of all, so in the second of two equally long passes."""
     return max(1, min(len(one.steps) * 5 // 8, _LATEST))
 
 
@@ -88,7 +88,7 @@ def without_rehearsal(record: Record) -> ComparisonRow:
 def compare_resumed(
     whole: Sequence[Record], resumed: Sequence[Record], place: str, again: Record | None = None
 ) -> ComparisonRow:
-    """Compare the ranks that have gone on from a snapshot at ``place`` with those that went through, in one row.
+    """Compare ranks that went on from a snapshot at ``place`` with ranks that ran without a break, in one row.
 
     Args:
         again: the record of a second run of one process: values that differ there cannot be expected to agree.

@@ -97,7 +97,7 @@ def _aggregates(held: Sequence[object], weights: Sequence[int]) -> Sequence[obje
 
 
 def _are_same(left: object, repeat: object, right: object, allowed: float) -> bool:
-    """Return whether ``right`` equals ``left``, or else ``repeat``, of a second run, does not (times do not)."""
+    """Return whether ``right`` equals ``left``; True as well if a second run's ``repeat`` does not, as with times."""
     if isinstance(left, str) and isinstance(repeat, str) and isinstance(right, str):
         return difference(left, repeat, right, allowed) is None
     return _are_near(left, right, allowed) or not _are_near(left, repeat, allowed)

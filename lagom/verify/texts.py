@@ -8,7 +8,7 @@ import re
 from lagom.verify.closeness import NUMBER, same_printed
 
 _CLOCK = re.compile(r"\d+(?::\d\d)+(?:\.\d+)?|\d{4}-\d\d-\d\d")
-"""Times and dates; two runs may happen to have the same, and a third another."""
+"""Matches times and dates, which are not compared: that two runs have equal ones may be chance."""
 _TOKEN = re.compile(rf"{_CLOCK.pattern}|{NUMBER.pattern}|[^\W\d]+|\S")
 
 

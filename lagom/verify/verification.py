@@ -22,10 +22,11 @@ class Verification:
     world_size: int
     rows: Sequence[ComparisonRow]
     verdict: str
-    """"agrees"; "random", but for random numbers of the ranks' own; "own", but for numbers that the program shows;
-    "raises", up to an error that one process ends with too; "unlike", each rank has batches that one process never has;
-    "strays", the ranks agree, but the program goes on otherwise from a snapshot; "differs"; "unsteady", already between
-    two runs of one process; "fails", on the ranks; "dies", in one process."""
+    """"agrees"; "random": agrees except for random numbers of the ranks' own; "own": agrees except for numbers that the
+    program shows; "raises": agrees up to an error with which one process ends too; "unlike": each rank has batches that
+    one process never has; "strays": the ranks agree, but the program does not go on from a snapshot as without a loss;
+    "differs"; "unsteady": two runs of one process differ already; "fails": a rank fails otherwise than one process;
+    "dies": the process of the rehearsal dies."""
     may_run: bool
     """Whether the run may start."""
     told: str

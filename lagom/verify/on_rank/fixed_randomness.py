@@ -51,7 +51,7 @@ def _fetching(seed: int) -> Any:
     original = vars(_MapDatasetFetcher)["fetch"]
 
     def fetch(self: Any, index: Any) -> Any:
-        # Samples that a data set fetches together cannot be told apart; a Subset fetches one by one.
+        # Samples that a data set fetches together cannot be seeded one by one; a Subset fetches them one by one anyway.
         if not self.auto_collation or (hasattr(self.dataset, "__getitems__") and type(self.dataset) is not Subset):
             return original(self, index)
         before = random_states()

@@ -1,4 +1,4 @@
-"""``jumping_clocks``: clocks that jump between two reads, to find out in a rehearsal what depends on time."""
+"""``jumping_clocks``: clocks that jump between two reads, so that a rehearsal shows which values depend on time."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ class RecordedStep:
     """Records the loss and the gradients of one backward."""
 
     loss: float
-    """Sum of its roots, as this rank has them."""
+    """Sum of the backward's roots on this rank."""
     weight: float
     """Weight of the loss on this rank: the average of weight times loss over the ranks is the loss of the batch."""
     gradients: dict[int, Sketch]
@@ -51,7 +51,7 @@ class RecordedRead:
     step: int
     """Number of backwards begun by then."""
     decides: bool = False
-    """Whether it was compared with something."""
+    """Whether the program compared the number with something, and may so decide by it."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -63,21 +63,21 @@ class RecordedBatch:
     rows: tuple[bytes, ...]
     """A digest for each sample that counts."""
     shared: bool
-    """Whether the other ranks have the other samples."""
+    """Whether the batch is split, so that the other ranks have its other samples."""
     shapes: tuple[tuple[int, ...], ...] = ()
     """Shape of a sample's row in each of its tensors."""
 
 
 @dataclass(kw_only=True, slots=True)
 class RecordedPass:
-    """Records when one pass over a data loader began and ended, in backwards, and whether it was split."""
+    """Records between which backwards one pass over a data loader ran, and whether its batches were split."""
 
     num_before: int
-    """Number of backwards, of whatever kind, before the pass."""
+    """Number of runs of the autograd engine, of any kind, before the pass."""
     num_after: int | None = None
-    """Number of backwards at its end; None if it did not reach its end."""
+    """Number of runs of the autograd engine at the end of the pass; None if the pass did not reach its end."""
     is_dealt: bool = False
-    """Whether it counted as training, with only its share for this rank."""
+    """Whether the pass counted as training, and this rank saw only its share."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -100,11 +100,11 @@ class Record:
     returned: bool = False
     """Whether the function reached its end."""
     value: list[object] = field(default_factory=list)
-    """Its return value, flat: see ``flat`` in verify/on_rank/tensor_sketch.py."""
+    """The function's return value, flat: see ``flat`` in verify/on_rank/tensor_sketch.py."""
     error: str = ""
     """The exception's name and message, if the function failed."""
     died: bool = False
-    """Whether its process died before the end of the rehearsal."""
+    """Whether the rank's process died before the end of the rehearsal."""
     seconds: float = 0.0
     num_before: int = 0
     """Number of backwards before the snapshot that was taken; 0 if none was."""

@@ -25,11 +25,11 @@ if TYPE_CHECKING:
     from lagom.snapshots.snapshot_taker import Snapshots
 
 _MAY_END = (8, 24)
-"""Numbers of backwards at which alone the time limit is checked: a rehearsal that is late ends there."""
+"""The time limit is checked only after these numbers of backwards: a rehearsal that is late ends there."""
 
 
 _MOST_ENDS = 1000
-"""Times that a program may catch even ``Enough``, and continue."""
+"""Number of times that a program may catch ``Enough`` and go on, before its process is ended."""
 
 
 class Enough(BaseException):
@@ -60,7 +60,7 @@ class RecordInProgress:
         self._deadline = None if rehearsal.seconds is None else time.monotonic() + rehearsal.seconds
 
     def join(self, snapshots: Snapshots) -> None:
-        """Have ``snapshots`` keep the record so far; go on with that of the snapshot that this process goes on from."""
+        """Let ``snapshots`` keep the record so far; if this process goes on from a snapshot, restore its record."""
         snapshots.program.beside = self._state
         if (state := snapshots.program.found_beside) is None:
             return
@@ -90,7 +90,8 @@ class RecordInProgress:
     def starts(self, leaves: Sequence[Tensor]) -> list[int]:
         """Return the numbers of ``leaves``; record these and all parameters the first time that they are seen.
 
-        All parameters, since other ranks may reach others: a branch on the data, a mixture of experts.
+        All parameters are recorded, since another rank may reach other ones: by a branch on the data, or in a mixture
+        of experts.
         """
         for leaf in self._leaves.alive():
             if isinstance(leaf, nn.Parameter) and leaf.requires_grad and not is_lazy(leaf):
@@ -169,7 +170,7 @@ class RecordInProgress:
         self.record.notes = sorted(self.session.said)
         if self.session.snapshots is None:
             return
-        # Imported here, since each rank imports this module, and the room of snapshots takes 50 ms.
+        # Imported here, since each rank imports this module, and to import the room of snapshots takes 50 ms.
         from lagom.verify.on_rank.rehearsed_snapshot import RehearsedSnapshot
 
         if isinstance(self.session.snapshots, RehearsedSnapshot):

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 @contextmanager
 def numbered_parameters() -> Iterator[Leaves]:
-    """Number parameters as they are made, equally on one rank and on many, apart from the patches' numbers."""
+    """Number parameters in the order in which they are made, so that the numbers are equal on one rank and on many."""
     leaves = Leaves()
     with ExitStack() as stack:
         for kind in (nn.Parameter, UninitializedParameter):
@@ -49,7 +49,7 @@ def numbered_parameters() -> Iterator[Leaves]:
 
 @contextmanager
 def kept_output() -> Iterator[io.StringIO]:
-    """Keep what the program prints in the block, and show nothing; return the text of standard output."""
+    """Keep the program's output in the context instead of showing it; yield the stream with standard output."""
     printed = _Kept(1)
     with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(_Kept(2)):
         yield printed
@@ -58,7 +58,7 @@ def kept_output() -> Iterator[io.StringIO]:
 def rehearse(
     session: Session, leaves: Leaves, function: Callable[[], Any], output: io.StringIO | None = None
 ) -> Record:
-    """Call ``function`` for the length of a rehearsal; inside all patches.
+    """Call ``function`` for the length of a rehearsal, inside all patches; return the record.
 
     Args:
         leaves: has the numbers of the parameters.

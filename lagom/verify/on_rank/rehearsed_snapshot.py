@@ -1,4 +1,4 @@
-"""``RehearsedSnapshot``: takes one snapshot in a rehearsal, from which the next one goes on."""
+"""``RehearsedSnapshot``: takes one snapshot in a rehearsal, from which the next rehearsal goes on."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from lagom.snapshots.snapshot_files import SnapshotFiles
 
 _PATIENCE_S = 60.0
-"""Time after which no further snapshot is tried: a large state that cannot be written mostly fails for one reason."""
+"""Time after which no further snapshot is tried: a large state mostly fails to be written for the same reason again."""
 _LOOK_S = 0.01
 
 
@@ -39,12 +39,12 @@ class RehearsedSnapshot(Snapshots):
 
     @property
     def without(self) -> str:
-        """Return why no snapshot could be taken, most of the times that one was due; empty if none was."""
+        """Return the most frequent reason for which a due snapshot could not be taken; empty if there was none."""
         return next((why for why, _ in self._reasons.most_common(1)), "")
 
     @property
     def journal(self) -> str | None:
-        """Return None: a rehearsal that goes on does not repeat what the one before has done after the snapshot."""
+        """Return None: a rehearsal keeps no journal of calls to services for the rehearsal that goes on from it."""
         return None
 
     def point(self, iterator: Any) -> None:
@@ -84,6 +84,7 @@ class RehearsedSnapshot(Snapshots):
 
 # Note [Passes that go on]
 #
-# A rehearsal cuts passes by the number of backwards when they begin (truncate.py). A snapshot begins them again, when
-# as many have run as at the snapshot (Rehearsal.num_before). So it is taken while all passes are long ones; or later,
-# where none of which batches have been taken goes on.
+# The number of backwards at the begin of a pass decides how long the pass is in a rehearsal (truncate.py). A process
+# that goes on from a snapshot begins a pass in progress again, with the number of backwards at the snapshot
+# (Rehearsal.num_before). So the snapshot is taken while all passes are long ones; or later, at a point where no pass
+# has yielded batches and goes on.

@@ -68,7 +68,7 @@ def _make_float(session: Session, note: Note, original: Callable[..., Any]) -> C
 
 
 def _make_leaving(session: Session, note: Note, original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a method that makes numpy's or Python's numbers of a tensor; tensors of several numbers may be data."""
+    """Wrap a method that converts a tensor to numpy or Python; tensors of several numbers may be data: not recorded."""
 
     def leave(self: torch.Tensor, *args: Any, **options: Any) -> Any:
         if session.live and self.numel() == 1 and self.is_floating_point() and (place := _place()) is not None:

@@ -103,7 +103,7 @@ def _leaf(value: Any, is_own: bool) -> Iterator[object]:
 
 
 def _sketch_with_gaps(tensor: torch.Tensor) -> Iterator[object]:
-    """Yield a sketch of the finite numbers, after a digest of the places of the others."""
+    """Yield a sketch of the finite numbers; if there are non-finite numbers, first yield a digest of their places."""
     values = tensor.to_dense() if tensor.layout != torch.strided else tensor
     if not (finite := values.isfinite()).all():
         gaps = torch.where(finite, 0, torch.where(values.isnan(), 1, torch.where(values.real > 0, 2, 3)))
@@ -113,7 +113,7 @@ def _sketch_with_gaps(tensor: torch.Tensor) -> Iterator[object]:
 
 
 def digests(data: Any) -> tuple[bytes, ...]:
-    """Return a digest for each sample of a batch, over its row in all tensors with as many rows."""
+    """Return a digest for each sample of a batch, over its row in all tensors that have a row for each sample."""
     count = count_samples(data)
     hashes = [hashlib.blake2b(digest_size=8) for _ in range(count)]
     for tensor in tensors(data):

@@ -24,7 +24,7 @@ _LONGEST = 1_000_000
 
 @contextmanager
 def truncated_passes(session: Session) -> Iterator[None]:
-    """End every pass over a loader after a few batches; entered before loaders are patched."""
+    """End every pass over a loader after a few batches; to be entered before loaders are patched."""
     rehearsal = session.plan.rehearsal
     assert rehearsal is not None
     session.num_rehearsed = rehearsal.num_before
@@ -39,7 +39,8 @@ def truncated_passes(session: Session) -> Iterator[None]:
         if not session.live:
             return source
         if is_iterable(loader) and isinstance(source, BatchSampler):
-            # Its batches are counted, not chosen; this very class shards groups of them.
+            # An iterable data set gets indices that are all None: only their number counts. The result has to be a
+            # BatchSampler, since GroupedBatchSampler reads its attributes.
             joined = source.batch_size * (rehearsal.group_size if session.world_size == 1 else 1)
             size = source.batch_size * rehearsal.group_size
             nones = _Nones(lambda: size * num_batches())
@@ -66,13 +67,13 @@ class _Nones:
 
 
 class _Cut:
-    """Stands for a loader's batch sampler, or its sampler: gives its first batches and its last."""
+    """Stands for a loader's batch sampler, or sampler: yields only the first batches of the original and the last."""
 
     def __init__(self, source: Any, num_batches: Callable[[], int], group_size: int, world_size: int) -> None:
         self._source = source
         self._num_batches = num_batches
         self._group = group_size
-        # A single rank stands for all: it receives the batches of a group as one.
+        # One process stands for all ranks, so it receives the batches of a group, one for each rank, as one batch.
         self._joins = group_size > 1 and world_size == 1
 
     def __len__(self) -> int:
