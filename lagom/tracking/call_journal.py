@@ -1,4 +1,4 @@
-"""``CallJournal``: what rank 0 has told MLflow, on disk, so that an attempt after a loss does not tell it twice."""
+"""``CallJournal``: rank 0's calls to MLflow, on disk, so that an attempt after a loss does not make them twice."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from lagom import files
 from lagom.tracking.serialization import decode, encode
 
 _VARYING = re.compile(r'\["(_timestamp|start_time|end_time|_value)",(-?[\d.e+-]+|NaN|-?Infinity)\]')
-"""Times among the arguments of a call, and values of metrics, which another number of ranks rounds in another way."""
+"""Matches arguments that are not compared: times, and metric values, which are rounded differently on other ranks."""
 _UNIMPORTANT = "update_run_info"
-"""Call by which a program that fails ends its run, and that one which goes on instead does not repeat."""
+"""Call by which a failing program ends its MLflow run; a program that goes on instead does not repeat this call."""
 
 
 @dataclass(slots=True)
@@ -31,7 +31,7 @@ class _Call:
 
     def is_repeated_by(self, name: str, given: str) -> bool:
         """Return whether the program makes the call again."""
-        is_new = name.startswith("create_")  # then a name among the arguments may have a time in it
+        is_new = name.startswith("create_")  # its arguments are not compared: a name may have a time in it
         return name == self.name and (is_new or _VARYING.sub("", given) == _VARYING.sub("", self.given))
 
 
@@ -47,7 +47,7 @@ class CallJournal:
         self._path, self._say = path, say
         self._fd = -1
         self.num = 0
-        """Number of calls so far, those of the attempts included from which this one goes on."""
+        """Number of calls so far, including those before the snapshot from which this attempt goes on."""
         self._lost: dict[int, _Call] = {}
 
     def go_on(self, num: int) -> None:
@@ -72,7 +72,7 @@ class CallJournal:
     def call(
         self, name: str, given: dict[str, Any], make: Callable[[], Any], finish: Callable[[Any], Any] | None = None
     ) -> Any:
-        """Make a call of the program's, or return the answer that a lost attempt has got to it.
+        """Make a call of the program, or return the answer that a lost attempt has got to the same call.
 
         Args:
             given: the arguments, by their names.
@@ -104,7 +104,7 @@ class CallJournal:
         self._lost.clear()
 
     def _add(self, entry: dict[str, Any]) -> None:
-        if self._fd < 0:  # of a run that begins from the beginning
+        if self._fd < 0:  # the run goes on from no snapshot, so its journal begins empty
             self._open(os.O_TRUNC)
         self._write(f"{json.dumps(entry)}\n")
 
@@ -117,11 +117,12 @@ class CallJournal:
 
 
 def log_missing_metrics(make: Callable[[], Any], name: str, given: dict[str, Any]) -> Any:
-    """Log what a lost attempt was logging, without the metrics that the store has already.
+    """Repeat the call during which an attempt was lost, without the metrics that the store has already.
 
     Args:
         make: returns the store.
-        name: of its method, ``log_metric`` or ``log_batch``, which had the arguments ``given``.
+        name: name of the store's method, ``log_metric`` or ``log_batch``.
+        given: the method's arguments in the lost attempt.
     """
     store, metrics = make(), given["metrics"] if name == "log_batch" else [given["metric"]]
     known = {key: store.get_metric_history(given["run_id"], key) for key in {one.key for one in metrics}}
@@ -146,11 +147,12 @@ def _encoded(value: Any) -> str:
 #
 # A store of MLflow's cannot be cut to what it had at a snapshot: it may be a server, and a database is changed by C
 # code. So the program's calls are counted, and written to a journal with their answers: a line before each call, and
-# one behind it. A snapshot has the number of calls. An attempt that goes on from it finds the calls that were made
-# after it. The program repeats them, and gets the answers from the journal, so that a run which the lost attempt has
-# begun goes on too. What follows the last of these calls reaches the store. Times are not compared, and values of
-# metrics neither: another number of ranks rounds them in another way, and a step is to be there once.
+# one behind it. A snapshot has the number of calls. An attempt that goes on from the snapshot finds in the journal the
+# calls that were made after the snapshot. The program repeats them, and gets the answers from the journal, so that an
+# MLflow run which the lost attempt has begun goes on too. Calls after the last of these reach the store. Neither times
+# nor metric values are compared: another number of ranks rounds values differently, but a step must be logged only
+# once.
 #
 # One call may have been under way when the attempt was lost. It is made again with the times that it had then, and
-# without the metrics that the store has already. If a program makes another call than the lost attempt did, what that
-# has told the store cannot be taken back; a line says so.
+# without the metrics that the store has already. If a program makes another call than the lost attempt did, the calls
+# of the lost attempt cannot be undone in the store; a line says so.

@@ -51,12 +51,12 @@ _DOWNLOADS = ("download_", "get_local_path")
 _TRACES = ("trace", "span")
 """Parts of names of methods whose arguments have random ids, so that they are not repeated."""
 _READS = ("get_", "search_", "list_", "find_", "batch_get_", "query_", "calculate_", "load_", *_DOWNLOADS)
-"""Beginnings of methods that a rank may call itself where rank 0 does not: they change nothing."""
+"""Beginnings of methods that a rank may call itself if rank 0 does not make the call: they change nothing."""
 
 
 @contextmanager
 def log_once_to_mlflow(session: Session) -> Iterator[Callable[[], None]]:
-    """Have rank 0 alone call MLflow's stores, and the other ranks get its answers.
+    """Patch MLflow so that rank 0 alone calls its stores, and the other ranks get rank 0's answers.
 
     Yields a function to be called when the program has ended, before ranks wait for each other.
     """
@@ -82,14 +82,14 @@ def log_once_to_mlflow(session: Session) -> Iterator[Callable[[], None]]:
 
 
 def _leaving_run(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return ``mlflow.set_experiment``, after which a run of another experiment is not gone on with."""
+    """Wrap ``mlflow.set_experiment``: if it sets another experiment, the run in ``MLFLOW_RUN_ID`` is not used."""
     before = os.environ.get("MLFLOW_EXPERIMENT_ID")
 
     @functools.wraps(original)
     def set_experiment(*args: Any, **kwargs: Any) -> Any:
         found = original(*args, **kwargs)
         if found.experiment_id != before:
-            os.environ.pop(_RUN, None)  # MLflow would refuse it
+            os.environ.pop(_RUN, None)  # MLflow would refuse a run of another experiment
         return found
 
     return set_experiment
@@ -105,7 +105,7 @@ class _Tracker:
             self._answers = Answers(session.notes, session.world_size - 1, "mlflow")
         self._pid = os.getpid()
         self.journal: CallJournal | None = None
-        """Calls of rank 0 that change something, where the run keeps snapshots."""
+        """Journal of rank 0's calls that change something; None without snapshots, or without a place for it."""
         self._is_told = False
         if session.snapshots is not None:
             if (path := session.snapshots.journal) is not None:
@@ -136,7 +136,7 @@ class _Tracker:
             if self._answers is not None:
                 self._answers.end()
         elif fluent is not None and not self._session.has_joined:
-            with suppress(Exception):  # as MLflow does at the end of a process, when this would reach the store
+            with suppress(Exception):  # MLflow itself does so later, when the call would reach the real store
                 while fluent.active_run() is not None:
                     fluent.end_run()
 
@@ -153,7 +153,7 @@ class _Tracker:
                 real = self._direct(make)
                 return _Store(self, type(real), lambda: real, is_repeated=base != _ARTIFACTS[1])
             if hasattr(registry, "get_store_builder"):
-                registry.get_store_builder(uri)  # raises where there is none
+                registry.get_store_builder(uri)  # raises if there is no store for this address
             return _Store(self, pkgutil.resolve_name(base), lambda: self._direct(make))
 
         return get_store
@@ -168,10 +168,11 @@ class _Tracker:
             _is_direct.reset(token)
 
     def call(self, name: str, real: Callable[..., Any], args: Any, kwargs: Any, make: MakeStore | None = None) -> Any:
-        """Call the method ``name`` of a store, which is ``real``, as this rank is to.
+        """Make the call of a store's method ``name``, skip it, or wait for rank 0's answer, as this rank has to.
 
         Args:
-            make: returns the real store; None if an attempt after a loss makes calls of a lost one again.
+            real: the method of the real store.
+            make: returns the real store; None if the journal does not keep calls of this store.
         """
         is_first, is_log, is_fork = self._session.rank == 0, name.startswith(_LOGS), os.getpid() != self._pid
         if not self._is_shared or (is_first and is_fork):
@@ -210,7 +211,7 @@ class _Tracker:
         if name.endswith("_async"):
             operations: Any = sys.modules["mlflow.utils.async_logging.run_operations"]
             return operations.RunOperations([])
-        return kwargs.get("trace_info")  # which start_trace gives back
+        return kwargs.get("trace_info")  # start_trace returns this argument; other methods return nothing
 
 
 @functools.cache
@@ -223,10 +224,10 @@ def _is_change(name: str) -> bool:
 
 
 class _Store:
-    """A store that all ranks call; on other ranks than 0 the real one is made where one has to ask it.
+    """Stands for a store on every rank; on ranks other than 0, the real store is made only when it is needed.
 
     Args:
-        is_repeated: an attempt that goes on after a loss does not repeat what a lost one has told this store.
+        is_repeated: whether the journal keeps calls of this store, so that they are not made twice after a loss.
     """
 
     def __init__(self, tracker: _Tracker, kind: type, make: Callable[[], Any], is_repeated: bool = False) -> None:
@@ -259,7 +260,7 @@ class _Store:
         return functools.wraps(method)(lambda *args, **kwargs: tracker.call(name, real, args, kwargs, repeated))
 
     def _log_batch_at_once(self, *args: Any, **kwargs: Any) -> Any:
-        """Log before the program goes on: a snapshot has to know what has been logged."""
+        """Log now instead of in the background, since a snapshot has to know all calls that were made before it."""
         self.log_batch(*args, **kwargs)
         operations: Any = sys.modules["mlflow.utils.async_logging.run_operations"]
         return operations.RunOperations([])
@@ -281,8 +282,8 @@ _is_direct = ContextVar("_is_direct", default=False)
 # Note [Stores]
 #
 # All calls of MLflow (fluent functions, a client, a flavour's log_model, an integration of another library) end in a
-# store: of runs, of registered models, or of artifacts. MLflow gets each store from a registry, which makes the kind
-# that an address needs: files, a database, a server. So patching the registries covers all calls.
+# store: of runs, of registered models, or of artifacts. MLflow gets each store from a registry, which makes the kind of
+# store that an address needs: files, a database, a server. So patching the registries covers all calls.
 #
 # Every rank gets a _Store. On rank 0 its calls reach the real store, and the results go to the other ranks (see Note
 # [Answers] in rank0_answers.py). Other ranks skip calls that log, without waiting. All their other calls wait for rank
@@ -291,7 +292,7 @@ _is_direct = ContextVar("_is_direct", default=False)
 # (./mlruns) are not part of its own disk only: the other ranks of its host see them at once, as they see downloads. If
 # MLflow adds a method, rank 0 answers it until it is listed above.
 #
-# A trial of a search has one rank, as a rule, and a disk of its own. Its calls reach the real store too: runs of all
-# trials are in one place, as if they had run one after another.
+# A trial of a search usually has one rank, and always a disk of its own. Its calls reach the real store too: runs of
+# all trials are in one place, as if they had run one after another.
 #
 # If only another rank logs something, after the program has asked for its rank, it is not recorded either.

@@ -17,7 +17,7 @@ _VARIABLES = {
 }
 """Variables of MLflow's modules."""
 _OF_THREAD = ("_active_run_stack", "_last_active_run_id", "_last_logged_model_id")
-"""Variables of the fluent module of which each thread has its own."""
+"""Thread-local variables of the fluent module."""
 _AUTOLOG = "mlflow.utils.autologging_utils"
 
 
@@ -25,7 +25,7 @@ def mlflow_state() -> dict[str, Any] | None:
     """Return the state of MLflow in the main thread; None if it was not imported. May be called in a fork.
 
     Raises:
-        LagomError: if it has changed what cannot be changed again in another process.
+        LagomError: if the program uses MLflow's autolog, which cannot be restored in another process.
     """
     fluent: Any = sys.modules.get(_FLUENT)
     if fluent is None:
@@ -46,7 +46,7 @@ def mlflow_state() -> dict[str, Any] | None:
 
 
 def set_mlflow_state(state: dict[str, Any] | None) -> None:
-    """Set what ``mlflow_state`` has returned in another process."""
+    """Restore the state that ``mlflow_state`` has returned in another process; None changes nothing."""
     if state is None:
         return
     for module, values in state["modules"].items():

@@ -1,4 +1,4 @@
-"""``Answers``: what rank 0 gets from a service that it alone calls, for the same call of the other ranks."""
+"""``Answers``: the answers of a service that only rank 0 calls, for the same calls on the other ranks."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 _ALONE_S = 10.0
 """Seconds to wait for rank 0's answer once the program has asked for its rank: then one rank may call alone."""
 _FRAMES = 12
-"""Frames of the program that tell one of its calls from another."""
+"""Number of the program's innermost frames by which a call is identified."""
 _OVER = "answers/over"
 
 
@@ -53,7 +53,7 @@ class Answers:
     def key(self, method: str) -> str:
         """Return a key for the program's present call of ``method``.
 
-        The key is equal on all ranks that make the call from the same place, after as many calls from there.
+        The key is equal on all ranks that make the call from the same place, after the same number of calls from there.
         """
         lines = (
             f"{os.path.basename(frame.f_code.co_filename)}:{line}"

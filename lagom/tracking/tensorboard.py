@@ -1,7 +1,7 @@
 """``write_events_once``: lets only rank 0 write TensorBoard's events to a URL, since ranks' own disks hold no URLs.
 
-Events are on the disk when the program saves a file, or when a snapshot or twin is made of it: a new attempt after a
-loss goes on with both.
+Queued events are written to disk before the program saves a file, and before a snapshot or a twin of the program is
+made, since a new attempt after a loss goes on from these.
 """
 
 from __future__ import annotations
@@ -60,16 +60,16 @@ def _aside(session: Session, original: Callable[..., None]) -> Callable[..., Non
             original(self, logdir, *args, **kwargs)
             files.flush_at_save(self)
             if hasattr(self, "_async_writer") and not is_url:
-                open(self._file_name, "ab").close()  # so it counts as a file that grows, though it has no event yet
+                open(self._file_name, "ab").close()  # makes it count as a growing file even before its first event
         else:
             original(self, tempfile.mkdtemp(prefix="events-", dir=session.host_dir), *args, **kwargs)
-            self._logdir = logdir  # which get_logdir() tells
+            self._logdir = logdir  # get_logdir() returns the program's own folder
 
     return init
 
 
 def _followed(session: Session, original: Callable[..., None]) -> Callable[..., None]:
-    """Wrap the constructor of TensorBoard's queue of events, which also makes those of a snapshot again."""
+    """Wrap the constructor of TensorBoard's queue of events, which also restores the queues in a snapshot."""
 
     @functools.wraps(original)
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -81,7 +81,7 @@ def _followed(session: Session, original: Callable[..., None]) -> Callable[..., 
 
 
 def _restart_in_twins(twins: TwinForks, writer: Any) -> None:
-    """Have ``writer``, which has a thread, write all events before each fork, and start the thread in a twin."""
+    """Write the queued events of ``writer`` before each fork of a twin, and start its thread anew in the twin."""
 
     def flush() -> None:
         if not writer._closed:
@@ -106,9 +106,9 @@ def write_queued_events() -> None:
 
 
 def reduce_event_writer(value: Any) -> Any:
-    """Return how to pickle TensorBoard's queue of events, once it is empty; NotImplemented for other objects.
+    """Reduce TensorBoard's queue of events, which must be empty, for pickle; NotImplemented for other objects.
 
-    The writer around it pickles as it is, and appends to its file.
+    The writer that the queue belongs to pickles by default; once unpickled, it appends to its file.
     """
     module = sys.modules.get(_MODULES[0])
     if module is None or type(value) is not vars(module)[_QUEUED]:

@@ -1,4 +1,4 @@
-"""Weights & Biases: rank 0 alone has a run; those of the other ranks are disabled, with its id, name and config."""
+"""Weights & Biases: only rank 0 has a real run; other ranks have disabled runs with its id, name and config."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def _shared(session: Session, answers: Answers, original: Callable[..., Any]) ->
 
 
 def _facts(run: Any) -> dict[str, Any]:
-    """Return what other ranks learn of rank 0's ``run``: plain values, also those of its config that a server chose."""
+    """Return the facts of rank 0's ``run`` for other ranks: plain values, including config values from a server."""
     facts = {name: value for name in _NAMES if isinstance(value := getattr(run, name, None), str) and value}
     return {**facts, "config": _plain(dict(run.config))}
 
