@@ -41,13 +41,13 @@ class RankDebugger:
         self._pid = rank_pid()
         self._turn = threading.Lock()
         self._stopped: int | None = None
-        """The thread that is at the prompt."""
+        """Id of the thread that is at the prompt; None if none is."""
         self._pdbs: dict[int, RankPdb] = {}
         """Debuggers by thread: each keeps the breakpoints that were set at its prompt."""
 
     @contextlib.contextmanager
     def installed(self) -> Iterator[None]:
-        """Have ``breakpoint()`` and ``pdb.set_trace()`` stop here, unless PYTHONBREAKPOINT names something else.
+        """Make ``breakpoint()`` and ``pdb.set_trace()`` call ``hook``, unless PYTHONBREAKPOINT is set already.
 
         In processes that the rank starts anew, such as spawned workers, ``breakpoint()`` is an error.
         """
@@ -64,7 +64,7 @@ class RankDebugger:
             yield
 
     def hook(self, *_: object, header: str | None = None, **__: object) -> None:
-        """Stop the caller if this is the rank to stop: ``sys.breakpointhook``, and ``pdb.set_trace``."""
+        """Stop the caller if this is the rank to stop; replaces ``sys.breakpointhook`` and ``pdb.set_trace``."""
         if not self._stops():
             return
         self.begin()
@@ -75,18 +75,18 @@ class RankDebugger:
 
     @contextlib.contextmanager
     def post_mortem(self) -> Iterator[None]:
-        """Look at an exception of the block before it ends the rank, if the run is debugged."""
+        """If the run is debugged, open a prompt at an exception of the context before the exception ends the rank."""
         try:
             yield
         except Exception as error:
             if self._plan.config.debug is not None and self._plan.rehearsal is None:
-                with contextlib.suppress(LagomError):  # nobody wants to look at it
+                with contextlib.suppress(LagomError):  # the driver gives this failure no turn
                     self.begin(error)
                     self._pdb().examine(error)
             raise
 
     def begin(self, error: Exception | None = None) -> None:
-        """Wait for this rank's turn at the prompt, if it is not there.
+        """Wait for this rank's turn at the prompt, unless this thread has it already.
 
         Raises:
             LagomError: if nobody can type there.
@@ -121,7 +121,7 @@ class RankDebugger:
 
     @contextlib.contextmanager
     def at_prompt(self, stream: DriverStream) -> Iterator[None]:
-        """Have this thread at the prompt meanwhile; what is typed there reads and writes ``stream``."""
+        """Hold the prompt in the context; standard input, output and error of typed commands are ``stream``."""
         self.begin()
         stdin, sys.stdin = sys.stdin, stream
         try:
@@ -138,11 +138,12 @@ class RankDebugger:
 
     @contextlib.contextmanager
     def _alone(self) -> Iterator[None]:
-        """Keep what is typed from the other ranks, and from the random numbers that the program draws."""
+        """Run typed commands without exchanges with other ranks; restore the random states after them."""
         from lagom.row_split.draws import OperationMode  # imports torch, which a host process may lack
 
         session, states = self.session, None
-        if threading.current_thread() is threading.main_thread():  # the program's other threads draw meanwhile
+        # In another thread states are not restored: the main thread draws random numbers meanwhile.
+        if threading.current_thread() is threading.main_thread():
             states = random_states()
         if session is not None:
             session.typing_thread = threading.get_ident()
@@ -167,7 +168,7 @@ class RankDebugger:
         """Return whether this rank stops at a breakpoint now.
 
         Raises:
-            LagomError: where none can stop.
+            LagomError: if no rank can stop here: in a process that a rank has forked, or in a trial of a search.
         """
         if rank_pid() != self._pid:
             refuse()
@@ -179,21 +180,21 @@ class RankDebugger:
         chosen = self._plan.config.debug
         is_probing = self.session is not None and self.session.is_probing
         if is_probing or self._plan.rehearsal is not None or self._stopped == threading.get_ident():
-            return False  # the forward is run once more for lagom; the run follows; a breakpoint in what is typed
+            return False  # in a forward that lagom repeats, in a rehearsal before the run, or in a typed command
         return self._rank == (chosen if isinstance(chosen, int) else 0)
 
 
 # Note [Stopped ranks]
 #
-# pdb runs in the rank. Its output goes to the driver as messages, and each line that it reads is a question, which the
-# driver answers with what was typed: the channel that is there anyway, with its proofs and encryption. Before its
-# first output a rank asks for its turn, which the driver gives to one rank at a time.
+# pdb runs in the rank. Its output goes to the driver as messages, and for each line that pdb reads the rank sends a
+# request, which the driver answers with the typed line. Both travel in the run's own channel, with its proofs and
+# encryption. Before its first output a rank asks for its turn, which the driver gives to one rank at a time.
 #
 # From the turn to its end the driver holds the run: no host counts a rank's silence as a stall. In a run that is
 # debugged (``debug=``) exchanges wait for days, and a rank whose function has failed asks for a turn before it
 # reports the failure; the others wait in their next exchange. All ranks run the same program, so all fail alike: one
 # gets the turn (the chosen rank, else the first), and the others wait until the end of the run.
 #
-# What is typed runs in the middle of the program on one rank. There it is as in a process forked from the rank: patches
-# do nothing, so that a model's call is computed whole, without the other ranks. Random generators are restored, as the
-# ranks' have to stay equal. What the program itself holds can be changed, on this rank alone.
+# A typed command runs in the middle of the program on one rank. Patches do nothing then, as in a process forked from
+# the rank, so that a model's call is computed whole, without the other ranks. Random generators are restored, since
+# they have to stay equal on all ranks. A typed command can change the program's own values, on this rank alone.

@@ -46,11 +46,11 @@ class DriverStream(io.TextIOBase):
         return self._debugger.ask({"step": "line", "text": self._sent()})
 
     def send(self, step: str) -> None:
-        """Send what was written, and that the debugger is at ``step``."""
+        """Send the text that was written, as a message of the kind ``step``."""
         self._debugger.tell({"step": step, "text": self._sent()})
 
     def _sent(self) -> str:
-        """Send all but the end of what was written, and return that."""
+        """Return the text that was written; of a text too long for a message, send all but the end first."""
         while len(self._text) > _MAX_TEXT:
             self._debugger.tell({"step": "text", "text": self._text[:_MAX_TEXT]})
             self._text = self._text[_MAX_TEXT:]
@@ -59,7 +59,7 @@ class DriverStream(io.TextIOBase):
 
 
 class RankPdb(pdb.Pdb):
-    """Steps through the program, and over lagom."""
+    """A pdb that steps through the program, and over lagom's functions."""
 
     def __init__(self, debugger: RankDebugger) -> None:
         self._stream = DriverStream(debugger)
@@ -69,7 +69,7 @@ class RankPdb(pdb.Pdb):
         self._examines = False
 
     def examine(self, error: Exception) -> None:
-        """Show ``error``, and let the person look at the frames that it has passed."""
+        """Show ``error``, and open a prompt at the frames of its traceback."""
         self._examines = True
         self.message("".join(traceback.format_exception_only(error)).rstrip())
         self.reset()
@@ -81,13 +81,13 @@ class RankPdb(pdb.Pdb):
             super().interaction(frame, traceback)
 
     def user_return(self, frame: types.FrameType, return_value: Any) -> None:
-        """Stop at the end of a function; after the program's own there is nothing to step through."""
+        """Stop at the end of a function; after the program's outermost function, do not stop any more."""
         super().user_return(frame, return_value)
         if frame.f_back is not None and _calls_program(frame.f_back):
             self.set_continue()
 
     def get_stack(self, f: Any, t: Any) -> Any:
-        """Return pdb's stack without what has called the program, and without lagom's frames, and the place in it."""
+        """Return pdb's stack without the program's callers and lagom's frames, and the index of the current frame."""
         stack, at = super().get_stack(f, t)
         start = next((n for n in range(len(stack) - 1, -1, -1) if _calls_program(stack[n][0])), -1) + 1
         of_program = [n for n in range(start, len(stack)) if not _is_own(stack[n][0])]

@@ -1,4 +1,4 @@
-"""``refuse``: ``breakpoint()`` in a process that a rank has started anew, which Python finds by PYTHONBREAKPOINT."""
+"""``refuse``: stands for ``breakpoint()`` in a process that a rank has spawned, which finds it by PYTHONBREAKPOINT."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import NoReturn
 from lagom.errors import LagomError
 
 BY_NAME = f"{__name__}.refuse"
-"""Value of PYTHONBREAKPOINT: the one thing that tells a process which is started anew, not forked, what to do."""
+"""Value of PYTHONBREAKPOINT: a process that is spawned, not forked, knows ``refuse`` only from its environment."""
 
 
 def refuse(*_: object, **__: object) -> NoReturn:
-    """Say that this process cannot stop.
+    """Refuse a breakpoint in this process.
 
     Raises:
         LagomError: always.

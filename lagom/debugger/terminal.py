@@ -33,8 +33,8 @@ class DebugTerminal:
     See Note [Stopped ranks] in rank_debugger.py.
 
     Args:
-        channel: in its thread all methods run except ``show`` and ``close``.
-        put: has ``show`` called with a message, in the thread that shows the run.
+        channel: the server of the run; all methods except ``show`` and ``close`` run in its thread.
+        put: passes a message to the thread that shows the run, which calls ``show`` with it.
     """
 
     def __init__(self, plan: Plan, channel: DriverServer, put: Callable[[Message], None]) -> None:
@@ -43,14 +43,14 @@ class DebugTerminal:
         """Requests of ranks: the first has its turn, the others wait."""
         self._last: int | None = None
         self._has_examined = False
-        """A failure has been looked at, or is: the run ends with it."""
+        """Whether a failure is or was at the prompt. The run ends with this failure, so no other is examined."""
         self._lock = threading.Lock()
         self._processes = 0
         """Counts how often the ranks' processes have ended: messages of earlier ones no longer count."""
         self._can_interrupt = self._is_closed = False
 
     def take(self, task: int, message: Message) -> None:
-        """Take in a message of a rank's debugger."""
+        """Handle a message of a rank's debugger."""
         message = message | {"task": task, "processes": self._processes}
         if message["step"] == "begin":
             self._begin(message)
@@ -100,7 +100,7 @@ class DebugTerminal:
         self._channel.send(message["task"], {"type": "debug", "rank": message["rank"], **answer})
 
     def show(self, message: Message, write: Callable[[str], None], say: Callable[[str], None]) -> None:
-        """Show what a debugger has sent by ``write``, and whose turn it is by ``say``; answer it with a typed line.
+        """Show a debugger's text by ``write``, and whose turn it is by ``say``; answer a request with a typed line.
 
         Raises:
             LagomError: if the person ends the run.
