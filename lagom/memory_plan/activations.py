@@ -30,7 +30,7 @@ def activations(module: nn.Module, batch: Any, num_shares: int, dtype: torch.dty
     """Count the bytes of inputs, outputs and tensors saved by autograd, for the largest of ``num_shares`` of a batch.
 
     The forward runs on fake tensors (torch's FakeTensorMode), so nothing is computed. Parameters and buffers do not
-    count. Checkpoints count with the tensors that they save. oneDNN's LSTM on a CPU keeps twice the result.
+    count. Checkpoints count with the tensors that they save. oneDNN's LSTM on a CPU keeps twice the counted bytes.
 
     Args:
         batch: the arguments of ``module``: a tensor, a tuple or list of arguments, or a dict of them by name.

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 _NUM_STEPS = 2
 """Steps of the copy: some optimizers create a part of their state only in the second step."""
 _PRIMES = (3, 5, 7, 11, 13, 17, 19, 23)
-"""Sides of small stand-ins for parameters: all different, so a side of a state tensor shows which it follows."""
+"""Sides of small stand-ins for parameters: all differ, so a state tensor's side shows which parameter's side it has."""
 
 
 class KeptState(NamedTuple):
@@ -219,7 +219,7 @@ def _constant() -> torch.Tensor:
 def _of_lbfgs(optimizer: LBFGS, graded: Sequence[torch.Tensor]) -> int:
     """Return the bytes of LBFGS's state with a full history.
 
-    For each step in the history it keeps a direction and a change of gradients, and once more the last of both.
+    LBFGS keeps a direction and a change of gradients for each step in the history, and a second copy of the last two.
     """
     history: int = optimizer.param_groups[0]["history_size"]
     return sum(p.nbytes for p in graded) * (2 * history + 2)
