@@ -12,7 +12,7 @@ _MAX_ROWS = 50
 
 
 class NotebookBars:
-    """Lines that a program renews by carriage returns, in one display until something else is printed."""
+    """Shows lines that a program renews by carriage returns in one display, until something else is printed."""
 
     def __init__(self, renew: Callable[[], Callable[[str, str], None]]) -> None:
         """Make displays by ``renew``, which returns a function that shows HTML, or text, in one place."""
@@ -32,7 +32,7 @@ class NotebookBars:
         return self._row == len(self._rows) - 1 and not self._rows[self._row]
 
     def show(self, stream: str, text: str) -> None:
-        """Move and write as a terminal does, and show the lines."""
+        """Apply ``text`` and its control characters to the lines, as a terminal does, and show the lines."""
         self._stream = stream
         if self._renew is None:
             self._renew = self._make()

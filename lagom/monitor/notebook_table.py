@@ -13,13 +13,13 @@ from lagom.monitor.stragglers import held_up
 from lagom.wire.client import Message
 
 _SHOWN = 16
-# Each can be told from a white page and a dark one, and from each other by colour-blind readers.
+# Colours that are visible on white and dark pages, and that colour-blind readers can tell apart.
 _RUNS, _DONE, _FAILED, _WAITS = "#2f8fd0", "#009e73", "#d55e00", "#808080"
 _BAR = (
     "<div style='width:9em;height:.5em;background:rgba(128,128,128,.3);border-radius:3px'>"
     "<div style='width:{0:.0%};height:100%;background:{1};border-radius:3px'></div></div>"
 )
-# Front ends style tables themselves: columns of equal width, centered, numbers broken in two.
+# These override the table styles of notebook front ends: equal column widths, centered, numbers broken in two.
 _TABLE = "table-layout:auto;margin:0;border-collapse:collapse"
 _CELL = "text-align:left;white-space:nowrap;padding:.15em .8em .15em 0"
 _HEAD = _CELL.replace("nowrap", "normal") + ";vertical-align:bottom"
@@ -52,7 +52,7 @@ class NotebookTable:
     """Shows a run's ranks as a table in a notebook's cell."""
 
     def __init__(self, display: Any, together: Callable[[Iterable[float]], float] = sum) -> None:
-        """Combine the ranks' samples with ``together``: with whole batches, all have trained on the same ones."""
+        """Combine the ranks' samples with ``together``: ``max`` if all ranks have trained on the same samples."""
         self._cell = NotebookCell(display)
         self._together = together
 
@@ -116,7 +116,7 @@ def _framed(inside: str, colour: str) -> str:
 
 
 def left(ranks: Mapping[int, Message]) -> str:
-    """Return the rest of the pass's time at the last rate of the slowest rank, as text."""
+    """Return the remaining time of the pass at the slowest rank's rate, as text; empty if it is unknown or short."""
     slowest = 0.0
     for one in ranks.values():
         step, steps, speed = one.get("step") or 0, one.get("steps"), one.get("steps_s")

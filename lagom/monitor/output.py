@@ -11,11 +11,11 @@ from lagom.monitor.notebook_bars import NotebookBars
 from lagom.monitor.notebook_table import NotebookCell, notebook
 
 OWN = "lagom"
-"""Stream of what lagom says on a rank, beside "stdout" and "stderr" of the program."""
+"""Name of the stream with lagom's own messages on a rank, beside "stdout" and "stderr" of the program."""
 
 
 class Output:
-    """Shows rank 0's output as it is, or every rank's lines after its name.
+    """Shows rank 0's output unchanged, or the lines of every rank, each after the rank's name.
 
     Args:
         named: show all ranks, each line after "[rank 3] ".

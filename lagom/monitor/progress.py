@@ -44,7 +44,7 @@ class Progress:
         self._began = time.monotonic()
 
     def show(self, event: Message) -> None:
-        """Store ``event``, and show it when it is time."""
+        """Store ``event``, and renew the display if that is due."""
         if event["type"] == "join":
             self._hosts.setdefault(str(event["host"]).split("|")[0], []).extend(event["ranks"])
             if sum(map(len, self._hosts.values())) == self._world_size:
@@ -72,7 +72,7 @@ class Progress:
                 self._table.wait(self._name, text)
 
     def warn(self, text: str) -> None:
-        """Show ``text``, lines below the first indented."""
+        """Show ``text``, with all lines after the first indented."""
         first, *more = text.splitlines()
         self.line.say("\n".join([f"lagom: {self._name}: {first}", *(f"    {line}" for line in more)]))
 
@@ -100,7 +100,7 @@ class Progress:
         )
 
     def close(self, ended: str = "") -> None:
-        """Leave the last state standing; ``ended`` is the outcome of the run."""
+        """Show the last state, which stays; ``ended`` is the outcome of the run."""
         if self._table is not None and self._ranks and self._worth_showing():
             text = f"lagom: {self._title()}: {self._text(WIDTH * 4, ended)}"
             self._table.show(self._title(), self._ranks, text, ended, self._stalled)
@@ -118,7 +118,7 @@ class Progress:
         return f"{ranks} on {self._where} ({hosts})"
 
     def _worth_showing(self) -> bool:
-        """Return whether any rank has trained; other functions are shown once they take their time."""
+        """Return whether any rank has trained, or the run takes longer than a function that is worth no line."""
         trained = any(one.get("samples") or one.get("step") for one in self._ranks.values())
         return trained or time.monotonic() - self._began >= _IDLE_S
 

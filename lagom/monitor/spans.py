@@ -18,19 +18,19 @@ from typing import Any, NamedTuple
 
 DATA, COPY, FORWARD, BACKWARD, OPTIMIZER = "data", "copy", "forward", "backward", "optimizer"
 COLLECTIVE, ASYNCHRONOUS = "collective", "asynchronous"
-"""Exchanges that the thread takes part in, and those that go on while it does something else."""
+"""Exchanges that occupy the program's thread, and exchanges that go on while the thread does something else."""
 STEP, ACTIVITY = "step", "activity"
 PHASES = DATA, COPY, FORWARD, BACKWARD, OPTIMIZER, COLLECTIVE
-"""Phases that a program's time is divided into; the others are rows of their own."""
+"""Phases that a program's time is divided into; other kinds of spans are shown in rows of their own."""
 
 FIRST, LATER = 100, 20
 """Numbers of steps that are kept: from the first on, and from the 200th, the 400th, the 800th ... on."""
 _FIRST_SPANS, _LATER_SPANS, _ALL_SPANS = 10_000, 2_000, 30_000
-"""Spans of these that are kept at most; looked at between steps and once a heartbeat. One takes about 150 bytes in the
-trace."""
+"""Largest numbers of spans that are kept: of the first steps, of each later group of steps, and in all. Checked between
+steps and at each heartbeat. A span takes about 150 bytes in the trace."""
 _BLOCK = 4000
 _LOOPS = 8
-"""Backwards without a batch from a loader, after which each of them counts as a step."""
+"""Number of backwards without a new batch from a loader after which each further backward counts as a step."""
 
 
 class Span(NamedTuple):
@@ -148,9 +148,9 @@ class Spans:
     def blocks(self) -> Iterator[dict[str, Any]]:
         """Yield the spans recorded since the last time, as messages; in one thread at a time."""
         if self._num_spans >= self._ends_at:
-            self.keeps = False  # a program without steps
+            self.keeps = False  # a program without steps is stopped by nothing else
         while True:
-            # Each is one atomic operation of Python; spans recorded meanwhile come behind.
+            # Each of these two statements is atomic in Python; spans that are recorded meanwhile are appended behind.
             spans = self._spans[:_BLOCK]
             del self._spans[: len(spans)]
             self._given += len(spans)
@@ -233,7 +233,7 @@ def _forget() -> None:
         spans._closes_at = spans._opens_at = -1
 
 
-# A loader worker is no rank.
+# A forked process, such as a loader worker, is no rank, so it records nothing.
 os.register_at_fork(after_in_child=_forget)
 
 # Note [What is kept]

@@ -43,7 +43,7 @@ class StatusLine:
         return True
 
     def renew(self, text: Callable[[int], str]) -> None:
-        """Show the state; ``text`` makes it for a number of characters."""
+        """Show the state, which ``text`` returns as text of at most a given number of characters."""
         if self._open:
             return  # a line of progress would go into the program's own line, such as a bar
         if not self._live:
@@ -77,7 +77,7 @@ class StatusLine:
             self._open = not text.endswith("\n")
 
     def close(self) -> None:
-        """Leave the last state standing."""
+        """End the line, so that the last state stays."""
         if self._line:
             sys.stderr.write("\n")
             sys.stderr.flush()

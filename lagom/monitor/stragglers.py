@@ -30,5 +30,5 @@ def straggler(ranks: Mapping[int, Message]) -> tuple[int, float] | None:
     found = held_up(ranks)
     rank = max(found, key=lambda one: (found[one], -one), default=None)
     if rank is None or found[rank] < _WORTH or float(ranks[rank].get("waits") or 0.0) > found[rank] / 2:
-        return None  # ranks that wait equally for each other are only busy
+        return None  # a rank that waits for others about as much as they wait for it is no straggler
     return rank, found[rank]
