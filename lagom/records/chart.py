@@ -20,7 +20,7 @@ Points = Sequence[tuple[float, float]]
 def line_chart(
     title: str, lines: Mapping[str, Points], unit: str = "", *, from_zero: bool = False, dashed: bool = True
 ) -> str:
-    """Return an SVG element with a line for each of ``lines``, coloured by its place; empty if there are no points."""
+    """Return an SVG element with a line for each of ``lines``, coloured by its position; empty without points."""
     drawn = {name: _thinned([one for one in points if math.isfinite(one[1])]) for name, points in lines.items()}
     colours = {name: _COLOURS[number % len(_COLOURS)] for number, name in enumerate(drawn)}
     drawn = {name: points for name, points in drawn.items() if points}

@@ -20,7 +20,7 @@ class Offset:
     at: list[int] = field(default_factory=list)
     ahead: list[float] = field(default_factory=list)
     within: float | None = 0.0
-    """Possible error in nanoseconds; None if unknown: the offset is then that of the hosts' times of day."""
+    """Possible error in nanoseconds; None if unknown: the offset is then computed from the hosts' times of day."""
 
     def of(self, time: int) -> float:
         """Return the lead at ``time`` of the clock."""
@@ -35,7 +35,7 @@ class Offset:
 
 
 def offsets(found: Sequence[RankTrace]) -> dict[str, Offset]:
-    """Return the offset of each clock; that of the first rank's is 0."""
+    """Return the offset of each clock; the first rank's clock has the offset 0."""
     clocks = {one.rank: one.clock for one in found}
     first = found[0].clock
     known = {first: Offset()}

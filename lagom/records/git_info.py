@@ -11,11 +11,11 @@ from typing import IO, Any
 
 _MAX_CHANGES = 100
 _PATIENCE_S = 2.0
-"""Seconds that the end of a run waits for git, which has had the time of the run."""
+"""Seconds that the end of a run waits for ``git status``, which has run since the run began."""
 
 
 class GitCheckout:
-    """The checkout of a folder, now; ``git status`` takes longer than a launch, and runs beside the run."""
+    """The checkout of a folder when a run begins; ``git status`` is slower than a launch, so it runs in background."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.commit, self.branch = _read(folder)
@@ -41,7 +41,7 @@ class GitCheckout:
         }
 
     def finish(self) -> None:
-        """Read the changes that git has found by now."""
+        """Read the changes that ``git status`` has found; give up if it takes too long."""
         if self._git is None or self._output is None:
             return
         try:

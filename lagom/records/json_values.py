@@ -1,4 +1,4 @@
-"""``as_json``, ``loaded`` and ``text_of``: a value for the records of a run, and from them."""
+"""``as_json``, ``loaded`` and ``text_of``: convert values for the records of a run, and read them from the records."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def recorded_seconds(result: Path, progress: Path) -> float:
     seconds: float = loaded(result).get("seconds", 0.0)
     with contextlib.suppress(OSError):
         for line in progress.read_text().splitlines():
-            with contextlib.suppress(ValueError):  # the last line of a driver that was killed
+            with contextlib.suppress(ValueError):  # a killed driver may leave an incomplete last line
                 seconds = max(seconds, json.loads(line)["seconds"])
     return seconds
 
@@ -39,7 +39,7 @@ def recorded_seconds(result: Path, progress: Path) -> float:
 def as_json(value: Any, depth: int = 6, *, hide: bool = False) -> Any:
     """Return ``value`` in JSON's types, other objects as text, and large values shortened; arrays as their shape.
 
-    With ``hide``, values whose names look like a secret are left out, however deep.
+    With ``hide``, values whose names look like a secret are replaced by ``HIDDEN``, at any depth.
     """
     if value is None or isinstance(value, (bool, int, float)):
         return value
@@ -68,9 +68,9 @@ def as_json(value: Any, depth: int = 6, *, hide: bool = False) -> Any:
 
 
 def _array_text(value: Any) -> str | None:
-    """Return kind, shape and type of a tensor or array, such as "tensor 64x20 float32"; None for others, and if small.
+    """Return kind, shape and type of a large tensor or array, such as "tensor 64x20 float32"; None for other values.
 
-    Tensors are known by their class's module, since a table of runs is printed without torch.
+    Tensors are recognized by their class's module, since a table of runs is printed without torch.
     """
     modules = {base.__module__.partition(".")[0] for base in type(value).__mro__}
     shape = getattr(value, "shape", None) if modules & {"torch", "numpy"} else None
@@ -83,7 +83,7 @@ def _array_text(value: Any) -> str | None:
 def text_of(value: Any, limit: int) -> str:
     """Return a value from the records as text of at most ``limit`` characters on one line.
 
-    Of a list that is too long the last number is shown, the newest of a curve; of a dict, numbers come first.
+    A list that is too long is shown by its last number, the newest of a curve. Numbers of a dict come first.
     """
     if isinstance(value, dict):
         text = ", ".join(f"{key} {text_of(item, limit // 2)}" for key, item in numbers_first(value).items())

@@ -12,7 +12,7 @@ from typing import Any
 from lagom.monitor.spans import ASYNCHRONOUS, COLLECTIVE, Span
 
 APART = frozenset(("broadcast", "broadcast_object_list", "gather", "reduce", "scatter"))
-"""Exchanges that may end on a rank before all have begun them; all others do not."""
+"""Exchanges that may end on one rank before all ranks have begun them; other exchanges cannot."""
 
 
 @dataclass(slots=True)
@@ -59,7 +59,7 @@ def exchanges(found: Sequence[RankTrace], *, together: bool = True) -> dict[tupl
     """Return exchanges of at least two ranks by stream and number, with the span of each rank.
 
     Args:
-        together: only exchanges in which all wait for all.
+        together: return only exchanges in which all ranks wait for all ranks.
     """
     by_key: dict[tuple[str, int], dict[int, Span]] = defaultdict(dict)
     for one in found:

@@ -163,7 +163,7 @@ def events_of(path: Path) -> dict[int, list[dict[str, Any]]]:
         for line in path.read_text().splitlines():
             try:
                 event = json.loads(line)
-            except ValueError:  # the last line of a driver that was killed
+            except ValueError:  # a killed driver may leave an incomplete last line
                 continue
             found.setdefault(event["rank"], []).append(event)
     return {rank: found[rank] for rank in sorted(found)[:_MAX_RANKS]}
@@ -196,7 +196,7 @@ def _table(title: str, rows: Mapping[str, Any]) -> str:
 
 
 def _by_lines(value: Any) -> str:
-    """Return a result as text: each metric on a line, and what has several lines, as a DataFrame, below its name."""
+    """Return a result as text: each metric on a line; a value of several lines, as a DataFrame, below its name."""
     if not isinstance(value, dict):
         return _brief(value)
     texts = {key: _brief(item) for key, item in list(numbers_first(value).items())[:_MAX_METRICS]}

@@ -1,4 +1,4 @@
-"""``Retention``: how many runs the default folder keeps; removes older ones, except files that are not lagom's."""
+"""``Retention``: limits the runs in the default folder; removes older runs, except runs with files of the user."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ _OURS = re.compile(
     r"picture-\d+\.png|report\.html"
 )
 _OF_RANK = re.compile(r"rank-\d+\.jsonl")
-"""A file in the folder of timelines."""
+"""Matches the name of a file in the folder of timelines."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Retention:
-    """Limits on the runs kept; the first that is reached counts."""
+    """Limits on the runs that are kept; the limit that is reached first counts."""
 
     num_runs: float = 200
     num_mb: float = 500

@@ -31,9 +31,9 @@ from lagom.wire.client import Message
 
 RESULT, PROGRESS = "result.json", "progress.jsonl"
 _PARTS = 500
-"""Fraction of the run's time between two recorded progress reports of a rank.
+"""A rank's next progress report is recorded after the run's time so far, divided by this number.
 
-A long run has some thousands of reports of each rank, and not one for every second.
+So a long run has some thousands of reports of each rank, instead of one for every second.
 """
 _PER_PROCESS = ("where", "world_size", "gpu", "ranks_per_slot")
 """Facts that a process which goes on with a run may change."""
@@ -45,7 +45,7 @@ P = ParamSpec("P")
 
 
 def _harmless(method: Callable[Concatenate[RunRecords, P], None]) -> Callable[Concatenate[RunRecords, P], None]:
-    """Log the first error of ``method`` and record nothing more: a full disk is no reason for a run to fail."""
+    """Wrap ``method``: log its first error, and record nothing more, since a full disk must not make a run fail."""
 
     @functools.wraps(method)
     def guarded(self: RunRecords, /, *args: P.args, **options: P.kwargs) -> None:
@@ -72,7 +72,7 @@ class RunRecords:
     ) -> None:
         """Write to ``folder``, which may hold the records of an earlier process of the same run.
 
-        With ``retention``, older runs beside it are removed when this one ends.
+        With ``retention``, older runs beside ``folder`` are removed when this run ends.
         """
         self.folder = folder
         """Folder on this machine."""
@@ -80,7 +80,7 @@ class RunRecords:
         self._held = contextlib.ExitStack()
         self._held.enter_context(lock_run(folder))
         self.upload = upload
-        """Upload to ``run_dir``, if that is not on this machine."""
+        """Upload to ``run_dir``, if ``run_dir`` is a URL; else None."""
         self.broken = False
         self._started = time.monotonic() - recorded_seconds(folder / RESULT, folder / PROGRESS)
         source = facts.get("source")
@@ -112,7 +112,7 @@ class RunRecords:
 
     @_harmless
     def joined(self, message: Message, last: bool = True) -> None:
-        """Record a task's ranks; write the ``last`` at once, and others rarely: a thousand writes would be slow."""
+        """Record a task's ranks; write them at once for the ``last`` task, else rarely: a thousand writes are slow."""
         place = {"host": str(message["host"]).split("|")[0], "ip": message["ip"], "task": message.get("task")}
         place |= {name: message[name] for name in ("python", "torch") if name in message}
         gpus = message.get("gpus") or []
@@ -178,7 +178,7 @@ class RunRecords:
 
     @_harmless
     def progressed(self, event: Message) -> None:
-        """Record a rank's progress report, without the speed where samples of an earlier attempt count as new."""
+        """Record a rank's progress report; without a first speed that counts samples of an earlier attempt as new."""
         if self._goes_on and event["rank"] not in self._timed:
             if event.get("samples"):
                 self._timed.add(event["rank"])

@@ -29,7 +29,7 @@ def list_runs(place: str | os.PathLike[str] | None, num_runs: int) -> str:
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Return a line for each of ``rows``, whose cells stand below each other."""
+    """Return a line for each of ``rows``, with the cells aligned in columns."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return ["  ".join(f"{cell:{width}}" for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
 

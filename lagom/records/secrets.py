@@ -1,4 +1,4 @@
-"""``is_secret``: settings that are not written to a run's folder; only their names show this."""
+"""``is_secret``: recognizes by their names settings whose values must not be written to a run's folder."""
 
 from __future__ import annotations
 

@@ -21,21 +21,21 @@ class Wait(NamedTuple):
     last: int
     """The rank that came last."""
     at: float
-    """Time at which it came."""
+    """Time at which the last rank came."""
     ranks: Mapping[int, tuple[float, int]]
-    """Start of each rank, and the length of its exchange."""
+    """Start and length of the exchange on each rank."""
 
     def of(self, rank: int) -> float:
-        """Return the time that ``rank`` waited for the last one."""
+        """Return the time that ``rank`` waited for the last rank."""
         start, length = self.ranks[rank]
         return min(max(self.at - start, 0.0), float(length))
 
 
 def summary(found: Sequence[RankTrace], waits: Mapping[Key, Wait]) -> dict[str, Any]:
-    """Return figures by rank: the recorded steps except the first, their length, shares of that time, times come last.
+    """Return figures by rank: recorded steps and their time, shares of that time, and exchanges with this rank last.
 
-    Shares are of the program's thread, each phase without the phases inside it; exchanges are split into waiting for
-    the rank that comes last, and moving data.
+    The first step is left out. Shares are those of the program's thread, each phase without the phases inside it.
+    Exchanges are split into waiting for the rank that comes last, and moving data.
     """
     ranks = {}
     for one in found:
@@ -58,7 +58,7 @@ def summary(found: Sequence[RankTrace], waits: Mapping[Key, Wait]) -> dict[str, 
 
 
 def _steps(one: RankTrace) -> list[tuple[int, int]]:
-    """Return start and end of each step; of a program without steps, those of all spans."""
+    """Return start and end of each step; for a program without steps, one step from its first span to its last."""
     kept = [span for span in one.spans if span.kind == STEP]
     steps = [(span.start, span.end) for span in kept if span.number > 1] or [(span.start, span.end) for span in kept]
     if not steps and one.spans:

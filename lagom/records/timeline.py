@@ -30,7 +30,7 @@ def merge(folder: Path, target: Path | None = None, ranks: Sequence[int] | None 
 
     Args:
         target: path of the trace; None: "timeline.json" in ``folder``, with a summary beside it.
-        ranks: only these.
+        ranks: ranks in the trace; None: all.
 
     Raises:
         ValueError: when there are no spans.
@@ -90,7 +90,7 @@ def mark_waits(found: Sequence[RankTrace], clocks: dict[str, Offset]) -> dict[tu
         ends = [span.end - offset_of[rank].of(span.end) for rank, span in spans.items()]
         last = max(starts, key=lambda rank: starts[rank])
         slack = sum(offset_of[rank].within or 0.0 for rank in spans)
-        # Otherwise they are different exchanges: a rank has left one out.
+        # No exchange ends before all ranks have begun it: else a rank has left one out, and the spans do not match.
         if starts[last] <= min(ends) + slack + 1000:
             waits[key] = Wait(
                 last, starts[last], {rank: (starts[rank], spans[rank].end - spans[rank].start) for rank in spans}

@@ -1,4 +1,4 @@
-"""``Upload``: copies a run's folder to a URL, now and then and at its end."""
+"""``Upload``: copies a run's folder to a URL, from time to time and at the end of the run."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from lagom.errors import LagomError
 
 EVERY_S = 10.0
 _PARTS = 10
-"""Wait this many times the last upload's duration before the next; objects cannot be appended to."""
+"""Number of times the last upload's duration to wait before the next, since changed files are copied as a whole."""
 _TRIES = 3
 RUN, SNAPSHOTS = "run.json", "snapshots"
 """The file of a run's folder that is there from the beginning, and the folder of its snapshots."""
@@ -41,14 +41,14 @@ def on_disk(place: str | os.PathLike[str]) -> Path:
 
 
 class Upload:
-    """Copies a folder of this machine, which it makes and removes.
+    """Copies a temporary folder of this machine, which the ``Upload`` makes and removes.
 
     Records that are not copied yet when the driver is killed are lost: those of the last ten seconds, or of more if
-    copying takes longer than one.
+    a copy takes longer than one second.
 
     Args:
-        url: folder for runs, for fsspec, or else for pyarrow.
-        name: name of this run's folder in it, which does not exist yet.
+        url: URL of the folder of runs, which fsspec opens, or else pyarrow.
+        name: name of this run's folder there, which does not exist yet.
 
     Raises:
         Exception: the file system's error when the folder cannot be made.
@@ -91,7 +91,7 @@ class Upload:
         self._thread: threading.Thread | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state of an ended run, with its `Result`; the original keeps the copy on this machine."""
+        """Return the state to pickle with a ``Result``: the folder on this machine stays with the original object."""
         return {name: vars(self)[name] for name in ("url", "folder", "file_system", "root")}
 
     def begin(self) -> None:
@@ -119,7 +119,7 @@ class Upload:
             time.sleep(number + 1)
 
     def keep(self, why: str = "") -> None:
-        """Keep the folder on this machine, since what it has could not be copied, and warn the user."""
+        """Keep the folder on this machine, since its files could not be copied, and warn the user."""
         self._removed.detach()
         log.warning(
             "the run's folder could not be copied to %s%s; it is in %s on this machine", self.url, why, self.folder
@@ -133,7 +133,7 @@ class Upload:
         self.file_system.put_file(os.fspath(path), target)
 
     def fetch(self) -> None:
-        """Copy the records that are there to this machine."""
+        """Copy the records at the URL to this machine."""
         for name in self.file_system.find(self.root):
             path = self.folder / name[len(self.root) :].lstrip("/")
             if self._is_sent(path) and ".." not in path.parts:
@@ -151,7 +151,7 @@ class Upload:
                 self._sent[path] = state
 
     def _is_sent(self, path: Path) -> bool:
-        """Return whether a file is a record; others are being written, or snapshots, which ``SnapshotCopies`` sends."""
+        """Return whether ``path`` is a complete record; not a partial file, nor a snapshot, which others send."""
         return path != self.folder and not path.name.startswith(".") and self.folder / SNAPSHOTS not in path.parents
 
     def _go_on(self) -> None:
