@@ -109,7 +109,7 @@ class Engine:
             zero._link_all_hp_params()  # the links that DeepSpeed made before still point at the copies
 
     def _masters(self) -> Iterator[tuple[torch.Tensor, Any]]:
-        """Yield pairs for each parameter group: this rank's part of the parameters, and DeepSpeed's master copy."""
+        """Yield a pair for each parameter group: this rank's part of the parameters, and DeepSpeed's master copy."""
         zero = self._engine.optimizer
         if self._stage not in (1, 2) or not hasattr(zero, "parallel_partitioned_bit16_groups"):
             return
@@ -132,7 +132,7 @@ class Engine:
                 master[changed] = now[changed].to(master.dtype)
 
     def close(self) -> None:
-        """Destroy the engine with its hooks. At stage 3, pickling a module then raises an error: it has only parts."""
+        """Destroy the engine with its hooks. At stage 3, a module has only shards then, so pickling it is an error."""
         self._engine.destroy()
         if self._stage == 3:
             for module in self.module.modules():

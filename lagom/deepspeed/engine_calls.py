@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 @contextmanager
 def step_engine(driver: Driver) -> Iterator[None]:
-    """Patch ``step``, ``zero_grad`` and the state of optimizers: those that an engine drives use the engine."""
+    """Patch ``step``, ``zero_grad`` and the state of optimizers, so that optimizers with an engine use the engine."""
     with ExitStack() as stack:
         stack.enter_context(replace_steps(partial(_step, driver), existing=False))
         wrap = vars(Optimizer)["_patch_step_function"]
@@ -174,7 +174,7 @@ def call_engine(driver: Driver, original: Callable[..., Any]) -> Callable[..., A
 
 
 def not_whole(driver: Driver, name: str) -> Callable[..., Any]:
-    """Return a replacement for ``Module.__reduce_ex__`` or ``__deepcopy__`` that refuses modules in parts."""
+    """Return a replacement for ``Module.__reduce_ex__`` or ``__deepcopy__`` that refuses sharded modules."""
 
     def refuse(self: nn.Module, argument: Any) -> Any:
         if driver.session.live and any(hasattr(p, "ds_id") for p in self.parameters()):

@@ -34,7 +34,7 @@ class Engines:
         store: key-value store of the run, for a process group that DeepSpeed needs.
         replaced: context manager that sets an attribute and restores it.
         init: torch's own ``init_process_group``.
-        at: raises an error unless all ranks are at the place of the program that it is given.
+        at: is called with a place of the program; raises an error unless all ranks call it with the same place.
         say: shows a line to the user, once.
     """
 
@@ -105,7 +105,7 @@ class Engines:
 
         Args:
             optimizer: None for the optimizer that ``deepspeed_config`` names.
-            step: the unpatched ``step`` of its class.
+            step: the unpatched ``step`` of the optimizer's class; None without an optimizer.
 
         Raises:
             LagomError: if DeepSpeed's steps with this optimizer would differ from those of one process.
@@ -180,7 +180,7 @@ class Engines:
         return any(p in self._by_leaf for p in parameters)
 
     def of(self, optimizer: Optimizer) -> Engine | None:
-        """Return the engine that steps in the place of ``optimizer``, if there is one."""
+        """Return the engine that steps in place of ``optimizer``; None if there is none."""
         return next((one for one in self._engines if one.optimizer is optimizer), None)
 
     def of_module(self, module: nn.Module) -> Engine:
@@ -266,8 +266,8 @@ class Engines:
 # numbers, weights of uneven shares and files as with backend="torch"; DeepSpeed averages gradients and steps.
 #
 # Three other designs were rejected. If the program got an engine in the place of its model, type(model) and the keys of
-# state_dict would change. If lagom used the optimizer of a stage without the engine, then offloading, accumulation and
-# precision would be missing, for which people choose DeepSpeed. If a backward called engine.backward, the loss would
-# have to be a scalar: a backward from several roots, or with gradients that the program passes, could not be scaled.
+# state_dict would change. If lagom used the optimizer of a stage without the engine, offloading, accumulation and
+# precision would be missing, which are the reasons to choose DeepSpeed. If a backward called engine.backward, the loss
+# would have to be a scalar: a backward from several roots, or with gradients of the program's own, could not be scaled.
 #
 # DeepSpeed needs the default process group of torch.distributed, so the program sees one after the first forward.

@@ -37,7 +37,8 @@ def settings(config: Mapping[str, Any] | None, zero_lvl: int, say: Callable[[str
         if found.get(key) == "auto":
             del found[key]
     if "gradient_accumulation_steps" not in found and zero_lvl:
-        # Not at level 0: there each backward averages the accumulated gradient, of which an average stays the same.
+        # Not at level 0: there each backward averages the whole accumulated gradient, which is right as it is: the part
+        # that is averaged already does not change.
         found.setdefault("managed_gradient_accumulation", False)
     if not any(key in found for key in _BATCH_KEYS):
         found["train_micro_batch_size_per_gpu"] = 1  # only for DeepSpeed's reports: the program makes loaders
@@ -51,9 +52,9 @@ def settings(config: Mapping[str, Any] | None, zero_lvl: int, say: Callable[[str
 
 @contextmanager
 def unimportable(name: str) -> Iterator[None]:
-    """Have imports of the package fail in the ``with``, unless it is imported already.
+    """Make imports of the package ``name`` fail in the context, unless it is imported already.
 
-    DeepSpeed's autotuner imports MLflow where there is one, which takes longer than all of DeepSpeed.
+    DeepSpeed's autotuner imports MLflow if it is installed, which takes longer than all of DeepSpeed.
     """
     if name in sys.modules:
         yield
@@ -68,8 +69,8 @@ def unimportable(name: str) -> Iterator[None]:
 def load(device: str) -> Any:
     """Import DeepSpeed for a device type ("cpu", "cuda"), restore what the import changes, and return it.
 
-    That is the environment, and whether torch.distributions check their arguments: torch's compiler, which DeepSpeed
-    imports, turns the checks off for the whole process.
+    The import changes the environment, and whether torch.distributions check their arguments: torch's compiler, which
+    DeepSpeed imports, turns these checks off for the whole process.
 
     Raises:
         LagomError: if DeepSpeed is not installed, or its import fails.
@@ -84,7 +85,7 @@ def load(device: str) -> Any:
                 warnings.simplefilter("ignore")
                 import deepspeed
 
-                # Otherwise the first engine imports this module, and torch's compiler with it.
+                # Else the first engine would import this module, and torch's compiler, which turns the checks off.
                 import deepspeed.runtime.zero.muon.muon_optimizer
         except ImportError as error:
             raise LagomError(
