@@ -1,1 +1,1 @@
-"""Other people's APIs, served by lagom or made to work beside it; nothing else in lagom imports this."""
+"""APIs of Horovod, Maggy and petastorm, served by lagom or made to work beside it; no other room imports this."""

@@ -38,7 +38,7 @@ class ServedModules(importlib.abc.MetaPathFinder):
         """Serve the modules in this process and in the runs that it starts.
 
         Args:
-            force: also where their packages are installed; otherwise these are left alone.
+            force: serve the modules even if their packages are installed; otherwise installed packages are left alone.
         """
         if force:
             os.environ[self._variable] = "force"

@@ -214,14 +214,14 @@ def join(device: int = -1) -> int:
     """Contribute zeros to reductions until all ranks have joined; means are still those of all ranks.
 
     Returns:
-        The rank that came last; of several in one round the highest.
+        The rank that joined last; if several joined in the same round, the highest of them.
     """
     del device
     return negotiator_of(global_process_set).join()
 
 
 def choose_op(op: str | None, average: bool | None) -> str:
-    """Return the ``op`` that is meant by it or by the older ``average``.
+    """Return the reduction that ``op`` or the older argument ``average`` asks for; ``Average`` if neither is given.
 
     Raises:
         ValueError: for both, or an unknown ``op``.

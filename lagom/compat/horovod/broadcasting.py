@@ -75,7 +75,7 @@ def broadcast_object(
     obj: Any = None, root_rank: int = 0, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Any:
     """Return the object of ``root_rank``, which travels as a pickle."""
-    # Not named by its type, as in Horovod: ranks other than the root may pass None.
+    # Horovod names the exchange by the type of ``obj``; here it has one name, since other ranks may pass None.
     name = name if name is not None else "object"
     is_root = topology.rank() == root_rank
     data = _bytes(obj) if is_root else torch.empty(0, dtype=torch.uint8)

@@ -138,7 +138,7 @@ def broadcast_(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
 def alltoall(
     tensor: Tensor, splits: Any = None, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Any:
-    """Return the rows that all ranks have for this one; with ``splits`` also how many came from each."""
+    """Return the rows that all ranks have for this rank; with ``splits`` also the number of rows from each rank."""
     received: list[Tensor] = []
 
     def exchange(given: Sequence[Tensor]) -> list[Tensor]:
@@ -182,6 +182,6 @@ def reducescatter(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
 
 # Note [Gradients]
 #
-# They are Horovod's, numbers included. The gradient of an allreduce is the allreduce of the gradients by the same op;
-# that of an allgather or a broadcast is the mean over the ranks, although the derivative of the losses of all ranks
-# together would be the sum. Programs choose learning rates that go with it.
+# Gradients have the same numbers as in Horovod. The gradient of an allreduce is the allreduce of the gradients by the
+# same op. The gradient of an allgather or a broadcast is the mean over the ranks, although the derivative of the losses
+# of all ranks together would be the sum: programs for Horovod have learning rates that fit the mean.

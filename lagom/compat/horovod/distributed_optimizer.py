@@ -45,7 +45,7 @@ def DistributedOptimizer(
         op: ``Average``, ``Sum``, or ``Adasum``, which reduces the changes of a step instead of the gradients.
         gradient_predivide_factor: divides gradients before the sum; the rest of the division comes after it.
         num_groups: older spelling of ``groups``.
-        groups: which gradients travel together; checked only, because gradients that are ready do so anyway.
+        groups: gradients that are to travel together; only checked, since all gradients that are ready travel together.
         sparse_as_dense: send sparse gradients as dense ones.
         process_set: the ranks that reduce.
 
@@ -60,7 +60,7 @@ def DistributedOptimizer(
     mixin: Any = _AdasumMixin if op == Adasum and topology.size() > 1 else _ReducingMixin
     kind = type(type(optimizer).__name__, (mixin, type(optimizer)), {"__module__": __name__})
     wrapped: Any = object.__new__(kind)
-    # A scheduler that has seen the optimizer keeps a bound step in it, which would bypass the step of the mixin.
+    # A scheduler sets a bound ``step`` as attribute of its optimizer, which would bypass the ``step`` of the mixin.
     vars(wrapped).update({name: value for name, value in vars(optimizer).items() if name != "step"})
     wrapped._names = _parameter_names(optimizer, named_parameters)
     wrapped._compression = compression

@@ -64,7 +64,7 @@ ObjectState = TorchState
 
 
 class ElasticSampler(Sampler[int]):
-    """Shards the samples of an epoch that are not processed; the first are repeated where they do not divide.
+    """Shards the samples of an epoch that are not processed; the first are repeated to give all ranks equally many.
 
     Args:
         dataset: a data set of constant length.

@@ -194,7 +194,7 @@ class Ranks:
 
     @contextmanager
     def _own_stream(self, device: str, entries: Sequence[Entry]) -> Iterator[None]:
-        """Use a CUDA stream of this thread in a block, after the program has computed the inputs; nothing for CPUs."""
+        """Use a CUDA stream of this thread in the context, which waits for the inputs; for CPU tensors do nothing."""
         if device != "cuda":
             yield
             return

@@ -28,7 +28,7 @@ _ALIASES = {
     "horovod.common.exceptions": "exceptions",
     "horovod.common.process_sets": "process_sets",
 }
-"""Modules that are modules of this package, by the same object."""
+"""Served modules, each the same object as a module of this package."""
 _CREATED: dict[str, dict[str, str]] = {
     "horovod": {"run": "local_run"},
     "horovod.common": {},
@@ -37,7 +37,7 @@ _CREATED: dict[str, dict[str, str]] = {
     "sparkdl": {"HorovodRunner": "HorovodRunner"},
     "sparkdl.horovod": {"log_to_driver": "log_to_driver"},
 }
-"""Modules that are created, and for each of their names the one in ``horovod_runner``."""
+"""Served modules that are created here, with their names and the names of the same objects in ``horovod_runner``."""
 _INSTEAD_OF_TENSORFLOW = "lagom runs PyTorch programs only; use tf.distribute"
 _INSTEAD_OF_ESTIMATORS = "give a DataFrame as train_set= to lagom.experiment.lagom, with an ordinary training loop"
 INSTEAD = {
@@ -88,6 +88,5 @@ served = ServedModules(
 
 # Note [Foreign names]
 #
-# "horovod.torch" and its submodules are lagom's own modules, by the same object. So a notebook's function that uses
-# hvd as a global is pickled with a reference to lagom.compat.horovod.torch, which every rank has, whatever is installed
-# there.
+# "horovod.torch" and its submodules are the same objects as modules of lagom. So a notebook's function that uses hvd as
+# a global is pickled with a reference to lagom.compat.horovod.torch, which every rank has, whatever is installed there.

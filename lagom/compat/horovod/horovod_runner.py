@@ -25,7 +25,7 @@ class HorovodRunner:
         driver_log_verbosity: "all" shows the output of all ranks, "log_callback_only" that of rank 0.
 
     Raises:
-        ValueError: for anything else.
+        ValueError: for other values.
     """
 
     def __init__(self, np: int, driver_log_verbosity: str = "log_callback_only") -> None:
@@ -120,7 +120,7 @@ def _refuse(settings: Mapping[str, Any]) -> None:
 
 @dataclass(frozen=True, eq=False)
 class _Returned:
-    """Hides a returned value, because lagom would compare and average those of the ranks."""
+    """Wraps a rank's return value, since lagom would compare and average the values themselves."""
 
     value: Any
 

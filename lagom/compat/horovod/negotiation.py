@@ -238,9 +238,11 @@ class Negotiator:
 # So a thread of each rank sends the names that its rank has asked for, and that are not done, in rounds of one small
 # all-gather. From all messages every rank computes which exchanges are complete, in one order, and does them;
 # reductions of one kind travel together in one flat tensor. A rank without requests sleeps and takes part in no round;
-# the others wait in theirs. A round begins when the program waits for something, or HOROVOD_CYCLE_TIME (1 ms) after a
-# request, so that the gradients of a small model are one round. A single rank serves its own message at once.
+# other ranks, whose round has begun, wait for it. A round begins when the program waits for something, or
+# HOROVOD_CYCLE_TIME (1 ms) after a request, so that the gradients of a small model are one round. A single rank serves
+# its own message at once.
 #
 # Nothing hangs. If all ranks wait, each for a name that another does not ask for, a round shows it, and all get an
-# error. A rank that ends leaves a notice, which waiting ranks read. A rank that is busy is waited for, and named
-# after HOROVOD_STALL_CHECK_TIME_SECONDS (60), as in Horovod; HOROVOD_STALL_SHUTDOWN_TIME_SECONDS makes it an error.
+# error. A rank that ends leaves a notice, which waiting ranks read. Other ranks wait for a busy rank, and name it after
+# HOROVOD_STALL_CHECK_TIME_SECONDS (60), as in Horovod; after HOROVOD_STALL_SHUTDOWN_TIME_SECONDS, if that is set, the
+# wait is an error.

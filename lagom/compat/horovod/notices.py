@@ -21,7 +21,7 @@ class Notices:
 
     Args:
         size: number of ranks in the world.
-        number: how many worlds this process has had before.
+        number: number of worlds that this process has had before.
     """
 
     def __init__(self, rank: int, size: int, number: int) -> None:

@@ -100,7 +100,7 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
 
 
 def remove_process_set(process_set: ProcessSet) -> bool:
-    """Forget a process set; return False if it is not registered or is that of all ranks."""
+    """Forget a process set; return False if it is not registered, or is the set of all ranks."""
     number = process_set.process_set_id
     if not number:
         return False

@@ -20,14 +20,14 @@ if TYPE_CHECKING:
     from lagom.compat.horovod.process_sets import ProcessSet
 
 _FOREVER = timedelta(days=30)
-"""Timeout of process groups: negotiators notice that a rank is gone. See Note [Names] in negotiation.py."""
+"""Timeout of process groups. It is not needed: negotiators notice lost ranks. See Note [Names] in negotiation.py."""
 
 
 class World:
     """Knows all ranks and their hosts, and keeps a negotiator for each process set of this rank.
 
     Args:
-        number: how many worlds this process has had before.
+        number: number of worlds that this process has had before.
     """
 
     def __init__(self, rank: int, size: int, number: int) -> None:
@@ -101,7 +101,7 @@ def _join_torch() -> tuple[int, int]:
         if place is None and not is_launched:
             return 0, 1
         if place is not None and place.world_size == 1:
-            # Turns lagom's patches off, as it does with more ranks.
+            # With one rank, too, init_process_group turns lagom's patches off, as the program is distributed itself.
             dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         else:
             dist.init_process_group()

@@ -1,6 +1,6 @@
-"""Runs programs written for Maggy as they are, without Maggy, once this package is imported.
+"""Runs unmodified programs written for Maggy, without Maggy, once this package is imported.
 
-Within a lagom run, and under ``lagom run``, the program's own import of maggy does it. See Note [Maggy].
+Within a lagom run, and under ``lagom run``, the program's own import of maggy imports this package. See Note [Maggy].
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ install()
 #
 # Differences from a program for lagom, as in Maggy: a batch size is each rank's own (batches="per_rank"); a data set
 # that the config lacks reaches the function as None; the stage in deepspeed_config counts where zero_lvl is 0. Without
-# GPUs, forwards run in bf16 where DeepSpeed's config asks for fp16, which it has for GPUs only.
+# GPUs, forwards run in bf16 if DeepSpeed's config asks for fp16, which DeepSpeed has for GPUs only.
 #
 # Differences from Maggy: test sets are evaluated exactly, not padded; a loader with shuffle=True has a new order in
 # each epoch; loader workers work; a function may return anything.

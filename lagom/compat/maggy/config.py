@@ -41,7 +41,7 @@ class TorchDistributedConfig(Settable, config.TorchDistributedConfig):
     Args:
         module: lagom's field.
         positional: the fields after ``module``, in the order of Maggy 1.1 if the first is a list (of data sets), else
-            in that of Maggy 1.0.
+            in the order of Maggy 1.0.
         given: fields of lagom's config. ``dataset`` may be a list of any length.
     """
 

@@ -72,7 +72,7 @@ def _with_missing_arguments(
     try:
         asked = inspect.signature(train_fn).parameters
     except (TypeError, ValueError):
-        return train_fn  # lagom says what is wrong with it
+        return train_fn  # lagom itself raises the error for an object without a signature
     sets: Any = getattr(config, "sets", None)
     module = config.of_a_trial().module if isinstance(config, AblationConfig) else config.module
     searched = config.searchspace if isinstance(config, HyperparameterOptConfig) else ()
@@ -83,7 +83,7 @@ def _with_missing_arguments(
     if None not in both.values():
         provided.add("dataset")
     if isinstance(config, AblationConfig) and module is not None:
-        provided.add("model")  # the trial's own
+        provided.add("model")  # each trial provides its own
     stands_in = {"model": module, "module": None, **dict.fromkeys(both), "dataset": sets}
     provided |= {*config.hparams, *(name for name in stands_in if isinstance(searched, Container) and name in searched)}
     absent = {

@@ -1,4 +1,4 @@
-"""``Searchspace``, and stand-ins for what lagom does not serve of Maggy; using one of these is an error."""
+"""``Searchspace``, and stand-ins for classes of Maggy that lagom does not serve; using a stand-in is an error."""
 
 from __future__ import annotations
 

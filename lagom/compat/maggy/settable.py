@@ -1,4 +1,4 @@
-"""``Settable``: what all of Maggy's configs allow: fields by position, and fields that are set afterwards."""
+"""``Settable``: base of all of Maggy's configs, whose fields can be passed by position, and set afterwards."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``SettableTrials``: what Maggy's configs of searches and ablation studies have in common."""
+"""``SettableTrials``: base of Maggy's configs of searches and ablation studies."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _LAST = (("dataset",), ("train_set", "test_set"))
 
 
 class SettableTrials(Settable):
-    """A config of trials with ``model`` for ``module``, and ``dataset``, a list of any length, as ``sets``."""
+    """A config of trials that takes ``model`` for ``module``, and keeps a ``dataset`` that is no pair in ``sets``."""
 
     __slots__ = ()
 
@@ -47,9 +47,9 @@ class SettableTrials(Settable):
         return self.module  # type: ignore[attr-defined]  # the config's
 
     def with_defaults(self, given: Mapping[str, Any]) -> Self:
-        """Return a copy that takes from ``given``, fields of a run, those that have their default values here.
+        """Return a copy that takes from ``given``, the fields of a run, the fields with default values in this config.
 
-        ``world_size`` is the number of trials at a time.
+        ``world_size`` gives ``num_slots``, the number of trials at a time.
         """
         own = {each.name: getattr(self, each.name) for each in fields(self)}  # type: ignore[arg-type]
         plain = config.TorchDistributedConfig()

@@ -1,7 +1,7 @@
 """Makes petastorm 0.12.1 work with today's pyarrow, numpy and pandas, once this package is imported.
 
-Within a lagom run, the program's own import of petastorm does it. See Note [Another world for one package] in
-``finder.py``.
+Within a lagom run, the program's own import of petastorm imports this package. See Note [Another world for one package]
+in ``finder.py``.
 """
 
 from __future__ import annotations

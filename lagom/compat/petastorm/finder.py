@@ -32,7 +32,7 @@ def install() -> None:
 
 
 def view(name: str) -> ModuleType:
-    """Return petastorm's view of the module ``name``: the whole module and the names that it has dropped."""
+    """Return petastorm's view of the module ``name``: all its names, and old names that it does not have any more."""
     return importlib.import_module(_VIEW + name.replace(".", "_"))
 
 

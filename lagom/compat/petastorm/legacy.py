@@ -222,7 +222,7 @@ class ParquetDataset:
         names = self.partitions.partition_names if self.partitions is not None else set()
         for name, _, _ in (term for conjunction in conjunctions for term in conjunction):
             if name not in names:
-                # Petastorm hands them to pyarrow, which then passed over them: rows came that nobody had asked for.
+                # pyarrow used to ignore such filters, so petastorm returned rows that the filters exclude.
                 raise ValueError(
                     f"petastorm's filters choose folders, and {name!r} is none of the partitions {sorted(names)}; "
                     "use predicate= for rows"

@@ -27,7 +27,7 @@ def _pyarrow() -> dict[str, Any]:
 def _parquet() -> dict[str, Any]:
     kinds = (legacy.ParquetDataset, legacy.ParquetDatasetPiece, legacy.ParquetPartitions, legacy.PartitionSet)
     for kind in kinds:
-        # By this name it is found where a pickle of one arrives.
+        # A pickle of an instance names this module, which can be imported wherever petastorm is found by ``finder``.
         kind.__module__ = view("pyarrow.parquet").__name__
     return {kind.__name__: kind for kind in kinds}
 

@@ -34,7 +34,7 @@ def ship(context: Any) -> None:
     if context not in _shipped:
         before = list(sys.path)
         context.addPyFile(archive())
-        sys.path[:] = before  # it is for the workers; here petastorm is installed
+        sys.path[:] = before  # the archive is for the workers alone; this process has petastorm itself
         _shipped.add(context)
 
 
@@ -60,5 +60,5 @@ def archive() -> str:
 
 
 def _remove(folder: str, pid: int) -> None:
-    if os.getpid() == pid:  # a forked process has inherited the call
+    if os.getpid() == pid:  # a forked process inherits this exit handler, and must not remove the folder
         shutil.rmtree(folder, ignore_errors=True)
