@@ -23,8 +23,8 @@ class ServedModules(importlib.abc.MetaPathFinder):
     Args:
         modules: every served module, with the function that fills it.
         instead: modules that are not served, with what to use.
-        variable: environment variable; "force" serves the modules even where their packages are installed. It
-            reaches the ranks of a run.
+        variable: environment variable, which reaches the ranks of a run; "force" serves the modules even where their
+            packages are installed.
     """
 
     def __init__(self, modules: Mapping[str, Fill], instead: Mapping[str, str], variable: str) -> None:

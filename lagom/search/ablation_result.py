@@ -25,7 +25,7 @@ class AblationResult(SearchResult):
     """The outcome of an ablation study, read-only; ``effects`` has a row for each component.
 
     Args:
-        effects: what leaving out each component changes.
+        effects: the change of the metric without each component.
         base: the mean metric with all components; None if no such trial ran to its end.
         num_seeds: number of seeds that each variant has.
         seed_ignored: whether seeds make no difference.
@@ -53,7 +53,7 @@ class AblationResult(SearchResult):
         """The mean metric of the base, with all components.
 
         Raises:
-            LagomError: if none of its trials has run to its end.
+            LagomError: if no trial of the base has run to its end.
         """
         if self._base is None:
             errors = [trial["error"] for trial in self.trials if trial["error"]]
@@ -122,7 +122,7 @@ class AblationResult(SearchResult):
         ]
 
     def _ordered(self) -> list[Effect]:
-        """Return the effects, those whose component helps most first."""
+        """Return the effects, the most helpful component first, and components without a difference last."""
         sign = 1 if self._direction == "max" else -1
         known = [effect for effect in self._effects if effect.difference is not None]
         unknown = [effect for effect in self._effects if effect.difference is None]

@@ -120,7 +120,7 @@ class AblationTrials:
         return [self._located(self._rows[number]) for number in sorted(self._rows)]
 
     def effects(self) -> list[Effect]:
-        """Return what leaving out each component changes, as far as trials have ended."""
+        """Return the change of the metric without each component, by the trials that have ended."""
         base = self._values(self._variants[0])
         return [effect(variant.name, base, self._values(variant)) for variant in self._variants[1:]]
 

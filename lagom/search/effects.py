@@ -35,7 +35,7 @@ def effect(component: str, base: Values, values: Values, confidence: float = 0.9
         mean(d) -/+ t(n - 1) * stdev(d) / sqrt(n)
 
     (NIST/SEMATECH e-Handbook of Statistical Methods, 1.3.5.2, "Confidence Limits for the Mean"; pairs as in 7.3.1).
-    It is right if the differences are independent and about normal.
+    The interval is right if the differences are independent and about normally distributed.
     """
     mean = statistics.fmean(values.values()) if values else None
     pairs = [values[seed] - base[seed] for seed in base if seed in values]

@@ -1,4 +1,4 @@
-"""``mlflow_trials``: an MLflow run for each trial, below one for the whole search. See Note [Trials in MLflow]."""
+"""``mlflow_trials``: an MLflow run for each trial, as a child of the search's run. See Note [Trials in MLflow]."""
 
 from __future__ import annotations
 

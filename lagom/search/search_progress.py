@@ -37,7 +37,7 @@ class _SlotState:
 
 
 class SearchProgress:
-    """Shows how many trials there are, the best value, and what each slot does."""
+    """Shows the number of trials, the best value, and the trial of each slot."""
 
     def __init__(
         self,
@@ -48,7 +48,7 @@ class SearchProgress:
         records: RunRecords | None,
         num_trials: int | None = None,
     ) -> None:
-        """Show the trials on ``num_slots`` slots; ``num_trials`` is how many there will be, if that is known."""
+        """Show the trials on ``num_slots`` slots; ``num_trials`` is the number of all trials, if it is known."""
         display = notebook()
         self._cell = NotebookCell(display) if display is not None else None
         self._line = StatusLine(records.said if records is not None else None, elsewhere=self._cell is not None)

@@ -166,7 +166,7 @@ class Study:
         return min(complete, key=lambda trial: sign * trial["value"])["number"] if complete else None
 
     def close(self) -> None:
-        """Close the journal; the trials can still be read, and no more asked for."""
+        """Close the journal; the trials can still be read, and ``ask`` gives no more."""
         self._stopped = True
         if self._journal is not None:
             self._journal.close()

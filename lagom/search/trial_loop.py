@@ -36,7 +36,7 @@ _OF_THE_VARIANT = AblationError.__name__
 
 @dataclass(slots=True)
 class _Slot:
-    """Tracks a slot that has joined: the trial that it runs, and what has arrived of that trial's outcome."""
+    """Tracks a slot that has joined: the trial that it runs, and the parts of the outcome that have arrived."""
 
     join: Message
     running: TrialSpec | None = None
@@ -261,7 +261,7 @@ class TrialLoop:
 
 
 class _Loaded:
-    """The outcome of a trial: what its function returned, or its exception."""
+    """The outcome of a trial: the value that its function returned, or its exception."""
 
     def __init__(self, data: bytes) -> None:
         self._data = data

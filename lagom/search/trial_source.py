@@ -14,7 +14,7 @@ State = Literal["complete", "pruned", "failed"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrialSpec:
-    """Describes a trial that is about to run: its hyperparameters, and how to make its call from the common one."""
+    """Describes a trial that is about to run: its hyperparameters, and the function that makes its call."""
 
     number: int
     params: Mapping[str, Any]
@@ -71,4 +71,4 @@ class KeptTrialSource(TrialSource, Protocol):
         """Return the number of the trial whose files are put in their places at the end; None if there is none."""
 
     def close(self) -> None:
-        """Close the journal; the trials can still be read, and no more asked for."""
+        """Close the journal; the trials can still be read, and ``ask`` gives no more."""

@@ -1,1 +1,1 @@
-"""``verify=True``: rehearses a run, and compares it with one process, before it begins."""
+"""``verify=True``: rehearses a run before it begins, and compares the rehearsal with one process."""

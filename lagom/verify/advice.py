@@ -11,7 +11,7 @@ def advise(verdict: str, rows: Sequence[ComparisonRow], better: str | None, is_s
     """Return the finding and the advice.
 
     Args:
-        better: a setting with which the ranks do the same as one process; if they do already, a faster one.
+        better: a setting with which the ranks do the same as one process; if they do already, a faster setting.
         is_shared: whether the ranks do different work.
     """
     if verdict == "agrees":

@@ -19,7 +19,7 @@ def tolerance(step: int, epsilon: float) -> float:
 
 
 def is_near(left: float, right: float, relative: float, scale: float, absolute: float = 0.0) -> bool:
-    """Return whether both are equal up to ``relative`` of their size and ``scale``, or the same non-finite value."""
+    """Return whether both differ by ``relative`` * (size + ``scale``) at most, or are the same non-finite value."""
     if not (math.isfinite(left) and math.isfinite(right)):
         return repr(left) == repr(right)
     return abs(left - right) <= relative * (max(abs(left), abs(right)) + scale) + absolute

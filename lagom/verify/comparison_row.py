@@ -22,7 +22,7 @@ class ComparisonRow:
 
     what: str
     one: str
-    """Its value in one process."""
+    """Value of the quantity in one process."""
     ranks: str
     level: AgreementLevel
     note: str = ""

@@ -28,7 +28,7 @@ from lagom.verify.resumption import (
 from lagom.verify.verification import Verification
 
 _PATIENCE_S = 30.0
-"""Seconds after which a rehearsal of one process compares fewer backwards."""
+"""Seconds after which a rehearsal of one process ends early, so that fewer backwards are compared."""
 
 
 def verify(launcher: Launcher, plan: Plan, call: Call) -> Verification:
@@ -250,9 +250,10 @@ def _named(plan: Plan, asked: Plan) -> str:
 # Its prints go nowhere, and its files to a disk of the rank's own. The run of one process is the same with one rank,
 # where no patch changes a number. Both see the same first batches and the same last one, which may be uneven.
 #
-# Compared are the losses, the gradients after each backward, and the movement of the parameters. Their difference is
-# relative to the movement: a rate of 1e-5 hides every mistake in the parameters themselves. Gradients show a wrong
-# scale, which Adam hides. The tolerance grows from step to step, as rounding errors do.
+# Losses, gradients after each backward, and the movement of the parameters are compared. The difference of parameters
+# is taken relative to their movement: with a learning rate of 1e-5, a mistake hardly shows in the parameters
+# themselves. Gradients show a wrong scale, which Adam hides. The tolerance grows from step to step, as rounding errors
+# do.
 #
 # If ranks with other batches than "whole" disagree, one process and the ranks are rehearsed once more with dropout off
 # and a sample's random numbers fixed by its index: ranks draw their own random numbers there, so a difference is no

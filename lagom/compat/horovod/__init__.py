@@ -1,8 +1,8 @@
 """Runs programs written for Horovod: after this import ``import horovod.torch as hvd`` works, without Horovod.
 
 ``horovod``, ``horovod.torch``, ``horovod.spark`` and ``sparkdl`` are then found in lagom, unless they are installed;
-``install(force=True)`` serves lagom's even then. Within a lagom run this happens by itself for a program that imports
-them. docs/horovod.md lists what is served.
+``install(force=True)`` serves lagom's modules even then. Within a lagom run, the program's own import of one of these
+modules imports this package. docs/horovod.md lists the names that are served.
 
 Start reading in torch.py, the names that programs use. A call goes from differentiable.py (or distributed_optimizer.py)
 to asynchronous.py, which makes requests; negotiation.py waits until all ranks have asked, by the rules in matching.py;

@@ -169,7 +169,7 @@ def broadcast_async_(tensor: Tensor, *args: Any, **kwargs: Any) -> Handle:
 def alltoall_async(
     tensor: Tensor, splits: Any = None, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Handle:
-    """Start to exchange rows; the result is the received rows and how many came from each rank.
+    """Start to exchange rows; the result is the received rows, and the number of rows from each rank.
 
     Args:
         splits: number of rows for each rank; equally many if not given.
@@ -193,7 +193,7 @@ def grouped_reducescatter_async(
     *,
     read: _Read = _read_all,
 ) -> Handle:
-    """Start to reduce several tensors; each rank gets its rows, the first ranks one more if they do not divide."""
+    """Start to reduce several tensors; each rank gets its rows, the first ranks one more if the rows do not divide."""
     if op not in (Average, Sum):
         raise ValueError(f"reducescatter with op={op!r}; want hvd.Average or hvd.Sum")
     factors = {"prescale": float(prescale_factor), "postscale": float(postscale_factor)}

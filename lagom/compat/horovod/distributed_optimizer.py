@@ -142,7 +142,7 @@ class _ReducingMixin:
         self._has_synchronized = False
 
     def _add_hooks(self) -> None:
-        """Watch the gradients of all trained parameters, also of those that were added since the last call."""
+        """Watch the gradients of all trained parameters, including parameters that were added since the last call."""
         if topology.size() == 1 or not self.process_set.included():
             return
         for parameter in (parameter for group in self.param_groups for parameter in group["params"]):

@@ -1,6 +1,6 @@
 """``hvd.elastic`` for a run that keeps its ranks: states are broadcast from rank 0 when the function starts.
 
-A lagom run that loses a rank ends with an error that names it, so nothing is ever restored.
+If a lagom run loses a rank, it begins again from the beginning, or ends with an error. So no state is ever restored.
 """
 
 from __future__ import annotations

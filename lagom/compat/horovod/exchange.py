@@ -88,7 +88,7 @@ class Ranks:
         self._streams: dict[int, Any] = {}
 
     def perform(self, batch: Sequence[Match], entries: Mapping[str, Entry]) -> None:
-        """Do one batch of exchanges; set the result or the error of this rank's ``entries``, which go by name."""
+        """Do one batch of exchanges; set the result or the error of this rank's ``entries``, a mapping by name."""
         mine = [entries.get(match.first.name) for match in batch]
         present = [entry for entry in mine if entry is not None]
         for entry in present:

@@ -1,4 +1,4 @@
-"""``Negotiator``: all ranks of a set do the same exchanges in the same order, in whatever order they ask.
+"""``Negotiator``: lets all ranks of a set do the same exchanges in the same order, in whatever order they ask.
 
 See Note [Names].
 """
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from lagom.compat.horovod.notices import Notices
 
 _FRAME_BYTES = 2048
-"""Bytes of a message in a round at first; a longer message takes a second exchange, once."""
+"""Initial size of a message in a round, in bytes; a longer message takes a second exchange, and raises the size."""
 _PAUSE_S = (0.0005, 0.02)
 """Shortest and longest pause after a round in which nothing matched."""
 _DEADLOCK_S = 2.0
@@ -30,7 +30,7 @@ _DEADLOCK_S = 2.0
 
 
 class Negotiator:
-    """Matches the requests of this rank with those of the others, and does them, in a thread of its own."""
+    """Matches this rank's requests with the other ranks' requests, and does the exchanges, in a thread of its own."""
 
     def __init__(self, ranks: Ranks, notices: Notices) -> None:
         self._ranks = ranks
@@ -59,7 +59,7 @@ class Negotiator:
         """Ask for an exchange.
 
         Raises:
-            HorovodInternalError: when one of the same name is under way, or the negotiator is closed.
+            HorovodInternalError: when an exchange of the same name is under way, or the negotiator is closed.
         """
         name = entry.request.name
         with self._changed:
@@ -76,7 +76,7 @@ class Negotiator:
         """Wait until ``entry`` is done.
 
         Raises:
-            HorovodInternalError: when it failed or will never be done.
+            HorovodInternalError: when the exchange failed or will never be done.
         """
         if not entry.done.is_set():
             self._wait_for(entry.done, entry.request.name)

@@ -71,7 +71,7 @@ class StallCheck:
             members: the ranks that must ask for ``name``.
 
         Raises:
-            HorovodInternalError: when one of them has ended, or the wait took longer than the settings allow.
+            HorovodInternalError: when one of ``members`` has ended, or the wait took longer than the settings allow.
         """
         for member in members:
             if reason := self._reason_for_leaving(member):

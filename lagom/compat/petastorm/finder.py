@@ -141,9 +141,9 @@ def _import(
 # Adding them to the real modules would change these for every other package: today's ParquetDataset is another class,
 # and libraries ask by hasattr which numpy they have. So only petastorm gets them. A finder in front of sys.meta_path
 # finds petastorm's modules, and a loader runs each with a dict of builtins whose __import__ answers "pyarrow" and a
-# few more with a view: a module with all names of the real one, and the old ones. Python takes the __import__ of an
-# import statement from the builtins of the module around it, so imports inside functions get the view too, and no
-# other package does.
+# few more with a view: a module with all names of the real module, and the old names. Python takes the __import__ of an
+# import statement from the builtins of the module around the statement, so imports inside functions get the view too,
+# and no other package does.
 #
-# Views have names below petastorm's. So a pickled reference to one (functions that petastorm sends to Spark's
+# Views have names below petastorm's. So a pickled reference to a view (in functions that petastorm sends to Spark's
 # executors) is found wherever petastorm is imported through this finder.

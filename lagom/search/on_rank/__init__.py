@@ -1,1 +1,1 @@
-"""A trial as its ranks see it: its call, and what it reports while it runs."""
+"""A trial on its ranks: the call that the trial makes, and the values that it reports while it runs."""

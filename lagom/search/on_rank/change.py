@@ -12,7 +12,7 @@ from lagom.call import Call
 
 @dataclass(frozen=True, slots=True)
 class HparamsChange:
-    """Gives a call the hyperparameters ``params``, over those that all trials share."""
+    """Adds the hyperparameters ``params`` to a call, which has the hyperparameters that all trials share."""
 
     params: Mapping[str, Any]
 

@@ -37,12 +37,13 @@ _READ = 1 << 16
 # column that was gone would be an error in most programs, or a model with other initial weights. So a column keeps its
 # place and its type, and has the same value in all samples of both sets: it then says nothing about a sample.
 #
-# The value of numbers is 0: a network trains as one without the column would, since nothing comes from it and its
-# weights get no gradient. The mean does not do that where the program does not normalise: an input of 50 in every
-# sample is a large bias. Measured for a small network on a column of mean 50 and deviation 10: loss 4.56 without the
-# column, 4.57 with 0, 4.93 with its mean. A text has no 0, and programs look it up in tables: it gets the most frequent
-# one of the train set. In samples that are made one by one, by a Dataset of the program's own, it is empty: to know
-# more, the whole set would have to be read. `drop=True` removes the column instead.
+# The value of numbers is 0: a network then trains like a network without the column, since the column adds nothing and
+# its weights get no gradient. The column's mean would not do this if the program does not normalise: an input of 50 in
+# every sample is a large bias. Measured for a small network on a column of mean 50 and deviation 10: loss 4.56 without
+# the column, 4.57 with 0, 4.93 with its mean. There is no 0 for a text, and programs look texts up in tables: a text is
+# replaced by the most frequent text of the train set. In samples that a Dataset of the program makes one by one, the
+# text is empty: to find the most frequent text, the whole set would have to be read. `drop=True` removes the column
+# instead.
 
 
 def leave_out_features(

@@ -48,7 +48,7 @@ class _Reports:
         self._step = -1
         self._here = os.getpid(), threading.get_ident()
         self._pending: tuple[str, str, Any] | None = None
-        """Source, name and value of what a tqdm bar shows in a pass that has not ended."""
+        """Source, name and value that a tqdm bar shows in a pass that has not ended; None if no bar shows any."""
         self._epoch = 0
 
     def log(self, source: str, name: str, value: Any, step: Any = None) -> None:
@@ -151,7 +151,7 @@ def _number(value: Any) -> float | None:
 
 # Note [Reports]
 #
-# A trial reports values of one source: of reporter.broadcast, or of the first method below that logs a value under the
+# A trial reports values of one source: reporter.broadcast, or the first method below that logs a value under the
 # name of the metric (its full name, or the last part of a path such as "val/loss"). Values that other sources log under
 # the name are another series (a training loss beside a test loss), and cannot be compared with the first.
 #

@@ -27,7 +27,7 @@ class Trial:
         self._pruned = False
 
     def takes(self, source: str) -> bool:
-        """Return whether values of ``source`` are reported: only those of the first source, since others differ."""
+        """Return whether values of ``source`` are reported: only those of the first source, as series differ."""
         self._source = self._source or source
         return self._source == source
 

@@ -11,7 +11,7 @@ from lagom.search.pages.axis import shown
 
 _MAX_SLOTS = 16
 _MAX_NAMES = 6
-"""Hyperparameters up to which each has a column of its own."""
+"""Largest number of hyperparameters that have a column each; more are shown in one column."""
 _LONGEST = 24  # characters of a cell
 _LONGEST_LINE = 100
 _BAR = (
@@ -26,7 +26,7 @@ _IDLE = "opacity:.5"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SlotRow:
-    """One slot: its trial, if it has one, and what that trial has reported last."""
+    """One slot: its trial, if it has one, and the last report of the trial."""
 
     slot: int
     host: str

@@ -22,9 +22,9 @@ def known_version() -> bool:
 class TPESampler(samplers.TPESampler):
     """Optuna's sampler by tree-structured Parzen estimators, which draws the same values in half the time.
 
-    For each trial Optuna intersects the spaces of all earlier ones, reads and converts all their values and sorts
-    them: with 500 running trials, half of the time of a draw. Here the space is given, and a trial is read twice:
-    when it has its values, and when it has ended.
+    For each trial Optuna intersects the spaces of all earlier trials, and reads, converts and sorts all their values:
+    with 500 running trials, half of the time of a draw. Here the space is given, and a trial is read only twice: when
+    it has its values, and when it has ended.
 
     Args:
         space: distribution of each hyperparameter, the same in all trials.

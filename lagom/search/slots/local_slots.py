@@ -19,8 +19,8 @@ from lagom.search.slots.trial_slots import SlotChannel
 from lagom.wire.client import Message
 from lagom.wire.server import anonymous_file
 
-_END_S = 1.5  # for slots to end trials that still run
-_MOST_LOST = 3  # slots in a row that end before they join
+_END_S = 1.5  # time for slots to end trials that still run
+_MOST_LOST = 3  # times that each slot may end before any slot joins, until the search fails
 
 
 class LocalSlots(SlotChannel):

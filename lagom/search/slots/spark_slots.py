@@ -23,14 +23,14 @@ from lagom.wire.client import Message
 from lagom.wire.payload_sources import MOST_FROM_DRIVER
 from lagom.wire.tls import key_and_certificate
 
-_CALM_S = 10.0  # for tasks to end when the search does: a cancelled job takes Spark's Python workers with it
-_END_S = 1.5  # for tasks to end on Ctrl-C or an error, or where some have not begun
-_CANCEL_S = 10.0  # for Spark to end a cancelled job
-_AGAIN_S = 0.3  # between two attempts to cancel: Spark ignores one that comes before the job
+_CALM_S = 10.0  # time for tasks to end after the search: Spark would end its Python workers with a cancelled job
+_END_S = 1.5  # time for tasks to end on Ctrl-C or an error, or if some tasks have not begun
+_CANCEL_S = 10.0  # time for Spark to end a cancelled job
+_AGAIN_S = 0.3  # between two attempts to cancel: Spark ignores an attempt that comes before the job
 
 
 class SparkSlots(SlotChannel):
-    """Tasks without a barrier: each begins when Spark has room for it, and a lost one is started again by Spark.
+    """Tasks without a barrier: each begins when Spark has room for it, and Spark starts a lost task again.
 
     A trial of several ranks takes as many tasks of one host. The first task to join runs the trial; the others only
     occupy their slots.

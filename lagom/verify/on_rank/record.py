@@ -8,8 +8,8 @@ from typing import TypeAlias
 Sketch: TypeAlias = tuple[float, ...]
 """A few signed sums of a tensor's elements, with a fixed sign for each place.
 
-The sums of a difference are the difference of the sums, and have about its norm: 64 sums give it to within 20%, and
-tell a difference from none for certain.
+The sketch of a difference is the difference of the sketches, and has about the norm of the difference: 64 sums give
+this norm to within 20%, and tell for certain whether there is a difference.
 """
 
 
@@ -35,9 +35,9 @@ class RecordedLeaf:
     is_data: bool
     """Whether it has a row for each of the rank's own samples, as the input of an adversarial attack has."""
     epsilon: float
-    """Machine epsilon of its dtype, or of the coarser one that autocast computes in."""
+    """Machine epsilon of the tensor's dtype, or of the coarser dtype that autocast computes in."""
     start: Sketch
-    """Sketch before the first backward that reached it."""
+    """Sketch before the first backward that reached the tensor."""
     end: Sketch = ()
 
 

@@ -1,4 +1,4 @@
-"""``RecordInProgress``: what a rehearsal has recorded so far on one rank."""
+"""``RecordInProgress``: the record of a rehearsal on one rank while the rehearsal goes on."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ _OURS = os.path.dirname(os.path.dirname(os.path.dirname(__file__))) + os.sep
 def recorded_reads(session: Session, note: Note) -> Iterator[None]:
     """Call ``note`` for every number that the program, not torch itself, reads from a floating-point tensor.
 
-    ``tensor.item()`` returns a ``Number``, which records comparisons with it; so do the numbers computed from it.
+    ``tensor.item()`` returns a ``Number``, which records comparisons with it, as do the numbers computed from it.
     """
     made = {"item": _make_item, "__float__": _make_float}
     made |= dict.fromkeys(("numpy", "tolist", "__array__"), _make_leaving)

@@ -54,8 +54,8 @@ def flat(value: Any) -> list[object]:
     """Return ``value`` as a list, whatever its type.
 
     Types and places of parts are bytes; a place is empty, or begins with "[" or ".". A float of the program's own
-    return value, which ``aggregate`` averages, is a float; other numbers that are not whole, tensors and arrays are
-    sketches; whole numbers are ints, and all else is a text.
+    return value, which ``aggregate`` averages, is a float. Other fractional numbers, tensors and arrays are sketches.
+    Whole numbers are ints, and everything else is a text.
     """
     return list(_flat(value, "", 0, True, set()))
 
