@@ -54,6 +54,6 @@ class NotebookBars:
         self._renew(f"<pre style='margin:0;white-space:pre-wrap'>{html.escape(shown)}</pre>", shown)
 
     def end(self) -> None:
-        """Leave finished bars standing: the next one has a display of its own, below what is printed now."""
+        """Leave finished bars as they are: the next bar gets a display of its own, below the text printed now."""
         if self._is_over:
             self._renew, self._rows, self._row = None, [""], 0

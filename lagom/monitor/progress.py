@@ -118,7 +118,7 @@ class Progress:
         return f"{ranks} on {self._where} ({hosts})"
 
     def _worth_showing(self) -> bool:
-        """Return whether any rank has trained, or the run takes longer than a function that is worth no line."""
+        """Return whether any rank has trained; without training, return True once the run has taken a while."""
         trained = any(one.get("samples") or one.get("step") for one in self._ranks.values())
         return trained or time.monotonic() - self._began >= _IDLE_S
 

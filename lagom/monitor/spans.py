@@ -55,7 +55,7 @@ class Spans:
 
     Args:
         clock: returns nanoseconds, for tests.
-        clock_of: names the clock, for tests; None: that of this host.
+        clock_of: names the clock, for tests; None: the clock of this host.
     """
 
     def __init__(self, rank: int, clock: Callable[[], int] = time.monotonic_ns, clock_of: str | None = None) -> None:
@@ -68,7 +68,7 @@ class Spans:
         """Whether spans are recorded at the moment."""
         self._spans: list[tuple[Any, ...]] = []
         self.append = self._spans.append
-        """Takes the fields of a ``Span``; making one takes longer than all the rest of recording."""
+        """Takes the fields of a ``Span`` as a tuple: to make a ``Span`` takes longer than all the rest of recording."""
         self._given = 0
         self._ends_at = _FIRST_SPANS
         self._closes_at, self._opens_at = FIRST + 1, 2 * FIRST

@@ -15,7 +15,7 @@ from lagom.records.runs import aligned, checkout_text, result_text
 _PARTS = (0.25, 0.5, 0.75, 1.0)
 """Shares of a run's samples at which losses are compared."""
 _LONGEST = 60  # characters of a setting
-_ADDRESS = re.compile(r" at 0x[0-9a-f]+")  # of an object: it says nothing, and differs in each run
+_ADDRESS = re.compile(r" at 0x[0-9a-f]+")  # left out: an object's address says nothing, and differs in each run
 
 
 def compare_runs(first: Path, second: Path) -> str:

@@ -38,7 +38,7 @@ So a long run has some thousands of reports of each rank, instead of one for eve
 _PER_PROCESS = ("where", "world_size", "gpu", "ranks_per_slot")
 """Facts that a process which goes on with a run may change."""
 MAX_LOG_BYTES = 256 << 20
-"""Bytes of a rank's output that are kept."""
+"""Largest number of bytes of a rank's output that are kept."""
 
 log = logging.getLogger("lagom")
 P = ParamSpec("P")

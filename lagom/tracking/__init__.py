@@ -1,4 +1,4 @@
-"""MLflow and TensorBoard: what all ranks log is logged once, by rank 0.
+"""MLflow, TensorBoard and Weights & Biases: values that all ranks log are logged once, by rank 0.
 
 Start with ``mlflow.py``.
 """

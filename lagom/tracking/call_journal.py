@@ -145,8 +145,8 @@ def _encoded(value: Any) -> str:
 
 # Note [Repeated calls]
 #
-# A store of MLflow's cannot be cut to what it had at a snapshot: it may be a server, and a database is changed by C
-# code. So the program's calls are counted, and written to a journal with their answers: a line before each call, and
+# A store of MLflow cannot be set back to its content at a snapshot: it may be a server, or a database that C code
+# changes. So the program's calls are counted, and written to a journal with their answers: a line before each call, and
 # one behind it. A snapshot has the number of calls. An attempt that goes on from the snapshot finds in the journal the
 # calls that were made after the snapshot. The program repeats them, and gets the answers from the journal, so that an
 # MLflow run which the lost attempt has begun goes on too. Calls after the last of these reach the store. Neither times

@@ -43,7 +43,7 @@ _LOGS = (
     *("log_", "set_", "record_", "link_", "upload_", "update_run_info", "start_trace", "_log_"),
     *("end_", *_WAITS),
 )
-"""Beginnings of methods that other ranks skip: they log, or wait until that is done."""
+"""Beginnings of methods that other ranks skip: they log, or wait until all is logged."""
 _RUN = "MLFLOW_RUN_ID"
 """Environment variable that names the run with which a process goes on; a search sets it for each trial."""
 _DOWNLOADS = ("download_", "get_local_path")
@@ -130,7 +130,7 @@ class _Tracker:
         return not self._session.has_joined and not _is_direct.get()
 
     def end(self) -> None:
-        """Tell other ranks that the program has ended, on rank 0; on others, end the runs that are still active."""
+        """On rank 0, tell other ranks that the program has ended; on other ranks, end runs that are still active."""
         fluent: Any = sys.modules.get("mlflow.tracking.fluent")
         if self._session.rank == 0:
             if self._answers is not None:
