@@ -49,7 +49,7 @@ class DivergenceError(LagomError):
 
 
 class VerificationError(LagomError):
-    """A rehearsal on the ranks and one in one process differ; the text compares them. The run itself did not start."""
+    """Rehearsals on the ranks and in one process differ; the text compares them. The run itself did not start."""
 
 
 class MetricError(LagomError):

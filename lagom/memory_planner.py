@@ -44,7 +44,7 @@ def plan_memory(
     Args:
         module: a module, which may be on the meta device and is not changed; or a class or function that makes one.
         optimizer: an optimizer of the module; its class; or a function that makes an optimizer from a list of
-            parameters. lagom steps a copy to see its state, and how that can be sharded. None: no state.
+            parameters. lagom steps a copy to see its state, and how the state can be sharded. None: no state.
         batch: the module's arguments for one batch of the program: a tensor, a tuple of arguments, or a dict of them.
             Each rank computes its share, and keeps the tensors that autograd saves for the backward. None: activations
             are left out.

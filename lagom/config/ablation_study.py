@@ -28,7 +28,7 @@ class Component:
     drop: bool = False
     """Whether a feature's column or key is removed, instead of set to ``value``."""
     module: Callable[..., Any] | None = None
-    """Makes a model in place of the base model."""
+    """Makes the model that replaces the base model. None: the base model stays."""
 
     def __str__(self) -> str:
         return f"{self.kind} {self.name}"

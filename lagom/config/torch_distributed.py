@@ -309,7 +309,7 @@ def _one_of(name: str, value: object, choices: tuple[object, ...]) -> None:
 
 
 def is_module(value: object) -> bool:
-    """Whether ``value`` is an instance of torch.nn.Module."""
+    """Return whether ``value`` is an instance of torch.nn.Module."""
     # By name: a driver does not import torch for this.
     return any(
         (kind.__module__, kind.__name__) == ("torch.nn.modules.module", "Module") for kind in type(value).__mro__

@@ -16,7 +16,7 @@ from lagom.wire.client import Message
 from lagom.wire.server import DriverServer
 
 CHOSEN_S = 10.0
-"""Time for the chosen rank to fail too, before another one that has failed gets its turn."""
+"""Time for the chosen rank to fail too, before another failed rank gets its turn."""
 NOBODY = "nobody can type at the driver: its standard input is no terminal, and it is no notebook with input"
 
 
@@ -165,7 +165,7 @@ def _typed(prompt: str) -> Message:
     except EOFError:
         print()
         return {"line": ""}
-    except RuntimeError:  # of a front end that has no input, as where a notebook runs as a batch job
+    except RuntimeError:  # a front end without input, as when a notebook runs as a batch job
         return {"refused": NOBODY}
 
 

@@ -160,7 +160,7 @@ class Engines:
     def _needs_no_norm(self, config: Mapping[str, Any]) -> bool:
         """Return whether DeepSpeed can skip the gradient norm: no clipping, no half precision, no offloading.
 
-        If it computes the norm, it leaves out steps whose gradients are not finite, which one process does not.
+        If DeepSpeed computes the norm, it leaves out steps with gradients that are not finite; one process does not.
         """
         known = self._deepspeed.runtime.zero.config.DeepSpeedZeroConfig.model_fields
         asks = ("offload_optimizer", "cpu_offload", "zenflow")
@@ -243,7 +243,7 @@ class Engines:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Set ``inside`` for the length of a block in which DeepSpeed's own code runs."""
+        """Set ``inside`` in the context, in which DeepSpeed's own code runs."""
         before, self.inside = self.inside, True
         try:
             yield

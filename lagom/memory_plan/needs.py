@@ -21,7 +21,7 @@ class Level:
     state: int
     """Bytes of optimizer state."""
     possible: bool
-    """Whether the optimizer works at this level. One that steps by whole parameters does not work at level 3."""
+    """Whether the optimizer works at this level; at level 3, an optimizer that steps whole parameters does not."""
 
     @property
     def held(self) -> int:
@@ -48,7 +48,7 @@ class MemoryPlan:
     memory: int
     """Bytes that a rank may use."""
     where: str
-    """Origin of that limit, for the report: "of its GPU"."""
+    """Origin of ``memory``, for the report, such as "of its GPU"."""
 
     def needed(self, zero_lvl: int) -> int:
         """Return the bytes that a rank needs at the level, with activations and gradients alive at the same time."""

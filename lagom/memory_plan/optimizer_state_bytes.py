@@ -44,7 +44,7 @@ class SteppedOptimizer(NamedTuple):
     kind: ShardingKind
     """How finely the step can be sharded: by element, by whole parameter, or not at all."""
     parameters: list[torch.Tensor]
-    """Its parameters that require gradients, in its order."""
+    """Parameters of the optimizer that require gradients, in the optimizer's order."""
     kept: list[KeptState]
     """State for each of ``parameters``."""
     whole: int
