@@ -145,7 +145,7 @@ def _say_equal(values: Sequence[Any]) -> bool:
 
 
 def _are_alike(left: Any, right: Any) -> bool:
-    """Return whether two values are of one class, by name: each rank has its own copy of a class in the function."""
+    """Return whether two values are of one class, by name: a class that the function defines differs on each rank."""
     one, other = type(left), type(right)
     return one is other or (one.__module__, one.__qualname__) == (other.__module__, other.__qualname__)
 

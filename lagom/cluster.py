@@ -25,7 +25,7 @@ class Cluster:
     most_ranks: int | None = None
     """Largest number of ranks, for other reasons than slots; None: no such limit."""
     gpus_per_slot: int = 0
-    """GPUs that each of these tasks has for itself."""
+    """Number of GPUs that each task has for itself."""
     barrier: bool = True
     """True if Spark can run barrier stages, which start all tasks at once; not with dynamic allocation."""
     encrypted: bool = False

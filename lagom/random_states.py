@@ -65,7 +65,7 @@ def start_random_states(states: Mapping[str, Any]) -> None:
         sys.modules["numpy"].random.seed(states["entropy"])
     set_random_states(states)
     if "cuda" not in states and _has_accelerator():
-        torch.cuda.manual_seed_all(torch.initial_seed())  # as torch.manual_seed does; does nothing without a GPU
+        torch.cuda.manual_seed_all(torch.initial_seed())  # the seed of the driver, whose manual_seed seeds GPUs too
 
 
 def seed_torch(seed: int) -> None:

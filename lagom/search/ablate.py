@@ -24,7 +24,7 @@ def ablate(train: Callable[..., Any], config: AblationConfig) -> AblationResult:
             config; nothing has been started then.
         PlanError: if a trial does not fit the cluster.
         MetricError: if a trial has no metric.
-        Exception: the last trial's exception, if ``max_failed_trials`` trials in a row have failed.
+        Exception: if ``max_failed_trials`` trials in a row have failed, the exception of the last one.
     """
     extra = config.extra_arguments()
     found = variants(config.ablation_study, train, provided_arguments(config.of_a_trial()) | extra)

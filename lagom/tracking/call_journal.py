@@ -14,7 +14,7 @@ from lagom import files
 from lagom.tracking.serialization import decode, encode
 
 _VARYING = re.compile(r'\["(_timestamp|start_time|end_time|_value)",(-?[\d.e+-]+|NaN|-?Infinity)\]')
-"""Matches arguments that are not compared: times, and metric values, which are rounded differently on other ranks."""
+"""Matches arguments that are not compared: times, and metric values, which another number of ranks rounds otherwise."""
 _UNIMPORTANT = "update_run_info"
 """Call by which a failing program ends its MLflow run; a program that goes on instead does not repeat this call."""
 

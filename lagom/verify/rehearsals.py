@@ -117,7 +117,7 @@ class _Rehearsals:
         """Find out whether the run that ``plan`` describes would give the results of one process."""
         finding = self._compared(plan, pinned=False)
         if finding.verdict == "differs" and plan.config.batches != "whole":
-            # The difference may come from dropout and augmentation, for which each rank draws numbers: compare without.
+            # Dropout and augmentation draw other numbers on each rank, which is no mistake: compare without them.
             pinned = self._compared(plan, pinned=True)
             if pinned.verdict in ("agrees", "own"):
                 return dataclasses.replace(pinned, verdict="random")

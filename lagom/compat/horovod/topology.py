@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from lagom.compat.horovod.process_sets import ProcessSet
 
 _FOREVER = timedelta(days=30)
-"""Timeout of process groups. It is not needed: negotiators notice lost ranks. See Note [Names] in negotiation.py."""
+"""Timeout of process groups: never reached, as negotiators notice lost ranks. See Note [Names] in negotiation.py."""
 
 
 class World:

@@ -27,7 +27,7 @@ class Trial:
         self._pruned = False
 
     def takes(self, source: str) -> bool:
-        """Return whether values of ``source`` are reported: only those of the first source, as series differ."""
+        """Return whether values of ``source`` are reported: only the first source's, as others count steps anew."""
         self._source = self._source or source
         return self._source == source
 

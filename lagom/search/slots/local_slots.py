@@ -20,7 +20,7 @@ from lagom.wire.client import Message
 from lagom.wire.server import anonymous_file
 
 _END_S = 1.5  # time for slots to end trials that still run
-_MOST_LOST = 3  # times that each slot may end before any slot joins, until the search fails
+_MOST_LOST = 3  # a search fails after this many ends per slot without a join in between
 
 
 class LocalSlots(SlotChannel):
