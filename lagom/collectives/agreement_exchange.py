@@ -1,4 +1,4 @@
-"""``AgreedExchange``: an exchange that detects ranks with different signatures."""
+"""``AgreedExchange``: an exchange whose data is used only if all ranks have sent the same signature."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 SIZE = 32
 """Bytes of a signature; a multiple of 16, so that elements of any type may follow."""
 FRAME = 1 << 17
-"""Bytes that a rank sends along with signatures, to all other ranks together; more bytes take a separate exchange."""
+"""Most bytes that a rank sends along with its signature, summed over the receivers; more take a separate exchange."""
 
 
 class AgreedExchange:
@@ -27,18 +27,19 @@ class AgreedExchange:
     See Note [Which gradients] in gradients/gradient_averager.py.
 
     Args:
-        size: bytes that may follow the signatures to all other ranks together; 0 when the tensors are on GPUs.
+        size: most bytes of tensors that a rank sends along with its signature, summed over the other ranks that receive
+            them; 0 when the tensors are on GPUs.
     """
 
     def __init__(self, group: Group, size: int = FRAME) -> None:
         self.room = size // max(group.world_size - 1, 1)
-        """Bytes that may follow a signature to all ranks."""
+        """Most bytes of tensors that may follow the signature in the message to each other rank."""
         self._size = size
         self._group = group
 
     @cached_property
     def room_to_merge(self) -> int:
-        """Return the bytes that may follow a signature if all ranks' are merged; a collective at first."""
+        """Most bytes that may follow the signature if the ranks' bytes are merged on the way; a collective at first."""
         most = self._group.most_messages if self._size else None
         return self.room if most is None else self._size // most
 
@@ -59,9 +60,10 @@ class AgreedExchange:
     def average(
         self, parcel: PackedTensors, tensors: list[torch.Tensor], signed: bytes, *, are_plain: bool = False
     ) -> bool:
-        """Average ``tensors``, of the kinds of ``parcel``, in place if all ranks gave the same signature.
+        """Average ``tensors`` in place if all ranks gave the same signature; return whether they did.
 
         Args:
+            parcel: packed memory for tensors of these types and shapes.
             are_plain: whether ``is_plain_cpu_tensor`` is known to be true for all ``tensors``.
         """
         if parcel.averaging is None:
@@ -85,10 +87,10 @@ class AgreedExchange:
         return agreed
 
     def sum(self, numbers: torch.Tensor, signed: bytes) -> bool:
-        """Sum ``numbers``, contiguous float64, over the ranks, in place, if all gave the same signature.
+        """Sum ``numbers``, contiguous float64, in place if all ranks gave the same signature; return whether they did.
 
-        Numbers on a GPU follow in a separate exchange: sending them with the signature would wait for all GPU work
-        under way.
+        Numbers on a GPU follow in a separate exchange: sent with the signature, they would have to wait until the GPU
+        has done all work in progress.
         """
         flat = numbers.view(-1)
         if flat.is_cpu and 0 < flat.nbytes <= self._most_summed:
@@ -104,12 +106,12 @@ class AgreedExchange:
     def merge(
         self, numbers: torch.Tensor, merge: Callable[[torch.Tensor], torch.Tensor], signed: bytes
     ) -> torch.Tensor | None:
-        """Return the ``numbers`` of all ranks as one row, if all gave the same signature; else None.
+        """Return the ``numbers`` of all ranks, merged into one row, if all gave the same signature; else None.
 
         Args:
             numbers: float64 on the CPU, contiguous, of one dimension.
-            merge: makes rows one, which is a row that may be merged again: rows of ranks first, in rank order, then
-                those of hosts.
+            merge: reduces the rows of a tensor to one row. It is called with the rows of a host's ranks, in rank order,
+                and then with the merged rows of hosts.
         """
 
         def merged(rows: Sequence[memoryview]) -> memoryview:
@@ -120,7 +122,7 @@ class AgreedExchange:
 
     @cached_property
     def _most_summed(self) -> int:
-        """Bytes that are summed along with signatures: over several hosts all that a ring would be slower for."""
+        """Most bytes that are summed in the message of the signature; between hosts a ring is slower for so few."""
         return self.room if self._group.most_messages is None else self._size
 
 
@@ -128,8 +130,8 @@ class PackedTensors:
     """Tensors of any floating types, packed into one piece of memory.
 
     Args:
-        kinds: type and shape of each; their order is the same on all ranks.
-        as_type: returns the type in which a tensor of a type is sent.
+        kinds: type and shape of each tensor, in the same order on all ranks.
+        as_type: maps the type of a tensor to the type in which it is sent.
     """
 
     def __init__(
@@ -139,7 +141,7 @@ class PackedTensors:
         self.keeps_types = all(
             given is dtype and dtype.itemsize >= 4 for (given, _), dtype in zip(kinds, travelling, strict=True)
         )
-        """Whether tensors, what is sent of them, and averages have the same types."""
+        """Whether all tensors are sent and averaged in their own types, each of 4 bytes or more."""
         kinds = [(dtype, shape) for dtype, (_, shape) in zip(travelling, kinds, strict=True)]
         by_type: dict[torch.dtype, list[int]] = {}
         for i, (dtype, _) in enumerate(kinds):
@@ -170,22 +172,22 @@ class PackedTensors:
         """Tensors that receive the averages."""
         self.packed = memory(packed) if kinds else None
         self.averaging: Callable[[bytes, Sequence[int], Sequence[int]], bool] | Literal[False] | None = None
-        """Exchanges and averages everything in one call; False: the group cannot, None: not asked yet."""
+        """Function that exchanges and averages all tensors in one call; False: the group has none, None: not asked."""
         self.addresses = [one.data_ptr() for one in self.mine], [one.data_ptr() for one in self.averages]
         self.merging = Merging(self._add_ranks, self._add_hosts)
-        """Makes the packed bytes of all ranks one."""
+        """Sums the packed tensors of the ranks."""
         self._memory = packed
         self._totals = totals[:end]
 
     def prepare(self, group: Group) -> Callable[[bytes, Sequence[int], Sequence[int]], bool] | Literal[False]:
-        """Return the value for ``averaging``."""
+        """Return the function for ``averaging``; False if ``group`` has none."""
         origin = self._memory.data_ptr()
         sections = [(one.data_ptr() - origin if one.numel() else 0, one.numel(), one.dtype) for one in self.mine]
         return group.averaging(self._memory.nbytes, sections) or False
 
     def average(self, merged: memoryview, num_ranks: int) -> None:
-        """Fill ``averages`` from the bytes of all ``num_ranks`` ranks, which ``merging`` has made one."""
-        self._totals.copy_(torch.frombuffer(merged, dtype=torch.uint8))  # on one host it may be this memory itself
+        """Fill ``averages`` from ``merged``, the sums over ``num_ranks`` ranks that ``merging`` returned."""
+        self._totals.copy_(torch.frombuffer(merged, dtype=torch.uint8))  # on one host, ``merged`` may be this memory
         for *_, total in self._sections:
             total.div_(num_ranks)
 
@@ -230,7 +232,7 @@ def _add(parts: Sequence[torch.Tensor], total: torch.Tensor) -> None:
 
 def is_plain_cpu_tensor(one: torch.Tensor) -> bool:
     """Return whether ``one`` is a contiguous CPU tensor of no subclass, without lazy bits (negation, zero tensor)."""
-    # The layout comes first: asking a sparse tensor for its order in memory is an error.
+    # Check the layout first: ``is_contiguous`` raises an error for a sparse tensor.
     return (
         type(one) is torch.Tensor
         and one.is_cpu

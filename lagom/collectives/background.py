@@ -43,7 +43,7 @@ class BackgroundExchanges:
         self.begin()
 
     def begin(self) -> None:
-        """Start the thread; also where this process was forked from another, and has none."""
+        """Start the thread; call this again in a forked process, which does not inherit the thread."""
         self._queue: queue.SimpleQueue[BackgroundTask | None] = queue.SimpleQueue()
         self._ended = threading.Event()
         self._thread = threading.Thread(target=_run, args=(self._queue, self._ended), name=self._name, daemon=True)
@@ -51,11 +51,11 @@ class BackgroundExchanges:
 
     @property
     def number(self) -> int | None:
-        """The system's number of the thread."""
+        """The operating system's id of the thread."""
         return self._thread.native_id
 
     def later(self, call: Callable[[], None]) -> Work:
-        """Run ``call`` after all calls that were given before; after ``close``, its work has an error."""
+        """Queue ``call`` behind all earlier calls and return its handle, whose ``wait`` raises after ``close``."""
         task = BackgroundTask(call)
         self._queue.put(task)
         if self._ended.is_set():
@@ -63,17 +63,17 @@ class BackgroundExchanges:
         return task
 
     def close(self) -> None:
-        """Accept no more calls; the calls given before still run."""
+        """Accept no more calls; the thread still runs the calls that are queued."""
         self._queue.put(None)
 
     def refuse(self) -> None:
-        """Give all calls from now on an error: this process was forked, and has no thread that runs them."""
+        """Fail all calls from now on, in a forked process, which has no thread to run them."""
         self._queue = queue.SimpleQueue()
         self._ended = threading.Event()
         self._ended.set()
 
     def join(self, timeout_s: float) -> None:
-        """Wait for the end of the calls, after ``close``; not where one of them asks for it."""
+        """Wait after ``close`` until the thread has run all calls; return at once in the thread itself."""
         if threading.current_thread() is not self._thread:
             self._thread.join(timeout_s)
 
@@ -90,7 +90,7 @@ class BackgroundTask:
             self._call()
         except BaseException as error:
             self._error = error
-        self._call = None  # it holds tensors
+        self._call = None  # free the tensors that the call holds
         self._done.set()
 
     def refuse(self) -> None:

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 TIMEOUT_S = 30 * 60.0
 """Seconds that a rank waits for another; torch's own default for gloo."""
 _FIRST = 4096 - 8
-"""Bytes that travel together with their length, so that a short message takes one exchange."""
+"""Most bytes that are sent together with the length of a message, so that a short message takes one exchange."""
 
 
 class Group(RequestExchange):
@@ -40,11 +40,11 @@ class Group(RequestExchange):
     same calls in the same order.
 
     Args:
-        all_gather: an exchange of texts that works already; the ranks find each other with it.
-        gloo: makes a process group from a name, a rank and a world size. It is called when one is needed: for tensors
-            that neither shared memory nor lagom's own sockets serve.
+        all_gather: gathers a text of every rank before the ranks are connected; they exchange their addresses with it.
+        gloo: makes a process group from a name, a rank and a world size. It is called only when gloo is needed: for
+            tensors that neither shared memory nor lagom's own sockets serve.
         nccl: makes a process group for CUDA tensors, from a name; None if ranks have no GPU, or share one.
-        credentials: those of the run's ranks.
+        credentials: key and certificates that the run's ranks share.
         ip: address at which ranks on other hosts reach this one.
         shares_memory: send CPU tensors through shared memory when the ranks are on one host. See Note [Shared memory]
             in memory_transport.py.
@@ -84,7 +84,7 @@ class Group(RequestExchange):
             shares_memory=shares_memory,
         )
         self._aside: dict[str, Transport] = {}
-        """Transports of an order of their own, by type of device."""
+        """Transports of ``all_reduce_aside``, by type of device; their exchanges are ordered among themselves alone."""
         self._thread: BackgroundExchanges | None = None
 
     def waited(self) -> list[int]:
@@ -96,7 +96,7 @@ class Group(RequestExchange):
         return messages.waited() if messages is not None else []
 
     def standing(self) -> tuple[str, int, list[int]]:
-        """Return the exchange in which this rank waits, its number, and the ranks that have not come.
+        """Return the exchange in which this rank waits, the exchange's number, and the ranks that have not joined it.
 
         The text is empty when this rank does not wait, or waits in an exchange of gloo or NCCL. Any thread may call
         this at any time.
@@ -121,9 +121,9 @@ class Group(RequestExchange):
 
     @property
     def most_messages(self) -> int | None:
-        """Return how many messages a rank sends or reads in a ``merge`` over several hosts, at most; None on one host.
+        """Most messages that any rank sends or reads in one ``merge`` over several hosts; None on one host.
 
-        A collective, until ranks are connected; equal on all ranks.
+        A collective if ranks are not connected yet; equal on all ranks.
         """
         with Operation("connecting"):
             messages = self._transports.messages()
@@ -140,7 +140,7 @@ class Group(RequestExchange):
             return operation.goes_on(self._transports.choose("all_reduce", tensor, "sum").all_reduce(tensor))
 
     def open_aside(self, devices: Collection[torch.device] = (torch.device("cpu"),)) -> None:
-        """Connect for ``all_reduce_aside`` of tensors on ``devices``; a collective, until they are connected."""
+        """Connect for ``all_reduce_aside`` of tensors on ``devices``; a collective unless all are connected already."""
         for device in sorted(devices, key=str):
             if device.type not in self._aside:
                 with Operation("connecting"):
@@ -151,7 +151,7 @@ class Group(RequestExchange):
     def all_reduce_aside(self, tensor: torch.Tensor) -> Work:
         """Begin to sum ``tensor`` as ``all_reduce_later`` does, in an order independent of the other exchanges.
 
-        ``open_aside`` comes first.
+        Call ``open_aside`` before.
         """
         assert tensor.is_contiguous()
         aside = self._aside[tensor.device.type]
@@ -166,12 +166,12 @@ class Group(RequestExchange):
         return self.shares_memory
 
     def reduce_parts_aside(self, whole: torch.Tensor, counts: Sequence[int], out: torch.Tensor) -> Work:
-        """Begin an ``all_reduce_aside`` of which each rank needs only some sums; the bits are the same.
+        """Begin a reduce-scatter of ``whole``, ordered among the calls of ``all_reduce_aside`` and with the same bits.
 
         Args:
-            whole: this rank's numbers.
-            counts: how many numbers each rank receives, one rank's behind the other's.
-            out: receives this rank's sums; or ``whole`` itself, which then receives them in its own part.
+            whole: this rank's numbers: the parts for all ranks, in rank order.
+            counts: number of elements of each rank's part.
+            out: receives the sums of this rank's part. It may be ``whole``: the sums then replace this rank's part.
         """
         memory = self._aside["cpu"].memory
         assert self._thread is not None
@@ -185,13 +185,13 @@ class Group(RequestExchange):
                 work.wait()
 
     def broadcast(self, tensor: torch.Tensor, root: int = 0) -> None:
-        """Overwrite a contiguous ``tensor`` with the one of rank ``root``."""
+        """Overwrite a contiguous ``tensor`` with the tensor of rank ``root``."""
         assert tensor.is_contiguous()
         with Operation("broadcast", self.spans, tensor.nbytes):
             self._transports.choose("broadcast", tensor).broadcast(tensor, root).wait()
 
     def broadcast_later(self, tensor: torch.Tensor, root: int) -> Work:
-        """Begin to overwrite a contiguous ``tensor`` with the one of rank ``root``."""
+        """Begin to overwrite a contiguous ``tensor`` with the tensor of rank ``root``."""
         with Operation("broadcast"):
             return self._transports.choose("broadcast", tensor).broadcast(tensor, root)
 
@@ -223,7 +223,7 @@ class Group(RequestExchange):
         return list(whole.unbind())
 
     def all_gather_into(self, whole: torch.Tensor, part: torch.Tensor) -> None:
-        """Gather every rank's contiguous ``part``, equally many bytes, into a contiguous ``whole``, in rank order."""
+        """Concatenate the contiguous parts of all ranks, of equal size, in rank order into a contiguous ``whole``."""
         assert whole.numel() == part.numel() * self.world_size
         with Operation("all_gather", self.spans, whole.nbytes, shown="all_gather_into"):
             self._transports.choose("all_gather", part).all_gather(whole, part).wait()
@@ -247,7 +247,7 @@ class Group(RequestExchange):
                 self.exchange(b"")
 
     def connect(self) -> None:
-        """Connect with all ranks, if no exchange has yet, to notice from now on when a rank ends; a collective."""
+        """Connect with all ranks unless an exchange has already, to notice when a rank ends; a collective."""
         self.exchange(b"")
 
     @property
@@ -257,18 +257,18 @@ class Group(RequestExchange):
 
     @property
     def thread(self) -> int | None:
-        """The system's number of the thread for exchanges in an order of their own; None without one."""
+        """The operating system's id of the thread that runs ``all_reduce_aside``; None without a thread."""
         return self._thread.number if self._thread is not None else None
 
     def reconnect(self) -> None:
-        """Connect with the other ranks in a process that takes the place of its rank, as they do; a collective."""
+        """Connect with the other ranks again after a fork has replaced the process of each rank; a collective."""
         with Operation("connecting"):
             self._transports.reconnect()
         if self._thread is not None:
             self._thread.begin()
 
     def close(self) -> None:
-        """Close the connections to the other ranks, which may still read what they have received."""
+        """Close the connections to the other ranks, which may still read the messages that they have received."""
         if self._thread is not None:
             self._thread.close()
         self._transports.close()

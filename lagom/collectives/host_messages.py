@@ -1,4 +1,4 @@
-"""``HostMessages``: messages that each rank gives to all, where ranks are on several hosts."""
+"""``HostMessages``: exchanges in which each rank sends a message to all ranks, for ranks on several hosts."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ if TYPE_CHECKING:
     from lagom.collectives.transport import Merge, Merging
 
 _COMPARED = 4096
-"""Bytes up to which neighbours' messages are compared."""
+"""Largest message that is compared with its neighbours' messages, since equal neighbours travel once."""
 _DELAY = struct.Struct("<IQ")
 _RUN = struct.Struct("<IQ")
 
 
 class Delay(NamedTuple):
-    """The nanoseconds that a rank has waited because of one rank."""
+    """The time in nanoseconds that a rank has waited because of the rank ``rank``."""
 
     rank: int
     ns: int
@@ -39,11 +39,11 @@ Run = tuple[int, "bytes | bytearray | memoryview"]
 
 
 class HostMessages:
-    """Exchanges messages within hosts through memory, and between their first ranks by sockets. See Note [Rounds].
+    """Exchanges messages through memory within a host, and by sockets between first ranks of hosts. See Note [Rounds].
 
     Args:
         near: communicator of the ranks of this host; None if this rank is alone there.
-        between: connections with the ranks of ``partners``; without any if this is not the first rank of its host.
+        between: mesh with the ranks that ``partners`` returns; empty if this is not the first rank of its host.
         homes: the ranks of each host.
     """
 
@@ -77,10 +77,10 @@ class HostMessages:
         return self._rows(self._runs(head, body, None), head)
 
     def merge(self, head: bytes, body: memoryview, merging: Merging) -> list[memoryview] | memoryview:
-        """Return the bodies of all ranks as one, merged host by host; all ranks get the same bytes.
+        """Return the bodies of all ranks merged into one, host by host; all ranks get the same bytes.
 
-        If not all ranks give the same ``head``, return the beginnings of their messages, as ``exchange`` does. Views
-        and errors are as in ``exchange``.
+        If not all ranks give the same ``head``, return the messages of all ranks in rank order, as ``exchange`` does,
+        but without the bodies behind this ``head``. Views and errors are as in ``exchange``.
         """
         runs = self._runs(head, body, merging)
         row = memoryview(runs[0][1])
@@ -89,7 +89,7 @@ class HostMessages:
 
     @property
     def most_messages(self) -> int:
-        """Return how many messages a rank sends or reads in an exchange, at most; equal on all ranks."""
+        """Most messages that any rank sends or reads in one exchange; equal on all ranks."""
         num = len(self._homes)
         return max(*(len(home) - 1 for home in self._homes), *(len(_receivers(num, host)) for host in range(num)))
 
@@ -98,10 +98,10 @@ class HostMessages:
         return list(self._waited_ns)
 
     def standing(self) -> tuple[str, int, list[int]]:
-        """Return the exchange in which this rank waits, its number, and the ranks that have not come.
+        """Return the exchange in which this rank waits, the exchange's number, and the ranks that have not joined it.
 
-        Ranks of other hosts are all those whose messages the awaited one will have. The text is empty when this rank
-        does not wait. Any thread may call this at any time.
+        While this rank waits for the first rank of another host, these are all ranks whose messages that first rank is
+        to send. The text is empty when this rank does not wait. Any thread may call this at any time.
         """
         what = f"exchange of {self._size} bytes"
         text, _, missing = self._between.standing()
@@ -172,7 +172,7 @@ class HostMessages:
         return runs
 
     def _tell(self, near: Communicator, runs: list[Run]) -> list[Run]:
-        """Return the messages of all ranks, which the first rank of this host has, on every rank of it."""
+        """Send ``runs``, the messages of all ranks, from this host's first rank to its other ranks; return them."""
         if self._leads:
             message = memoryview(self._pack(runs))
             near.exchange(b"", message)
@@ -184,7 +184,7 @@ class HostMessages:
         return told
 
     def _pack(self, runs: Sequence[Run]) -> bytearray:
-        """Return messages as bytes."""
+        """Return the longest delay and the messages as bytes; equal messages of neighbours become one with a count."""
         packed: list[bytes | bytearray | memoryview] = [_DELAY.pack(*self._longest)]
         count, last = 0, runs[0][1]
         for num, row in runs:
@@ -196,13 +196,13 @@ class HostMessages:
         return bytearray().join(packed)
 
     def _count_for(self, sender: int, waited_ns: int, delay: Delay) -> None:
-        """Count a wait for ``sender``, which itself had a ``delay``."""
+        """Count a wait for ``sender``: up to the sender's own ``delay`` for the rank that delayed it."""
         passed_on = min(waited_ns, delay.ns)
         self._count(Delay(delay.rank, passed_on))
         self._count(Delay(sender, waited_ns - passed_on))
 
     def _count(self, delay: Delay) -> None:
-        if delay.rank == self._rank:  # a rank that waited for this one sent its message late for that reason
+        if delay.rank == self._rank:  # the sender was late because it had waited for this rank itself
             return
         self._waited_ns[delay.rank] += delay.ns
         if delay.ns > self._longest.ns:
@@ -210,7 +210,7 @@ class HostMessages:
 
     @contextmanager
     def _together(self) -> Iterator[None]:
-        """Let an exchange that fails on this rank fail on the others, now and from now on."""
+        """Make an exchange that fails on this rank fail on all ranks, and refuse every later exchange."""
         if self._failure:
             raise ConnectionError(self._failure)
         try:
@@ -245,10 +245,10 @@ def connect_messages(
 
     Args:
         ip: address at which other hosts reach this one.
-        all_gather: an exchange that works already; whoever reads its messages learns where ranks listen.
-        credentials: those of the run's ranks.
+        all_gather: gathers a text of every rank, here the address at which the rank listens. The text is not secret.
+        credentials: key and certificates that the run's ranks share.
         timeout_s: how long an exchange will wait for a rank.
-        hosts: carries tensors by the memory of several hosts; None if no ranks share memory.
+        hosts: the transport over several hosts; None if no ranks share memory, or all ranks are on one host.
 
     Raises:
         OSError: when a rank cannot be reached.
@@ -266,9 +266,9 @@ def _receivers(num_hosts: int, host: int) -> list[int]:
 
 
 def _joined(parts: Sequence[list[Run]], head: bytes, merge: Merge | None) -> list[Run]:
-    """Return all messages of ``parts``, in order; with ``merge`` one message if all parts are one with this ``head``.
+    """Return all messages of ``parts``, in order; with ``merge``, one merged message if all ranks gave ``head``.
 
-    A body that was not merged is left out behind this ``head``.
+    If a rank gave another head, no more messages are merged, and those with this ``head`` lose their bodies.
     """
     runs = [run for part in parts for run in part]
     if merge is None:
@@ -298,20 +298,23 @@ def _unpack(message: memoryview) -> tuple[Delay, list[Run]]:
 
 # Note [Rounds]
 #
-# The ranks of a host give each other their messages through shared memory, in which the first of them reads them. First
-# ranks then gather all messages in rounds: hosts form blocks of up to 8, those form blocks of up to 8, and so on. When
-# the hosts of a block have the messages of all its hosts, each of them hears from one host of every neighbouring block.
-# That is an all-gather by recursive multiplying (Ruefenacht, Bull and Booth, "Generalisation of recursive doubling for
-# AllReduce", 2017), with blocks as equal as the number of hosts allows: as few rounds as with blocks of 8, and in these
-# as few messages. 8 hosts take one round of 7 messages, 16 two of 3, and 1,000 four of 19 together. Ranks that are not
-# first have no socket. At the end each first rank writes all messages into its host's memory.
+# Each rank writes its message to the shared memory of its host, where the host's first rank reads it. First ranks then
+# gather all messages in rounds: up to 8 hosts form a block, up to 8 blocks form a larger block, and so on. When all
+# hosts of a block have each other's messages, each of them receives from one host of every neighbouring block. This is
+# an all-gather by recursive multiplying (Ruefenacht, Bull and Booth, "Generalisation of recursive doubling for
+# AllReduce", 2017). The sizes of blocks are as equal as the number of hosts allows. There are as few rounds as with
+# blocks of 8, and as few messages as so many rounds allow: 8 hosts take one round of 7 messages, 16 hosts two rounds of
+# 3, and 1,000 hosts four rounds with 19 in all. Ranks that are not first have no socket. At the end each first rank
+# writes all messages into its host's memory.
 #
-# What can be merged, such as small gradients, is merged on the way: first the ranks of a host, in rank order, then the
-# blocks of each round, in the order of their hosts. So a message has the size of one rank's, however many ranks there
-# are; and as each block was merged in the same order on all of its hosts, all ranks get the same bits.
+# Bodies that can be merged, such as small gradients, are merged on the way: first the bodies of a host's ranks, in rank
+# order, then those of the blocks of each round, in the order of their hosts. So a message is as large as the message of
+# one rank, however many ranks there are. All hosts of a block merge it in the same order, so all ranks get the same
+# bits.
 #
-# Equal messages of neighbours travel once, with a count. Where ranks agree, which is nearly always, each host sends one
-# signature, however many ranks there are; where they do not, all see who differs.
+# Equal messages of neighbours travel once, with a count. Ranks nearly always agree: then each host sends a single
+# signature, however many ranks there are. When they disagree, every rank sees which ranks differ.
 #
-# Who waits for a first rank may wait because of another one. So each message says for which rank its sender has waited
-# longest in this exchange, and how long; the wait for the sender counts for that rank up to this time.
+# A first rank may send late because it waited for another rank itself. So each message names the rank for which its
+# sender has waited longest in this exchange, and the time. The receiver's wait counts for that rank up to this time,
+# and only the rest counts for the sender.

@@ -41,11 +41,11 @@ _LONGEST_S = 1e6
 
 
 class HostRing:
-    """Runs exchanges in a thread of its own, in the order in which they are begun. See Note [Ring].
+    """Runs exchanges in a background thread, in the order in which they were begun. See Note [Ring].
 
     Args:
         following: a connection with the first rank of the next host.
-        preceding: a connection with the first rank of the host before; the same one if there are two hosts.
+        preceding: a connection with the first rank of the host before; with two hosts the same as ``following``.
         home: number of this host.
         num_homes: number of hosts; at least 2.
         timeout_s: how long an exchange waits for a neighbour.
@@ -76,7 +76,8 @@ class HostRing:
         """Begin to sum a contiguous ``tensor`` over the hosts, in place, to the same bits on all.
 
         Args:
-            num_pieces: as for all exchanges, how many of them make up the caller's; hosts compare it.
+            num_pieces: number of pieces into which the caller has cut its exchange, this one included; hosts compare
+                the number. The other exchanges have this argument too.
         """
         return self._begin(partial(self._all_reduce, tensor), "all_reduce", tensor.dtype, num_pieces)
 
@@ -85,11 +86,11 @@ class HostRing:
         return self._begin(partial(self._reduce_scatter, parts), "reduce_scatter", parts[0].dtype, num_pieces)
 
     def all_gather(self, blocks: Sequence[torch.Tensor], num_pieces: int = 1) -> Work:
-        """Begin to fill ``blocks``, one from each host, of which this host's own is given."""
+        """Begin an all-gather of ``blocks``, one for each host: send this host's own block, and fill the others."""
         return self._begin(partial(self._all_gather, blocks), "all_gather", blocks[0].dtype, num_pieces)
 
     def broadcast(self, tensor: torch.Tensor, root: int, num_pieces: int = 1) -> Work:
-        """Begin to overwrite a contiguous ``tensor`` with that of host ``root``."""
+        """Begin to overwrite a contiguous ``tensor`` with the tensor of host ``root``."""
         return self._begin(partial(self._broadcast, tensor, root), "broadcast", tensor.dtype, num_pieces, root)
 
     def _begin(
@@ -112,18 +113,18 @@ class HostRing:
         return self._thread.later(run)
 
     def close(self) -> None:
-        """End the connections, also under an exchange."""
+        """Close the connections, even while an exchange runs."""
         self._is_closed = True
         self._thread.close()
         for one in (self._following, self._preceding):
-            with contextlib.suppress(OSError):  # the other end may have gone
+            with contextlib.suppress(OSError):  # the other end may have closed the connection
                 one.shutdown(socket.SHUT_RDWR)
-        # The number of a closed file may be another file's already, and the thread still write to it.
+        # Let the thread end first: a new file may get the descriptor of a closed one, and the thread would write to it.
         self._thread.join(_CLOSE_S)
         self._close_files()
 
     def leave(self) -> None:
-        """Close the ring's connections in this process, a fork of the rank, which goes on with the ring."""
+        """Close the ring's connections in this process, a fork; the rank itself keeps them and uses the ring."""
         self._is_closed = True
         self._thread.refuse()
         self._close_files()
@@ -156,7 +157,7 @@ class HostRing:
         return parts[(self._home + distance) % self._num]
 
     def _stream(self, shifts: Sequence[_Shift]) -> None:
-        """Run ``shifts`` one after the other, but send of each what has come in the one before, as it comes."""
+        """Run ``shifts`` in order; each sends the bytes that the shift before it receives, as soon as they arrive."""
         outs: list[Outgoing] = []
         backs: list[Incoming] = []
         for shift in shifts:
@@ -176,7 +177,7 @@ class HostRing:
             self._exchange.head(0),
             [(one.data.data_ptr(), one.data.nbytes, one.after) for one in outs],
             [(one.data.data_ptr(), one.data.nbytes, one.adds) for one in backs],
-            TYPES.get(dtype, TYPES[torch.uint8]),  # of others nothing is summed
+            TYPES.get(dtype, TYPES[torch.uint8]),  # tensors of other types are never summed
             self._arrived.data_ptr(),
             BLOCK,
             self._timeout_s,
@@ -194,7 +195,7 @@ class _Exchange(NamedTuple):
 
     number: int
     operation: int
-    """Place in ``_NAMES``."""
+    """Index in ``_NAMES``."""
     dtype: torch.dtype
     root: int
     num_pieces: int
@@ -215,7 +216,7 @@ def _words(head: bytes | bytearray) -> str:
 
 
 class _Shift(NamedTuple):
-    """One step of a host: the tensor that it sends on, and the one that receives, or adds, the tensor that comes."""
+    """One step of a host: send ``given`` to the next host, and copy or add the tensor that arrives to ``into``."""
 
     given: torch.Tensor | None
     into: torch.Tensor | None
@@ -230,25 +231,25 @@ def _forget_all() -> None:
         ring.leave()
 
 
-# A forked process closes its copies of the ring's connections. With them, a loader worker that outlives its rank would
-# keep the other hosts waiting for that rank.
+# Close a forked process's copies of the ring's connections: a loader worker that kept them open after the end of its
+# rank would keep the other hosts waiting for that rank.
 os.register_at_fork(after_in_child=_forget_all)
 
 
 # Note [Ring]
 #
-# Each first rank sends to the next host and receives from the one before, both at once. To sum n parts, each host sends
-# one part on, adds what arrives to another part and sends that on, as it arrives: after n - 1 steps each host has the
-# sum of one part (reduce-scatter), which n - 1 further steps carry round (all-gather). So 2 (n - 1) / n of the tensor
-# cross each connection, whatever n is (Patarasu and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of
-# workstations", 2009). All hosts copy the same sums, so they have the same bits. Nothing is overwritten before it is
-# sent: what comes for a part was made of what this host has sent of it. Each message says its number, size, operation,
-# type and root: hosts that call different exchanges get an error.
+# Each first rank sends to the next host and receives from the host before at the same time. An all-reduce over n hosts
+# cuts the tensor into n parts. In each step a host sends one part, adds the part that arrives to its own, and sends the
+# sum in the next step, beginning while it still arrives. After n - 1 steps each host has the complete sum of one part
+# (reduce-scatter); n - 1 further steps bring these sums to all hosts (all-gather). So 2 (n - 1) / n of the tensor cross
+# each connection (Patarasu and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations", 2009). All
+# hosts copy the same sums, so they have the same bits. No byte is overwritten before it is sent: the sum that arrives
+# for a part contains the bytes that this host has sent. Each message has its number, size, operation, type and root in
+# its header, so hosts that call different exchanges get an error.
 #
-# ``csrc/ring.cpp`` does this without Python's lock, which a busy program gives back every 5 ms; ``RingStream`` does it
-# for encrypted connections, with the same messages. A thread that wakes for each packet uses more of a core for that
-# than for sums. So it waits for 128 KB, or for the rest of a message (SO_RCVLOWAT): a neighbour sends no less, but for
-# what the kernel does not take at once.
+# ``csrc/ring.cpp`` runs this without the GIL, for which it could wait 5 ms in a busy program. ``RingStream`` sends the
+# same messages over encrypted connections. A thread that wakes for each packet spends more time on waking than on sums.
+# So it waits until 128 KB, or the rest of a message, has arrived (SO_RCVLOWAT). A neighbour sends at least so many
+# bytes at once, unless the kernel's buffer is full.
 #
-# The connections are made as those of messages are: both ends prove that they know the run's key, and encrypt where
-# Spark does.
+# Connections are made like those of ``Mesh``: both ends prove that they know the run's key, and encrypt if Spark does.

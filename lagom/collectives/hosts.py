@@ -23,11 +23,11 @@ if TYPE_CHECKING:
     from lagom.collectives.sockets.encryption import Credentials
 
 _PIECE = 4 << 20
-"""Bytes that travel between hosts while the next ones are summed within them; of sums, the least."""
+"""Bytes of a piece, in all-reduces at least: one piece travels between hosts, the next one within hosts."""
 _PART = 2 << 20
-"""Bytes of a piece of a sum for each host, at most: each piece takes the network's delay twice for each host."""
+"""Most bytes of an all-reduce's piece for each host. Each piece costs the network's latency twice for each host."""
 _OVERLAPPED = 4
-"""Pieces of a sum, at least, so that those between hosts travel while others are summed within them."""
+"""Fewest pieces of a large all-reduce, so that some travel between hosts while others are summed within hosts."""
 _SUM = OPERATIONS["sum"]
 BETWEEN = "the exchange between hosts failed"
 _SUMMED = frozenset(TYPES) - {torch.int16, torch.bool}
@@ -41,7 +41,7 @@ class HostTransport(Transport):
     An exchange is done when its method returns.
 
     Args:
-        near: communicator of the ranks of this host; None if this is the only one.
+        near: communicator of the ranks of this host; None if this rank is alone there.
         ring: connects this rank with the first ranks of the neighbouring hosts; None on other ranks.
         homes: the ranks of each host.
     """
@@ -65,7 +65,7 @@ class HostTransport(Transport):
 
     def all_reduce(self, tensor: torch.Tensor, reduction: str = "sum") -> Done:
         piece = max(_PIECE, min(len(self.homes) * _PART, tensor.nbytes // _OVERLAPPED))
-        # Ranks that are alone on their hosts have nothing to sum within them meanwhile.
+        # If every rank is alone on its host, there are no sums within hosts to overlap with: one piece is enough.
         parts = tensor.view(-1).tensor_split(1 if self._most == 1 else max(-(-tensor.nbytes // piece), 1))
         with self._together():
             works = []
@@ -118,7 +118,7 @@ class HostTransport(Transport):
         return DONE
 
     def _gathered(self, part: torch.Tensor, num_parts: int) -> tuple[torch.Tensor, Any]:
-        """Begin to gather ``part``, one of as many, of all ranks on each host's first rank.
+        """Begin to gather the ``part`` of every rank, one of ``num_parts``, on the first rank of each host.
 
         Returns:
             A tensor of shape (hosts, ranks of a host, bytes), complete on first ranks when the work is done; and the
@@ -153,7 +153,7 @@ class HostTransport(Transport):
         return DONE
 
     def _scattered(self, out: torch.Tensor, piece: torch.Tensor, num_pieces: int) -> None:
-        """Fill ``out`` with this rank's part of the sums of ``piece``, in which ranks are ordered by host."""
+        """Fill ``out`` with this rank's part of the sums of ``piece``, whose parts are ordered by host, then rank."""
         if self.near is not None:
             self.near.all_reduce(piece.data_ptr(), piece.numel(), TYPES[piece.dtype], _SUM)
         mine = None
@@ -188,7 +188,7 @@ class HostTransport(Transport):
             self.near.set_timeout(timeout_s)
 
     def abort(self, rank: int) -> None:
-        """Fail the exchanges under way on this host's ranks, which count from 0 on."""
+        """Fail the exchanges in progress on this host's ranks; the error has this rank's number within the host."""
         if self.near is not None:
             self.near.abort(f"rank {self._place} aborted its process group")
 
@@ -219,10 +219,10 @@ def connect_hosts(
 
     Args:
         homes: the ranks of each host.
-        near: as many communicators of the ranks of this host; none if this rank is alone there.
+        near: ``number`` communicators of the ranks of this host; empty if this rank is alone there.
         ip: address at which other hosts reach this one.
-        all_gather: an exchange that works already.
-        credentials: those of the run's ranks.
+        all_gather: gathers a text of every rank before the ranks are connected.
+        credentials: key and certificates that the run's ranks share.
         timeout_s: how long an exchange will wait for a neighbouring host.
     """
     firsts = [home[0] for home in homes]
@@ -242,14 +242,14 @@ def connect_hosts(
 
 
 def home_of_ranks(homes: Sequence[Sequence[int]]) -> list[int]:
-    """Return the number of each rank's host."""
+    """Return, for each rank, the index of its host in ``homes``."""
     return [number for _, number in sorted((rank, i) for i, home in enumerate(homes) for rank in home)]
 
 
 # Note [Several hosts]
 #
 # Between hosts each number travels once in each direction, however many ranks a host has. The ranks of a host sum their
-# numbers in shared memory, the first of them sums with the first ranks of other hosts in a ring, and the result is
-# written back to the memory. Large tensors go in pieces, so that one piece is between hosts while the next is summed
-# within. All ranks end with the same bits: those of a host copy their first rank's, and first
-# ranks copy each other's sums.
+# numbers in shared memory, the host's first rank sums the results with the first ranks of other hosts in a ring, and
+# then writes the result back to the shared memory. Large tensors go in pieces, so that one piece travels between hosts
+# while the next is summed within a host. All ranks end with the same bits: the ranks of a host copy the result of their
+# first rank, and first ranks copy each other's sums.

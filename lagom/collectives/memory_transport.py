@@ -21,7 +21,7 @@ _U8 = TYPES[torch.uint8]
 
 
 class MemoryTransport(Transport):
-    """Exchanges by addresses over ``memory``; each is done when its method returns."""
+    """Passes the addresses of tensors to the communicator ``memory``; an exchange is done when its method returns."""
 
     memory: Communicator
 
@@ -29,7 +29,7 @@ class MemoryTransport(Transport):
         self.memory = memory
 
     def carries(self, operation: str, tensors: Sequence[torch.Tensor], reduction: str | None = "") -> bool:
-        """Return whether the tensors are dense, on the CPU, and of types that C++ reduces; every operation is there."""
+        """Return whether the tensors are dense, on the CPU, and, in a reduction, of types that C++ reduces."""
         return are_dense(tensors) and (reduction == "" or _reduced(reduction).issuperset([t.dtype for t in tensors]))
 
     def all_reduce(self, tensor: torch.Tensor, reduction: str = "sum") -> Done:
@@ -65,13 +65,13 @@ class MemoryTransport(Transport):
 
 
 def type_code(tensor: torch.Tensor) -> int:
-    """Return the code of the tensor's type, which the ranks compare; uint8 for types without one."""
+    """Return the code of the tensor's type, which the ranks compare; the code of uint8 for types without a code."""
     return TYPES.get(tensor.dtype, _U8)
 
 
 @functools.cache
 def _reduced(reduction: str | None) -> frozenset[torch.dtype]:
-    """Return the types that C++ reduces so."""
+    """Return the types that C++ can reduce by ``reduction``; none if it is None."""
     if reduction is None:
         return frozenset()
     return frozenset(dtype for dtype, code in TYPES.items() if native().has(code, OPERATIONS[reduction]))
@@ -80,7 +80,7 @@ def _reduced(reduction: str | None) -> frozenset[torch.dtype]:
 # Note [Shared memory]
 #
 # When all ranks are processes of one host, CPU tensors go through memory that they share; see csrc/communicator.hpp.
-# The first exchange finds out, on all ranks together, whether this is possible: one rank without the compiled part
-# means none for all. When ranks are on several hosts, only sums, broadcasts and gathers use shared memory, and then
-# travel between hosts; see Note [Several hosts] in hosts.py. Exchanges in an independent order have their own memory
-# and a thread.
+# The first exchange finds out, on all ranks together, whether this is possible: if one rank lacks the compiled part, no
+# rank uses shared memory. When ranks are on several hosts, only the operations of ``HostTransport`` use shared memory;
+# see Note [Several hosts] in hosts.py. ``all_reduce_aside``, whose order is independent of other exchanges, has a
+# memory and a thread of its own.

@@ -16,13 +16,14 @@ if TYPE_CHECKING:
     from lagom.collectives.sockets.mesh import Mesh
 
 _PART = 1 << 21
-"""Bytes of a message: smaller ones wake ranks more often."""
+"""Most bytes of a message: with smaller messages ranks would wake more often."""
 
 
 class MeshTransport(Transport):
     """Sends tensors as messages; each exchange is done when its method returns.
 
-    A rank adds up one part of each piece, in rank order, and sends the sums to the others: all have the same bits.
+    In an all-reduce, each rank sums one part of each piece, in rank order, and sends the sums to the other ranks. So
+    all ranks have the same bits.
 
     Raises:
         OSError: from every method, when another rank is gone or did not answer in time.

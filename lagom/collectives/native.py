@@ -31,7 +31,7 @@ OPERATIONS = {"sum": 0, "avg": 1, "min": 2, "max": 3, "product": 4, "band": 5, "
 
 
 class Communicator(Protocol):
-    """The exchanges of ``csrc/communicator.hpp``; tensors by address. All raise RuntimeError when an exchange fails."""
+    """Exchanges of ``csrc/communicator.hpp``, which take addresses of tensors; RuntimeError if an exchange fails."""
 
     def set_timeout(self, timeout_s: float) -> None: ...
     def barrier(self) -> None: ...
@@ -62,7 +62,7 @@ class Communicator(Protocol):
 
 _VERSION = 12
 UNUSABLE = "lagom's compiled part"
-"""Begins the reason of ``reason_without_native`` where a compiled part is there that this Python cannot use."""
+"""First words of ``reason_without_native`` if there is a compiled part that this Python cannot use."""
 
 
 def native() -> Any:
@@ -84,7 +84,7 @@ def _load() -> Any:
     try:
         found = importlib.import_module("lagom._native")
     except ImportError as error:
-        if error.path:  # it is there, and needs a newer system
+        if error.path:  # the extension is there, but needs a newer system
             return f"{UNUSABLE} cannot be loaded here: {error}"
         built = [path.name.split(".")[1] for path in sorted(Path(__file__).parents[1].glob("_native.*.so"))]
         here = sysconfig.get_config_var("SOABI")

@@ -1,4 +1,4 @@
-"""``Operation``: an exchange between ranks, which errors and the timeline name."""
+"""``Operation``: gives an exchange between ranks its name in errors and in the timeline."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ RANKS, ASIDE = "ranks", "aside"
 
 
 class Operation:
-    """Runs a block, names it in its error, a CollectiveError, and records it in the timeline.
+    """Context manager that records an exchange in the timeline, and raises its errors as a CollectiveError.
 
     Args:
         spans: the timeline; None without one.
         size: bytes that this rank exchanges.
         stream: as in ``Span``.
-        shown: name in the timeline, if it is another one.
+        shown: name in the timeline; "" for ``name``.
     """
 
     __slots__ = ("_name", "_number", "_shown", "_size", "_spans", "_start", "_stream")
@@ -52,7 +52,7 @@ class Operation:
             raise named(self._name, error) from error
 
     def goes_on(self, work: Work) -> Work:
-        """Return ``work``, which the block has begun; the timeline shows it until a rank has waited for it."""
+        """Return ``work``, begun in this block, as one that the timeline shows until its ``wait`` has returned."""
         if self._spans is None or type(work) is Done:
             return work
         values = self._start, self._size, self._stream, self._number
@@ -80,7 +80,7 @@ on_failure: list[Callable[[], None]] = []
 
 
 def named(operation: str, error: Exception) -> CollectiveError:
-    """Return the error to raise when ``operation`` failed with ``error``."""
+    """Call all of ``on_failure``, and return the error to raise when ``operation`` failed with ``error``."""
     for call in on_failure:
         call()
     return CollectiveError(f"{operation} failed, as a rule because another rank is gone: {error}")

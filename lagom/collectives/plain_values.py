@@ -32,11 +32,11 @@ def all_gather_values(group: _Gathers, value: object) -> list[Any]:
 def encode_value(value: object) -> bytes:
     """Return ``value`` as bytes.
 
-    It may hold numbers, texts, bytes, None, slices, ranges, tensors, arrays, types and devices of torch, in lists,
-    tuples, sets and dicts.
+    ``value`` may consist of numbers, texts, bytes, None, slices, ranges, tensors, arrays, torch's types and devices,
+    and of lists, tuples, sets and dicts of them.
 
     Raises:
-        TypeError: when it holds anything else.
+        TypeError: when ``value`` has anything else in it.
     """
     parts: list[bytes] = []
     text = json.dumps(_encoded(value, parts), separators=(",", ":")).encode()
@@ -44,10 +44,10 @@ def encode_value(value: object) -> bytes:
 
 
 def decode_value(data: bytes) -> Any:
-    """Return the value that ``encode_value`` encoded as ``data``. Tensors are on the CPU.
+    """Return the value that ``encode_value`` encoded as ``data``, with all tensors on the CPU.
 
     Raises:
-        ValueError: when ``data`` is no encoded value.
+        ValueError: when ``data`` is not an encoded value.
     """
     (size,) = _LENGTH.unpack_from(data)
     position = _LENGTH.size + size
@@ -63,7 +63,7 @@ def decode_value(data: bytes) -> Any:
 
 
 def _encoded(value: Any, parts: list[bytes]) -> Any:
-    if isinstance(value, np.generic) and value.dtype.kind in "biufc":  # first, since some numpy numbers are floats too
+    if isinstance(value, np.generic) and value.dtype.kind in "biufc":  # first: ``np.float64`` is a subclass of float
         return {"number": _encoded(np.asarray(value), parts)}
     if value is None or isinstance(value, (bool, int, float, str)):
         return value

@@ -1,4 +1,4 @@
-"""``RequestExchange``: exchanges of messages, in which a rank may request something else from the others first."""
+"""``RequestExchange``: exchanges of messages in which a rank may first request another exchange from all ranks."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ _ASK = b"lagom asks for:\0"
 
 
 class RequestExchange(ABC):
-    """Exchanges that serve the other ranks' requests. See Note [Asking]."""
+    """Exchanges in which a rank also serves the requests of other ranks. See Note [Asking]."""
 
     def __init__(self) -> None:
         self.serve: Callable[[bytes], None] | None = None
-        """Takes part in what another rank has requested."""
+        """Callback that takes part in the exchange that another rank has requested; None if nothing is requested."""
         self.spans: Spans | None = None
         """Timeline that records the exchanges; None without one."""
 
@@ -37,16 +37,16 @@ class RequestExchange(ABC):
 
     @abstractmethod
     def _merge(self, head: bytes, body: memoryview, merging: Merging) -> list[memoryview] | memoryview:
-        """Return all bodies as one, or the beginnings of all messages, requests included."""
+        """Return all bodies merged into one; a list of all messages if heads differ or some rank sends a request."""
 
     @abstractmethod
     def _with_room(self, size: int) -> Communicator | None:
-        """Return the communicator of all ranks if its messages have room for ``size`` bytes; None if there is none."""
+        """Return the communicator of all ranks; None without one, or if messages have no room for ``size`` bytes."""
 
     def exchange(self, head: bytes, body: memoryview | None = None) -> list[memoryview]:
         """Return the messages of all ranks, ``head`` and ``body`` in one, in rank order; lengths may differ.
 
-        Fast for small messages. Views are valid until the next call; this rank's own entry is ``head`` alone.
+        This is fast for small messages. Views are valid until the next call; this rank's own entry is ``head`` alone.
         """
         rows = self._exchange(head, body)
         while self._served(rows):
@@ -54,9 +54,9 @@ class RequestExchange(ABC):
         return rows
 
     def merge(self, head: bytes, body: memoryview, merging: Merging) -> memoryview | None:
-        """Return the bodies of all ranks as one, the same on all ranks; None if not all give the same ``head``.
+        """Return the bodies of all ranks merged into one, equal on all ranks; None if not all give the same ``head``.
 
-        Bodies have one size. The view is valid until the next call.
+        All bodies have the same size. The view is valid until the next call.
         """
         while isinstance(found := self._merge(head, body, merging), list):
             if not self._served(found):
@@ -66,15 +66,16 @@ class RequestExchange(ABC):
     def averaging(
         self, size: int, sections: Sequence[tuple[int, int, torch.dtype]]
     ) -> Callable[[bytes, Sequence[int], Sequence[int]], bool] | None:
-        """Prepare an average of elements in ``sections`` of ``size`` bytes; return None if no compiled code can do it.
+        """Return a function that averages ``sections`` in one call of compiled code; None if that is not possible.
 
-        The returned function takes a signature, the address of each section's elements and the address for each
-        section's average, which may be the same one. It averages if all ranks call it with the same signature, and
-        returns whether they did. For the other ranks a call is an ``exchange`` of the signature and these bytes, in
-        which a rank may request something else first. It takes one call of compiled code.
+        The returned function takes a signature, the addresses of the sections' elements and the addresses for the
+        sections' averages, which may be the same. It averages if all ranks call it with the same signature, and returns
+        whether they did. Other ranks may answer a call by ``exchange`` of the signature and the bytes, and may make a
+        request first.
 
         Args:
-            sections: for each the first byte, how many elements, and their type.
+            size: number of bytes of all sections together, with gaps.
+            sections: for each section its first byte, its number of elements, and their type.
         """
         near = self._with_room(size)
         if near is None:
@@ -97,10 +98,10 @@ class RequestExchange(ABC):
         return average
 
     def ask(self, what: bytes) -> bool:
-        """Have all ranks ``serve`` the request ``what``, each in its next exchange. See Note [Asking].
+        """Send the request ``what``, which each other rank serves in its next exchange. See Note [Asking].
 
-        When this returns the other ranks have begun, and this rank must take part. Return whether all ranks requested
-        it.
+        When this returns, the other ranks take part in the requested exchange, and this rank must take part too. Return
+        whether all ranks made this same request.
         """
         while True:
             rows = self._exchange(_ASK + what)
@@ -112,7 +113,7 @@ class RequestExchange(ABC):
             self.serve(asked)
 
     def _served(self, rows: Sequence[memoryview]) -> bool:
-        """Take part in a request that some rank made in place of the exchange; return whether there was one."""
+        """Serve the request, if a rank has sent one in place of its message; return whether a rank has."""
         asked = _asked(rows) if self.serve is not None else None
         if asked is None:
             return False
@@ -122,7 +123,7 @@ class RequestExchange(ABC):
 
 
 def _asked(rows: Sequence[memoryview]) -> bytes | None:
-    """Return the request of the first rank that made one."""
+    """Return the request of the lowest rank that made one; None without requests."""
     for row in rows:
         if row[: len(_ASK)] == _ASK:
             return bytes(row[len(_ASK) :])
@@ -131,9 +132,9 @@ def _asked(rows: Sequence[memoryview]) -> bytes | None:
 
 # Note [Asking]
 #
-# A rank may need data of another one (the optimizer state, when it is sharded) at a place in the program that the
-# others do not reach, such as a checkpoint in a branch of rank 0. It sends a request to all ranks. Each of the others
-# reads it in the exchange that it waits in or reaches next; at the latest in the one at the program's end. It takes
-# part in the request, and then begins its exchange again. Exchanges of all kinds begin with messages, so no thread is
-# needed and no rank waits for something that cannot come. When several ranks make requests, the first rank is served
-# first.
+# A rank may need data of other ranks (such as a sharded optimizer state) at a place in the program that they do not
+# reach, such as a checkpoint in a branch of rank 0. The rank sends a request to all ranks. Each other rank reads the
+# request in the exchange in which it waits or which it begins next, at the latest in the exchange at the program's end.
+# It takes part in the requested exchange, and then begins its own exchange again. Exchanges of all kinds begin with
+# messages, so requests need no thread, and no rank waits for a message that cannot come. If several ranks make
+# requests, the lowest rank's is served first.

@@ -1,4 +1,4 @@
-"""``SealedStore``: texts that ranks leave for each other under a name, sealed with the run's key."""
+"""``SealedStore``: named texts that ranks leave for each other, each with an HMAC by the run's key."""
 
 from __future__ import annotations
 
@@ -22,23 +22,24 @@ if TYPE_CHECKING:
 
 _SEAL = 32
 _LARGE = 4096
-"""Characters above which a text goes into a file, if all ranks reach one folder: torch's FileStore only grows."""
+"""Characters above which a text goes into a file of its own, since torch's FileStore never shrinks."""
 _HERE, _IN_FILE = "=", "@"
 _SOON_S, _LATER_S, _LATEST_S = 0.0002, 0.02, 0.5
-_SHARE = 0.05  # of the time waited so far, which a rank may sleep before it asks again
+_SHARE = 0.05
+"""Share of the time waited so far that a rank may sleep before it asks the store again."""
 _PAUSE_S = 0.0002
-"""Seconds for each rank of a run between two questions of one rank to the store, which then answers 5,000 a second."""
+"""Pause of a waiting rank between two requests, for each rank that waits: together they send at most 5,000 a second."""
 
 
 class SealedStore:
     """Texts by name in a store of torch, each with an HMAC-SHA256 over its name and itself.
 
-    Whoever reaches the store can read texts, leave some out and repeat them, but not make up or change any. Counts, and
-    whether a name is there, are not sealed.
+    A stranger who reaches the store can read, delete and repeat texts, but cannot forge or change one. Counts, and the
+    existence of a name, are not sealed.
 
     Args:
         key: the run's key; empty if only the ranks reach the store.
-        folder: for large texts, when all ranks are on one host.
+        folder: folder for the files of large texts; None if the ranks have no common folder.
     """
 
     def __init__(self, store: dist.Store, key: bytes, folder: Path | None = None) -> None:
@@ -58,7 +59,7 @@ class SealedStore:
         """Return the text under ``name``, once it is there.
 
         Raises:
-            RuntimeError: when it is not there, or not from a rank of this run.
+            RuntimeError: when there is no text in time, or the text is not from a rank of this run.
         """
         return self._opened(name, self._store.get(_place(name)))
 
@@ -90,13 +91,13 @@ class SealedStore:
             num_waiting: how many ranks may be waiting at the same time.
 
         Raises:
-            TimeoutError: when there is none in time.
-            RuntimeError: when it is not from a rank of this run.
+            TimeoutError: when there is no text in time.
+            RuntimeError: when the text is not from a rank of this run.
         """
         return self._opened(name, self._awaited(name, timeout_s, num_waiting=num_waiting))
 
     def _awaited(self, name: str, timeout_s: float, unless: str = "", num_waiting: int = 1) -> bytes:
-        """Return what is under ``name``; by polling in torch's stores, which log a wait that times out."""
+        """Return the sealed text under ``name``. Torch's stores are polled, since they log a wait that times out."""
         longest_pause_s = max(_LATER_S, _PAUSE_S * num_waiting)
         start, pause_s = time.monotonic(), max(_SOON_S, _PAUSE_S * num_waiting / 10)
         while True:
@@ -117,10 +118,10 @@ class SealedStore:
             pause_s = min(1.5 * pause_s, max(longest_pause_s, _SHARE * waited_s), max(longest_pause_s, _LATEST_S))
 
     def receive(self, name: str, num_readers: int, timeout_s: float, unless: str = "") -> str:
-        """Wait for a text that ``num_readers`` ranks receive; the last of them deletes it.
+        """Return the text under ``name``, once it is there; the last of ``num_readers`` ranks to read it deletes it.
 
         Raises:
-            TimeoutError: when there is none in time, or when there is one under ``unless`` first.
+            TimeoutError: when there is no text in time, or a text under the name ``unless`` comes first.
             CollectiveError: when the store is gone.
         """
         try:
@@ -147,10 +148,10 @@ def _file(folder: Path, name: str) -> Path:
 
 
 def all_gather_by(store: SealedStore, name: str, rank: int, world_size: int, timeout_s: float) -> Gather:
-    """Return an exchange of texts among all ranks through ``store``, with which they set up a faster one.
+    """Return an all-gather of texts through ``store``, with which the ranks set up faster exchanges.
 
     Raises:
-        TimeoutError: from the exchange, when a rank does not come.
+        TimeoutError: from the all-gather, when a rank does not call it in time.
     """
     num = 0
 
@@ -168,7 +169,7 @@ def all_gather_by(store: SealedStore, name: str, rank: int, world_size: int, tim
         if rank == 0:
             # One rank reads all texts: if every rank did, a thousand ranks would ask the store a million times.
             texts = [store.awaited(f"{place}/{peer}", timeout_s) for peer in range(world_size)]
-            places = {text: i for i, text in enumerate(dict.fromkeys(texts))}  # most are equal, as hosts are
+            places = {text: i for i, text in enumerate(dict.fromkeys(texts))}  # most are equal: ranks of one host
             store.set(place, json.dumps([list(places), [places[text] for text in texts]]))
         else:
             different, order = json.loads(store.awaited(place, timeout_s, world_size - 1))
@@ -179,7 +180,7 @@ def all_gather_by(store: SealedStore, name: str, rank: int, world_size: int, tim
 
 
 def reconnected(store: dist.Store, timeout: timedelta | None = None) -> dist.Store:
-    """Return ``store``, a file's or a ``RankStore``, for another user, whom a long wait on it does not block."""
+    """Return another client of ``store``, a FileStore or ``RankStore``; long waits in ``store`` do not block it."""
     known: Any = store
     if isinstance(store, RankStore):
         return store.with_timeout(timeout or known.timeout)

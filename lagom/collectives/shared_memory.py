@@ -1,4 +1,4 @@
-"""``shared``: makes memory that the ranks of a host share, and communicators over it."""
+"""``shared``: makes shared memory for the ranks of each host, and communicators over it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from lagom.collectives.sockets.connect import Gather
 
 SLOT_BYTES = 1 << 19
-"""Bytes that a rank writes before the others read them, twice: small enough for processors' caches."""
+"""Bytes of a slot, which a rank fills before other ranks read it. Each rank has two slots, small enough for caches."""
 _MAIL = 1 << 16
 """Bytes of a piece of a message between two ranks."""
 _SPIN_S = 2e-6
@@ -30,10 +30,10 @@ _SPIN_S = 2e-6
 _YIELDS = (200, 10)
 """Yields before a rank sleeps, where each rank has its own core, and where ranks share cores. See Note [Waiting]."""
 _TIMEOUT_S = 60.0
-"""Limit to hand the memory round, once all ranks are known to be there."""
+"""Seconds in which the first rank must give the memory to the others, once all are known to be alive."""
 _SIZE = struct.Struct("<I")
 _Process = tuple[int, int]
-"""Number of a process, and when it was started."""
+"""The pid of a process, and the time at which it was started."""
 
 
 def shared(
@@ -46,17 +46,18 @@ def shared(
 ) -> tuple[list[list[int]], list[Communicator]] | str:
     """Return the ranks of each host, and ``number`` communicators of this host's ranks; a collective.
 
-    Return the reason on all ranks if some rank cannot share memory. A communicator counts the ranks of its host from 0
-    on. Where there are several hosts, a rank alone on its host has no communicator. See Note [Handing round].
+    If some rank cannot share memory, all ranks return the reason as a text. A communicator numbers the ranks of its
+    host from 0. With several hosts, a rank alone on its host has no communicator. See Note [Handing round].
 
     Args:
-        all_gather: an exchange that works already.
+        all_gather: gathers a text of every rank before the ranks are connected.
         timeout_s: how long an exchange will wait for a rank.
         key: secret of the run's ranks.
-        former: communicators of a rank whose place this process takes, ``number`` many: they are joined again.
+        former: the ``number`` communicators of the process that this process, its fork, replaces as a rank. They are
+            connected with new memory, and returned.
 
     Raises:
-        OSError: when a rank is gone meanwhile.
+        OSError: when a rank ends during the call.
     """
     answers = [json.loads(part) for part in all_gather(json.dumps(_answer()).encode())]
     homes = _homes(answers)
@@ -136,7 +137,7 @@ def _patience(num_ranks: int) -> tuple[float, int]:
 def _handed_round(
     rank: int, peers: list[int], all_gather: Gather, number: int, key: bytes
 ) -> tuple[list[int], list[_Process]]:
-    """Return ``number`` files of memory, and the processes of ``peers``, ranks of this host."""
+    """Return descriptors of ``number`` memory files, and the processes of ``peers``, the ranks of this host."""
     size = len(peers)
     if number == 0:
         all_gather(b"", wanted=())
@@ -204,10 +205,10 @@ def _received(name: bytes, key: bytes, rank: int, number: int) -> tuple[list[int
 
 
 def _started(pids: Sequence[int]) -> list[_Process]:
-    """Return processes with the times at which they were started.
+    """Return ``pids`` with the times at which the processes were started.
 
     Raises:
-        OSError: when one has ended: its number may become another process's.
+        OSError: when a process has ended, since its pid may be given to another process.
     """
     found = [(pid, int(native().started(pid))) for pid in pids]
     if found[0][1] and not all(started for _, started in found):
@@ -223,22 +224,23 @@ def _forget_all() -> None:
         communicator.forget()
 
 
-# A loader worker has no part in its rank's exchanges, and must not report that the rank has ended.
+# Forget the communicators in a fork: a loader worker takes no part in its rank's exchanges, and its own end must not
+# count as the end of the rank.
 os.register_at_fork(after_in_child=_forget_all)
 
 
 # Note [Handing round]
 #
-# The memory is a file without a name, of mode 0600: nobody can open it by name, and it is gone with the last process
-# that has it, however that process ends. It takes nothing of /dev/shm (memfd), unless a container forbids memfd. The
-# first rank makes it and hands it over a Unix socket to processes that the kernel says are of the same user and that
-# prove that they know the run's key and the nonce of this handshake; see handshake.py. The kernel also says which
-# processes these are, so that no rank has to tell all others. A process that is forked from a rank does not inherit the
-# mapping.
+# The memory is a file without a name (a memfd) of mode 0600: nobody can open it by name, and the kernel frees it when
+# the last process that has it ends, however that process ends. It uses /dev/shm only if a container forbids memfd. The
+# first rank creates the file and sends its descriptor over a Unix socket. A receiver must belong to the same user
+# according to the kernel, and must prove that it knows the run's key and the nonce of this handshake; see handshake.py.
+# The kernel also says the pid of each receiver, so that no rank has to tell its pid to all others. A process that is
+# forked from a rank does not inherit the mapping.
 
 
 # Note [Waiting]
 #
-# To yield costs 0.2 us if the core is free, and lets the awaited rank run if it is not. To spin on a core that the
-# other rank needs makes both wait. Measured for 4 KB between 2 ranks beside a third busy process on 2 cores: 112 us
-# with 100 us of spinning, 2.5 us with yields; alone both take 1 us.
+# A yield costs 0.2 us if no other process needs the core; otherwise the awaited rank can run on it. A rank that spins
+# on a core that the awaited rank needs delays both. Measured for an exchange of 4 KB between 2 ranks on 2 cores, beside
+# a third busy process: 112 us with 100 us of spinning, 2.5 us with yields. Without the third process both take 1 us.

@@ -1,4 +1,4 @@
-"""``StagedTransport``: exchanges tensors of a GPU that ranks share, as copies on the CPU."""
+"""``StagedTransport``: exchanges GPU tensors by way of copies on the CPU, for ranks that share a GPU."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class StagedTransport(Transport):
     """Carries tensors on any device. See Note [Ranks that share a GPU].
 
     Args:
-        choose: returns the transport of an operation, given a tensor on the CPU and a reduction.
+        choose: returns the transport for an operation on a CPU tensor, with a reduction or "".
     """
 
     def __init__(self, choose: Callable[[str, torch.Tensor, str], Transport]) -> None:
@@ -54,7 +54,7 @@ class StagedTransport(Transport):
     def _fill(
         self, out: torch.Tensor, exchange: Callable[[torch.Tensor, torch.Tensor], Work], sent: torch.Tensor
     ) -> Work:
-        """Exchange ``sent``, and copy what arrives into ``out``."""
+        """Exchange ``sent``, and copy the result into ``out``."""
         found = torch.empty_like(out, device="cpu")
         exchange(found, sent).wait()
         out.copy_(found)
@@ -63,6 +63,7 @@ class StagedTransport(Transport):
 
 # Note [Ranks that share a GPU]
 #
-# NCCL refuses two ranks on one GPU, and knows of the parts of a GPU (MIG) only one for each process. gloo takes CUDA
-# tensors, but not in every operation, and accepts connections without proof. So these tensors take the way of the
-# CPU's: through shared memory on one host, and over lagom's own connections between hosts.
+# NCCL refuses two ranks on one GPU, and a process sees only one instance of a GPU that is divided by MIG. gloo accepts
+# CUDA tensors, but not in every operation, and accepts connections without proof. So tensors of ranks that share a GPU
+# are copied to the CPU and exchanged like CPU tensors: through shared memory on one host, and over lagom's own
+# connections between hosts.

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def refuse_gloo() -> NoReturn:
-    """Raise the error of an exchange that needs gloo, where ranks encrypt what they send to other hosts."""
+    """Raise the error of an exchange that needs gloo, which cannot encrypt, in a run that encrypts between hosts."""
     if native() is None:
         needs = f"lagom was installed without its compiled part ({reason_without_native()}), so tensors go over gloo"
         remedy = "install that part (`lagom doctor` says more)"
@@ -43,7 +43,7 @@ class TorchTransport(Transport):
     is_asynchronous = True
 
     def __init__(self, group: dist.ProcessGroup) -> None:
-        self._group: Any = group  # torch's own types lack some of its methods
+        self._group: Any = group  # torch's type stubs lack some of the methods
 
     def carries(self, operation: str, tensors: Sequence[torch.Tensor], reduction: str | None = "") -> bool:
         """Return whether the reduction, if any, is a sum."""
@@ -58,7 +58,7 @@ class TorchTransport(Transport):
         return work
 
     def all_gather(self, whole: torch.Tensor, part: torch.Tensor) -> Work:
-        if not part.numel():  # gloo cuts the empty whole into a single part
+        if not part.numel():  # gloo would split the empty ``whole`` into a single part
             return DONE
         work: Work = self._group._allgather_base(whole.view(-1), part.view(-1))
         return work
@@ -68,7 +68,7 @@ class TorchTransport(Transport):
         return work
 
     def all_to_all_rows(self, out: torch.Tensor, given: torch.Tensor) -> Work:
-        """Begin to exchange rows, on the CPU as bytes: gloo has this for few types."""
+        """Begin to exchange rows, viewed as bytes, since gloo's all-to-all takes few types."""
         rows = len(given)
         found, sent = (one.view(torch.uint8).view(rows, -1) for one in (out, given))
         work: Work = self._group.alltoall_base(found, sent, [], [])

@@ -16,12 +16,12 @@ Merge = Callable[[Sequence[memoryview]], memoryview]
 
 
 class Merging(NamedTuple):
-    """How the messages of several ranks are made one, such as by a sum."""
+    """Functions that merge the messages of several ranks into one message, such as their sum."""
 
     of_ranks: Merge
-    """Merges what ranks have given, in rank order."""
+    """Merges the messages of a host's ranks, in rank order."""
     of_hosts: Merge
-    """Merges what one of these functions has returned on several hosts, in the order of the hosts."""
+    """Merges messages that are merged already, those of several hosts, in the order of the hosts."""
 
 
 class Messages(Protocol):
@@ -35,21 +35,21 @@ class Messages(Protocol):
 class Transport:
     """Exchanges contiguous tensors between all ranks of a group. See Note [Transports].
 
-    A method begins an exchange and returns its work. A transport has the exchanges that it lists in ``operations``.
+    A method begins an exchange and returns its work. A transport implements the exchanges named in ``operations``.
 
     Raises:
-        RuntimeError, OSError: from every exchange or its work, when a rank is gone or ranks differ.
+        RuntimeError, OSError: from every exchange or its work, when a rank is gone or ranks make different calls.
     """
 
     operations: frozenset[str] = frozenset()
-    """Names of the exchanges that this transport implements."""
+    """Names of the exchanges for which ``carries`` of this class may return True."""
     is_asynchronous = False
     """Whether an exchange goes on after its method has returned."""
     memory: Communicator | None = None
-    """Memory that all ranks share, for the collectives that only memory has."""
+    """Communicator over memory that all ranks share, for collectives that only it has; None without such memory."""
 
     def carries(self, operation: str, tensors: Sequence[torch.Tensor], reduction: str | None = "") -> bool:
-        """Return whether this transport carries ``tensors`` in ``operation``: equal on all ranks.
+        """Return whether this transport carries ``tensors`` in ``operation``; the answer is equal on all ranks.
 
         Args:
             reduction: a name in ``native.OPERATIONS``, "" for no reduction, None for a reduction unknown to lagom.
@@ -61,11 +61,11 @@ class Transport:
         raise NotImplementedError
 
     def broadcast(self, tensor: torch.Tensor, root: int) -> Work:
-        """Overwrite ``tensor`` with the one of rank ``root``."""
+        """Overwrite ``tensor`` with the tensor of rank ``root``."""
         raise NotImplementedError
 
     def all_gather(self, whole: torch.Tensor, part: torch.Tensor) -> Work:
-        """Gather the ``part`` of every rank into ``whole``, one behind the other; all have one size."""
+        """Concatenate the parts of all ranks, which have the same size, in rank order into ``whole``."""
         raise NotImplementedError
 
     def reduce_scatter(self, out: torch.Tensor, given: torch.Tensor, reduction: str = "sum") -> Work:
@@ -80,7 +80,7 @@ class Transport:
         """Set how long exchanges wait for a rank from now on."""
 
     def abort(self, rank: int) -> None:
-        """Fail the exchanges under way, because this rank, number ``rank``, aborted its process group."""
+        """Fail the exchanges in progress, because this rank, number ``rank``, aborted its process group."""
 
     def close(self) -> None:
         """Close the connections to the other ranks."""
@@ -96,15 +96,15 @@ def _is_dense(tensor: torch.Tensor) -> bool:
 
 
 def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the bytes of a contiguous tensor. A tensor of one number may have any stride."""
+    """Return a view of a contiguous tensor as bytes; strides are reset, since a tensor of one number may have any."""
     return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
 # Note [Transports]
 #
 # Lagom's own exchanges (``Group``) and the backend "lagom" of torch.distributed use the same transports: shared memory,
-# hosts (memory within a host, one rank of each host between them), sockets of one host, and torch's process groups
-# (gloo and NCCL). ``Transports`` chooses one for each exchange of a ``Group``. The backend has one transport, and gives
-# to gloo what the transport does not carry. Both ask ``carries``, whose answer depends only on things that are equal on
-# all ranks: the operation, types and devices. A new transport is a new file with a subclass, and a line in
-# ``transports.py``.
+# hosts (shared memory within a host, sockets between the first ranks of hosts), sockets within one host, and torch's
+# process groups (gloo and NCCL). ``Transports`` chooses a transport for each exchange of a ``Group``. The backend has
+# one transport, and uses gloo for tensors that the transport does not carry. Both ask ``carries``, whose answer depends
+# only on facts that are equal on all ranks: the operation, types and devices. A new transport is a new file with a
+# subclass, and a line in ``transports.py``.

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from lagom.collectives.transport import Messages, Transport
 
 _KEPT: list[dist.ProcessGroup] = []
-"""Groups that are never destroyed: gloo's threads may still hold their tensors, and destroying then can deadlock."""
+"""Groups that are never destroyed: gloo's threads may still use their tensors, and then destruction can deadlock."""
 
 log = logging.getLogger("lagom")
 
@@ -36,14 +36,14 @@ log = logging.getLogger("lagom")
 class Transports:
     """Chooses and connects the transports between the ranks of a run.
 
-    A method that returns a transport is a collective if it has to connect it first.
+    A method that returns a transport is a collective if the transport is not connected yet.
 
     Args:
-        all_gather: an exchange that works already.
+        all_gather: gathers a text of every rank before the ranks are connected.
         gloo: makes a process group for any tensors, from a name, a rank and a world size.
         timeout_s: how long a rank waits for another.
         nccl: makes a process group for CUDA tensors, from a name; None if ranks have no GPU, or share one.
-        credentials: those of the run's ranks.
+        credentials: key and certificates that the run's ranks share.
         ip: address at which ranks on other hosts reach this one.
         shares_memory: whether ranks may share memory.
     """
@@ -90,7 +90,7 @@ class Transports:
 
     @property
     def connected_messages(self) -> Messages | None:
-        """The exchange of messages, if it is connected."""
+        """The exchange of messages; None if it is not connected yet."""
         return self._messages if self.memory is None else self.memory
 
     def choose(self, operation: str, tensor: torch.Tensor, reduction: str = "") -> Transport:
@@ -127,7 +127,7 @@ class Transports:
         return self.memory is not None and self._messages is None and not self._gloo and self._nccl is None
 
     def reconnect(self) -> None:
-        """Share memory with the other ranks again, as this process takes the place of its rank; a collective."""
+        """Share memory with the other ranks again after a fork has replaced the process of each rank; a collective."""
         former = [one.memory for one in self._fast or () if one.memory is not None]
         found = shared(self._rank, self._all_gather, self._timeout_s, len(former), self._credentials.key, former)
         if isinstance(found, str):
@@ -140,10 +140,10 @@ class Transports:
         return self._connect_messages() if self.memory is None else self.memory
 
     def connect_aside(self, device: torch.device) -> Transport:
-        """Return a transport for tensors on ``device``, whose exchanges have an order of their own."""
+        """Return a transport for tensors on ``device`` whose exchanges are ordered independently of all others."""
         if device.type != "cpu" and self._make_nccl is not None:
             by_nccl = TorchTransport(self._make_nccl("nccl aside"))
-            # It connects at its first exchange: here, and not in the midst of a backward.
+            # NCCL connects at its first exchange. Run one now, so that it does not connect in the midst of a backward.
             by_nccl.all_reduce(torch.zeros(1, device=device)).wait()
             return by_nccl
         if fast := self.connect():
@@ -173,14 +173,14 @@ class Transports:
         return connect_messages(self._rank, self._ip, self._all_gather, self._credentials, self._timeout_s, hosts)
 
     def _mesh(self) -> Mesh | None:
-        """Return the connections by which tensors may go when memory does not carry them. See Note [Gloo]."""
+        """Return the mesh for tensors that shared memory does not carry; None with several hosts. See Note [Gloo]."""
         if not self._shares_memory or (self._fast and self.memory is None):
             return None
         found = self._connect_messages()
         return found if isinstance(found, Mesh) else None
 
     def _connect_gloo(self, name: str) -> TorchTransport:
-        """Return the transport of this name over gloo. See Note [Gloo]."""
+        """Return the transport over the gloo group ``name``, which is made at first. See Note [Gloo]."""
         if name not in self._gloo:
             self._gloo[name] = TorchTransport(self._keep_gloo(name, self._rank, self._world_size))
         return self._gloo[name]
@@ -198,13 +198,13 @@ def connect_memory(
     number: int = 1,
     credentials: Credentials = NO_CREDENTIALS,
 ) -> Sequence[Transport] | str:
-    """Return ``number`` transports through the memory of one host or of several, or why there are none; a collective.
+    """Return ``number`` transports through shared memory, of one host or several; else the reason; a collective.
 
     Args:
-        all_gather: an exchange that works already.
+        all_gather: gathers a text of every rank before the ranks are connected.
         ip: address at which other hosts reach this one.
         timeout_s: how long an exchange will wait for a rank.
-        credentials: those of the run's ranks.
+        credentials: key and certificates that the run's ranks share.
     """
     found = shared(rank, all_gather, timeout_s, number, credentials.key)
     if isinstance(found, str):
@@ -218,7 +218,8 @@ def connect_memory(
 # Note [Gloo]
 #
 # gloo listens at a port for as long as it lives, accepts every connection without proof, and adds up whatever arrives.
-# So a gloo group is made only for tensors that nothing else serves: if the program asks for gloo (collectives="gloo"),
-# between hosts for the rare operations that ``HostTransport`` does not have, or if lagom was installed without its
-# compiled part. On one host, tensors that shared memory does not carry go through Unix sockets: types that
-# csrc/arithmetic.hpp does not have, or all tensors without the compiled part.
+# So a gloo group is made only when no other transport can carry the tensors: if the program asks for gloo
+# (collectives="gloo"); with several hosts, for the rare operations that ``HostTransport`` does not implement, or for
+# all of them if lagom was installed without its compiled part. On one host, tensors that shared memory does not carry
+# go through Unix sockets: tensors of types that csrc/arithmetic.hpp does not have, or all tensors without the compiled
+# part.

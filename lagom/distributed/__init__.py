@@ -1,4 +1,4 @@
-"""Programs that call ``torch.distributed`` themselves: their group is the run's ranks, and lagom's patches are off.
+"""Programs that call ``torch.distributed`` themselves: their group consists of the run's ranks, and patches are off.
 
 Start with ``init_process_group.py``.
 """

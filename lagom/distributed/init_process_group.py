@@ -1,4 +1,4 @@
-"""``own_init_process_group``: lets a distributed program join lagom's ranks, and turns the patches off."""
+"""``own_init_process_group``: makes a distributed program's process group of lagom's ranks, and turns patches off."""
 
 from __future__ import annotations
 
@@ -33,21 +33,22 @@ if TYPE_CHECKING:
     from lagom.session.session import Session
 
 _ENDS_S = 30 * 24 * 3600.0
-"""Longest time that rank 0 waits for the others: only its host process may give up."""
+"""Seconds that rank 0 waits for the ends of other ranks: practically for ever, since only its host may give up."""
 _importers = Importers(distributed_c10d, "init_process_group")
 _kept: list[Any] = []
-"""Groups and their stores, kept to the end of the process. See Note [Kept groups]."""
+"""Groups and their stores, which live to the end of the process. See Note [Kept groups]."""
 
 
 @contextmanager
 def own_init_process_group(session: Session) -> Iterator[None]:
-    """Have ``init_process_group`` make a group of lagom's ranks and turn the patches off. See Note [Joining].
+    """Context manager in which ``init_process_group`` makes a group of lagom's ranks and turns the patches off.
 
-    If the program leaves the group initialized, destroy it at the end, and restore the hooks that torch has set.
+    At the end, destroy a group that the program has left initialized, and restore ``sys.excepthook``, which torch sets.
+    See Note [Joining].
     """
     original = distributed_c10d.init_process_group
     was_initialized = dist.is_initialized()
-    excepthook = sys.excepthook  # init_process_group sets its own
+    excepthook = sys.excepthook  # ``init_process_group`` replaces it
     with ExitStack() as stack:
         joining = _Joining(session, original, stack)
         patched = joining.patched()
@@ -63,8 +64,8 @@ def own_init_process_group(session: Session) -> Iterator[None]:
             succeeded = True
         finally:
             joining.over = True
-            # After a failure do not destroy the group: NCCL would wait for exchanges of other ranks, which would delay
-            # the report of the failure. These processes end anyway.
+            # After a failure do not destroy the group: NCCL would wait for the exchanges of other ranks, and so delay
+            # the report of the failure. The rank's process ends anyway.
             if dist.is_initialized() and not was_initialized and (succeeded or session.world_size == 1):
                 if session.world_size > 1:
                     _kept.extend(distributed_c10d._world.pg_map)
@@ -79,7 +80,7 @@ class _Joining:
 
     def __init__(self, session: Session, original: Callable[..., None], stack: ExitStack) -> None:
         self.over = False
-        """Whether the run has ended: later calls of the patched function run torch's."""
+        """Whether the run has ended, so that later calls of the patched function call torch's own."""
         self._session = session
         self._original = original
         self._signature = inspect.signature(original)
@@ -106,15 +107,15 @@ class _Joining:
         session = self._session
         _check(session, asked)
         if not session.has_joined:
-            session.check_place("init_process_group()")  # checks that all ranks are here
+            session.check_place("init_process_group()")
             _tell(session)
             if session.weights is not None:
                 session.weights.end()
         timeout = asked.get("timeout")
         assert session.store is not None
         store = reconnected(session.store, timeout if isinstance(timeout, timedelta) else None)
-        # A program may destroy its group and make another one, which must not find the keys of the last.
-        _kept.append(store)  # a PrefixStore does not keep a store that is written in Python
+        # A program may destroy its group and make another, which must not find the keys of the first: hence a prefix.
+        _kept.append(store)  # a PrefixStore does not keep a store written in Python alive
         prefixed = dist.PrefixStore(f"joined/{self._num}", store)
         self._num += 1
         rest = {key: value for key, value in asked.items() if key not in ("init_method", "store", "rank", "world_size")}
@@ -127,7 +128,7 @@ class _Joining:
         _kept.append(dist.group.WORLD)
 
     def _share_memory(self) -> None:
-        """Let groups without a named backend exchange CPU tensors through shared memory, if any, to the run's end."""
+        """Make "lagom" the default backend for CPU tensors until the run's end, if ranks share memory."""
         if self._session.group is None or not self._session.group.sums_itself:
             return
         register(*_credentials(self._session))
@@ -138,14 +139,14 @@ class _Joining:
 
 
 class _RefusedGloo(dist.ProcessGroupGloo):
-    """Takes the place of torch's class where ranks encrypt what they send to other hosts."""
+    """Replaces torch's class in runs that encrypt between hosts, and refuses to be made, since gloo cannot encrypt."""
 
     def __init__(self, *_: object, **__: object) -> None:
         refuse_gloo()
 
 
 def _credentials(session: Session) -> tuple[Credentials, str]:
-    """Return what ranks prove themselves with, and this host's address."""
+    """Return the credentials of the run's ranks, and this host's address ("" without a group)."""
     return (Credentials(session.key), "") if session.group is None else (session.group.credentials, session.group.ip)
 
 
@@ -158,12 +159,12 @@ def _tell(session: Session) -> None:
 
 
 def _is_fake(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-    """Return whether the backend is torch's fake of a large world in one process."""
+    """Return whether the backend is torch's "fake", which simulates a large world in one process."""
     return (args[0] if args else kwargs.get("backend")) == "fake"
 
 
 def _check(session: Session, asked: Mapping[str, Any]) -> None:
-    """Raise a LagomError unless lagom's ranks can be the requested group."""
+    """Raise a LagomError unless lagom's ranks can form the requested group."""
     if session.distributed_part:
         raise LagomError(
             "init_process_group() was called after training began as an ordinary program: "
@@ -191,7 +192,7 @@ def _check(session: Session, asked: Mapping[str, Any]) -> None:
 
 
 def _asked_place(asked: Mapping[str, Any]) -> tuple[int, int, str]:
-    """Return requested rank and world size (-1 if absent), and the variables or arguments that gave them."""
+    """Return the requested rank and world size (-1 if absent), and the place where they were given, as a text."""
     by_argument = int(asked.get("rank", -1)), int(asked.get("world_size", -1))
     if by_argument != (-1, -1) or asked.get("store") is not None:
         return *by_argument, "its arguments"
@@ -221,10 +222,9 @@ def _iterated(session: Session) -> Callable[..., Iterator[Any]]:
 
 
 def _wait_for_all(session: Session) -> None:
-    """Keep rank 0, which has the store, until the others have ended, usually at once.
+    """Tell rank 0 that this rank has ended; on rank 0, which has the store, wait for all other ranks.
 
-    This is no exchange: work that rank 0 alone does at the end, such as an evaluation, may take longer than exchanges
-    wait.
+    This is not an exchange, which would time out if rank 0 alone works long at the end, such as on an evaluation.
     """
     notes = session.notes
     if notes is None or session.world_size == 1:
@@ -238,28 +238,30 @@ def _wait_for_all(session: Session) -> None:
 
 # Note [Joining]
 #
-# torch's own init_process_group makes the group, so backends, devices, options and errors are torch's. Only the way in
-# which ranks find each other is replaced: the address, file or store that the program names was meant for another
-# launcher, so they meet in lagom's store. Rank and world size are lagom's. A program that requests others gets an
-# error, since it has split its data or its work by them. At world size 1 the call is left to torch.
+# torch's own init_process_group makes the group, so backends, devices, options and errors are torch's. Only the
+# rendezvous is replaced: the address, file or store that the program names was meant for another launcher, so ranks
+# find each other by lagom's store. Rank and world size are lagom's. A program that requests another rank or world size
+# gets an error, since it has split its data or its work by them. At world size 1 the call is left to torch.
 #
-# A program that names no backend gets torch's default for its device. On the CPU that is "lagom" where ranks share
-# memory, else gloo: torch believes that a backend without a name is gloo, and DDP asks for it, unless the group is a
-# Python object. A program that names "gloo" gets gloo, since it may need features that only gloo has.
+# A program that names no backend gets a default for its device. On the CPU the default is "lagom" if ranks share
+# memory, else gloo. "lagom" works as a default because its group is a Python object: for other groups torch assumes
+# that a backend without a name is gloo, and DDP asks for gloo. A program that names "gloo" gets gloo, since it may need
+# features that only gloo has.
 #
-# From then on the program does itself what lagom does for others, so all patches are off (session.live is False). A
-# loader follows its sampler, a backward reduces nothing, BatchNorm is the rank's own, and forwards draw from the common
-# stream, which starts equal on all ranks as torch's does. Ranks write to one disk without lagom's checks. This holds
-# also after destroy_process_group. The call must not come late: a program whose loader was split, or whose gradients
-# were averaged, before its call has results that torchrun would not give.
+# From then on the program itself does the work that lagom does for other programs, so all patches are off (session.live
+# is False). A loader follows its sampler, a backward reduces nothing, BatchNorm uses the rank's own statistics, and
+# forwards draw from the common stream, whose start is equal on all ranks. Ranks write to the same disk without lagom's
+# checks. All this holds also after destroy_process_group. The call must not come late: if a loader was split or
+# gradients were averaged before it, results would differ from those under torchrun, so this is an error.
 #
-# All ranks must come to the first call: it begins with an exchange that finds ranks at another place (a backward, a
-# loader, the end), on all sides. After it, torch's timeouts hold.
+# All ranks must make the first call. It begins with an exchange that detects ranks at another place of the program (a
+# backward, a loader, the end), and raises an error on all ranks. After it, torch's timeouts hold.
 
 # Note [Kept groups]
 #
-# A gloo group joins its threads when its last reference goes, usually in destroy_process_group or with a DDP module
-# after it, and so while it holds Python's lock. A thread that is releasing the tensors of its last exchange needs that
-# lock: a deadlock. Seen in torch 2.13 without lagom's patches: 4 of 20 runs of DDP on 3 ranks and 2 busy cores hung,
-# and 0 of 20 with the group kept. A rank ends by os._exit, so keeping its groups costs nothing. At world size 1, where
-# the process stays, groups are left to torch.
+# A gloo group joins its threads when its last reference is dropped, usually in destroy_process_group or later with a
+# DDP module. The thread that drops the reference holds the GIL while it waits. A gloo thread that is releasing the
+# tensors of its last exchange needs the GIL: a deadlock. This was seen in torch 2.13 without lagom's patches: 4 of 20
+# runs of DDP on 3 ranks and 2 busy cores hung, and 0 of 20 with the group kept alive. A rank ends by os._exit, so
+# keeping its groups alive costs nothing. At world size 1, where the process may go on after the run, groups are left to
+# torch.

@@ -1,4 +1,4 @@
-"""``own_mp_spawn``: lets lagom's ranks be those of ``torch.multiprocessing.spawn``. See Note [Own ranks]."""
+"""``own_mp_spawn``: uses lagom's ranks as the processes of ``torch.multiprocessing.spawn``. See Note [Own ranks]."""
 
 from __future__ import annotations
 
@@ -23,8 +23,11 @@ if TYPE_CHECKING:
 
 @contextmanager
 def own_mp_spawn(session: Session) -> Iterator[None]:
-    """Let ``spawn(f, args, nprocs=world_size)`` call ``f(rank, *args)`` here if ``f`` starts a process group."""
-    module = sys.modules["torch.multiprocessing.spawn"]  # its name in the package is the function's
+    """Context manager in which ``spawn`` of a function that starts a process group calls it on lagom's ranks.
+
+    ``spawn(f, args, nprocs=world_size)`` calls ``f(rank, *args)`` in this process. Another number is an error.
+    """
+    module = sys.modules["torch.multiprocessing.spawn"]  # as an attribute of the package, the name is the function
     original: Callable[..., Any] = torch.multiprocessing.spawn
 
     @functools.wraps(original)
@@ -84,10 +87,10 @@ def _refusal(session: Session, what: str, count: int = 0) -> str:
 
 # Note [Own ranks]
 #
-# A program for one machine with several GPUs often starts its own ranks: it spawns a process per GPU, and these make a
-# process group at an address that is written in the code. Each of lagom's ranks would start such a group, all at the
-# same address: the first rank gets the address, and the processes of the others join its group by mistake or fail. But
-# the call shows what the program needs: f on a number of ranks. If lagom has as many ranks, each of them calls f
-# itself, and an error of f keeps its type. Any other number is an error. It is also an error to start such processes
-# one by one, since their ranks are unknown. Processes that start no process group (for example to prepare data) are
-# started as written, on every rank.
+# A program for one machine with several GPUs often starts its own ranks: it spawns a process for each GPU, and these
+# processes make a process group at an address that is written in the code. Each of lagom's ranks would start such
+# processes, all with the same address: the first rank's processes get the address, and those of other ranks join their
+# group by mistake or fail. But the call of ``spawn`` says that the program needs f on a number of ranks. If lagom has
+# as many ranks, each of them calls f itself, and an error of f keeps its type. Any other number is an error. It is also
+# an error to start such processes one by one, since their rank numbers are unknown. Processes that make no process
+# group (for example to prepare data) are started on every rank, as the program says.

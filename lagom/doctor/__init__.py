@@ -1,4 +1,4 @@
-"""``lagom doctor``: checks whether runs will work on this cluster, and says how to repair what will not.
+"""``lagom doctor``: checks whether runs will work on this cluster, and gives a remedy for each problem.
 
 Start reading at ``visit.py``.
 """

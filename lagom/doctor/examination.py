@@ -26,8 +26,8 @@ def examine(reporter: Any, address: tuple[str, int] | None) -> dict[str, Any]:
     Sizes are in bytes, times in seconds. A collective: all ranks must call it.
 
     Args:
-        reporter: the run's reporter, through which the session is found.
-        address: host and port at which the driver listens for this test; None if the driver has no address.
+        reporter: the run's reporter, which has the session.
+        address: host and port at which the driver listens for this test; None if there is none to test.
     """
     import torch
 
@@ -84,7 +84,7 @@ def _reaches(address: tuple[str, int]) -> str:
 
 
 def _exchanges(session: Any) -> dict[str, Any]:
-    """Measure exchanges between the ranks (s, bytes/s), and how far this rank's clock is ahead of rank 0's (s)."""
+    """Measure the latency and speed of exchanges between the ranks, and this rank's clock minus rank 0's clock."""
     import torch
 
     group = session.group

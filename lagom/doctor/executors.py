@@ -1,4 +1,4 @@
-"""``executor_findings``: judges a survey of Spark's executors: do they have torch, and do they reach each other?"""
+"""``executor_findings``: judges a survey of Spark's executors: whether they have torch and reach each other."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _SHOWN = 4
 
 
 def executor_findings(tasks: Sequence[Mapping[str, Any]]) -> list[Finding]:
-    """Judge the survey's answers, one for each task. With a finding of level "fail", no run can start."""
+    """Return the findings for the facts of ``tasks``. If a finding has the level "fail", no run can start."""
     return [_pythons(tasks), *(found for check in (_torch, _addresses, _reach) if (found := check(tasks)) is not None)]
 
 
@@ -54,7 +54,7 @@ def _addresses(tasks: Sequence[Mapping[str, Any]]) -> Finding | None:
 
 
 def _reach(tasks: Sequence[Mapping[str, Any]]) -> Finding | None:
-    """Return a failure that lists which hosts cannot reach which others; None if all reach each other."""
+    """Return a failure with the pairs of hosts that cannot connect; None if all hosts reach each other."""
     apart = [(one["host"], each) for one in tasks for each in one.get("unreached") or ()]
     told = list(
         dict.fromkeys(
@@ -68,7 +68,7 @@ def _reach(tasks: Sequence[Mapping[str, Any]]) -> Finding | None:
 
 
 def _by(tasks: Sequence[Mapping[str, Any]], what: Any) -> dict[str, list[str]]:
-    """Group the hosts of ``tasks`` by the text that ``what`` returns for each task."""
+    """Return the distinct hosts of ``tasks``, grouped by the text that ``what`` returns for a task."""
     found: dict[str, list[str]] = {}
     for one in tasks:
         hosts = found.setdefault(what(one), [])

@@ -12,15 +12,15 @@ Facts = Sequence[Mapping[str, Any]]
 _SCRATCH = 1 << 30  # bytes
 _MEMORY = 1 << 30
 _SHARED = 256 << 20
-_FILES = 4096  # for the host process of 400 ranks, and programs with many loader workers
-_SHOWN = 8  # hosts
+_FILES = 4096  # enough for the host process of 400 ranks, and for programs with many loader workers
+_SHOWN = 8  # most hosts that one finding lists
 _CLOCK_S = 1.0
 _LAUNCH_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One line of the report: its level, what was checked, what was found, and what to do about it."""
+    """One line of the report: level, subject of the check, result, and remedy ("" for none)."""
 
     level: Level
     what: str
@@ -33,7 +33,7 @@ class Finding:
 
 
 def findings(facts: Facts, launch_s: float) -> list[Finding]:
-    """Judge the facts of a run that took ``launch_s`` seconds in all."""
+    """Return the findings for the facts of a run that took ``launch_s`` seconds."""
     checks = (
         _hosts,
         _versions,
@@ -120,7 +120,7 @@ def _memory(facts: Facts) -> Finding:
 
 
 def _network(facts: Facts) -> Finding | None:
-    """List the network interfaces of the hosts. This always passes: ranks that could not connect give no facts."""
+    """Return a finding that lists the hosts' network interfaces; it always passes, since the ranks have connected."""
     if len(facts) < 2 or facts[0]["ip"] is None:
         return None
     by_host = {one["host"]: f"{one['interface'] or 'an unnamed interface'} ({one['ip']})" for one in facts}

@@ -1,4 +1,4 @@
-"""``visit``: the run of ``lagom doctor``, whose ranks only examine their surroundings."""
+"""``visit``: runs ``lagom doctor``: starts a run whose ranks only examine their hosts, and judges the facts."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def visit(config: TorchDistributedConfig) -> list[Finding]:
             if hasattr(launcher, "survey"):
                 found += executor_findings(launcher.survey(the_plan, address))
                 if any(one.level == "fail" for one in found):
-                    return found  # a run would fail for the same reason, later
+                    return found  # a run would fail later, for the same reason
             start = time.monotonic()
             outcomes = launcher.run(the_plan, Call(function=examine, provided=provided))
             seconds = time.monotonic() - start
@@ -79,7 +79,7 @@ def as_json(found: Sequence[Finding]) -> str:
 
 
 def check_this_process(launcher: str) -> Finding:
-    """Return what this process has: versions, packages and Java."""
+    """Return a finding about this process: versions, packages and Java."""
     parts = [f"lagom {lagom.__version__}", f"Python {platform.python_version()}"]
     parts += [name for name in ("torch", "pyspark", "pyarrow") if importlib.util.find_spec(name) is not None]
     missing = [] if importlib.util.find_spec("torch") is not None else ["torch"]
@@ -96,7 +96,10 @@ def check_this_process(launcher: str) -> Finding:
 
 @contextmanager
 def _listening(launcher: Any) -> Iterator[tuple[str, int] | None]:
-    """Listen at an address that executors must reach, and yield it; None if ranks are children of this process."""
+    """Listen at an address that executors should reach, and yield the address.
+
+    Yield None if the launcher is not Spark, or if Spark's session has no address of this machine.
+    """
     facts = getattr(launcher, "facts", None)
     if facts is None or facts.bind is None:
         yield None

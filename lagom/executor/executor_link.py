@@ -1,4 +1,4 @@
-"""``run_in_server``: have the fork server of this executor run a task.
+"""``run_in_server``: runs a task in a process that the fork server of this executor forks.
 
 See Note [One server for an executor] in executor_server.py.
 """
@@ -26,35 +26,36 @@ from lagom.host.workspace import base_dir, locked_servers
 from lagom.wire.client import DriverClient, LinkClosed, Message
 from lagom.wire.server import anonymous_file
 
-_MAX_PATH = 100  # characters of a socket's path
+_MAX_PATH = 100  # most characters of a Unix socket's path
 
 
 _TRIES = 3
-"""Servers that may end before they have started a task: one that imports torch takes much memory at once."""
+"""Attempts to start a task: a server may end before it starts one, as the import of torch takes much memory at once."""
 
 
 class _NotBegunError(LinkClosed):
-    """The server has ended, and the task has not begun."""
+    """The server has ended before the task began."""
 
 
 class Task(Protocol):
-    """A task that a host process runs; it is pickled to get there."""
+    """A task that a host process runs; it is sent to the process as a pickle."""
 
     def run(self, files: Sequence[int], gather: Callable[[str], Sequence[str]]) -> None:
-        """Run with ``files``; see ``run_in_server`` for ``gather``."""
+        """Run the task with the descriptors ``files``; see ``run_in_server`` for ``gather``."""
 
 
 def run_in_server(task: Task, files: Sequence[int], gather: Callable[[str], Sequence[str]] | None) -> str:
-    """Have the server run ``task`` with ``files``; return how the task's host process ended.
+    """Run ``task`` in a host process that the server forks; return as a text how this process ended.
 
     Args:
-        task: what a host process runs, below the server.
-        files: open files for it.
-        gather: gives the texts of all tasks of the stage for that of this one.
+        task: the task for the host process.
+        files: descriptors of open files that are passed to the host process.
+        gather: sends the text of this task to all tasks of the stage, and returns their texts; None outside of barrier
+            jobs.
 
     Raises:
-        PlanError: if torch cannot be imported here.
-        LagomError: if the system starts no process.
+        PlanError: if torch cannot be imported on this executor.
+        LagomError: if the system can start no process, or the server ends again and again.
     """
     request = anonymous_file("request")
     with contextlib.ExitStack() as stack:
@@ -85,7 +86,7 @@ def run_in_server(task: Task, files: Sequence[int], gather: Callable[[str], Sequ
 
 
 def without_torch(problem: str) -> str:
-    """Say that this executor's Python has no torch that works."""
+    """Return the error text for an executor whose Python cannot import torch."""
     return (
         f"the executor on {platform.node()} has no torch ({problem}); its Python is {sys.executable}: "
         "install torch there, or set PYSPARK_PYTHON to a Python that has it"
@@ -93,11 +94,11 @@ def without_torch(problem: str) -> str:
 
 
 def _reply(link: DriverClient, asks: DriverClient, gather: Callable[[str], Sequence[str]] | None) -> Message:
-    """Return the server's last reply; answer meanwhile what the host process asks.
+    """Return the server's last reply; until it comes, answer the ``gather`` requests of the host process.
 
     Raises:
         _NotBegunError: if the server ended before it had started the host process.
-        LinkClosed: if it ended later.
+        LinkClosed: if the server ended later.
     """
 
     def answer() -> None:
@@ -124,8 +125,8 @@ def _reply(link: DriverClient, asks: DriverClient, gather: Callable[[str], Seque
 
 
 def _sent(fds: Sequence[int]) -> DriverClient:
-    """Send files to the server of this executor; return the connection to it."""
-    global _link  # one per worker, which Spark keeps for the next task
+    """Send the descriptors ``fds`` to the server of this executor; return the connection to it."""
+    global _link  # one connection per Python worker, which Spark reuses for the next task
     for _ in range(2):
         if _link is None:
             _link = DriverClient(_connection())
@@ -171,8 +172,8 @@ def _connection() -> socket.socket:
 def _executor(root: str) -> str:
     """Return a name for the parent process of the executor's workers.
 
-    The name is made of the host, the namespaces, Python and lagom's folder too: elsewhere another process may have the
-    same pid.
+    The name is a hash of the pid, the host, the namespaces, Python and lagom's folder: on another host or in another
+    namespace, a different process may have the same pid.
     """
     facts = [platform.node(), str(os.getppid()), sys.executable, root]
     for kind in ("pid", "mnt", "net"):
@@ -194,7 +195,7 @@ def _start(folder: Path, root: str) -> None:
         for fd in (listener.fileno(), alive):
             os.set_inheritable(fd, True)
         no_input = (os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0)
-        # Not by subprocess, which would warn that the server outlives what has started it.
+        # Not by ``subprocess``, which would warn that the server outlives this process.
         env = with_huge_pages({**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))})
         os.posix_spawn(sys.executable, command, env, file_actions=[no_input])
     finally:
@@ -215,7 +216,7 @@ def _dial(folder: Path) -> socket.socket:
 
 @contextlib.contextmanager
 def _short_path(folder: Path) -> Iterator[str]:
-    """Yield a path of the socket in ``folder`` that is short enough for the system, as those of YARN are not."""
+    """Yield a path of the socket in ``folder`` that is short enough for the system; YARN's folders have long paths."""
     if len(str(folder / "socket")) <= _MAX_PATH:
         yield str(folder / "socket")
         return

@@ -20,22 +20,23 @@ from lagom.host.forked_rank import open_pidfd
 from lagom.host.workspace import locked_servers, remove_leftovers
 from lagom.wire.client import DriverClient, LinkClosed, Message
 
-MAX_FDS = 250  # files of one message; the kernel allows 253
+MAX_FDS = 250  # descriptors in one message; the kernel allows 253
 _UNUSED_S = 60.0
-"""Time from the end of the executor's last Python worker to the end of the server; Spark ends unused workers then."""
-_LOOK_S = 1.0  # if the kernel does not report the end of a process
+"""Seconds for which the server outlives the executor's last Python worker; Spark keeps unused workers as long."""
+_LOOK_S = 1.0  # interval of checks for ended processes, if the kernel has no pidfds that report them
 _PATIENCE_S = 1.5
-"""Time for host processes to end by themselves."""
+"""Seconds in which host processes must end by themselves when the server ends."""
 
 
 def main() -> None:
     """Serve until the executor's workers have ended.
 
-    Arguments of the command: where lagom is, the listening socket, the workers' parent, the folder of the server.
+    ``sys.argv[1:]`` has the folder of lagom, the descriptor of the listening socket, the pid of the workers' parent and
+    the server's folder.
     """
     from lagom.executor import task_host
 
-    os.setpgid(0, 0)  # a signal to the group of Spark's daemon must not reach it; the daemon's end does
+    os.setpgid(0, 0)  # a signal to the process group of Spark's daemon must not end this server
     listener, parent = socket.socket(fileno=int(sys.argv[2])), int(sys.argv[3])
     adopt_orphans(True)
     server = _Server(listener, parent, task_host.run, _import_torch())
@@ -44,13 +45,13 @@ def main() -> None:
 
 
 def _import_torch() -> str:
-    """Import what ranks inherit; return why that is not possible, if so."""
-    # Silences torch's warning about hosts without a name at each connection; torch reads the setting once.
+    """Import the modules that ranks inherit; return the error as a text, "" if there is none."""
+    # Silence torch's warning, at each connection, about hosts without a name. torch reads the setting at its import.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    gc.disable()  # collections would take a fourth of the time of these imports
+    gc.disable()  # garbage collections would take a quarter of the time of these imports
     try:
         import lagom.host.preload  # noqa: F401
-    except Exception as error:  # of a torch that is broken
+    except Exception as error:  # a broken installation of torch may raise any error
         return f"{type(error).__name__}: {error}"
     finally:
         gc.enable()
@@ -75,10 +76,10 @@ class _Server:
         self._parent = parent
         self._run = run
         self._problem = problem
-        self._unused_s = 0.0 if problem else _UNUSED_S  # the next call finds a torch that has been mended
+        self._unused_s = 0.0 if problem else _UNUSED_S  # end soon, so that the next call finds a repaired torch
         self._workers: list[_Worker] = []
         self._hosts: dict[int, tuple[int | None, _Worker]] = {}
-        """The file that tells the end of each host process, and the worker of its task."""
+        """For each host process its pidfd, which is readable once the process has ended, and the worker of its task."""
         self._unused_since = time.monotonic()
         self._selector = selectors.DefaultSelector()
         self._selector.register(listener, selectors.EVENT_READ, self._accept)
@@ -88,7 +89,7 @@ class _Server:
             self._selector.register(self._parent_fd, selectors.EVENT_READ, self._see_parents_end)
 
     def serve(self, folder: Path) -> None:
-        """Run the workers' tasks until the parent of all workers has ended, or no worker is left for a while."""
+        """Run the workers' tasks until the parent of the workers has ended, or ``_UNUSED_S`` after the last worker."""
         while not self._retires(folder):
             for key, _ in self._selector.select(self._patience()):
                 key.data()
@@ -106,7 +107,8 @@ class _Server:
         _clean_up()
 
     def _see_parents_end(self) -> None:
-        # Not by ``kill(pid, 0)``: in a container whose first process reaps nobody, an orphaned daemon stays a zombie.
+        # ``kill(pid, 0)`` does not show this: in a container whose init process reaps no orphans, an ended daemon stays
+        # a zombie.
         assert self._parent_fd is not None
         self._parent_ended = True
         self._selector.unregister(self._parent_fd)
@@ -128,7 +130,7 @@ class _Server:
         """Return whether nobody needs the server any more; if so, remove its folder, so that no worker connects."""
         if self._lives() and (self._workers or time.monotonic() < self._unused_since + self._unused_s):
             return False
-        with contextlib.suppress(OSError), locked_servers():  # YARN may have removed the folder
+        with contextlib.suppress(OSError), locked_servers():  # OSError: YARN may have removed the folder
             self._listener.setblocking(False)
             with contextlib.suppress(BlockingIOError):
                 self._accept()
@@ -144,7 +146,7 @@ class _Server:
         self._selector.register(connection, selectors.EVENT_READ, lambda: self._take(worker))
 
     def _take(self, worker: _Worker) -> None:
-        """Begin the task that a worker has sent; end its task if the worker has ended."""
+        """Start the task that ``worker`` has sent; if the worker has ended, end its running task."""
         try:
             data, fds, _, _ = socket.recv_fds(worker.link.socket, 1, MAX_FDS)
         except OSError:
@@ -184,7 +186,7 @@ class _Server:
         self._unused_since = time.monotonic()
         if worker.host is not None:
             with contextlib.suppress(ProcessLookupError):
-                os.kill(worker.host, signal.SIGTERM)  # as the kernel does when its parent ends: see fork_host
+                os.kill(worker.host, signal.SIGTERM)  # the same signal as on the end of the parent: see fork_host
 
     def _reap(self, host: int) -> None:
         pid, status = os.waitpid(host, os.WNOHANG)
@@ -204,27 +206,27 @@ class _Server:
         import_what_was_used()
 
     def _reply(self, worker: _Worker, message: Message) -> None:
-        with contextlib.suppress(LinkClosed):  # the worker has ended, which its connection tells
+        with contextlib.suppress(LinkClosed):  # the worker has ended: ``_take`` notices this
             worker.link.send(message)
 
 
 def _clean_up(kept: Collection[int] = ()) -> None:
-    """End the processes, and remove the folders, that host processes have left; ``kept`` are those that go on."""
+    """End the processes and remove the folders that ended host processes have left; spare the processes ``kept``."""
     end_descendants(kept)
-    with contextlib.suppress(OSError):  # of a folder that cannot be made again, and so has nothing to remove
+    with contextlib.suppress(OSError):  # the base folder is gone and cannot be made again: nothing is left to remove
         remove_leftovers()
 
 
 # Note [One server for an executor]
 #
-# Spark runs each task in a Python worker of its own. If each of these imported torch, an executor with 8 cores would
+# Spark runs each task in a Python worker of its own. If each worker imported torch, an executor with 8 cores would
 # import it 8 times, on first use at the same moment: 5 s of CPU time and 230 MB each. So the workers of an executor
-# have one fork server (``executor_link.py`` starts it), which imports torch once; a task's host process is forked from
-# it. The workers have one parent, Spark's daemon, by which they find the server.
+# share one fork server (``executor_link.py`` starts it), which imports torch once and forks the host process of each
+# task. All workers are children of Spark's daemon, and find the server by the daemon's pid.
 #
-# The server is started by a command, as the local one is, so that it can have what only an environment can say: that
-# the C library takes large pages (docs/decisions/072-huge-pages.md).
+# The server is started by a command, like the local fork server, because a setting that only the environment of a new
+# process can give must be in effect: the C library's use of large pages (docs/decisions/072-huge-pages.md).
 #
-# What ends with what: when a worker ends, as Spark ends it with its task, its connection breaks, and the server ends
-# the task's host process. When the server ends, the kernel ends its host processes, and the connections tell the
-# workers. The server ends with Spark's daemon, or a minute after the last worker.
+# Order of ends: when a worker ends (Spark may end it with its task), its connection closes, and the server ends the
+# task's host process. When the server ends, the kernel ends the host processes, and the workers notice it by their
+# connections. The server ends with Spark's daemon, or a minute after the last worker.

@@ -1,4 +1,4 @@
-"""``look_around``: report the Python of a Spark task and the hosts that it reaches; needs no torch."""
+"""``look_around``: reports the Python of a Spark task and the hosts that it reaches; needs no torch."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from lagom.worker.network_interfaces import interface_of, own_address
 
 _DIAL_S = 3.0
 _MAX_PEERS = 32
-"""Number of other hosts that a task dials at most; of many hosts, each is dialled by some tasks."""
+"""Most hosts that a task dials. With more hosts, each task dials different ones, so that each host is dialled."""
 
 
 def look_around(driver: tuple[str, int] | None, barrier: bool, env: Mapping[str, str]) -> Iterator[Any]:
@@ -65,7 +65,7 @@ def _reach(context: Any, driver: tuple[str, int] | None, env: Mapping[str, str])
             found, to_driver = _towards(driver)
             ip = own_address(found or socket.gethostbyname(spark), env)
             listener = stack.enter_context(socket.create_server((ip, 0), backlog=1024))
-            # The kernel completes the connections; no process needs to accept them.
+            # Nobody calls ``accept``: the kernel completes connections up to the backlog by itself.
         except (OSError, PlanError) as error:
             why = str(error)
         address = list(listener.getsockname()[:2]) if listener is not None else None
@@ -84,7 +84,7 @@ def _reach(context: Any, driver: tuple[str, int] | None, env: Mapping[str, str])
 
 
 def _towards(driver: tuple[str, int] | None) -> tuple[str | None, str | None]:
-    """Return this host's address on the way to the driver, and why the driver cannot be reached ("" if it can)."""
+    """Return the address from which this host reaches the driver, and "" or the error; twice None without a driver."""
     if driver is None:
         return None, None
     try:
@@ -95,7 +95,7 @@ def _towards(driver: tuple[str, int] | None) -> tuple[str | None, str | None]:
 
 
 def peers_to_dial(mine: Mapping[str, Any], everyone: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Return the tasks to dial: the first on each other host, in the order of the tasks after this one."""
+    """Return the tasks to dial: one task on each other host, beginning with the tasks that follow this one."""
     ordered = sorted(everyone, key=lambda one: ((one["task"] - mine["task"]) % (len(everyone) * 2), one["task"]))
     by_host: dict[str, Mapping[str, Any]] = {}
     for one in ordered:

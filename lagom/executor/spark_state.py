@@ -1,4 +1,4 @@
-"""``SparkState``: what pyspark tells the program of a task, carried from the Python worker to the ranks."""
+"""``SparkState``: carries pyspark's state of a task (files, ``TaskContext``) from the Python worker to the ranks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class SparkState:
     files: str
     """Folder of the files of ``SparkContext.addFile``."""
     context: bytes
-    """Pickled ``TaskContext``: unpickling imports pyspark, which most programs do not need."""
+    """Pickled ``TaskContext``, unpickled only if the program imports pyspark, since unpickling imports it."""
 
     @classmethod
     def of_worker(cls) -> SparkState:
@@ -24,7 +24,7 @@ class SparkState:
         return cls(files=SparkFiles.getRootDirectory(), context=pickle.dumps(TaskContext.get()))
 
     def restore(self, pyspark: ModuleType) -> None:
-        """Have ``SparkFiles`` and ``TaskContext`` of ``pyspark`` answer as in the worker."""
+        """Set ``SparkFiles`` and ``TaskContext`` of the module ``pyspark`` to the worker's state."""
         pyspark.SparkFiles._root_directory = self.files
         pyspark.SparkFiles._is_running_on_worker = True
         pyspark.TaskContext._setTaskContext(pickle.loads(self.context))

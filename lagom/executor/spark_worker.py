@@ -1,4 +1,4 @@
-"""A Spark task's part in a run, in Spark's Python worker: has its ranks run, and gives Spark their outcomes as rows."""
+"""``run_task``: runs the ranks of a Spark task, called in Spark's Python worker; yields their outcomes as rows."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from lagom.wire.client import Message
 from lagom.wire.server import anonymous_file
 from lagom.wire.spec import RunSpec
 
-_PART = 4 << 20  # bytes of a row
+_PART = 4 << 20  # most bytes of data in a row
 
 
 def run_task(spec: RunSpec) -> Iterator[Any]:
@@ -30,7 +30,7 @@ def run_task(spec: RunSpec) -> Iterator[Any]:
 
     Raises:
         RuntimeError: with the first failure in its text, if this task has no link to the driver.
-        LagomError: if this host cannot run trials; Spark then starts the task again, elsewhere if it can.
+        LagomError: if this host cannot run trials; Spark then starts the task again, on another host if possible.
     """
     from pyspark import BarrierTaskContext, TaskContext
 
@@ -53,7 +53,7 @@ def run_task(spec: RunSpec) -> Iterator[Any]:
         told = pickle.loads(os.pread(files["told"], os.fstat(files["told"]).st_size, 0) or pickle.dumps(None))
         if isinstance(told, BaseException):
             raise told
-        if told is None:  # the host process was killed; a driver with a link to it sees that
+        if told is None:  # the host process was killed, and had no link by which the driver could notice this
             if spec.plan.searches:
                 raise LagomError(f"the process that ran trials on {platform.node()} {ended}")
             raise RankError(
@@ -65,7 +65,7 @@ def run_task(spec: RunSpec) -> Iterator[Any]:
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """A file for the driver and its report; a report with a digest says that the driver has the file already."""
+    """A file for the driver, with a report; a digest in the report means that the driver has received the file."""
 
     rank: int
     name: str
@@ -74,7 +74,7 @@ class _Part:
 
 
 def _rows(parts: Sequence[_Part], files: contextlib.ExitStack) -> Iterator[Any]:
-    """Yield the rows of all files for Spark, a part at a time; close ``files`` at the end."""
+    """Yield the rows of all files, ``_PART`` bytes at a time; close ``files`` at the end."""
     with files:
         for part in parts:
             size = 0 if "sha256" in part.report else os.fstat(part.fd).st_size
@@ -123,10 +123,11 @@ def gpus_of_task(spec: RunSpec, context: Any) -> Sequence[str]:
 
 
 def visible(address: str, mask: str) -> str:
-    """Return ``address`` as CUDA names it if the executor sees only the devices of ``mask``.
+    """Return the GPU with Spark's ``address`` as an entry for CUDA_VISIBLE_DEVICES.
 
-    Spark's addresses are indices into the devices that the executor sees, or UUIDs or MIG names, which are valid
-    anywhere.
+    Args:
+        address: an index into the devices that the executor sees; or a UUID or MIG name, which is valid anywhere.
+        mask: CUDA_VISIBLE_DEVICES of the executor; "" if it sees all devices.
     """
     shown = [entry.strip() for entry in mask.split(",") if entry.strip()]
     if re.fullmatch(r"\d+", address) and int(address) < len(shown) and address not in shown:

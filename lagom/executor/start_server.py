@@ -1,4 +1,4 @@
-"""The command of an executor's fork server: finds lagom where the executor's Python workers have it, and serves."""
+"""The command of an executor's fork server: imports lagom from the folder that the workers use, and runs the server."""
 
 import functools
 import importlib.machinery
@@ -9,7 +9,7 @@ from typing import Any
 
 
 def find_spec(root: str, name: str, path: Sequence[str] | None, target: Any = None) -> Any:
-    """Find lagom before the finder of an editable installation does; spark_task.py does so for Spark's workers."""
+    """Find lagom in ``root``, before the finder of an editable installation; spark_task.py has the same for workers."""
     if name.partition(".")[0] != "lagom":
         return None
     return importlib.machinery.PathFinder.find_spec(name, [root] if path is None else path)

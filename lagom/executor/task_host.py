@@ -1,4 +1,4 @@
-"""``run``: the host process of a Spark task, from its link to the driver to the outcomes of its ranks."""
+"""``run``: the main function of a Spark task's host process: connects to the driver, runs ranks, reports outcomes."""
 
 from __future__ import annotations
 
@@ -30,39 +30,40 @@ DIAL_S = 1.0
 _SEARCH_DIAL_S = 5.0
 _GATHER_S = 3600.0
 _ATTEMPT = 1_000_000
-"""Distance of the slot numbers of two attempts of a task."""
-_INLINE = 8 << 20  # bytes; larger outcomes go to the driver by a connection, as Spark's results have to fit its heap
-_MAX_FAILURE = 1 << 20  # bytes of a pickled exception in an error text
-_MAX_TIMELINE = 1 << 16  # bytes of timelines in an error text: Spark logs the text, and several times
+"""Difference between the slot numbers of two attempts of the same task."""
+_INLINE = 8 << 20  # bytes; larger outcomes go to the driver by a connection, since Spark's results must fit its heap
+_MAX_FAILURE = 1 << 20  # most bytes of a pickled exception in an error text
+_MAX_TIMELINE = 1 << 16  # most bytes of timelines in an error text, which Spark logs several times
 _FileReport = tuple[int, str, str, "Message"]
 """Rank, kind of file for the driver, name of the file, and report."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExecutorTask:
-    """A task of Spark's, as its host process needs to know it."""
+    """The facts of a Spark task that its host process needs."""
 
     spec: RunSpec
     number: int
     attempt: int
     ip: str
-    """Spark's address of its host; empty for a search."""
+    """The address of the task's host by Spark; empty outside of barrier jobs."""
     gpus: tuple[str, ...]
     """The GPU of each rank, in the form of CUDA_VISIBLE_DEVICES."""
     spark: SparkState
 
     @property
     def files(self) -> Sequence[str]:
-        """Names of the files that come with the task, in their order: what it tells, and those of rank 0."""
+        """Names of the task's files, in order: "told" for the result of ``run``, outcomes, and "files" for rank 0."""
         if self.spec.plan.searches:
             return ["told"]
         return ["told", *(f"outcome-{rank}" for rank in self.ranks), *["files"] * (0 in self.ranks)]
 
     def run(self, files: Sequence[int], gather: Callable[[str], Sequence[str]]) -> None:
-        """Run the ranks, or trials of a search; write the files.
+        """Run the ranks, or trials of a search, and write the results into the files.
 
         Args:
-            gather: gives the texts of all tasks of the stage for that of this one.
+            files: descriptors of the files that the property ``files`` names, in the same order.
+            gather: sends the text of this task to all tasks of the stage, and returns their texts.
         """
         by_name = dict(zip(self.files, files, strict=True))
         with on_import({"pyspark": self.spark.restore}):
@@ -72,13 +73,13 @@ class ExecutorTask:
 
     @property
     def ranks(self) -> Sequence[int]:
-        """Its ranks."""
+        """Numbers of the task's ranks."""
         first = self.number * self.spec.plan.ranks_per_slot
         return range(first, min(first + self.spec.plan.ranks_per_slot, self.spec.plan.world_size))
 
 
 def run(fds: Sequence[int]) -> None:
-    """Run the task in the first file, which asks its Python worker by the second; the others are the task's files."""
+    """Run a task. ``fds`` are a file with the pickled task, a socket to its Python worker, and the task's files."""
     with os.fdopen(fds[0], "rb") as file:
         file.seek(0)
         worker, task = pickle.load(file)
@@ -90,7 +91,7 @@ def run(fds: Sequence[int]) -> None:
 
 
 def _gathered(asks: DriverClient, text: str) -> Sequence[str]:
-    """Return the texts of all tasks of the stage, for that of this one; Spark has the worker ask for them."""
+    """Return the texts of all tasks of the stage, with ``text`` as this task's; the worker calls Spark's allGather."""
     asks.send({"text": text})
     reply = asks.receive(_GATHER_S)
     if reply is None:
@@ -108,7 +109,8 @@ def _run(
         if spec.address is not None:
             link = dial(spec.address, spec.secret, {"purpose": "task", "task": task.number}, DIAL_S, spec.certificate)
         if link is not None:
-            os.pwrite(files["told"], pickle.dumps([]), 0)  # if this process is killed, the driver sees it
+            # If this process is killed, the driver notices it by the link: the worker then need not raise an error.
+            os.pwrite(files["told"], pickle.dumps([]), 0)
         return _run_ranks(task, link, gather if spec.plan.barrier else None, files)
     except Stopped:
         return []
@@ -124,7 +126,7 @@ def _run(
 
 
 def _serve_slot(task: ExecutorTask) -> Sequence[_FileReport] | Exception:
-    """Run trials until the driver says that the search is over; return the reason if that is not possible here."""
+    """Run trials until the search is over or the driver has ended; return an error if this host cannot run trials."""
     spec, slot = task.spec, task.attempt * _ATTEMPT + task.number
     assert spec.address is not None
     try:
@@ -154,8 +156,8 @@ def _run_ranks(
     with host_workspace(spec) as place:
         reports = run_task_ranks(spec, task.number, place, link, gather, outcomes, ip, task.gpus)
         failed = [report for report in reports if not report["ok"] and not report.get("stopped")]
-        # A driver that has a link to this task ends the run itself, and quietly: a task that raises fills Spark's log,
-        # and the job's failure would lose the reports of other tasks, which may have the cause.
+        # Raise only without a link to the driver. With a link, the driver itself ends the run: a task that raises
+        # fills Spark's log, and the job's failure would lose the reports of other tasks, one of which may be the cause.
         if failed and link is None:
             raise RuntimeError(failure_as_text(failed[0], outcomes[failed[0]["rank"] - ranks[0]], reports))
         found = [(rank, "outcome", f"outcome-{rank}", report) for rank, report in zip(ranks, reports, strict=True)]
@@ -180,7 +182,7 @@ def failure_as_text(report: Message, fd: int, reports: Sequence[Message]) -> str
 
 
 def fitting_timelines(reports: Sequence[Message]) -> list[Message]:
-    """Select the latest blocks of the ranks' timelines that fit into an error text: they show how the run ended."""
+    """Return the latest blocks of the ranks' timelines that fit into an error text; they show how the run ended."""
     of_ranks = [[said for said in one.get("output", []) if said["type"] == "timeline"] for one in reports]
     found: list[Message] = []
     left = _MAX_TIMELINE
@@ -193,7 +195,7 @@ def fitting_timelines(reports: Sequence[Message]) -> list[Message]:
 
 
 def _deliver_if_large(spec: RunSpec, rank: int, name: str, fd: int, report: Message) -> Message:
-    """Return ``report``; a large file is sent to the driver first, and the file's digest is added if it arrived."""
+    """Send a large file to the driver; return ``report``, with the file's digest if the file has arrived there."""
     if os.fstat(fd).st_size <= _INLINE or spec.address is None:
         return report
     digest = deliver(spec.address, spec.secret, f"{name}-{rank}", fd, 60.0, spec.certificate)

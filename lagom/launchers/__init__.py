@@ -10,7 +10,7 @@ from lagom.launchers.protocol import Launcher
 
 
 def choose(name: LauncherName) -> Launcher:
-    """Return the launcher of that name; "auto" is Spark if a session is active, else local."""
+    """Return the launcher called ``name``; "auto" is Spark if a Spark session is active, else local."""
     if name == "auto":
         name = "spark" if active_session() is not None else "local"
     if name == "spark":
@@ -27,12 +27,12 @@ def choose(name: LauncherName) -> Launcher:
 
 
 def active_session() -> Any:
-    """Return the SparkSession of this process, classic or Connect, or None; import nothing to find out."""
+    """Return the SparkSession of this process, classic or Connect, or None; do not import pyspark for this."""
     for name in ("pyspark.sql.session", "pyspark.sql.connect.session"):
         module = sys.modules.get(name)
         session = module.SparkSession.getActiveSession() if module else None
         if session is None and module is not None:
-            # The active session belongs to a thread; this one to the process.
+            # The active session belongs to a thread; ``_instantiatedSession`` belongs to the process.
             session = getattr(module.SparkSession, "_instantiatedSession", None)
         if session is not None and _alive(session):
             return session

@@ -1,6 +1,6 @@
 """``run_attempts``: runs a call, and runs it again after the loss of a rank, an executor or a host.
 
-What the new attempt finds is in Note [Files of a lost attempt] in restart/prepared_files.py.
+Note [Files of a lost attempt] in restart/prepared_files.py says which files a new attempt finds.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ def run_attempts(
     records: RunRecords | None = None,
     snapshots: SnapshotFolder | None = None,
 ) -> tuple[list[Outcome], list[Failure]]:
-    """Run ``call`` under ``plan``, up to ``max_failures`` times again; return the last outcomes, and all losses.
+    """Run ``call`` under ``plan``, again after up to ``max_failures`` losses; return the last outcomes and all losses.
 
     Raises:
-        Exception: as ``raise_failure`` and ``Launcher.run``; for a loss, when no attempt is left.
+        Exception: as ``raise_failure`` and ``Launcher.run``; after a loss only when no attempt is left.
     """
     changed = records.lost if records is not None else lambda _: None
     history = RunHistory(plan.config.max_failures, changed, snapshots)
@@ -43,7 +43,7 @@ def run_attempts(
         while isinstance(found := _run_once(launcher, now, call, records, history), LagomError):
             if isinstance(found, SnapshotError) and history.resumed is not None:
                 if not history.failures:
-                    raise found  # by resume: it may go on on another machine, so the snapshots stay
+                    raise found  # the user resumes a run, perhaps on the wrong machine: keep the snapshots
                 say(f"{found}: the run begins again from the beginning", plan, records)
                 history.give_up_snapshots()
                 continue
@@ -58,7 +58,7 @@ def run_attempts(
 def _run_once(
     launcher: Launcher, plan: Plan, call: Call, records: RunRecords | None, history: RunHistory
 ) -> list[Outcome] | LagomError:
-    """Return the outcomes of one attempt, all good, or the error that may be that of a loss."""
+    """Return the outcomes of an attempt without failures; else its error, with a loss, if any, in ``history.loss``."""
     try:
         outcomes = launcher.run(plan, call, records, history)
         reports = [outcome.report for outcome in outcomes if not outcome.report["ok"]]
@@ -75,7 +75,7 @@ def _next(
     """Return the plan of the attempt after ``loss``.
 
     Raises:
-        LagomError: ``error``, if there is to be no other attempt.
+        LagomError: ``error``, if no further attempt is allowed or there are too few slots.
     """
     history.fail(loss)
     if len(history.failures) > plan.config.max_failures:
@@ -106,7 +106,8 @@ def _least(plan: Plan) -> int:
     least, config = plan.config.min_world_size, plan.config
     if least is not None:
         return min(least, plan.world_size)
-    # There each rank adds to the global batch: with fewer ranks it would be another training.
+    # In these three modes the global batch or the learning rate depends on the number of ranks: with fewer ranks the
+    # training would be a different one.
     return plan.world_size if plan.already_distributed or config.batches == "per_rank" or config.lr_scaling else 1
 
 

@@ -1,4 +1,4 @@
-"""Spark DataFrames as data sets: written as Parquet by their cluster, once for each plan, or collected if small.
+"""Spark DataFrames as data sets: their cluster writes them as Parquet once for each query; small ones are collected.
 
 See Note [DataFrames].
 """
@@ -24,10 +24,10 @@ from urllib.parse import urlsplit
 from lagom.errors import DataError
 
 CACHE = "spark.lagom.cacheDir"
-"""Setting of a session that names the folder to write to; petastorm's setting is the second choice."""
+"""Spark setting that names the folder to write to; without it, petastorm's setting counts."""
 _PETASTORMS = "petastorm.spark.converter.parentCacheDirUrl"
 MAX_COLLECTED_BYTES = 64 << 20
-"""Largest frame, by Spark's estimate, that is collected if no folder is known that all hosts reach."""
+"""Size, by Spark's estimate, up to which a frame is collected if no folder is known that all hosts reach."""
 MAX_KEPT_FRAMES = 4
 """Number of frames whose files are kept for the next call."""
 _ROW_GROUP = 32 << 20
@@ -35,7 +35,7 @@ _UNITS = {"B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
 
 
 def is_frame(value: object) -> bool:
-    """Return whether ``value`` is a DataFrame of Spark's, classic or Connect."""
+    """Return whether ``value`` is a Spark DataFrame, classic or Connect."""
     return any(
         kind.__name__ == "DataFrame" and kind.__module__.startswith("pyspark.sql.") for kind in type(value).__mro__
     )
@@ -97,14 +97,14 @@ def _find_written(frame: Any) -> _Kept | None:
     inputs = _inputs(frame)
     for kept in kept_frames:
         if _exists(kept.url) and (kept.frame is frame or (inputs and inputs == kept.inputs)):
-            with contextlib.suppress(Exception):  # it belongs to another session
+            with contextlib.suppress(Exception):  # ``sameSemantics`` raises for a frame of another session
                 if kept.inputs == inputs and kept.frame.sameSemantics(frame):
                     return kept
     return None
 
 
 def _inputs(frame: Any) -> list[tuple[str, int, int]]:
-    """Return the files from which the frame is read, with time and size if they are on this machine."""
+    """Return the frame's input files, with time and size if they are on this machine, else with zeros."""
     found = []
     for url in sorted(frame.inputFiles()):
         parts = urlsplit(url)
@@ -170,7 +170,7 @@ def _collect(frame: Any, name: str) -> Any:
 
 
 def _estimate(frame: Any) -> int | None:
-    """Return the bytes by the statistics of the optimised plan, or None if they have no usable number."""
+    """Return the frame's size in bytes by Spark's statistics of the optimised plan, or None if these have no size."""
     text = io.StringIO()
     with contextlib.redirect_stdout(text):
         frame.explain(mode="cost")
@@ -190,10 +190,11 @@ def _check_types(frame: Any, name: str) -> None:
 
 
 def unsupported_part(kind: Any) -> str | None:
-    """Return the part of one of Spark's types that cannot be a tensor, or None.
+    """Return the part of a Spark type that cannot be a tensor; None if the whole type can be one.
 
-    ``column_entries`` in ``data/columns/tensor_columns.py`` refuses Arrow's types, which are those of the Parquet files
-    that Spark writes. It needs torch, which the driver does not import: a type that it accepts must be accepted here.
+    ``column_entries`` in ``data/columns/tensor_columns.py`` makes the same decision for the types of the Parquet files
+    that Spark writes. It imports torch, which the driver must not. This function must accept every type that
+    ``column_entries`` accepts.
     """
     if isinstance(kind, str):
         return kind if kind in ("variant", "void") or "interval" in kind else None
@@ -236,7 +237,7 @@ def _delete(url: str) -> None:
 
 @atexit.register
 def _clean_up(pid: int = os.getpid()) -> None:
-    """Remove the files that are left; only in the process that wrote them, not in its forks."""
+    """Remove all files of frames; do nothing in a fork of the process that wrote them."""
     if os.getpid() != pid:
         return
     while kept_frames:
@@ -256,11 +257,11 @@ def forget_frames() -> Iterator[None]:
 
 # Note [DataFrames]
 #
-# Ranks read Parquet. A frame is written to a folder of the session's (spark.lagom.cacheDir), or of this machine's if
-# Spark runs on it; if neither is known, a frame that is small by Spark's own estimate is collected through Arrow and
-# travels with the payload as one file.
+# Ranks read Parquet. A frame is written to the folder that a setting of the session names (spark.lagom.cacheDir), or,
+# if Spark runs on this machine, to a temporary folder. If there is neither, a frame that is small by Spark's own
+# estimate is collected through Arrow and travels with the payload as one file.
 #
-# Files are used again for a frame that Spark's `sameSemantics` finds equal, with the same input files. Spark compares
-# folders, not their content, so the names of files, and times and sizes of local files, are compared here. A frame that
-# is read from no files (a query of a database, an RDD) is the same only if it is the same object. The last few frames
-# are kept, and all are removed when the process ends.
+# A later frame uses the same files if Spark's `sameSemantics` finds the two frames equal and their input files are the
+# same. Spark compares folders, not their content, so lagom also compares the names of the files, and times and sizes of
+# local files. A frame without input files (a query of a database, an RDD) equals only itself, the same object. The
+# files of the last few frames are kept; all are removed when the process ends.

@@ -1,4 +1,4 @@
-"""``raise_failure``: raise the error that the caller gets for the ranks' outcomes."""
+"""``raise_failure``: raises the error of the rank that failed first."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def raise_failure(outcomes: Sequence[Outcome]) -> None:
     """Raise the first failed rank's error, if any rank failed; see ``experiment.lagom`` for the kinds of errors."""
     failed = [outcome for outcome in outcomes if not outcome.report["ok"] and not outcome.report.get("stopped")]
     if failed:
-        # Other ranks see a failed rank as a lost connection.
+        # A failed rank causes errors on other ranks, which lose their connection to it: take these last.
         first = min(
             failed, key=lambda outcome: (bool(outcome.report.get("consequence")), outcome.report.get("order", 0))
         )
@@ -25,13 +25,13 @@ def raise_failure(outcomes: Sequence[Outcome]) -> None:
 def _error(outcome: Outcome) -> BaseException | None:
     try:
         error = outcome.load().get("error")
-    except Exception:  # its class is not here, or cannot be made from the pickle
+    except Exception:  # the error's class cannot be imported here, or its pickle cannot be loaded
         return None
     return error if isinstance(error, BaseException) else None
 
 
 def _exception(error: BaseException | None, report: Message) -> BaseException:
-    """Return the rank's own exception, with its traceback as the cause; or a RankError that describes the failure."""
+    """Return ``error``, or, if it is None, a RankError with the report's text; its cause is the rank's traceback."""
     rank = report["rank"]
     if error is None:
         if "exit" in report:
@@ -50,5 +50,5 @@ def message_of(error: BaseException) -> str:
     """Return ``str(error)``; if that fails, a text that says so."""
     try:
         return str(error)
-    except Exception as failure:  # a class of the program's may do anything in __str__
+    except Exception as failure:  # ``__str__`` of a program's own class may raise any error
         return f"(its message fails with {type(failure).__name__})"

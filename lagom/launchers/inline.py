@@ -1,4 +1,4 @@
-"""``InlineLauncher``: one rank in this process, so that a debugger stops in the user's code."""
+"""``InlineLauncher``: runs one rank in this process, so that a debugger stops in the user's code."""
 
 from __future__ import annotations
 
@@ -24,28 +24,28 @@ def _keep_timeline(spans: Spans, records: RunRecords) -> None:
         records.timed(block | {"rank": 0})
 
 
-_running = threading.RLock()  # reentrant: a call inside a call, in one thread, undoes its patches in order
+_running = threading.RLock()  # reentrant: a nested call in the same thread is safe, since it undoes its patches first
 
 
 class InlineLauncher:
-    """Runs the one rank in this process; pickles nothing, and restores everything afterwards."""
+    """Runs the only rank in this process; pickles nothing, and undoes all patches and settings afterwards."""
 
     def cluster(self) -> Cluster:
         """Return one slot, with a GPU if there is one."""
         return Cluster(launcher="inline", slots=1, gpus_per_slot=min(1, len(visible_gpus())))
 
     def where(self) -> str:
-        """Name the place for a reader."""
+        """Return the place where ranks run, as a text for the user."""
         return "this process"
 
     def slots_again(self, wanted: int, loss: Loss) -> int:
-        """See ``Launcher.slots_again``; a loss of this process ends the caller too."""
+        """Return ``wanted``; there is no new attempt, since the loss of this process ends the caller too."""
         return wanted
 
     def run(
         self, plan: Plan, call: Call, records: RunRecords | None = None, history: RunHistory | None = None
     ) -> list[Outcome]:
-        """See ``Launcher.run``; an exception of the function's is not wrapped, so that a debugger stops at it."""
+        """See ``Launcher.run``; an exception of the function is not caught, so that a debugger stops at it."""
         from lagom.worker import bootstrap
         from lagom.world import Place, world_size
 

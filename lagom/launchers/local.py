@@ -35,9 +35,9 @@ from lagom.wire.many_files import send_with_files
 from lagom.wire.server import anonymous_file
 from lagom.wire.spec import RunSpec
 
-_MAX_RANKS = 960  # each has a file here, and a process may open 1,024 as a rule
+_MAX_RANKS = 960  # this process has an open file for each rank, and the usual limit is 1,024 files
 _PATIENCE_S = 4.0
-"""Time for the fork server to end by itself."""
+"""Seconds in which the fork server must end by itself before it is killed."""
 _REQUEST = 1 << 20  # bytes
 
 
@@ -48,7 +48,7 @@ class LocalLauncher:
         """Return one slot per GPU, or per core.
 
         Raises:
-            LagomError: if there is no torch.
+            LagomError: if this Python has no torch.
         """
         if importlib.util.find_spec("torch") is None:
             raise LagomError(f"ranks on this machine need torch, and {sys.executable} has none: pip install torch")
@@ -63,11 +63,11 @@ class LocalLauncher:
         return Cluster(launcher="local", slots=cores, oversubscribe=True, most_ranks=_MAX_RANKS)
 
     def where(self) -> str:
-        """Name the place for a reader."""
+        """Return the place where ranks run, as a text for the user."""
         return "this machine"
 
     def slots_again(self, wanted: int, loss: Loss) -> int:
-        """See ``Launcher.slots_again``; processes of this machine need no slots."""
+        """Return ``wanted``: a new attempt can always start its processes on this machine."""
         return wanted
 
     def run(
@@ -122,10 +122,10 @@ def _file(stack: contextlib.ExitStack, name: str) -> int:
 
 
 def spec_of(plan: Plan, payload_size: int) -> RunSpec:
-    """Describe a run of this machine to its host process."""
+    """Return the spec of a local run for its host process."""
     return RunSpec(
         run_id=secrets.token_hex(8),
-        # One process holds all ranks.
+        # One host process forks all ranks.
         plan=dataclasses.replace(plan, ranks_per_slot=plan.world_size),
         env=dict(os.environ),
         whole_env=True,
@@ -149,7 +149,7 @@ def _outcome(rank: int, report: dict[str, Any], fd: int) -> Outcome:
 
 
 class _Server:
-    """This process's fork server; ends with this process."""
+    """The fork server of this process, which ends with this process."""
 
     def __init__(self) -> None:
         self._sending = threading.Lock()
@@ -165,7 +165,7 @@ class _Server:
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
-                start_new_session=True,  # Ctrl-C in the terminal must not reach it
+                start_new_session=True,  # Ctrl-C in the terminal must not reach the server
                 env=with_huge_pages(env),
                 cwd="/",
             )
@@ -181,7 +181,11 @@ class _Server:
         return not self.alive()
 
     def send(self, request: bytes, fds: list[int]) -> None:
-        """Send ``request`` with the files of its run."""
+        """Send ``request`` with the descriptors ``fds``.
+
+        Raises:
+            _ServerGone: when the server does not accept the request.
+        """
         try:
             with self._sending:
                 send_with_files(self._socket, request, fds)
@@ -195,7 +199,7 @@ class _Server:
         if self.pid == os.getpid():
             try:
                 self.process.wait(timeout=_PATIENCE_S)
-            except subprocess.TimeoutExpired:  # on a busy machine; it would outlive this process, and Popen warn of it
+            except subprocess.TimeoutExpired:  # a busy machine: kill it, or it outlives this process and Popen warns
                 self.process.kill()
                 self.process.wait()
 

@@ -17,36 +17,37 @@ from lagom.wire.client import Message
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Outcome:
-    """Report of one rank's end, with a function that unpickles the value or exception that it left."""
+    """Report of one rank's end, with a function that unpickles the rank's value or exception."""
 
     rank: int
     report: Message
-    """``ok``, and for a failure its ``error``, ``message`` and ``traceback`` as text."""
+    """Dict with ``ok``; after a failure also with ``error``, ``message`` and ``traceback`` as texts."""
     load: Callable[[], Mapping[str, Any]]
-    """Unpickles ``{"value": ..., "samples": ...}`` and more, see ``bootstrap``, or ``{"error": exception or None}``."""
+    """Unpickles ``{"value": ..., "samples": ..., ...}`` (see ``bootstrap``), or ``{"error": exception or None}``."""
 
 
 class Launcher(Protocol):
     """Starts ranks in one kind of place, and returns their outcomes."""
 
     def cluster(self) -> Cluster:
-        """Return the facts from which a plan is made."""
+        """Return the facts about the cluster from which a plan is made."""
 
     def where(self) -> str:
-        """Name the place for a reader: "Spark local[2]", "this machine"."""
+        """Return the place where ranks run, as a text for the user: "Spark local[2]", "this machine"."""
 
     def slots_again(self, wanted: int, loss: Loss) -> int:
-        """Return the task slots for a new attempt after ``loss``, at most ``wanted``; wait some seconds for them.
+        """Return the task slots for a new attempt after ``loss``, at most ``wanted``; wait some seconds for more.
 
-        Slots on hosts that are cut off do not count, and are not used.
+        Slots on the hosts in ``loss.cut_off`` do not count, and are not used.
         """
 
     def run(
         self, plan: Plan, call: Call, records: RunRecords | None = None, history: RunHistory | None = None
     ) -> list[Outcome]:
-        """Run ``call`` on all ranks; return their outcomes in rank order, failures among them.
+        """Run ``call`` on all ranks; return the outcomes of all ranks in rank order, also those of failed ranks.
 
-        ``records`` keeps output and progress; ``history`` has the earlier attempts, and gets the loss of this one.
+        ``records`` keeps output and progress. ``history`` has the earlier attempts, and receives the loss of this
+        attempt.
 
         Raises:
             LagomError: if ranks could not be started or were lost.

@@ -1,4 +1,4 @@
-"""``RankEvents``: a bounded queue of the ranks' messages, from the channel's thread to the one that shows them."""
+"""``RankEvents``: a bounded queue of the ranks' messages, from the channel's thread to the thread that shows them."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from lagom.wire.client import Message
 
 _MAX_BYTES = 64 << 20
 """Bytes of output and progress that may wait for a slow terminal or disk."""
-_PROGRESS = 1000  # bytes that one report of progress takes, about
+_PROGRESS = 1000  # approximate bytes of one report of progress
 
 
 class RankEvents:
     """Queues the events of ranks for the driver, first in, first out.
 
-    Above the limit, output is dropped and counted, progress is dropped, and all other events are kept.
+    While ``limit`` bytes wait, new output is dropped and counted, new progress is dropped, and other events are kept.
     """
 
     def __init__(self, limit: int = _MAX_BYTES) -> None:
@@ -42,7 +42,7 @@ class RankEvents:
         self._events.put(event)
 
     def get(self, timeout: float | None = None) -> Message:
-        """Return the next event; the number of pieces dropped before it is an event too.
+        """Return the next event; "dropped" is an event with the number of pieces of output that were dropped.
 
         Args:
             timeout: seconds to wait; None does not wait.

@@ -8,8 +8,8 @@ from lagom.errors import LagomError, RankError
 from lagom.monitor.stalls import rank_names
 from lagom.wire.client import Message
 
-_SILENT_S = 3.5  # of silence, after which a machine is named; checked once a second
-_AT_ONCE_S = 1.5  # between tasks that were cut off together, at most, as they are looked at one after the other
+_SILENT_S = 3.5  # silence after which the user is warned; silence is measured once a second
+_AT_ONCE_S = 1.5  # most seconds between the measured silences of tasks that were cut off at the same time
 
 
 class RankPlaces:
@@ -41,7 +41,7 @@ class RankPlaces:
         )
 
     def gone(self, task: int) -> LagomError:
-        """Return the error for a task whose connection ended before the task was done."""
+        """Return the error for ``task``, whose connection has ended before the task was done."""
         if task not in self._joins:
             return LagomError(f"the process of task {task} is gone before its ranks began, perhaps killed")
         first = int(self._joins[task]["ranks"][0])
@@ -54,10 +54,12 @@ class RankPlaces:
         )
 
     def lost_hosts(self, addresses: Mapping[int, str]) -> frozenset[str]:
-        """Return names and addresses of the hosts that count as lost; none if all are silent: it may be this one.
+        """Return names and addresses of the hosts that count as lost.
+
+        Return none if all hosts are silent, since then this machine itself may be cut off.
 
         Args:
-            addresses: of tasks, as this machine sees them.
+            addresses: the address of each task, as this machine sees it.
         """
         lost = [task for task, seconds in self._silent.items() if seconds >= self._lost_s - _AT_ONCE_S]
         if len(self._silent) == len(self._joins):

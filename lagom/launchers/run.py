@@ -22,12 +22,12 @@ from lagom.wire.rendezvous import LEAVE_S, WRITE_S, peers
 from lagom.wire.server import DriverServer
 
 GATHER_S = 1.5
-"""Time for the last task to join after the first, before all are told to gather without the driver."""
-IMPATIENT_S = 5.0  # without a message from the tasks, before the user is told about the wait
-_BUSY_S = 60.0  # the same if only a process of this machine has to start: it always does, if slowly
-_GRACE_S = 5.0  # between the end of the job and the last messages of its tasks
-ANSWER_S = 3.0  # for a task to answer a stop; tasks that do are waited for
-LOST_S = 20.0  # of silence, after which a machine counts as lost
+"""Seconds from the first join to the last, after which tasks are told to gather their addresses without the driver."""
+IMPATIENT_S = 5.0  # time without a message from the tasks, after which the user is told about the wait
+_BUSY_S = 60.0  # the same time for a local run, whose process always starts, if slowly
+_GRACE_S = 5.0  # longest wait for the next message of a task after the job has ended
+ANSWER_S = 3.0  # time in which a task must answer a stop; the driver waits only for tasks that do
+LOST_S = 20.0  # silence after which a machine counts as lost
 
 
 class RunView:
@@ -112,7 +112,7 @@ class RunView:
 
     @property
     def has_tasks(self) -> bool:
-        """Return whether any task is connected, and so receives messages."""
+        """Return whether any task has connected, so that it can be told to stop."""
         return bool(self._connected)
 
     @property
@@ -129,7 +129,7 @@ class RunView:
         self._debugger.close()
 
     def finish(self) -> None:
-        """Report from any thread that the job is over: ``watch`` returns after the tasks' last messages."""
+        """Note that the job is over, so that ``watch`` returns after the tasks' last messages; for any thread."""
         self._events.put({"type": "over"})
         self._debugger.close()
 
@@ -160,26 +160,26 @@ class RunView:
         return min(IMPATIENT_S, max(0.1, self._answer_by - time.monotonic())) if self._stopping else IMPATIENT_S
 
     def _abandoned(self) -> bool:
-        """Return whether all stopped tasks are done, except those that have not answered in time."""
+        """Return whether ``ANSWER_S`` have passed since the stop, and every task that answered it is done."""
         if not self._stopping or time.monotonic() < self._answer_by:
             return False
         return not (self._connected & self._answered) - self._done
 
     def unheard(self) -> None:
-        """Tell the user that the ranks cannot send messages before they end."""
+        """Tell the user that the ranks cannot reach the driver: they send no messages before they end."""
         self._hears = False
         self._display.unheard()
 
     def say(self, message: Message) -> None:
-        """Show a rank's output that came with the results, without a link."""
+        """Show a rank's output that came with the results of Spark, since the rank had no link to the driver."""
         self._display.show(message)
 
     def failures(self) -> list[Message]:
-        """Return the failures that tasks reported, in the order of arrival: the first is the cause."""
+        """Return the failures that tasks reported, in the order of arrival."""
         return self._failures
 
     def lost(self) -> LagomError | None:
-        """Return the error of tasks that gave up or were lost, or None; also None if a rank's failure is the cause."""
+        """Return the error of tasks that gave up or were lost; None without any, or if a rank's failure caused it."""
         if self._refused is not None:
             return self._refused
         if not self._lost or not all(failure.get("consequence") for failure in self._failures):
@@ -189,13 +189,13 @@ class RunView:
         return RankError(text, first.rank) if isinstance(first, RankError) else LagomError(text)
 
     def lose_executor(self) -> None:
-        """Note that Spark has lost an executor, of which no connection has told."""
+        """Note that Spark has lost an executor, unless a closed connection has shown a loss already."""
         if self._gone is None:
             self._gone = Loss(rank=None, host="", cause="Spark lost an executor")
             self._lost.append(LagomError(self._gone.cause))
 
     def loss(self) -> Loss | None:
-        """Return what was lost if nothing else has ended the run."""
+        """Return the loss that ended the run; None if the run had another end, such as a failure of a rank."""
         if self._refused is not None or len(self._lost) > (self._gone is not None):
             return None
         if all(failure.get("consequence") for failure in self._failures):
@@ -222,7 +222,7 @@ class RunView:
             else:
                 self.channel.call_later(WRITE_S, self.stop)
         elif kind == "stalled":
-            # Ranks that wait for it report their stalls at about the same time.
+            # Ranks that wait for the stalled rank report stalls soon after: show all of them together.
             beat_s = min(self.plan.config.hb_interval, self.plan.config.stall_timeout_s / 4)
             self.channel.call_later(beat_s + 0.5, lambda: self._events.put({"type": "show_stalls"}))
         elif kind == "files":
@@ -268,7 +268,7 @@ class RunView:
             self._failures.append(report | {"order": len(self._failures)})
 
     def _close(self, task: int) -> None:
-        """Note that the connection of ``task`` has closed; before the task was done, that ends the run."""
+        """Note that the connection of ``task`` has closed; end the run if the task was not done."""
         if task in self._connected and task not in self._done:
             self._done.add(task)
             if not self._stopping and all(failure.get("consequence") for failure in self._failures):

@@ -17,7 +17,7 @@ from lagom.wire.client import Message
 
 
 class RunDisplay:
-    """Shows progress, output and warnings of one attempt, without the output that an earlier attempt has shown."""
+    """Shows progress, output and warnings of an attempt; skips output that an earlier attempt has shown already."""
 
     def __init__(
         self, plan: Plan, where: str, records: RunRecords | None, history: RunHistory, debugger: DebugTerminal
@@ -28,7 +28,7 @@ class RunDisplay:
         self._debugger = debugger
         self._stalled: dict[int, Message] = {}
         self._own = set[str]()
-        """Texts of lagom's that a rank has said."""
+        """Texts of lagom itself that some rank has sent."""
         self._progress = Progress(plan, where, records.said if records is not None else None)
         self._output = Output(plan.config.log == "all", self._progress.line.make_room)
 
@@ -43,7 +43,7 @@ class RunDisplay:
             self._progress.waiting(joined, wanted)
 
     def unheard(self) -> None:
-        """Tell the user that the ranks cannot send messages before they end."""
+        """Tell the user that the ranks cannot reach the driver: they send no messages before they end."""
         if self._plan.rehearsal is None:
             self._progress.unheard()
             if self._plan.config.snapshot_every_s is not None:
@@ -101,7 +101,7 @@ class RunDisplay:
             self._records.started(event["pids"])
 
     def _show_snapshot(self, event: Message) -> None:
-        """Record a snapshot; show why none can be taken."""
+        """Record a snapshot, or show the reason why none can be taken."""
         if event["what"] == "kept" and "is_whole" in event and (why := self._history.keep(event)):
             event = {"what": "none", "why": why}
         if event["what"] == "kept":
@@ -125,7 +125,10 @@ class RunDisplay:
         self._output.show(event["rank"], event["stream"], data)
 
     def _show_own(self, rank: int, text: str) -> None:
-        """Show what lagom says on a rank, and record it apart from the program's output; ranks mostly say the same."""
+        """Show a text of lagom from rank 0, or from all ranks with ``log="all"``; only record new texts of other ranks.
+
+        Most texts are the same on all ranks.
+        """
         is_new = text not in self._own
         self._own.add(text)
         if text and self._plan.config.log == "all":
@@ -142,7 +145,7 @@ class RunDisplay:
 
 
 def _place(place: Sequence[int | None]) -> str:
-    """Name the place of sleeping twins: backwards, epoch and batches."""
+    """Return the place at which twins sleep, as a text; ``place`` is a number of backwards, an epoch and a step."""
     num_backwards, epoch, step = place
     if epoch is None or step is None:
         return f"after {num_backwards} backwards"

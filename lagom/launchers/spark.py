@@ -1,4 +1,4 @@
-"""``SparkLauncher``: ranks for the tasks of one barrier job, forked on the executors."""
+"""``SparkLauncher``: runs one Spark job, a barrier job as a rule, whose tasks fork the ranks on the executors."""
 
 from __future__ import annotations
 
@@ -44,9 +44,9 @@ from lagom.wire.spec import RunSpec
 from lagom.wire.tls import NoCertificate, certificate_of_a_run, key_and_certificate
 
 log = logging.getLogger("lagom")
-_INLINE = 1 << 20  # bytes of a payload that is sent in the job itself
-CANCELLED_S = 10.0  # for Spark to end a cancelled job; it learns late of an executor that is cut off
-_CANCEL_S = 2.0  # for tasks to return by themselves when a run is to end
+_INLINE = 1 << 20  # largest payload, in bytes, that is sent in the job itself
+CANCELLED_S = 10.0  # longest wait for the end of a cancelled job; Spark notices late that an executor is cut off
+_CANCEL_S = 2.0  # time in which stopped tasks can return by themselves, before the job is cancelled
 
 
 class SparkLauncher:
@@ -61,7 +61,7 @@ class SparkLauncher:
         return self.facts.cluster()
 
     def where(self) -> str:
-        """Name the place for a reader."""
+        """Return the place where ranks run, as a text for the user."""
         return self.facts.name
 
     def slots_again(self, wanted: int, loss: Loss) -> int:
@@ -106,7 +106,7 @@ class SparkLauncher:
             return home.outcomes()
 
     def survey(self, plan: Plan, driver: tuple[str, int] | None) -> Sequence[Mapping[str, Any]]:
-        """Return the facts that the tasks of ``plan`` find; see ``lagom.launchers.spark_survey``."""
+        """Return facts about each task of ``plan``, collected by a Spark job; see ``lagom.launchers.spark_survey``."""
         from lagom.launchers.spark_survey import survey
 
         return survey(self.facts, plan, driver)
@@ -116,12 +116,12 @@ class SparkLauncher:
             return None
         try:
             bound = run.channel.listen(self.facts.bind, run.plan.num_slots, tls)
-        except OSError:  # an address of another machine, as behind NAT: ranks gather without the driver
+        except OSError:  # the address belongs to another machine (NAT): ranks find each other without the driver
             return None
         return (self.facts.advertise or bound[0], bound[1])
 
     def run_job(self, run: RunView, plan: Plan, spec: RunSpec, stack: contextlib.ExitStack) -> Sequence[Any]:
-        """Run the job in a thread of its own and show it from this one; end it on Ctrl-C and failures."""
+        """Run the job in another thread, show the run from this thread, and end the job on Ctrl-C and failures."""
         group = f"lagom-{spec.run_id}"
         function = task_by_value(task_module.spark_task(lagom_zip(), pickled(spec)))
 
@@ -138,7 +138,7 @@ class SparkLauncher:
                 running.wait(CANCELLED_S)
                 if running.lasts and (lost := run.lost()) is not None:
                     raise lost
-                if running.lasts and run.failures():  # they give the reason; Spark may never learn of an executor's end
+                if running.lasts and run.failures():  # do not wait: Spark may never notice the end of an executor
                     return []
             running.wait()
         except BaseException:  # Ctrl-C, or an error of this process, such as a signal handler's
@@ -165,7 +165,11 @@ class SparkLauncher:
 
 
 def encryption(facts: SparkFacts) -> tuple[ssl.SSLContext, str]:
-    """Return the TLS settings of the channel, and the certificate that ranks check."""
+    """Return the TLS context of the driver's channel, and the certificate that ranks check.
+
+    Raises:
+        PlanError: if no certificate can be made on this machine.
+    """
     if not facts.encrypts:
         log.warning(
             "Spark's encryption is on, but spark.authenticate is not, without which Spark sends in clear: its jobs, "
@@ -181,11 +185,12 @@ def encryption(facts: SparkFacts) -> tuple[ssl.SSLContext, str]:
 
 
 class SparkPayload:
-    """Files that hosts fetch from this process, and that processes of its own host open by path.
+    """Files of a run in this process: other hosts fetch them, and processes of this host open them by path.
 
     Args:
-        call: pickled into a nameless file.
-        history: of a run that keeps snapshots, whose kept call is sent instead: snapshots refer to it.
+        call: the call, which is pickled into an anonymous file.
+        history: if it has a snapshot folder, the pickled call in this folder is sent instead of ``call``, since
+            snapshots refer to it.
     """
 
     def __init__(self, call: Call, history: RunHistory | None = None) -> None:
@@ -208,7 +213,7 @@ class SparkPayload:
                 os.close(fd)
 
     def with_digest(self, place: SnapshotPlace | None) -> SnapshotPlace | None:
-        """Return ``place`` with the digest of the snapshot that hosts may have to fetch."""
+        """Return ``place`` with the digest of the resumed snapshot, which hosts may fetch; unchanged without one."""
         if place is None or place.resumed is None or self.snapshot_fd is None:
             return place
         return dataclasses.replace(place, sha256=place.resumed.facts.get("sha256") or digest_of(self.snapshot_fd))
@@ -216,7 +221,13 @@ class SparkPayload:
     def spec(
         self, plan: Plan, address: tuple[str, int] | None, secret: bytes, modules: bytes, *, one_machine: bool
     ) -> RunSpec:
-        """Describe the run to host processes."""
+        """Return the spec of the run for host processes.
+
+        Args:
+            address: where the driver listens; None if executors cannot reach it.
+            modules: zip of the user's modules.
+            one_machine: whether executors run on this machine, and so open the payload by its path.
+        """
         run_id = secrets.token_hex(8)
         here = f"/proc/{os.getpid()}/fd"
         os.pwrite(self._token, f"{run_id}\n{here}/{self.fd}\n".encode(), 0)
@@ -248,14 +259,14 @@ def _content(fd: int) -> bytes:
 
 
 def pickled(spec: RunSpec) -> bytes:
-    """Pickle ``spec`` by reference to lagom's classes, which executors have by then."""
+    """Pickle ``spec`` by reference to lagom's classes; executors unpickle it after they have imported lagom."""
     import pickle
 
     return pickle.dumps(spec)
 
 
 def task_by_value(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return ``function`` with its module pickled by value: executors need no lagom to unpickle it."""
+    """Return a copy of ``function`` that cloudpickle pickles by value, so that executors unpickle it without lagom."""
     from pyspark import cloudpickle as untyped
 
     cloudpickle: Any = untyped
@@ -269,7 +280,13 @@ def task_by_value(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def rows_of_failure(error: Exception, run: RunView) -> Sequence[Any]:
-    """Return the failure in Spark's error text as the row that the task could not return."""
+    """Return the row of the failed rank, decoded from Spark's error text, as if the task had returned it.
+
+    Return no rows if the text has no failure but the channel reported one.
+
+    Raises:
+        LagomError: if neither has a rank's failure; the error has Spark's reason.
+    """
     text = full_text(error)
     found = failure_in(text)
     if found is not None:
@@ -286,7 +303,7 @@ def rows_of_failure(error: Exception, run: RunView) -> Sequence[Any]:
 
 @contextmanager
 def plain_interrupt() -> Iterator[None]:
-    """Make Ctrl-C raise KeyboardInterrupt here; PySpark's own handler calls a JVM that this thread is using."""
+    """Make Ctrl-C raise KeyboardInterrupt in the context; PySpark's handler would call the JVM amid another call."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -297,7 +314,7 @@ def plain_interrupt() -> Iterator[None]:
         signal.signal(signal.SIGINT, before)
 
 
-# Variables that pyspark sets in the driver, and variables that must fit the executor's machine.
+# Prefixes of variables that are not sent: pyspark sets them in the driver, or their values depend on the machine.
 _NOT_SENT = (
     "SPARK_",
     "PYSPARK_",
@@ -322,7 +339,10 @@ def _environment_at_start() -> dict[str, str]:
 
 
 def changed_environment() -> dict[str, str]:
-    """Return the variables that this program has set: they travel, while the shell's belong to this machine."""
+    """Return the environment variables that this program has set or changed since its start.
+
+    Only they are sent to executors: the other variables describe this machine.
+    """
     start = _environment_at_start()
     return {
         key: value for key, value in os.environ.items() if start.get(key) != value and not key.startswith(_NOT_SENT)

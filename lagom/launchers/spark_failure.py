@@ -14,7 +14,7 @@ _KNOWN = (
     (r'Cannot run program "([^"]+)"', "executors have no {} to run"),
     (r"different (?:minor )?version:? ([\d.]+) than that in driver:? ([\d.]+)", "executors run Python {}, and not {}"),
 )
-"""Texts in which Spark says that the executors' Python is unusable, and their meaning."""
+"""Patterns of Spark's errors about an unusable Python on the executors, each with the text for the user."""
 
 
 def why_it_failed(error: BaseException) -> str:
@@ -32,7 +32,7 @@ def why_it_failed(error: BaseException) -> str:
 
 
 def missing_package_text(error: ImportError) -> str:
-    """Return the remedy if this process lacks a package that PySpark needs."""
+    """Return a text with the remedy for ``error``: this process lacks a package that PySpark needs."""
     said = str(error).strip().splitlines()[0]
     if error.name == "distutils":
         return "PySpark 3.5 needs distutils, which Python 3.12 lacks. Remedy: pip install setuptools, or PySpark 4"
@@ -49,7 +49,7 @@ def full_text(error: BaseException) -> str:
 
 
 def _reason(text: str) -> str:
-    """Return Spark's text before its stack traces, without py4j's preface."""
+    """Return the first part of Spark's text, without py4j's first line and without stack traces."""
     lines = [line.removeprefix(": ") for line in text.splitlines() if line.strip()]
     if lines and lines[0].startswith("An error occurred while calling"):
         del lines[0]

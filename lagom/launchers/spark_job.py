@@ -1,4 +1,4 @@
-"""``SparkJob``: one Spark action in a thread of its own, so that the calling thread can show the run."""
+"""``SparkJob``: runs one Spark action in another thread, so that the calling thread can show the run."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 
 class SparkJob:
-    """Runs ``function`` in a thread of the class that Spark wants; the thread calls ``over`` at its end."""
+    """Runs ``function`` in a thread of ``thread_class``; the thread calls ``over`` at its end."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""Start Spark on a master named on a command line; report unusable masters before Spark waits for them."""
+"""``start_session``: starts Spark on a command line's master; reports an unusable master before Spark waits for it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from lagom.launchers.spark_failure import missing_package_text, why_it_failed
 
 REACH_S = 2.5
 _MIN_JAVA = 17
-"""The oldest Java for Spark 4; Spark 3.5 also runs on 8 and 11."""
+"""The oldest Java on which Spark 4 runs; Spark 3.5 also runs on Java 8 and 11."""
 _WANTED = (
     "want local, spark (Spark on this machine), local[N], spark://HOST:7077, yarn, k8s://https://HOST:PORT, "
     "or sc://HOST for Spark Connect"
@@ -27,11 +27,13 @@ _WANTED = (
 
 
 def start_session(master: str | None = None) -> Any:
-    """Start a session on ``master``, or where Spark's own settings say; workers on this machine run this same Python.
+    """Start a session on ``master``, or by Spark's own settings if it is None.
+
+    Unless PYSPARK_PYTHON is set, Spark's workers run the Python of this process.
 
     Raises:
-        ValueError: if ``master`` is no master of Spark's.
-        LagomError: if nothing listens there, or Spark does not start, with the reason.
+        ValueError: if ``master`` is not a Spark master.
+        LagomError: if nothing listens at ``master``, or Spark does not start; the error has the reason.
     """
     if master is not None:
         check_reach(master, addresses_of(master))
@@ -57,7 +59,7 @@ def check_packages() -> None:
     """Check that this process has PySpark, and the packages that PySpark imports for lagom's jobs.
 
     Raises:
-        LagomError: if it has not.
+        LagomError: if a package is missing or too old.
     """
     try:
         from pyspark.sql.pandas.utils import require_minimum_pandas_version, require_minimum_pyarrow_version
@@ -69,10 +71,10 @@ def check_packages() -> None:
 
 
 def addresses_of(master: str) -> list[tuple[str, int]]:
-    """Return the addresses on which ``master`` listens; an empty list if it has no address.
+    """Return the addresses on which ``master`` listens; an empty list if the name has none ("yarn", "local[2]").
 
     Raises:
-        ValueError: if it is no master of Spark's.
+        ValueError: if ``master`` is not a Spark master.
     """
     if master == "yarn" or re.fullmatch(r"local(\[(\*|[1-9]\d*)(,\s*\d+)?\])?|local-cluster\[[\d, ]+\]", master):
         return []
@@ -96,10 +98,10 @@ def _address(master: str, place: str, default: int | None) -> tuple[str, int]:
 
 
 def check_reach(master: str, addresses: list[tuple[str, int]]) -> None:
-    """Check that one of the ``addresses`` accepts a connection.
+    """Check that one of the ``addresses`` accepts a connection; check nothing without addresses or behind a proxy.
 
     Raises:
-        LagomError: if none does.
+        LagomError: if all addresses refuse connections. A master spark:// must also answer within ``REACH_S``.
     """
     if master == "yarn" and not any(os.environ.get(name) for name in ("HADOOP_CONF_DIR", "YARN_CONF_DIR")):
         raise LagomError("Spark finds YARN by HADOOP_CONF_DIR or YARN_CONF_DIR, and neither is set")
@@ -114,12 +116,12 @@ def check_reach(master: str, addresses: list[tuple[str, int]]) -> None:
             socket.create_connection(address, timeout=REACH_S).close()
             answers.put("")
         except TimeoutError:
-            pass  # silence, which the wait below detects
+            pass  # the wait below ends without an answer
         except OSError as error:
             answers.put(str(error.strerror or error).lower())
 
     for address in addresses:
-        threading.Thread(target=dial, args=(address,), daemon=True).start()  # looking up a name may take long
+        threading.Thread(target=dial, args=(address,), daemon=True).start()  # the name lookup may exceed the timeout
     said, deadline = "", time.monotonic() + REACH_S
     with contextlib.suppress(queue.Empty):
         for _ in addresses:
@@ -127,7 +129,7 @@ def check_reach(master: str, addresses: list[tuple[str, int]]) -> None:
             if not said:
                 return
     if not said and not master.startswith("spark://"):
-        return  # it may be far away, or behind a service that starts it
+        return  # a Connect or Kubernetes server may be slow to answer, or be started by the first request
     why = said or f"no answer within {REACH_S} s"
     raise LagomError(f"nobody listens at {master} ({why}); start a master there, or correct the address")
 
@@ -136,9 +138,9 @@ def _check_java() -> None:
     """Check that there is a Java that Spark can start.
 
     Raises:
-        LagomError: if there is none.
+        LagomError: if there is no Java, or it is too old.
     """
-    if "PYSPARK_GATEWAY_PORT" in os.environ:  # within spark-submit, which has one
+    if "PYSPARK_GATEWAY_PORT" in os.environ:  # spark-submit has started Java already
         return
     home = os.environ.get("JAVA_HOME")
     java = shutil.which(f"{home}/bin/java" if home else "java")
@@ -152,7 +154,7 @@ def _check_java() -> None:
 
 
 def _java_version(release: Path) -> int | None:
-    """Return the major version in a ``release`` file of a JDK or JRE, or None."""
+    """Return the major version in a ``release`` file of a JDK or JRE; None if there is no file or no version."""
     try:
         found = re.search(r'^JAVA_VERSION="(?:1\.)?(\d+)', release.read_text(), flags=re.MULTILINE)
     except OSError:

@@ -1,4 +1,4 @@
-"""``OutcomeCollector``: reassembles outcomes and files from the rows of a Spark job."""
+"""``OutcomeCollector``: puts outcomes and files together from the rows of a Spark job."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ log = logging.getLogger("lagom")
 
 
 class OutcomeCollector:
-    """Makes the outcomes of all ranks from the rows of a finished job and the files that came by connections."""
+    """Makes the outcomes of all ranks from the rows of a finished job and the files that the channel received."""
 
     def __init__(self, rows: Sequence[Any], run: RunView) -> None:
         self._run = run
@@ -33,7 +33,11 @@ class OutcomeCollector:
             self._take(row)
 
     def outcomes(self) -> list[Outcome]:
-        """Return an outcome for each rank, in rank order; a stopped rank has one that says so."""
+        """Return an outcome for each rank, in rank order; a rank without a report counts as stopped.
+
+        Raises:
+            LagomError: if tasks were lost, or outcomes are missing without any failure.
+        """
         failures = {report["rank"]: report for report in reversed(self._run.failures())}
         ranks = range(self._run.plan.world_size)
         reports = self._run.reports | self._reports | failures
@@ -50,8 +54,7 @@ class OutcomeCollector:
     def unpack_files(self, folder: str) -> None:
         """Extract the files that rank 0 wrote under its working directory into ``folder``.
 
-        A file that cannot be extracted, such as a link that leads out of the folder, is logged; the run keeps its
-        result.
+        A file that cannot be extracted, such as a link that leads out of the folder, is only logged.
         """
         fd = self._file("files-0")
         if fd is None:
@@ -82,7 +85,7 @@ class OutcomeCollector:
         return functools.cache(lambda: _unpacked(data))
 
     def _file(self, name: str) -> int | None:
-        """Open the file that arrived as ``name`` at its start; return None if there is none."""
+        """Return a descriptor of the file that arrived as ``name``, positioned at its start; None without one."""
         if name in self._digests:
             fd = os.dup(self._run.channel.delivered[name])
             os.lseek(fd, 0, os.SEEK_SET)
@@ -110,12 +113,15 @@ def _failed(report: Message) -> bool:
 
 
 def _unpacked(data: bytes) -> Mapping[str, Any]:
-    # From a bytearray, so that arrays of the result are writable.
+    # Unpickle from a bytearray, so that arrays in the result are writable.
     return unpack(bytearray(data)) if data else {"error": None}
 
 
 def _mapped(fd: int | None) -> memoryview:
-    """Map the file; the mapping ends with its last user. A failed run's outcomes are never unpickled."""
+    """Map the file into memory and close ``fd``; the mapping lives as long as the view.
+
+    Outcomes of failed runs are never loaded, so the file is not read here.
+    """
     assert fd is not None
     try:
         return memoryview(

@@ -19,15 +19,15 @@ from lagom.errors import PlanError
 from lagom.plan import Plan
 
 log = logging.getLogger("lagom")
-EXECUTORS_S = 90.0  # for Spark to start executors: those of a new application, and replacements of lost ones
-REPLACED_S = 4.0  # for Spark to replace a lost executor, before a run begins again without it
-IMPATIENT_S = 5.0  # before the user is told about the wait
+EXECUTORS_S = 90.0  # longest wait for executors, of a new application or replacements of lost executors
+REPLACED_S = 4.0  # longest wait for the replacement of a lost executor, before a run begins again without it
+IMPATIENT_S = 5.0  # wait after which the user is told about it
 _ENCRYPTION = (
     "spark.network.crypto.enabled",
     "spark.authenticate.enableSaslEncryption",
     "spark.ssl.rpc.enabled",  # no other setting implies it, not even spark.ssl.enabled
 )
-_SETTLED_S = 1.5  # without another executor, if nothing says how many there will be
+_SETTLED_S = 1.5  # time without a new executor, after which all count as started if their number is not known
 
 
 def session_facts(session: Any) -> SparkFacts:
@@ -47,9 +47,9 @@ class SparkFacts:
 
     name: str
     bind: str | None
-    """Address of this machine on which to listen for ranks; None if they cannot reach it."""
+    """Address of this machine on which to listen for ranks; None if ranks cannot reach this machine."""
     advertise: str | None
-    """Address by which ranks reach it, if that is another one."""
+    """Address at which ranks reach this machine; None if it is ``bind``."""
 
     def conf(self, key: str, default: str) -> str:
         """Return the session's setting ``key`` as text; ``default`` if it is not set."""
@@ -57,7 +57,7 @@ class SparkFacts:
         return default if value is None else str(value)
 
     def cluster(self) -> Cluster:
-        """Return slots and GPUs, for the plan."""
+        """Return the facts about slots, GPUs and encryption from which a plan is made."""
         if self.dynamic:
             return self._elastic_cluster()
         return Cluster(
@@ -70,17 +70,17 @@ class SparkFacts:
 
     @property
     def dynamic(self) -> bool:
-        """Return whether executors come and go with demand; Spark then refuses barrier stages (SPARK-24942)."""
+        """Whether Spark allocates executors dynamically; it then refuses barrier stages (SPARK-24942)."""
         return self.conf("spark.dynamicAllocation.enabled", "false").lower() == "true"
 
     @property
     def encrypted(self) -> bool:
-        """Return whether the user asked for encryption between Spark's processes; see Note [Encryption of Spark]."""
+        """Whether the user has set encryption between Spark's processes; see Note [Encryption of Spark]."""
         return any(self.conf(key, "false").lower() == "true" for key in _ENCRYPTION)
 
     @property
     def encrypts(self) -> bool:
-        """Return whether Spark really encrypts."""
+        """Whether Spark's encryption takes effect: without spark.authenticate, most of its settings do nothing."""
         return any(self.conf(key, "false").lower() == "true" for key in ("spark.authenticate", _ENCRYPTION[-1]))
 
     def slots(self) -> int:
@@ -91,20 +91,21 @@ class SparkFacts:
         """Return how many of ``wanted`` tasks can run at the same time after a loss; see ``Launcher.slots_again``.
 
         Args:
-            cut_off: names and addresses of hosts on which Spark must start no task, though it may not know it yet.
+            cut_off: names and addresses of unreachable hosts, on which Spark must not start tasks. Spark itself may not
+                have noticed yet that they are unreachable.
         """
         return wanted
 
     def tag(self, group: str, description: str) -> None:
-        """Tag the jobs that this thread starts from now on, for ``cancel``."""
+        """Tag the jobs that this thread starts from now on with ``group``, so that ``cancel`` finds them."""
         raise NotImplementedError
 
     def cancel(self, group: str) -> None:
-        """End the jobs that were started under ``group``."""
+        """Cancel the jobs that are tagged with ``group``."""
         raise NotImplementedError
 
     def thread_class(self) -> type[threading.Thread]:
-        """Return the class of threads that may use the session."""
+        """Return the class of thread from which the session may be used."""
         return threading.Thread
 
     def map_tasks(self, function: Callable[..., Any], schema: str, plan: Plan) -> Sequence[Any]:
@@ -117,12 +118,12 @@ class SparkFacts:
 
     @contextlib.contextmanager
     def _python_of_tasks(self) -> Iterator[None]:
-        """Have functions sent to Spark in the context run in the right Python."""
+        """Context manager in which the Python is set that will run the functions sent to Spark."""
         yield
 
     def _gpus_per_task(self) -> int:
         amount = float(self.conf("spark.task.resource.gpu.amount", "0"))
-        # With a fraction, tasks share a GPU: each still sees one.
+        # With a fraction, several tasks share a GPU, and each task still sees one GPU.
         return 0 if amount == 0 else max(1, int(amount))
 
     def _elastic_cluster(self) -> Cluster:
@@ -135,7 +136,7 @@ class SparkFacts:
         return Cluster(
             launcher="spark",
             slots=int(most) * max(1, cores) if bounded else max(1, now),
-            oversubscribe=not bounded,  # Spark gets the executors when asked for them
+            oversubscribe=not bounded,  # without a bound, Spark allocates as many executors as the job needs
             gpus_per_slot=self._gpus_per_task(),
             barrier=False,
             encrypted=self.encrypted,
@@ -145,11 +146,11 @@ class SparkFacts:
 
 _python_lock = threading.Lock()
 _settled: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
-"""Spark contexts that have their executors, with their number."""
+"""Spark contexts whose executors have started, with the number of executors."""
 
 
 class ClassicFacts(SparkFacts):
-    """Asks a session whose JVM runs beside this process."""
+    """Facts of a classic session, whose driver's JVM this process has started."""
 
     def __init__(self, session: Any) -> None:
         super().__init__(session)
@@ -162,7 +163,10 @@ class ClassicFacts(SparkFacts):
             self.bind, self.advertise = self.conf("spark.driver.bindAddress", host) or None, host
 
     def slots(self) -> int:
-        """Return the scheduler's number, GPUs included; wait for executors that still start or are replaced."""
+        """Return the scheduler's number of task slots, which depends on cores and GPUs.
+
+        Wait first for executors that are starting, or that replace lost ones.
+        """
         jsc = self._context._jsc.sc()
         profile = jsc.resourceProfileManager().defaultResourceProfile()
         wanted = self._num_executors()
@@ -171,7 +175,7 @@ class ClassicFacts(SparkFacts):
         elif wanted != 0:
             age_s = time.time() - self._context.startTime / 1000
             self._await(wanted, time.monotonic() + EXECUTORS_S - age_s)
-        if wanted != 0:  # a local master warns when it is asked for executors
+        if wanted != 0:  # a local master logs a warning when its executors are counted
             _settled[self._context] = self._executors()
         return int(jsc.maxNumConcurrentTasks(profile))
 
@@ -192,7 +196,7 @@ class ClassicFacts(SparkFacts):
         return int(self._context._jsc.sc().getExecutorIds().size())
 
     def _await(self, wanted: int | None, deadline: float) -> None:
-        """Wait until ``deadline`` for ``wanted`` executors, or, if that is None, until no more start."""
+        """Wait for ``wanted`` executors, or, if it is None, until no more start; at most until ``deadline``."""
         start = since = time.monotonic()
         seen, told = -1, False
         while (now := time.monotonic()) < deadline:
@@ -207,7 +211,7 @@ class ClassicFacts(SparkFacts):
             time.sleep(0.05)
 
     def _num_executors(self) -> int | None:
-        """Return the number of executors to wait for, or None if only the cluster knows it."""
+        """Return the number of executors to wait for: 0 for no wait, None if no setting says the number."""
         if matched := re.match(r"local-cluster\[ *(\d+)", self.master):
             return int(matched[1])
         if self.one_machine or self.dynamic:
@@ -225,8 +229,8 @@ class ClassicFacts(SparkFacts):
 
     @contextlib.contextmanager
     def _python_of_tasks(self) -> Iterator[None]:
-        # On this machine, use this same Python unless the user named one: PATH's python3 may be another, as in a
-        # notebook whose virtual environment is not activated.
+        # With a local master, run tasks in the Python of this process unless the user has named another. Spark's
+        # default is python3 on PATH, a different Python in a notebook whose virtual environment is not activated.
         with _python_lock:
             before = self._context.pythonExec
             if self.one_machine and before == "python3" and "PYSPARK_PYTHON" not in os.environ:
@@ -244,7 +248,7 @@ class ClassicFacts(SparkFacts):
 
 
 def _end_executors(jsc: Any, hosts: Set[str]) -> None:
-    """Have Spark end and replace the executors on ``hosts``: by itself it misses them after two minutes."""
+    """Tell Spark to end and replace the executors on ``hosts``: by itself it would notice their loss in two minutes."""
     ended = False
     try:
         executors = jsc.statusStore().executorList(True)
@@ -253,7 +257,7 @@ def _end_executors(jsc: Any, hosts: Set[str]) -> None:
             if summary.id() != "driver" and hosts & {name, *_addresses(name)}:
                 log.info("Spark is told to end executor %s on %s, which is cut off", summary.id(), name)
                 ended = bool(jsc.killAndReplaceExecutor(summary.id())) or ended
-    except Exception as error:  # such as a master that is out of reach as well
+    except Exception as error:  # for example, the master may be out of reach as well
         log.warning("Spark could not be told to end the executors that are cut off: %s", str(error).partition("\n")[0])
         return
     if not ended:
@@ -267,9 +271,9 @@ def _addresses(name: str) -> set[str]:
 
 
 class ConnectFacts(SparkFacts):
-    """Asks a session of Spark Connect, whose server may be anywhere."""
+    """Facts of a Spark Connect session, whose server may be on any host."""
 
-    _slots: dict[str, int] = {}  # noqa: RUF012  (by session: counting them takes a job)
+    _slots: dict[str, int] = {}  # noqa: RUF012  (by session id, since counting slots takes a Spark job)
 
     def __init__(self, session: Any) -> None:
         super().__init__(session)
@@ -277,7 +281,7 @@ class ConnectFacts(SparkFacts):
         self.bind, self.advertise = _address_towards(session), None
 
     def slots(self) -> int:
-        """Return Spark's default parallelism: a client can ask for no better number."""
+        """Return Spark's default parallelism, since a Connect client cannot ask for the number of slots."""
         if matched := re.fullmatch(r"local\[(\d+)(,\d+)?\]", self.master):
             return int(matched[1])
         session_id = str(self.session.session_id)
@@ -298,7 +302,7 @@ class ConnectFacts(SparkFacts):
 
 
 def _address_towards(session: Any) -> str | None:
-    """Return this machine's address on the way to the Connect server."""
+    """Return the address from which this machine reaches the Connect server; None if it cannot be found."""
     with contextlib.suppress(Exception):  # a session has no public attribute for its server's address
         host = session.client.host
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
@@ -317,7 +321,7 @@ def _remedy(master: str) -> str:
 
 # Note [Encryption of Spark]
 #
-# The user's settings count: AES or SASL between Spark's processes, or TLS between them (Spark 4). The first two have no
-# effect without spark.authenticate: Spark then sends in clear, and with its jobs the secrets of runs. lagom warns, and
-# still encrypts its channel. spark.io.encryption.enabled is about files on disks, and spark.ssl.enabled about web
-# pages: neither counts.
+# lagom encrypts if the user has set AES or SASL between Spark's processes, or TLS between them (Spark 4). AES and SASL
+# have no effect without spark.authenticate: Spark then sends its jobs unencrypted, and in them the secrets of lagom's
+# runs. lagom warns, and still encrypts its channel. spark.io.encryption.enabled (files on disks) and spark.ssl.enabled
+# (web pages) do not count.

@@ -1,4 +1,4 @@
-"""``survey``: collect facts from the tasks of a Spark session before any run of lagom."""
+"""``survey``: runs a Spark job that collects facts about its tasks, such as Python versions and addresses."""
 
 from __future__ import annotations
 
@@ -43,6 +43,6 @@ def survey(facts: SparkFacts, plan: Plan, driver: tuple[str, int] | None) -> Seq
 
 
 def _short(text: str) -> str:
-    """Extract the task's error from Spark's text, without the names of stages and tasks around it."""
+    """Return the task's error in Spark's ``text``, without the stages and tasks around it; else the whole text."""
     found = re.search(r"(\[[A-Z_.]+\] .*|\w*(?:Error|Exception): .*)", text)
     return found[1] if found else text

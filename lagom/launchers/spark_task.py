@@ -1,4 +1,4 @@
-"""The function of a Spark task, which Spark's own Python worker runs; pickled by value for executors without lagom."""
+"""The function of a Spark task, which Spark's Python worker runs; pickled by value, since executors may lack lagom."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SURVEY_SCHEMA = "task int, facts string"
 
 
 def spark_task(code_zip: bytes, spec_pickle: bytes) -> Callable[[Iterator[Any]], Iterator[Any]]:
-    """Return the function for ``mapInArrow`` that runs a task's ranks; yields outcomes, in rows of ``SCHEMA``."""
+    """Return a function for ``mapInArrow`` that runs a task's ranks and yields their outcomes as rows of ``SCHEMA``."""
 
     def run(batches: Iterator[Any]) -> Iterator[Any]:
         for _ in batches:
@@ -38,7 +38,7 @@ def spark_task(code_zip: bytes, spec_pickle: bytes) -> Callable[[Iterator[Any]],
 def spark_survey(
     code_zip: bytes, driver: tuple[str, int] | None, barrier: bool, env: dict[str, str]
 ) -> Callable[[Iterator[Any]], Iterator[Any]]:
-    """Return the function for ``mapInArrow`` that reports a task's facts, in rows of ``SURVEY_SCHEMA``."""
+    """Return a function for ``mapInArrow`` that yields facts about a task as rows of ``SURVEY_SCHEMA``."""
 
     def run(batches: Iterator[Any]) -> Iterator[Any]:
         for _ in batches:
@@ -54,7 +54,7 @@ def spark_survey(
 
 @contextlib.contextmanager
 def _sources(code_zip: bytes) -> Iterator[None]:
-    """Make the driver's lagom importable here. See Note [Worker reuse]."""
+    """Context manager in which ``import lagom`` gives the driver's version. See Note [Worker reuse]."""
     root = _unpacked(code_zip)
     loaded = getattr(sys.modules.get("lagom"), "__file__", None) or ""
     if not loaded.startswith(root + os.sep):
@@ -71,9 +71,10 @@ def _sources(code_zip: bytes) -> Iterator[None]:
 
 
 def _finder(root: str) -> Any:
-    """Return a finder that finds lagom in ``root``, before the finder of an editable installation does.
+    """Return a finder that finds lagom in ``root``; it must come before the finder of an editable installation.
 
-    The finder has no class of its own: cloudpickle would pickle that by name, from a module that executors do not have.
+    The finder is an instance of a standard class: cloudpickle would pickle a class of lagom's by name, from a module
+    that executors do not have.
     """
 
     def find_spec(name: str, path: Sequence[str] | None, target: Any = None) -> Any:
@@ -104,7 +105,8 @@ def _unpacked(code_zip: bytes) -> str:
 
 # Note [Worker reuse]
 #
-# Spark keeps its Python workers for the next job, with every module that they have imported. So the worker imports the
-# driver's lagom from a folder named by its content: another version replaces it. It imports neither torch, which the
-# fork server of the executor has (lagom/executor/executor_server.py), nor a module of the user's: processes forked for
-# the run do, and so the next call sees edited modules.
+# Spark reuses its Python workers for the next job, with all modules that they have imported. So the worker imports the
+# driver's lagom from a folder named by a hash of its content, and imports it anew if the next job brings another
+# version. The worker does not import torch, which the executor's fork server imports
+# (lagom/executor/executor_server.py), nor the user's modules. Processes that are forked for the run import those, so
+# that the next run sees edited modules.

@@ -1,4 +1,4 @@
-"""``on_import``: change a package's modules when the program imports them, and only then."""
+"""``on_import``: changes a package's modules when the program imports them, and only then."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @contextmanager
 def on_import(changes: Mapping[str, Change]) -> Iterator[None]:
-    """Call ``changes[name]`` with the module of that name: at once if it is imported, else on its import."""
+    """Call ``changes[name]`` with the module ``name``: at once if it is imported already, else when it is imported."""
     finder = _Finder(changes)
     for name, change in changes.items():
         if name in sys.modules:
@@ -31,7 +31,7 @@ def on_import(changes: Mapping[str, Change]) -> Iterator[None]:
 
 
 class _Finder(importlib.abc.MetaPathFinder):
-    """Finds a module on its path, and has its loader call a change after running it."""
+    """Finds a module on its path, and makes the module's loader call a change after it has run the module."""
 
     def __init__(self, changes: Mapping[str, Change]) -> None:
         self._changes = changes
@@ -46,7 +46,7 @@ class _Finder(importlib.abc.MetaPathFinder):
 
 
 def _then(loader: importlib.abc.Loader, change: Change) -> None:
-    """Have this one ``loader`` call ``change`` with the module that it runs next; the loader keeps its type."""
+    """Make ``loader`` call ``change`` after it has run its next module; only this object changes, not its type."""
     run = loader.exec_module
 
     def exec_module(module: ModuleType) -> None:

@@ -1,4 +1,4 @@
-"""``Importers``: the modules that have a library's functions by their names, so that all of them can be patched."""
+"""``Importers``: finds all modules that have imported a library's functions, so that all can be patched."""
 
 from __future__ import annotations
 
@@ -10,17 +10,20 @@ from collections.abc import Iterable
 from types import ModuleType
 
 all_importers: list[Importers] = []
-"""Every object of the class, for ``remember_importers``."""
+"""All ``Importers`` of this process, for ``remember_importers``."""
 
 
 class Importers:
-    """Finds functions of ``home`` in the modules that imported them by ``names``, and in ``home``."""
+    """Finds the functions ``names`` of ``home`` in ``home`` itself and in each module that has imported them.
+
+    A module that has given an imported function another name is not found.
+    """
 
     def __init__(self, home: ModuleType, *names: str) -> None:
         self._home = home
         self._names = names
         self._remembered: tuple[dict[str, object], list[tuple[ModuleType, str]], ModuleType] | None = None
-        """The functions, where they were found, and the module that was imported last before that."""
+        """Result of ``remember``: the functions, the places where they were found, and the newest module then."""
         all_importers.append(self)
 
     def find(self) -> list[tuple[ModuleType, str]]:
@@ -33,7 +36,7 @@ class Importers:
         return unchanged + _having(functions, imported_after(newest))
 
     def remember(self) -> None:
-        """Find the modules now; see ``remember_importers``."""
+        """Search all modules now, so that ``find`` searches only newer modules; see ``remember_importers``."""
         self._remembered = self._functions(), self.find(), newest_module()
 
     def _functions(self) -> dict[str, object]:
@@ -46,19 +49,20 @@ def newest_module() -> ModuleType:
 
 
 def imported_after(newest: ModuleType) -> list[ModuleType]:
-    """Return the modules that were imported after ``newest``, the last first; look at no other, as forks copy memory.
+    """Return the modules that were imported after ``newest``, the last one first; all if ``newest`` is removed.
 
-    If ``newest`` is no longer among the modules, these are all.
+    Other modules are not touched, since in a forked process each access copies a page of memory.
     """
-    # In C, so that no other thread imports a module meanwhile. Python moves a module to the end once it has run.
+    # This loop is in C, so that no other thread imports a module meanwhile. Python moves a module to the end of
+    # ``sys.modules`` once it has run.
     is_newer = functools.partial(operator.is_not, newest)
     return list(itertools.takewhile(is_newer, reversed(sys.modules.values())))
 
 
 def remember_importers() -> None:
-    """Find all modules now, so that processes forked from this one look only at those that they import themselves.
+    """Search all modules now, so that processes forked from this one search only modules that they import themselves.
 
-    A forked process copies the memory page of each module that it looks at: 2,000 pages, 10 ms, in every rank.
+    A forked process copies the memory page of each module that it searches: 2,000 pages, 10 ms, in every rank.
     """
     for importers in all_importers:
         importers.remember()

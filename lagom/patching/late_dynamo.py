@@ -1,4 +1,4 @@
-"""``put_off_dynamo``: import torch's compiler when a program compiles, and not at each optimizer's first step."""
+"""``put_off_dynamo``: delays the import of torch's compiler from an optimizer's first step to the first compilation."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ _NAME = "torch._dynamo"
 
 
 def put_off_dynamo() -> None:
-    """Have torch use a stand-in for ``torch._dynamo`` until something needs the package itself. See Note [Dynamo]."""
+    """Put a stand-in in the place of ``torch._dynamo`` until the package itself is needed. See Note [Dynamo]."""
     if _NAME not in sys.modules:
         sys.modules[_NAME] = vars(torch)["_dynamo"] = _LateDynamo()
 
 
 def import_dynamo_if_used() -> bool:
-    """Import Dynamo here if a process forked from this one has had to, for those forked later; return whether so."""
+    """Import Dynamo if a process forked from this one has imported it, for later forks; return whether it was."""
     stand_in = sys.modules[_NAME]
     if not isinstance(stand_in, _LateDynamo) or not stand_in.used[0]:
         return False
@@ -40,15 +40,15 @@ def import_dynamo_if_used() -> bool:
 
 
 def remember_torch_functions() -> None:
-    """Have Dynamo look up torch's functions by name now: it takes any function found later for torch's own."""
+    """Make Dynamo build its table of torch's functions now; later it would take lagom's functions for torch's."""
     rules: Any = sys.modules.get(f"{_NAME}.trace_rules")
-    if rules is not None:  # else this is done on import; torch.distributed undoes it
+    if rules is not None:  # otherwise the import builds the table; torch.distributed may have cleared it since
         with originals("torch"):
             rules.get_torch_obj_rule_map()
 
 
 def set_deterministic(enabled: bool, warn_only: bool) -> None:
-    """Call ``torch.use_deterministic_algorithms``, which imports Dynamo, unless that would change nothing."""
+    """Call ``torch.use_deterministic_algorithms`` only if it changes a setting, since it imports Dynamo."""
     now = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     if now != (enabled, warn_only):
         torch.use_deterministic_algorithms(enabled, warn_only=warn_only)
@@ -56,7 +56,10 @@ def set_deterministic(enabled: bool, warn_only: bool) -> None:
 
 @contextmanager
 def at_compilation(callback: Callable[..., None]) -> Iterator[None]:
-    """Call ``callback`` at the start of each compilation, with no argument in torch 2.6, else with one."""
+    """Context manager in which ``callback`` is called at the start of each compilation.
+
+    torch 2.6 passes no argument, later versions one.
+    """
     name = f"{_NAME}.callback"
     with on_import({name: lambda module: module.callback_handler.register_start_callback(callback)}):
         try:
@@ -67,23 +70,23 @@ def at_compilation(callback: Callable[..., None]) -> Iterator[None]:
 
 
 class _LateDynamo(ModuleType):
-    """Does what torch's uncompiled code asks of ``torch._dynamo``; reading anything else imports the package."""
+    """Stand-in with the functions of ``torch._dynamo`` that uncompiled code calls; others import the package."""
 
     def __init__(self) -> None:
         super().__init__(_NAME)
         spec = importlib.util.find_spec(_NAME)
         self.__file__ = spec.origin if spec is not None else None
         self.used = _shared_byte()
-        """1 once a process forked from this one has imported the package."""
+        """Memory of one byte, 1 once this process or one forked from it has imported the package."""
         self._lock = threading.RLock()
         self._enabled = weakref.WeakSet[Any]()
-        """Functions that torch believes to run without Dynamo."""
+        """Functions that ``disable`` has returned unchanged, although torch asked to run them without Dynamo."""
 
     def graph_break(self, *_: object) -> None:
         """Do nothing, since no graph is being traced."""
 
     def disable(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the function as it is to ``torch._disable_dynamo``, which keeps the result as an attribute of it."""
+        """Return the function unchanged to ``torch._disable_dynamo``, which keeps the result as its attribute."""
         if sys._getframe(1).f_globals["__name__"] != "torch._compile":
             return self.load().disable(*args, **kwargs)
         self._enabled.add(args[0])
@@ -92,7 +95,7 @@ class _LateDynamo(ModuleType):
     def __getattr__(self, name: str) -> Any:
         if name == "trace_rules" and sys._getframe(1).f_globals["__name__"].startswith("torch.distributed."):
             return SimpleNamespace(clear_lru_cache=lambda: None)
-        if name.startswith("__") and name != "__path__":  # asked of every module, by ``inspect`` and others
+        if name.startswith("__") and name != "__path__":  # ``inspect`` and others read such names of every module
             raise AttributeError(name)
         return getattr(self.load(), name)
 
@@ -102,7 +105,7 @@ class _LateDynamo(ModuleType):
         with self._lock:
             if sys.modules.get(_NAME) is self:
                 del sys.modules[_NAME], vars(torch)["_dynamo"]
-                with originals("torch"):  # Dynamo has tables of torch's functions, and must not find lagom's there
+                with originals("torch"):  # Dynamo makes tables of torch's functions, which must not contain lagom's
                     importlib.import_module(_NAME).trace_rules.get_torch_obj_rule_map()
                 for function in self._enabled:
                     vars(function).pop("__dynamo_disable", None)
@@ -110,10 +113,10 @@ class _LateDynamo(ModuleType):
 
 
 def _shared_byte() -> mmap.mmap:
-    """Return a byte that this process shares with those forked from it."""
+    """Return memory of one byte that this process shares with the processes forked from it."""
     try:
-        file = os.memfd_create("lagom")  # by this name it is told from memory that a program shares with its workers
-    except (AttributeError, OSError):  # the system has none, or a container forbids it
+        file = os.memfd_create("lagom")  # the name distinguishes it from memory that a program shares with its workers
+    except (AttributeError, OSError):  # the system has no memfd, or a container forbids it
         return mmap.mmap(-1, 1)
     os.ftruncate(file, 1)
     _never_freed.append(mmap.mmap(file, 1))
@@ -122,13 +125,14 @@ def _shared_byte() -> mmap.mmap:
 
 
 _never_freed: list[mmap.mmap] = []
-"""Maps that must stay: freeing one closes its descriptor, which in a forked rank may be that of another file."""
+"""Maps that must not be freed: this would close their descriptors, which in a forked rank may belong to other files."""
 
 
 # Note [Dynamo]
 #
 # The first step of an optimizer imports torch._dynamo, 800 modules that take a third of the time of the first call of a
-# run, though an uncompiled program only asks it to break a graph that is not there, and to leave functions uncompiled.
-# The stand-in answers these two. It is made in the process that ranks are forked from; a rank whose program compiles
-# imports the package then. By that time lagom's functions stand in the place of torch's, so torch's are put back for
-# the import. The process that it was forked from then imports the package as well, for the next run.
+# run. But an uncompiled program calls only two functions of it: one that breaks the graph under compilation, of which
+# there is none, and one that excludes functions from compilation. The stand-in has these two. It is made in the process
+# from which ranks are forked. A rank imports the package when its program first compiles. At that time torch's
+# functions are replaced by lagom's, so torch's own are restored during the import. The process from which the rank was
+# forked then imports the package as well, for the ranks of the next run.

@@ -1,4 +1,4 @@
-"""``ObjectReference``: keys of a ``WeakIdKeyDictionary`` of objects that are no tensors."""
+"""``ObjectReference``: the type of keys of a ``WeakIdKeyDictionary`` whose objects are not tensors."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from typing import Any
 
 
 class ObjectReference(weakref.ref[Any]):
-    """A weak reference to any object, equal to other references to the same object, whatever its ``__eq__`` says.
+    """A weak reference to any object, equal only to references to the same object, without a call of its ``__eq__``.
 
-    torch's own reference reads an attribute of the object. A module that passes unknown attributes on to another one (a
-    proxy) cannot answer before it has that module.
+    torch's own reference reads an attribute of the object. This fails for a proxy, a module that forwards unknown
+    attributes to another module, while the proxy does not have the other module yet.
     """
 
     __slots__ = ("_id",)
 
     def __init__(self, key: object, callback: Callable[[Any], object] | None = None) -> None:
-        super().__init__(key, callback)  # type: ignore[call-arg]  # the stubs have only __new__ take it
+        super().__init__(key, callback)  # type: ignore[call-arg]  # in the stubs only ``__new__`` has ``callback``
         self._id = id(key)
 
     def __hash__(self) -> int:

@@ -11,13 +11,16 @@ if TYPE_CHECKING:
 
 _NOTHING = object()
 _active: dict[int, tuple[object, str, object]] = {}
-"""Owner, name and original of each attribute that is replaced now, in this order; ``_NOTHING`` if it was inherited."""
+"""Owner, name and original value of each replaced attribute, in the order of replacement.
+
+The original value of an attribute that the owner has inherited is ``_NOTHING``.
+"""
 
 
 @contextmanager
 def replaced(owner: object, name: str, value: object) -> Iterator[None]:
-    """Set ``owner.name`` to ``value``, then restore it; an inherited name is inherited again."""
-    # From the dict: the staticmethod or property itself, not the result of attribute access.
+    """Context manager that sets ``owner.name`` to ``value`` and restores it; an inherited name is inherited again."""
+    # Read it from the dict, which has the staticmethod or property itself and not the result of attribute access.
     before = vars(owner).get(name, _NOTHING)
     entry = owner, name, before
     _active[id(entry)] = entry
@@ -31,9 +34,10 @@ def replaced(owner: object, name: str, value: object) -> Iterator[None]:
 
 @contextmanager
 def originals(package: str) -> Iterator[None]:
-    """Put back the public functions of modules of ``package`` that are replaced, for the time of the ``with``.
+    """Context manager in which the replaced public functions of modules of ``package`` have their original values.
 
-    Not methods and private functions, such as those of loaders and backwards: other threads may call these meanwhile.
+    Methods and private functions, such as those of loaders and backward, stay replaced: other threads may call them
+    meanwhile.
     """
     with ExitStack() as stack:
         for owner, name, before in reversed(list(_active.values())):
@@ -44,7 +48,7 @@ def originals(package: str) -> Iterator[None]:
 
 
 def replaced_at(value: object) -> tuple[object, str] | None:
-    """Return where ``value`` has been set in the place of an original: the owner, and the attribute's name."""
+    """Return the owner and the name of the attribute that ``value`` replaces now; None if it replaces none."""
     for owner, name, _ in list(_active.values()):
         if vars(owner).get(name) is value:
             return owner, name

@@ -1,4 +1,4 @@
-"""``is_distributed``: tell from a program's code, before it runs, whether it is distributed already.
+"""``is_distributed``: decides from a program's code, before it runs, whether the program is distributed already.
 
 See Note [Already distributed].
 """
@@ -18,13 +18,13 @@ from lagom.program.script import Script
 from lagom.program.sources import codes, is_foreign, own_root, reachable_modules, used_modules
 
 _STARTS = frozenset({"init_process_group", "init_device_mesh"})
-"""Functions by which a program starts a process group of its own."""
+"""Functions with which a program starts its own process group."""
 _DRIVES = ("maggy.experiment",)
-"""Modules by which a script starts ranks by itself."""
+"""Modules with which a script starts its own ranks."""
 _GPU = frozenset({"cuda", "gpu", "gpus", "accelerator"})
-"""Words without which code does not get tensors onto a GPU."""
+"""Words for GPUs: all code that moves tensors to a GPU contains at least one of them."""
 _PACKAGE = "horovod"
-"""Package whose programs start ranks by themselves too; also if another module is imported by its name."""
+"""Package whose programs count as distributed; also if lagom's stand-in is imported under this name."""
 
 
 @dataclass(frozen=True)
@@ -32,13 +32,13 @@ class _Part:
     """One definition in a module's text, or code that runs when the module is imported."""
 
     name: str | None
-    """Name of the definition; None for code that runs with the import."""
+    """Name of the definition; None for code that runs when the module is imported."""
     starts: bool
-    """True if it starts a process group."""
+    """Whether the code starts a process group."""
     names: frozenset[str]
-    """Names in its code, and whole strings that could be names."""
+    """Names in the code, and strings that could be names."""
     imports: tuple[str, ...]
-    """Dotted names that it may import: modules, and their attributes, which may be modules."""
+    """Dotted names that the code may import: modules, and attributes of modules, which may be modules too."""
 
 
 def is_distributed(*values: Any) -> bool:
@@ -47,18 +47,18 @@ def is_distributed(*values: Any) -> bool:
 
 
 def needs_nccl(*values: Any) -> bool:
-    """Return whether that code starts a process group on NCCL, which needs GPUs, and never names gloo."""
+    """Return whether the code of ``values`` starts a process group, names NCCL, which needs GPUs, and never gloo."""
     starts, names = _found(*values)
     return starts and "nccl" in names and not any("gloo" in name for name in names)
 
 
 def names_gpu(*values: Any) -> bool:
-    """Return whether that code names a GPU, and so places its tensors itself."""
+    """Return whether the code of ``values`` contains a word of ``_GPU``, and so may move its tensors itself."""
     return not _found(*values)[1].isdisjoint(_GPU)
 
 
 def _found(*values: Any) -> tuple[bool, set[str]]:
-    """Return whether code starts a process group, and the names and words in it."""
+    """Return whether the code of ``values`` starts a process group, and the names and words in this code."""
     starts, names, imports = False, set[str](), list[str]()
     for value in reachable_modules(*values):
         if isinstance(value, (types.FunctionType, Script)):
@@ -80,7 +80,7 @@ def _found(*values: Any) -> tuple[bool, set[str]]:
 
 
 def is_driver(script: Script) -> bool:
-    """Return whether ``script``, or user modules that it uses, starts the ranks of a run by itself."""
+    """Return whether ``script``, or a user module that it uses, starts the ranks of a run itself."""
     parts = list(codes(*script.parts))
     imports = [name for part in parts for name in _imports(part)]
     used = _reached_parts({name for part in parts for name in _names(part)}, imports)
@@ -88,7 +88,10 @@ def is_driver(script: Script) -> bool:
 
 
 def _reached_parts(names: Iterable[str], imports: Iterable[str]) -> list[_Part]:
-    """Return the parts that ``names`` reach of the user's modules in ``imports``, and of modules that these import."""
+    """Return the used parts of the user's modules in ``imports``, and of the modules that these parts import.
+
+    A part is used if it runs with the import, or if its name is in ``names`` or in another used part.
+    """
     known, waiting = set(names), list(imports)
     seen, unused, used = set[Path](), list[_Part](), list[_Part]()
     while waiting:
@@ -99,7 +102,7 @@ def _reached_parts(names: Iterable[str], imports: Iterable[str]) -> list[_Part]:
                 unused += _read(path, package, stat.st_mtime_ns, stat.st_size)
         waiting = []
         while found := [part for part in unused if part.name is None or part.name in known]:
-            taken = set(map(id, found))  # parts compare slowly, and a folder of packages has many
+            taken = set(map(id, found))  # ids, since comparing parts is slow and there may be many
             unused = [part for part in unused if id(part) not in taken]
             used += found
             known.update(name for part in found for name in part.names)
@@ -112,7 +115,7 @@ def _is_horovod(module: types.ModuleType) -> bool:
 
 
 def _names(code: types.CodeType) -> Iterator[str]:
-    """Yield the names by which ``code`` may call something: names, and strings that could be one."""
+    """Yield the names through which ``code`` may call a function: names in it, and strings that could be names."""
     yield from code.co_names
     for constant in code.co_consts:
         for text in constant if isinstance(constant, tuple) else (constant,):
@@ -121,7 +124,7 @@ def _names(code: types.CodeType) -> Iterator[str]:
 
 
 def _imports(code: types.CodeType) -> Iterator[str]:
-    """Yield dotted names that ``code`` may import: modules, and their attributes, which may be modules."""
+    """Yield dotted names that ``code`` may import: modules, and attributes of modules, which may be modules too."""
     module = ""
     for step in dis.get_instructions(code):
         if step.opname == "IMPORT_NAME":
@@ -156,10 +159,10 @@ def _files_of(name: str) -> Iterator[tuple[str, Path]]:
 
 @functools.lru_cache(maxsize=4096)
 def _read(path: Path, package: str, _mtime_ns: int, _size: int) -> tuple[_Part, ...]:
-    """Return the parts of a file in ``package``."""
+    """Return the parts of a file in ``package``; the file's time and size are keys of the cache."""
     try:
         tree = ast.parse(path.read_bytes())
-    except (SyntaxError, ValueError):  # the rank raises it, if the import is reached
+    except (SyntaxError, ValueError):  # the rank raises the error if it reaches the import
         return ()
     parts = []
     for name, node in _pieces(tree):
@@ -175,10 +178,10 @@ def _renamed(node: ast.ImportFrom) -> list[tuple[str, str]]:
 
 
 def _pieces(parent: ast.AST) -> Iterator[tuple[str | None, ast.AST]]:
-    """Yield the definitions below ``parent``, also in conditions, with their names; and all other code, with None."""
+    """Yield the definitions below ``parent`` with their names, also those in conditions; and other code with None."""
     for node in ast.iter_child_nodes(parent):
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
-            # A decorator may register it to be called by another name.
+            # A decorator may register the definition under another name, so it counts as code that runs.
             yield (None if node.decorator_list else node.name), node
         elif isinstance(node, ast.If) and _asks_for_main(node.test):
             yield from _pieces(ast.Module(node.orelse, []))
@@ -206,9 +209,9 @@ def _part(name: str | None, piece: ast.AST, package: str) -> _Part:
         elif isinstance(node, ast.Import):
             imports += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
-            if node is not piece:  # code that uses the import has its name
+            if node is not piece:  # for an import at the top level, the code that uses it contains the name
                 written.update(name for name, _ in _renamed(node))
-            # "from . import x" in a.b.c is a.b.x.
+            # Resolve relative imports: "from . import x" in a.b.c imports a.b.x.
             parents = package.split(".")[: len(package.split(".")) - node.level + 1] if node.level else []
             home = ".".join([*parents, *([node.module] if node.module else [])])
             imports += [f"{home}.{alias.name}" for alias in node.names]
@@ -217,21 +220,21 @@ def _part(name: str | None, piece: ast.AST, package: str) -> _Part:
 
 # Note [Already distributed]
 #
-# A program for torchrun reads RANK, LOCAL_RANK and WORLD_SIZE before it calls anything, and an ordinary program must
-# not find them: libraries follow them (transformers' Trainer, for one, would make each rank train on a batch of its
-# own). So the code decides. A program is distributed if the user code that it uses names init_process_group or
-# init_device_mesh, or imports Horovod; installed packages do not count. Loaded code is followed object by object.
-# Modules that are only imported when the program runs are read as text: their top-level code counts, and those of their
-# definitions whose name, as code or as a string, occurs in code that counts. So a launcher for torchrun beside a
-# network does not make a program distributed that uses the network. Naming DistributedDataParallel or
-# DistributedSampler is not enough: ordinary code names them to unwrap a model that might be wrapped. A program that
-# leaves the call to an installed package finds no variables, and as a rule falls back to a single process, which lagom
-# then distributes.
+# A program for torchrun reads RANK, LOCAL_RANK and WORLD_SIZE before it calls a function that lagom could patch. An
+# ordinary program must not find these variables: libraries act on them (transformers' Trainer, for example, would make
+# each rank train on different batches). So lagom must decide from the code. A program is distributed if the user code
+# that it uses names init_process_group or init_device_mesh, or imports Horovod. Installed packages do not count. Loaded
+# code is followed from object to object. Modules that are only imported when the program runs are read as text: their
+# top-level code counts, and so does each definition whose name occurs in other code that counts, as a name or a string.
+# So a program that uses a network from a module does not become distributed by a launcher for torchrun in the same
+# module. Naming DistributedDataParallel or DistributedSampler is not enough: ordinary code names them to unwrap a model
+# that might be wrapped. A program that leaves the call to an installed package finds no variables, and as a rule falls
+# back to a single process, which lagom then distributes.
 #
-# A program that names NCCL, and never gloo, cannot have its process group without GPUs. Most of these are distributed
-# only if RANK is set (nanoGPT, for one), so without GPUs such a program runs as an ordinary one.
+# A program that names NCCL, and never gloo, cannot make its process group without GPUs. Most such programs (nanoGPT,
+# for example) are distributed only if RANK is set. So without GPUs such a program runs as an ordinary one.
 #
-# The answer decides only the environment (see rank_environment.py), on GPUs the devices that the rank can see, and
-# whether a process that the program starts is one of its ranks. A program that names the call and does not reach it,
-# because an option is off, stays an ordinary one: lagom's part ends at the call itself, which is seen in either case.
-# See Note [Joining] in distributed/init_process_group.py.
+# The answer decides only three things: the environment (see rank_environment.py), the GPUs that the rank can see, and
+# whether a process that the program starts is one of its ranks. A program that names the call but does not reach it,
+# because an option is off, is still run as an ordinary program: the patches are turned off by the call itself. See Note
+# [Joining] in distributed/init_process_group.py.

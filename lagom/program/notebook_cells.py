@@ -1,4 +1,4 @@
-"""Code cells of a Jupyter notebook as Python: drops magics that only concern the display, and refuses others."""
+"""Code cells of a Jupyter notebook as Python, without magics that only concern the display; others are errors."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from typing import Any
 
 _LEFT_OUT = ("autoreload", "config", "load_ext", "matplotlib", "reload_ext", "tensorboard")
 _BEFORE_CODE = ("capture", "time")
-"""Magics of a line or a cell whose code also runs without them."""
+"""Magics before code that also runs without the magic."""
 
 
 def code_cells(text: str, name: str) -> tuple[str, ...]:
     """Return the Python of each code cell in the notebook ``text``, with its line numbers kept.
 
     Raises:
-        ValueError: if it is no notebook of Python's, or a cell has a line that only IPython can run.
-        SyntaxError: in a cell, whose name stands for the file.
+        ValueError: if ``text`` is not a Python notebook, or a cell has a line that only IPython can run.
+        SyntaxError: if a cell is not valid Python; its ``filename`` is the name of the cell.
     """
     try:
         notebook: Any = json.loads(text)
@@ -38,7 +38,7 @@ def cell_name(path: str, number: int) -> str:
 
 
 def _python(source: str, name: str) -> str:
-    """Return ``source`` without its magics, with as many lines."""
+    """Return ``source`` without its magics, with the same number of lines."""
     lines = source.split("\n")
     if source.lstrip().startswith("%%"):
         first = next(number for number, line in enumerate(lines) if line.strip())
@@ -65,7 +65,7 @@ def _is_ipythons(line: str) -> bool:
 
 
 def _plain(line: str, mark: str, name: str, number: int) -> str:
-    """Return a line with a magic without the magic.
+    """Return ``line`` without its magic.
 
     Raises:
         ValueError: if the magic cannot be dropped.
@@ -77,5 +77,6 @@ def _plain(line: str, mark: str, name: str, number: int) -> str:
             f"{name}, line {number + 1}: only IPython can run {line.strip()!r}; take it out of the notebook"
         )
     rest = found[3].strip() if code and mark == "%" else ""
-    # A block needs a statement; at the top an import from __future__ may have to come first.
+    # An indented line becomes ``pass``, since its block needs a statement. At the top level the line becomes empty: an
+    # import from __future__ must not come after a statement.
     return found[1] + (rest or "pass") if found[1] else rest

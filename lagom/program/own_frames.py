@@ -1,4 +1,4 @@
-"""``cut_own_frames``: leave lagom's frames out of tracebacks of a program's error, as if torch had not been patched."""
+"""``cut_own_frames``: removes lagom's frames from the traceback of a program's error, as if torch were not patched."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ _HOME = str(Path(__file__).parents[1]) + os.sep
 _AROUND_MODES = tuple(
     os.path.join("torch", *path) for path in (("_compile.py",), ("_dynamo", "eval_frame.py"), ("_ops.py",))
 )
-"""Files of torch between an operation and a mode that sees it, and between the mode and what it calls."""
+"""Files of torch whose frames are between an operation and a mode of lagom's, and between the mode and its calls."""
 
 
 def cut_own_frames(error: BaseException) -> None:
-    """Leave lagom's frames out of the tracebacks of ``error`` and of the errors that it came from.
+    """Remove lagom's frames from the tracebacks of ``error``, its causes and its contexts.
 
-    The last ones stay if the mistake is lagom's, and all of them where there are no others: the error arose in lagom.
+    The innermost frames of lagom stay if the mistake is lagom's own. All frames stay if all are lagom's.
     """
     waiting, seen = [error], set[int]()
     while waiting:
@@ -29,7 +29,7 @@ def cut_own_frames(error: BaseException) -> None:
         seen.add(id(one))
         one.__traceback__ = _cut(one)
         waiting += [each for each in (one.__cause__, one.__context__) if each is not None]
-        waiting += getattr(one, "exceptions", ())  # of an ExceptionGroup
+        waiting += getattr(one, "exceptions", ())  # an ExceptionGroup has this attribute
 
 
 def _cut(error: BaseException) -> types.TracebackType | None:
@@ -45,7 +45,7 @@ def _cut(error: BaseException) -> types.TracebackType | None:
 
 
 def _parts(trace: types.TracebackType | None) -> tuple[list[types.TracebackType], list[bool]]:
-    """Return the frames of a traceback, and whether each is lagom's or of a mode of lagom's."""
+    """Return the entries of a traceback, and for each whether it is lagom's or torch's around a mode of lagom's."""
     parts = []
     while trace is not None:
         parts.append(trace)
@@ -62,8 +62,8 @@ def _parts(trace: types.TracebackType | None) -> tuple[list[types.TracebackType]
 def _is_mistake(error: BaseException, part: types.TracebackType) -> bool:
     """Return whether ``error`` arose from a mistake in lagom's frame ``part``.
 
-    It did not where lagom called what is written in C, such as torch's own function behind a patch, and where it
-    raised an error of its choice, whose text says everything.
+    It did not if the frame called a function in C, such as torch's own function behind a patch, or if it raised the
+    error deliberately: the text of such an error says everything. A failed assertion is always a mistake.
     """
     steps = dis.get_instructions(part.tb_frame.f_code)
     name = next((step.opname for step in steps if step.offset == part.tb_lasti), "")

@@ -1,4 +1,4 @@
-"""``Script``: a script, module or notebook as a training function, run as ``__main__`` on the rank that calls it."""
+"""``Script``: a script, module or notebook as a training function; a rank runs it as ``__main__``."""
 
 from __future__ import annotations
 import __future__ as futures
@@ -25,7 +25,7 @@ FUTURE_FLAGS = sum(getattr(futures, name).compiler_flag for name in futures.all_
 class Script:
     """A script and its arguments; a call runs it as ``python path arguments...`` would.
 
-    The source travels with it: executors need not have the file.
+    The source is sent with the object, so executors need not have the file.
     """
 
     path: str
@@ -33,19 +33,19 @@ class Script:
     source: str
     arguments: tuple[str, ...]
     file: str = ""
-    """Absolute path, which python shows in ``__file__`` and in tracebacks."""
+    """Absolute path, for ``__file__`` and tracebacks."""
     module: str = ""
-    """Dotted name, if it is run as ``python -m module arguments...``."""
+    """Dotted name of a module that is run as ``python -m module arguments...``; "" for a script or notebook."""
     cells: tuple[str, ...] = ()
-    """Code cells of a notebook, which run one after another."""
+    """Code cells of a notebook, which run one after another; empty for a script or module."""
 
     @classmethod
     def read(cls, path: Path, arguments: Sequence[str], module: str = "") -> Script:
         """Read the script or notebook in ``path``, to be called with ``arguments``.
 
         Raises:
-            ValueError: if there is no script.
-            SyntaxError: as python would raise it.
+            ValueError: if ``path`` is not a script or notebook of Python.
+            SyntaxError: if Python cannot compile it.
         """
         if path.is_dir():
             raise ValueError(f"{str(path)!r} is a folder; name a script in it, or run it as a module: lagom run -m")
@@ -60,11 +60,11 @@ class Script:
 
     @classmethod
     def of_module(cls, name: str, arguments: Sequence[str]) -> Script:
-        """Read the module ``name``, found as ``python -m`` finds it, without importing its packages.
+        """Find the module ``name`` as ``python -m`` does, and read its source, without importing its packages.
 
         Raises:
-            ValueError: if there is no such module with Python source.
-            SyntaxError: as python would raise it.
+            ValueError: if there is no module of this name with Python source.
+            SyntaxError: if Python cannot compile it.
         """
         path = _path_of_module(name)
         if path is not None and path.name == "__init__.py":
@@ -77,7 +77,7 @@ class Script:
 
     @property
     def __name__(self) -> str:
-        """Name of the run."""
+        """Name of the run: the module's name, or the file's name without its folder."""
         return self.module or Path(self.path).name
 
     @property
@@ -86,17 +86,17 @@ class Script:
         parts, flags = [], 0
         for name, text in self.texts():
             parts.append(compile(text, name, "exec", flags, dont_inherit=True))
-            flags |= parts[-1].co_flags & FUTURE_FLAGS  # as in a notebook, later cells have them too
+            flags |= parts[-1].co_flags & FUTURE_FLAGS  # a notebook's future imports hold in all later cells
         return tuple(parts)
 
     def is_edited(self) -> bool:
-        """Return whether there is another script or notebook in its file now."""
+        """Return whether the content of the file has changed since it was read; False if the file is gone."""
         try:
             text = _text(Path(self.file))
             return code_cells(text, self.file) != self.cells if self.cells else text != self.source
         except OSError:
             return False
-        except (ValueError, SyntaxError):  # it cannot be read as what it was
+        except (ValueError, SyntaxError):  # the file is no longer a script or notebook
             return True
 
     def __call__(self) -> None:
@@ -105,12 +105,12 @@ class Script:
         self.run(functools.partial(exec, part, variables) for part in self.parts)
 
     def make_main(self) -> types.ModuleType:
-        """Make the module ``__main__`` of this process, and its arguments and import path, as python does."""
+        """Make a new module ``__main__``, and set ``sys.argv`` and ``sys.path``, as Python does; return the module."""
         main = types.ModuleType("__main__")
         main.__file__ = self.file or self.path
         main.__annotations__ = {}
         if self.cells:
-            vars(main)["display"] = print  # IPython's display has no cell to show things in here
+            vars(main)["display"] = print  # there is no cell in which IPython's ``display`` could show objects
         sys.modules["__main__"] = main  # pickle looks for the script's classes there
         sys.argv = [self.path, *self.arguments]
         folder = str(Path.cwd() if self.module else Path(self.file or self.path).resolve().parent)
@@ -120,13 +120,16 @@ class Script:
         if self.module:
             main.__spec__ = ModuleSpec(self.module, None, origin=self.file)
             main.__package__ = self.module.rpartition(".")[0]
-        # So that tracebacks show lines of cells, and of files that executors do not have.
+        # With this, tracebacks show the source of cells, and of files that executors do not have.
         for name, text in self.texts():
             linecache.cache[name] = (len(text), None, text.splitlines(keepends=True), name)
         return main
 
     def run(self, parts: Iterable[Callable[[], object]]) -> None:
-        """Call ``parts``, the script or what is left of it, in its package; an exit with status 0 is an end."""
+        """Call ``parts``, the whole script or its remaining part; ``sys.exit`` with status 0 or None is a normal end.
+
+        The package of a module is imported first.
+        """
         if package := self.module.rpartition(".")[0]:
             importlib.import_module(package)
         try:
@@ -137,7 +140,7 @@ class Script:
                 raise
 
     def texts(self) -> list[tuple[str, str]]:
-        """Return the name in tracebacks and the source of each part."""
+        """Return, for each of ``parts``, its name in tracebacks and its source."""
         name = self.file or self.path
         if not self.cells:
             return [(name, self.source)]
@@ -147,7 +150,7 @@ class Script:
 def _text(path: Path) -> str:
     if b"\0" in path.read_bytes():
         raise ValueError(f"{str(path)!r} is no Python script: it has bytes that are no text")
-    with tokenize.open(path) as file:  # in the encoding that the script declares
+    with tokenize.open(path) as file:  # decodes by the encoding that the script declares
         return file.read()
 
 

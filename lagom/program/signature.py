@@ -1,4 +1,4 @@
-"""``arguments``: match the config's fields to the parameters of the training function by name."""
+"""``arguments``: matches the config's fields to the parameters of the training function by name."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ _FIELDS = ("module", "hparams", "train_set", "test_set", "dataset", "reporter")
 def arguments(function: Callable[..., Any], provided: Mapping[str, Any]) -> tuple[list[Any], dict[str, Any]]:
     """Return positional and keyword arguments for ``function``, taken from ``provided`` by name.
 
-    ``provided`` holds the config's fields that are set, ``hparams`` among them; any other parameter is looked up in
-    ``hparams``, and ``**kwargs`` gets the rest of ``hparams``.
+    ``provided`` has the config's fields that are set, including ``hparams``. A parameter that is not a field is looked
+    up in ``hparams``, and ``**kwargs`` gets the rest of ``hparams``.
 
     Raises:
-        ValueError: if a parameter without default has no value, with its name and the names that exist.
+        ValueError: if a parameter without a default has no value; the text has its name and the existing names.
     """
     signature = _signature(function)
     hparams = dict(provided.get("hparams", {}))
@@ -44,13 +44,13 @@ def arguments(function: Callable[..., Any], provided: Mapping[str, Any]) -> tupl
 
 
 def check_returned(function: Callable[..., Any], value: Any) -> None:
-    """Check that ``function``, behind its wrappers too, has run: an async or generator function only returns itself.
+    """Check that ``function``, which has returned ``value``, has run: a coroutine or generator would run only later.
 
     Raises:
         ValueError: if ``value`` is a coroutine or a generator, which has trained nothing yet.
     """
     if inspect.iscoroutine(value):
-        value.close()  # otherwise Python warns of it, too
+        value.close()  # without this, Python also warns that the coroutine was never awaited
         what = "a coroutine, which only an event loop would run; want asyncio.run(...) around it"
     elif inspect.isgenerator(value) or inspect.isasyncgen(value):
         what = "a generator, which runs when it is read; want a value"
@@ -60,7 +60,7 @@ def check_returned(function: Callable[..., Any], value: Any) -> None:
 
 
 def makes_data(value: Any) -> bool:
-    """Return whether ``value``, given as a data set, is a function or class that makes one on the rank."""
+    """Return whether ``value``, given as a data set, is a function or class with which ranks make the data set."""
     is_data = hasattr(value, "__getitem__") or hasattr(value, "__iter__")
     return callable(value) and (isinstance(value, type) or not is_data)
 
@@ -69,7 +69,7 @@ def check_makers(provided: Mapping[str, Any]) -> None:
     """Check that functions which make data sets on the ranks need no arguments.
 
     Raises:
-        ValueError: if one does, with the arguments' names.
+        ValueError: if a function needs arguments; the text has their names.
     """
     for field in ("train_set", "test_set"):
         made: Any = provided.get(field)
@@ -84,14 +84,14 @@ def check_makers(provided: Mapping[str, Any]) -> None:
 def _needed(function: Callable[..., Any]) -> list[str]:
     try:
         parameters = inspect.signature(function).parameters.values()
-    except (TypeError, ValueError):  # it has no readable signature
+    except (TypeError, ValueError):  # the callable has no readable signature
         return []
     starred = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     return [each.name for each in parameters if each.default is each.empty and each.kind not in starred]
 
 
 def unread_hparams(function: Callable[..., Any], hparams: Mapping[str, Any]) -> list[str]:
-    """Return a hint for each unused name in ``hparams`` that is close to a parameter left to its default."""
+    """Return a hint for each name in ``hparams`` that nothing reads, but that resembles a parameter without a value."""
     parameters = _signature(function).parameters
     if "hparams" in parameters or any(each.kind is each.VAR_KEYWORD for each in parameters.values()):
         return []
@@ -101,10 +101,10 @@ def unread_hparams(function: Callable[..., Any], hparams: Mapping[str, Any]) -> 
 
 
 def check_searched(function: Callable[..., Any], names: Iterable[str]) -> None:
-    """Check that ``function`` gets each hyperparameter of ``names``: a search over others would be in vain.
+    """Check that ``function`` has a parameter for each of ``names``, the hyperparameters of a search.
 
     Raises:
-        ValueError: if it does not get one, with the parameters that it has.
+        ValueError: if a hyperparameter has no parameter, so that the search would have no effect.
     """
     parameters = _signature(function).parameters
     if "hparams" in parameters or any(each.kind is each.VAR_KEYWORD for each in parameters.values()):
@@ -119,7 +119,7 @@ def check_searched(function: Callable[..., Any], names: Iterable[str]) -> None:
 
 
 def function_name(function: Callable[..., Any]) -> str:
-    """Return the name by which people know ``function``; for a partial one, that of the function it calls."""
+    """Return the name of ``function``: for a partial, that of its function; for an object without a name, its class."""
     called = _called(function)
     return str(getattr(called, "__name__", type(called).__name__))
 
@@ -137,7 +137,7 @@ def _signature(function: Callable[..., Any]) -> inspect.Signature:
 
 
 def _unusual(function: Callable[..., Any]) -> str:
-    """Name the kind of a callable that does not train when it is called, or return ""."""
+    """Return the kind of a callable that does not train when it is called, for an error text; "" if it does."""
     if is_module(function):
         return "a module"
     called = [function, getattr(type(function), "__call__", None)]  # noqa: B004  (its code is examined)
@@ -168,7 +168,7 @@ def _look_up(name: str, provided: Mapping[str, Any], hparams: Mapping[str, Any])
 
 
 def _missing(function: Callable[..., Any], name: str, provided: Mapping[str, Any], hparams: Mapping[str, Any]) -> str:
-    there = ", ".join(key for key in _FIELDS if key in provided and key != "reporter")  # lagom's own
+    there = ", ".join(key for key in _FIELDS if key in provided and key != "reporter")  # the reporter is lagom's
     keys = ", ".join(map(repr, hparams)) or "nothing"
     what = f"set {name}= in the config" if name in _FIELDS else f"put {name!r} into hparams"
     hint = nearest(name, (*_FIELDS, *hparams)) if name not in _FIELDS else ""

@@ -1,4 +1,4 @@
-"""The source files that travel with a run: lagom itself, and the user's own modules."""
+"""The source files that are sent with a run: lagom itself, and the user's own modules."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from typing import Any
 
 from lagom.program.script import Script
 
-_MAX_FILE = 1 << 20  # bytes; larger files in a package are data, and data sets travel otherwise
+_MAX_FILE = 1 << 20  # bytes; larger files in a package count as data, and data is not sent with the sources
 _SKIPPED = {"__pycache__", "node_modules"}
 
 
@@ -36,7 +36,10 @@ def lagom_zip() -> bytes:
 
 
 def modules_zip(function: Callable[..., Any]) -> bytes:
-    """Zip the user's modules that are loaded, or that ``function`` would import, as they are on disk; b"" for none."""
+    """Return a zip of the user's modules that are loaded or that ``function`` would import; b"" without any.
+
+    The zip has the files on disk, even if they were edited after the import.
+    """
     roots = {root for module in list(sys.modules) if (root := own_root(module.partition(".")[0]))}
     waiting = [name.partition(".")[0] for name in _imports_of(function)]
     seen: set[str] = set()
@@ -52,7 +55,7 @@ def modules_zip(function: Callable[..., Any]) -> bytes:
 
 
 def own_root(name: str) -> Path | None:
-    """Return the file or folder of the top-level module ``name`` if it is the user's own, not Python's or installed."""
+    """Return the file or folder of the top-level module ``name``; None if it is Python's, installed or not found."""
     if (
         name in sys.builtin_module_names
         or name in sys.stdlib_module_names
@@ -89,7 +92,7 @@ def _python_places() -> tuple[str, ...]:
 
 
 def _imports_of(function: Callable[..., Any]) -> Iterator[str]:
-    """Yield the names that ``function`` imports when it runs, and those that functions it uses import."""
+    """Yield the names of the modules that ``function``, and the functions that it uses, import when they run."""
     for value in reachable_modules(function):
         if isinstance(value, types.FunctionType):
             yield from imports_of_codes(value.__code__)
@@ -99,7 +102,10 @@ def _imports_of(function: Callable[..., Any]) -> Iterator[str]:
 
 
 def reachable_modules(*values: Any) -> Iterator[Any]:
-    """Yield ``values`` and all that their code uses by globals, closures and attributes, except installed code."""
+    """Yield ``values`` and all objects that their code reaches by globals, closures and attributes.
+
+    The code of installed packages is not followed.
+    """
     waiting: list[Any] = list(values)
     seen: set[int] = set()
     while waiting:
@@ -128,7 +134,7 @@ def reachable_modules(*values: Any) -> Iterator[Any]:
 
 
 def used_modules(function: types.FunctionType) -> Iterator[types.ModuleType]:
-    """Yield the modules that ``function`` uses by its globals and closure."""
+    """Yield the modules in those globals and closure variables that ``function`` uses."""
     names = {name for code in codes(function.__code__) for name in code.co_names}
     known = [function.__globals__[name] for name in names if name in function.__globals__]
     for value in (*known, *_contents(function.__closure__ or ())):
@@ -137,9 +143,9 @@ def used_modules(function: types.FunctionType) -> Iterator[types.ModuleType]:
 
 
 def source_files(*values: Any) -> dict[str, str]:
-    """Return the sources of the user's own functions that ``values`` use, by the names that their code has for them.
+    """Return the source files of the user's own functions that ``values`` use, keyed by ``co_filename`` of their code.
 
-    The user's own modules that these functions import when they run are among them, and scripts.
+    Scripts are included, and the user's own modules that these functions import when they run.
     """
     found: dict[str, str] = {}
     for value in reachable_modules(*values):
@@ -154,7 +160,7 @@ def source_files(*values: Any) -> dict[str, str]:
 
 
 def _own_file(module: str) -> Path | None:
-    """Return the file of the user's own ``module``, without importing it."""
+    """Return the file of the user's own ``module``, without importing it; None if it is not the user's or not found."""
     root = own_root(module.partition(".")[0])
     if root is None:
         return None
@@ -163,7 +169,10 @@ def _own_file(module: str) -> Path | None:
 
 
 def _opened(values: Iterable[Any], names: set[str]) -> Iterator[Any]:
-    """Yield ``values``, but replace the user's own modules by their attributes with one of the ``names``."""
+    """Yield ``values``, with each of the user's own modules replaced by those of its attributes that are in ``names``.
+
+    Installed modules are left out.
+    """
     todo, seen = list(values), set[int]()
     while todo:
         value = todo.pop()
@@ -188,19 +197,19 @@ def _is_own(cls: type) -> bool:
 
 
 def codes(*parts: types.CodeType) -> Iterator[types.CodeType]:
-    """Yield ``parts``, and the code of the functions and classes that they define."""
+    """Yield ``parts``, and the code of all functions and classes defined in them, at any depth."""
     for code in parts:
         yield code
         yield from codes(*(constant for constant in code.co_consts if isinstance(constant, types.CodeType)))
 
 
 def imports_of_codes(*parts: types.CodeType) -> Iterator[str]:
-    """Yield the names that ``parts`` import, and the functions and classes that they define."""
+    """Yield the names that ``parts``, and the functions and classes defined in them, import."""
     yield from (name for code in codes(*parts) for name in _imports_of_code(code))
 
 
 def _imports_of_code(code: types.CodeType) -> Iterator[str]:
-    """Yield the modules that ``code`` imports, and what it imports from them, which may be modules too."""
+    """Yield the modules that ``code`` imports, and the names that it imports from them, which may be modules too."""
     module = ""
     for step in dis.get_instructions(code):
         if step.opname == "IMPORT_NAME" and step.argval:
@@ -222,7 +231,7 @@ def _imports_in(root: Path) -> Iterator[str]:
             continue
         try:
             tree = ast.parse(path.read_bytes())
-        except SyntaxError:  # the rank raises it, with its line, if the import is reached
+        except SyntaxError:  # the rank raises the error, with its line, if it reaches the import
             continue
         for node in ast.walk(tree):
             if isinstance(node, ast.Import):
@@ -246,7 +255,7 @@ def _zip(roots: Iterable[Path], others: Mapping[str, str] = MappingProxyType({})
     files = {str(path.relative_to(root.parent)): path for root in roots for path in _files(root)}
     with zipfile.ZipFile(stream, "w", zipfile.ZIP_DEFLATED, compresslevel=1) as archive:
         for name, path in (files | {name: Path(path) for name, path in others.items()}).items():
-            # A fixed date: equal content gives an equal archive, and so one folder on the executors.
+            # With a fixed date, equal content gives an equal archive, and so the same folder on the executors.
             entry = zipfile.ZipInfo(name, date_time=(1980, 1, 1, 0, 0, 0))
             entry.external_attr = 0o644 << 16
             archive.writestr(entry, path.read_bytes(), zipfile.ZIP_DEFLATED, compresslevel=1)

@@ -1,4 +1,4 @@
-"""``unreadable``: say which paths and DataFrames a torch ``DataLoader`` takes no samples from, and what to give it."""
+"""``unreadable``: recognises paths and DataFrames from which a torch ``DataLoader`` cannot take samples."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ _FRAME = (
 
 
 def check_data(train: Callable[..., Any], provided: Mapping[str, Any]) -> None:
-    """Check, before anything starts, the data sets that ``train`` certainly hands to a ``DataLoader`` as they are.
+    """Check, before anything starts, the data sets that ``train`` certainly passes to a ``DataLoader`` unchanged.
 
     Raises:
-        ValueError: if a loader could not take samples from one.
+        ValueError: if a loader could not take samples from a data set.
     """
     for name in ("train_set", "test_set"):
         data = provided.get(name)
         if _is_frame(data, "pyspark.pandas."):
             raise ValueError(f"{name} is a DataFrame of pyspark.pandas; want one of Spark's own, frame.to_spark()")
         if _is_frame(data, "pyspark.sql.") or unreadable(data, {}) is None:
-            continue  # ranks read a DataFrame of Spark's as a ParquetDataset
+            continue  # ranks get a ParquetDataset in place of a Spark DataFrame
         for options in _loaders_of(train, name):
             if (text := unreadable(data, options)) is not None:
                 raise ValueError(f"the function gives {name} to a DataLoader as it is, and it is {text}")
 
 
 def unreadable(data: object, options: Mapping[str, Any]) -> str | None:
-    """Describe ``data``, and what to give a loader in its place; None if a loader may take samples from ``data``.
+    """Return a text about ``data`` and the remedy; None if a loader may take samples from ``data``.
 
     Args:
         options: the other arguments of the loader, by name.
@@ -46,11 +46,11 @@ def unreadable(data: object, options: Mapping[str, Any]) -> str | None:
             "torchvision.datasets.ImageFolder(path) for a folder of images"
         )
     if _is_frame(data, "pandas."):
-        # A sampler may draw names of columns, and a column may have the name 0.
+        # A loader indexes the frame, and so gets columns: right if a sampler draws their names, or a name is 0.
         chooses = any(options.get(name) is not None for name in ("sampler", "batch_sampler"))
         return None if chooses or 0 in data.columns else _FRAME.format("a pandas", "frame.to_parquet")  # type: ignore[attr-defined]
     if _is_frame(data, "polars."):
-        # A sample is a DataFrame of one row, which a function of the program's may make a tensor of.
+        # A sample is a DataFrame of one row, which the program may turn into a tensor itself.
         is_made = options.get("collate_fn") is not None or options.get("batch_size", 1) is None
         return None if is_made else _FRAME.format("a polars", "frame.write_parquet")
     if _is_frame(data, "pyspark."):
@@ -59,12 +59,12 @@ def unreadable(data: object, options: Mapping[str, Any]) -> str | None:
 
 
 def _is_frame(data: object, module: str) -> bool:
-    """Return whether ``data`` is a DataFrame of ``module``, and not of a subclass, which may have samples."""
+    """Return whether ``data`` is a DataFrame of ``module``, and not of a subclass, whose items may be samples."""
     return type(data).__name__ == "DataFrame" and f"{type(data).__module__}.".startswith(module)
 
 
 def _is_path(data: object) -> bool:
-    """Return whether ``data`` is a path or a URL, and no text whose letters are the samples."""
+    """Return whether ``data`` is a path or a URL, and not a text whose letters are the samples."""
     if not isinstance(data, str):
         return isinstance(data, os.PathLike) and not hasattr(data, "__getitem__")
     if not data or len(data) > _MAX_PATH:
@@ -73,9 +73,10 @@ def _is_path(data: object) -> bool:
 
 
 def _loaders_of(train: Callable[..., Any], name: str) -> list[dict[str, Any]]:
-    """Return the arguments of each ``DataLoader(name, ...)`` that ``train`` makes.
+    """Return the arguments of each ``DataLoader(name, ...)`` that ``train`` certainly makes.
 
-    Empty where another use of ``name``, a condition or unreadable source leaves open what becomes of the data set.
+    Return none if the use of the data set is not certain: if there are other uses of ``name``, except ``len``, or a
+    condition, or if the source cannot be read.
     """
     try:
         tree = ast.parse(textwrap.dedent(inspect.getsource(train))).body[0]
@@ -99,7 +100,7 @@ _CONDITIONS = (ast.IfExp, ast.BoolOp, ast.Lambda)
 
 
 def _certain(parent: ast.AST) -> Iterator[ast.AST]:
-    """Yield the nodes below ``parent`` that run with it: no condition and no function stands between."""
+    """Yield the nodes below ``parent`` that run whenever it runs: not those in conditions and inner functions."""
     for node in ast.iter_child_nodes(parent):
         if isinstance(node, _STATEMENTS) or not isinstance(node, (ast.stmt, *_CONDITIONS)):
             yield node
@@ -107,7 +108,7 @@ def _certain(parent: ast.AST) -> Iterator[ast.AST]:
 
 
 def _data_of(call: ast.Call) -> list[str]:
-    """Return a list of the name that ``call`` has as its data set; an empty list if that is no plain name."""
+    """Return the variable that ``call`` has as its data set, in a list; an empty list if it is another expression."""
     if any(isinstance(each, ast.Starred) for each in call.args) or any(each.arg is None for each in call.keywords):
         return []
     given = [*call.args[:1], *(each.value for each in call.keywords if each.arg == "dataset")]
@@ -125,7 +126,7 @@ def _is_loader(called: ast.expr, train: Callable[..., Any]) -> bool:
 
 
 def _options(call: ast.Call) -> dict[str, Any]:
-    """Return the arguments of a loader by name: None for one that is None, else its code."""
+    """Return the arguments of a loader by name, as the code of each; None for an argument that is None."""
     names = ("dataset", "batch_size", "shuffle", "sampler", "batch_sampler")
     given = [*zip(names, call.args, strict=False), *((str(each.arg), each.value) for each in call.keywords)]
     return {name: None if ast.unparse(code) == "None" else code for name, code in given}

@@ -2,5 +2,5 @@
 
 Plain state without patches: ``loader_pass.py`` (current batch and this rank's share), ``batch_origin.py`` (the batch
 that a tensor comes from), ``leaves.py`` (parameters that a backward reaches), ``random_streams.py`` (generators that
-are common to all ranks or a rank's own).
+draw the same numbers on all ranks, and generators that draw different ones).
 """

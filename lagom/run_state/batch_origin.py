@@ -1,4 +1,4 @@
-"""``BatchTracker``: find the batch that a tensor comes from."""
+"""``BatchTracker``: finds the batch that a tensor comes from."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from lagom.run_state.loss_terms import find_share
 from lagom.run_state.nested_tensors import tensors
 
 _FEW = 256
-"""Number of remembered tensors from which dead ones are removed."""
+"""Number of remembered tensors above which dead ones are first removed."""
 
 
 class BatchTracker:
@@ -27,7 +27,7 @@ class BatchTracker:
         self.num_batches = 0
         """Number of batches that the program has seen."""
         self._sizes: dict[int, float] = {}
-        """Weight of each share that the program has seen, by its number of samples."""
+        """Weight of each share that the program has seen, by the share's number of samples."""
         self.shapes: set[torch.Size] = set()
         """Shapes of the batches' floating-point tensors with two or more dimensions and more than one number per row.
 
@@ -35,7 +35,7 @@ class BatchTracker:
         """
 
     def batch(self, share: BatchShare | None) -> None:
-        """Count another batch and the size of ``share``; None where this rank has the whole batch."""
+        """Count another batch, and record the size of ``share``; None if this rank has the whole batch."""
         self.num_batches += 1
         if share is not None:
             self._sizes[share.num_mine] = share.weight(self._world_size)
@@ -54,7 +54,7 @@ class BatchTracker:
                 self.shapes.add(shape)
 
     def share(self, data: Any) -> BatchShare | None:
-        """Return the share of the batch that ``data`` comes from: directly, as a view, or through a model."""
+        """Return the share of the batch that ``data`` comes from, directly, as a view or through a model; else None."""
         for tensor in tensors(data):
             share = self._find_known_share(tensor)
             if share is None:
@@ -64,11 +64,11 @@ class BatchTracker:
         return None
 
     def is_sample(self, tensor: torch.Tensor) -> bool:
-        """Return whether ``tensor`` is one of a batch, or a view of one."""
+        """Return whether ``tensor`` is a tensor of a batch, or a view of one."""
         return self._find_known_share(tensor) is not None
 
     def _find_known_share(self, tensor: torch.Tensor) -> BatchShare | None:
-        # The tensor comes before its base: a batch may itself be a view, even of an earlier batch.
+        # Look for the tensor first, then for its base: a tensor of a batch may be a view, even of an earlier batch.
         entry = self._shares.get(id(tensor))
         if entry is not None and entry[0]() is tensor:
             return entry[1]
@@ -80,13 +80,13 @@ class BatchTracker:
         """Check that ``data``, whose origin is unknown, can come from the batch of ``share``.
 
         Raises:
-            LagomError: when it has as many rows as another batch with another weight.
+            LagomError: when ``data`` has as many rows as another batch, whose share has another weight.
         """
         if share is None:
             return
         found = next((tensor for tensor in tensors(data) if tensor.dim()), None)
-        # A rank without samples has one stand-in sample that counts nowhere. Only the first dimension is compared with
-        # sizes of batches: another, such as 3 channels, may be the number of samples in a tail by chance.
+        # A rank without samples of its own gets one sample of weight 0, hence ``max``. Only the first dimension is
+        # compared with sizes of batches: another dimension, such as 3 channels, may equal the size of a tail by chance.
         if found is None or found.shape[0] in (max(share.num_mine, 1), share.num_rows):
             return
         if self._sizes.get(found.shape[0], share.weight(self._world_size)) != share.weight(self._world_size):

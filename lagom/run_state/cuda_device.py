@@ -1,4 +1,4 @@
-"""CUDA: move batches and modules to the rank's device, so that a program need not name it."""
+"""Functions that move batches and modules to the rank's GPU, so that a program need not name the device."""
 
 from __future__ import annotations
 
@@ -16,12 +16,13 @@ if TYPE_CHECKING:
 
 
 def move_to_device(data: Any, device: torch.device) -> Any:
-    """Return ``data`` with its tensors on ``device``; containers keep their types, other objects stay.
+    """Return ``data`` with its tensors on ``device``; containers keep their types, other objects are not changed.
 
-    What has a method ``to`` moves itself: packed sequences, batches of libraries, modules.
+    An object with a method ``to`` is moved by this method: packed sequences, batches of libraries, modules.
     """
     if isinstance(data, torch.Tensor):
-        # CUDA has read memory that is not pinned when the call returns, and need not wait for the GPU's work before.
+        # With ``non_blocking`` the call does not wait for earlier work of the GPU. It is safe: when the call returns,
+        # CUDA has read memory that is not pinned.
         return data.to(device, non_blocking=device.type != "cpu")
     if callable(getattr(type(data), "to", None)):
         return data.to(device)
@@ -30,25 +31,25 @@ def move_to_device(data: Any, device: torch.device) -> Any:
     if type(data) in (list, tuple):
         return type(data)(move_to_device(part, device) for part in data)
     if isinstance(data, dict):
-        moved = copy.copy(data)  # a state_dict() has attributes
+        moved = copy.copy(data)  # a copy keeps attributes, such as those of a ``state_dict()``
         moved.update((key, move_to_device(part, device)) for key, part in data.items())
         return moved
     return data
 
 
 class InputFollower:
-    """Moves modules to ``device`` that are still on the CPU and whose input is on ``device``."""
+    """Moves a module from the CPU to ``device`` when it is called with an input on ``device``."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._states: dict[int, tuple[weakref.ref[nn.Module], torch.Tensor]] = {}
-        """A parameter or buffer of each module, by its id: finding one takes longer than all else."""
+        """A parameter or buffer of each module, by the module's id: a search takes longer than all other work here."""
 
     def follow(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Move ``module``, which is about to be called, if it has to.
+        """Move ``module``, which is about to be called, if it is on the CPU and an input is on the device.
 
-        ``Module.to`` keeps the Parameter objects, so optimizers made earlier stay valid. In a transform of torch.func a
-        module cannot be moved, and its parameters go one by one (``MixedDevices``).
+        ``Module.to`` keeps the Parameter objects, so optimizers made earlier stay valid. Inside a transform of
+        torch.func a module cannot be moved: there ``MixedDevices`` moves each parameter where it is used.
         """
         known = self._states.get(id(module))
         state = known[1] if known is not None else self._find_state(module)

@@ -1,4 +1,4 @@
-"""Leaves of the autograd graph: find those that a backward reaches, and number them equally on all ranks."""
+"""Leaves of the autograd graph: finds the leaves that a backward reaches, and numbers leaves equally on all ranks."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ ACCUMULATE = torch._C._functions.AccumulateGrad  # type: ignore[attr-defined]  #
 
 
 class Leaves:
-    """Numbers leaves in the order of their creation, without setting anything on the tensors.
+    """Numbers leaves in the order of their creation, without setting attributes of the tensors.
 
-    Ranks run the same program, so the same number means the same leaf. A tensor that is no Parameter gets the next
-    number when a backward first reaches it, since its creation is not seen.
+    Ranks run the same program, so a number means the same leaf on all ranks. A tensor that is not a Parameter gets the
+    next number when a backward first reaches it, since lagom does not see its creation.
     """
 
     def __init__(self) -> None:
@@ -46,7 +46,7 @@ class Leaves:
         return number
 
     def number(self, leaf: torch.Tensor) -> int:
-        """Return the number of ``leaf``; give it one if it has none."""
+        """Return the number of ``leaf``, which gets the next number if it has none."""
         entry = self._by_id.get(id(leaf))
         return entry[1] if entry is not None and entry[0]() is leaf else self.add_leaf(leaf)
 
@@ -73,12 +73,12 @@ class Leaves:
         return leaf
 
     def state(self) -> tuple[dict[int, torch.Tensor], int]:
-        """Return all living leaves by number, and the next number, for ``go_on`` in another process."""
+        """Return all living leaves by number, and the next number, as the arguments of ``go_on`` in another process."""
         found = {number: self.tensor(number) for number in list(self._by_number)}
         return {number: leaf for number, leaf in found.items() if leaf is not None}, self._next
 
     def go_on(self, known: Mapping[int, torch.Tensor], following: int) -> None:
-        """Number the leaves as another process did: ``known`` by their numbers, no others, and ``following`` next."""
+        """Adopt the numbers of another process: forget all leaves, number ``known``, and go on with ``following``."""
         self._by_id.clear()
         self._by_number.clear()
         for number, leaf in known.items():
@@ -95,10 +95,10 @@ class Leaves:
 def find_leaves(
     roots: Sequence[torch.Tensor | GradientEdge], inputs: Iterable[torch.Tensor | GradientEdge] = ()
 ) -> list[torch.Tensor]:
-    """Return the leaves that a backward from ``roots`` accumulates into; with ``inputs``, only the leaves among those.
+    """Return the leaves that a backward from ``roots`` accumulates into; with ``inputs``, the leaves in ``inputs``.
 
-    A parameter that several modules share is one leaf: it comes once, however many operations use it. A leaf that the
-    program names twice (``inputs=[w, w]``) comes twice, so callers count leaves by their ids. Call this before the
+    A parameter that several modules share is returned once, however many operations use it. A leaf that the program
+    names twice (``inputs=[w, w]``) is returned twice, so callers must tell leaves apart by id. Call this before the
     backward, which frees the graph. It takes 3 microseconds for an MLP, and 0.45 ms for a 24-layer transformer whose
     backward takes 9 ms.
     """

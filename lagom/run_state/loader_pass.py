@@ -19,23 +19,23 @@ if TYPE_CHECKING:
     from lagom.loaders.reading_threads import Publication, ReaderThreads
 
 
-@dataclass(slots=True)  # not frozen: one is made for each batch, and a frozen one would take four times as long
+@dataclass(slots=True)  # not frozen: a share is made for each batch, and a frozen class would take four times as long
 class BatchShare:
     """This rank's share of one batch."""
 
     num_mine: int
     num_all: int
     even: bool
-    """All ranks have the same number of samples."""
+    """Whether all ranks have the same number of samples."""
     step: int | None = field(default=None, compare=False)
-    """Number of the batch within its pass, from 1 on, if equal on all ranks; set when the program sees the batch."""
+    """Number of the batch within its pass, from 1 on; None before the program sees the batch, or if ranks differ."""
     num_rows: int | None = field(default=None, compare=False)
     """Rows of the batch's first tensor as the program sees it; collate_fn may leave samples out."""
     use: PassUse | None = field(default=None, compare=False)
     """The program's use of the pass, if it is tracked."""
 
     def weight(self, world_size: int) -> float:
-        """Return the factor for the root of a backward that makes the average over ranks the mean over the batch."""
+        """Return the factor for the loss by which the average over ranks becomes the mean over the batch."""
         return world_size * self.num_mine / self.num_all
 
 
@@ -46,30 +46,30 @@ class LoaderPass:
     training: bool
     is_split: bool
     own: bool = False
-    """The data set shards itself, so each rank's batches are its own."""
+    """Whether the data set shards itself, so that ranks have different batches."""
     by_mode: bool = False
-    """An evaluation although gradients are on, because the model is in eval mode."""
+    """Whether the pass counts as an evaluation only because the model is in eval mode, although gradients are on."""
     steps: int | None = None
     step: int = 0
     shares: deque[BatchShare | None] = field(default_factory=deque)
-    """Shares of the batches that the sampler has given and the user has not seen yet: workers fetch ahead."""
+    """Shares of the batches that the sampler has drawn and the program has not seen yet: workers fetch ahead."""
     current: BatchShare | None = None
     failed: bool = False
-    """The next batch could not be loaded."""
+    """Whether the next batch could not be loaded."""
     ended: bool = False
-    """The pass is exhausted."""
+    """Whether the pass is exhausted."""
     published: Publication | None = None
-    """Values that rank 0 publishes for this pass in the program's threads; None where ranks need not agree on any."""
+    """Values that rank 0 publishes for a pass that a thread of the program reads; None for passes without any."""
 
     readers: ReaderThreads | None = None
-    """The program's threads that read loaders, if this pass is read in one of them."""
+    """The program's threads that read loaders; None if the main thread reads this pass."""
     generator: torch.Generator | None = None
-    """Generator for torch's samplers in place of the global one."""
+    """Generator for torch's samplers in place of the global generator; None for the global one."""
     use: PassUse | None = None
-    """The program's use of the rows, where they are split because the pass seems to be training."""
+    """The program's use of the rows, tracked if batches are split because the pass seems to be training; else None."""
 
     def publication(self) -> Publication:
-        """Return ``published``, for a pass in a thread of the program.
+        """Return ``published``, for a pass that a thread of the program reads.
 
         Raises:
             LagomError: if the pass has none.
@@ -84,7 +84,7 @@ _NO_NAME = (
     "pass it belongs to; read the loader itself, or do so in the main thread"
 )
 _NONE = weakref.ref(LoaderPass(training=False, is_split=False))
-"""A reference to no pass: its pass is freed at once."""
+"""A dead reference, which stands for no pass."""
 
 
 class PassTracker:
@@ -94,9 +94,9 @@ class PassTracker:
         self.used: BatchShare | None = None
         """Share of the batch that a model was last called with; None again when the next batch is seen."""
         self.evaluation: weakref.ref[LoaderPass] = _NONE
-        """The pass of the batch seen last, if it is an evaluation."""
+        """The pass of the batch that the program saw last, if it is an evaluation; else a dead reference."""
         self.by_mode: weakref.ref[LoaderPass] = _NONE
-        """The last evaluation that is one because the model is in eval mode, until it ends."""
+        """The last evaluation pass with ``LoaderPass.by_mode``, until it ends."""
         self.progress: dict[str, int | None] = {"epoch": 0, "step": 0, "steps": None}
         """Epoch and step of training. A new dict for each batch, so that another thread may read it."""
         self._training: list[weakref.ref[LoaderPass]] = []
@@ -104,10 +104,10 @@ class PassTracker:
         self._last: BatchShare | None = None
         self._epoch = 0
         self.have_read = False
-        """A loader has given a batch that may be trained on."""
+        """Whether a loader has given the program a batch that may be trained on."""
 
     def record_batch(self, current: LoaderPass, share: BatchShare | None) -> None:
-        """Record a training batch; its share holds until the next batch or the end of its pass."""
+        """Record a training batch; ``share`` is the current share until the next batch or the end of the pass."""
         self.evaluation = _NONE
         self.used = None
         self.have_read = True
@@ -129,7 +129,7 @@ class PassTracker:
         self._training.append(ref)
 
     def go_on(self, progress: dict[str, int | None], current: Iterable[LoaderPass]) -> None:
-        """Go on from ``progress`` with the passes ``current``, which another process has begun."""
+        """Adopt the state of another process: its ``progress`` and its unfinished passes ``current``."""
         self.progress, self._epoch = progress, progress["epoch"] or 0
         for one in current:
             if one.training and one.step:
@@ -159,11 +159,11 @@ class PassTracker:
     def share(self) -> BatchShare | None:
         """This rank's share of the batch that the program works on; None in an evaluation, where batches are whole.
 
-        The share of the batch that a model was last called with; if that is unknown, of the latest batch of the
-        innermost unfinished pass, else of the last batch of all.
+        It is the share of the batch with which a model was last called. If this is unknown, it is the share of the
+        latest batch of the innermost unfinished training pass, else of the last training batch.
 
-        The last share stays valid: ``x, y = next(iter(loader))`` may be trained on for long. For a loss that is equal
-        on all ranks any weight is right, since weights average to 1.
+        The last share stays valid, since a program may train on ``x, y = next(iter(loader))`` for long. A loss that is
+        equal on all ranks may get any share, since the weights of all ranks average to 1.
         """
         if self.used is not None:
             return self.used
@@ -197,7 +197,7 @@ NOT_SHARED = {
         "DataLoader, batches='split' shares out the batches themselves; verify=True tells whether that is exact"
     ),
 }
-"""For each value of ``batches``, the reason why every rank computes all that the program trains on."""
+"""For each value of ``batches``, the warning that ranks share no work, with the reason and the remedy."""
 
 FEWER_ROWS = (
     "a batch has fewer rows than samples that were fetched for it: where collate_fn leaves samples out, ranks are left "
@@ -207,7 +207,11 @@ FEWER_ROWS = (
 
 
 def has_fewer_rows(data: Any, share: BatchShare) -> bool:
-    """Return whether ``data`` seems to have fewer samples than ``share``: all tensors have fewer rows."""
+    """Return whether ``data`` seems to have fewer samples than ``share``.
+
+    This is so if all tensors have the same number of rows, fewer than ``share.num_mine``, and no tensor has a
+    dimension of the size ``share.num_mine``. If ``data`` is None, it has no samples.
+    """
     if data is None:
         return share.num_mine > 0
     found = [tensor.shape for tensor in tensors(data) if tensor.dim()]

@@ -1,4 +1,4 @@
-"""Terms of a loss, each weighted by this rank's share of its batch. See Note [Terms]."""
+"""``LossTermWeights``: weights each term of a loss by this rank's share of the term's batch. See Note [Terms]."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class LossTermWeights:
     """Tracks which autograd nodes are a model's outputs for a batch, and weights gradients by the batch's share.
 
     Args:
-        say_once: tells the user something, the first time.
+        say_once: logs a text unless it was logged before.
     """
 
     def __init__(self, world_size: int, say_once: Callable[[str], None]) -> None:
@@ -38,7 +38,7 @@ class LossTermWeights:
         self._say_once = say_once
         self._uneven: weakref.WeakSet[_Tag] = weakref.WeakSet()
         self.may_be_uneven = False
-        """There may be terms with a weight other than 1."""
+        """Whether there may be terms with a weight other than 1."""
 
     def record_outputs(self, outputs: Any, share: BatchShare) -> None:
         """Record that a model computed ``outputs`` for a batch of which this rank has ``share``."""
@@ -54,10 +54,10 @@ class LossTermWeights:
     def weight_gradients(
         self, roots: Sequence[Any], gradients: Gradients, otherwise: float
     ) -> tuple[Gradients, list[RemovableHandle]]:
-        """Weight the gradients that enter at ``roots``; also return hooks that weight terms during the backward.
+        """Return the weighted ``gradients`` of ``roots``, and the hooks that weight single terms during the backward.
 
         Args:
-            otherwise: the weight where the graph does not tell one.
+            otherwise: the weight of roots whose graph has no output of a model for a known batch.
         """
         self.may_be_uneven = bool(self._uneven)
         if not self.may_be_uneven:
@@ -90,7 +90,7 @@ class LossTermWeights:
 
 
 def find_share(tensor: torch.Tensor) -> BatchShare | None:
-    """Return the share of the batch for which a model computed ``tensor``, if it is known."""
+    """Return the share of the batch for which a model computed ``tensor``; None if it is unknown."""
     node = tensor.grad_fn
     if node is None:
         return None
@@ -99,7 +99,7 @@ def find_share(tensor: torch.Tensor) -> BatchShare | None:
 
 
 class _Tag:
-    """A share in a node's metadata, which lives as long as the graph."""
+    """A share and its weight, kept in a node's metadata, and so alive as long as the graph."""
 
     __slots__ = ("__weakref__", "share", "weight")
 
@@ -110,12 +110,12 @@ class _Tag:
 
 def metadata(node: Node) -> dict[str, Any]:
     """Return the dict that autograd keeps with ``node`` as long as the graph lives."""
-    found: Any = node.metadata  # a property, which the stubs call a method
+    found: Any = node.metadata  # a property, but torch's type stubs declare a method
     return found  # type: ignore[no-any-return]
 
 
 def is_of_batch(node: Node) -> bool:
-    """Return whether ``node`` is a model's output for a known batch."""
+    """Return whether ``node`` has computed a model's output for a known batch."""
     return _KEY in metadata(node)
 
 
@@ -140,7 +140,7 @@ _NONE: frozenset[float] = frozenset()
 
 
 def _find_batch_weights(roots: list[Node]) -> dict[Node, frozenset[float]]:
-    """Return the weights of the batches that each node comes from; the walk stops at the outputs of models."""
+    """Return, for each node, the weights of the batches below it; the walk stops at outputs of models."""
     found: dict[Node, frozenset[float]] = {}
     pending = [(root, False) for root in roots]
     while pending:
@@ -162,7 +162,7 @@ def _num_inputs(node: Node) -> int:
 
 
 def _single_weight(weights: frozenset[float]) -> float:
-    """Return the single weight; 1 if there is none, or if there are several, which are applied further down."""
+    """Return the only weight; 1 if there is none, or if there are several, which hooks apply further down."""
     return next(iter(weights)) if len(weights) == 1 else 1.0
 
 
@@ -176,12 +176,13 @@ def _scale(gradient: torch.Tensor | None, weight: float) -> torch.Tensor | None:
 
 # Note [Terms]
 #
-# The root of a backward is weighted by this rank's share of the batch, so that averages over the ranks are means over
-# the batch. A loss may come from several batches: two zipped loaders, or losses summed over an epoch. If their shares
-# differ (in a tail), each term needs its own weight. Terms that are added up can have one: the graph is walked from the
-# root to the outputs of models, each of which knows its batch. At every node that adds up terms of different batches,
-# the gradient of each term is multiplied by the weight of its batch. A term without a batch (weight decay) has weight
-# 1. Where batches meet in another way (a contrastive loss), no weight is right, and the user is warned.
+# The gradient at the root of a backward is multiplied by the weight of this rank's share of the batch, so that averages
+# over the ranks are means over the batch. A loss may come from several batches: two zipped loaders, or losses summed
+# over an epoch. If their shares differ in weight (in a tail), each term needs its own weight. This is possible for
+# terms that are added up: the graph is walked from the root to the outputs of models, each of which has a tag with its
+# batch's share. At every node that adds up terms of different batches, the gradient of each term is multiplied by the
+# weight of its batch. A term without a batch (weight decay) has weight 1. If batches are combined in another way (a
+# contrastive loss), no weight is right, and the user is warned.
 #
-# The walk is made only while the graph of an uneven share is alive: the graph's nodes hold the tags in their metadata,
-# so the tags live as long. Otherwise all weights are 1, or the one weight that is known without the walk.
+# The walk is needed only while the graph of an uneven share is alive. A tag is in the metadata of a node of the graph,
+# so it lives as long as the graph. Without uneven tags, all terms have the same weight, which needs no walk.

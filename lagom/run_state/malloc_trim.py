@@ -1,4 +1,4 @@
-"""``trim_heap``: return memory that the C library keeps to the system."""
+"""``trim_heap``: returns to the system the free memory that the C library keeps."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import Any
 
 
 def trim_heap() -> None:
-    """Have malloc return free memory to the system; do nothing where malloc cannot.
+    """Return malloc's free memory to the system; do nothing without glibc.
 
-    Parameters of one size, allocated one after another with smaller ones between them, leave holes that no parameter
-    fits in: without trimming, a process takes as much memory as the whole model. A call takes 0.1 ms, and later the
-    system's time to provide new pages.
+    Freed parameters of equal size, with smaller blocks between them, leave holes into which no other parameter fits:
+    without trimming, a process takes as much memory as the whole model. A call takes 0.1 ms, and later the system takes
+    time to provide new pages.
     """
     trim = _malloc_trim()
     if trim is not None:
@@ -28,10 +28,10 @@ def _malloc_trim() -> Any:
 
 
 def map_large_blocks() -> None:
-    """Have malloc map blocks of 1 MB and more separately from now on, and return free memory.
+    """Make malloc map blocks of 1 MB and more separately from now on, so that it returns each one when it is freed.
 
-    Tensors want aligned memory, and glibc's heap hardly ever reuses a freed block of the same size for an aligned one.
-    Steps take longer, as the system clears the pages each time.
+    torch asks for aligned memory, for which glibc's heap hardly ever reuses a freed block of the same size. Steps take
+    longer, since the system clears the pages of each new block.
     """
     try:
         ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, 1 << 20)

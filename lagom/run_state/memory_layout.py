@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 storage_of = torch._C.TensorBase.untyped_storage
-"""Returns a tensor's storage; with ``zero_lvl=3``, ``Tensor.untyped_storage`` makes the parameter whole first."""
+"""Returns a tensor's storage; with ``zero_lvl=3``, ``Tensor.untyped_storage`` would gather the parameter first."""
 
 
 def is_dense(tensor: torch.Tensor) -> bool:
@@ -29,7 +29,7 @@ def is_dense(tensor: torch.Tensor) -> bool:
 
 
 def find_overlapping(tensors: Iterable[torch.Tensor]) -> set[int]:
-    """Return the ids of dense tensors that share memory with another one of ``tensors``."""
+    """Return the ids of those dense ``tensors`` that share memory with another dense tensor among them."""
     found: set[int] = set()
     together: list[int] = []
     reached = 0
@@ -44,14 +44,17 @@ def find_overlapping(tensors: Iterable[torch.Tensor]) -> set[int]:
 
 
 def resolve_lazy(tensor: torch.Tensor) -> torch.Tensor:
-    """Return ``tensor``, or a copy if its elements are still to be conjugated, negated or filled with zeros."""
+    """Return ``tensor``, or a copy of its values if it is lazily conjugated, lazily negated or a zero tensor."""
     if tensor.is_conj() or tensor.is_neg() or tensor._is_zerotensor():
         return torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
     return tensor
 
 
 def memory_order(tensor: torch.Tensor) -> tuple[int, ...] | None:
-    """Return the dimensions of ``tensor`` by their place in memory, the outermost first; None if they are in order."""
+    """Return the dimensions of ``tensor`` in memory order, the outermost first.
+
+    Return None if ``tensor`` is contiguous, or is not dense and so has no such order.
+    """
     if tensor.layout != torch.strided or tensor.is_contiguous() or not is_dense(tensor):
         return None
     strides = tensor.stride()

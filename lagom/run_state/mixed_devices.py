@@ -1,4 +1,4 @@
-"""``MixedDevices``: what a program that knows of no GPU makes on the CPU meets what lagom has moved to the GPU."""
+"""``MixedDevices``: lets operations of a program that knows of no GPU get tensors of both the CPU and the GPU."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from lagom.patching.replace import replaced
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
 
-# By name: a patch of lagom's may be in a function's place.
+# Functions are known by name, since a patch of lagom may have replaced the function itself.
 _OF_CPU = frozenset(("numpy", "__array__", "__repr__", "__format__"))
-"""Functions of one tensor that give what only the CPU has, or what a program without a GPU would print."""
+"""Functions that get a copy on the CPU: their result exists only there, or must print as on a machine without a GPU."""
 _ANY_DEVICES = frozenset(("to", "copy_", "type_as", "backward", "grad", "__set__"))
-"""Functions that take tensors of different devices by themselves, or the very tensors that they are given."""
+"""Functions that accept tensors of different devices, or that need the same tensor objects and no copies."""
 _RECURRENT = frozenset(("lstm", "gru", "rnn_tanh", "rnn_relu"))
 _LENGTHS = frozenset(("_pack_padded_sequence", "_pad_packed_sequence"))
 _CPU, _GPU = 1, 2
@@ -26,7 +26,7 @@ _CPU, _GPU = 1, 2
 
 @contextmanager
 def meet_on(device: torch.device) -> Iterator[None]:
-    """Let tensors of the CPU meet those on ``device``; what is saved or pickled is a tensor of the CPU."""
+    """Context manager in which operations may mix tensors of the CPU and ``device``; all are saved as CPU tensors."""
     with ExitStack() as stack:
         stack.enter_context(replaced(torch.serialization, "location_tag", lambda _: "cpu"))
         stack.enter_context(MixedDevices(device))
@@ -34,10 +34,10 @@ def meet_on(device: torch.device) -> Iterator[None]:
 
 
 class MixedDevices(TorchFunctionMode):
-    """Moves tensors, where a function of torch gets some on the CPU and others not. See Note [Mixed devices].
+    """Moves tensors if a function of torch gets some on the CPU and some on the GPU. See Note [Mixed devices].
 
     Args:
-        device: where they meet, unless the function writes to a tensor on the CPU.
+        device: the device to which they are moved, unless the function writes to a tensor on the CPU.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -51,7 +51,7 @@ class MixedDevices(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Call ``func``, with tensors that can meet."""
+        """Call ``func`` with all tensors on one device."""
         kwargs = kwargs or {}
         found = _devices(args) | _devices(kwargs.values()) if kwargs else _devices(args)
         if found & _GPU:
@@ -59,7 +59,7 @@ class MixedDevices(TorchFunctionMode):
             if name in _OF_CPU:
                 return func(args[0].cpu(), *args[1:], **kwargs)
             if name in _LENGTHS or (name in _RECURRENT and isinstance(args[3], (list, tuple))):
-                return func(args[0], args[1].cpu(), *args[2:], **kwargs)  # lengths, which torch wants on the CPU
+                return func(args[0], args[1].cpu(), *args[2:], **kwargs)  # torch requires the lengths on the CPU
             if found & _CPU and name not in _ANY_DEVICES:
                 place = _written(name, args, kwargs) or self._device
                 return func(*_moved(args, place), **{key: _moved(value, place) for key, value in kwargs.items()})
@@ -67,7 +67,7 @@ class MixedDevices(TorchFunctionMode):
 
 
 def _devices(values: Iterable[Any]) -> int:
-    """Return which of ``_CPU`` and ``_GPU`` the tensors in ``values`` are on; of a long list the first value tells."""
+    """Return the devices of the tensors in ``values`` as flags; search a list only if its first value may have one."""
     found = 0
     for value in values:
         if isinstance(value, Tensor):
@@ -78,7 +78,7 @@ def _devices(values: Iterable[Any]) -> int:
 
 
 def _written(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch.device | None:
-    """Return the device of the tensor that a function writes to or indexes, if it does."""
+    """Return the device of the tensor that the function ``name`` writes to or indexes; None for other functions."""
     out = kwargs.get("out")
     if isinstance(out, Tensor):
         return out.device
@@ -91,7 +91,7 @@ def _written(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tor
 
 def _moved(value: Any, device: torch.device) -> Any:
     if isinstance(value, Tensor):
-        # Memory that is pinned is read later, and the program may write to it before.
+        # Wait for a copy from pinned memory: CUDA reads it after the call, and the program may write to it before.
         return value.to(device, non_blocking=value.is_cpu and not value.is_pinned())
     if type(value) in (list, tuple):
         return type(value)([_moved(part, device) for part in value])
@@ -100,14 +100,17 @@ def _moved(value: Any, device: torch.device) -> Any:
 
 # Note [Mixed devices]
 #
-# On GPUs lagom moves batches of loaders, and the modules that get them, to the rank's own. A program that knows of no
-# GPU has more tensors: the weights of a loss, a mask, a hidden state, the whole test set. Where one of these meets a
-# tensor on the GPU, it follows it there, and its gradient comes back; an operation in place on a tensor of the CPU has
-# its operands come there. So a program whose code names no GPU runs as it is. What it saves, pickles, prints or turns
-# into an array is as from the CPU: a checkpoint loads on a machine without a GPU.
+# In runs on GPUs, lagom moves the batches of loaders, and the modules that are called with them, to the rank's GPU. A
+# program that does not know of the GPU makes other tensors on the CPU: the weights of a loss, a mask, a hidden state,
+# the whole test set. If an operation gets such a tensor and a tensor on the GPU, the CPU tensor is copied to the GPU,
+# and autograd brings its gradient back to the CPU. If the operation writes in place to a CPU tensor, the other operands
+# are copied to the CPU instead. So a program whose code names no GPU runs unchanged. Tensors that it saves, pickles,
+# prints or turns into arrays are CPU tensors, so that a checkpoint loads on a machine without a GPU.
 #
-# torch calls a mode for each of its functions: about 2 us each. So it is there only where the code of the program, by
-# its names and words, knows neither "cuda" nor "gpu" nor "accelerator"; all others place their tensors themselves.
+# torch calls a function mode for each of its functions, which takes about 2 us. So the mode is entered only if the
+# words in the program's code include none of "cuda", "gpu" and "accelerator"; other programs place their tensors
+# themselves.
 #
-# Two limits: an array of a tensor on the GPU is a copy, and a program that writes to it does not change the tensor;
-# and torch takes the mode away during a backward, so hooks and backwards of the program's own find what is there.
+# There are two limits. An array of a tensor on the GPU is a copy: a program that writes to the array does not change
+# the tensor. And torch disables the mode during a backward, so the program's own hooks and backward functions get
+# tensors of different devices.

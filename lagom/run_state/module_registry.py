@@ -1,4 +1,4 @@
-"""``ModuleRegistry``: the modules that the program has made, and questions about all of them."""
+"""``ModuleRegistry``: the modules that the program has made, their modes and the names of their parameters."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ class ModuleRegistry(WeakIdKeyDictionary):
         super().__init__(ref_type=ObjectReference)
 
     def finished_modules(self) -> Iterator[nn.Module]:
-        """Iterate over the modules whose construction has got as far as having parameters."""
+        """Iterate over the modules for which ``Module.__init__`` has run, so that they can have parameters."""
         return (module for module in list(self) if "_parameters" in module.__dict__)
 
     def in_eval_mode(self, leaves: Leaves, reached: set[int]) -> bool:
         """Return whether all trained modules are in eval mode; False if none is trained.
 
         Args:
-            leaves: the numbers of parameters.
+            leaves: knows the numbers of parameters.
             reached: the numbers of the parameters that a backward has reached; empty before the first backward.
         """
         trained = False
@@ -46,14 +46,14 @@ class ModuleRegistry(WeakIdKeyDictionary):
         return trained
 
     def name_of(self, leaf: torch.Tensor | None) -> str:
-        """Return words that name ``leaf`` in a message."""
+        """Return a description of ``leaf`` for messages; None stands for a tensor that this rank does not have."""
         if leaf is None:
             return "a tensor that this rank does not have"
         best = ""
         for module in self.finished_modules():
             for name, parameter in module.named_parameters():
                 full = f"{type(module).__name__}.{name}"
-                # The longest path starts at the outermost module.
+                # The same parameter has a path from each enclosing module: the longest starts at the outermost module.
                 if parameter is leaf and full.count(".") > best.count("."):
                     best = full
         shape = tuple(leaf.shape)

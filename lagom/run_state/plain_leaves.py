@@ -1,4 +1,4 @@
-"""``PlainLeaves``: tell weights from data among leaves that are no Parameters. See Note [Plain leaves]."""
+"""``PlainLeaves``: tells weights from data among leaves that are not Parameters. See Note [Plain leaves]."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ if TYPE_CHECKING:
 
 
 class Likeness(Enum):
-    """How closely a leaf that is no Parameter resembles data."""
+    """Degrees of likeness between a leaf that is not a Parameter and data of a batch."""
 
     NONE = 0
     ROWS = 1
-    """As many rows as this rank has samples of the batch: data if its values differ between ranks."""
+    """The leaf has as many rows as this rank has samples of the batch: it is data if ranks have different values."""
     SHAPE = 2
-    """The shape of one of the batch's tensors: data, whatever its values (a perturbation may start as zeros)."""
+    """The leaf has the shape of a tensor of the batch: it is data, even with equal values (a perturbation of zeros)."""
 
 
 class PlainLeaves:
     """Decides whether leaves with the shape of samples are weights or data of a batch.
 
     Args:
-        leaves: numbers of the leaves that have been trained.
+        leaves: knows the numbers of the leaves that have been trained.
         say_once: logs a text, once.
     """
 
@@ -46,7 +46,7 @@ class PlainLeaves:
         self._say_once = say_once
         self._weights = WeakIdKeyDictionary()
         self._data = WeakIdKeyDictionary()
-        """Number of batches seen when a leaf was taken for data."""
+        """For each leaf that was taken for data, the number of batches seen by then."""
 
     def examine(self, roots: Sequence[Any], leaves: Sequence[torch.Tensor], share: BatchShare | None) -> None:
         """Find out which ``leaves`` are weights though they look like samples, before a backward frees their graph.
@@ -117,7 +117,7 @@ def _kind(node: Node) -> str:
 
 
 _SECOND_FACTOR_AT = {"Mm": 1, "Bmm": 1, "Addmm": 2, "Convolution": 1}
-"""Place among a node's operands; the first factor comes before it."""
+"""Index of the second factor among a node's operands, by the node's name; the first factor comes right before it."""
 _VIEWS = {"T", "Transpose", "Permute", "View", "UnsafeView", "Expand", "Unsqueeze", "Squeeze", "ReshapeAlias"}
 _VIEWS |= {"NumpyT", "MT", "Clone", "ToCopy"}
 _LIKE_DATA = "a tensor of shape {} that is no Parameter has the shape of this rank's part of a batch"
@@ -134,8 +134,9 @@ _MAY_BE_EITHER = (
 
 # Note [Plain leaves]
 #
-# A leaf that is no Parameter may be a weight, whose gradient is averaged, or data: samples, or a perturbation of them,
-# whose gradient is the rank's own. Only a leaf with the shape of this rank's samples is in doubt. It is data if it is
-# one of the batch's own tensors. It is a weight if it is the second factor of a product; if all first factors are
-# Parameters, nobody can tell, which is an error. Any other leaf, also one that nodes of unknown names use, is taken for
-# data, which the log says, and is an error once it is trained with another batch.
+# A leaf that is not a Parameter may be a weight, whose gradient is averaged, or data: samples or a perturbation of
+# samples, whose gradient stays the rank's own. Only a leaf with the shape of this rank's samples is in doubt. It is
+# data if it is a tensor of the batch. It is a weight if it is the second factor of a product, unless all first factors
+# are Parameters: then it may be either, which is an error. Every other leaf in doubt, also one that only nodes of
+# unknown names use, is taken for data. The log says so, and it is an error if the leaf is later trained with another
+# batch.

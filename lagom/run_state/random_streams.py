@@ -1,4 +1,4 @@
-"""Random numbers: streams that are common to all ranks, and streams of a rank's own."""
+"""Streams of random numbers: common streams, equal on all ranks, and own streams, different on each rank."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ if TYPE_CHECKING:
     from lagom.collectives.group import Group
 
 DRAWING = threading.RLock()
-"""Held while the global generators hold a rank's own stream, and while a program's thread draws from a common one."""
+"""Lock held while the global generators have a rank's own streams, and while a thread draws from a common stream."""
 os.register_at_fork(before=DRAWING.acquire, after_in_parent=DRAWING.release, after_in_child=DRAWING.release)
 
 
 def seed_everything(seed: int) -> None:
-    """Seed torch's, numpy's and random's global generators, as a program would by hand."""
+    """Seed the global generators of torch, ``random`` and, if it is imported, numpy."""
     seed_torch(seed)
     random.seed(seed)
     if "numpy" in sys.modules:
         import numpy as np
 
-        np.random.seed(seed)  # the global generator is what programs use
+        np.random.seed(seed)  # the legacy global generator, which programs still use
 
 
 def derive_seed(*parts: object) -> int:
@@ -40,7 +40,7 @@ def derive_seed(*parts: object) -> int:
 
 
 class CommonStreams:
-    """Keeps the global generators equal on all ranks: reseeds those from which ranks drew different amounts."""
+    """Keeps the global generators equal on all ranks: reseeds generators from which ranks drew different amounts."""
 
     def __init__(self, seed: int | None) -> None:
         """``seed``: the run's seed; with None, torch's initial seed is used."""
@@ -49,14 +49,16 @@ class CommonStreams:
         self._num_restarts = 0
 
     def note(self) -> None:
-        """Record the generators' states, on all ranks: they may draw different amounts from now on."""
+        """Record the generators' states; called on all ranks before they may draw different amounts."""
         self._noted = random_states()
 
     def reseed_uneven(self, group: Group, check_place: Callable[[str], None]) -> None:
-        """Reseed the generators that a rank drew from since ``note``, so that they are equal on all ranks again.
+        """Reseed the generators from which some rank drew since ``note``, so that they are equal on all ranks again.
+
+        This is a collective if ``note`` was called, and does nothing otherwise.
 
         Args:
-            check_place: raises on all ranks unless all are at the given place of the program.
+            check_place: raises an error on all ranks unless all are at the given place of the program.
         """
         if self._noted:
             before, self._noted = self._noted, {}
@@ -80,9 +82,10 @@ class CommonStreams:
 
 
 class OwnStreams:
-    """Swaps generators that only this rank draws from in for the global ones.
+    """Replaces the states of the global generators temporarily by those of this rank's own streams.
 
-    Around a forward only torch's generators are swapped (2 microseconds); around the fetching of samples all are.
+    During a forward only torch's generators are replaced, which takes 2 microseconds; during a fetch of samples also
+    those of numpy and ``random``.
     """
 
     def __init__(self, seed: int | None, rank: int, device: torch.device) -> None:
@@ -99,19 +102,19 @@ class OwnStreams:
     def _seed_streams(self) -> None:
         origin = self._seed_of_run
         if origin is None:
-            # Equal on all ranks, but different if the driver's generator had another state.
+            # The common state is equal on all ranks, and depends on the driver's state at the start of the run.
             origin = derive_seed(bytes(torch.default_generator.get_state().tolist()))
         self._seed = derive_seed("own", origin, self._rank)
         self._torch = torch.Generator().manual_seed(self._seed).get_state()
         self._random = random.Random(self._seed).getstate()
 
     def in_forward(self) -> _ForwardSwap:
-        """Return a context in which torch's generators, also the device's, draw from the rank's own stream."""
+        """Return a context manager in which torch's generators, of CPU and GPU, draw from the rank's own streams."""
         return _ForwardSwap(self)
 
     @contextmanager
     def in_fetch(self) -> Iterator[None]:
-        """Let torch, numpy and ``random`` draw from the rank's own streams in a block."""
+        """Context manager in which torch, numpy and ``random`` draw from the rank's own streams."""
         with DRAWING:
             if self._torch is None:
                 self._seed_streams()
@@ -125,7 +128,7 @@ class OwnStreams:
                 random.setstate(common)
 
     def swap(self) -> tuple[torch.Tensor, Any]:
-        """Switch torch's generators to the rank's own; return the arguments of ``swap_back``."""
+        """Switch torch's generators to the rank's own streams; return the arguments of ``swap_back``."""
         DRAWING.acquire()
         if self._torch is None:
             self._seed_streams()
@@ -135,7 +138,7 @@ class OwnStreams:
         return common, self._swap_device() if self._on_cuda else None
 
     def swap_back(self, common: torch.Tensor, on_device: Any) -> None:
-        """Switch torch's generators back to the common ones."""
+        """Switch torch's generators back to the common streams; the arguments are the results of ``swap``."""
         generator = torch.default_generator
         self._torch = generator.get_state()
         generator.set_state(common)
@@ -147,7 +150,7 @@ class OwnStreams:
         generator = torch.cuda.default_generators[self._device.index or 0]
         if self._cuda is None:
             self._cuda = torch.Generator(self._device).manual_seed(self._seed)
-        # A generator shares its state with the one it is set to, so draws advance self._cuda.
+        # ``graphsafe_set_state`` lets both generators share one state, so draws advance ``self._cuda`` as well.
         common = generator.graphsafe_get_state()
         generator.graphsafe_set_state(self._cuda)
         return common
@@ -161,7 +164,7 @@ class OwnStreams:
 
         if self._numpy is None:
             self._numpy = np.random.MT19937(self._seed)
-        # Swapping the bit generator takes 0.3 us, but loses the cached second number of a pair of normal ones.
+        # Replacing the bit generator takes only 0.3 us, but loses the cached second number of a pair of normal numbers.
         kept = np.random.get_state(legacy=False)
         common = np.random.mtrand.get_bit_generator()
         np.random.mtrand.set_bit_generator(self._numpy)
@@ -174,7 +177,7 @@ class OwnStreams:
 
 
 class _ForwardSwap:
-    """Context manager of ``OwnStreams.in_forward``: one made from a generator would take as long as the swap itself."""
+    """Context manager of ``OwnStreams.in_forward``; ``@contextmanager`` would take as long as the swap itself."""
 
     __slots__ = ("_common", "_streams")
 

@@ -24,7 +24,7 @@ def count_rows(data: Any) -> int | None:
     if isinstance(data, Mapping):
         parts: Iterable[Any] = data.values()
     elif isinstance(data, (list, tuple)):
-        # A list of texts has as many texts as rows, and none of them has rows.
+        # A list of texts is a column of the batch, which has no rows to count here.
         parts = () if data and isinstance(data[0], (str, bytes)) and type(data) is list else data
     else:
         shape = getattr(data, "shape", None)

@@ -1,4 +1,4 @@
-"""``patched``: patch torch for a run, so that an unmodified program runs on several ranks."""
+"""``patched``: patches torch for a run, so that an unmodified program runs on several ranks."""
 
 from __future__ import annotations
 
@@ -41,9 +41,9 @@ __all__ = ["patched"]
 
 @contextmanager
 def patched(session: Session) -> Iterator[None]:
-    """Patch torch for the program of ``session``; undo everything exactly, also on exceptions.
+    """Patch torch for the program of ``session``; undo all patches at the end, also on exceptions.
 
-    With one rank, batches are only counted and, on CUDA, moved to the device.
+    With one rank, the patches for several ranks are left out: batches are counted and, on CUDA, moved to the device.
     """
     distributed = session.world_size > 1
     streams = OwnStreams(session.config.seed, session.rank, session.device)
@@ -96,7 +96,7 @@ def _refuse_known_rank() -> Sequence[tuple[None, None]]:
 
 @contextmanager
 def _patched_for_ranks(session: Session) -> Iterator[None]:
-    """Patch what several ranks do together: backwards, steps, BatchNorm, and processes of the program's own."""
+    """Patch the functions in which several ranks cooperate: backward, optimizer steps, BatchNorm, ``mp.spawn``."""
     with ExitStack() as stack:
         stack.enter_context(own_mp_spawn(session))
         stack.enter_context(track_modules(session))

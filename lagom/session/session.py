@@ -52,13 +52,13 @@ if TYPE_CHECKING:
     from lagom.zero.parameters.shards import ParameterShards
 
 Learned: TypeAlias = "Sequence[tuple[Any, Any]]"
-"""Facts about objects of the program, in pairs; None stands for the whole program."""
+"""Pairs of an object of the program and a fact about it; the object is None for a fact about the whole program."""
 log = logging.getLogger("lagom")
 
 _EXAMINED_LOSSES = frozenset(2**i for i in range(10))
-"""Backwards whose loss is examined for whether the average over shares is exact."""
+"""Numbers of the backwards whose loss is examined for whether the average over shares is exact."""
 _NUM_UNTIL_KNOWN = 4
-"""Backwards after which it is known whether batches come from loaders, and whether forwards are split."""
+"""Number of backwards after which it is known whether batches come from loaders, and whether forwards are split."""
 
 
 @dataclass(eq=False, kw_only=True)
@@ -67,7 +67,7 @@ class Session:
 
     plan: Plan
     group: Group | None
-    """All ranks; None when there is only one."""
+    """Exchanges between all ranks; None with a single rank."""
     rank: int
     world_size: int
     local_rank: int
@@ -76,7 +76,7 @@ class Session:
     host_dir: Path
     """Directory that the ranks of this host share during the run."""
     store: Store | None
-    """A torch Store that all ranks reach, for torch's own use."""
+    """A torch Store that all ranks reach, for torch's own use; None with a single rank."""
     key: bytes = field(default=b"", repr=False)
     """Secret that only the ranks of this run know."""
     spans: Spans | None = None
@@ -85,20 +85,20 @@ class Session:
     trial: Trial | None = field(default=None, init=False)
     """Reports of this rank for a trial; None outside a search."""
     on_pass_end: Callable[[], None] | None = field(default=None, init=False)
-    """Called when a pass over a loader has ended."""
+    """Callback for the end of each pass over a loader; None without one."""
     _live: bool = field(default=True, init=False)
     typing_thread: int | None = field(default=None, init=False)
-    """The thread that is at a debugger's prompt."""
+    """Id of the thread that is at a debugger's prompt; None without a prompt."""
     debugger: RankDebugger | None = field(default=None, init=False)
-    """None where the rank is no process of its own."""
+    """The debugger of this rank; None in an inline run."""
     is_unpacked: bool = field(default=False, init=False)
-    """The program has been unpacked; from now on, the program creates the modules and loaders."""
+    """Whether the call is unpickled, so that the program itself creates all further modules and loaders."""
     is_called: bool = field(default=False, init=False)
-    """The function has been called: the rank starts no longer."""
+    """Whether the training function has been called, so that the rank no longer counts as starting."""
     has_joined: bool = field(default=False, init=False)
-    """The program has called ``init_process_group``: it is distributed by itself, and patches stay off."""
+    """Whether the program has called ``init_process_group``: it then exchanges by itself, and patches stay off."""
     distributed_part: str = field(default="", init=False)
-    """Parts of the program that lagom distributed before the program joined, in words."""
+    """Description of the parts of the program that lagom distributed before it called ``init_process_group``."""
     samples_trained: int = field(default=0, init=False)
     num_rehearsed: int = field(default=0, init=False)
     """Number of backwards in a rehearsal so far."""
@@ -110,69 +110,69 @@ class Session:
     reported_values: dict[str, float | int] = field(default_factory=dict, init=False)
     """Values that the program reported last; shown with the progress."""
     pictures: deque[str] = field(default_factory=deque, init=False)
-    """PNGs as base64 that the program has shown, and that are not sent to the driver yet."""
+    """Pictures that the program has shown and that are not sent to the driver yet, as PNG in base64."""
     position: int | None = field(default=None, init=False)
-    """Number, in its pass, of the batch that a model was last called with; None where ranks may differ."""
+    """Number, in its pass, of the batch with which a model was last called; None if it may differ between ranks."""
     depth: int = field(default=0, init=False)
-    """Depth of nested backwards; forwards that a backward recomputes must see the random numbers of the first time."""
+    """Depth of nested backwards. A forward that a backward recomputes must draw the same random numbers as before."""
     common_streams: CommonStreams = field(init=False)
     """Random number streams that are equal on all ranks."""
     loss_weights: LossTermWeights = field(init=False)
-    """Terms of losses and their weights."""
+    """Weights for the terms of losses."""
     passes: PassTracker = field(default_factory=PassTracker, init=False)
     evaluation_passes: EvaluationPassDetector = field(init=False)
     """Detector of passes that were split because they seemed to be training."""
     running_values: RunningValueDetector = field(init=False)
-    """Detector of values that forwards keep from the rows that they see."""
+    """Detector of values that forwards accumulate from their rows, such as running averages."""
     _thread_local: threading.local = field(default_factory=threading.local, init=False)
     modules: ModuleRegistry = field(default_factory=ModuleRegistry, init=False)
     leaves: Leaves = field(default_factory=Leaves, init=False)
     synchronised_buffers: WeakIdKeyDictionary = field(default_factory=WeakIdKeyDictionary, init=False)
     """Buffers that lagom's forward keeps equal on all ranks."""
     repeated_inputs: WeakIdKeyDictionary = field(default_factory=WeakIdKeyDictionary, init=False)
-    """Inputs of forwards that a backward repeats: leaves whose gradients stay the rank's own."""
+    """Inputs of forwards that a backward recomputes: leaves whose gradients stay the rank's own."""
     batch_tracker: BatchTracker = field(init=False)
-    """The batches that tensors come from."""
+    """Finds the batch that a tensor comes from."""
     plain_leaves: PlainLeaves = field(init=False)
-    """Leaves that are no Parameters: weights or data."""
+    """Decides whether leaves that are not Parameters are weights or data."""
     sliced_forward: SlicedForward | None = field(default=None, init=False)
-    """The sliced forward that is running."""
+    """The sliced forward that is running; None outside of one."""
     probe_statistics: BatchStatistics | None = field(default=None, init=False)
-    """Statistics for BatchNorm during a probe of a forward."""
+    """Statistics for BatchNorm during a probe of a forward; None outside of a probe."""
     agreement: AgreedExchange | None = field(default=None, init=False)
     divergence: DivergenceMonitor | None = field(default=None, init=False)
     gradient_averager: GradientAverager | None = field(default=None, init=False)
     optimizers: OptimizerGroup | None = field(default=None, init=False)
-    """Only with ``zero_lvl``."""
+    """Sharded optimizers; None with ``zero_lvl=0``."""
     gradients: GradientShards | None = field(default=None, init=False)
-    """Only with ``zero_lvl`` 2 and 3."""
+    """Shards of gradients; None unless ``zero_lvl`` is 2 or 3."""
     weights: ParameterShards | None = field(default=None, init=False)
-    """Only with ``zero_lvl=3``."""
+    """Shards of parameters; None unless ``zero_lvl`` is 3."""
     fail: Callable[[BaseException], None] | None = field(default=None, init=False)
-    """Ends the run with an error of a thread other than the main one; None where nobody receives the error."""
+    """Ends the run with an error of a thread other than the main thread; None in an inline run."""
     snapshots: Snapshots | None = field(default=None, init=False)
-    """Snapshots of the program's state; None without."""
+    """Takes snapshots of the program's state; None if the run keeps none."""
     learned: dict[str, tuple[Callable[[], Learned], Callable[[Any], None]]] = field(default_factory=dict, init=False)
-    """Functions that return what a part of lagom has learned of the program, and that give it to another process's."""
+    """By name, a function that returns learned facts about the program, and one that sets them in another process."""
     twins: TwinForks | None = field(default=None, init=False)
-    """Forks of this process that go on after a loss; None where the run has none."""
+    """Keeps forks of this process that take its place after a loss; None if the run has no twins."""
     notes: SealedStore | None = field(default=None, init=False)
-    """Notes that ranks leave for each other without a collective."""
+    """Store for texts that ranks leave for each other without a collective; None with a single rank."""
     reads_in_threads: bool = field(default=False, init=False)
-    """A thread of the program reads a loader, so the global generators may advance at any moment."""
+    """Whether a thread of the program reads a loader, so that the global generators may advance at any moment."""
     _thread: int = field(default_factory=threading.get_ident, init=False)
     said: set[str] = field(default_factory=set, init=False)
-    """Texts that were logged, each once."""
+    """Texts that ``say_once`` has logged."""
     _num_losses: int = field(default=0, init=False)
     has_other_order: bool = field(default=False, init=False)
-    """A sampler of this rank would have drawn another order than rank 0's, which all ranks follow."""
+    """Whether a sampler of this rank would have drawn another order than that of rank 0, which all ranks follow."""
     has_sliced: bool = field(default=False, init=False)
-    """Ranks have split a forward by its rows, and gradients may pass it."""
+    """Whether ranks have split a forward by rows that may have gradients."""
     is_probing: bool = field(default=False, init=False)
     num_micro_batches: int = field(default=1, init=False)
     """Largest number of micro-batches in a forward so far."""
     shares_forwards: bool = field(default=True, init=False)
-    """False if forwards cannot run in blocks: DeepSpeed's stage 3 gathers parameters by its own hooks."""
+    """Whether forwards can run in blocks of rows; not with DeepSpeed's stage 3, whose hooks gather parameters."""
 
     def __post_init__(self) -> None:
         if self.store is not None:
@@ -203,7 +203,7 @@ class Session:
 
     @property
     def live(self) -> bool:
-        """Whether patches do something: not once ``joined``, in forked processes, or in what a person types."""
+        """Whether patches act: not once ``has_joined``, in forked processes, or for a thread at a debugger's prompt."""
         return self._live and (self.typing_thread is None or self.typing_thread != threading.get_ident())
 
     @live.setter
@@ -212,12 +212,12 @@ class Session:
 
     @property
     def distributed(self) -> bool:
-        """Return whether there are other ranks and this process is a rank."""
+        """Whether there are other ranks and patches act in this process."""
         return self.live and self.world_size > 1
 
     @property
     def starting_pass(self) -> LoaderPass | None:
-        """The pass whose iterator this thread is making."""
+        """The pass whose iterator this thread is making; None otherwise."""
         return getattr(self._thread_local, "current", None)
 
     @starting_pass.setter
@@ -226,24 +226,24 @@ class Session:
 
     @property
     def may_meet(self) -> bool:
-        """Return whether there are other ranks and this is the main thread.
+        """Whether this thread may exchange data with other ranks: there are other ranks, and it is the main thread.
 
-        No other thread may exchange data with the ranks: the exchanges of two threads could meet in another order.
+        Exchanges of two threads could come in a different order on each rank, so that different ones would match.
         """
         return self.distributed and threading.get_ident() == self._thread
 
     @property
     def is_in_thread(self) -> bool:
-        """Return whether there are other ranks and this is a thread that must not exchange data with them."""
+        """Whether there are other ranks and this thread must not exchange data with them."""
         return self.distributed and not self.may_meet
 
     def check_place(self, place: str) -> None:
-        """Check that all ranks are at ``place`` of the program; else raise a DivergenceError on all of them."""
+        """Check that all ranks are at ``place`` of the program; else raise a DivergenceError on all ranks."""
         if self.divergence is not None and self.agreement is not None:
             self.divergence.check_place(self.agreement, place)
 
     def record_batch(self, current: LoaderPass, share: BatchShare | None, num_samples: int) -> None:
-        """Record a training batch; its share holds until the next batch or the end of its pass."""
+        """Record a training batch; ``share`` is the current share until the next batch or the end of the pass."""
         self.ticks += 1
         self.passes.record_batch(current, share)
         self.batch_tracker.batch(share)
@@ -264,7 +264,7 @@ class Session:
             self.on_pass_end()
 
     def reseed_uneven(self) -> None:
-        """Reseed generators that ranks drew from unevenly, unless this is a thread of the program."""
+        """Reseed generators from which ranks drew different amounts; do nothing in a thread that must not exchange."""
         if self.may_meet and self.group is not None:
             self.common_streams.reseed_uneven(self.group, self.check_place)
 
@@ -283,13 +283,13 @@ class Session:
             )
 
     def find_share(self, data: Any) -> BatchShare | None:
-        """Return the share of the batch from which a model's input ``data`` comes, and use it from now on.
+        """Return the share of the batch from which a model's input ``data`` comes, and make it the current share.
 
-        Return None if ``data`` is not known to come from a batch: as one of its tensors, as a view of one, or as the
-        output of another model.
+        ``data`` comes from a batch if it is a tensor of the batch, a view of one, or the output of another model for
+        the batch. If it comes from no known batch, return None.
 
         Raises:
-            LagomError: if the origin is unknown, and ``data`` has as many rows as a batch with another weight.
+            LagomError: if ``data`` comes from no known batch, and has as many rows as a batch with another weight.
         """
         self.ticks += 1
         found = self.batch_tracker.share(data)
@@ -300,7 +300,7 @@ class Session:
         return found
 
     def begin_backward(self, roots: Sequence[Any], leaves: Sequence[torch.Tensor]) -> None:
-        """Prepare a backward from ``roots`` to ``leaves``: find the leaves that only look like samples.
+        """Prepare a backward from ``roots``: record the loss, and tell weights from data among ``leaves``.
 
         Raises:
             DivergenceError: when a leaf was taken for the perturbation of a batch, and is trained with another batch.
@@ -318,12 +318,15 @@ class Session:
                 self.say_once(caveat)
         if self._num_losses == _NUM_UNTIL_KNOWN and not (self.passes.have_read or self.has_sliced):
             self.say_once(NOT_SHARED["whole" if self.config.batches == "whole" else "split"])
-        # A weak reference, since a strong one would keep the graph; the loop's own variable keeps the loss long enough.
+        # A strong reference would keep the graph alive. The loss lives long enough in a variable of the program's loop.
         self._loss = weakref.ref(roots[0]) if len(roots) == 1 else None
 
     @contextmanager
     def probing(self) -> Iterator[None]:
-        """Probe a forward meanwhile: exchange nothing, and cache no casts of autocast, which may lack gradients."""
+        """Context manager for the probe of a forward: nothing is exchanged, and autocast caches no casts.
+
+        A cast of the probe may lack gradients, and must not be used again.
+        """
         before = torch.is_autocast_cache_enabled()
         torch.set_autocast_cache_enabled(False)
         self.is_probing = True
@@ -336,7 +339,7 @@ class Session:
 
     @contextmanager
     def statistics(self, probed: BatchStatistics) -> Iterator[None]:
-        """Have BatchNorm use ``probed`` meanwhile."""
+        """Context manager in which BatchNorm uses the statistics ``probed``."""
         self.probe_statistics = probed
         try:
             yield
@@ -345,10 +348,10 @@ class Session:
 
     @property
     def share_in_forward(self) -> BatchShare | None:
-        """This rank's share of the batch that a forward sees, if the other ranks run the same forward.
+        """This rank's share of the batch of a forward, if the other ranks run the same forward; else None.
 
-        In an evaluation they do so only where the forward is split by rows: every rank has whole batches, or the
-        numbers of batches differ.
+        In an evaluation, ranks run the same forward only if it is split by rows. Otherwise each rank has whole batches,
+        or ranks have different numbers of batches.
         """
         if self.sliced_forward is not None:
             return self.sliced_forward.share
@@ -356,7 +359,7 @@ class Session:
 
     @property
     def weight(self) -> float:
-        """The factor for the root of a backward."""
+        """The factor for the loss of a backward, by this rank's share of the batch."""
         share = self.passes.share
         return 1.0 if share is None else share.weight(self.world_size)
 
@@ -381,13 +384,13 @@ class Session:
         return self.group.waited() if self.group is not None else []
 
     def waiting_exchange(self) -> tuple[str, int, list[int]]:
-        """Return the exchange in which this rank waits (empty if none), its number, and the missing ranks."""
+        """Return the exchange in which this rank waits ("" if none), the exchange's number, and the missing ranks."""
         if self.has_joined:
             return next((found for one in whole_groups(self.world_size) if (found := one.standing())[0]), ("", 0, []))
         return self.group.standing() if self.group is not None else ("", 0, [])
 
     def _last_loss(self) -> float | None:
-        """Return the loss of this rank's share if it is one number on the CPU: reading it off a GPU would block."""
+        """Return the loss of this rank's share; None unless it is one number on the CPU, as a read of a GPU blocks."""
         loss = self._loss() if self._loss is not None else None
         if type(loss) is not torch.Tensor or loss.numel() != 1 or loss.device.type != "cpu":
             return None
@@ -408,5 +411,5 @@ def _disable_sessions() -> None:
         session.live = False
 
 
-# Processes forked from a rank are not ranks: their backwards and saves are their own.
+# Processes forked from a rank are not ranks: patches must not act on their backwards and saves.
 os.register_at_fork(after_in_child=_disable_sessions)

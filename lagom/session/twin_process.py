@@ -1,4 +1,4 @@
-"""``RankTwins``: what a sleeping twin must know of a rank, to go on in its place."""
+"""``RankTwins``: the facts and actions of one rank that its sleeping twins need."""
 
 from __future__ import annotations
 
@@ -24,24 +24,25 @@ class ReportingThread(Protocol):
 
     @property
     def thread(self) -> int | None:
-        """The system's number of the thread."""
+        """The operating system's id of the thread."""
 
     def still(self) -> AbstractContextManager[None]:
-        """Hold the thread in a block."""
+        """Return a context manager that keeps the thread from sending."""
 
     def go_on(self, control: socket.socket) -> None:
-        """Begin again in a process that has taken the place of the rank's."""
+        """Start the thread again in a twin that has replaced the rank's process, with the connection ``control``."""
 
 
 class RankTwins:
-    """One rank with its ``session``; see ``TwinProcess`` in restart/sleeping_twin.py.
+    """Implements ``TwinProcess`` of restart/sleeping_twin.py for the rank of ``session``.
 
     Args:
+        heart: the thread that reports to the host process.
         fds: descriptors that a twin keeps.
         outcome_fd: file for the rank's outcome.
-        children: returns the rank's child processes.
-        flush: writes out what the rank has printed.
-        die_with: has this process end with another.
+        children: returns the child processes of a process.
+        flush: flushes standard output and error.
+        die_with: makes the kernel kill this process when the given parent process ends.
     """
 
     def __init__(
@@ -106,5 +107,5 @@ class RankTwins:
 
 
 def _output() -> list[tuple[int, int]]:
-    """Return the files that are standard output and error, by device and inode."""
+    """Return device and inode of the files of standard output and standard error."""
     return [(status.st_dev, status.st_ino) for status in map(os.fstat, (1, 2))]

@@ -1,4 +1,4 @@
-"""``DriverClient``: a rank's end of the channel to the driver, for JSON frames over a connected socket."""
+"""``DriverClient``: one end of a connection that carries JSON frames, such as a rank's end of the driver's channel."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from lagom.wire.framing import Message as Message
 from lagom.wire.peer_silence import PeerSilence, probe_silence
 from lagom.wire.tls import trusting
 
-MAX_BACKLOG_BYTES = 64 << 20  # bytes of log that may wait for a slow driver; then lines are dropped
+MAX_BACKLOG_BYTES = 64 << 20  # bytes that may wait for a slow driver; offered messages beyond are dropped
 _TRIES = 3
 LOST_AFTER_S = 120.0
-"""Silence of the driver's machine before it counts as lost, as long as Spark's: a laptop may sleep for a while."""
+"""Silence after which the driver's machine counts as lost; as long as Spark's limit, since a laptop may sleep."""
 _WOULD_WAIT = (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError)
 
 
 def _is_ready(connection: socket.socket, event: int, timeout_s: float) -> bool:
-    poll = select.poll()  # select supports no file descriptors above 1023
+    poll = select.poll()  # ``select`` does not take descriptors above 1023
     poll.register(connection, event)
     return bool(poll.poll(1e3 * timeout_s))
 
@@ -38,8 +38,9 @@ class DriverClient:
     """One end of a connection that carries messages both ways.
 
     Args:
-        connection: the socket, one of an inherited pair or connected by ``dial``.
-        incoming: decoder of the other end's frames; ``outgoing`` has the seals of ours. None if no stranger can send.
+        connection: the socket, from an inherited pair or connected by ``dial``.
+        incoming: decoder of the other end's frames; None for frames without seals.
+        outgoing: seals of this end's frames; None for no seals, on a connection that strangers cannot reach.
     """
 
     def __init__(
@@ -58,7 +59,7 @@ class DriverClient:
         return self.socket.fileno()
 
     def send(self, message: Message, timeout_s: float = 10.0) -> None:
-        """Send ``message`` and all that wait before it; raise LinkClosed if they are not sent in time."""
+        """Send ``message`` after all queued messages; raise LinkClosed if they are not sent in ``timeout_s``."""
         self._queue(message)
         deadline = time.monotonic() + timeout_s
         while self.flush():
@@ -67,7 +68,7 @@ class DriverClient:
                 raise LinkClosed(f"the driver took nothing for {timeout_s:g} s")
 
     def offer(self, message: Message) -> None:
-        """Send ``message`` without waiting, as soon as there is room; drop and count it if the other end is slow."""
+        """Queue ``message``, and send as much as possible without waiting; drop and count it if the queue is full."""
         if len(self._outgoing) > MAX_BACKLOG_BYTES:
             self._dropped += 1
             return
@@ -89,13 +90,13 @@ class DriverClient:
         return False
 
     def give_up_silent(self) -> None:
-        """Close the connection if the other machine has been silent for too long: ``poll`` then raises."""
+        """Shut the connection down if the other machine was silent for ``LOST_AFTER_S``, so that ``poll`` raises."""
         if self._silence.seconds() >= LOST_AFTER_S:
             with contextlib.suppress(OSError):
                 self.socket.shutdown(socket.SHUT_RDWR)
 
     def waiting(self) -> bool:
-        """Return whether offered bytes are left that the socket has not accepted."""
+        """Return whether queued bytes are left that the socket has not accepted."""
         return bool(self._outgoing)
 
     def poll(self) -> list[Message]:
@@ -118,11 +119,11 @@ class DriverClient:
         """Return the next message, or None if none arrives in time."""
         deadline = time.monotonic() + timeout_s
         while True:
-            # One frame at a time: later frames stay for the next call.
+            # Decode one frame at a time: later frames stay for the next call.
             if messages := self._take(limit=1):
                 return messages[0]
             try:
-                chunk = self.socket.recv(1 << 18)  # before the wait: TLS may hold bytes that the system has delivered
+                chunk = self.socket.recv(1 << 18)  # before the wait: TLS may hold bytes that ``poll`` does not see
             except _WOULD_WAIT:
                 left = deadline - time.monotonic()
                 if left <= 0 or not _is_ready(self.socket, select.POLLIN, left):
@@ -133,7 +134,7 @@ class DriverClient:
             self._incoming.feed(chunk)
 
     def close(self) -> None:
-        """Close the socket; no message can be sent after that."""
+        """Close the socket."""
         self.socket.close()
 
     def _queue(self, message: Message) -> None:
@@ -152,8 +153,9 @@ def dial(
     """Connect to the driver at ``address`` and prove the secret; return None if that fails in time.
 
     Args:
-        certificate: the driver's (PEM); the connection is then encrypted, and accepts no other certificate. Or the
-            settings for a host, which wants a certificate too.
+        hello: the first message, which says the connection's purpose.
+        certificate: the driver's certificate (PEM), the only one that is accepted; "" for no encryption. A TLS context
+            for a connection to another host, where both ends show a certificate.
     """
     tls = trusting(certificate) if isinstance(certificate, str) and certificate else certificate
     deadline = time.monotonic() + timeout_s
@@ -168,9 +170,9 @@ def dial(
             if isinstance(tls, ssl.SSLContext):
                 connection = tls.wrap_socket(connection)
             return _authenticate(connection, secret, hello, deadline)
-        except (OSError, EOFError, ValueError):  # closed again, or another program listens there
+        except (OSError, EOFError, ValueError):  # the driver hung up, or another program listens there
             connection.close()
-        # A driver flooded by strangers closes some connections that were about to prove themselves.
+        # Try again: while many strangers connect, the driver closes the oldest connections without a proof.
         pause_s = 0.02 + secrets.randbelow(80) / 1000
         if time.monotonic() + pause_s >= deadline:
             return None
@@ -207,7 +209,7 @@ def _receive_exactly(connection: socket.socket, size: int, deadline: float) -> b
 def deliver(
     address: tuple[str, int], secret: bytes, name: str, fd: int, timeout_s: float, certificate: str = ""
 ) -> str | None:
-    """Send the file ``fd`` to the driver as ``name``; return its SHA-256, or None if the driver did not get it."""
+    """Send the file ``fd`` to the driver as ``name``; return its SHA-256, or None if it did not arrive."""
     size = os.fstat(fd).st_size
     link = dial(address, secret, {"purpose": "deliver", "name": name, "size": size}, timeout_s, certificate)
     if link is None:

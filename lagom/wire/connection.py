@@ -1,4 +1,4 @@
-"""``DriverConnection``: a connection at the driver's end, first a stranger's, then a proved client's."""
+"""``DriverConnection``: the driver's end of a connection, which first checks the other end's proof of the secret."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ from lagom.wire.framing import NONCE, PROOF, FrameDecoder, FrameKeys, FrameSeals
 from lagom.wire.peer_silence import PeerSilence
 
 STRANGE = (OSError, EOFError, ValueError, KeyError, TypeError, AttributeError, asyncio.TimeoutError)
-"""Errors that a stranger, or a peer that sends nonsense, can cause."""
+"""Errors that a stranger can cause, or a peer whose messages are malformed."""
 
 
 class DriverConnection(asyncio.BufferedProtocol):
-    """A connection of the driver's event loop, whose thread calls all methods.
+    """A connection of the driver's event loop. All methods are called in the event loop's thread.
 
     Args:
-        secret: the secret that the other end has to prove; None for an end that is known to be ours.
-        buffer: receives the bytes that are read; all connections of an event loop may share it. Without it, the event
-            loop would allocate 256 KB for each message of some hundred bytes.
+        secret: the secret that the other end has to prove; None for an inherited connection, which needs no proof.
+        buffer: receives the bytes that are read; all connections of an event loop may share it. An
+            ``asyncio.Protocol`` has no such buffer, and would allocate 256 KB for each message of some hundred bytes.
     """
 
     def __init__(self, secret: bytes | None, buffer: bytearray) -> None:
         self.hello: asyncio.Future[Message] = asyncio.get_running_loop().create_future()
-        """The first message, once the other end has proved itself; cancelled if it does not."""
+        """The first message after the other end's proof; cancelled if the connection ends before."""
         self.over: Callable[[], None] = lambda: None
-        """Called when the connection has ended."""
+        """Callback for the end of the connection."""
         self.lost = False
-        """True if the connection has ended."""
+        """Whether the connection has ended."""
         self._room = asyncio.Event()
         self._room.set()
         self._buffer = memoryview(buffer)
@@ -44,7 +44,7 @@ class DriverConnection(asyncio.BufferedProtocol):
         self._transport: Any = None
 
     def serve(self, hear: Callable[[Message], None]) -> None:
-        """Pass messages from now on to ``hear``; an error in ``hear`` ends the connection."""
+        """Pass messages from now on to ``hear``; an error of ``STRANGE`` in ``hear`` closes the connection."""
 
         def take(data: bytes) -> None:
             self._incoming.feed(data)
@@ -78,26 +78,26 @@ class DriverConnection(asyncio.BufferedProtocol):
 
     @property
     def connection(self) -> Any:
-        """The socket, or asyncio's stand-in for it."""
+        """The socket, or asyncio's wrapper of it."""
         return self._transport.get_extra_info("socket")
 
     @cached_property
     def silence(self) -> PeerSilence:
-        """How long the other machine has been silent."""
+        """Measures how long the other machine has been silent."""
         return PeerSilence(self.connection)
 
     @property
     def gone(self) -> bool:
-        """Return whether the connection is closed or closing."""
+        """Whether the connection is closed, closing, or not made yet."""
         return bool(self._transport is None or self._transport.is_closing())
 
     @property
     def behind(self) -> bool:
-        """Return whether sent bytes still wait in the buffer."""
+        """Whether the send buffer still has bytes that the socket has not accepted."""
         return not self.gone and self._transport.get_write_buffer_size() > 0
 
     def close(self) -> None:
-        """End the connection at once: with a normal close, TLS would wait for the other end to agree."""
+        """Abort the connection: a normal close would wait for the other end's reply in TLS."""
         if self._transport is not None:
             self._transport.abort()
 
@@ -137,7 +137,7 @@ class DriverConnection(asyncio.BufferedProtocol):
             self.close()
 
     def _check_proof(self, data: bytes) -> None:
-        """Check the proof of a stranger, and read nothing else before. See Note [Handshake] in framing.py."""
+        """Check the other end's proof, before anything that it sends is parsed. See Note [Handshake] in framing.py."""
         assert self._secret is not None
         wanted = NONCE + PROOF - len(self._answer)
         self._answer += data[:wanted]

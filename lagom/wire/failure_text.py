@@ -1,4 +1,4 @@
-"""A rank's failure inside an error message of Spark's: Spark carries nothing else back from a failed task."""
+"""Encodes a rank's failure into an error message: Spark returns nothing else to the driver from a failed task."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ def failure_text(report: str, error: bytes, timeline: str = "[]") -> str:
 
 
 def failure_in(text: str) -> tuple[str, bytes, str] | None:
-    """Return the report, pickled exception and timeline in an error message of Spark's, or None.
+    """Return the report, pickled exception and timeline in a Spark error message; None if it contains no failure.
 
-    A message that was cut off still yields the report, and the other parts if they are whole.
+    A part that was cut off, other than the report, is returned as b"" or "[]".
     """
     if FAILURE not in text:
         return None

@@ -1,4 +1,4 @@
-"""Frames of JSON between driver and ranks, with seals that authenticate each frame on sockets open to strangers."""
+"""Frames of JSON between driver and ranks, with a MAC (a seal) on each frame where strangers can connect."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Message = dict[str, Any]
 
 
 class BadFrame(ConnectionError):
-    """The bytes are no frame of ours; nothing after them can be trusted."""
+    """The bytes are not a frame with the expected seal; no later bytes of the connection can be trusted."""
 
 
 def body_of(message: Message) -> bytes:
@@ -32,7 +32,7 @@ def body_of(message: Message) -> bytes:
 
 
 def frame_of(body: bytes, seals: FrameSeals | None = None) -> bytes:
-    """Build a frame: 4 bytes of length, big-endian, then that many bytes: the seal, if any, and the JSON."""
+    """Build a frame: the length in 4 bytes, big-endian, and then as many bytes: the seal, if any, and the JSON."""
     seal = b"" if seals is None else seals.next(body)
     return struct.pack(">I", len(seal) + len(body)) + seal + body
 
@@ -40,8 +40,9 @@ def frame_of(body: bytes, seals: FrameSeals | None = None) -> bytes:
 class FrameSeals:
     """Seals for the frames of one direction of one connection.
 
-    A seal is the first 16 bytes of HMAC-SHA256 over the number of the frame and its JSON, with a key for this direction
-    and connection only: an inserted, changed, omitted, repeated or returned frame does not have the next seal.
+    A seal is the first 16 bytes of HMAC-SHA256 over the number of the frame and its JSON. The key is used only for this
+    direction of this connection. So a frame that is inserted, changed, repeated or sent back, or that follows an
+    omitted frame, does not have the expected seal.
     """
 
     def __init__(self, key: bytes) -> None:
@@ -84,7 +85,8 @@ class FrameDecoder:
         """Return the complete messages, at most ``limit`` of them.
 
         Raises:
-            BadFrame: at a frame that is too long, lacks its seal, or is no JSON object, after all messages before it.
+            BadFrame: when a frame is too long, has a wrong seal, or is not a JSON object. Messages before this frame
+                are returned first: the next call raises the error.
         """
         if self._bad is not None:
             raise self._bad
@@ -128,17 +130,18 @@ class FrameDecoder:
 
 # Note [Handshake]
 #
-# The secret of a run travels to its tasks inside Spark's job, and over no socket of ours. A connection begins with
+# The secret of a run travels to its tasks inside Spark's job, never over a socket of lagom's. A connection begins with
 #
 #     driver:  a nonce, 16 bytes
 #     rank:    a nonce, 16 bytes, and its proof, 32 bytes; its frames may follow at once
 #     driver:  its own proof, 32 bytes; its frames follow
 #
-# Only these 48 bytes of a stranger are read: they are compared in constant time, and nothing is parsed before. Proofs
-# and keys are HMAC-SHA256 of the secret over a purpose and both nonces: a recording of one connection is useless on
-# another, and neither end can be made to give the other's proof. Both ends prove themselves: a process that takes over
-# the driver's port after its end cannot tell ranks to stop, or where to connect.
+# The driver reads only these 48 bytes of a rank before the rank is proved: it compares the proof in constant time, and
+# parses nothing before. Proofs and keys are HMAC-SHA256 with the secret over a purpose and both nonces. So a recording
+# of one connection is useless on another, and an attacker cannot use one end's proof as the other end's. Both ends
+# prove themselves, so a process that takes over the driver's port after the driver's end cannot tell ranks to stop, or
+# where to connect.
 #
-# Frames have seals because somebody between the two ends can still write into a proved connection. Seals do not hide
-# anything: tls.py does. Files (a large payload, a large outcome) follow a sealed hello without seals of their own;
-# their SHA-256 travels with Spark's job and its result.
+# Frames have seals because an attacker between the two ends could still write into the connection after the handshake.
+# Seals do not encrypt: tls.py does. Files (a large payload, a large outcome) follow a sealed first message without
+# seals of their own; their SHA-256 travels with Spark's job and its result.

@@ -1,4 +1,4 @@
-"""``DriverListener``: accepts connections to the driver, and admits those that prove the run's secret."""
+"""``DriverListener``: accepts connections to the driver, and admits clients that prove the run's secret."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from lagom.wire.connection import STRANGE, DriverConnection
 from lagom.wire.framing import Message
 
 MAX_STRANGERS = 256
-"""Connections without a proof yet, at the same time: above this number, the oldest is closed."""
-_FILES = 128  # files that this process may open besides
+"""Most connections without a proof at the same time: above this number, the oldest is closed."""
+_FILES = 128  # reserve of open files for all other purposes of this process
 _BACKLOG = 1024
 
 
 class DriverListener:
-    """Admits connections that know ``secret``; Note [Strangers] bounds what others can cost.
+    """Admits connections whose other end knows ``secret``; Note [Strangers] says how the cost of others is bounded.
 
-    ``admit(peer, hello)`` is called for each admitted connection; one that has proved nothing after ``hello_s``
-    seconds is closed. All methods run in the event loop's thread.
+    ``admit(peer, hello)`` is called for each admitted connection. A connection without a proof and a first message
+    after ``hello_s`` seconds is closed. All methods run in the event loop's thread.
     """
 
     def __init__(
@@ -37,20 +37,20 @@ class DriverListener:
         self._strangers: dict[asyncio.Task[None], None] = {}  # in order of arrival
 
     async def accept(self, listener: socket.socket, tls: ssl.SSLContext | None) -> None:
-        """Accept connections for ever, encrypted by ``tls`` if it is given."""
+        """Accept connections until this task is cancelled; encrypt them by ``tls`` unless it is None."""
         loop = asyncio.get_running_loop()
         with listener:
             while True:
                 try:
                     connection, _ = await loop.sock_accept(listener)
-                except OSError:  # closed again, or this process can open no more files
+                except OSError:  # the client hung up, or this process can open no more files
                     self._hang_up_on_oldest()
                     await asyncio.sleep(0.05)
                     continue
                 task = loop.create_task(self._greet(connection, tls))
                 self._strangers[task] = None
                 task.add_done_callback(functools.partial(self._forget, connection))
-                await asyncio.sleep(0)  # admitted connections are served first
+                await asyncio.sleep(0)  # let the event loop serve admitted connections before the next is accepted
                 if len(self._strangers) > MAX_STRANGERS:
                     self._hang_up_on_oldest()
 
@@ -66,7 +66,7 @@ class DriverListener:
             connection.close()
 
     async def _greet(self, connection: socket.socket, tls: ssl.SSLContext | None) -> None:
-        """Admit a connection once it has proved that it knows the secret; close others without reading more."""
+        """Admit a connection once its other end has proved that it knows the secret; else close the connection."""
         peer = DriverConnection(self._secret, self._buffer)
         try:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -76,9 +76,11 @@ class DriverListener:
             )
             self._admit(peer, await asyncio.wait_for(peer.hello, self._hello_s))
         except STRANGE:
-            peer.close()  # no client of ours, or closed again
+            peer.close()  # not a client of this run, or the client hung up
         except asyncio.CancelledError:
-            peer.close()  # closed again, or the channel closes or has too many strangers; asyncio would print the error
+            # The client hung up, the channel closes, or there are too many strangers. Do not raise: asyncio would print
+            # the error.
+            peer.close()
         finally:
             if peer.gone:
                 connection.close()
@@ -94,7 +96,7 @@ def listening_socket(host: str) -> socket.socket:
 
 @contextlib.contextmanager
 def files_for(num_tasks: int) -> Any:
-    """Raise the soft limit of open files in the context, by one for each task and a reserve, if it would be too low."""
+    """Context manager that raises the soft limit of open files, for ``num_tasks`` and a reserve, if it is too low."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = num_tasks + MAX_STRANGERS + _FILES
     unlimited = resource.RLIM_INFINITY
@@ -110,10 +112,10 @@ def files_for(num_tasks: int) -> Any:
 
 # Note [Strangers]
 #
-# The driver listens on its own address, at a port that anybody in the network can find. A connection without a proof
-# that it knows the run's secret (Note [Handshake] in framing.py) costs the driver an open file for at most 5 s, and the
-# time of an HMAC; none of its bytes are parsed or kept. At most 256 such connections are open: above that, the oldest
-# is closed, because a client of ours proves itself within a round trip while others take their time, and a client of
-# ours that was closed tries again. Connections are accepted one at a time between the messages of admitted ones, so a
-# flood delays ranks by no more than the time to accept one. If so many tasks connect that the process could run out of
-# files, its limit is raised for the run, and restored.
+# The driver listens on its own address, at a port that every process in the network can find. A connection without a
+# proof of the run's secret (Note [Handshake] in framing.py) costs the driver an open file for at most 5 s, and the time
+# of an HMAC; none of its bytes are parsed or kept. At most 256 such connections are open. Above this number the oldest
+# is closed: a client of this run proves itself within a round trip, so the oldest is most probably a stranger; a client
+# that was closed tries again. Connections are accepted one at a time, between the messages of admitted connections. So
+# a flood of connections delays ranks by no more than the time to accept one. If so many tasks will connect that the
+# process could run out of open files, its limit is raised for the run, and restored afterwards.

@@ -1,4 +1,4 @@
-"""``send_with_files`` and ``receive_with_files``: a message with any number of open files, over a Unix socket."""
+"""``send_with_files``, ``receive_with_files``: pass a message with any number of descriptors over a Unix socket."""
 
 from __future__ import annotations
 
@@ -7,19 +7,22 @@ import socket
 import struct
 from collections.abc import Sequence
 
-_MOST = 250  # files of one message; the kernel allows 253
+_MOST = 250  # most descriptors in one packet; the kernel allows 253
 _COUNT = struct.Struct("<I")
 
 
 def send_with_files(connection: socket.socket, message: bytes, fds: Sequence[int]) -> None:
-    """Send ``message`` and the files ``fds``, in as many packets as these need; one thread at a time."""
+    """Send ``message`` and the descriptors ``fds``, in as many packets as needed.
+
+    Only one thread at a time may send over ``connection``.
+    """
     socket.send_fds(connection, [_COUNT.pack(len(fds)) + message], fds[:_MOST])
     for first in range(_MOST, len(fds), _MOST):
         socket.send_fds(connection, [b"f"], fds[first : first + _MOST])
 
 
 def receive_with_files(connection: socket.socket, size: int) -> tuple[bytes, list[int]]:
-    """Return the next message, of at most ``size`` bytes, and its files; both are empty if the sender has ended.
+    """Return the next message, of at most ``size`` bytes, and its descriptors; both are empty if the sender has ended.
 
     Raises:
         OSError: if the connection is broken.

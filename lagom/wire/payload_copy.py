@@ -1,4 +1,4 @@
-"""``PayloadCopy``: a host's copy of the payload, from the driver or other hosts, also in parts."""
+"""``PayloadCopy``: a host's copy of the payload, of which each part may come from the driver or from another host."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from lagom.wire.client import LinkClosed, dial
 
 
 class PayloadCopy:
-    """A copy in the file ``path``, which may be used once ``take`` has returned.
+    """A copy in the file ``path``, which is complete once ``take`` has returned without an error.
 
     Args:
         size: bytes of the payload.
-        sha256: its digest, which came inside Spark's job.
-        name: of what is taken, if it is not the payload.
+        sha256: digest of the payload, which came inside Spark's job.
+        name: the sender's name for the file to copy.
     """
 
     def __init__(self, path: str, size: int, sha256: str, name: str = "payload") -> None:
@@ -35,16 +35,16 @@ class PayloadCopy:
         stall_s: float,
         within_s: float | None = None,
     ) -> None:
-        """Take the bytes that are missing from the driver, or a host, at ``address``.
+        """Fetch the bytes that this copy still lacks from the driver or the host at ``address``.
 
         Args:
             certificate: as for ``dial``.
-            stall_s: seconds to wait for a byte.
-            within_s: seconds to wait for the last byte.
+            stall_s: seconds to wait for each next byte.
+            within_s: seconds to wait for the last byte; None for no limit.
 
         Raises:
-            LinkClosed: if they do not arrive, in which case those that have arrived are kept; or if the payload differs
-                from what the driver sent.
+            LinkClosed: if bytes do not arrive in time: a later call fetches only the rest. Also if the complete file
+                has another digest: a later call begins again.
         """
         hello = {"purpose": "fetch", "name": self._name, "start": self._position}
         link = dial(address, secret, hello, stall_s, certificate)
@@ -62,7 +62,7 @@ class PayloadCopy:
                     if deadline is not None and time.monotonic() > deadline:
                         break
         except TimeoutError:
-            pass  # the error below says what is missing
+            pass  # ``_check`` below raises the error
         finally:
             link.close()
         self._check()

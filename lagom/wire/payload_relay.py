@@ -1,4 +1,4 @@
-"""``PayloadRelay``: the driver's part in passing the payload on: tells each host from where to take it."""
+"""``PayloadRelay``: tells each host, from the driver, from which host or driver to copy the payload."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from lagom.wire.payload_sources import PayloadSources
 
 
 class PayloadRelay:
-    """Serves the hosts that want or have the payload; each keeps a connection while it can give it to others.
+    """Serves the hosts that want or have the payload; a host stays connected as long as it gives copies to others.
 
     All methods are called in the channel's thread.
 
@@ -24,7 +24,7 @@ class PayloadRelay:
         self._timer: asyncio.TimerHandle | None = None
 
     def serve(self, host: DriverConnection) -> None:
-        """Find sources for ``host``, until it has the payload."""
+        """Tell ``host`` sources, one after the other, until it has the payload; then offer it as a source."""
         self._hosts.add(host)
         self._sources.add(host)
         self._assign()
@@ -37,7 +37,7 @@ class PayloadRelay:
         self._assign()
 
     def end(self) -> None:
-        """Have hosts give the payload to nobody any more."""
+        """Close the connections of all hosts, which then give the payload to no other host."""
         if self._timer is not None:
             self._timer.cancel()
         for host in list(self._hosts):
@@ -58,5 +58,5 @@ class PayloadRelay:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        if self._sources.has_waiting:  # look again once copies under way count as slow
+        if self._sources.has_waiting:  # assign again when copies in progress may count as slow
             self._timer = asyncio.get_running_loop().call_later(self._sources.patience_s, self._assign)

@@ -1,4 +1,4 @@
-"""``PayloadSources``: chooses from where each host takes a run's payload. See Note [Payload between hosts]."""
+"""``PayloadSources``: chooses the source from which each host copies the payload. See Note [Payload between hosts]."""
 
 from __future__ import annotations
 
@@ -8,25 +8,25 @@ from collections.abc import Callable, Collection, Hashable
 from typing import NamedTuple
 
 MOST_FROM_DRIVER = 3
-"""Copies that the driver sends as long as hosts can send others."""
+"""Most copies that the driver sends while hosts can send the others."""
 _LEAST_PATIENCE_S = 2.0
 _FIRST_PATIENCE_S = 5.0
 _MOST_FAILURES = 2
-"""Failures after which a source is given up, or a host is not hurried any more."""
+"""Failed copies after which a source is used no more; a host with as many failures gets no more time limits."""
 _SLOW_BYTES_PER_S = 50e6
-"""Rate that is expected of the first copy."""
+"""Rate below which the first copies count as slow."""
 _NOBODY = object()
 Address = tuple[str, int]
 
 
 class Assignment(NamedTuple):
-    """A host, and from where it is to take the payload."""
+    """A host, and the source from which it must copy the payload."""
 
     host: Hashable
     source: Address | None
     """Address of another host; None is the driver."""
     within_s: float | None
-    """Seconds after which the host should give the source up; None: it should not."""
+    """Seconds after which the host must give the source up; None for no limit."""
 
 
 class _Copy(NamedTuple):
@@ -35,28 +35,28 @@ class _Copy(NamedTuple):
 
 
 class PayloadSources:
-    """Assigns to each host of a run that wants its payload one that has it, or the driver.
+    """Assigns to each host that wants the payload a source: a host that has the payload, or the driver.
 
     Args:
         size: bytes of the payload.
-        clock: the time in seconds.
+        clock: returns the time in seconds.
     """
 
     def __init__(self, size: int, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._first_patience_s = _FIRST_PATIENCE_S + size / _SLOW_BYTES_PER_S
         self._waiting: dict[Hashable, set[Hashable]] = {}
-        """Hosts without a source, and those from which they could not take it."""
+        """Hosts without a source, each with the sources from which it could not copy the payload."""
         self._copying: dict[Hashable, tuple[_Copy, set[Hashable]]] = {}
         self._complete: dict[Hashable, Address] = {}
         self._num_served: dict[Hashable | None, int] = {None: 0}
         self._num_failed: dict[Hashable | None, int] = {}
-        """Hosts that could not take it from a source since the last that could."""
+        """For each source the number of failed copies since its last successful copy."""
         self._durations: list[float] = []
 
     @property
     def patience_s(self) -> float:
-        """Seconds after which a copy counts as slow: its source is given to another host as well."""
+        """Seconds after which a copy counts as slow, so that its source is assigned to another host as well."""
         if not self._durations:
             return self._first_patience_s
         return max(_LEAST_PATIENCE_S, 4 * statistics.median(self._durations))
@@ -71,7 +71,7 @@ class PayloadSources:
         self._waiting[host] = set()
 
     def complete(self, host: Hashable, address: Address) -> None:
-        """Note that ``host`` has the payload, and gives it at ``address``."""
+        """Note that ``host`` has the payload, and serves it at ``address``."""
         copying = self._copying.pop(host, None)
         if copying is not None:
             self._durations.append(self._clock() - copying[0].since)
@@ -80,7 +80,7 @@ class PayloadSources:
         self._num_served[host] = 0
 
     def fail(self, host: Hashable) -> None:
-        """Note that ``host`` could not take the payload from its source, and wants another one."""
+        """Note that ``host`` could not copy the payload from its source, and wants another source."""
         if (copying := self._copying.pop(host, None)) is None:
             return
         (source, _), avoided = copying
@@ -96,7 +96,7 @@ class PayloadSources:
         self._complete.pop(host, None)
 
     def assign(self) -> list[Assignment]:
-        """Return sources for the hosts that can begin now."""
+        """Return a source for each waiting host that can begin its copy now."""
         found = []
         now, patience_s = self._clock(), self.patience_s
         busy = {copy.source for copy, _ in self._copying.values() if now - copy.since < patience_s}
@@ -114,7 +114,12 @@ class PayloadSources:
         return found
 
     def _choose(self, avoided: Collection[Hashable], busy: Collection[Hashable | None]) -> Hashable | None:
-        """Return the source of the next copy: a host, or None for the driver; or ``_NOBODY``."""
+        """Return the source of the next copy: a host, None for the driver, or ``_NOBODY`` if the host must wait.
+
+        Args:
+            avoided: sources from which the copying host could not copy.
+            busy: sources of copies in progress that are not slow.
+        """
         if free := (self._complete.keys() - busy).difference(avoided):
             return min(free, key=self._num_served.__getitem__)
         hosts_will = bool(busy or self._complete.keys() - avoided)
@@ -125,16 +130,17 @@ class PayloadSources:
 
 # Note [Payload between hosts]
 #
-# The payload of a call may have gigabytes. If the driver sent it to each host, its network would be busy for as many
-# times as there are hosts. So a host that has the payload gives it to others. Driver and hosts give it to one host at a
-# time: the number of copies doubles in the time of one copy, and 32 hosts have it after 6 of these times. The driver
-# sends 3 copies, and more only where no host can: none has it, or those that have it have failed.
+# The payload of a call may have gigabytes. If the driver sent it to each host, the driver's network would be busy for
+# the time of one copy for each host. So a host that has the payload sends it to other hosts. The driver and each host
+# send one copy at a time: the number of copies doubles in the time of one copy, and 32 hosts have the payload after 6
+# of these times. The driver sends 3 copies, and more only if no host can send one: no host has the payload, or copies
+# from all hosts that have it have failed.
 #
-# A slow host keeps nobody waiting. A copy that takes four times as long as others no longer counts: its source serves
-# another host meanwhile, and after twice this time, or 10 s without a byte, the host gives up its source, keeps what it
-# has, and asks for another source, at last the driver. A source that two hosts have given up serves no other; a host
-# that has given up two sources is slow itself, and has all the time that it needs.
+# A slow host delays no other host. If a copy takes four times as long as others, its source is free to serve another
+# host meanwhile. After twice this time, or 10 s without a byte, the slow host gives up its source, keeps the bytes that
+# have arrived, and asks for another source, at last the driver. A source that two hosts have given up is used no more.
+# A host that has given up two sources is slow itself, and gets no more time limits.
 #
-# Hosts accept connections as the driver does (Note [Handshake] in framing.py), with the run's secret; where Spark
-# encrypts, also with the key and certificate of the run's ranks (Note [Encryption] in tls.py). What arrives is used
-# only if it has the SHA-256 that came inside Spark's job.
+# Hosts accept connections like the driver (Note [Handshake] in framing.py), by a proof of the run's secret; if Spark
+# encrypts, also by the certificate of the run's ranks (Note [Encryption] in tls.py). A copy is used only if it has the
+# SHA-256 that came inside Spark's job.

@@ -11,11 +11,11 @@ from lagom.errors import PlanError
 from lagom.wire.client import DriverClient, LinkClosed, Message
 
 WAIT_S = 600.0
-"""Longest time that a task waits for the others to start."""
+"""Longest time in seconds that a task waits for the other tasks to start."""
 LEAVE_S = 1.0
-"""Time for the other ranks to end when one has called ``sys.exit``: rank 0 may still be writing."""
+"""Seconds in which other ranks can end by themselves after a rank has called ``sys.exit``: rank 0 may be writing."""
 WRITE_S = 0.3
-"""Time for rank 0, when another rank has raised, to raise as well and to finish its writes."""
+"""Seconds in which rank 0 can raise as well and finish its writes, after another rank has raised."""
 
 
 class Stopped(Exception):
@@ -26,10 +26,11 @@ def peers(joins: Sequence[Message], in_clear: str = "") -> Message:
     """Build the table of all ranks from the tasks' joins.
 
     Args:
-        in_clear: what would send between hosts in clear, and must not; then ranks on several hosts are refused.
+        in_clear: name of a library that would send unencrypted between hosts, which is not allowed in this run: ranks
+            on several hosts are then an error. "" if there is none.
 
     Raises:
-        PlanError: if the tasks do not fit together, with their hosts and versions.
+        PlanError: if versions of Python or torch differ between tasks, or ``in_clear`` and several hosts.
     """
     ordered = sorted(joins, key=lambda join: int(join["task"]))
     for fact in ("python", "torch"):
@@ -51,7 +52,7 @@ def peers(joins: Sequence[Message], in_clear: str = "") -> Message:
         for rank, gpu in zip(join["ranks"], join["gpus"] or [None] * len(join["ranks"]), strict=True)
     ]
     shared = len({(rank["host"], rank["gpu"]) for rank in ranks}) < len(ranks)
-    # A task with another address is in a network of its own, though it may see the same files.
+    # A task with another address is in another network namespace, even if it sees the same files.
     near = len({(rank["host"], rank["ip"]) for rank in ranks}) == 1
     return {"type": "peers", "store": None if near else ordered[0]["store"], "ranks": ranks, "nccl": not shared}
 
@@ -59,13 +60,14 @@ def peers(joins: Sequence[Message], in_clear: str = "") -> Message:
 def join_run(
     link: DriverClient | None, gather: Callable[[str], Sequence[str]] | None, join: Message, *, in_clear: str = ""
 ) -> Message:
-    """Send ``join`` to the driver, and return the table of ranks that the driver answers with.
+    """Send ``join`` to the driver, and return the table of ranks, with which the driver answers.
 
-    If the driver says so, or cannot be reached, the table is made of the texts that ``gather`` returns.
+    If the driver answers "gather" instead, or ``link`` is None, the tasks send each other their joins by ``gather``,
+    and each makes the table itself.
 
     Raises:
         Stopped: the run ended before it began.
-        LinkClosed: the driver ended while this task waited.
+        LinkClosed: the driver ended while this task waited, or ``gather`` is needed and is None.
     """
     if link is not None:
         link.send(join)

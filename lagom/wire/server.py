@@ -1,4 +1,4 @@
-"""``DriverServer``: the driver's end of the channel, one event loop in a thread for the connections of all ranks."""
+"""``DriverServer``: the driver's end of the channel: an event loop in a thread serves the connections of all tasks."""
 
 from __future__ import annotations
 
@@ -24,14 +24,15 @@ from lagom.wire.peer_silence import probe_silence
 
 _BUFFER = 1 << 18  # bytes
 _LOOK_S = 1.0
-_LAST_TURNS, _TURN_S = 100, 0.01  # for the last messages to be sent
+_LAST_TURNS, _TURN_S = 100, 0.01  # limit for sending the last messages, before the channel closes
 
 
 class DriverServer:
-    """Accepts the ranks of one run, and carries messages between them and the driver.
+    """Accepts connections of the tasks of one run, and carries messages between them and the driver.
 
-    ``on_message(task, message)``, ``on_close(task)`` and, each second, ``on_silence(task, seconds)`` are called in the
-    channel's own thread. A task whose machine is silent for ``lost_after_s`` seconds counts as lost.
+    The callbacks ``on_message(task, message)``, ``on_close(task)`` and, each second, ``on_silence(task, seconds)`` are
+    called in the channel's own thread. If the machine of a task is silent for ``lost_after_s`` seconds, its connection
+    is closed.
     """
 
     def __init__(
@@ -47,19 +48,21 @@ class DriverServer:
         snapshot_fd: int | None = None,
         snapshots: SnapshotFolder | None = None,
     ) -> None:
-        """Prepare to serve the ranks of one run.
+        """Prepare to serve the tasks of one run.
 
         Args:
-            payload_fd: file that hosts may fetch.
-            snapshot_fd: file with a snapshot that hosts may fetch, too.
-            snapshots: folder for the snapshots that come from ranks.
+            payload_fd: file with the payload for hosts that fetch it; None if hosts get the payload in another way.
+            hello_s: seconds in which a connection must prove the secret.
+            secret: secret of the run; None for a new one.
+            snapshot_fd: file with a snapshot for hosts that fetch it; None without a snapshot.
+            snapshots: folder for the snapshots that ranks send; None if none are kept.
         """
         self.secret = secret or secrets.token_bytes(32)
         self.delivered: dict[str, int] = {}
         self.digests: dict[str, str] = {}
-        """SHA-256 of the snapshots, and their descriptions, that have come."""
+        """SHA-256 of each received snapshot and description of a snapshot, by the name under which it came."""
         self.addresses: dict[int, str] = {}
-        """Addresses of tasks, as this machine sees them."""
+        """Address of each task, as this machine sees it; "" for an inherited connection."""
         self._on_message = on_message
         self._on_close = on_close
         self._on_silence = on_silence
@@ -89,7 +92,7 @@ class DriverServer:
             os.close(fd)
 
     def listen(self, host: str, num_tasks: int = 1, tls: ssl.SSLContext | None = None) -> tuple[str, int]:
-        """Accept connections of ``num_tasks`` tasks on ``host``, encrypted by ``tls``; return the address."""
+        """Listen on ``host`` for ``num_tasks`` tasks, with encryption unless ``tls`` is None; return the address."""
         self._stack.enter_context(files_for(num_tasks))
         listener = listening_socket(host)
         name = listener.getsockname()
@@ -99,7 +102,7 @@ class DriverServer:
         return str(name[0]), int(name[1])
 
     def adopt(self, connection: socket.socket, task: int) -> None:
-        """Serve a connection whose other end is known to be ours: one of an inherited pair of sockets."""
+        """Serve ``task`` over ``connection``, one of an inherited pair of sockets, which needs no proof."""
 
         async def start() -> None:
             peer = DriverConnection(None, self._buffer)
@@ -117,11 +120,11 @@ class DriverServer:
         self._send(None, message)
 
     def call_later(self, delay_s: float, function: Callable[[], None]) -> None:
-        """Call ``function`` in the channel's thread after ``delay_s``, unless the channel is closed before."""
+        """Call ``function`` in the channel's thread after ``delay_s``, unless the channel is closed first."""
         self._loop.call_soon_threadsafe(self._loop.call_later, delay_s, function)
 
     def end_relay(self) -> None:
-        """Have hosts give the payload to nobody any more: all that belong to the run have it."""
+        """Tell hosts to stop sending the payload to each other, since all hosts of the run have it."""
 
         def end() -> None:
             if self._relay is not None:
@@ -171,12 +174,12 @@ class DriverServer:
         for peer in list(self._open):
             peer.close()
         for _ in range(_LAST_TURNS):
-            await asyncio.sleep(0)  # the event loop closes them in its next turn or two
+            await asyncio.sleep(0)  # the event loop closes the connections in its next iterations
             if not self._open:
                 break
 
     def _admit(self, peer: DriverConnection, hello: Message) -> None:
-        """Serve a proved client by the purpose in its first message."""
+        """Serve an authenticated client according to the purpose in its first message."""
         purpose = hello.get("purpose")
         if purpose not in ("fetch", "deliver", "relay"):
             self._serve(int(hello["task"]), peer)
@@ -202,7 +205,7 @@ class DriverServer:
         self._keep(host, lambda: relay.forget(host))
 
     def _keep(self, peer: DriverConnection, over: Callable[[], None] = lambda: None) -> None:
-        """Record ``peer`` until its connection has ended, and call ``over`` then."""
+        """Keep ``peer`` among the open connections until it has ended, and then call ``over``."""
 
         def ended() -> None:
             self._open.discard(peer)
@@ -222,21 +225,21 @@ class DriverServer:
         self._peers[task] = peer
         if not peer.gone:
             probe_silence(peer.connection, self._lost_after_s)
-            with contextlib.suppress(OSError):  # it has just ended
+            with contextlib.suppress(OSError):  # the connection has just ended
                 name = peer.connection.getpeername()
                 self.addresses[task] = str(name[0]) if isinstance(name, tuple) else ""
         peer.serve(lambda message: self._on_message(task, message))
         self._keep(peer, over)
 
     async def hand_out(self, peer: DriverConnection, position: int, fd: int | None) -> None:
-        # Several hosts fetch at once, so read by position.
+        # Several hosts fetch at once and share the descriptor, so read by position.
         while fd is not None and not peer.gone:
             chunk = os.pread(fd, 1 << 20, position)
             if not chunk:
                 break
             await peer.write(chunk)
             position += len(chunk)
-        peer.end_writing()  # the other end closes once it has the payload
+        peer.end_writing()  # the other end closes the connection when it has all bytes
 
     def take_in(self, name: str, size: int, peer: DriverConnection) -> None:
         path, digest, left = self._place_of(name), hashlib.sha256(), size
@@ -269,16 +272,19 @@ class DriverServer:
         self._keep(peer, over)
 
     def _place_of(self, name: str) -> str | None:
-        """Return the file for a snapshot, or its description, that comes as ``name``; None for all else."""
+        """Return the path for a snapshot, or a snapshot's description, that comes as ``name``; None for other names."""
         if self._snapshots is None or (found := re.fullmatch(rf"{FETCHED}-(\d+)(\.json)?", name)) is None:
             return None
         number = int(found[1])
-        self._snapshots.remove_partials(but=number)  # of one whose other part has not come
+        self._snapshots.remove_partials(but=number)  # of earlier snapshots that did not arrive completely
         return self._snapshots.partial_facts(number) if found[2] else self._snapshots.partial(number)
 
 
 def anonymous_file(name: str) -> int:
-    """Open a file without a path, removed with its last user: in memory if the system can, else a temporary file."""
+    """Return a descriptor of a new file without a path, which is freed with its last descriptor.
+
+    The file is in memory (memfd) if the system supports that, else in the temporary folder.
+    """
     if hasattr(os, "memfd_create"):
         return os.memfd_create(f"lagom-{name}")
     with tempfile.TemporaryFile() as file:

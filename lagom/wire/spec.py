@@ -1,4 +1,4 @@
-"""``RunSpec``: all that a host process must know to run its ranks; small, and pickled by the driver."""
+"""``RunSpec``: the facts that a host process needs to run its ranks; small, and pickled by the driver."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ class RunSpec:
     run_id: str
     plan: Plan
     env: Mapping[str, str]
-    """Environment variables that ranks get from the driver: all, or those that its program has set."""
+    """Environment variables that ranks get from the driver: all, or only those that the program has set."""
     whole_env: bool
-    """True if ``env`` replaces the host process's own environment, instead of adding to it."""
+    """Whether ``env`` replaces the host process's own environment, or is added to it."""
     cwd: str
     """The driver's working directory."""
     sys_path: tuple[str, ...]
@@ -27,33 +27,33 @@ class RunSpec:
     argv: tuple[str, ...]
     """The driver's ``sys.argv``."""
     python: str
-    """The driver's Python, as "3.11"; pickled code needs the same."""
+    """The driver's version of Python, such as "3.11"; pickled code needs the same version."""
     token: str
-    """Path that opens the payload on the driver's own host only."""
+    """Path of a file by which a host process recognises the driver's own host, where it opens the payload by path."""
     payload_size: int
     """Bytes of the payload."""
     payload: bytes | None = None
-    """The payload itself, if it is small."""
+    """The payload itself, if it is small; else None."""
     payload_sha256: str = ""
-    """Digest of a payload that other hosts must fetch."""
+    """Digest of a payload that other hosts must fetch; else ""."""
     passes_payload_on: bool = False
-    """True if hosts that have fetched the payload give it to others."""
+    """Whether hosts that have fetched the payload send it to other hosts."""
     modules_zip: bytes = b""
-    """The user's own modules, for hosts that do not see the driver's files."""
+    """Zip of the user's own modules, for hosts that do not see the driver's files."""
     address: tuple[str, int] | None = None
     """Address on which the driver listens; None if hosts cannot reach it."""
     secret: bytes = field(default=b"", repr=False)
-    """Secret of the run, which ranks prove to the driver."""
+    """Secret of the run, by which tasks and the driver authenticate each other."""
     files: WrittenFiles | None = None
     """Files that earlier attempts of this run have written; None if the run begins only once."""
     certificate: str = ""
-    """The driver's certificate (PEM), if the channel is encrypted."""
+    """The driver's certificate (PEM); "" if the channel is not encrypted."""
     rank_certificate: str = field(default="", repr=False)
-    """The ranks' key and certificate (PEM), if hosts encrypt what they send each other."""
+    """The ranks' key and certificate (PEM); "" if connections between hosts are not encrypted."""
     snapshots: SnapshotPlace | None = None
-    """Folder of rank 0's snapshots, and the snapshot that ranks go on from; None if none are kept."""
+    """Folder of rank 0's snapshots, and the snapshot from which ranks resume; None if none are kept."""
     losses_left: int = 0
-    """How many losses of ranks this run may yet go on after."""
+    """Number of further losses of ranks after which this run may continue."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -66,31 +66,31 @@ class RankSpec:
     ip: str
     """Address at which other ranks reach this one."""
     store: tuple[str, int] | None
-    """Address of the store where ranks find each other; None on one host, where it is a file in ``host_dir``."""
+    """Address of the store where ranks find each other; None on one host, where the store is a file in ``host_dir``."""
     store_fd: int | None
-    """Rank 0 only: the store's listening socket."""
+    """The store's listening socket, on rank 0 if the store has an address; else None."""
     control_fd: int
     """Connection to the host process."""
     outcome_fd: int
     """File for the function's result or error."""
     payload_fd: int
     stacks_fd: int | None
-    """File for the stacks of a stuck rank, and of the processes that it started."""
+    """File for the stacks of a stuck rank and of its child processes."""
     host_dir: str
     """Folder that the ranks of this host share during the run."""
     threads: int
     """Number of threads that the rank may use; 0 keeps torch's default."""
     gpu: str | None = None
-    """Value of CUDA_VISIBLE_DEVICES."""
+    """Value of CUDA_VISIBLE_DEVICES for the rank; None to leave the variable unchanged."""
     gpu_index: int = 0
-    """Index of the rank's own GPU among these."""
+    """Index of the rank's own GPU among the devices in ``gpu``."""
     nccl: bool = False
-    """True if every rank has a GPU to itself; NCCL refuses ranks that share one, gloo does not."""
+    """Whether every rank has a GPU to itself: NCCL refuses ranks that share a GPU."""
     twin_fd: int | None = None
-    """Connection to the host process for the rank's sleeping twins; None if it has none."""
+    """Connection to the host process for the rank's sleeping twins; None if the rank keeps no twins."""
     twins_due: memoryview | None = None
-    """Memory of all ranks of the host, which says when the next twins are due."""
+    """Memory that all ranks of the host share, with the time at which the next twins are due; None without twins."""
     key: bytes = field(default=b"", repr=False)
     """Key by which ranks authenticate each other; derived from the run's secret."""
     certificate: str = field(default="", repr=False)
-    """The ranks' key and certificate (PEM), if they are on several hosts and encrypt what these send each other."""
+    """The ranks' key and certificate (PEM); "" on one host, or if connections between hosts are not encrypted."""

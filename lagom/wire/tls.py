@@ -1,4 +1,4 @@
-"""Keys and certificates of one run: for its channel, and for what ranks of several hosts send each other."""
+"""Keys, certificates and TLS contexts of a run: for its channel, and for connections between ranks of several hosts."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ _DAYS = 90
 _OPENSSL = "req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -subj /CN=lagom -keyout - -out -"
 _TIMEOUT_S = 20.0
 _NO_CHECK_TIME = 0x200000
-"""X509_V_FLAG_NO_CHECK_TIME, for which Python has no name: a host's clock may be behind the driver's."""
+"""X509_V_FLAG_NO_CHECK_TIME, for which Python has no name; set because a host's clock may be behind the driver's."""
 
 
 class NoCertificate(RuntimeError):
-    """No means to create a certificate were found."""
+    """This machine has no means to create a certificate."""
 
 
 def certificate_of_a_run() -> tuple[ssl.SSLContext, str]:
-    """Return the TLS context of the driver's end, and the certificate (PEM), the only one that its ranks trust.
+    """Return the TLS context of the driver's end, and its certificate (PEM), the only one that ranks trust.
 
     Raises:
-        NoCertificate: if there is neither Python's cryptography nor an openssl program.
+        NoCertificate: if there is neither the Python package cryptography nor an openssl program that works.
     """
     pem = key_and_certificate()
     return _showing(pem), _certificate_in(pem)
@@ -41,9 +41,10 @@ def key_and_certificate() -> str:
 
 
 def contexts_of_ranks(pem: str) -> tuple[ssl.SSLContext, ssl.SSLContext]:
-    """Return TLS contexts for both ends of a connection between ranks, which all have the key and certificate ``pem``.
+    """Return the TLS contexts of the accepting and the connecting end of a connection between ranks.
 
-    The first one is for the end that accepts, the second for the one that connects.
+    Args:
+        pem: key and certificate, the same for all ranks of a run.
     """
     accepting, connecting = _showing(pem), trusting(_certificate_in(pem))
     _trust(accepting, _certificate_in(pem))
@@ -54,10 +55,10 @@ def contexts_of_ranks(pem: str) -> tuple[ssl.SSLContext, ssl.SSLContext]:
 
 
 def trusting(certificate: str) -> ssl.SSLContext:
-    """Return the TLS context of an end that connects and accepts no other ``certificate`` (PEM)."""
+    """Return the TLS context of a connecting end that accepts only ``certificate`` (PEM) from the other end."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
-    context.check_hostname = False  # exactly this certificate is trusted, at any address
+    context.check_hostname = False  # only this certificate is trusted, so its address does not matter
     _trust(context, certificate)
     return context
 
@@ -68,7 +69,7 @@ def _trust(context: ssl.SSLContext, certificate: str) -> None:
 
 
 def _showing(pem: str) -> ssl.SSLContext:
-    """Return the TLS context of an end that accepts connections with the key and certificate ``pem``."""
+    """Return the TLS context of an accepting end that shows the certificate in ``pem``, which also has the key."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     context.num_tickets = 0  # no client resumes a session
@@ -77,7 +78,7 @@ def _showing(pem: str) -> ssl.SSLContext:
 
 
 def _show(context: ssl.SSLContext, pem: str) -> None:
-    fd = anonymous_file("key")  # ssl reads only files, and the key must not be on a disk
+    fd = anonymous_file("key")  # ``ssl`` loads keys only from files, and the key must not be on a disk
     try:
         os.write(fd, pem.encode())
         os.lseek(fd, 0, os.SEEK_SET)
@@ -92,7 +93,7 @@ def _certificate_in(pem: str) -> str:
 
 
 def _by_package() -> str:
-    """Return key and certificate (PEM); "" if the package is missing."""
+    """Return key and certificate (PEM), made by the package cryptography; "" if the package is missing."""
     try:
         from cryptography import x509
         from cryptography.hazmat.primitives import hashes, serialization
@@ -135,6 +136,6 @@ def _by_program() -> str:
 #
 # If Spark encrypts its traffic, the channel is encrypted too, by TLS with a key and a certificate made for the run. The
 # certificate travels to the ranks with the secret, inside Spark's job, which Spark encrypts. Ranks trust only this
-# certificate and no authority, so there is no host name to check. The key stays in the driver's memory. Ranks of
-# several hosts have another key and certificate, the same on all of them, for what they send each other. Pre-shared
-# keys, which need no certificate, are in Python's ssl only from 3.13 on.
+# certificate and no authority, so there is no host name to check. The key stays in the driver's memory. For connections
+# between ranks of several hosts, there are another key and certificate, which all ranks have. Pre-shared keys, which
+# need no certificate, are in Python's ssl only from 3.13 on.

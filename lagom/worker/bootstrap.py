@@ -1,4 +1,4 @@
-"""``run``: set up one rank, train, and return its result."""
+"""``run``: sets up one rank, calls the training function, and returns its result."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ from lagom.worker.reporter import Reporter
 from lagom.world import Place, place_set
 
 Returned = dict[str, Any]
-"""``value``, the function's return value; ``samples``, the number of samples that this rank trained on; and, for rank
-0, ``random``, the final states of the generators that began in the driver's state."""
+"""Dict with ``value``, the function's return value; ``samples``, the number of samples that this rank trained on; and,
+on rank 0, ``random``, the final states of those random generators that began in the driver's state."""
 
 
 def run(
@@ -58,7 +58,13 @@ def run(
     seat: RankSpec | None = None,
     watch: Callable[[Session], None] = lambda _: None,
 ) -> Returned:
-    """Run one rank: set up its process, call the function, return its result."""
+    """Run one rank: set up its process, call the function, return its result.
+
+    Args:
+        load: unpickles the call; called inside the patches.
+        seat: the rank's resources; None for an inline run in the caller's process, whose settings then stay.
+        watch: called with the session before the patches are entered.
+    """
     with ExitStack() as stack:
         stack.enter_context(environment(seat))
         stack.enter_context(place_set(place))
@@ -95,12 +101,12 @@ def run(
         stack.enter_context(compatible(plan.already_distributed))
         if seat is not None:
             stack.enter_context(shown_pictures(session))
-        call = load()  # inside the patches: they see modules as unpickling makes them
+        call = load()  # inside the patches, which must see the modules that unpickling creates
         session.is_unpacked = True
         if seat is not None:  # without a seat, this is the driver's process, which has these settings
             set_process_settings(call.settings)
         stack.enter_context(seeded(plan.config.seed, call.random_states))
-        # A snapshot is put back while the streams are those that the program goes on with.
+        # A snapshot is restored in ``_function``, when standard output is what the program will write to.
         output = stack.enter_context(kept_output()) if leaves is not None else None
         function = _function(session, call, stack)
         if seat is not None:  # without a seat, the program's forks belong to the caller
@@ -111,7 +117,7 @@ def run(
 
 
 def _function(session: Session, call: Call, stack: ExitStack) -> Callable[[], Any]:
-    """Return the call of the function; that of its rest if the run goes on from a snapshot."""
+    """Return a function that calls the training function, or its remaining part if the run resumes from a snapshot."""
     reporter, snapshots = Reporter(session), session.snapshots
     rest = None
     if snapshots is not None:
@@ -139,9 +145,10 @@ def _returned(session: Session, call: Call, function: Callable[[], Any]) -> Retu
 
 @contextmanager
 def end_forks() -> Iterator[None]:
-    """End a forked child that returns from the function, as Python does at the end of a program.
+    """Context manager that ends a child process, forked by the program, when the child returns from the function.
 
-    The child is no rank, so it must not report the rank's outcome or take part in exchanges.
+    The child is not a rank, so it must not report the rank's outcome or take part in exchanges. It ends as Python ends
+    a program.
     """
     rank, code = rank_pid(), 0
     try:
@@ -176,7 +183,7 @@ def seeded(seed: int | None, states: Mapping[str, Any] | None) -> Iterator[None]
 
 
 class MadeArguments(Mapping[str, Any]):
-    """Arguments for the function; a data set that ranks build is built when the function asks for it."""
+    """Arguments of the training function; data sets that ranks build themselves are built at their first use."""
 
     def __init__(self, provided: Mapping[str, Any]) -> None:
         self._provided = provided
@@ -204,9 +211,9 @@ class MadeArguments(Mapping[str, Any]):
 
 
 def run_exit_handlers(give_up: Callable[[], None], patience_s: float = 30.0) -> None:
-    """Run Python's end of a process for a rank, which ends by ``os._exit``.
+    """Do what Python does at the end of a process, for a rank, which ends by ``os._exit`` and so skips it.
 
-    As Python does, wait for threads and processes that the function has left; after ``patience_s`` seconds, call
+    Like Python, wait for threads and processes that the function has left running. After ``patience_s`` seconds, call
     ``give_up`` from another thread.
     """
     import atexit
@@ -242,12 +249,12 @@ def run_exit_handlers(give_up: Callable[[], None], patience_s: float = 30.0) -> 
 def flush_files(*, is_end: bool = True) -> None:
     """Flush files that the program has opened and not closed, as Python does at its end.
 
-    Compressed files are complete only when they are closed, so at the end they are closed. Objects from before the fork
-    are frozen, so they are not searched.
+    With ``is_end``, close compressed files, which are complete only then. Files from before the fork are not found:
+    ``gc.freeze`` hides them.
     """
-    # By the class that is written in C: ``io.IOBase`` asks Python code about each type.
+    # ``_io._IOBase`` is the class in C: a test for ``io.IOBase``, an ABC, would run Python code for each type.
     found = [one for one in gc.get_objects() if issubclass(type(one), _io._IOBase)]
-    # In this order: flushing a text file may write to a compressed one, and closing that writes to a buffer.
+    # The order matters: a text file may write to a compressed file, and a compressed file to a buffered file.
     texts = [one for one in found if issubclass(type(one), io.TextIOWrapper)]
     compressed = [one for one in found if type(one).__module__ in ("gzip", "bz2", "lzma")]
     buffers = [one for one in found if issubclass(type(one), (io.BufferedWriter, io.BufferedRandom))]
@@ -260,7 +267,7 @@ def flush_files(*, is_end: bool = True) -> None:
 
 
 def flush() -> None:
-    """Flush printed output, also that of C code."""
+    """Flush standard output and error, including the buffers of C code."""
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(Exception):
             stream.flush()

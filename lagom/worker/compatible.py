@@ -1,7 +1,7 @@
-"""Serves packages of other projects in a run: the program's import of a package imports its part of ``lagom.compat``.
+"""Import hook for packages of other projects, such as Horovod: their import loads a module of ``lagom.compat`` first.
 
-The parts are named by strings, because nothing may import ``lagom.compat``. Entry points would need an installed lagom,
-which executors do not have: lagom travels with the run.
+The modules are named by strings, because no other room may import ``lagom.compat``. Entry points would need an
+installed lagom, which executors do not have, since lagom is sent with the run.
 """
 
 from __future__ import annotations
@@ -22,15 +22,19 @@ _BY_PACKAGE = {
     "petastorm": "lagom.compat.petastorm",
     "sparkdl": "lagom.compat.horovod",
 }
-"""Module to import before each package. A module with ``installed`` serves the package itself, from ``install`` to
-``remove``, and its ``leave`` ends what a run has begun."""
+"""Module to import before each package. A module with ``installed`` replaces the package, from its ``install`` to its
+``remove``. Its ``leave``, if it has one, is called at the end of each run."""
 _OF_DISTRIBUTED = ("horovod", "sparkdl")
-"""Packages for programs that are distributed already; others may test for Horovod, and use it if they find it."""
+"""Packages that only programs that are distributed already get; other programs may use Horovod if they find it."""
 
 
 @contextmanager
 def compatible(already_distributed: bool = False) -> Iterator[None]:
-    """Make the packages importable; import nothing until the program imports one."""
+    """Context manager in which the packages can be imported; a module is loaded when the program imports its package.
+
+    Args:
+        already_distributed: also provide the packages of ``_OF_DISTRIBUTED``.
+    """
     finder = _First(
         {
             package: home
@@ -61,7 +65,7 @@ class _First(importlib.abc.MetaPathFinder):
         self._wanted = dict(wanted)
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
-        home = self._wanted.pop(name, None)  # pop: find_spec below calls this finder again
+        home = self._wanted.pop(name, None)  # pop, since ``find_spec`` below calls this finder again
         if home is None:
             return None
         module: Any = sys.modules.get(home)

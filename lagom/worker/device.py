@@ -12,10 +12,10 @@ from lagom.plan import Plan
 
 
 def rank_device(plan: Plan, index: int = 0) -> torch.device:
-    """Select the rank's device: in a run on GPUs the GPU at ``index`` in its mask, else the CPU.
+    """Select and return the rank's device: with GPUs the one at ``index`` in CUDA_VISIBLE_DEVICES, else the CPU.
 
     Raises:
-        RankError: if the run was planned on GPUs and torch finds none here.
+        RankError: if the run was planned with GPUs and torch finds none on this rank.
     """
     if not plan.gpu:
         return torch.device("cpu")
@@ -30,7 +30,7 @@ def rank_device(plan: Plan, index: int = 0) -> torch.device:
 
 @contextmanager
 def threads(count: int) -> Iterator[None]:
-    """Let torch use ``count`` threads in the context; 0 changes nothing."""
+    """Context manager in which torch uses ``count`` threads; 0 changes nothing."""
     if count == 0:
         yield
         return

@@ -1,4 +1,4 @@
-"""``DiskFullReport``: adds to an error of a full disk which disk it is."""
+"""``DiskFullReport``: adds to the error of a full disk the path and the free space of that disk."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _WORDS = ("No space left on device", "Disk quota exceeded", "PytorchStreamWriter
 
 
 class DiskFullReport:
-    """Context around the program: an error of a full disk keeps its type, and names the disk."""
+    """Context manager around the program that adds to the error of a full disk which disk is full; the type stays."""
 
     def __init__(self, session: Session) -> None:
         self._session = session
@@ -31,7 +31,7 @@ class DiskFullReport:
         pass
 
     def __exit__(self, kind: object, error: BaseException | None, _: TracebackType | None) -> None:
-        # A class, not a generator: a generator would add its frame to the traceback.
+        # A class, since a generator-based context manager would add its frame to the traceback.
         if error is None or self._session.world_size == 1 or not _is_of_a_disk(error):
             return
         with contextlib.suppress(Exception):
@@ -65,11 +65,11 @@ class DiskFullReport:
 def _is_of_a_disk(error: BaseException) -> bool:
     if isinstance(error, OSError) and error.errno is not None:
         return error.errno in (errno.ENOSPC, errno.EDQUOT)
-    said = [one for one in error.args if isinstance(one, str)]  # str(error) may run any code
+    said = [one for one in error.args if isinstance(one, str)]  # not ``str(error)``, which may run the program's code
     return isinstance(error, Exception) and any(word in one for word in _WORDS for one in said)
 
 
 def _room(path: str) -> tuple[int, int]:
-    """Return the free bytes of the file system of ``path``, and its size."""
+    """Return the free bytes and the size of the file system of ``path``."""
     found = os.statvfs(path)
     return found.f_bavail * found.f_frsize, found.f_blocks * found.f_frsize

@@ -1,4 +1,4 @@
-"""``shown_pictures``: send the pictures that rank 0 shows to the notebook that called ``train``."""
+"""``shown_pictures``: sends the pictures that rank 0 shows to the notebook that started the run."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ if TYPE_CHECKING:
 _PYPLOT = "matplotlib.pyplot"
 _DISPLAY = "IPython.core.display_functions"
 _MAX_TEXT = 700_000
-"""Characters of a picture: a message of a rank has at most a megabyte."""
+"""Most characters of a picture in base64, since a message of a rank has at most a megabyte."""
 
 
 @contextmanager
 def shown_pictures(session: Session) -> Iterator[None]:
-    """Make ``plt.show()`` keep rank 0's figures for the driver if the backend is a notebook's, and ``display()`` too.
+    """Context manager in which ``plt.show()`` and ``display()`` keep the pictures of rank 0 for the driver.
 
-    Figures that are open at the end are shown too, as at the end of a cell. Of images, ``display()`` keeps those that
-    are PNG by themselves, as Pillow's are.
+    ``plt.show()`` does so only with a notebook's backend. Figures that are open at the end are shown, as at the end of
+    a notebook's cell. ``display()`` keeps figures, and images that have a PNG representation, such as Pillow's.
     """
     with ExitStack() as stack:
 
@@ -37,7 +37,7 @@ def shown_pictures(session: Session) -> Iterator[None]:
         def change_display(functions: Any) -> None:
             original = functions.display
             display = _displaying(original, session)
-            for name in (_DISPLAY, "IPython.display"):  # the second imports it from the first
+            for name in (_DISPLAY, "IPython.display"):  # the second module has imported ``display`` from the first
                 if getattr(sys.modules.get(name), "display", None) is original:
                     stack.enter_context(replaced(sys.modules[name], "display", display))
 
@@ -57,7 +57,7 @@ def _showing(pyplot: Any, session: Session) -> Callable[..., None]:
             return
         if session.rank == 0:
             session.pictures.extend(_png(pyplot.figure(number)) for number in pyplot.get_fignums())
-        pyplot.close("all")  # as a notebook's backend does
+        pyplot.close("all")  # a notebook's backend closes figures that it has shown
 
     return show
 
@@ -78,7 +78,7 @@ def _displaying(original: Callable[..., Any], session: Session) -> Callable[...,
 
 
 def _picture(value: Any) -> str:
-    """Return a figure of matplotlib's, or what is a PNG by itself, as base64; "" for anything else."""
+    """Return a matplotlib figure, or an object with a PNG representation, as PNG in base64; "" for other objects."""
     figure = getattr(sys.modules.get("matplotlib.figure"), "Figure", None)
     if figure is not None and isinstance(value, figure):
         return _png(value)
@@ -93,7 +93,7 @@ def _is_of_a_notebook() -> bool:
 
 
 def _png(figure: Any) -> str:
-    """Return the figure as base64, at a lower resolution if the text would be too long."""
+    """Return the figure as PNG in base64, at a lower resolution if the text would be too long for a message."""
     dots = float(figure.dpi)
     while True:
         file = io.BytesIO()

@@ -1,7 +1,7 @@
-"""``Heartbeat``: a thread that reports the rank's progress to the host process, and its stack when it is stuck.
+"""``Heartbeat``: a thread that reports the rank's progress to the host process, and the stack of a stuck rank.
 
-Progress is counted in ``Session.ticks``. The host process alone decides by them whether the rank stalls: ``Pulse`` in
-``host/stall_detector.py``.
+``Session.ticks`` counts progress. Only the host process decides, by these ticks, whether the rank stalls: see ``Pulse``
+in ``host/stall_detector.py``.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ if TYPE_CHECKING:
 
 _ANSWER_S = 60.0
 _WORTH = 0.005
-"""Smallest share of the time that is reported as waiting for a rank."""
+"""Smallest wait for another rank, as a share of the time, that is reported."""
 _COMPUTING = 0.05
-"""Smallest share of the time that child processes compute which counts as progress of a waiting program."""
+"""CPU time of child processes, as a share of the time, above which a program that waits for them makes progress."""
 
 
 class Heartbeat:
-    """Reports every ``hb_interval`` seconds, more often if stalls are to be found sooner.
+    """Reports every ``hb_interval`` seconds, or four times in each ``stall_timeout_s`` if this is more often.
 
     Args:
         control: connection to the host process.
@@ -78,17 +78,17 @@ class Heartbeat:
 
     @property
     def thread(self) -> int | None:
-        """The system's number of the thread."""
+        """The operating system's id of the thread; None before ``beat_for``."""
         return self._beating.native_id if self._beating is not None else None
 
     @contextlib.contextmanager
     def still(self) -> Iterator[None]:
-        """Hold the thread in a block."""
+        """Context manager that keeps the thread from sending, so that the process can fork."""
         with self._turn, self._lock:
             yield
 
     def go_on(self, control: socket.socket) -> None:
-        """Begin again in a process that has taken the place of the rank's, with a connection of its own."""
+        """Start the thread again in a twin that has replaced the rank's process; ``control`` is the new connection."""
         os.close(self._control.fileno())
         self._control, self._waited = DriverClient(control), []
         self._begin()
@@ -128,7 +128,7 @@ class Heartbeat:
                     return
 
     def _report(self, session: Session) -> bool:
-        """Report once; return whether somebody hears it."""
+        """Report once; return whether the connection still exists."""
         self._count_progress(session)
         doing = self._doing() if self._quiet_s >= self._stall_s / 2 else None
         with self._lock:
@@ -159,7 +159,7 @@ class Heartbeat:
         }
 
     def _waits(self, session: Session, passed: float) -> Message:
-        """Return the shares of the time in which the rank waits for others in exchanges, in all and by rank."""
+        """Return the time that the rank waited in exchanges, as a share of ``passed``: in all, and for each rank."""
         waited = session.wait_times()
         before = self._waited if len(self._waited) == len(waited) else [0] * len(waited)
         self._waited = waited
@@ -168,7 +168,10 @@ class Heartbeat:
         return {"waits": round(min(1.0, sum(shares)), 3), "waits_for": waits_for}
 
     def _speed(self, now: float, epoch: float, step: float) -> float:
-        """Return the steps a second since the first report of this epoch; at that report, those of the epoch before."""
+        """Return the steps per second since the first report of this epoch.
+
+        Until there is a second report, the value is that of the epoch before.
+        """
         if epoch != self._begun[0]:
             self._begun = epoch, now, step
         elif now > self._begun[1] and step > self._begun[2]:
@@ -178,10 +181,10 @@ class Heartbeat:
     def _count_progress(self, session: Session) -> None:
         """Note the time of new ticks, and count a tick for progress that the patches do not see.
 
-        The patches do not see that a program with a process group of its own gets on, nor that child processes compute
-        while the program waits for them.
+        The patches see no progress of a program with its own process group, nor of child processes that compute while
+        the program waits for them.
         """
-        # A program outside the patches counts no ticks: its position in the code stands in for them.
+        # The patches count no ticks for a program with its own process group: a new position in its code is progress.
         place = stack_dump.position(stack_dump.of_thread(self._thread)) if session.has_joined else 0
         now = time.monotonic()
         if now - self._since >= self._stall_s / 4:
@@ -192,11 +195,11 @@ class Heartbeat:
 
     @property
     def _quiet_s(self) -> float:
-        """Seconds without progress, after which to tell the host what the rank does; no decision about a stall."""
+        """Seconds without progress. They decide when the stack is sent to the host, not whether the rank stalls."""
         return time.monotonic() - self._since
 
     def _children_get_on(self, now: float) -> bool:
-        """Return whether the program waits for processes that it has started, and these compute."""
+        """Return whether the program waits for processes that it has started, while they use CPU time."""
         if not stack_dump.waits_for_process(stack_dump.of_thread(self._thread)):
             return False
         (before, used_before), used_s = self._below, processor_s_below(os.getpid())

@@ -15,12 +15,12 @@ _CHOSEN = "GLOO_SOCKET_IFNAME"
 
 
 def own_address(reached_by: str, env: Mapping[str, str]) -> str:
-    """Return this host's address for other ranks: that of the interface named by the user, else ``reached_by``.
+    """Return the address at which other ranks reach this host.
 
-    See Note [Which network].
+    It is the address of the interface in GLOO_SOCKET_IFNAME, else ``reached_by``. See Note [Which network].
 
     Raises:
-        PlanError: if this host has no such interface, or the interface no IPv4 address.
+        PlanError: if this host has no such interface, or the interface has no IPv4 address.
     """
     name = (env.get(_CHOSEN) or os.environ.get(_CHOSEN) or "").partition(",")[0].strip()
     if not name:
@@ -47,7 +47,7 @@ def addresses() -> dict[str, str]:
 
 
 def address_of(name: str) -> str | None:
-    """Return the IPv4 address of the interface, or None if it has none or does not exist."""
+    """Return the IPv4 address of the interface ``name``; None if it has no address or does not exist."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
@@ -58,8 +58,9 @@ def address_of(name: str) -> str | None:
 
 # Note [Which network]
 #
-# A host may have several networks, some without a route to other hosts, and its name may resolve to any of them, on
-# many machines to 127.0.1.1. So no name is resolved. A task's address is the one from which it reached the driver,
-# which the kernel's routes have chosen; if it cannot reach the driver, the one at which Spark's executors serve each
-# other. If executors reach each other by another network than the driver, GLOO_SOCKET_IFNAME, set for the executors or
-# in the driver's program, names its interface. NCCL gets the same interface, unless NCCL_SOCKET_IFNAME is set.
+# A host may be in several networks, some of which do not lead to other hosts. Its name may resolve to an address in any
+# of them, and on many machines resolves to 127.0.1.1. So no name is resolved. A task's address is the one from which it
+# has reached the driver, by the kernel's choice of a route. If the task cannot reach the driver, its address is the one
+# that Spark's executor uses. If executors reach each other by a network that does not lead to the driver, the user sets
+# GLOO_SOCKET_IFNAME to its interface, for the executors or in the driver's program. NCCL gets the same interface,
+# unless NCCL_SOCKET_IFNAME is set.

@@ -1,4 +1,4 @@
-"""``OutOfMemoryReport``: adds to an error which memory a rank held, and which level or setting would fit."""
+"""``OutOfMemoryReport``: adds to an out-of-memory error the memory that the rank held, and settings that need less."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _slot: Any = vars(torch._C.TensorBase)["grad"]
 
 
 class OutOfMemoryReport:
-    """Context around the program: an out-of-memory error keeps its type, and says which memory the rank held."""
+    """Context manager around the program that adds to an out-of-memory error the memory held; the type stays."""
 
     def __init__(self, session: Session) -> None:
         self._session = session
@@ -38,19 +38,19 @@ class OutOfMemoryReport:
         pass
 
     def __exit__(self, kind: object, error: BaseException | None, _: TracebackType | None) -> None:
-        # A class, not a generator: a generator would add its frame to the traceback.
+        # A class, since a generator-based context manager would add its frame to the traceback.
         if error is None or (wanted := wanted_bytes(error)) is None:
             return
-        with contextlib.suppress(Exception):  # there may be no memory for this either
+        with contextlib.suppress(Exception):  # the report itself may run out of memory
             text = self._describe(wanted)
             if len(error.args) == 1 and isinstance(error.args[0], str):
                 error.args = (f"{error.args[0]}\n{text}",)
-            elif hasattr(error, "add_note"):  # numpy's MemoryError, which computes its text from a shape
+            elif hasattr(error, "add_note"):  # numpy's MemoryError, whose ``args`` are a shape and a dtype, not a text
                 error.add_note(text)
 
     def _describe(self, wanted: int) -> str:
         session = self._session
-        live, session.live = session.live, False  # the trial step must not wait for other ranks
+        live, session.live = session.live, False  # the step on meta copies below must not wait for other ranks
         try:
             return _describe(session, wanted)
         finally:
@@ -66,12 +66,12 @@ class HeldMemory(NamedTuple):
 
     @property
     def total(self) -> int:
-        """Sum of the three."""
+        """Bytes of all three together."""
         return sum(self)
 
 
 def held_memory(session: Session) -> HeldMemory:
-    """Return the bytes of the living modules and optimizers in this process; gather nothing from other ranks."""
+    """Return the bytes of all modules and optimizers that exist in this process, without gathering sharded parts."""
     alive = [one for one in gc.get_objects() if issubclass(type(one), (nn.Module, Optimizer))]
     optimizers = [one for one in alive if isinstance(one, Optimizer)]
     parameters = _parameters(alive)
@@ -102,7 +102,7 @@ def _state(session: Session, optimizer: Optimizer) -> int:
 
 
 def _bytes(tensors: Iterable[torch.Tensor]) -> int:
-    storages = map(storage_of, tensors)  # the tensor's own method would gather a sharded parameter
+    storages = map(storage_of, tensors)  # ``tensor.untyped_storage`` would gather a sharded parameter
     return sum({one.data_ptr(): one.nbytes() for one in storages}.values())
 
 
@@ -130,7 +130,7 @@ def _advice(session: Session, wanted: int, limit: AvailableMemory, others: int) 
         smaller = f"micro_batches='auto' (forwards in parts, where rows do not depend on each other), {smaller}"
     if not session.config.mixed_precision:
         smaller += " or mixed_precision='bf16' would need less for activations"
-    with contextlib.suppress(Exception):  # a third party's optimizer may raise anything
+    with contextlib.suppress(Exception):  # an optimizer of another package may raise any error
         ranks = session.world_size
         levels = possible_levels(max(ranks, 2))
         able = [one for one in levels if one.possible and one.zero_lvl > session.config.zero_lvl]
@@ -146,7 +146,7 @@ def _advice(session: Session, wanted: int, limit: AvailableMemory, others: int) 
 
 
 def possible_levels(num_ranks: int) -> list[Level]:
-    """Compute for each ``zero_lvl`` the bytes that a rank would hold, for all optimizers that exist in this process."""
+    """Return, for each ``zero_lvl``, the bytes that a rank would hold for all optimizers that exist in this process."""
     alive = [one for one in gc.get_objects() if issubclass(type(one), (nn.Module, Optimizer))]
     optimizers = [one for one in alive if isinstance(one, Optimizer)]
     if not optimizers:
@@ -171,7 +171,7 @@ def memory_limit(session: Session) -> AvailableMemory:
 
 
 def used_memory(session: Session, limit: AvailableMemory) -> int:
-    """Return the bytes that count towards ``limit``."""
+    """Return the bytes that this rank uses of ``limit``."""
     if session.device.type == "cuda":
         return torch.cuda.memory_allocated(session.device)
     pages = Path("/proc/self/statm").read_text().split()

@@ -1,4 +1,4 @@
-"""Pack the outcome of a rank: its value or its exception as a parcel, and a report in words for the driver."""
+"""Packs the outcome of a rank: its value or exception as a parcel, and a report for the driver as plain values."""
 
 from __future__ import annotations
 
@@ -11,11 +11,15 @@ from lagom.payload import InParts, Parcel, unpack
 from lagom.program.own_frames import cut_own_frames
 from lagom.wire.client import Message
 
-_MAX_TEXT = 200_000  # characters of a traceback; a longer one does not fit into a frame
+_MAX_TEXT = 200_000  # most characters of a traceback, which must fit into a frame
 
 
 def pack_result(returned: Mapping[str, Any], rank: int, at_home: Mapping[type, str]) -> tuple[Parcel, Message]:
-    """Pack what the function of ``rank`` has returned; classes ``at_home`` travel by the driver's ids for them."""
+    """Pack ``returned`` of ``rank``, or the error if it cannot be pickled.
+
+    Args:
+        at_home: classes that came from the driver, with the driver's ids, by which they are pickled.
+    """
     try:
         return Parcel(returned, at_home), {"type": "outcome", "ok": True}
     except PayloadError as error:
@@ -25,7 +29,7 @@ def pack_result(returned: Mapping[str, Any], rank: int, at_home: Mapping[type, s
 
 
 def pack_error(error: BaseException, at_home: Mapping[type, str]) -> tuple[Parcel, Message]:
-    """Pack the exception that ended the function; without the object itself where it cannot travel."""
+    """Pack ``error``, which ended the function; if it cannot be pickled or unpickled, the report alone describes it."""
     cut_own_frames(error)
     text = "".join(traceback.format_exception(error))[-_MAX_TEXT:]
     report = {
@@ -44,7 +48,7 @@ def pack_error(error: BaseException, at_home: Mapping[type, str]) -> tuple[Parce
         try:
             parcel = Parcel({"error": travelling}, at_home)
             unpack(bytearray(parcel.tobytes()))
-        except Exception:  # a class of the program's may raise anything when pickled or unpickled
+        except Exception:  # a class of the program may raise any error when it is pickled or unpickled
             continue
         return parcel, report
     return Parcel({"error": None}), report
@@ -53,5 +57,5 @@ def pack_error(error: BaseException, at_home: Mapping[type, str]) -> tuple[Parce
 def _message(error: BaseException) -> str:
     try:
         return str(error)[:_MAX_TEXT]
-    except Exception as failure:  # a class of the program's may do anything in __str__
+    except Exception as failure:  # ``__str__`` of a program's own class may raise any error
         return f"(its message fails with {type(failure).__name__})"

@@ -27,14 +27,14 @@ from lagom.wire.tls import contexts_of_ranks
 from lagom.worker.network_interfaces import interface_of
 
 DEBUGGED_S = 10 * 24 * 3600.0
-"""Seconds that a rank waits for another in a run that is debugged, where a person thinks; poll() takes 24 days."""
+"""Seconds that a rank waits for another while a person debugs a rank; ``poll`` accepts at most 24 days."""
 
 
 @contextmanager
 def process_group(
     seat: RankSpec, world_size: int, device: torch.device, config: TorchDistributedConfig
 ) -> Iterator[tuple[Group, dist.Store]]:
-    """Connect the ranks to a group that is never registered with torch.distributed; see Note [Private world]."""
+    """Connect the ranks, and yield their group and their store. See Note [Private world]."""
     timeout_s = TIMEOUT_S if config.debug is None else DEBUGGED_S
     timeout = datetime.timedelta(seconds=timeout_s)
     credentials = (
@@ -48,7 +48,7 @@ def process_group(
     def gloo(name: str, rank: int, size: int) -> Any:
         if credentials.encrypt:
             refuse_gloo()
-        gloo_class: Any = dist.ProcessGroupGloo  # its options are missing from torch's own types
+        gloo_class: Any = dist.ProcessGroupGloo  # torch's type stubs lack ``_Options``
         options = gloo_class._Options()
         # Use the address: the host name resolves to 127.0.1.1 on many machines.
         options._devices = [gloo_class.create_device(hostname="127.0.0.1" if seat.store is None else seat.ip)]
@@ -72,7 +72,7 @@ def process_group(
         shares_memory=config.collectives == "auto",
         timeout_s=timeout_s,
     )
-    # A rank with no exchange to do would end, and break the connections that others are still making.
+    # Connect now: a rank without exchanges would end early, and break the connections that other ranks are making.
     group.connect()
     try:
         yield group, store
@@ -90,7 +90,7 @@ def _store(seat: RankSpec, world_size: int, credentials: Credentials, timeout_s:
         return found
     if seat.store_fd is None:
         return RankStore(ValueClient(seat.store, seat.rank, credentials, timeout_s).ask, timeout)
-    # The host process has bound the socket: the port is known, and only the chosen network can connect.
+    # The host process has bound the socket, so that the port is known, and only to the address of the chosen network.
     listener = socket.socket(fileno=os.dup(seat.store_fd))
     return RankStore(ValueServer(listener, range(1, world_size), credentials, timeout_s).ask, timeout)
 
@@ -106,4 +106,5 @@ def _nccl(store: dist.Store, rank: int, world_size: int, ip: str, timeout: datet
 # Note [Private world]
 #
 # A program that finds torch.distributed initialised behaves differently: samplers, loggers and checkpoint writers of
-# many libraries look at it. It would no longer be the single-process program. So the group is a plain object.
+# many libraries ask ``is_initialized()``. It would no longer be the single-process program. So lagom never registers
+# its group with torch.distributed.

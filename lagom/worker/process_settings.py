@@ -1,10 +1,11 @@
-"""Settings of the driver's process, as plain values that the ranks' processes take over; loads no library.
+"""Settings of the driver's process, as plain values, which ranks apply to their processes; imports no library.
 
-Of torch: the default dtype, whether gradients are recorded, determinism, precisions, how tensors are printed. Of numpy:
-how arrays are printed, and the handling of overflows. Levels of loggers, and handlers that write to standard output or
-error. Filters of warnings, except those that raise errors, which lagom's own code would raise too. The text of a
-notebook's cells, for tracebacks and for code that asks for a function's source. The name ``display``, which a notebook
-knows without an import.
+- torch: default dtype, gradient mode, determinism, precisions, print options.
+- numpy: print options, and the handling of overflows.
+- logging: levels of loggers, and handlers that write to standard output or error.
+- warnings: all filters except those that raise errors, since lagom's own code would raise them too.
+- notebooks: the source of cells, for tracebacks and ``inspect.getsource``, and the name ``display``, which needs no
+  import in a notebook.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import warnings
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-_MAX_SOURCES = 1 << 19  # characters of cells
+_MAX_SOURCES = 1 << 19  # most characters of cells
 _CUDNN = ("enabled", "benchmark", "deterministic", "allow_tf32")
 Settings = Mapping[str, Any]
 
@@ -44,12 +45,12 @@ def library_settings() -> dict[str, Any]:
 
 
 def set_process_settings(settings: Settings) -> None:
-    """Apply ``settings``, from ``process_settings`` of another process; leave everything else as it is."""
+    """Apply ``settings``, which ``process_settings`` of another process returned; empty settings change nothing."""
     if not settings:
         return
     sys.setrecursionlimit(max(sys.getrecursionlimit(), settings["recursion"]))
     for name, text in settings["cells"].items():
-        # None as the time of the last change: linecache then does not look for a file.
+        # Without a modification time, ``linecache`` does not look for a file.
         linecache.cache.setdefault(name, (len(text), None, text.splitlines(keepends=True), name))
     if settings["display"] and not hasattr(builtins, "display"):
         vars(builtins)["display"] = _display
@@ -61,13 +62,13 @@ def set_process_settings(settings: Settings) -> None:
     if "numpy" in settings:
         import numpy
 
-        with contextlib.suppress(TypeError):  # executors may have another version, with other options
+        with contextlib.suppress(TypeError):  # another version of numpy on the executors may lack an option
             numpy.set_printoptions(**settings["numpy"]["print"])
         numpy.seterr(**settings["numpy"]["errors"])
 
 
 def _display(*objects: Any, **options: Any) -> Any:
-    """Display ``objects`` by IPython, or print them where the rank has none."""
+    """Display ``objects`` by IPython; print them if this Python has no IPython."""
     try:
         from IPython.display import display
     except ImportError:
@@ -110,7 +111,10 @@ def _set_torch(found: Settings) -> None:
 
 
 def _logging() -> dict[str, Any]:
-    """Return level, propagation, whether it is disabled, and handlers of each logger by its name ("" for the root)."""
+    """Return ``logging.disable``'s level, and level, propagation, disabling and handlers of each changed logger.
+
+    Loggers are keyed by name, "" for the root; lagom's own are left out.
+    """
     loggers = {"": logging.getLogger()} | {
         name: one for name, one in logging.Logger.manager.loggerDict.items() if isinstance(one, logging.Logger)
     }
@@ -143,10 +147,10 @@ def _set_logging(found: Settings) -> None:
         logging.disable(found["disabled"])
     for name, (level, propagate, disabled, handlers) in found["loggers"].items():
         logger = logging.getLogger(name)
-        if logger.level != level:  # a level that is set looks at all loggers, whose memory a fork then copies
+        if logger.level != level:  # ``setLevel`` writes to all loggers: a forked process then copies their memory
             logger.setLevel(level)
         logger.propagate, logger.disabled = propagate, disabled
-        # torch's own loggers have a handler here as well, for the stream that had this file before the fork.
+        # torch's loggers may have a handler already, for the stream object that had this descriptor before the fork.
         here = [one for one in logger.handlers if isinstance(one, logging.StreamHandler)]
         for stream, own_level, layout in handlers:
             target = getattr(sys, stream)
@@ -163,7 +167,7 @@ def _set_logging(found: Settings) -> None:
 
 
 def _file_of(stream: Any) -> Any:
-    """Return the number of the file that ``stream`` writes to, or ``stream`` itself if it has none."""
+    """Return the descriptor of the file that ``stream`` writes to, or ``stream`` itself if it has no file."""
     try:
         return stream.fileno()
     except (AttributeError, OSError, ValueError):
@@ -181,14 +185,14 @@ def _set_filters(found: list[tuple[str, str, str, str, str, int]]) -> None:
     for action, message, home, name, module, line in reversed(found):
         try:
             category = getattr(importlib.import_module(home), name) if home in sys.modules else None
-        except AttributeError:  # a class of the notebook, or of another version
+        except AttributeError:  # the class was defined in the notebook, or is missing in this version of its module
             category = None
         if isinstance(category, type) and issubclass(category, Warning):
             warnings.filterwarnings(action, message, category, module, line)  # type: ignore[arg-type]
 
 
 def _cells() -> dict[str, str]:
-    """Return the sources without a file by the file name of their code objects; of too many, the newest."""
+    """Return sources without a file, keyed by their code objects' file name; the newest ones if there are too many."""
     found: dict[str, str] = {}
     room = _MAX_SOURCES
     for name, entry in reversed(list(linecache.cache.items())):

@@ -1,4 +1,4 @@
-"""The processes below a process, as Linux lists them."""
+"""Child processes of a process, by Linux's /proc."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def children(pid: int) -> list[int]:
-    """Return the processes that ``pid`` has started or adopted, and not yet reaped."""
+    """Return the processes that ``pid`` has started or adopted, and not yet reaped; empty if ``pid`` has ended."""
     found = []
     with contextlib.suppress(OSError):
         for thread in Path(f"/proc/{pid}/task").iterdir():

@@ -38,11 +38,11 @@ if TYPE_CHECKING:
     from lagom.session.session import Session
 
 _IDLE_S = 3600.0
-_MAX_IMPORTS = 10_000  # names of modules; more do not fit into a frame
+_MAX_IMPORTS = 10_000  # most names of modules, which must fit into a frame
 
 
 class RankCall:
-    """Calls the function on the disk of the rank, and reports to the host process."""
+    """Calls the training function on the rank's overlay disk, and reports to the host process."""
 
     def __init__(self, spec: RunSpec, seat: RankSpec) -> None:
         self._spec = spec
@@ -52,11 +52,11 @@ class RankCall:
         self._debugger = RankDebugger(spec.plan, seat.rank, self._heart.ask, self._heart.tell)
         self._trial: Trial | None = None
         self._change: bytes | None = None
-        """Parcel of the function that makes the trial's call from the one that all trials share."""
+        """Pickled function that makes the trial's call from the call that all trials share; None outside a search."""
         self._at_home: dict[type, str] = {}
         self._newest = newest_module()
         self._decided = threading.Lock()
-        """The first to lock it sets the outcome: the main thread, or one that the main thread waits for in vain."""
+        """Locked by the thread that sets the outcome: the main thread, or one that reports an error in its place."""
 
     def tell(self, message: Message) -> None:
         """Send ``message`` to the driver."""
@@ -75,7 +75,7 @@ class RankCall:
         _end(report, self._heart)
 
     def _enter_disk(self) -> None:
-        """Give the program its disk until the very end of the process: exit handlers write files too."""
+        """Enter the rank's overlay disk, and never leave it: exit handlers of the program write files too."""
         from lagom.files import asked_for_rank, own_disk
 
         seat, plan, place, begins = self._seat, self._spec.plan, self._spec.snapshots, None
@@ -96,10 +96,10 @@ class RankCall:
         stack.enter_context(disk)
         stack.enter_context(rank_calls_reported(asked_for_rank))
         stack.enter_context(self._debugger.installed())
-        self._disk = stack  # collected, it would be left
+        self._disk = stack  # keep a reference: the contexts would end if they were garbage-collected
 
     def _wait_for_trial(self) -> None:
-        """Take over the trial that the host process has for this rank. See Note [Ranks that wait] in trial_ranks.py."""
+        """Wait for a trial from the host process, and adopt it. See Note [Ranks that wait] in trial_ranks.py."""
         while (trial := self._control.receive(_IDLE_S)) is None:
             pass
         os.environ.update(trial["env"])
@@ -179,7 +179,7 @@ class RankCall:
             return
 
         def no_lengths() -> dict[str, int]:
-            """Keep the rank's own disk, in place of the lengths of files on the common one."""
+            """Save a rehearsal's overlay disk; return no lengths, since it appends to no file on the real disk."""
             flush_files(is_end=False)
             keep_disk(place.folder.disk)
             return {}
@@ -197,9 +197,10 @@ class RankCall:
 
 
 def _parts_of_main(call: Call, classes: Iterable[type]) -> Iterator[tuple[str, Any]]:
-    """Yield the classes and functions of the driver's ``__main__`` that came with ``call``, with their names.
+    """Yield name and object of the classes and functions of the driver's ``__main__`` that came with ``call``.
 
-    Workers of a DataLoader, and of a pool that the program forks, pickle these by name.
+    They are put into the rank's ``__main__``, since workers of a DataLoader or of the program's pools pickle them by
+    name.
     """
     provided = call.provided
     values = [call.function, *provided.values(), *provided.get("hparams", {}).values()]
@@ -225,14 +226,14 @@ def _end(report: Message, heart: Heartbeat) -> NoReturn:
     from lagom.worker import bootstrap
 
     if not report["ok"]:
-        if "exit" in report:  # Python ends in order, and so do the threads and the atexit functions of the program
+        if "exit" in report:  # after ``sys.exit`` Python waits for threads, and calls the program's exit handlers
             bootstrap.run_exit_handlers(lambda: heart.send_outcome(report))
         bootstrap.flush_files()
         bootstrap.flush()
         finish_writes()
-        # Report first: this process's end breaks its connections, at which other ranks fail.
+        # Report before the end: the end of this process closes its connections, and other ranks then fail.
         heart.send_outcome(report)
-        threading.Event().wait()  # until the host process has reported the failure, and ends this one
+        threading.Event().wait()  # for ever: the host process reports the failure and kills this process
 
     def end() -> NoReturn:
         finish_writes()
@@ -244,7 +245,7 @@ def _end(report: Message, heart: Heartbeat) -> NoReturn:
 
 
 def _installed_imports(newest: ModuleType) -> list[str]:
-    """Return the modules of installed packages that were imported after ``newest``, in their order."""
+    """Return the names of installed packages' modules that were imported after ``newest``, in order of import."""
     found = []
     for module in reversed(imported_after(newest)):
         name, path = getattr(module, "__name__", None), getattr(module, "__file__", None)

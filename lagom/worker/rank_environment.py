@@ -15,7 +15,7 @@ from lagom.world import Place
 if TYPE_CHECKING:
     from lagom.collectives.run_store import SealedStore
 
-# Libraries read these as set by torchrun, and behave as one of its ranks. The program must not see any.
+# Variables of torchrun. A library that finds them acts as on a rank of torchrun, so the program must not see them.
 _LAUNCHER_VARIABLES = (
     "RANK",
     "WORLD_SIZE",
@@ -29,7 +29,7 @@ _LAUNCHER_VARIABLES = (
 
 
 def set_environment(variables: Mapping[str, str], *, only: bool = True) -> None:
-    """Set what differs in ``variables``, as each change is a call of libc; with ``only``, remove all others."""
+    """Set those ``variables`` whose values differ, since each change calls libc; with ``only``, remove all others."""
     if only:
         for name in os.environ.keys() - variables.keys():
             del os.environ[name]
@@ -40,7 +40,7 @@ def set_environment(variables: Mapping[str, str], *, only: bool = True) -> None:
 
 @contextmanager
 def environment(seat: RankSpec | None) -> Iterator[None]:
-    """Show the rank its own GPU and no launcher's variables; restore the environment afterwards."""
+    """Context manager that sets CUDA_VISIBLE_DEVICES for the rank and removes torchrun's variables."""
     before = dict(os.environ)
     if seat is not None:
         for name in _LAUNCHER_VARIABLES:
@@ -57,8 +57,8 @@ def environment(seat: RankSpec | None) -> Iterator[None]:
 def torchrun_variables(place: Place, seat: RankSpec | None, notes: SealedStore | None) -> Iterator[None]:
     """Set torchrun's variables, for a program that is distributed already. See Note [The master's port].
 
-    Without a ``seat``, in the caller's own process, existing variables stay. ``environment``, the outer context,
-    restores all variables.
+    Without a ``seat``, in the caller's own process, variables that are set already stay. This does not restore the
+    variables: ``environment``, the outer context manager, does.
     """
     if seat is None and "RANK" in os.environ:
         yield
@@ -75,13 +75,13 @@ def torchrun_variables(place: Place, seat: RankSpec | None, notes: SealedStore |
             "MASTER_PORT": str(master[1]),
         }
         if interface := interface_of(ip):
-            # Otherwise gloo resolves the host's name, to 127.0.1.1 on many machines.
+            # Without it gloo resolves the host's name, on many machines to 127.0.1.1.
             os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
         yield
 
 
 def _master(place: Place, ip: str, held: socket.socket, notes: SealedStore | None) -> tuple[str, int]:
-    """Return rank 0's address and a port of its host, which its socket ``held`` reserves."""
+    """Return rank 0's address and a port of rank 0's host; on rank 0, reserve the port by the socket ``held``."""
     if place.rank == 0:
         held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         held.bind((ip, 0))
@@ -95,15 +95,16 @@ def _master(place: Place, ip: str, held: socket.socket, notes: SealedStore | Non
 
 _MASTER = "master"
 _MEET_S = 600.0
-"""Time that a rank waits for rank 0's address and port."""
+"""Seconds that a rank waits for rank 0's address and port."""
 
 
 # Note [The master's port]
 #
-# init_process_group itself never reads MASTER_ADDR and MASTER_PORT in a rank of lagom's: it gets lagom's store (see
-# Note [Joining] in distributed/init_process_group.py). The variables serve code that lagom does not see, such as a
-# subprocess of every rank, or a program's own TCPStore: rank 0 opens a store there and the others connect. So no
-# process may listen there. torchrun has its own store there, and says so by TORCHELASTIC_USE_AGENT_STORE; a program
-# that starts ranks of its own inherits the variable, and then no rank opens the store. Rank 0 reserves the port by a
-# socket that is bound and does not listen: the system gives the port to no process that asks for any port, and still to
-# one that asks for this port (both set SO_REUSEADDR, as torch does).
+# In a rank, init_process_group never reads MASTER_ADDR and MASTER_PORT: it gets lagom's store (see Note [Joining] in
+# distributed/init_process_group.py). The variables serve code that lagom does not see, such as a subprocess of every
+# rank, or the program's own TCPStore: its rank 0 opens a store at this port, and the other ranks connect. So no process
+# may listen at the port before. torchrun itself has a store at its port, and says so by TORCHELASTIC_USE_AGENT_STORE;
+# lagom must not do the same, since the ranks of a program that starts its own ranks inherit the variable, and then none
+# of them opens the store. Rank 0 reserves the port by a socket that is bound and does not listen. The system then gives
+# the port to no process that asks for any free port, but does give it to a process that asks for this port (both set
+# SO_REUSEADDR, as torch does).

@@ -31,9 +31,9 @@ if TYPE_CHECKING:
     from lagom.host.workspace import HostWorkspace
 
 _PR_SET_PDEATHSIG = 1
-_MAX_SOCKET = 107  # characters of a socket's path
-_MAX_IMPORTS = 10_000  # names of modules; more do not fit into a frame
-_MAX_TEXT = 200_000  # characters of a traceback; a longer one does not fit into a frame
+_MAX_SOCKET = 107  # most characters of a Unix socket's path
+_MAX_IMPORTS = 10_000  # most names of modules, which must fit into a frame
+_MAX_TEXT = 200_000  # most characters of a text of lagom, which must fit into a frame
 
 
 def run_rank(spec: RunSpec, seat: RankSpec, ground: HostWorkspace, stdout: int, stderr: int, parent: int) -> NoReturn:
@@ -47,7 +47,7 @@ def run_rank(spec: RunSpec, seat: RankSpec, ground: HostWorkspace, stdout: int, 
         log.tell = call.tell
         call.run()
     except BaseException:
-        # No exception may reach the parent's frames, which the fork copied.
+        # No exception may propagate into the frames of the parent process, which the fork has copied.
         with contextlib.suppress(BaseException):
             traceback.print_exc()
     finally:
@@ -93,9 +93,9 @@ class _Output(io.TextIOWrapper):
 
 
 class _OwnLines(logging.StreamHandler):  # type: ignore[type-arg]  # which Python 3.10 cannot subscript
-    """Sends lagom's messages to the driver, beside the program's output; from forks of the rank, writes them into it.
+    """Log handler that sends lagom's messages to the driver; in forks of the rank, writes them to standard error.
 
-    There they begin a new line if the program's last line is unfinished, as with progress bars.
+    A message in standard error begins on a new line if the program's last line is unfinished, as with progress bars.
     """
 
     def __init__(self) -> None:
@@ -108,7 +108,7 @@ class _OwnLines(logging.StreamHandler):  # type: ignore[type-arg]  # which Pytho
         if self.tell is None or rank_pid() != self._pid:
             super().emit(record)
             return
-        for stream in (sys.__stdout__, sys.__stderr__):  # unfinished lines come before this one
+        for stream in (sys.__stdout__, sys.__stderr__):  # output from before this message must reach the driver first
             if stream is not None:
                 stream.flush()
         text = logging.StreamHandler.format(self, record)[:_MAX_TEXT] + "\n"
@@ -121,7 +121,7 @@ class _OwnLines(logging.StreamHandler):  # type: ignore[type-arg]  # which Pytho
 
 
 def die_with(parent: int) -> None:
-    """Have the kernel kill this process when ``parent``, its parent, ends in any way."""
+    """Make the kernel kill this process when ``parent``, its parent, ends in any way."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != parent:  # the parent ended before prctl took effect
@@ -129,14 +129,14 @@ def die_with(parent: int) -> None:
 
 
 def close_all_but(keep: set[int | None]) -> None:
-    """Close all files of this process but those in ``keep``."""
+    """Close all descriptors of this process except those in ``keep``; None entries are ignored."""
     kept = sorted(fd for fd in keep if fd is not None)
     for low, high in zip(kept, [*kept[1:], os.sysconf("SC_OPEN_MAX")], strict=True):
         os.closerange(low + 1, high)
 
 
 def _adopt_driver_settings(spec: RunSpec, seat: RankSpec, ground: HostWorkspace) -> None:
-    """Take over the driver's environment, working directory and module path, with a ``__main__`` of the rank's own."""
+    """Set the driver's environment, working directory and module path, and make a new, empty ``__main__``."""
     set_environment(spec.env, only=spec.whole_env)
     os.chdir(ground.cwd)
     own = [sys.path[0]]  # the entry that has lagom; see Note [Worker reuse] in spark_task.py
@@ -151,10 +151,13 @@ def _adopt_driver_settings(spec: RunSpec, seat: RankSpec, ground: HostWorkspace)
 
 
 def _keep_sockets(folder: str) -> None:
-    """Have multiprocessing make its sockets in ``folder``, which is removed with the run however processes end."""
+    """Let multiprocessing make its sockets in ``folder``, which is removed with the run however processes end.
+
+    Change nothing if the paths of sockets would be too long there.
+    """
     if len(folder) <= _MAX_SOCKET - len("/listener-12345678"):
         os.mkdir(folder, 0o700)
-        # There is no public setting for it; children of every start method inherit this one.
+        # There is no public setting for this folder. Child processes of every start method inherit this private one.
         config: dict[str, object] = multiprocessing.current_process()._config  # type: ignore[attr-defined]
         config["tempdir"] = folder
 

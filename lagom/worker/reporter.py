@@ -16,10 +16,10 @@ class Reporter:
         self._step = -1
 
     def broadcast(self, metric: Any, step: int | None = None) -> None:
-        """Report the number ``metric`` at ``step``; without a step, at the step after the last report's.
+        """Report the number ``metric`` at ``step``; if ``step`` is None, at the step after that of the last report.
 
         Raises:
-            ValueError: if ``metric`` is no number, or ``step`` is less than before.
+            ValueError: if ``metric`` is not a number, or ``step`` is less than that of the last report.
         """
         value = metric.item() if hasattr(metric, "item") and getattr(metric, "size", None) is not None else metric
         if isinstance(value, bool) or not isinstance(value, numbers.Real):
@@ -36,7 +36,7 @@ class Reporter:
 
     @property
     def logged(self) -> float | None:
-        """The last value of a search's metric that the program has logged itself; None if there is none."""
+        """The last value of a search's metric that the program has logged; None without a value or a search."""
         return self._session.trial.logged if self._session.trial is not None else None
 
     def log(self, text: object, verbose: bool = True, *, jupyter: bool = False) -> None:

@@ -15,7 +15,7 @@ _TICKS_S = os.sysconf("SC_CLK_TCK")
 
 
 class ResourceUsage:
-    """Measures from one call of ``now`` to the next.
+    """Measures the use of resources between calls of ``now``.
 
     Args:
         device: "cuda" or "cpu", the device on which the rank trains.
@@ -27,15 +27,16 @@ class ResourceUsage:
         self._tells = device == "cuda"
 
     def now(self) -> dict[str, Any]:
-        """Return ``cpu``, the CPUs busy since the last call, with those of loader workers, and ``rss`` in bytes.
+        """Return the use of resources since the last call.
 
-        Also ``memory``, the bytes on the GPU if the rank trains there, else ``rss``; and ``gpu``, the share of the time
-        in which the GPU is busy, if NVIDIA's library (nvidia-ml-py) is installed.
+        ``cpu`` is the average number of busy CPUs, including loader workers; ``rss`` the resident memory in bytes.
+        ``memory`` is the bytes on the GPU if the rank trains there, else ``rss``. ``gpu`` is the share of the time in
+        which the GPU was busy; None on the CPU, or without NVIDIA's library (nvidia-ml-py).
         """
         at, used_s = time.monotonic(), _processor_s()
         before, used_before = self._before
         self._before = at, used_s
-        # The time of workers that have ended since the last call is missing: hence the maximum.
+        # The difference may be negative: the time of workers that have ended since the last call is missing.
         cpu = max(0.0, used_s - used_before) / max(at - before, 1e-3)
         found = {"cpu": round(cpu, 2), "rss": _resident(), "gpu": self._busy()}
         return found | {"memory": _allocated() if self._device == "cuda" else found["rss"]}
@@ -64,7 +65,7 @@ def _resident() -> int:
 
 
 def processor_s_below(pid: int) -> float:
-    """Return the CPU time of all processes below ``pid``, with those that have ended."""
+    """Return the CPU time in seconds of all descendants of ``pid``, including those that have ended."""
     times = _times(pid)
     return times[2] + times[3] + sum(_with_below(child) for child in children(pid))
 
@@ -74,7 +75,7 @@ def _with_below(pid: int) -> float:
 
 
 def _times(pid: int) -> tuple[float, float, float, float]:
-    """Return user and system seconds of the process, then those of its children that were reaped."""
+    """Return user and system seconds of the process, then of its reaped children; zeros if the process has ended."""
     try:
         # The process name may contain anything, so read the fields after it: 14 to 17 of the line.
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()

@@ -1,4 +1,4 @@
-"""Python stacks of a process: read within the process, or requested by a signal if Python itself is stuck."""
+"""Python stacks of a process: read within the process, or dumped on a signal if Python itself is stuck."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _PURPOSES = {
         "gradients/divergence.py": "where each rank is",
     }.items()
 }
-"""Subject of an exchange, by the innermost of these files on the stack."""
+"""Subject of an exchange, by the innermost file on the stack that contains one of these paths."""
 _AWAITING = (
     os.path.join("multiprocessing", "process.py"),
     os.path.join("multiprocessing", "pool.py"),
@@ -46,12 +46,12 @@ _AWAITING = (
     os.path.join("concurrent", "futures", "_base.py"),
     os.sep + "subprocess.py",
 )
-"""Files in which a process waits for processes that it has started."""
+"""Files with the functions by which a process waits for its child processes."""
 _INNERMOST = 6
 _LIBRARIES = tuple({os.path.join(sysconfig.get_path(name), "") for name in ("stdlib", "purelib", "platlib")})
-_MAX_TEXT = 40_000  # characters of stacks; the innermost are kept
+_MAX_TEXT = 40_000  # most characters of stacks; the innermost frames are kept
 _AGAIN_S = 0.05
-_ANSWER_S = 0.3  # in which a process has to write its stacks
+_ANSWER_S = 0.3  # time in which a process must write its stacks
 _MAX_CHILDREN = 8
 
 
@@ -62,11 +62,12 @@ def dump_on_signal(fd: int) -> None:
 
 
 def doing(frame: types.FrameType | None) -> Message:
-    """Describe the current work of the thread of ``frame``.
+    """Describe the current work of the thread whose innermost frame is ``frame``.
 
     Returns:
-        ``stack``, as in a traceback, from the program's function on; ``line``, the innermost line of the program's own;
-        ``waits``, whether the thread is in an exchange with other ranks, and ``purpose``, the exchange's subject.
+        ``stack``, formatted as in a traceback, from the training function inwards; ``line``, the innermost line of the
+        program's own code; ``waits``, whether the thread is in an exchange with other ranks; and ``purpose``, the
+        subject of the exchange.
     """
     frames = list(traceback.walk_stack(frame))  # innermost first
     files = [one.f_code.co_filename for one, _ in frames]
@@ -83,12 +84,16 @@ def doing(frame: types.FrameType | None) -> Message:
 
 
 def position(frame: types.FrameType | None) -> int:
-    """Return a hash that stays equal while the thread of ``frame`` does not move."""
+    """Return a hash of the positions in all frames of the stack of ``frame``; it changes when the thread moves."""
     return hash(tuple((id(one.f_code), one.f_lasti) for one, _ in traceback.walk_stack(frame)))
 
 
 def of_children(fd: int) -> str:
-    """Return the stacks of child processes that dump on a signal, such as workers of a data loader."""
+    """Return the stacks of child processes that dump them on a signal, such as workers of a data loader.
+
+    Args:
+        fd: file to which they dump.
+    """
     try:
         found = Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children").read_text().split()
     except OSError:
@@ -98,7 +103,10 @@ def of_children(fd: int) -> str:
 
 
 def read_stack(pid: int, fd: int) -> str:
-    """Have the process ``pid`` write its stacks to ``fd``; return "" if it does not handle the signal, or not soon."""
+    """Signal the process ``pid`` to dump its stacks to ``fd``, and return the main thread's stack.
+
+    Return "" if the process does not handle the signal, or does not answer in time.
+    """
     if SIGNAL is None or not _listens(pid):
         return ""
     start = size = os.fstat(fd).st_size
@@ -114,7 +122,7 @@ def read_stack(pid: int, fd: int) -> str:
 
 
 def _readable(text: str) -> str:
-    """Extract the main thread's stack from ``faulthandler``'s text, as in a traceback, from the program's part on."""
+    """Return the main thread's stack in ``faulthandler``'s text, formatted as a traceback, from the program inwards."""
     frames = re.findall(r'^  File "(.*)", line (\d+) in (.*)$', text.rstrip().split("\n\n")[-1], flags=re.MULTILINE)
     program = next((n for n, (file, _, _) in enumerate(frames) if file.startswith(_CALLERS) or _LOOP in file), None)
     shown = [traceback.FrameSummary(file, int(line), name) for file, line, name in reversed(frames[:program])]
@@ -122,7 +130,7 @@ def _readable(text: str) -> str:
 
 
 def _listens(pid: int) -> bool:
-    """Return whether the process handles the signal, which would kill any other process."""
+    """Return whether the process has a handler for the signal, which would kill a process without a handler."""
     assert SIGNAL is not None
     try:
         status = Path(f"/proc/{pid}/status").read_text()
@@ -133,7 +141,7 @@ def _listens(pid: int) -> bool:
 
 
 def state(pid: int) -> str:
-    """Return why the process ``pid`` cannot go on if its stack does not show it, else ""."""
+    """Return a text if the process ``pid`` is stopped or in an uninterruptible wait, which no stack shows; else ""."""
     letter = _letter(pid)
     if letter == "D":
         time.sleep(_AGAIN_S)  # a wait for a disk is normal if it is short
@@ -153,11 +161,11 @@ def _letter(pid: int) -> str:
 
 
 def waits_for_process(frame: types.FrameType | None) -> bool:
-    """Return whether the thread of ``frame`` waits for a process that it has started: joins it, or wants its result."""
+    """Return whether the thread of ``frame`` waits for a child process, for its end or its result."""
     files = [one.f_code.co_filename for one, _ in traceback.walk_stack(frame)][:_INNERMOST]
     return any(file.endswith(_AWAITING) for file in files)
 
 
 def of_thread(ident: int) -> types.FrameType | None:
-    """Return the frame that the thread ``ident`` executes."""
+    """Return the innermost frame of the thread ``ident``; None if the thread has ended."""
     return sys._current_frames().get(ident)

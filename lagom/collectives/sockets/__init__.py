@@ -1,5 +1,5 @@
-"""Messages between ranks over sockets of lagom's own: start with ``mesh.py`` (``Mesh``), and see who gets in, and how.
+"""Messages between ranks over lagom's own sockets: start with ``mesh.py`` (``Mesh``).
 
-``connect.py`` connects ranks, ``handshake.py`` has the proofs with which they do, and ``encryption.py`` what encrypts
-between hosts. ``value_server.py`` keeps values by name for all ranks.
+``connect.py`` connects ranks, ``handshake.py`` has the proofs by which ranks recognise each other, and
+``encryption.py`` encrypts connections between hosts. ``value_server.py`` keeps values by name for all ranks.
 """

@@ -20,19 +20,19 @@ if TYPE_CHECKING:
     from lagom.collectives.sockets.encryption import Connection, Credentials
 
 _TIMEOUT_S = 60.0
-"""Limit to connect, once all ranks are known to be there."""
+"""Seconds in which ranks must connect, once all are known to be alive."""
 _PAUSE_MS = 20, 100
 """Shortest and longest pause before the next try."""
 
 
 class Gather(Protocol):
-    """Exchange of texts among all ranks, by which they set up faster ones."""
+    """All-gather of texts, with which ranks set up faster exchanges."""
 
     def __call__(self, data: bytes, wanted: Collection[int] | None = None) -> list[bytes]:
-        """Return each rank's text, in rank order; with ``wanted`` those of these ranks, and of others any or none.
+        """Return each rank's text, in rank order; with ``wanted``, only the texts of these ranks can be relied on.
 
-        All ranks call it, with ``wanted`` or all without. With it a rank waits for these ranks alone, which must give
-        more than b"".
+        It is a collective. Either all ranks pass ``wanted``, or none does. With ``wanted`` a rank waits only for these
+        ranks, whose texts must not be empty.
         """
 
 
@@ -44,14 +44,14 @@ def connected(
     all_gather: Gather,
     credentials: Credentials,
 ) -> list[Connection | None]:
-    """Return connections with ``partners`` at their places, and None at others; a collective of all ranks.
+    """Return a list with the connection to each partner at the partner's rank, and None elsewhere; a collective.
 
     Args:
-        partners: ranks that have this rank among their partners; None if every rank connects with every other one.
+        partners: ranks to connect with, which must have this rank among their partners; None for all other ranks.
         homes: the host of each rank; equal for ranks that can reach each other's Unix sockets.
         ip: address at which other hosts reach this one.
-        all_gather: an exchange that works already; whoever reads its messages learns where ranks listen.
-        credentials: those of the run's ranks.
+        all_gather: gathers a text of every rank, here the address at which the rank listens. The text is not secret.
+        credentials: key and certificates that the run's ranks share.
 
     Raises:
         OSError: when a rank cannot be reached.
@@ -83,7 +83,7 @@ def connected(
 def accepted(
     listeners: Sequence[socket.socket], awaited: Collection[int], credentials: Credentials, timeout_s: float
 ) -> Iterator[tuple[int, Connection]]:
-    """Yield the ``awaited`` ranks with their connections, as they come.
+    """Yield each of the ``awaited`` ranks with its connection, in the order in which they connect.
 
     Raises:
         TimeoutError: when no rank has come for ``timeout_s``.
@@ -94,7 +94,7 @@ def accepted(
             found.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         try:
             connection = encrypted(found, credentials, accepts=True)
-        except OSError:  # somebody on the way, or a rank that is gone again; a rank that lives ends with an error
+        except OSError:  # a man in the middle, or a rank that has ended; a living rank at the other end raises an error
             found.close()
             continue
         left.discard(peer)
@@ -108,13 +108,13 @@ def reach(
 ) -> Connection:
     """Connect with the rank that listens at ``place``, the name of a Unix socket or an address.
 
-    A rank that is flooded by strangers hangs up on some that were about to prove themselves: they try again.
+    Try again if the listener hangs up: while many strangers connect, it closes the oldest connections without a proof.
 
     Args:
-        waits: try again also where nothing listens.
+        waits: try again also if nothing listens at ``place`` yet.
 
     Raises:
-        OSError: when the rank cannot be reached, or what listens there is none of this run.
+        OSError: when the rank cannot be reached, or the listener is not a rank of this run.
     """
     deadline = time.monotonic() + timeout_s
     while True:
@@ -135,7 +135,10 @@ def reach(
 
 
 def host_identity() -> bytes:
-    """Return a text equal in processes that a Unix socket can connect; abstract names belong to a network namespace."""
+    """Return a text that is equal in two processes if abstract Unix sockets can connect them.
+
+    Abstract names belong to a network namespace.
+    """
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return f"{boot} {os.stat('/proc/self/ns/net').st_ino} {os.geteuid()}".encode()
 

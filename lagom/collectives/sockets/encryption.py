@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
 _BLOCK = 1 << 16
-"""Most bytes that one call sends, so that who sends and receives by turns keeps both directions full."""
-_WAIT_ALL = int(socket.MSG_WAITALL)  # the enum's own & takes longer than a small message
+"""Most bytes that one call sends, so that a thread that alternates between sending and receiving keeps both busy."""
+_WAIT_ALL = int(socket.MSG_WAITALL)  # an int, since ``&`` of the enum takes longer than a small message
 _HANDSHAKE_S = 30.0
 _CLOSE_S = 1.0
 _WOULD_WAIT = ssl.SSLWantReadError, ssl.SSLWantWriteError
@@ -24,14 +24,14 @@ _Result = TypeVar("_Result")
 
 
 class Credentials(NamedTuple):
-    """Key and certificates that the ranks of a run have and strangers have not."""
+    """Key and certificates that only the ranks of a run have."""
 
     key: bytes = b""
-    """Proves a rank to another one."""
+    """Secret with which ranks prove to each other that they belong to the run."""
     accepting: ssl.SSLContext | None = None
-    """Encrypts connections that other hosts begin; None if they stay in clear."""
+    """Context for connections that other hosts open; None to leave them unencrypted."""
     connecting: ssl.SSLContext | None = None
-    """Encrypts connections that this host begins; None if they stay in clear."""
+    """Context for connections that this host opens; None to leave them unencrypted."""
 
     @property
     def encrypt(self) -> bool:
@@ -46,7 +46,7 @@ NO_CREDENTIALS = Credentials()
 
 
 class EncryptedSocket:
-    """An encrypted connection with the methods of a socket that exchanges call, and with a socket's errors.
+    """An encrypted connection with those methods of a socket that exchanges call; it raises a socket's errors.
 
     One thread may send while another one receives.
     """
@@ -57,7 +57,8 @@ class EncryptedSocket:
         self._connection = connection
         self._timeout_s: float | None = None
         self._is_closed = False
-        # OpenSSL forbids two threads in one connection; and the number of a closed file may be another file's already.
+        # OpenSSL forbids two threads in one connection. The lock also keeps ``close`` from closing the descriptor while
+        # a call uses it: a new file could get the same descriptor.
         self._turn = threading.Lock()
 
     def fileno(self) -> int:
@@ -65,7 +66,7 @@ class EncryptedSocket:
         return self._connection.fileno()
 
     def settimeout(self, timeout_s: float | None) -> None:
-        """Set how long calls wait; None is for ever, and 0 not at all."""
+        """Set how long calls wait; None: without a limit, 0: not at all."""
         self._timeout_s = timeout_s
 
     def setblocking(self, flag: bool) -> None:
@@ -73,11 +74,11 @@ class EncryptedSocket:
         self.settimeout(None if flag else 0.0)
 
     def sendmsg(self, parts: Sequence[bytes | memoryview], ancillary: Sequence[object] = (), flags: int = 0) -> int:
-        """Send the first 64 KB of ``parts``, or all if they are fewer, and never wait; return the number of bytes.
+        """Send at most the first 64 KB of ``parts`` without waiting; return the number of bytes sent.
 
         Raises:
-            BlockingIOError: when there is no room for all of them. The next call must begin with the same bytes, of
-                which OpenSSL may have sent some.
+            BlockingIOError: when the kernel's buffer has no room for all these bytes. The next call must begin with the
+                same bytes, since OpenSSL may have sent some of them.
         """
         return self._call(partial(self._connection.send, _first_block(parts)))
 
@@ -92,10 +93,10 @@ class EncryptedSocket:
         return self._wait(select.POLLIN, partial(self._connection.recv, size))
 
     def recv_into(self, view: memoryview, size: int = 0, flags: int = 0) -> int:
-        """Put what has come into ``view``, or wait for some, or for all with MSG_WAITALL; return the number of bytes.
+        """Receive into ``view``, and return the number of bytes: at least one, with MSG_WAITALL all; 0 at the end.
 
         Raises:
-            BlockingIOError: when nothing has come in time.
+            BlockingIOError: when no further byte arrives in time.
         """
         size = size or len(view)
         found = count = self._wait(select.POLLIN, partial(self._read, view[:size]))
@@ -105,19 +106,20 @@ class EncryptedSocket:
         return count
 
     def shutdown(self, how: int) -> None:
-        """End the connection, so that calls of other threads end too."""
-        socket.socket.shutdown(self._connection, how)  # TCP's alone: another thread may use what OpenSSL has
+        """Shut the connection down, which also ends calls of other threads."""
+        socket.socket.shutdown(self._connection, how)  # only TCP's shutdown: another thread may be inside OpenSSL
 
     def close(self) -> None:
-        """Close the connection, also under a call of another thread."""
-        has_turn = self._turn.acquire(timeout=_CLOSE_S)  # in a forked child, a thread that is not there may have it
+        """Close the connection, even while another thread calls it."""
+        # Do not wait for ever: in a forked child, a thread that was not copied may hold the lock.
+        has_turn = self._turn.acquire(timeout=_CLOSE_S)
         self._is_closed = True
         self._connection.close()
         if has_turn:
             self._turn.release()
 
     def _read(self, view: memoryview) -> int:
-        """Put the records that have come into ``view``."""
+        """Read the TLS records that have arrived into ``view``; return the number of bytes."""
         count = 0
         try:
             while found := self._connection.recv_into(view[count:]):
@@ -130,7 +132,7 @@ class EncryptedSocket:
         return count
 
     def _call(self, function: Callable[[], _Result]) -> _Result:
-        """Return what ``function`` returns, which does not wait."""
+        """Call ``function``, which must not block, with the lock held, and turn TLS errors into a socket's errors."""
         with self._turn:
             if self._is_closed:
                 raise OSError(errno.EBADF, os.strerror(errno.EBADF))
@@ -144,7 +146,7 @@ class EncryptedSocket:
                 raise ConnectionError(f"an encrypted connection has failed: {error}") from error
 
     def _wait(self, event: int, function: Callable[[], _Result]) -> _Result:
-        """Return what ``function`` returns once it need not wait."""
+        """Call ``function`` again after each wait for ``event``, until it does not block; return its result."""
         while True:
             try:
                 return self._call(function)
@@ -161,13 +163,13 @@ Connection = socket.socket | EncryptedSocket
 
 
 def encrypted(connection: socket.socket, credentials: Credentials, *, accepts: bool) -> Connection:
-    """Return ``connection`` encrypted, unless it stays in this host or connections stay in clear.
+    """Return ``connection`` encrypted; return it unchanged if it is a Unix socket or there are no certificates.
 
     Args:
-        accepts: whether the other end has begun the connection.
+        accepts: whether the other end has opened the connection.
 
     Raises:
-        OSError: when the other end is no rank of this run, or does not answer.
+        OSError: when the other end is not a rank of this run, or does not answer.
     """
     context = credentials.accepting if accepts else credentials.connecting
     if context is None or connection.family == socket.AF_UNIX:
@@ -177,7 +179,7 @@ def encrypted(connection: socket.socket, credentials: Credentials, *, accepts: b
 
 
 def _first_block(parts: Sequence[bytes | memoryview]) -> bytes | memoryview:
-    """Return the first bytes of ``parts``; those of a single part are not copied."""
+    """Return the first ``_BLOCK`` bytes of ``parts``, without a copy if they are all in one part."""
     pieces: list[memoryview] = []
     room = _BLOCK
     for part in parts:
@@ -190,9 +192,9 @@ def _first_block(parts: Sequence[bytes | memoryview]) -> bytes | memoryview:
 
 # Note [Encryption between hosts]
 #
-# If Spark encrypts its traffic, ranks encrypt what they send to other hosts, by TLS 1.3 (Python's ssl). The driver
-# makes a key and a certificate for the ranks of the run, which travel with the secret, inside Spark's job. All ranks
-# have the same: each end shows the certificate, proves that it has the key, and accepts no other certificate. The
-# proofs of Note [Proofs of ranks] in handshake.py come first, in clear: a stranger gets no further than without
-# encryption, and reaches no code of OpenSSL. Who stands between two ranks can hand on their proofs, but then lacks the
-# certificate's key.
+# If Spark encrypts its traffic, ranks encrypt their connections to other hosts, by TLS 1.3 (Python's ssl). The driver
+# makes one key and one certificate for all ranks of the run, which travel with the run's secret inside Spark's job.
+# Each end of a connection shows the certificate, proves that it has the key, and accepts no other certificate. The
+# proofs of Note [Proofs of ranks] in handshake.py come first, unencrypted: a stranger fails there as it does without
+# encryption, and reaches no code of OpenSSL. A man in the middle can pass on the proofs of two ranks, but then lacks
+# the certificate's key.

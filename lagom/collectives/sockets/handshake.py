@@ -21,11 +21,11 @@ _HELLO = _RANK.size + _NONCE + _PROOF
 HELLO_S = 5.0
 """Seconds in which a connection must prove itself."""
 MAX_STRANGERS = 256
-"""Connections without a proof at the same time; if there are more, the oldest is closed."""
+"""Most connections without a proof at the same time; if there are more, the oldest are closed."""
 
 
 class Stranger(ConnectionError):
-    """The other end is no rank of this run."""
+    """The other end is not a rank of this run."""
 
 
 class HungUp(Stranger):
@@ -36,7 +36,7 @@ def introduce(connection: socket.socket, key: bytes, rank: int, timeout_s: float
     """Prove to the listener that this is ``rank``, check the listener's proof, and return ``connection``.
 
     Raises:
-        Stranger: when the listener's proof is wrong, or it hangs up.
+        Stranger: when the listener's proof is wrong, or the listener hangs up.
         OSError: when the listener takes longer than ``timeout_s``.
     """
     deadline = time.monotonic() + timeout_s
@@ -52,14 +52,16 @@ def introduce(connection: socket.socket, key: bytes, rank: int, timeout_s: float
 
 
 def admit(listeners: Sequence[socket.socket], key: bytes, timeout_s: float) -> Iterator[tuple[int, socket.socket]]:
-    """Yield ranks that connect and prove themselves, as they come; any number of strangers costs 5 s in all.
+    """Yield each rank that connects and proves itself, with its connection, in the order of their proofs.
+
+    Strangers do not delay ranks: their proofs are awaited at the same time, each for ``HELLO_S``.
 
     Raises:
-        TimeoutError: when no rank has come for ``timeout_s``.
+        TimeoutError: when no rank has proved itself for ``timeout_s``.
     """
     strangers: dict[int, _Stranger] = {}
     by_number = {listener.fileno(): listener for listener in listeners}
-    poll = select.poll()  # select has no numbers above 1023
+    poll = select.poll()  # ``select`` does not take descriptors above 1023
     for listener in listeners:
         listener.setblocking(False)
         poll.register(listener, select.POLLIN)
@@ -86,13 +88,13 @@ def admit(listeners: Sequence[socket.socket], key: bytes, timeout_s: float) -> I
 
 
 def is_own(peer: socket.socket) -> bool:
-    """Return whether the kernel says that the process at the other end of a Unix socket is this user's."""
+    """Return whether, according to the kernel, the process at the other end of a Unix socket runs as this user."""
     _, uid, _ = _credentials(peer)
     return uid == os.geteuid()
 
 
 def process_of(peer: socket.socket) -> int:
-    """Return the number of the process that has connected a Unix socket, as the kernel says."""
+    """Return the pid of the process at the other end of a Unix socket, according to the kernel."""
     pid, _, _ = _credentials(peer)
     return pid
 
@@ -105,7 +107,7 @@ def _credentials(peer: socket.socket) -> tuple[int, int, int]:
 def _accepted(listener: socket.socket, key: bytes) -> _Stranger | None:
     try:
         connection, _ = listener.accept()
-    except OSError:  # the peer is gone again, or this process can open no more files
+    except OSError:  # the peer has hung up already, or this process can open no more files
         time.sleep(0.01)
         return None
     if connection.family == socket.AF_UNIX and not is_own(connection):
@@ -115,7 +117,7 @@ def _accepted(listener: socket.socket, key: bytes) -> _Stranger | None:
 
 
 def _gone(strangers: dict[int, _Stranger]) -> list[int]:
-    """Return strangers that hung up, sent a wrong proof or were silent for too long, and the oldest of too many."""
+    """Return the strangers to close: hung up, wrong proof, out of time, or the oldest if there are too many."""
     gone = [number for number, one in strangers.items() if one.is_refused or one.left_s() <= 0]
     return gone + [number for number in strangers if number not in gone][: max(0, len(strangers) - MAX_STRANGERS)]
 
@@ -139,7 +141,7 @@ class _Stranger:
         return max(0.0, self._deadline - time.monotonic())
 
     def hears(self) -> bool:
-        """Read the bytes that have come; return whether they are the whole proof of a rank."""
+        """Read the bytes that have arrived; return whether the proof of a rank is complete and right."""
         try:
             data = self.connection.recv(_HELLO - len(self._hello))
         except BlockingIOError:
@@ -172,7 +174,7 @@ def _proof(key: bytes, who: bytes, rank: bytes, nonces: bytes) -> bytes:
 
 def _exactly(connection: socket.socket, size: int, deadline: float) -> bytes:
     data = b""
-    while len(data) < size:  # whoever sends a byte now and then has no more time
+    while len(data) < size:  # one deadline for all bytes, so that a peer that sends them slowly gains no time
         connection.settimeout(max(0.001, deadline - time.monotonic()))
         part = connection.recv(size - len(data))
         if not part:
@@ -183,8 +185,9 @@ def _exactly(connection: socket.socket, size: int, deadline: float) -> bytes:
 
 # Note [Proofs of ranks]
 #
-# As in Note [Handshake] in wire/framing.py: the listener sends a nonce; the other end sends its number, a nonce and a
-# proof; the listener sends its proof. From a stranger 52 bytes are read, in any number of pieces, and compared in
-# constant time; nothing of them is parsed before. On a Unix socket the kernel also says whose process is at the other
-# end, and another user's is closed at once. Between hosts, later messages are encrypted where Spark encrypts (Note
-# [Encryption between hosts] in encryption.py); otherwise they are in clear and have no seals.
+# The handshake is that of Note [Handshake] in wire/framing.py: the listener sends a nonce; the other end sends its rank
+# number, a nonce and a proof; the listener sends its proof. The listener reads 52 bytes from a stranger, in any number
+# of pieces, and compares the proof in constant time before it uses the rank number. On a Unix socket the kernel also
+# says which user runs the process at the other end; the connection of another user is closed at once. Between hosts,
+# later messages are encrypted if Spark encrypts (Note [Encryption between hosts] in encryption.py); otherwise they are
+# neither encrypted nor authenticated.

@@ -1,4 +1,4 @@
-"""``Mesh``: a connection between any two ranks, for messages that each rank gives to all."""
+"""``Mesh``: connections between all pairs of ranks, over which each rank sends messages to all others."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Mesh:
     """Sends and receives messages in the calling thread. See Note [Small messages].
 
     Args:
-        peers: connected stream sockets in rank order; None for this rank, and for ranks that ``swap`` never names.
+        peers: connected stream sockets in rank order; None for this rank, and for ranks that no exchange needs.
         timeout_s: how long to wait for another rank.
     """
 
@@ -43,7 +43,7 @@ class Mesh:
                 peer.setblocking(True)
                 if isinstance(peer, EncryptedSocket):
                     peer.settimeout(timeout_s)
-                else:  # in the kernel: a timeout of Python's takes another system call each time
+                else:  # a timeout in the kernel: Python's timeout takes another system call for each receive
                     peer.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("@ll", int(timeout_s), 0))
         _all.add(self)
 
@@ -60,14 +60,14 @@ class Mesh:
         return self._with_all([parts] * len(self.peers), size, head)
 
     def deal(self, bodies: Sequence[memoryview]) -> list[memoryview]:
-        """Send each rank its own message of ``bodies``, and return each rank's message to this one; lengths may differ.
+        """Send ``bodies[i]`` to rank i, and return each rank's message to this rank; lengths may differ.
 
         Views and errors are as in ``exchange``.
         """
         return self._with_all([_parts(body) for body in bodies], sum(map(len, bodies)), b"")
 
     def swap(self, messages: Mapping[int, bytearray], senders: Sequence[int]) -> list[memoryview]:
-        """Send each of ``messages`` to its rank, and return those of ``senders``, in their order.
+        """Send each of ``messages``, keyed by its receiver, and return the messages of ``senders``, in their order.
 
         Views and errors are as in ``exchange``.
         """
@@ -79,7 +79,7 @@ class Mesh:
         return list(self._waited_ns)
 
     def standing(self) -> tuple[str, int, list[int]]:
-        """Return the exchange in which this rank waits, its number, and the ranks that have not come.
+        """Return the exchange in which this rank waits, the exchange's number, and the ranks that have not joined it.
 
         The text is empty when this rank does not wait. Any thread may call this at any time.
         """
@@ -144,7 +144,10 @@ def _parts(message: memoryview) -> list[bytes | memoryview]:
 
 
 def _send(peer: Connection, parts: Sequence[bytes | memoryview]) -> threading.Thread | None:
-    """Hand ``parts`` to the kernel, and the rest to a thread if its buffer is full: the peer may be sending as well."""
+    """Send ``parts``. If the kernel's buffer is full, return a thread that sends the rest; else return None.
+
+    A blocking send could deadlock, since the peer may be sending as well.
+    """
     try:
         count = peer.sendmsg(parts, (), socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
     except BlockingIOError:
@@ -157,7 +160,7 @@ def _send(peer: Connection, parts: Sequence[bytes | memoryview]) -> threading.Th
 
 
 def _send_rest(peer: Connection, rest: bytes) -> None:
-    # A peer that is gone is noticed by the receive from it.
+    # The receive from a peer that has ended raises the error.
     with contextlib.suppress(OSError):
         peer.sendall(rest)
 
@@ -181,15 +184,17 @@ def _close_all() -> None:
         mesh.close()
 
 
-# Otherwise a loader worker that outlives its rank would keep the other ranks waiting for that rank.
+# Close the copies of the connections in a fork: with them, a loader worker that outlives its rank would keep the other
+# ranks waiting for that rank.
 os.register_at_fork(after_in_child=_close_all)
 
 
 # Note [Small messages]
 #
-# Most exchanges are small: gradients of a small model, statistics of a BatchNorm layer, signatures. Their cost is
-# waking threads. A collective of gloo hands the work to its own thread, which sends to another thread on the other
-# side, in two hops or more. Here the calling thread writes to its peers' sockets and reads from them; it sleeps once at
-# most. Lengths may differ, so ranks with different messages can tell each other.
+# Most exchanges are small: gradients of a small model, statistics of a BatchNorm layer, signatures. Most of their time
+# goes into waking threads. A collective of gloo passes the work to a thread of gloo, which sends to another thread on
+# the other side, in two hops or more. Here the calling thread writes to its peers' sockets and reads from them; it
+# sleeps once at most. Messages may differ in length, so that a rank whose message differs from the others' is not an
+# error of the exchange: the caller compares messages.
 #
-# A connection is a Unix socket between processes of one host, and TCP or TLS otherwise.
+# A connection is a Unix socket between processes of one host, and TCP or TLS between hosts.

@@ -1,4 +1,4 @@
-"""``RankStore``: torch's store between ranks of several hosts, over connections that both ends have proved."""
+"""``RankStore``: a ``dist.Store`` for ranks of several hosts, over authenticated connections."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ class RankStore(_Base):  # type: ignore[misc]
     """A store of torch whose values one rank keeps; see ``dist.Store`` for the methods. See Note [Store of ranks].
 
     Args:
-        ask: asks that rank, as ``ValueServer.ask``.
-        timeout: how long a value is waited for.
+        ask: sends a request to the rank that keeps the values; has the signature of ``ValueServer.ask``.
+        timeout: how long ``get`` and ``wait`` wait for a value.
     """
 
     def __init__(self, ask: Callable[[Ask, str, bytes], bytes | None], timeout: timedelta) -> None:
@@ -43,7 +43,7 @@ class RankStore(_Base):  # type: ignore[misc]
         return found
 
     def awaited(self, name: str, seconds: float) -> bytes | None:
-        """Return the value once it is there; None if it is not in time."""
+        """Return the value of ``name`` once it is set; None if it is not set within ``seconds``."""
         end = time.monotonic() + seconds
         while True:
             left_s = max(0.0, end - time.monotonic())
@@ -67,7 +67,7 @@ class RankStore(_Base):  # type: ignore[misc]
         return int(self._ask(Ask.COUNT, "") or b"0")
 
     getNumKeys, deleteKey = num_keys, delete_key
-    """Names by which torch's PrefixStore calls them."""
+    """Names by which torch's PrefixStore calls these methods."""
 
     def clone(self) -> RankStore:
         return self  # all threads of a rank may share it
@@ -97,9 +97,10 @@ def _as_bytes(value: str | bytes) -> bytes:
 
 # Note [Store of ranks]
 #
-# torch's TCPStore listens for as long as it lives and serves everybody, and sends in clear (its TLS is not in torch's
-# wheels). So where ranks are on several hosts, rank 0 keeps the values and serves them by a thread of lagom's, over
-# connections that are proved, and encrypted where Spark encrypts, as those of exchanges are. It listens only until all
-# ranks have connected. One connection serves all threads of a rank: requests have numbers, and one that waits for a
-# value is answered when it is there. So a thousand ranks that wait for each other while they join ask once. What else
-# stores of torch have (queues, ``append``, a list of keys) is an error here.
+# torch's TCPStore listens for as long as it lives, serves every client, and sends unencrypted (torch's wheels lack its
+# TLS). So with ranks on several hosts, rank 0 keeps the values, and a thread of lagom serves them. The connections are
+# like those of exchanges: both ends prove themselves, and encrypt if Spark encrypts. Rank 0 listens only until all
+# ranks have connected. One connection serves all threads of a rank: each request has a number, and a request for a
+# value that is not set is answered when the value is set. So a thousand ranks that wait for each other while they join
+# send one request each and need not poll. Other features of torch's stores (queues, ``append``, a list of keys) are
+# errors here.

@@ -1,4 +1,4 @@
-"""``RingStream``: encrypted messages that go round a ring of hosts. ``csrc/ring.cpp`` sends those in clear."""
+"""``RingStream``: messages that go round a ring of hosts; ``csrc/ring.cpp`` does the same for unencrypted sockets."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ if TYPE_CHECKING:
     from lagom.collectives.sockets.encryption import Connection
 
 HEAD = struct.Struct("<QQBBII")
-"""The header before a message; its second number is the message's size."""
+"""The header of a message; its second number is the message's size."""
 BLOCK = 1 << 17
-"""Bytes that are taken at once, and added while the next ones arrive; fewer are sent on at a message's end alone."""
+"""Bytes that are received and added at once. Only the last block of a message is sent on with fewer bytes."""
 _GRAIN = 1 << 15
-"""Numbers that torch adds in the calling thread, at most."""
+"""Most numbers that one addition of torch adds in the calling thread alone, without its thread pool."""
 LATE = "another host did not answer in time"
 HUNG_UP = "another host hung up"
 
@@ -29,9 +29,9 @@ class Outgoing(NamedTuple):
     """A message to the next host."""
 
     data: torch.Tensor
-    """Its bytes."""
+    """Bytes of the message."""
     after: int
-    """Index of the incoming message whose bytes are sent on as they arrive; -1 for none."""
+    """Index of the incoming message whose bytes this message passes on as they arrive; -1 if all bytes are here."""
 
 
 class Incoming(NamedTuple):
@@ -40,15 +40,15 @@ class Incoming(NamedTuple):
     data: torch.Tensor
     """Memory that receives the bytes."""
     adds: bool
-    """Whether the bytes are added, as numbers, to those in the memory."""
+    """Whether the numbers that arrive are added to the numbers in ``data``, or overwrite them."""
 
 
 class DifferentMessageError(RuntimeError):
-    """Another message came than the expected one.
+    """The message that arrived is not the expected one.
 
     Attributes:
-        found: its head.
-        wanted: that of the expected one.
+        found: header of the message that arrived.
+        wanted: header of the expected message.
     """
 
     def __init__(self, found: bytes, wanted: bytes) -> None:
@@ -57,13 +57,13 @@ class DifferentMessageError(RuntimeError):
 
 
 class RingStream:
-    """Sends and receives messages, each kind in its order.
+    """Sends messages to the next host and receives messages from the host before, both at the same time.
 
     Args:
-        following: a connection with the next host, which does not block.
-        preceding: one with the host before.
-        arrived: memory of ``BLOCK`` bytes for what is added.
-        timeout_s: how long neither neighbour may move.
+        following: a non-blocking connection with the next host.
+        preceding: a non-blocking connection with the host before.
+        arrived: buffer of ``BLOCK`` bytes for numbers that are to be added.
+        timeout_s: how long to wait when no byte can be sent or received.
     """
 
     def __init__(self, following: Connection, preceding: Connection, arrived: torch.Tensor, timeout_s: float) -> None:
@@ -83,15 +83,15 @@ class RingStream:
         """Send and receive messages.
 
         Args:
-            outgoing: messages to send.
-            incoming: messages to receive.
-            head: returns the header of a message of so many bytes.
+            outgoing: messages to send, in this order.
+            incoming: messages to receive, in this order.
+            head: returns the header of a message, given the message's size in bytes.
             dtype: type of the numbers that are added.
 
         Raises:
-            DifferentMessageError: when another message comes.
-            TimeoutError: when neither neighbour has moved for so long.
-            OSError: when one is gone.
+            DifferentMessageError: when a message arrives whose header is not the expected one.
+            TimeoutError: when no byte could be sent or received for ``timeout_s``.
+            OSError: when a neighbour is gone.
         """
         backs = [_Receiving(one, head(one.data.nbytes), self._arrived.view(dtype)) for one in incoming]
         outs = [_Sending(one, head(one.data.nbytes), None if one.after < 0 else backs[one.after]) for one in outgoing]
@@ -113,10 +113,10 @@ class RingStream:
             elif outs or backs:
                 sent = self._wait(bool(outs) and not outs[0].waits, bool(backs), deadline)
                 is_late = sent is None
-                comes = is_late or bool(sent)  # of less than is waited for, something may have come in that time
+                comes = is_late or bool(sent)  # after a timeout try once more: fewer bytes than a block may be there
 
     def _wait(self, sends: bool, receives: bool, deadline: float) -> bool | None:
-        """Wait until one neighbour has sent, or the other takes; return whether it is the first, None if too late."""
+        """Wait until bytes can be received or sent; return whether they can be received, None at the deadline."""
         number = self._preceding.fileno()
         if number < 0:
             raise ConnectionError("the connections between hosts are closed")
@@ -133,7 +133,7 @@ class RingStream:
 
 
 class _Sending:
-    """A message on its way to the next host, as far as ``after`` has come, which arrives where it is read."""
+    """A message that is being sent; if it passes on ``after``, only the bytes that have arrived there can be sent."""
 
     def __init__(self, message: Outgoing, head: bytes, after: _Receiving | None) -> None:
         self._memory = _memory(message.data)
@@ -144,16 +144,16 @@ class _Sending:
 
     @property
     def is_done(self) -> bool:
-        """Return whether all is sent."""
+        """Return whether all bytes are sent."""
         return self._sent == self._size
 
     @property
     def waits(self) -> bool:
-        """Return whether too little has come for now: who is sent less wakes as often as for more."""
+        """Return whether less than a block can be sent now: for fewer bytes the receiver would wake more often."""
         return self._ready() - self._sent < min(BLOCK, self._size - self._sent)
 
     def go_on(self, peer: Connection) -> bool:
-        """Send what has come and the kernel takes; return whether that is anything."""
+        """Send as many bytes as have arrived and the kernel accepts; return whether any were sent."""
         if self.waits:
             return False
         head = self._head[self._sent :]
@@ -169,14 +169,14 @@ class _Sending:
 
 
 class _Receiving:
-    """A message on its way from the host before."""
+    """A message that is being received from the host before."""
 
     def __init__(self, message: Incoming, head: bytes, arrived: torch.Tensor) -> None:
         self.is_done = False
         self.has_all = False
-        """Whether all that had come is taken."""
+        """Whether the last read has emptied the kernel's buffer."""
         self.num_ready = 0
-        """Bytes that have come, and were added."""
+        """Bytes that can be sent on: they have arrived and, if ``adds``, were added."""
         self._wanted = head
         self._head = bytearray()
         self._place = 0
@@ -184,7 +184,7 @@ class _Receiving:
         self._sums = _Sums(self._memory, arrived) if message.adds and self._memory else None
 
     def go_on(self, peer: Connection) -> bool:
-        """Take the bytes that are there; return whether there were any."""
+        """Read the bytes that have arrived, and add them if needed; return whether there were any."""
         has_head = len(self._head) == HEAD.size
         try:
             if not has_head:
@@ -214,10 +214,10 @@ class _Receiving:
 
 
 class _Sums:
-    """Numbers to which others are added as they arrive: in a small memory, which stays in the processor's cache."""
+    """Adds arriving numbers to those in ``memory``. They arrive in ``arrived``, a buffer that fits the CPU's cache."""
 
     def __init__(self, memory: memoryview, arrived: torch.Tensor) -> None:
-        # Made of the memory itself: a tensor of the program may be of torch's inference mode.
+        # A new tensor over the memory: the program's own may be an inference tensor, which forbids changes in place.
         self._totals = torch.frombuffer(memory, dtype=arrived.dtype)
         self._others = arrived
         self._bytes = arrived.view(torch.uint8)
@@ -226,17 +226,17 @@ class _Sums:
         self._held = 0
 
     def room(self, most: int) -> memoryview:
-        """Return the memory for the next bytes, at most ``most``."""
+        """Return the part of the buffer that receives the next bytes, at most ``most``."""
         return self._memory[self._held : self._held + most]
 
     def add(self, count: int) -> int:
-        """Add the elements that are complete with ``count`` further bytes; return the bytes of all that are added."""
+        """Add the elements that ``count`` further bytes complete; return the number of bytes added so far."""
         self._held += count
         size = self._totals.element_size()
         num = self._held // size
         for start in range(0, num, _GRAIN):
             count = min(_GRAIN, num - start)
-            # Not ``totals[i:j] += others``, which writes the sum over itself once more.
+            # Not ``totals[i:j] += others``, after which Python copies the sum onto itself.
             self._totals.narrow(0, self._added + start, count).add_(self._others.narrow(0, start, count))
         self._added += num
         rest = self._bytes[num * size : self._held]

@@ -1,4 +1,4 @@
-"""``rounds``: between which hosts messages travel, round by round. See Note [Rounds] in host_messages.py."""
+"""``rounds``: the senders and receivers of a host in each round of messages. See Note [Rounds] in host_messages.py."""
 
 from __future__ import annotations
 
@@ -8,36 +8,36 @@ from itertools import pairwise
 from math import inf
 
 _RADIX = 8
-_UNEQUAL = 1.5  # a host of a smaller block may have two that hear from it in a larger one
+_UNEQUAL = 1.5  # factor for blocks of unequal size: a host of a smaller block may send to two hosts of a larger one
 
 
 @dataclass(frozen=True)
 class Round:
-    """A round of one host: blocks of hosts tell each other what their own hosts have said."""
+    """One round of a host, in which blocks of hosts send each other the messages of all their hosts."""
 
     blocks: tuple[range, ...]
     """Up to 8 blocks of hosts, in order; their sizes differ by one at most."""
     own: int
-    """Place in ``blocks`` of this host's block."""
+    """Index of this host's block in ``blocks``."""
     place: int
-    """Place of this host in its block."""
+    """Index of this host in its block."""
 
     @property
     def senders(self) -> list[int]:
-        """Return the host from which this one hears, of each other block, in order."""
+        """Return the host of each other block, in order, that sends to this host."""
         others = [block for i, block in enumerate(self.blocks) if i != self.own]
         return [block[self.place % len(block)] for block in others]
 
     @property
     def receivers(self) -> list[int]:
-        """Return the hosts that hear from this one."""
+        """Return the hosts of other blocks to which this host sends."""
         size = len(self.blocks[self.own])
         others = [block for i, block in enumerate(self.blocks) if i != self.own]
         return [host for block in others for host in block[self.place :: size]]
 
 
 def rounds(num_hosts: int, host: int) -> list[Round]:
-    """Return the rounds of ``host``, in which it takes part one after the other: as few as blocks of 8 allow."""
+    """Return the rounds of ``host`` in order; there are as few as blocks of 8 allow."""
     left = 0
     while _RADIX**left < num_hosts:
         left += 1
@@ -53,7 +53,7 @@ def rounds(num_hosts: int, host: int) -> list[Round]:
 
 @cache
 def _best_cut(num_hosts: int, num_rounds: int) -> tuple[float, int]:
-    """Return about how many messages a host sends in ``num_rounds``, at least, and the number of blocks for that."""
+    """Return the least number of messages that a host sends in ``num_rounds``, estimated, and its number of blocks."""
     if num_hosts == 1:
         return 0.0, 1
     best = inf, 1
@@ -64,6 +64,6 @@ def _best_cut(num_hosts: int, num_rounds: int) -> tuple[float, int]:
 
 
 def _split(block: range, num: int) -> tuple[range, ...]:
-    """Return ``num`` blocks of as many hosts each, or one more."""
+    """Return ``block`` cut into ``num`` blocks whose sizes differ by one at most."""
     ends = [block.start + len(block) * i // num for i in range(num + 1)]
     return tuple(range(start, end) for start, end in pairwise(ends))

@@ -20,12 +20,12 @@ class ValueClient:
     """Asks the ``ValueServer`` of another rank. Threads may ask at the same time.
 
     Args:
-        address: where it listens.
-        rank: this one.
-        timeout_s: how long to wait for it, and for each answer that the server does not hold back.
+        address: address at which the server listens.
+        rank: number of this rank.
+        timeout_s: how long to wait for the server, and for each answer that it does not hold back.
 
     Raises:
-        OSError: when it cannot be reached.
+        OSError: when the server cannot be reached.
     """
 
     def __init__(self, address: tuple[str, int], rank: int, credentials: Credentials, timeout_s: float) -> None:
@@ -37,15 +37,15 @@ class ValueClient:
         self._arrived = threading.Condition()
         self._answers: dict[int, tuple[int, bytes]] = {}
         self._is_read = False
-        """Whether a thread reads the next answer, its own or another's."""
+        """Whether a thread is reading the next answer, which may be for another thread."""
         _all.add(self)
 
     def ask(self, what: Ask, name: str, data: bytes = b"") -> bytes | None:
-        """Return the answer; None if there is no such value.
+        """Return the answer; None if there is no value of this name.
 
         Raises:
-            OSError: when the rank that keeps the values is gone, or does not answer in time; and after a call that a
-                signal's handler has ended while it sent or read.
+            OSError: when the rank that keeps the values is gone or does not answer in time. Also when a signal handler
+                has interrupted an earlier call while it sent or read.
             ValueError: as ``ValueServer.ask``.
         """
         head = name.encode()
@@ -54,7 +54,7 @@ class ValueClient:
             self._number = number = (self._number + 1) % _MOST
             try:
                 self._connection.sendall(REQUEST.pack(number, what, len(head), len(data)) + head + data)
-            except BaseException as error:  # a part of it may have been sent
+            except BaseException as error:  # a part of the request may have been sent
                 self._fail(error)
                 raise
         kind, answer = self._answer(number)
@@ -67,7 +67,7 @@ class ValueClient:
         self._connection.close()
 
     def _answer(self, number: int) -> tuple[int, bytes]:
-        """Return kind and content of an answer. One of the threads that wait reads, for all of them."""
+        """Return kind and content of an answer. One of the waiting threads reads answers for all of them."""
         with self._arrived:
             while number not in self._answers:
                 self._check()
@@ -92,7 +92,7 @@ class ValueClient:
         try:
             number, kind, size = ANSWER.unpack(self._exactly(ANSWER.size))
             return number, kind, self._exactly(size)
-        except BaseException as error:  # a part of it may have been read
+        except BaseException as error:  # a part of the answer may have been read
             self._fail(error)
             if isinstance(error, BlockingIOError):
                 raise TimeoutError("it did not answer in time") from error
@@ -125,5 +125,6 @@ def _close_all() -> None:
         one.close()
 
 
-# Otherwise a loader worker that outlives its rank would keep the other ranks waiting for that rank.
+# Close the copies of the connection in a fork: with them, a loader worker that outlives its rank would keep the other
+# ranks waiting for that rank.
 os.register_at_fork(after_in_child=_close_all)

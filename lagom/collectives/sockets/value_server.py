@@ -1,4 +1,4 @@
-"""``ValueServer``: values by name, which one rank keeps and others set and get over connections of their own."""
+"""``ValueServer``: keeps values by name on one rank; each other rank sets and gets them over a connection."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ if TYPE_CHECKING:
 REQUEST = struct.Struct("<IBIQ")
 """Number of a request, its operation, and the lengths of the name and the data that follow."""
 ANSWER = struct.Struct("<IBQ")
-"""Number of the request, kind of what follows, and its length."""
+"""Number of the request, kind of the answer, and length of the data that follows."""
 NOTHING, VALUE, REFUSAL = range(3)
 """Kinds of answers."""
 HELD_S = 20.0
-"""Seconds for which a question for a value that is not there is held, at most, so that a dead server is noticed."""
+"""Most seconds for which the server holds a request for a value that is not set, so that clients notice its death."""
 _LENGTH = struct.Struct("<Q")
 _PIECE = 1 << 16
 
@@ -44,23 +44,23 @@ class Ask(IntEnum):
     ADD = 4
     """Add a number, written as text, to the value; the answer is the sum."""
     SWAP = 5
-    """Replace the value if it is the expected one; the answer is the value afterwards. See ``swap_data``."""
+    """Replace the value if it equals the expected value; the answer is the value afterwards. See ``swap_data``."""
     DELETE = 6
     COUNT = 7
     AWAIT = 8
-    """The value once it is there; nothing if it is not after as many seconds as the data says."""
+    """The value once it is set; nothing if it is not set within the seconds given as data."""
 
 
 _SETTING = frozenset({Ask.SET, Ask.ADD, Ask.SWAP})
 
 
 class ValueServer:
-    """Keeps the values. Other ranks are served by a thread, once all of them have come; then nobody else is let in.
+    """Keeps the values. A thread serves the other ranks once all of them have connected; then it stops listening.
 
     Args:
-        listener: socket at which the other ranks connect; it is closed when all have.
-        others: these ranks.
-        timeout_s: how long to wait for the next one of them.
+        listener: socket at which the other ranks connect; it is closed when all have connected.
+        others: numbers of the other ranks.
+        timeout_s: how long to wait for the next rank to connect.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class ValueServer:
         self._peers: dict[int, _Peer] = {}
         self._poll = select.poll()
         self._held: dict[str, list[_Held]] = {}
-        """Requests for values that are not there, by name."""
+        """Requests for values that are not set, by name."""
         self._by_end: list[_Held] = []
         """The requests in ``_held``, as a heap."""
         self._answerable: list[_Held] = []
@@ -87,10 +87,10 @@ class ValueServer:
         threading.Thread(target=self._run, name="lagom-store", daemon=True).start()
 
     def ask(self, what: Ask, name: str, data: bytes = b"") -> bytes | None:
-        """Return the answer; None if there is no such value.
+        """Run a request of this rank, and return the answer; None if there is no value of this name.
 
         Raises:
-            ValueError: when a number is to be added to a value that is none.
+            ValueError: when a number is to be added to a value that is not a number.
         """
         with self._changed:
             if what == Ask.AWAIT:
@@ -126,24 +126,24 @@ class ValueServer:
         self._bell.close()
 
     def _release(self, name: str) -> None:
-        """Have the thread answer those who wait for a value, which is there now."""
+        """Let the thread answer the requests that wait for ``name``, which is set now."""
         if waiting := self._held.pop(name, None):
             for one in waiting:
                 one.value = self._values[name]
             self._answerable += waiting
-            with contextlib.suppress(OSError):  # it rings already, or the server is closed
+            with contextlib.suppress(OSError):  # the bell's buffer is full, or the server is closed
                 self._bell.send(b"!", socket.MSG_NOSIGNAL)
 
     def _run(self) -> None:
-        with contextlib.suppress(OSError, ValueError):  # a rank does not come, or ``close`` was called meanwhile
+        with contextlib.suppress(OSError, ValueError):  # a rank does not connect in time, or ``close`` was called
             for _, connection in accepted([self._listener], self._others, self._credentials, self._timeout_s):
                 connection.setblocking(False)
                 self._peers[connection.fileno()] = _Peer(connection)
         with contextlib.suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)  # the process that has opened it for this one holds it too
+            self._listener.shutdown(socket.SHUT_RDWR)  # the process that opened the socket for this one has a copy
         self._listener.close()
         self._serve()
-        self._hears_bell.close()  # here, since a closed one would not wake ``poll``
+        self._hears_bell.close()  # by this thread: if ``close`` closed it, ``poll`` would not wake
 
     def _serve(self) -> None:
         for number in (self._hears_bell.fileno(), *self._peers):
@@ -157,28 +157,28 @@ class ValueServer:
                     return  # ``close`` was called
             for one in self._due():
                 one.peer.put(one.number, NOTHING if one.value is None else VALUE, one.value or b"")
-                one.value = b""  # it may stay among those that wait longer, for as long
+                one.value = b""  # free the value: the request may stay in ``_by_end`` until its time is over
                 self._attend(one.peer, one.peer.send)
 
     def _attend(self, peer: _Peer, call: Callable[[], None]) -> None:
-        """Make a ``call`` for one rank, and listen for what it then waits for."""
+        """Make a ``call`` for one rank, and then poll for its requests and, if answers are left, for room to send."""
         number = peer.connection.fileno()
         if self._peers.get(number) is not peer:
             return
         try:
             call()
             self._poll.modify(number, select.POLLIN | (select.POLLOUT if peer.outgoing else 0))
-        except (OSError, ValueError, struct.error):  # the rank has ended, or what it asks is no request
+        except (OSError, ValueError, struct.error):  # the rank has ended, or has sent bytes that are not a request
             self._poll.unregister(number)
             self._peers.pop(number).connection.close()
 
     def _hear(self, peer: _Peer) -> None:
-        """Answer what a rank asks, but for what has to wait."""
+        """Answer the requests of a rank, except those that have to wait for a value."""
         for number, what, name, data in peer.requests():
             if what == Ask.AWAIT:
                 if self._hold(peer, number, name, min(max(0.0, float(data)), HELD_S)):
                     continue
-                what = Ask.GET  # this thread must not wait, should another one delete the value now
+                what = Ask.GET  # this thread must not wait, even if another thread deletes the value now
             try:
                 answer = self.ask(what, name, data)
                 peer.put(number, NOTHING if answer is None else VALUE, answer or b"")
@@ -187,7 +187,7 @@ class ValueServer:
         peer.send()
 
     def _hold(self, peer: _Peer, number: int, name: str, seconds: float) -> bool:
-        """Keep a request for a value that is not there; return whether it has to wait."""
+        """Keep a request if its value is not set; return whether it has to wait."""
         with self._changed:
             if name in self._values:
                 return False
@@ -197,7 +197,7 @@ class ValueServer:
         return True
 
     def _due(self) -> list[_Held]:
-        """Return the requests that can be answered, with their values, or that have waited for long enough."""
+        """Return the held requests to answer now: their values are set, or their time is over."""
         with self._changed:
             due, self._answerable = self._answerable, []
             while self._by_end and (self._by_end[0].value is not None or self._by_end[0].end <= time.monotonic()):
@@ -215,7 +215,7 @@ class ValueServer:
 
 
 class _Peer:
-    """A connected rank, with what has come of its next request and the answers that it has not taken yet."""
+    """A connected rank, with the bytes received of its next request and the answers not sent yet."""
 
     def __init__(self, connection: Connection) -> None:
         self.connection = connection
@@ -223,11 +223,11 @@ class _Peer:
         self._incoming = bytearray()
 
     def requests(self) -> Iterator[tuple[int, Ask, str, bytes]]:
-        """Yield the requests that are there, as numbers, operations, names and data.
+        """Yield number, operation, name and data of each request that has arrived completely.
 
         Raises:
             OSError: when the rank has closed the connection.
-            ValueError: when it has sent what is no request.
+            ValueError: when the rank has sent bytes that are not a request.
         """
         try:
             while data := self.connection.recv(_PIECE):
@@ -246,11 +246,11 @@ class _Peer:
             yield number, Ask(what), name, data
 
     def put(self, number: int, kind: int, answer: bytes) -> None:
-        """Add an answer to those that ``send`` sends."""
+        """Queue an answer, which ``send`` sends."""
         self.outgoing += ANSWER.pack(number, kind, len(answer)) + answer
 
     def send(self) -> None:
-        """Send answers as far as that needs no waiting."""
+        """Send as much of the queued answers as the kernel accepts without waiting."""
         try:
             while self.outgoing:
                 piece = bytes(self.outgoing[:_PIECE])
@@ -261,7 +261,7 @@ class _Peer:
 
 @dataclass(order=True)
 class _Held:
-    """Request that waits for a value, until a time."""
+    """A request that waits for a value until the time ``end``."""
 
     end: float
     name: str = field(compare=False)
@@ -271,7 +271,7 @@ class _Held:
 
 
 def swap_data(expected: bytes, wanted: bytes) -> bytes:
-    """Return the data of ``Ask.SWAP``; a value that is not there is replaced if ``expected`` is empty."""
+    """Return the data of ``Ask.SWAP``; with an empty ``expected``, a value that is not set is set as well."""
     return _LENGTH.pack(len(expected)) + expected + wanted
 
 
@@ -284,5 +284,6 @@ def _close_all() -> None:
         one._hears_bell.close()
 
 
-# Otherwise a loader worker that outlives its rank would keep the other ranks waiting for that rank.
+# Close the copies of the connections in a fork: with them, a loader worker that outlives its rank would keep the other
+# ranks waiting for that rank.
 os.register_at_fork(after_in_child=_close_all)

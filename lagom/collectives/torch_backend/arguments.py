@@ -1,4 +1,4 @@
-"""Conversions of torch's arguments of process groups into plain values: tensors, roots and reductions."""
+"""Conversions of the arguments of torch's process groups into plain values: tensors, roots and reductions."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def listed(tensors: Any) -> list[Tensor]:
 
 
 def nested(lists: Any) -> list[list[Tensor]]:
-    """Return a list of lists; a plain list of tensors becomes the only one."""
+    """Return a list of lists; a plain list of tensors is wrapped in a list."""
     lists = list(lists)
     return [lists] if lists and isinstance(lists[0], Tensor) else [list(one) for one in lists]
 
@@ -41,17 +41,17 @@ def flattened(tensors: Iterable[Iterable[Tensor | list[Tensor]]]) -> list[Tensor
 
 
 def handed_on(opts: Any) -> tuple[Any, ...]:
-    """Return the arguments of a call that hands ``opts`` on: a tuple of it; an empty tuple for None."""
+    """Return ``opts`` as the arguments of a call: a tuple of one element; an empty tuple for None."""
     return () if opts is None else (opts,)
 
 
 def root_of(opts: Any) -> int:
-    """Return the root of a collective's options, which may be the number itself."""
+    """Return the root of a collective; ``opts`` is torch's options, or the root's number."""
     return int(opts) if isinstance(opts, int) else int(opts.rootRank)
 
 
 def reduction_of(opts: Any) -> str | None:
-    """Return the name of an all-reduce's operation; None for operations that only some backends have."""
+    """Return the name of a reduction, "sum" if ``opts`` has none; None for reductions that only some backends have."""
     found = getattr(opts, "reduceOp", opts)
     if found is None:
         return "sum"

@@ -1,4 +1,4 @@
-"""Registers the process-group backend "lagom", for DDP, FSDP2 and ``dist`` calls as they are."""
+"""Registers the process-group backend "lagom", with which unchanged DDP, FSDP2 and ``dist`` calls work."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ def register(credentials: Credentials = NO_CREDENTIALS, ip: str = "") -> None:
     """Register ``dist.init_process_group("lagom")`` and ``new_group(backend="lagom")`` with torch in this process.
 
     Args:
-        credentials: those of the run's ranks, if they have any.
-        ip: address at which other hosts reach this one; by default the one from which it reaches MASTER_ADDR.
+        credentials: key and certificates that the run's ranks share.
+        ip: address at which other hosts reach this one; "" for the address from which this host reaches MASTER_ADDR.
     """
     global _credentials, _ip  # torch keeps one backend per name
     _credentials, _ip = credentials, ip
     if BACKEND not in dist.Backend.backend_list:
         dist.Backend.register_backend(BACKEND, _created, devices=["cpu"])
-        # From torch 2.15 on, its flight recorder raises for groups of a class in Python, but for those in this set.
+        # From torch 2.15 on, the flight recorder raises for process groups written in Python, unless this set has them.
         recorded: set[str] = getattr(dist.distributed_c10d, "_FR_SELF_RECORDING_BACKENDS", set())
         recorded.add(BACKEND)
 
@@ -46,7 +46,7 @@ def _created(store: dist.Store, rank: int, size: int, timeout: timedelta) -> Any
         return dist.ProcessGroupGloo(dist.PrefixStore("gloo", store), rank, size, timeout)
 
     def gloo_here() -> Any:
-        gloo_class: Any = dist.ProcessGroupGloo  # torch's own types lack its options
+        gloo_class: Any = dist.ProcessGroupGloo  # torch's type stubs lack ``_Options``
         options = gloo_class._Options()
         options._devices = [gloo_class.create_device(hostname="127.0.0.1")]
         options._timeout = timeout
@@ -64,8 +64,8 @@ def _created(store: dist.Store, rank: int, size: int, timeout: timedelta) -> Any
 
 
 def _own_address() -> str:
-    """Return the address from which this host reaches the one where torch's ranks meet."""
+    """Return the address from which this host reaches MASTER_ADDR, the host of torch's rendezvous."""
     master = os.environ.get("MASTER_ADDR", "127.0.0.1")
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((master, 1))  # sends nothing
+        probe.connect((master, 1))  # for UDP this sends nothing, and chooses the local address
         return str(probe.getsockname()[0])

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 BACKEND = "lagom"
 """Name of the backend in torch."""
-_Base: Any = dist.ProcessGroup  # its methods have overloads of many kinds
+_Base: Any = dist.ProcessGroup  # Any, since the methods of this class do not match torch's many overloads
 
 
 class SharedProcessGroup(_Base):  # type: ignore[misc]
@@ -35,7 +35,7 @@ class SharedProcessGroup(_Base):  # type: ignore[misc]
     See Note [Order of collectives].
 
     Raises:
-        RuntimeError: from every method or its work, when the exchange fails; all later ones fail as well.
+        RuntimeError: from every method or its work, when the exchange fails; all later exchanges fail as well.
     """
 
     def __init__(self, gloo: Any, transport: Transport, rank: int, size: int, timeout: timedelta) -> None:
@@ -60,17 +60,17 @@ class SharedProcessGroup(_Base):  # type: ignore[misc]
 
     @property
     def group_name(self) -> str:
-        """Torch's name of the group; the base class knows it only for groups that torch makes itself."""
+        """Torch's name of the group, which the base class has only for groups that torch makes itself."""
         return self._name
 
     def _set_group_name(self, name: str) -> None:
-        """Set the name, which torch also reads after it has forgotten the group: `destroy_process_group(group)`."""
+        """Keep torch's name of the group: ``destroy_process_group(group)`` reads it after torch has forgotten it."""
         self._name = name
         super()._set_group_name(name)
 
     @property
     def _device_types(self) -> list[torch.device]:
-        """Device types, which torch's checkpoints read."""
+        """Device types of the group, for torch's distributed checkpoints."""
         return [torch.device("cpu")]
 
     def _get_backend(self, device: torch.device) -> Any:
@@ -78,11 +78,11 @@ class SharedProcessGroup(_Base):  # type: ignore[misc]
         return self
 
     def allreduce(self, tensors: Any, opts: Any = None, timeout: Any = None) -> Any:
-        """Reduce each tensor by itself, in place."""
+        """Reduce each tensor separately, in place."""
         return self._collective("all_reduce", [listed(tensors)], opts, reduction=reduction_of(opts))
 
     def allreduce_coalesced(self, tensors: Any, opts: Any = None) -> Any:
-        """Reduce as ``allreduce``."""
+        """Run ``allreduce``."""
         single = dist.AllreduceOptions()  # gloo expects these options
         single.reduceOp = getattr(opts, "reduceOp", single.reduceOp)
         single.timeout = getattr(opts, "timeout", single.timeout)
@@ -90,7 +90,7 @@ class SharedProcessGroup(_Base):  # type: ignore[misc]
         return self.allreduce(tensors, single)
 
     def broadcast(self, tensors: Any, opts: Any = None, timeout: Any = None) -> Any:
-        """Broadcast in place; ``opts`` has the root, or is the root."""
+        """Broadcast in place; ``opts`` is torch's options, or the root's number."""
         return self._collective("broadcast", [listed(tensors)], opts, root=root_of(opts))
 
     def reduce(self, tensors: Any, opts: Any = None, op: Any = None, timeout: Any = None) -> Any:
@@ -101,7 +101,7 @@ class SharedProcessGroup(_Base):  # type: ignore[misc]
         )
 
     def allgather(self, output_lists: Any, inputs: Any, opts: Any = None) -> Any:
-        """Gather each input into one list of outputs."""
+        """Gather input i of every rank into list i of the outputs."""
         return self._collective("all_gather_list", [nested(output_lists), listed(inputs)], opts)
 
     def allgather_coalesced(self, output_lists: Any, inputs: Any, opts: Any = None) -> Any:
@@ -109,7 +109,7 @@ class SharedProcessGroup(_Base):  # type: ignore[misc]
         return self.allgather([list(one) for one in zip(*nested(output_lists), strict=True)], inputs, opts)
 
     def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Any:
-        """Fill ``output`` with all inputs, one behind the other."""
+        """Fill ``output`` with the inputs of all ranks, concatenated in rank order."""
         return self._collective("all_gather", [[output], [input]], opts)
 
     def all_gather_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
@@ -117,7 +117,7 @@ class SharedProcessGroup(_Base):  # type: ignore[misc]
         return self._collective("all_gather", [listed(outputs), listed(inputs)], opts)
 
     def reduce_scatter(self, outputs: Any, input_lists: Any, opts: Any = None) -> Any:
-        """Reduce one list of inputs into each output."""
+        """Fill output i with this rank's part of the reduction of list i, which has one input for each rank."""
         tensors: list[list[Any]] = [listed(outputs), nested(input_lists)]
         return self._collective("reduce_scatter_list", tensors, opts, reduction=reduction_of(opts))
 
@@ -135,7 +135,7 @@ class SharedProcessGroup(_Base):  # type: ignore[misc]
         return self._collective("gather", [nested(output_lists) or [[]], listed(inputs)], opts, root=root_of(opts))
 
     def scatter(self, outputs: Any, input_lists: Any, opts: Any = None) -> Any:
-        """Fill each rank's output from its place in the root's list."""
+        """Fill each rank's output with the input that the root's list has for the rank."""
         return self._collective("scatter", [listed(outputs), nested(input_lists) or [[]]], opts, root=root_of(opts))
 
     def alltoall(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
@@ -147,12 +147,12 @@ class SharedProcessGroup(_Base):  # type: ignore[misc]
         return self._collective("all_to_all_single", [[output], [input]], opts, to_here=out_sizes, to_all=in_sizes)
 
     def barrier(self, opts: Any = None) -> Any:
-        """Begin a barrier; all ranks have come when the work is done."""
+        """Begin a barrier; its work is done when all ranks have called it."""
         memory = self._transport.memory
         return self._gloo.barrier(*handed_on(opts)) if memory is None else self._start("barrier", memory.barrier, opts)
 
     def monitored_barrier(self, timeout: Any = None, wait_all_ranks: bool = False) -> None:
-        """Wait for all ranks within ``timeout``; the error names ranks that did not come: one, or all over gloo."""
+        """Wait for all ranks within ``timeout``; the error names one missing rank, or all of them over gloo."""
         memory, limit, usual = self._transport.memory, timeout or self._timeout, self._timeout
         if memory is None:
             self._gloo.monitored_barrier(limit, wait_all_ranks)
@@ -166,7 +166,7 @@ class SharedProcessGroup(_Base):  # type: ignore[misc]
         self._start("barrier", run, None).wait()
 
     def send(self, tensors: Any, dst: int, tag: int = 0) -> Any:
-        """Send to one rank. Messages arrive in the order of their sends, and must be received with their tags."""
+        """Send to one rank. Messages arrive in the order of sending, and must be received with the sender's tags."""
         (tensor,) = listed(tensors)
         if not self._transport.carries("send", [tensor]):
             return self._gloo.send([tensor], dst, tag)
@@ -180,7 +180,7 @@ class SharedProcessGroup(_Base):  # type: ignore[misc]
         return self._lane(("receive", src)).later(partial(self._moves.receive, tensor, src, tag), [tensor], source=src)
 
     def recv_anysource(self, tensors: Any, tag: int = 0) -> Any:
-        """Receive from the rank that sends next. No other receive may be under way."""
+        """Receive from the first rank that sends. No other receive may be in progress."""
         moves, (tensor,) = self._moves, listed(tensors)
         if not self._transport.carries("receive", [tensor]):
             return self._gloo.recv_anysource([tensor], tag)
@@ -200,7 +200,7 @@ class SharedProcessGroup(_Base):  # type: ignore[misc]
         self._transport.set_timeout(timeout.total_seconds())
 
     def shutdown(self) -> None:
-        """Close the connections, after the collectives that were called are done or have failed."""
+        """Wait until all collectives that were called are done or have failed, and close the connections."""
         self._close_lanes()
         self._transport.close()
 
@@ -212,22 +212,24 @@ class SharedProcessGroup(_Base):  # type: ignore[misc]
         self._lanes.clear()
 
     def abort(self) -> None:
-        """Fail the exchanges under way: on all ranks, or between hosts on this host's ranks."""
+        """Fail the exchanges in progress: on all ranks of one host; with several hosts, on the ranks of this host."""
         self._transport.abort(self._rank)
-        self._close_lanes(waits=self._transport.memory is not None)  # an exchange between hosts may go on
+        # Do not wait for an exchange between hosts, which the abort does not end.
+        self._close_lanes(waits=self._transport.memory is not None)
         self._transport.close()
 
     def _set_sequence_number_for_group(self) -> None:
-        """Do nothing: exchanges are numbered anyway."""
+        """Do nothing: lagom's exchanges have numbers of their own."""
 
     def _collective(self, name: str, tensors: Sequence[Sequence[Any]], opts: Any, *others: Any, **asked: Any) -> Any:
         """Run a collective over the transport if it carries ``tensors``, else over gloo.
 
         Args:
-            name: the method of ``TensorCollectives``.
-            tensors: the results, and what else the method takes, for one call or several.
+            name: name of the method of ``TensorCollectives``.
+            tensors: one list for each argument of the method that is a tensor or a list of tensors, results first. Each
+                list has one element for each call of the method.
             others: further arguments of gloo's method.
-            asked: further arguments of the method, such as the root.
+            asked: further arguments of the method of ``TensorCollectives``, such as the root.
         """
         every = tensors[0] if len(tensors) == 1 else flattened(tensors)
         if self._transport.carries(name, every, asked.get("reduction", "")):
@@ -239,7 +241,7 @@ class SharedProcessGroup(_Base):  # type: ignore[misc]
         return self._start(name, run, opts, result[0] if result and isinstance(result[0], list) else result)
 
     def _start(self, name: str, run: Callable[[], object], opts: Any, result: Sequence[Tensor] = ()) -> Any:
-        """Run the exchange ``name`` in its turn: here if the caller waits and no other is under way."""
+        """Run the exchange ``name`` in its order: in this thread if the caller waits and all earlier ones are done."""
         if (spans := current_spans()) is not None:
             run = spans.timed(COLLECTIVE, name, run, sum(one.nbytes for one in result), f"group {self._name}")
         lane = self._lanes.get("collective") or self._lane("collective")
@@ -275,14 +277,14 @@ _all: weakref.WeakSet[SharedProcessGroup] = weakref.WeakSet()
 
 
 def whole_groups(world_size: int) -> list[Communicator]:
-    """Return the communicators of groups of all ranks."""
+    """Return the communicators of those groups that have ``world_size`` ranks, all ranks of the run."""
     found = [one._transport.memory for one in list(_all) if one.size() == world_size]
     return [memory for memory in found if memory is not None]
 
 
 def _forget() -> None:
     for group in list(_all):
-        group._lanes = {}  # their threads belong to the parent process
+        group._lanes = {}  # a fork does not inherit their threads
 
 
 os.register_at_fork(after_in_child=_forget)
@@ -290,9 +292,8 @@ os.register_at_fork(after_in_child=_forget)
 
 # Note [Order of collectives]
 #
-# Collectives of a group run one after the other, in the order in which they were called. A collective whose caller
-# waits at once runs in the caller's thread, others in a thread of the group. To hand an exchange to a thread and to be
-# woken by it costs ten times as much as a small exchange. A caller may run its own only when none is waiting or under
-# way.
+# Collectives of a group run one after the other, in the order in which they were called. An asynchronous collective
+# runs in a thread of the group. A synchronous collective runs in the caller's thread, unless earlier collectives are
+# unfinished: to pass an exchange to a thread and to be woken by it takes ten times as long as a small exchange.
 #
 # Messages between two ranks have a thread for each direction, so that a send does not wait for a receive.

@@ -18,11 +18,11 @@ if TYPE_CHECKING:
 
 
 class TensorCollectives:
-    """Collectives of the ranks that ``transport`` joins, one a method: for tensors that the transport carries.
+    """Collectives over ``transport``, one method each, for tensors that the transport carries.
 
     Raises:
-        ValueError: when tensors do not fit together on this rank.
-        RuntimeError: when ranks differ, or one is gone.
+        ValueError: when sizes or types of this rank's tensors do not fit together.
+        RuntimeError: when ranks make different calls, or a rank is gone.
     """
 
     def __init__(self, transport: Transport, rank: int, size: int) -> None:
@@ -32,7 +32,7 @@ class TensorCollectives:
 
     @property
     def _memory(self) -> Communicator:
-        """Shared memory of all ranks: without it a transport carries nothing in the collectives that use it."""
+        """Communicator of all ranks; a transport without one does not carry the collectives that use this."""
         assert self._transport.memory is not None
         return self._transport.memory
 
@@ -43,27 +43,27 @@ class TensorCollectives:
         put(tensor, flat)
 
     def reduce(self, tensor: Tensor, reduction: str, root: int) -> None:
-        """Reduce as ``all_reduce`` does, in place only on ``root``."""
+        """Reduce as ``all_reduce`` does; only ``root`` receives the result, in place."""
         if self._rank == root:
             self.all_reduce(tensor, reduction)
         else:
             self.all_reduce(tensor.clone(memory_format=torch.contiguous_format), reduction)
 
     def broadcast(self, tensor: Tensor, root: int) -> None:
-        """Overwrite ``tensor`` with the one of rank ``root``."""
+        """Overwrite ``tensor`` with the tensor of rank ``root``."""
         flat = plain_contiguous(tensor)
         self._transport.broadcast(flat, root).wait()
         put(tensor, flat)
 
     def all_gather(self, output: Tensor, tensor: Tensor) -> None:
-        """Fill ``output`` with the tensors of all ranks, one behind the other."""
+        """Fill ``output`` with the tensors of all ranks, concatenated in rank order."""
         fit("all_gather", output.numel(), self._size * tensor.numel(), output, tensor)
         flat = plain_contiguous(output)
         self._transport.all_gather(flat, plain_contiguous(tensor)).wait()
         put(output, flat)
 
     def all_gather_list(self, outputs: Sequence[Tensor], tensor: Tensor) -> None:
-        """Fill each of ``outputs`` with the tensor of one rank."""
+        """Fill ``outputs[i]`` with the tensor of rank i."""
         self._check_list("all_gather", outputs, tensor)
         together = tensor.new_empty((self._size, tensor.numel()))
         self.all_gather(together, tensor)
@@ -77,7 +77,7 @@ class TensorCollectives:
         put(output, flat)
 
     def reduce_scatter_list(self, output: Tensor, tensors: Sequence[Tensor], reduction: str) -> None:
-        """Fill ``output`` with the reduction of every rank's tensor for this rank; sizes may differ between ranks."""
+        """Fill ``output`` with the reduction of ``tensors[i]`` of all ranks, i being this rank; sizes may differ."""
         self._check_length("reduce_scatter", tensors)
         fit("reduce_scatter", tensors[self._rank].numel(), output.numel(), tensors[self._rank], output)
         given = torch.cat([tensor.reshape(-1) for tensor in tensors])
@@ -91,7 +91,7 @@ class TensorCollectives:
         put(output, flat)
 
     def gather(self, outputs: Sequence[Tensor], tensor: Tensor, root: int) -> None:
-        """Fill each of rank ``root``'s ``outputs`` with the tensor of one rank."""
+        """Fill ``outputs[i]`` on rank ``root`` with the tensor of rank i."""
         given = plain_contiguous(tensor)
         if self._rank != root:
             self._memory.gather(given.data_ptr(), 0, given.nbytes, root, type_code(given))
@@ -102,7 +102,7 @@ class TensorCollectives:
         _deal(outputs, together)
 
     def scatter(self, output: Tensor, tensors: Sequence[Tensor], root: int) -> None:
-        """Fill ``output`` with this rank's tensor of ``root``'s ``tensors``."""
+        """Fill ``output`` on rank i with ``tensors[i]`` of rank ``root``."""
         flat = plain_contiguous(output)
         if self._rank == root:
             self._check_list("scatter", tensors, output)
@@ -134,7 +134,7 @@ class TensorCollectives:
         put(output, flat)
 
     def agree(self, what: str) -> None:
-        """Check that all ranks make the same call, where memory that they share does not compare it."""
+        """Check that all ranks make the call ``what``, for calls that shared memory does not compare itself."""
         memory = self._transport.memory
         if memory is None:
             return
@@ -146,18 +146,18 @@ class TensorCollectives:
                 raise RuntimeError(why)
 
     def send(self, tensor: Tensor, to: int, tag: int) -> None:
-        """Send to rank ``to``, which must receive; no collective."""
+        """Send to rank ``to``, which must receive; not a collective."""
         given = plain_contiguous(tensor)
         self._memory.send(given.data_ptr(), given.nbytes, type_code(given), to, tag)
 
     def receive(self, tensor: Tensor, sender: int, tag: int) -> None:
-        """Receive from rank ``sender``, which must send; no collective."""
+        """Receive from rank ``sender``, which must send; not a collective."""
         flat = plain_contiguous(tensor)
         self._memory.receive(flat.data_ptr(), flat.nbytes, type_code(flat), sender, tag)
         put(tensor, flat)
 
     def sender(self) -> int:
-        """Return the next rank that has sent something."""
+        """Wait until some rank has sent a message to this rank, and return its number."""
         return self._memory.sender()
 
     def _split(self, tensor: Tensor, sizes: Sequence[int]) -> list[int]:
@@ -183,7 +183,7 @@ class TensorCollectives:
 
 
 def fit(what: str, found: int, wanted: int, one: Tensor, other: Tensor) -> None:
-    """Check that two tensors of a collective have the sizes they should have, and one type."""
+    """Raise ValueError if ``found`` is not the ``wanted`` number of elements, or two tensors differ in type."""
     if found != wanted or one.dtype != other.dtype:
         raise ValueError(
             f"{what} of tensors that do not fit: {tuple(one.shape)} of {one.dtype} and {tuple(other.shape)} of "
@@ -192,7 +192,7 @@ def fit(what: str, found: int, wanted: int, one: Tensor, other: Tensor) -> None:
 
 
 def plain_contiguous(tensor: Tensor) -> Tensor:
-    """Return ``tensor`` if it is contiguous and not lazily negated or conjugated; else a copy that is."""
+    """Return ``tensor`` if it is contiguous and has no lazy negation or conjugation; else a copy without these."""
     found = tensor.contiguous()
     return found.resolve_neg().resolve_conj() if found.is_neg() or found.is_conj() else found
 
@@ -200,7 +200,7 @@ def plain_contiguous(tensor: Tensor) -> Tensor:
 def put(tensor: Tensor, flat: Tensor) -> None:
     """Copy ``flat``, which ``plain_contiguous`` returned, into ``tensor`` if it is a copy."""
     if flat is not tensor and flat.data_ptr() != tensor.data_ptr():
-        tensor.detach().copy_(flat)  # also into a parameter, as over gloo
+        tensor.detach().copy_(flat)  # ``detach`` allows a copy into a parameter, which gloo allows too
 
 
 def _deal(outputs: Sequence[Tensor], together: Tensor) -> None:

@@ -1,4 +1,4 @@
-"""``WorkThread``: runs exchanges in a thread, as works of torch."""
+"""``WorkThread``: runs exchanges in a thread, each with a ``dist.Work`` as its handle."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class SharedWork(dist.Work):
     Args:
         run: runs the exchange; None if it has run.
         result: tensors that the exchange fills.
-        source: the rank that a message came from.
+        source: the rank that sent the message; -1 for collectives.
     """
 
     def __init__(self, run: Callable[[], object] | None, result: Sequence[Tensor], source: int = -1) -> None:
@@ -31,7 +31,7 @@ class SharedWork(dist.Work):
         self._result = list(result)
         self._error: Exception | None = None
         self._done: threading.Event | None = None if run is None else threading.Event()
-        # Programs seldom ask for the future of a finished exchange.
+        # Made only when needed: programs seldom ask for the future of a finished exchange.
         self._base: torch.futures.Future[Any] | None = None
         self._future: torch.futures.Future[Any] | None = None
         if run is not None:
@@ -52,7 +52,7 @@ class SharedWork(dist.Work):
         self._base.set_result(None)
 
     def _make_future(self) -> None:
-        # Future.set_exception works in Python only: C++, such as DDP, would take the exception for the result.
+        # A callback raises the error: C++ code such as DDP would take the exception of ``set_exception`` for a result.
         self._base = torch.futures.Future()
         self._future = self._base.then(self._outcome)
 
@@ -65,7 +65,7 @@ class SharedWork(dist.Work):
         """Wait until the exchange is done.
 
         Raises:
-            RuntimeError: when the exchange failed, or is not done within ``timeout``; zero: as long as the group waits.
+            RuntimeError: when the exchange failed, or is not done within ``timeout``. Zero means the group's timeout.
         """
         if self._done is not None and not self._done.wait(timeout.total_seconds() or None):
             raise RuntimeError(f"the exchange was not done within {timeout.total_seconds():g} s")
@@ -79,7 +79,7 @@ class SharedWork(dist.Work):
             self._done.wait()
 
     def synchronize(self) -> None:
-        """Wait until the exchange is done: there is no device to wait for."""
+        """Wait until the exchange is done; CPU tensors need no wait for a device."""
         self.wait()
 
     def is_completed(self) -> bool:
@@ -108,7 +108,7 @@ class SharedWork(dist.Work):
         return self._future
 
     def source_rank(self) -> int:
-        """Return the rank that a message came from."""
+        """Return the rank that sent the message."""
         return self.source
 
     _source_rank = source_rank
@@ -116,12 +116,12 @@ class SharedWork(dist.Work):
 
 
 def finished(result: Sequence[Tensor]) -> SharedWork:
-    """Return the work of an exchange that was done at once."""
+    """Return the work of an exchange that is done already."""
     return SharedWork(None, result)
 
 
 class WorkThread:
-    """A thread, started when there is something to do, that runs one exchange after the other."""
+    """A thread that runs one exchange after the other; it starts with the first exchange."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -135,7 +135,7 @@ class WorkThread:
         return self._last is None or self._last.is_completed()
 
     def later(self, run: Callable[[], object], result: Sequence[Tensor], source: int = -1) -> SharedWork:
-        """Run ``run`` after the exchanges that were given before."""
+        """Queue ``run`` behind all earlier exchanges, and return its work."""
         work = self.prepare(run, result, source)
         self.start(work)
         return work
@@ -145,7 +145,7 @@ class WorkThread:
         return SharedWork(run, result, source)
 
     def start(self, work: SharedWork) -> None:
-        """Run ``work`` after the exchanges that were given before."""
+        """Queue ``work`` behind all earlier exchanges."""
         if self._thread is None:
             self._thread = threading.Thread(target=_work_off, args=(self._queue,), name=self._name, daemon=True)
             self._thread.start()
@@ -153,12 +153,12 @@ class WorkThread:
         self._queue.put(work)
 
     def close(self) -> None:
-        """Accept no more exchanges; those given before are still run."""
+        """Accept no more exchanges; the thread still runs those that are queued."""
         if self._thread is not None:
             self._queue.put(None)
 
     def wait(self) -> None:
-        """Wait until all given exchanges are done or failed, at most as long as an exchange waits for a rank."""
+        """Wait until all queued exchanges are done or have failed; return at once in the thread itself."""
         if self._last is not None and threading.current_thread() is not self._thread:
             self._last.finish()
 
