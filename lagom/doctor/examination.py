@@ -92,7 +92,9 @@ def _exchanges(session: Any) -> dict[str, Any]:
         return {"latency_s": None, "bytes_s": None, "way": "none", "clock_s": 0.0}
     small, large = (torch.zeros(size // 4) for size in (_SMALL, _LARGE))
     latency = _seconds(lambda: group.all_reduce(small), _TURNS)
-    way = "shared memory" if group.shares_memory else "gloo"
+    way = "shared memory"
+    if not group.shares_memory:
+        way = "shared memory of each host, and sockets" if group.sums_itself else "sockets"
     seconds = _seconds(lambda: group.all_reduce(large), 5)
     group.barrier()
     now = time.time()

@@ -149,7 +149,7 @@ def _exchange(facts: Facts) -> Finding | None:
     latency, speed = max(one["latency_s"] for one in facts), min(one["bytes_s"] for one in facts)
     found = f"{facts[0]['way']}: 4 KB take {latency * 1e6:,.0f} us, 16 MB go at {speed / 1e9:.2f} GB/s"
     one_host = len({one["host"] for one in facts}) == 1
-    if one_host and facts[0]["way"] == "gloo" and not facts[0]["gpu"]:
+    if one_host and facts[0]["way"] == "sockets" and not facts[0]["gpu"]:
         remedy = "shared memory would be faster: install lagom where there is a C++ compiler"
         return Finding("warn", "exchanges", found, remedy)
     return Finding("pass", "exchanges", found)

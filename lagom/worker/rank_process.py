@@ -32,7 +32,6 @@ if TYPE_CHECKING:
 
 _PR_SET_PDEATHSIG = 1
 _MAX_SOCKET = 107  # most characters of a Unix socket's path
-_MAX_IMPORTS = 10_000  # most names of modules, which must fit into a frame
 _MAX_TEXT = 200_000  # most characters of a text of lagom, which must fit into a frame
 
 

@@ -104,10 +104,10 @@ def test_gpus_that_ranks_share_are_counted() -> None:
     assert (shared.level, shared.found) == ("warn", "H100: 2 ranks share 1")
 
 
-def test_gloo_on_one_host_and_a_slow_launch_are_said() -> None:
-    found = said(*(fact(rank, way="gloo") for rank in range(2)), seconds=30.0)
+def test_sockets_on_one_host_and_a_slow_launch_are_said() -> None:
+    found = said(*(fact(rank, way="sockets") for rank in range(2)), seconds=30.0)
     assert found["exchanges"].level == found["launch"].level == "warn"
-    across = said(fact(0, way="gloo"), fact(1, way="gloo", host="b"))
+    across = said(fact(0, way="sockets"), fact(1, way="sockets", host="b"))
     assert across["exchanges"].level == "pass"
 
 
