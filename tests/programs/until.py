@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 
-def train(epochs: int = 8, enough: float = 0.25) -> dict[str, Any]:
+def train(epochs: int = 8, enough: float = 0.15) -> dict[str, Any]:
     torch.set_default_dtype(torch.float64)
     x = torch.randn(40, 3)
     loader = DataLoader(TensorDataset(x, x.sum(1, keepdim=True).sin()), batch_size=6, shuffle=True)
