@@ -28,7 +28,7 @@ _importers = Importers(clip_grad, "clip_grad_norm_", "clip_grad_value_")
 
 @contextmanager
 def shard_gradients(session: Session) -> Iterator[GradientShards]:
-    """Have every rank keep its shard of gradients, once their optimizers are sharded."""
+    """Patch torch so that every rank keeps only its shard of each gradient, once the optimizer is sharded."""
     assert session.group is not None
     gradients = GradientShards(session.group, session.leaves, lambda: session.may_meet, session.say_once)
     with ExitStack() as stack:

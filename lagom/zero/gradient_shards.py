@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 ASK = b"gradient"
 _SENT_AS_IS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
-"""Types that are sent as they are."""
+"""Types of gradients that the transports send without a conversion; other gradients are reduced whole."""
 _slot: Any = vars(torch._C.TensorBase)["grad"]
 """Autograd's own slot for a tensor's gradient, whatever ``Tensor.grad`` is."""
 
@@ -43,15 +43,18 @@ class GradientShards:
         self._say = say
         self._entries = WeakIdKeyDictionary()
         self._clock = 0
-        """Number of changes: if it is equal on two ranks, their shards belong to the same state."""
+        """Number of changes of the shards: if it is equal on two ranks, their shards are of the same gradients."""
         self._num_cut = 0
         self._early: list[tuple[ShardedGradient, torch.Tensor | None]] = []
-        """Shards made during a backward, which do not count before it ends."""
+        """Shards that were cut during a backward, with their gradients; they count only when the backward ends."""
         self._are_hidden = False
         self._are_exposed = False
         self._is_over = False
         self.parameter_parts: Callable[[torch.Tensor], list[tuple[int, int]] | None] | None = None
-        """Returns the first and last element of each rank's part of a sharded parameter, with ``zero_lvl=3``."""
+        """Returns the start and end of each rank's part, in elements, of a parameter that ``zero_lvl=3`` shards.
+
+        None for other parameters, and None itself with ``zero_lvl=2``.
+        """
 
     def num_bytes(self) -> int:
         """Return the bytes of this rank's shards, without whole gradients."""
@@ -61,7 +64,10 @@ class GradientShards:
     def assign(
         self, number: int, parameters: Sequence[torch.Tensor], pieces: Sequence[Sequence[ParameterPiece]]
     ) -> None:
-        """Shard gradients of optimizer ``number`` by each rank's ``pieces`` from now on; none is sharded yet."""
+        """Shard the gradients of ``parameters``, of optimizer ``number``, by each rank's ``pieces`` from now on.
+
+        The gradients must be whole, except those of parameters that are themselves sharded.
+        """
         parts = parts_of_parameters(pieces, len(parameters))
         for parameter, own_parts in zip(parameters, parts, strict=True):
             entry = ShardedGradient(number, own_parts, self._group.rank)
@@ -69,7 +75,7 @@ class GradientShards:
             before = self._entries.get(parameter)
             if before is not None and before.follows_parameter:
                 if before.parts == own_parts:
-                    continue  # whichever optimizer steps it
+                    continue  # the shards are those of the parameter, whichever optimizer steps the parameter
                 self.read(parameter)
             elif before is not None:
                 assert not before.is_cut
@@ -86,7 +92,7 @@ class GradientShards:
         return entry is not None or _slot.__get__(parameter) is not None
 
     def whole_gradient(self, parameter: torch.Tensor) -> torch.Tensor | None:
-        """Return the parameter's gradient if it has always been whole, on every rank; else None."""
+        """Return the parameter's gradient if it is whole on every rank; None if sharded, or gathered for a read."""
         entry = self._entries.get(parameter)
         return None if entry is not None and (entry.is_cut or entry.was_shown) else _slot.__get__(parameter)
 
@@ -95,14 +101,18 @@ class GradientShards:
         return self._entry_if_cut(parameter) is not None
 
     def own_shard(self, parameter: torch.Tensor) -> tuple[bool, torch.Tensor | None]:
-        """Return ``is_sharded``, and this rank's shard, flat in the order of the parameter's memory; None without."""
+        """Return ``is_sharded``, and this rank's shard, flat in the order of the parameter's memory.
+
+        The shard is None if the gradient is not sharded, or if this rank keeps none of its elements.
+        """
         entry = self._entry_if_cut(parameter)
         return (False, None) if entry is None else (True, entry.shard)
 
     def cut_gradients(self, leaves: Iterable[torch.Tensor]) -> None:
-        """Replace each whole average by this rank's shard, and let the shards that were cut during the backward count.
+        """Replace each leaf's whole average by this rank's shard, and add the shards cut during the backward.
 
-        ``leaves`` are those that had no whole gradient before the backward.
+        Args:
+            leaves: the leaves that had no whole gradient before the backward.
         """
         self._clock += 1
         early, self._early = self._early, []
@@ -113,12 +123,12 @@ class GradientShards:
                 self._accumulate_shard(entry, self.cut_own_part(leaf, entry))
 
     def cut_gradient_early(self, leaf: torch.Tensor) -> None:
-        """Cut the average in ``leaf.grad`` while the backward runs: the shard counts from ``cut_gradients`` on."""
+        """Cut the average in ``leaf.grad`` while the backward runs; ``cut_gradients`` adds the shard at its end."""
         if (entry := self._entry_to_cut(leaf)) is not None:
             self._early.append((entry, self.cut_own_part(leaf, entry)))
 
     def bucket_shard_map(self, leaves: Sequence[torch.Tensor]) -> ShardMap | None:
-        """Return which rank keeps which part of a bucket of the averages of ``leaves``; None if one must stay whole.
+        """Return which rank keeps which part of a bucket of averages; None if the average of a leaf must stay whole.
 
         An average stays whole if its parameter is itself sharded (``zero_lvl=3``): peaks of memory were a tenth higher
         when ranks received only their parts of the sums.
@@ -134,12 +144,12 @@ class GradientShards:
         return make_shard_map(rows, self._group.rank, self._group.world_size)
 
     def store_part_early(self, leaf: torch.Tensor, part: torch.Tensor | None) -> None:
-        """Store ``part``, this rank's shard of an average, as ``cut_gradient_early`` does; None if it has no shard."""
+        """Store this rank's shard of an average, ``part``, until ``cut_gradients`` adds it; None if it has no shard."""
         _slot.__set__(leaf, None)
         self._early.append((self._entries[leaf], part))
 
     def _entry_to_cut(self, leaf: torch.Tensor) -> ShardedGradient | None:
-        """Return the entry of a leaf whose gradient is whole and is to be cut; None if the gradient stays whole."""
+        """Return the entry of a leaf whose whole gradient is to be cut; None if it stays whole, or is missing."""
         entry: ShardedGradient | None = self._entries.get(leaf) or self._add_given(leaf)
         gradient = _slot.__get__(leaf)
         if self._is_over or entry is None or gradient is None or entry.stays_whole:
@@ -148,7 +158,10 @@ class GradientShards:
         return entry if able else None
 
     def _add_given(self, leaf: torch.Tensor) -> ShardedGradient | None:
-        """Add and return an entry for a parameter that is itself sharded, before any optimizer has stepped it."""
+        """Add and return an entry for a parameter that is itself sharded; None if the parameter is not sharded.
+
+        Such a gradient is cut before any optimizer has stepped the parameter.
+        """
         parts = None if self.parameter_parts is None else self.parameter_parts(leaf)
         if parts is None:
             return None
@@ -188,18 +201,18 @@ class GradientShards:
             self.read(parameter)
 
     def stop(self) -> None:
-        """Leave gradients whole from now on."""
+        """Gather all sharded gradients, and leave gradients whole from now on; a collective."""
         self._is_over = True
         self.gather(list(self._entries))
 
     @contextmanager
     def hide_shards(self) -> Iterator[None]:
-        """Treat sharded gradients as missing in the block, in which lagom handles the gradients of a backward."""
+        """Read ``grad`` as None where the gradient is sharded, while lagom handles gradients of a backward."""
         before, self._are_hidden = self._are_hidden, True
         try:
             yield
         except BaseException:
-            self._early = []  # the gradients stay as they were
+            self._early = []  # the backward failed: its shards are not added to the gradients
             raise
         finally:
             self._are_hidden = before
@@ -215,7 +228,7 @@ class GradientShards:
             self._are_exposed = before
 
     def read(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        """Return ``tensor.grad``."""
+        """Return ``tensor.grad``; gather it first if it is sharded, unless a block hides or exposes shards."""
         found: torch.Tensor | None = _slot.__get__(tensor)
         if found is not None or not self._num_cut or self._are_hidden:
             return found
@@ -225,7 +238,7 @@ class GradientShards:
         return entry.shard if self._are_exposed else self._gather_for_program(tensor, entry)
 
     def write(self, tensor: torch.Tensor, value: torch.Tensor | None) -> None:
-        """Set ``tensor.grad`` to ``value``."""
+        """Set ``tensor.grad`` to ``value``, and drop a shard that it replaces."""
         if self._num_cut and not self._are_hidden and (entry := self._entry_if_cut(tensor)) is not None:
             self._drop_shard(entry)
             self._clock += 1
@@ -285,18 +298,20 @@ class GradientShards:
 
 # Note [Parts of gradients]
 #
-# An optimizer's parameters are sharded at its first step. From then on a backward keeps, of each averaged gradient,
-# only the part that this rank will step by. ``Tensor.grad`` is a property: when a program reads a sharded gradient, the
-# whole one is gathered and is then an ordinary gradient. It stays whole until the program throws it away, since the
-# program may change it under another name. A read is an exchange: one rank requests it, and the others answer wherever
-# they are; see Note [Asking] in collectives/requests.py. If they have gone on so far that their shards are no longer
-# those of the moment of the request, that is an error on all ranks. The program never sees a shard. Operations that
-# treat every element alike, or only need norms, work on shards; each has a patch that knows about shards.
+# The gradients of an optimizer's parameters are sharded from its first step on. From then on a backward keeps only one
+# part of each averaged gradient: the part by which this rank will step. ``Tensor.grad`` is a property: when a program
+# reads a sharded gradient, lagom gathers the whole gradient, which is then an ordinary one. It stays whole until the
+# program drops it, since the program may hold another reference to it and change it. A read is an exchange: one rank
+# requests it, and the other ranks answer wherever they are; see Note [Asking] in collectives/requests.py. If the
+# shards of another rank have changed since the request, all ranks raise an error. The program never sees a shard.
+# Operations that treat every element alike, or only need norms, work on shards; each has a patch that knows shards.
 #
-# So a gradient is whole before its optimizer's first step, after the program has read it until it is thrown away
-# (`was_shown`), if two optimizers step its parameter (`stays_whole`), and if its optimizer is not sharded at all (its
-# step couples parameters; see `optimizer_group.py`). A backward that adds to a whole gradient leaves it whole: only
-# leaves without one are cut (`without_gradient`, which gradients/backward.py passes to `cut_gradients`). While a
-# backward runs, gradients are whole unless it overlaps: see Note [Overlap] in gradients/overlap.py.
+# So a gradient is whole in four cases: before its optimizer's first step; from a read by the program until the program
+# drops it (`was_shown`); if two optimizers step its parameter (`stays_whole`); and if its optimizer is not sharded at
+# all, since its step couples parameters (see `optimizer_group.py`). A backward that adds to a whole gradient leaves it
+# whole: only leaves without a gradient are cut (`without_gradient`, which gradients/backward.py passes to
+# `cut_gradients`). While a backward runs, gradients are whole unless it overlaps: see Note [Overlap] in
+# gradients/overlap.py.
 #
-# Entries are weak: another rank that runs the same code cannot request a parameter that is gone here.
+# `_entries` has weak references to parameters. That is safe: once a parameter is gone here, another rank that runs the
+# same code has no reference to it by which it could request the gradient.

@@ -1,4 +1,4 @@
-"""``OptimizerGroup``: all optimizers of a run; coordinates the ranks when one of them steps or its state is read."""
+"""``OptimizerGroup``: all optimizers of a run; coordinates the ranks at steps and when optimizer state is read."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ _CLOSURE = "a closure of optimizer.step()"
 
 
 class _OptimizerFinding(NamedTuple):
-    """Remembers how an optimizer may be sharded, as long as its parameters are those that were probed."""
+    """Remembers how an optimizer may be sharded, as long as it has the parameters with which it was probed."""
 
     number: int
     finding: OptimizerFinding
@@ -54,8 +54,8 @@ class OptimizerGroup:
     """Steps optimizers in shards, and gathers their state when the program reads it.
 
     Args:
-        gradients: keeps shards of gradients; None if they stay whole.
-        weights: has shards of parameters; None if they are whole.
+        gradients: has the shards of gradients; None if gradients stay whole (``zero_lvl=1``).
+        weights: has the shards of parameters; None if parameters are whole (``zero_lvl`` below 3).
         is_own: returns whether a parameter is this rank's own, and not equal on all ranks.
         say: logs a line, once.
         name: returns the name of a parameter for an error.
@@ -86,12 +86,14 @@ class OptimizerGroup:
         self._found: weakref.WeakKeyDictionary[Optimizer, _OptimizerFinding] = weakref.WeakKeyDictionary()
         self._sharded: weakref.WeakKeyDictionary[Optimizer, ShardedOptimizer] = weakref.WeakKeyDictionary()
         self._by_number: dict[int, ShardedOptimizer] = {}
-        """Optimizers by number, also those gone on this rank: another rank may be at a place where it still has them.
+        """Sharded optimizers by number.
 
+        An optimizer that is gone on this rank stays here until the next step: another rank may still use it.
         """
         self._gone: list[int] = []
+        """Numbers of optimizers that are gone on this rank since the last step."""
         self._overlapping: set[int] = set()
-        """Ids of parameters that share elements with others, which several ranks would step."""
+        """Ids of parameters that share elements with other parameters; sharded, several ranks would step these."""
         self._num = 0
         self._num_steps = 0
         self._next_check = 1
@@ -99,7 +101,7 @@ class OptimizerGroup:
 
     @property
     def runs_unchanged(self) -> bool:
-        """Whether a step runs unchanged: it is part of another optimizer's step, or of a probe."""
+        """Whether a step that begins now runs unchanged, since it is part of another optimizer's step or of a probe."""
         return self._busy
 
     def step(
@@ -108,7 +110,7 @@ class OptimizerGroup:
         """Run ``inner(optimizer, ...)``, the class's own step, on this rank's shard; a collective.
 
         Raises:
-            DivergenceError: on all ranks, unless all of them step the same optimizer with equal gradients.
+            DivergenceError: on all ranks, unless all ranks step the same optimizer with equal gradients.
         """
         if threading.get_ident() != self._thread:
             raise LagomError(
@@ -130,12 +132,12 @@ class OptimizerGroup:
         return result
 
     def state(self, optimizer: Optimizer) -> Any:
-        """Return ``optimizer.state``: whole, outside of a step."""
+        """Return ``optimizer.state``; if it is sharded, gather the whole state from all ranks first."""
         state = vars(optimizer)["state"]
         if not isinstance(state, ShardedState):
             return state
         if threading.get_ident() != self._thread:
-            return state  # it raises when it is used
+            return state  # ShardedState raises an error when it is used
         sharded: ShardedOptimizer = vars(state)["sharded"]
         self._group.ask(b"state %d %d" % (sharded.number, sharded.clock))
         whole = sharded.gather_state()
@@ -149,12 +151,12 @@ class OptimizerGroup:
         return None if sharded is None else sharded.num_bytes()
 
     def end(self) -> None:
-        """Gather the whole state of each optimizer that still exists, as the function may return it; a collective.
+        """Gather the whole state of each optimizer that still exists; a collective.
 
-        To be called at the end of the function.
+        Call this at the end of the user's function, which may return an optimizer or its state.
         """
         if self._by_number:
-            gc.collect()  # schedulers and optimizers reference each other
+            gc.collect()  # an optimizer that nobody uses may still exist: it and its scheduler reference each other
         mine = {s.number: o for o, s in list(self._sharded.items()) if isinstance(vars(o).get("state"), ShardedState)}
         rows = all_gather_values(self._group, sorted(mine))
         for number in sorted(set.intersection(*map(set, rows))):
@@ -198,7 +200,7 @@ class OptimizerGroup:
         kwargs: dict[str, Any],
         before: _OptimizerFinding | None,
     ) -> _OptimizerFinding:
-        """Find out how the optimizer can be sharded; on all ranks."""
+        """Find out how the optimizer can be sharded, and check that all ranks find the same; a collective."""
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         if self._weights is not None:
             for p in parameters:
@@ -249,7 +251,10 @@ class OptimizerGroup:
     def _shard_parameters(
         self, optimizer: Optimizer, found: _OptimizerFinding, before: ShardedOptimizer | None
     ) -> ShardedOptimizer:
-        """Shard parameters that have gradients; the second time all, since more of them may have gradients later."""
+        """Shard the optimizer's parameters that have gradients, or optimizer state.
+
+        The second time, shard all parameters, since parameters without a gradient now may get one later.
+        """
         state, weights = self.state(optimizer), self._weights
         every = [p for group in optimizer.param_groups for p in group["params"]]
         able = [p for p in every if self._can_shard(p) and (self._has_gradient(p) or before is not None or p in state)]
@@ -282,7 +287,8 @@ class OptimizerGroup:
         if self._num_steps >= self._next_check:
             self._next_check += min(self._num_steps, INTERVAL)
             sums = checksums(sharded.whole_gradients())
-        # Before the exchange: an object that dies later may still exist on another rank.
+        # List the objects that are gone before the exchange. After the exchange all ranks have passed the same point,
+        # so no rank requests them. An object that goes after this line may still exist on another rank.
         gone, self._gone[:] = list(self._gone), []
         gone_units = [] if self._weights is None else self._weights.find_dead()
         settings = group_settings(optimizer)
@@ -314,7 +320,7 @@ class OptimizerGroup:
             self._raise_mismatch(place)
 
     def _raise_mismatch(self, place: str, step: StepSignature | None = None) -> NoReturn:
-        """Raise the DivergenceError that ranks get when they disagree."""
+        """Raise a DivergenceError that says how the ranks differ at ``place``."""
         self._divergence.find_divergence(place)
         raise_step_mismatch(self._group, step, self._name)
 

@@ -32,9 +32,9 @@ if TYPE_CHECKING:
 _NUM_STEPS = 12
 """Steps of a probe. Some methods begin differently: RAdam for 5 steps, Lookahead's slow weights for 5 or 6."""
 _SHORT_SIDE = 8
-"""Longest side of a small copy if a group with the same settings has been copied already."""
+"""Longest side of a small parameter if an earlier group with the same settings has full-sized ones (``CAP``)."""
 _TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}
-"""Tolerance, relative to the largest change of a parameter: allows another order of rounding, and nothing else."""
+"""Tolerance relative to the largest change of a parameter: allows for another order of rounding, and no more."""
 
 
 class ShardingKind(Enum):
@@ -50,8 +50,9 @@ class OptimizerFinding(NamedTuple):
 
     kind: ShardingKind
     changes_gradients: bool
-    """Whether a step changes gradients in place, visibly to the program, as ``SGD(nesterov=True, foreach=True)`` does.
+    """Whether a step changes ``grad`` in place, where the program can see it.
 
+    ``SGD(nesterov=True, foreach=True)`` is an example.
     """
 
 
@@ -64,8 +65,8 @@ def probe_optimizer(optimizer: Optimizer, step: Callable[..., Any], *, closure: 
     See Note [Optimizer probe]. The optimizer, its parameters and all random states stay as they are.
 
     Args:
-        step: the class's own function.
-        closure: whether the program calls it with one.
+        step: the ``step`` function of the optimizer's class.
+        closure: whether the program passes a closure to ``step``.
     """
     if optimizer.defaults.get("differentiable") or any(g.get("differentiable") for g in optimizer.param_groups):
         return _COUPLED  # the program differentiates through the step of whole parameters
@@ -89,14 +90,14 @@ def probe_optimizer(optimizer: Optimizer, step: Callable[..., Any], *, closure: 
 
 
 class _Outcome(NamedTuple):
-    """The state of a copy after its steps."""
+    """Parameters, settings and state of a copied optimizer after the steps of the probe."""
 
     values: list[torch.Tensor]
-    """Values of all small parameters, also those that were not stepped."""
+    """Values of all small parameters, also of those that were not stepped."""
     settings: list[dict[str, Any]]
-    """Numbers in its groups and attributes, which some methods change."""
+    """Plain values in the groups and attributes of the copy; the step of some optimizers changes these."""
     states: dict[int, Any]
-    """State by small parameter."""
+    """The stepped piece and its optimizer state, by index of the small parameter."""
 
 
 class _Probe:
@@ -114,7 +115,7 @@ class _Probe:
         if not 0 < moved < float("inf"):
             return ShardingKind.COUPLED  # nothing to compare
         try:
-            nothing = self._step_copy(lambda *_: [])  # a rank may have no part of a group
+            nothing = self._step_copy(lambda *_: [])  # a rank may have no part of a group: its list is then empty
         except Exception:
             return ShardingKind.COUPLED
         if nothing.settings != whole.settings:
@@ -139,7 +140,7 @@ class _Probe:
         parts: Sequence[Part],
         limit: float,
     ) -> bool:
-        """Return whether each part changed as it did when all were stepped, and nothing else changed."""
+        """Return whether each part changed as in the step of whole parameters, and nothing outside the part changed."""
         for outcome, mine, other in zip(apart, parts, parts[::-1], strict=True):
             if outcome.settings != whole.settings:
                 return False
@@ -178,7 +179,7 @@ class _Probe:
         return _Outcome([small.detach() for smalls in groups for small in smalls], settings, states)
 
     def _copy_optimizer(self) -> tuple[Any, list[list[torch.Tensor]]]:
-        """Return a copy of the optimizer over small parameters, a few of each kind, and these parameters by group."""
+        """Return a copy of the optimizer with a few small parameters in each group, and these parameters by group."""
         optimizer = self._optimizer
         memo: dict[int, Any] = {id(vars(optimizer).get("state")): defaultdict(dict)}
         for group in optimizer.param_groups:
@@ -211,7 +212,7 @@ class _Probe:
     def _copy_small_parameters(
         self, params: Sequence[torch.Tensor], memo: dict[int, Any], cap: int
     ) -> list[torch.Tensor]:
-        """Return copies of the smallest and the largest parameter of each number of dimensions, each twice."""
+        """Return two small copies each of the smallest and the largest parameter of each number of dimensions."""
         found: list[torch.Tensor] = []
         for p in typical_parameters(params):
             for _ in range(2):
@@ -224,7 +225,7 @@ class _Probe:
 def _copy_group(group: dict[str, Any], smalls: list[torch.Tensor], memo: dict[int, Any]) -> dict[str, Any]:
     found = {key: copy.deepcopy(value, memo) for key, value in group.items() if key not in ("params", "lr")}
     rate = group.get("lr")
-    if "lr" in group:  # a warm-up begins with 0, which would show nothing
+    if "lr" in group:  # a warm-up begins with a learning rate of 0, with which no parameter would change
         found["lr"] = torch.full_like(rate, 1e-2) if isinstance(rate, torch.Tensor) else 1e-2
     return {"params": list(smalls), **found}
 
@@ -232,7 +233,7 @@ def _copy_group(group: dict[str, Any], smalls: list[torch.Tensor], memo: dict[in
 def _set_gradients(
     clone: Any, groups: list[list[torch.Tensor]], part: Part, number: int
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Give the stepped parameters their gradients of step ``number``; return each with a copy of its gradient."""
+    """Set the gradients of the stepped pieces for step ``number``; return each piece with a copy of its gradient."""
     given = []
     for group, smalls in zip(clone.param_groups, groups, strict=True):
         pieces = iter(group["params"])
@@ -247,7 +248,10 @@ def _set_gradients(
 
 
 def _has_separable_state(whole: _Outcome, *halves: _Outcome) -> bool:
-    """Return whether the state of halves gives the state of a parameter: one value per element, or equal in both."""
+    """Return whether the state of a parameter can be gathered from its halves.
+
+    Each entry must have one value per element, or be one value that is equal for both halves.
+    """
     for i, (small, state) in whole.states.items():
         pieces = [half.states[i] for half in halves if i in half.states]
         if not isinstance(state, dict) or any(set(state) != set(other) for _, other in pieces):
@@ -273,7 +277,7 @@ def _plain_settings(settings: dict[str, Any]) -> dict[str, Any]:
         if isinstance(value, torch.Tensor) and value.numel() == 1:
             found[key] = value.item()
         elif isinstance(value, plain):
-            found[key] = repr(value)  # nan is not equal to itself
+            found[key] = repr(value)  # as text, since nan is not equal to itself
     return found
 
 
@@ -283,13 +287,15 @@ def _constant_closure() -> torch.Tensor:
 
 # Note [Optimizer probe]
 #
-# A list of names would say nothing about a third party's optimizer, and a wrong guess gives wrong weights silently:
-# half of a matrix is not factored as the matrix is (Adafactor), has another norm (LARS), other singular vectors (Muon).
-# So copies of the optimizer, with all its settings and attributes, step small parameters for a dozen steps: first all
-# at once; then the first and the second halves in memory, apart and flat, as ranks would; then every other parameter.
-# An optimizer is sharded in the way whose results are those of all at once, with nothing else moved. This assumes that
-# the method does not change later or with larger sizes; sizes up to 256 by 256 are tried as they are. State must be one
-# value per element, or equal for both halves, so that it can be gathered.
+# A list of names would say nothing about a third party's optimizer, and a wrong guess silently gives wrong weights:
+# half of a matrix factors differently from the whole matrix (Adafactor), has another norm (LARS), and has other
+# singular vectors (Muon). So lagom runs copies of the optimizer, with all its settings and attributes, for a dozen
+# steps on small parameters: first a copy that steps all parameters whole; then two copies that step the first and the
+# second half of each parameter's memory, as flat tensors, like two ranks; then two copies that step every other
+# parameter. If the halves give the results of the first copy, and change nothing else, the optimizer is sharded by
+# element; otherwise, if every other parameter does, by whole parameter. This assumes that the method does not change
+# after more steps or with larger sizes; sizes up to 256 by 256 are tried unshortened. State must be one value per
+# element, or equal for both halves, so that it can be gathered.
 #
 # An optimizer is coupled if it draws random numbers (ranks would draw different amounts), cannot be copied, raises when
 # it is stepped in parts, or holds its parameters elsewhere than in its groups (LBFGS). A coupled optimizer gives the

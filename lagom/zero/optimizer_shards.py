@@ -24,8 +24,8 @@ class OptimizerShards:
 
     Args:
         parameters: the sharded parameters of the optimizer.
-        given: first and last element of each rank's part of the parameters that are themselves sharded, by index.
-        finding: whether parameters are cut, or assigned whole.
+        given: start and end of each rank's part, by index, of the parameters that are themselves sharded.
+        finding: whether parameters are cut into parts, or each assigned to one rank.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class OptimizerShards:
             (piece, _make_shard(piece, parameters[piece.param], given=piece.param in given))
             for piece in self.pieces[group.rank]
         ]
-        """This rank's pieces and the stand-in of each: the parameter itself if the piece is all of it."""
+        """This rank's pieces, each with the tensor to step: the parameter itself if the piece is all of it."""
         self.partial = [(piece, one) for piece, one in self.own if one is not parameters[piece.param]]
         self.every = [p for group in optimizer.param_groups for p in group["params"]]
         """The optimizer's parameters."""
@@ -69,7 +69,8 @@ def _make_shard(piece: ParameterPiece, parameter: torch.Tensor, *, given: bool) 
     # A parameter that is itself sharded gets its memory when it is stepped.
     line = parameter.detach().new_empty(0) if given else flatten_memory(parameter)[piece.start : piece.end]
     kind = nn.Parameter if isinstance(parameter, nn.Parameter) else torch.Tensor
-    # The constructor is avoided: it would number the stand-in as a parameter, and ranks have different ones.
+    # Avoid the constructor, since lagom numbers each parameter that is constructed, and the numbers must be equal on
+    # all ranks, but each rank makes other stand-ins.
     found: torch.Tensor = torch.Tensor._make_subclass(kind, line, parameter.requires_grad)
     vars(found).update(vars(parameter))
     return found

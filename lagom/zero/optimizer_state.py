@@ -1,4 +1,4 @@
-"""State of an optimizer: cut into the pieces of one rank, and gathered again."""
+"""``cut_state`` and ``gather_states``: cut an optimizer's state into a rank's pieces, and gather it again."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ if TYPE_CHECKING:
     from lagom.zero.partition import ParameterPiece
 
 _INLINE = 1 << 14
-"""Bytes up to which a tensor travels together with its description."""
+"""A tensor of at most this many bytes travels inside its description; a larger one is broadcast afterwards."""
 
 
 class HeldState(NamedTuple):
-    """The description of one entry of a piece's state that its holder sends to the others."""
+    """The description of one entry of a piece's state, which the rank that has the piece sends to all others."""
 
     value: Any
     """The value; None if a tensor follows."""
     dtype: torch.dtype | None
-    """Type of the tensor; None if the value is no tensor."""
+    """Type of the tensor; None if the value is not a tensor."""
     shape: tuple[int, ...]
     cut: bool
-    """Whether the tensor has one element for each of the piece, in the order of memory."""
+    """Whether the tensor has one element for each element of the piece, in the order of memory."""
     on_device: bool
-    """Whether the tensor is on the parameter's device, and not on the CPU as counts of steps are."""
+    """Whether the tensor is on the parameter's device; step counts, for example, are on the CPU."""
 
 
 def cut_state(state: Mapping[str, Any], parameter: torch.Tensor, piece: ParameterPiece) -> dict[str, Any]:
@@ -57,12 +57,12 @@ def gather_states(
     """Return the whole state of each of ``parameters``; a collective.
 
     Args:
-        pieces: of each rank.
-        mine: the state of this rank's pieces; None if it cannot give the state.
-        keep: whether this rank wants the result; otherwise it only sends its part, and receives nothing.
+        pieces: the pieces of each rank.
+        mine: the state of this rank's pieces; None if this rank cannot give its part.
+        keep: whether this rank wants the result; otherwise it only takes part, and each state returned is None.
 
     Raises:
-        DivergenceError: on all ranks, when one cannot give its part.
+        DivergenceError: on all ranks, when a rank cannot give its part.
         LagomError: when the state has objects that are neither plain values nor tensors.
     """
     told = None if mine is None else {p: _describe_state(mine.get(p, {}), p, parameters) for p in pieces[group.rank]}
@@ -114,7 +114,7 @@ def _describe_state(
 
 
 def _flatten_value(value: torch.Tensor, piece: ParameterPiece, parameter: torch.Tensor) -> torch.Tensor | None:
-    """Return the elements of ``value`` in order, if it has one for each of the ``piece``; else None."""
+    """Return ``value`` flat, in the order of memory, if it has one element per element of the piece; else None."""
     if piece.end - piece.start < parameter.numel():
         return value if value.shape == (piece.end - piece.start,) else None
     return flatten_like(value, parameter) if _is_like(value, parameter) else None
@@ -129,7 +129,7 @@ def _read_value(
     device = parameter.device if held.on_device else torch.device("cpu")
     if held.value is not None:
         return held.value.to(device)
-    # The holder copies it, since the program may change the result.
+    # The rank that has the piece returns a copy, since the program may change the gathered state.
     if owner == group.rank:
         line = _flatten_value(mine, piece, parameter)
         value = (mine if line is None else line).detach().clone(memory_format=torch.contiguous_format)

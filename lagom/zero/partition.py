@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 _ALIGNED = 16
-"""Elements between possible cuts, so that no vector of the processor straddles a cut."""
+"""A cut inside a parameter is at a multiple of this number of elements, so that no SIMD vector straddles a cut."""
 _LEAST = 64
 """Fewest elements of a part of a parameter; a parameter with less than twice as many stays whole."""
 
@@ -18,7 +18,7 @@ class ParameterPiece(NamedTuple):
     """Elements ``start`` to ``end`` of a parameter, in the order of memory."""
 
     param: int
-    """Index of the parameter among those that were cut."""
+    """Index of the parameter among the sharded parameters of the optimizer."""
     start: int
     end: int
 

@@ -1,4 +1,4 @@
-"""Small copies of parameters, their values and gradients, and parts of them."""
+"""Small copies of parameters for the optimizer probe: their shapes, values, gradients and parts."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     Part = Callable[[torch.Tensor, int], list[torch.Tensor]]
-    """Returns the part of a small parameter, given with its number, that is stepped, as views of it."""
+    """Takes a small parameter and its index; returns views of the part of it that is to be stepped."""
 
 CAP = 256
 """Longest side of a small copy: some methods treat a matrix differently from 128 on, or from 4096 elements."""
@@ -20,7 +20,7 @@ _MOST = 1 << 17
 
 
 def _half(small: torch.Tensor, *, second: bool) -> list[torch.Tensor]:
-    """Return one half of the memory; a view, unless it is empty."""
+    """Return a list with a flat view of one half of the memory; an empty list if that half is empty."""
     line = small.detach().view(-1)
     middle = len(line) // 2
     half = line[middle:] if second else line[:middle]
@@ -48,7 +48,7 @@ def typical_parameters(params: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]
 
 
 def capped_shape(shape: torch.Size, cap: int) -> list[int]:
-    """Return the sides of a small copy, ``cap`` at most."""
+    """Return the shape of a small copy: each side is at most ``cap``, and there are at most ``_MOST`` elements."""
     sides = [min(side, cap) for side in shape]
     while sides and torch.Size(sides).numel() > _MOST:
         sides[sides.index(max(sides))] //= 2
@@ -64,7 +64,7 @@ def initial_values(like: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 @torch.no_grad()
 def fill_gradient(tensor: torch.Tensor, number: int) -> None:
-    """Fill with values that look random and grow towards the end, so that halves have other norms than the whole."""
+    """Fill a tensor with values that look random and grow towards the end, so that its halves have other norms."""
     places = torch.arange(1, tensor.numel() + 1, dtype=tensor.dtype, device=tensor.device)
     values = torch.sin(places * (1.3 + 0.7 * number)) * (0.1 + places / tensor.numel())
     tensor.copy_(values.view(tensor.shape))

@@ -28,7 +28,7 @@ class _PackedPieces(NamedTuple):
     parts: list[torch.Tensor]
     """Views of ``together``."""
     places: list[torch.Tensor]
-    """The pieces in the parameters that ``parts`` are copied from and to."""
+    """The pieces in the parameters' memory: copied to ``parts`` before a send, and from ``parts`` after a receive."""
 
 
 class ParameterPublisher:
@@ -36,7 +36,7 @@ class ParameterPublisher:
 
     Args:
         frame: carries small pieces in one message.
-        pieces: of each rank.
+        pieces: the pieces of each rank.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class ParameterPublisher:
         self._group = group
         self._frame = frame
         self._parameters = list(parameters)
-        # ``data`` does not count versions: the caller knows which parameters have changed.
+        # Writes through ``data`` do not raise a tensor's version: the caller raises those of changed parameters.
         self._lines = [flatten_memory(p.data) for p in parameters]
         self._alone: list[tuple[int, torch.Tensor]] = []
         small: dict[tuple[int, torch.device, torch.dtype], list[torch.Tensor]] = {}
@@ -76,12 +76,12 @@ class ParameterPublisher:
 
     @torch.no_grad()
     def publish(self, signed: bytes) -> bool:
-        """Send and receive, if all ranks gave the same ``signed``; otherwise change nothing and return False.
+        """Send and receive pieces if all ranks gave the same ``signed``; otherwise change nothing and return False.
 
-        The versions of the parameters, which show changes to autograd, stay as they are.
+        The versions of the parameters, by which autograd notices changes, stay as they are.
         """
         rank = self._group.rank
-        # Kept only when they are small.
+        # Packed pieces that fit into the frame are kept between calls; larger ones are packed anew for each call.
         all_packed = self._framed if self._rows is not None else [_pack_pieces(*one) for one in self._small]
         for packed in all_packed:
             if packed.owner == rank:
@@ -89,7 +89,7 @@ class ParameterPublisher:
         rows = self._frame.gather(None if self._rows is None else self._rows[rank][1], signed)
         if rows is None:
             return False
-        if self._rows is not None:  # now, since they do not outlast the next exchange
+        if self._rows is not None:  # copy now: the rows are views, valid only until the next exchange
             for (_, own), row in zip(self._rows, rows, strict=True):
                 if row is not None and own is not None:
                     own[:] = row  # into the memory of ``_framed``
@@ -104,7 +104,7 @@ class ParameterPublisher:
         return True
 
     def _rows_of_frame(self) -> list[tuple[torch.Tensor, memoryview | None]] | None:
-        """Return the packed pieces of each rank, in one tensor; None if they are too large for the frame."""
+        """Return the packed pieces of each rank in one tensor; None if too large for the frame, or on a GPU."""
         rows = []
         for rank in range(self._group.world_size):
             own = [places for owner, places in self._small if owner == rank]

@@ -1,4 +1,4 @@
-"""``ShardedGradient``: what a rank knows of a gradient whose shards the ranks keep."""
+"""``ShardedGradient``: the state of one sharded gradient on this rank."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class GradientPart(NamedTuple):
-    """Elements of a parameter whose gradient one rank keeps."""
+    """A range of elements of one parameter: rank ``owner`` keeps the gradient of these elements."""
 
     owner: int
     start: int
@@ -34,7 +34,7 @@ class ShardedGradient:
 
     def __init__(self, number: int, parts: list[GradientPart], rank: int) -> None:
         self.number = number
-        """Number of its optimizer."""
+        """Number of the optimizer that steps the parameter; -1 before its first step."""
         self.parts = parts
         self.mine = next((part for part in parts if part.owner == rank), None)
         self.shard: torch.Tensor | None = None
@@ -42,7 +42,7 @@ class ShardedGradient:
         self.is_cut = False
         """Whether the gradient is sharded."""
         self.was_shown = False
-        """Whether the gradient was sharded and has been gathered, at least on this rank."""
+        """Whether the program has read the sharded gradient, which is whole since then, at least on this rank."""
         self.stays_whole = False
         self.follows_parameter = False
         """Whether the shards are those of the parameter (``zero_lvl=3``), whatever optimizer steps it."""

@@ -1,4 +1,4 @@
-"""``ShardedOptimizer``: an optimizer of which each rank steps a part, and holds the state of that part."""
+"""``ShardedOptimizer``: one optimizer whose step and state are divided over the ranks."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ class ShardedOptimizer:
 
     Args:
         number: number of the optimizer, equal on all ranks.
-        finding: how it can be stepped in parts, never ``ShardingKind.COUPLED``.
+        finding: how the optimizer can be stepped in parts, never ``ShardingKind.COUPLED``.
         parameters: the sharded parameters; the others are stepped whole on every rank.
-        gradients: has shards of gradients; None if they are whole.
-        weights: has shards of parameters; None if they are whole.
+        gradients: has the shards of gradients; None if gradients are whole (``zero_lvl=1``).
+        weights: has the shards of parameters; None if parameters are whole (``zero_lvl`` below 3).
     """
 
     def __init__(
@@ -54,36 +54,36 @@ class ShardedOptimizer:
         self.number = number
         self.parameters = parameters
         self.clock = 0
-        """Number of steps begun and published: if it is equal on two ranks, their shards belong to the same state."""
+        """Number of steps begun plus steps published: equal on two ranks whose shards belong to the same state."""
         self.part: Any = defaultdict(dict)
-        """The optimizer's state during its step: that of this rank's pieces, and of everything that is not sharded."""
+        """The optimizer's state during its step: the state of this rank's pieces, and of all unsharded parameters."""
         self._group = group
         self._frame = frame
         self._weights = weights
         self._given = {} if weights is None else {i: x for i, p in enumerate(parameters) if (x := weights.parts(p))}
-        """Parts of parameters that are themselves sharded, by index."""
+        """Each rank's part of the parameters that are themselves sharded, by index of the parameter."""
         self._shards = OptimizerShards(optimizer, parameters, self._given, finding, group)
         self.pieces = self._shards.pieces
-        """Pieces of each rank."""
+        """The pieces that each rank steps, by rank."""
         self.idle = self._shards.idle
-        """Parameters that are not sharded."""
+        """The optimizer's parameters that are not sharded."""
         self._whole: list[list[torch.Tensor]] = []
-        """The parameters of each group, while the optimizer steps."""
+        """The program's parameters of each group, kept here while the groups hold this rank's pieces."""
         shapes = [(tuple(p.shape), p.dtype) for p in parameters]
         self.identity = repr((number, finding, shapes)).encode()
         """Equal on ranks that have the same parts of the same parameters."""
         self._order: list[int] = []
-        """Ids of the parameters in the order in which they got state; a state_dict() shows this order."""
+        """Ids of the parameters in the order in which they got state; the gathered state has the same order."""
         self._publisher: ParameterPublisher | None = None
         self._gradients = gradients
         self._lent_shards: list[torch.Tensor] = []
-        """Parameters that this rank steps whole, whose gradient is its shard during the step."""
+        """Parameters that this rank steps whole, and whose ``grad`` is set to this rank's shard for the step."""
         self._changes_gradients = finding.changes_gradients
         self._published: dict[str, bytes] = {}
 
     @property
     def is_current(self) -> bool:
-        """Whether the shards of parameters are still those that the optimizer was sharded by."""
+        """Whether the parameters are still sharded as they were when the optimizer was sharded."""
         return self._weights is None or all(
             self._weights.parts(p) == self._given.get(i) for i, p in enumerate(self.parameters)
         )
@@ -127,7 +127,8 @@ class ShardedOptimizer:
     def _swap(self, optimizer: Optimizer) -> None:
         if self._gradients is None:
             for parameter in self.parameters:
-                # Read all, on all ranks: a read may be an exchange. See Note [Accumulation] in accumulation.py.
+                # Read every gradient, in the same order on all ranks: a read may be an exchange between the ranks.
+                # See Note [Accumulation] in accumulation.py.
                 _ = parameter.grad
         elif self._changes_gradients:
             self._gradients.cut_gradients(self.parameters)
@@ -183,12 +184,12 @@ class ShardedOptimizer:
             group["params"] = one
 
     def whole_gradients(self) -> dict[int, torch.Tensor]:
-        """Return the gradients, by index, that are whole on every rank."""
+        """Return the gradients that are whole on every rank, by index of the parameter."""
         own_whole = (lambda p: p.grad) if self._gradients is None else self._gradients.whole_gradient
         return {i: g for i, p in enumerate(self.parameters) if (g := own_whole(p)) is not None}
 
     def publish(self, place: str) -> bool:
-        """Send this rank's pieces to all, if all are at ``place``; a collective. Return whether they are."""
+        """Send this rank's pieces to all ranks if all are at ``place``, and return whether all are; a collective."""
         if self._publisher is None or not self._publisher.is_current:
             whole = [i for i in range(len(self.parameters)) if i not in self._given]
             number = {i: number for number, i in enumerate(whole)}
@@ -204,9 +205,9 @@ class ShardedOptimizer:
         return not self._changes_gradients or self._gradients is not None or self._publish_gradients(signed)
 
     def _has_gradient(self, parameter: torch.Tensor) -> bool:
-        """Return whether there is a gradient.
+        """Return whether the parameter has a gradient.
 
-        Without one a parameter is not stepped: a graph may still hold its values.
+        A parameter without one is not stepped, so its version must stay: an autograd graph may have saved its values.
         """
         return parameter.grad is not None if self._gradients is None else self._gradients.has_gradient(parameter)
 
@@ -219,7 +220,7 @@ class ShardedOptimizer:
         return ParameterPublisher(self._group, self._frame, gradients, pieces).publish(signed)
 
     def keep_state(self, whole: Any) -> None:
-        """Keep this rank's part of an optimizer's ``whole`` state."""
+        """Keep this rank's part of the optimizer's ``whole`` state, for the next step."""
         part = defaultdict(whole.default_factory) if isinstance(whole, defaultdict) else type(whole)()
         shared = {id(p) for p in self.parameters}
         for key, state in whole.items():
@@ -239,10 +240,10 @@ class ShardedOptimizer:
         self._gather_states(keep=False)
 
     def gather_state(self) -> Any:
-        """Return the whole state, in the order of the parameters; a collective.
+        """Return the optimizer's whole state, in the order in which the parameters got state; a collective.
 
         Raises:
-            DivergenceError: on all ranks, when one of them does not have its part.
+            DivergenceError: on all ranks, when a rank does not have its part of the state.
         """
         states = self._gather_states(keep=True)
         found = defaultdict(self.part.default_factory) if isinstance(self.part, defaultdict) else type(self.part)()
@@ -270,22 +271,23 @@ class ShardedOptimizer:
 
 
 def _shape_like(line: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-    """Return ``line``, a part of ``parameter`` that a rank steps, in the parameter's shape if it is all of it."""
+    """Return the flat ``line`` in the shape of ``parameter`` if it has all elements of it; else return it flat."""
     return line.as_strided(parameter.shape, parameter.stride()) if len(line) == parameter.numel() else line
 
 
 # Note [Stepping a part]
 #
 # The optimizer stays the object that schedulers, scalers and the program hold. Its parameters, laid end to end, are cut
-# into a range for each rank. During a step, the lists in its groups hold this rank's pieces: the parameters inside its
-# range as they are, and those at its ends as views of the same memory, with views of their gradients. Its state is that
-# of these pieces. Afterwards the lists are what they were, and each rank sends its changes to all others, directly into
-# the parameters' memory. A closure is evaluated with everything put back.
+# into a range for each rank. During a step, the lists in its groups hold this rank's pieces. A parameter that is wholly
+# inside the rank's range is in the list itself; one that is partly inside is replaced by a view of its memory, with a
+# view of its gradient. The optimizer's state is the state of these pieces. After the step, the lists hold the program's
+# parameters again, and each rank sends its changes to all others, directly into the parameters' memory. For a closure,
+# the lists and the state are put back while the closure runs.
 #
-# Before a step, the ranks check that all of them are about to make it. So outside of a step the parts of all ranks
-# belong to the same number of steps, and one of them may request the whole state at any time. See Note [Asking] in
+# Before a step, the ranks check that all of them are about to make the same step. So outside of a step the parts of all
+# ranks belong to the same number of steps, and any rank may request the whole state at any time. See Note [Asking] in
 # collectives/requests.py.
 #
-# A whole state, once it was requested, is the optimizer's until its next step. That step keeps this rank's part of it,
-# so the program's changes to the state, or a loaded state, are not lost. It is a copy of that moment; on one machine
-# the tensors in a state_dict() change with the next step.
+# A whole state that was requested stays in the optimizer until its next step. That step keeps this rank's part of it,
+# so the program's changes to the state, or a loaded state, are not lost. Unlike on one process, where the tensors in a
+# state_dict() change with the next step, the tensors of a gathered state are copies, which do not change.

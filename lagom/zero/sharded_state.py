@@ -1,4 +1,4 @@
-"""``ShardedState``: stands in an optimizer for a state of which each rank has a part."""
+"""``ShardedState``: the placeholder in ``optimizer.state`` while each rank has a part of the state."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ if TYPE_CHECKING:
 
 
 class ShardedState:
-    """Stands for the state of an optimizer while each rank has a part of it."""
+    """Stands in for the state of an optimizer while each rank has a part of it; any use raises a ``LagomError``."""
 
     def __init__(self, sharded: ShardedOptimizer) -> None:
         vars(self)["sharded"] = sharded
 
     def __getattr__(self, name: str) -> NoReturn:
-        # An AttributeError would look like an optimizer without this attribute.
+        # Not an AttributeError: ``hasattr`` and ``getattr`` with a default would take it for a missing attribute.
         raise LagomError(_GONE)
 
     def __reduce_ex__(self, _: object) -> NoReturn:
@@ -38,7 +38,7 @@ _GONE = (
 
 
 def refuse_state(group: Group) -> NoReturn:
-    """Answer another rank that gathers an optimizer's state, and raise: this rank has no such optimizer.
+    """Answer a rank that gathers the state of an optimizer that this rank does not have, and raise an error.
 
     Raises:
         LagomError: always.

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class StepSignature(NamedTuple):
-    """The step that a rank was about to make."""
+    """Values that describe the step that a rank was about to make, to be compared between ranks."""
 
     identity: bytes
     """Equal on ranks that have the same parts of the same parameters."""
@@ -30,7 +30,7 @@ class StepSignature(NamedTuple):
 
 
 def group_settings(optimizer: Optimizer) -> list[dict[str, Any]]:
-    """Return each group's settings: the learning rate and all else that the optimizer has a default for."""
+    """Return each group's settings: the learning rate and every other one for which the optimizer has a default."""
     return [
         {name: value for name in optimizer.defaults if (value := _comparable_setting(group.get(name))) is not None}
         for group in optimizer.param_groups
@@ -38,7 +38,10 @@ def group_settings(optimizer: Optimizer) -> list[dict[str, Any]]:
 
 
 def _comparable_setting(value: object) -> object:
-    """Return a number or a tuple; None for values that are not compared: a read of a GPU tensor would wait for it."""
+    """Return a number or a tuple; None for values that are not compared.
+
+    GPU tensors are not compared, since a read of one would wait for the GPU.
+    """
     if isinstance(value, torch.Tensor):
         return value.item() if value.numel() == 1 and value.device.type == "cpu" else None
     return value if isinstance(value, (int, float, tuple)) else None
@@ -50,7 +53,7 @@ def raise_step_mismatch(
     """Find out how the ranks' steps differ, and raise; a collective.
 
     Args:
-        step: this rank's step; None if it was about to do something else.
+        step: the step that this rank was about to make; None if it is at another place than the begin of a step.
         name: returns the name of a parameter.
 
     Raises:
@@ -74,10 +77,10 @@ def raise_step_mismatch(
 
 
 def _compare_settings(rows: Sequence[Sequence[Mapping[str, Any]]]) -> None:
-    """Check that all ranks step with the same settings: else each one's part would be another optimizer's.
+    """Check that all ranks step with the same settings; with others, a rank's part would get other values.
 
     Raises:
-        DivergenceError: when they do not.
+        DivergenceError: when the settings differ.
     """
     for number, groups in enumerate(zip(*rows, strict=False)):
         for name in groups[0]:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from lagom.zero.parameters.shards import ParameterShards
 
 _LOW = 1 << 36
-"""Lower addresses are checked: a tensor with freed memory is at 0, or, as a view, at its offset."""
+"""Tensors at lower addresses may have freed memory: such a tensor is at address 0, and a view of it at its offset."""
 _aten = torch.ops.aten
 _NO_VALUES = {
     _aten.detach.default,
@@ -39,7 +39,7 @@ _NO_VALUES = {
     _aten.new_ones.default,
     _aten.new_full.default,
 }
-"""Operations that need no values, and no memory, of their arguments."""
+"""Operations that need neither the values nor the memory of their arguments."""
 _OVERWRITE = {
     _aten.copy_.default,
     _aten.fill_.Scalar,
@@ -59,7 +59,7 @@ _address = torch._C.TensorBase.data_ptr
 
 
 class ParameterUses(TorchDispatchMode):
-    """Handles each operation before it runs. See Note [Parts of parameters] in shards.py."""
+    """Makes parameters whole before each operation of torch runs. See Note [Parts of parameters] in shards.py."""
 
     supports_higher_order_operators = True
 
@@ -92,7 +92,7 @@ class ParameterUses(TorchDispatchMode):
         given = tensors((args, kwargs) if kwargs else args)
         blank: list[ParameterStorage] = []
         if any(map(_is_low, given)):
-            # Make all parameters of the operation whole at once, so that none is freed for another.
+            # Make all parameters of the operation whole in one call, so that none is freed to make room for another.
             blank = weights.make_whole(find_storages(weights, given), self._blank(function, args))
         if not written:
             return function(*args, **kwargs)
@@ -100,13 +100,13 @@ class ParameterUses(TorchDispatchMode):
         try:
             result = function(*args, **kwargs)
         except BaseException:
-            weights.free_unwritten(blank)  # the operation may have failed on a shape, and the program go on without it
+            weights.free_unwritten(blank)  # the program may catch the error, such as one about a shape, and go on
             raise
         weights.mark_changed(changed)
         return result
 
     def _blank(self, function: Any, args: tuple[Any, ...]) -> list[ParameterStorage]:
-        """Return the parameter that the operation overwrites as a whole without reading it, if any."""
+        """Return a list with the parameter that the operation overwrites as a whole without reading it, or empty."""
         if function not in _OVERWRITE:
             return []
         unit = self._weights.find_storage(args[0])
@@ -123,7 +123,7 @@ def _is_low(tensor: Tensor) -> bool:
 
 
 def find_storages(weights: ParameterShards, given: Iterable[Tensor]) -> list[ParameterStorage]:
-    """Return the storages of the sharded ones among these tensors."""
+    """Return the storages of the tensors that are sharded."""
     return [unit for tensor in given if (unit := find_storage(weights, tensor)) is not None]
 
 
@@ -159,7 +159,10 @@ def _select_arguments(args: Sequence[Any], kwargs: dict[str, Any], written: tupl
 
 
 def make_thread_bootstrap(weights: ParameterShards) -> Callable[[threading.Thread], None]:
-    """Return a method to run a thread in which the use of a parameter is an error, and does not end the process."""
+    """Return a ``Thread._bootstrap_inner`` that makes the use of a sharded parameter in the thread an error.
+
+    Without that check, the thread would read freed memory, and the process would crash.
+    """
     original = vars(threading.Thread)["_bootstrap_inner"]
 
     def run(self: threading.Thread) -> None:

@@ -1,4 +1,4 @@
-"""``unshard_on_memory_access``: makes parameters whole when their values are read past torch's operations."""
+"""``unshard_on_memory_access``: makes parameters whole when their memory is used without an operation of torch."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def unshard_on_memory_access(weights: ParameterShards) -> Iterator[None]:
 
 
 def _make_writing_method(weights: ParameterShards, original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a method that writes to its tensor past torch's operations."""
+    """Return a method that makes its tensor whole, writes to it without an operation, and marks it as changed."""
 
     @functools.wraps(original)
     def method(self: Tensor, *args: Any) -> Any:
@@ -79,7 +79,7 @@ def _make_share_memory(weights: ParameterShards, original: Callable[..., Any]) -
 def _make_exposing_method(
     weights: ParameterShards, original: Callable[..., Any], *, for_good: bool = False
 ) -> Callable[..., Any]:
-    """Return a method that exposes the address of the values."""
+    """Return a method that exposes the address of the tensor's values, and pins the memory first."""
 
     @functools.wraps(original)
     def method(self: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -103,7 +103,7 @@ def _make_reading_method(weights: ParameterShards, original: Callable[..., Any])
 
 
 def _make_reduce(weights: ParameterShards, original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return ``__reduce_ex__`` for sharded parameters: it exposes memory that may be read much later."""
+    """Return a ``__reduce_ex__`` that pickles a copy of a tensor with sharded memory, which may be read much later."""
 
     @functools.wraps(original)
     def reduce(self: Tensor, protocol: Any) -> Any:

@@ -1,4 +1,4 @@
-"""``ParameterResidency``: the parameters that are whole on this rank, within a limit of bytes kept for the next use."""
+"""``ParameterResidency``: the parameters that are whole on this rank, within a limit of bytes."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ if TYPE_CHECKING:
     from lagom.zero.parameters.storage import ParameterStorage
 
 ROOM = 4 << 20
-"""Bytes of whole parameters that are kept for the next use, at least."""
+"""Lower bound, in bytes, of the limit up to which whole parameters are kept for their next use."""
 TIMES = 3
 """After this many all-gathers in one forward or backward, keep the full parameter until it ends."""
 SHARE_KEPT = 16
-"""Divisor: this fraction of the bytes of all parameters is kept."""
+"""Divisor: the limit is the bytes of all sharded parameters divided by this number, or ``ROOM`` if that is more."""
 
 
 class ParameterResidency:
-    """Tracks which parameters are whole, in the order in which they became so, and frees them within a limit of bytes.
+    """Tracks which parameters are whole, and frees those that were whole for longest when a limit is exceeded.
 
     Args:
-        settle: updates this rank's shard of a unit from the whole.
+        settle: updates this rank's shard of a unit from the whole parameter, before the unit is freed.
     """
 
     def __init__(self, settle: Callable[[ParameterStorage], None]) -> None:
@@ -35,10 +35,10 @@ class ParameterResidency:
         self._times: dict[ParameterStorage, int] = {}
         """Number of all-gathers of each unit since ``begin``."""
         self._more = 0
-        """Additional bytes to keep, of units that are needed again and again."""
+        """Bytes by which the limit is raised for units that were gathered ``TIMES`` times since ``begin``."""
 
     def units(self) -> list[ParameterStorage]:
-        """Return all whole units; they may be freed meanwhile."""
+        """Return a list of all whole units, which stays valid if units are freed meanwhile."""
         return list(self._units.values())
 
     def adopt(self, unit: ParameterStorage) -> None:
@@ -48,7 +48,7 @@ class ParameterResidency:
         self._num_all += unit.num_bytes
 
     def begin(self) -> None:
-        """Begin a forward or a backward."""
+        """Reset the counts of all-gathers at the begin of a forward or a backward."""
         self._times.clear()
         self._more = 0
 
@@ -85,7 +85,7 @@ class ParameterResidency:
         return self._num_bytes < before
 
     def free_idle(self) -> None:
-        """Free all units whose memory need not stay: nothing is needed for the moment."""
+        """Free all units whose memory need not stay in place: no operation needs whole parameters now."""
         self._times.clear()
         self._more = 0
         for unit in list(self._units.values()):
@@ -94,7 +94,7 @@ class ParameterResidency:
                 self.free(unit)
 
     def forget(self, unit: ParameterStorage) -> None:
-        """Stop to count a unit that is no longer sharded, or gone; its memory is left alone."""
+        """Stop counting a unit that is no longer sharded, or gone; its memory is left alone."""
         self._num_all -= unit.num_bytes
         if self._units.pop(unit.place, None) is not None:
             self._num_bytes -= unit.num_bytes

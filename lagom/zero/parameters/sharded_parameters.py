@@ -1,4 +1,4 @@
-"""``shard_parameters``: shards parameters when they are made (``zero_lvl=3``); they are whole while they are used."""
+"""``shard_parameters``: installs ``zero_lvl=3``, which shards parameters as soon as the program makes them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @contextmanager
 def shard_parameters(session: Session) -> Iterator[ParameterShards]:
-    """Shard parameters, and make them whole for every operation that needs their values."""
+    """Shard parameters in the block, and make them whole for every operation that needs their values."""
     assert session.group is not None
     assert session.divergence is not None
     assert session.gradient_averager is not None

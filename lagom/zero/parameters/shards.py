@@ -1,4 +1,4 @@
-"""``ParameterShards``: each rank holds a shard of large parameters, and a whole one only while it is used."""
+"""``ParameterShards``: each rank holds a shard of large parameters, and a whole parameter only while it is used."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 WEIGHTS = b"weights"
 MIN_ELEMENTS = 1 << 12
-"""Elements from which a parameter is sharded: an exchange for fewer costs more than their memory."""
+"""A parameter with at least this many elements is sharded; for smaller ones an exchange costs more than the memory."""
 
 
 class ParameterShards:
@@ -47,17 +47,21 @@ class ParameterShards:
         self.units: dict[int, ParameterStorage] = {}
         """Sharded units by the address of their storage."""
         self.is_busy = False
-        """Whether lagom itself works with tensors at the moment."""
+        """Whether lagom itself works with tensors now, so that operations make no parameter whole."""
         self._by_key: dict[bytes, ParameterStorage] = {}
-        """Units by key, also those gone on this rank: another rank may be at a place where it still has them."""
+        """Units by key. A unit that is gone on this rank stays here for a while: another rank may still request it."""
         self._released: dict[int, ParameterStorage] = {}
-        """Units that stay whole, by the address of their storage, which is theirs as long as they are here."""
+        """Units that stay whole from now on, by the address of their storage.
+
+        The unit's weak reference keeps the address from being used for another storage.
+        """
         self._num_made: dict[int, int] = {}
+        """Number of units made so far for each parameter, by number of the parameter."""
         self.resident = ParameterResidency(self._update_shard)
-        """The whole units."""
+        """The units that are whole now."""
 
     def adopt(self, tensor: torch.Tensor) -> None:
-        """Shard a parameter from now on, if possible; it stays whole for the moment."""
+        """Shard a parameter from now on, if possible; it stays whole until its memory is freed for the first time."""
         if self.is_busy or not isinstance(tensor, nn.Parameter) or is_lazy(tensor) or tensor.numel() < MIN_ELEMENTS:
             return
         if tensor.layout != torch.strided or tensor.device.type not in ("cpu", "cuda") or not self._may_meet():
@@ -70,7 +74,7 @@ class ParameterShards:
             or not is_dense(tensor)
         ):
             return
-        # torch says of all memory of GPUs that it is shared.
+        # For GPU memory ``is_shared`` is always true, so it is asked for CPU memory alone.
         if not storage.resizable() or (tensor.is_cpu and storage.is_shared()):
             return
         number = self._leaves.number(tensor)
@@ -83,13 +87,16 @@ class ParameterShards:
         self.resident.adopt(unit)
 
     def find_storage(self, tensor: torch.Tensor) -> ParameterStorage | None:
-        """Return the unit whose memory ``tensor`` has, which may be any view of a parameter; None if not sharded."""
+        """Return the unit whose memory ``tensor``, a parameter or a view of one, uses; None if it is not sharded."""
         if tensor.layout != torch.strided:
             return None
         return self.units.get(storage_of(tensor)._cdata)
 
     def parts(self, tensor: torch.Tensor) -> list[tuple[int, int]] | None:
-        """Return the first and last element of each rank's part of ``tensor``; None if it is not sharded."""
+        """Return the start and end, in elements, of each rank's part of ``tensor``.
+
+        None if the tensor is not sharded, or is a view of only some elements of a sharded parameter.
+        """
         unit = self.find_storage(tensor) if self.units else None
         if unit is None or not unit.covers(tensor):
             return None
@@ -97,7 +104,7 @@ class ParameterShards:
         return [(first // size, last // size) for first, last in map(unit.part, range(self._group.world_size))]
 
     def own_elements(self, tensor: torch.Tensor, piece: ParameterPiece) -> torch.Tensor:
-        """Return the elements of this rank's shard, for the optimizer to change."""
+        """Return this rank's elements of a sharded parameter, ``piece``, for the optimizer to change in place."""
         unit = self.find_storage(tensor)
         assert unit is not None
         assert unit.shard is not None
@@ -112,12 +119,12 @@ class ParameterShards:
         return unit.version
 
     def digest(self, tensor: torch.Tensor) -> bytes:
-        """Return the ``hash_values`` of a tensor; its version if it is sharded."""
+        """Return the ``hash_values`` of a tensor, or, if it is sharded, its version as bytes."""
         version = self.version(tensor)
         return hash_values(tensor) if version is None else b"%d %d" % version
 
     def checksums(self, tensors: Mapping[Any, torch.Tensor]) -> dict[Any, tuple[str, int]]:
-        """Return ``checksums`` of tensors; versions instead of sums for sharded ones."""
+        """Return the ``checksums`` of tensors by key; a sharded tensor has its version in place of a sum."""
         versions = {key: self.version(tensor) for key, tensor in tensors.items()}
         found = checksums({key: tensor for key, tensor in tensors.items() if versions[key] is None})
         for key, version in versions.items():
@@ -127,7 +134,7 @@ class ParameterShards:
         return found
 
     def release(self, tensor: torch.Tensor) -> None:
-        """Stop to shard the parameter whose memory ``tensor`` has; a collective, unless it is whole."""
+        """Keep the parameter whose memory ``tensor`` uses whole from now on; a collective, unless it is whole now."""
         unit = self.find_storage(tensor)
         if unit is not None:
             self.make_whole([unit])
@@ -137,10 +144,14 @@ class ParameterShards:
     def make_whole(
         self, units: Sequence[ParameterStorage], blank: Sequence[ParameterStorage] = ()
     ) -> list[ParameterStorage]:
-        """Make all units whole, except the values of ``blank``, which are overwritten; return new ``blank`` ones.
+        """Gather the values of ``units`` that are not whole.
+
+        Units of ``blank``, which the caller overwrites, get memory without values; those of them that were not whole
+        are returned.
 
         Raises:
-            DivergenceError: on all ranks, when another rank cannot give its part, or has other values.
+            DivergenceError: on all ranks, when a rank cannot give its part, or its part is of other values.
+            LagomError: when the other ranks cannot be reached here.
         """
         missing = [unit for unit in dict.fromkeys(units) if not unit.is_whole]
         if not missing:
@@ -160,7 +171,7 @@ class ParameterShards:
         return [unit for unit in missing if unit in blank]
 
     def free_unwritten(self, units: Iterable[ParameterStorage]) -> None:
-        """Free units that were not overwritten after all: the shards still have their values."""
+        """Free units that were to be overwritten and were not; the shards still have their values."""
         for unit in units:
             if unit.is_whole:
                 self.resident.free(unit)
@@ -179,20 +190,20 @@ class ParameterShards:
             unit.is_held, unit.seen = True, self._digest_values(unit)
 
     def update_shards(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Update the shards of ``tensors`` from the whole, for an optimizer to step them."""
+        """Update this rank's shards of ``tensors`` from the whole parameters, before an optimizer steps the shards."""
         for tensor in tensors:
             if (unit := self.find_storage(tensor)) is not None:
                 self._update_shard(unit)
 
     def count_step(self, tensors: Sequence[torch.Tensor], changed: Sequence[torch.Tensor]) -> None:
-        """Count a step on the shards of ``tensors``; those that had gradients are ``changed``."""
+        """Count a step on the shards of ``tensors``, of which ``changed`` had gradients, and free whole parameters."""
         found = dict.fromkeys(unit for tensor in tensors if (unit := self.find_storage(tensor)) is not None)
         for unit in found:
             unit.version = unit.version._replace(num_steps=unit.version.num_steps + 1)
         for unit in found:
             if not unit.is_whole:
                 continue
-            unit.is_held = unit.is_shown or not unit.storage().resizable()  # numpy() fixes its size
+            unit.is_held = unit.is_shown or not unit.storage().resizable()  # numpy() makes a storage not resizable
             if unit.is_held:
                 self._say("parameters that numpy() was called on stay whole: an array may have their memory")
                 self._gather_values(unit)
@@ -207,16 +218,16 @@ class ParameterShards:
         return sum(unit.shard.nbytes for unit in self._by_key.values() if unit.shard is not None)
 
     def free_idle(self) -> None:
-        """Free parameters after a backward: nothing is needed for the moment."""
+        """Free whole parameters after a backward, when no operation needs them."""
         self.resident.free_idle()
 
     def find_dead(self) -> list[ParameterStorage]:
-        """Return the units that no tensor uses any more on this rank."""
+        """Return the units whose memory no tensor on this rank uses any more."""
         self._forget_dead()
         return [unit for unit in self._by_key.values() if not unit.is_alive]
 
     def forget(self, units: Iterable[ParameterStorage]) -> None:
-        """Forget units; all ranks have exchanged since these were gone."""
+        """Forget units that were gone before the last exchange of all ranks, so that no rank can request them."""
         for unit in units:
             if self._by_key.get(unit.key) is unit:
                 del self._by_key[unit.key]
@@ -234,10 +245,10 @@ class ParameterShards:
             self._group.all_gather_into(out, unit.own_part)
 
     def end(self) -> None:
-        """Make all parameters that still exist whole, at the program's end on all ranks; a collective.
+        """Gather all parameters that still exist, at the program's end on all ranks; a collective.
 
         Raises:
-            DivergenceError: when a rank cannot give its part.
+            DivergenceError: when a rank cannot give its part, or its part is of other values.
         """
         gc.collect()
         self._forget_dead()
@@ -316,7 +327,7 @@ class ParameterShards:
 
     @contextmanager
     def mark_busy(self) -> Iterator[None]:
-        """Treat tensors as lagom's own in the block."""
+        """Let the block work on tensors' memory without making parameters whole, and without autograd."""
         before, self.is_busy = self.is_busy, True
         try:
             with torch.no_grad():
@@ -334,22 +345,22 @@ _APART = (
 
 # Note [Parts of parameters]
 #
-# A parameter stays the object that the program made. Only its memory goes: the storage is resized to nothing, and each
-# rank keeps a part of the bytes. Everything that has this memory (the parameter, its ``.data``, a state_dict(), tensors
-# that autograd has saved) is then without values, and has them again when the storage is filled.
+# A parameter stays the object that the program made. Only its memory is freed: the storage is resized to 0 bytes, and
+# each rank keeps a part of the bytes. All tensors that share the storage (the parameter, its ``.data``, a state_dict(),
+# tensors that autograd has saved) then have no values, and have them again when the storage is filled.
 #
 # lagom needs no knowledge of the program to see which values are needed. A TorchDispatchMode handles each operation of
-# torch before it runs: in a forward, in a backward, in a checkpoint that repeats one, or between them, also in the
-# program's own operations. When an argument has no memory, the operation's parameters are made whole, and others are
-# freed, the longest whole first. So only a little is whole at a time, and nothing after a backward. An operation that
-# writes to a parameter marks it; when it is freed, each rank keeps its part of the new values. Functions that read
-# values past operations (numpy(), data_ptr(), pickle) have patches of their own.
+# torch before it runs: in a forward, in a backward, in a checkpoint that repeats a forward, and between them, also in
+# the program's own operations. When an argument has no memory, the operation's parameters are made whole. To make room
+# for them, other parameters are freed, the longest whole first. So few parameters are whole at a time, and after a
+# backward none. A parameter to which an operation writes is marked; when it is freed, each rank keeps its part of the
+# new values. Functions that read values without an operation (numpy(), data_ptr(), pickle) have their own patches.
 #
-# To make a parameter whole a rank sends a request (see Note [Asking] in collectives/requests.py), so it may do that
-# alone. When all ranks request the same at once, that exchange is the only one besides the values. Parts belong
-# together if the parameter has had the same values on all ranks. So each rank keeps a digest of the bits that its part
-# was cut from, and the number of optimizer steps since. If they differ, one rank has changed the parameter alone, or to
-# other values, which is an error on all ranks.
+# To make a parameter whole, a rank sends a request (see Note [Asking] in collectives/requests.py), so a rank may do so
+# alone. When all ranks request the same parameter at once, the only other exchange is the all-gather of the values.
+# Parts belong together if the parameter had the same values on all ranks when it was cut. So each rank keeps a digest
+# of the bits of the whole parameter from which its part was cut, and the number of optimizer steps since. If these
+# differ, one rank has changed the parameter alone, or to other values, which is an error on all ranks.
 #
 # An optimizer steps the parts in place; see Note [Stepping a part] in zero/sharded_optimizer.py. Small parameters stay
 # whole, and are handled as with ``zero_lvl=2``.

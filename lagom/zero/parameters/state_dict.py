@@ -21,14 +21,14 @@ _SPARE = 0.1
 
 
 def make_state_dict(session: Session, weights: ParameterShards, original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a ``Module.state_dict`` whose tensors become whole one by one when they are used, and all when saved."""
+    """Return a ``Module.state_dict`` that gives copies on the CPU if all its tensors, whole, do not fit the device."""
     inside = False
 
     @functools.wraps(original)
     def state_dict(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         nonlocal inside
         if inside or not session.live or not weights.units:
-            return original(self, *args, **kwargs)  # also for a module inside another
+            return original(self, *args, **kwargs)  # ``inside``: torch calls it for each submodule
         inside = True
         try:
             found = original(self, *args, **kwargs)
@@ -46,7 +46,7 @@ def make_state_dict(session: Session, weights: ParameterShards, original: Callab
 
 
 def free_bytes(device: torch.device) -> int | None:
-    """Return the bytes that tensors on ``device`` could still take; None if that is unknown, as on the CPU."""
+    """Return the bytes that tensors on ``device`` could still take; None for devices other than CUDA."""
     if device.type != "cuda":
         return None
     kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
@@ -73,7 +73,7 @@ def _named_tensors(state: Any) -> list[Tensor]:
 
 
 def _copy_to_cpu(state: MutableMapping[str, Any]) -> None:
-    """Copy one by one, so that one is whole on the device at a time; tied tensors stay tied."""
+    """Replace tensors by copies on the CPU, one by one, so that few are whole on the device; tied ones stay tied."""
     copies: dict[tuple[Any, ...], Tensor] = {}
     for key, value in list(state.items()):
         if isinstance(value, Tensor) and not isinstance(value, nn.Parameter):

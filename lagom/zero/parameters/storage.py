@@ -1,4 +1,4 @@
-"""``ParameterStorage``: the memory of one parameter, of which each rank has a part."""
+"""``ParameterStorage``: the memory of one sharded parameter, with this rank's part of it."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ _ALIGNED = 64
 
 
 class StorageVersion(NamedTuple):
-    """Version of a parameter's values: if it is equal on two ranks, their parts are of the same values."""
+    """Version of a parameter's values: if it is equal on two ranks, their parts were cut from equal values."""
 
     total: int
-    """Digest of all bits, after the last change that was made to the whole."""
+    """Digest of all bits of the whole parameter after its last change outside of an optimizer's step."""
     num_steps: int
-    """Optimizer steps since then."""
+    """Number of optimizer steps since that change."""
 
 
 class ParameterStorage:
@@ -38,26 +38,26 @@ class ParameterStorage:
         self.room = self.chunk * world_size
         self.place = storage._cdata
         self.shard: torch.Tensor | None = None
-        """This rank's part; None as long as the whole has never been freed."""
+        """This rank's part in bytes; None until it is cut from the whole parameter for the first time."""
         self.is_whole = True
         self.is_changed = True
-        """Whether the whole has other values than the parts."""
+        """Whether the whole parameter has been written since the parts were cut from it."""
         self.version = StorageVersion(0, 0)
         self.seen = 0
         """Digest of all bits at the last check, while ``is_held``."""
         self.is_held = False
-        """Whether the storage's memory may be in use by address."""
+        """Whether the memory must stay in place, since the program has its address (``data_ptr``, ``numpy``)."""
         self.is_shown = False
-        """Whether the storage's memory may be in use by address for good."""
+        """Whether the memory must stay in place for good, also after the next step (DLPack)."""
         self._ref = StorageWeakRef(storage)
 
     @property
     def is_alive(self) -> bool:
-        """Whether a tensor has this memory."""
+        """Whether a tensor still uses this storage."""
         return not self._ref.expired()
 
     def storage(self) -> torch.UntypedStorage:
-        """Return the storage that ``is_alive`` asks for, without keeping it alive afterwards."""
+        """Return the storage, which must be alive; this object itself keeps only a weak reference."""
         found: torch.UntypedStorage | None = torch.UntypedStorage._new_with_weak_ptr(self._ref.cdata)
         assert found is not None
         return found
@@ -67,7 +67,7 @@ class ParameterStorage:
         return min(rank * self.chunk, self.num_bytes), min((rank + 1) * self.chunk, self.num_bytes)
 
     def covers(self, tensor: torch.Tensor) -> bool:
-        """Return whether ``tensor`` covers the whole storage (is not a partial view)."""
+        """Return whether ``tensor`` has all elements of the storage, and is no view of a part of it."""
         return tensor.storage_offset() == 0 and tensor.nbytes == self.num_bytes and is_dense(tensor)
 
     def bytes(self, num_bytes: int) -> torch.Tensor:
@@ -77,11 +77,11 @@ class ParameterStorage:
         return empty.set_(storage, 0, (num_bytes,), (1,))
 
     def digest_values(self) -> int:
-        """Return a digest of all bits by position: swapped rows are other values, which a sum would not show."""
+        """Return a digest of all bits that depends on their positions; a sum would not notice swapped rows."""
         return int.from_bytes(hash_values(self.bytes(self.num_bytes)), "little")
 
     def update_part(self, rank: int) -> None:
-        """Copy this rank's part out of the whole parameters into ``shard``."""
+        """Copy this rank's part of the whole parameter into ``shard``, and renew the version."""
         whole, total = self.bytes(self.num_bytes), self.digest_values()
         if self.shard is None:
             self.shard = torch.zeros(self.chunk, dtype=torch.uint8, device=whole.device)
@@ -91,6 +91,6 @@ class ParameterStorage:
 
     @property
     def own_part(self) -> torch.Tensor:
-        """This rank's part; it exists once the whole has been freed."""
+        """This rank's part, after it has been cut from the whole parameter."""
         assert self.shard is not None
         return self.shard
