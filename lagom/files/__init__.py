@@ -1,7 +1,7 @@
-"""A disk for each rank, which reads back its own writes: rank 0 has the real disk, any other rank an overlay.
+"""A disk for each rank, so that it reads back its own writes: rank 0 has the real disk, any other rank an overlay.
 
-Start with ``install.py`` (the patches; all functions below are there), then ``overlay.py`` (the disk of other ranks);
-for ``torch.save`` with ``saving.py``.
+Start with ``install.py``: it has the patches and all functions below. Then read ``overlay.py``, the disk of other
+ranks. For ``torch.save`` start with ``saving.py``.
 """
 
 from lagom.files.install import (

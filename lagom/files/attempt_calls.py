@@ -23,11 +23,14 @@ Key = Callable[..., str | None]
 
 
 _PLAIN = {(mode, -1, None, None, None) for mode in ("w", "wt", "wb", "w+", "wb+", "w+b", "x", "xb")}
-"""Arguments of ``io.open`` that are right, as most are."""
+"""Common arguments of ``io.open`` (mode, buffering, encoding, errors, newline), known to be valid."""
 
 
 class ProtectedFirstRank(FirstRankCalls):
-    """Rank 0 tells the driver what it changes, and begins where a lost attempt has left off."""
+    """File functions of rank 0 in a run that may begin again: they tell the driver of each change before it.
+
+    In a new attempt, files of a lost attempt are restored.
+    """
 
     def __init__(self, host_dir: str, by_name: bool, journal: Journal, written: WrittenFiles, tell: Tell) -> None:
         super().__init__(host_dir, by_name, journal)
@@ -56,14 +59,17 @@ class ProtectedFirstRank(FirstRankCalls):
         return found | {"io.open": self._io_open(found["open"], super().io_open(found["open"]))}
 
     def take_tracked(self) -> set[str]:
-        """Return the runs that lost attempts have begun with a tracker, and forget them; none that goes on."""
+        """Return the ids of the trackers' runs that lost attempts have begun, and forget them.
+
+        Empty if the run goes on from a snapshot, as then the trackers' runs go on too.
+        """
         if self._written.snapshot_at is not None:
             return set()
         found, self._written.tracked = self._written.tracked, set()
         return found
 
     def finish(self) -> None:
-        """Remove what is kept beside the program's files."""
+        """Remove the files that lagom keeps beside the program's files."""
         self.notes.finish()
         if self.notes.is_active:
             remove_siblings(self._written)
@@ -86,7 +92,7 @@ class ProtectedFirstRank(FirstRankCalls):
         return call
 
     def _io_open(self, opened: Callable[..., int], plain: Callable[..., Any]) -> Callable[..., Any]:
-        """Return ``io.open`` for rank 0: files that it creates or empties are noted when they are closed."""
+        """Return ``io.open`` for rank 0, which notes when files that it creates or empties are closed."""
 
         @functools.wraps(plain)
         def call(
@@ -122,13 +128,13 @@ class ProtectedFirstRank(FirstRankCalls):
                 lambda path, flags: opened(path, flags, 0o666),
                 lambda status: self.notes.ended_whole(key, status),
             )
-            self.notes.streams.add(result)  # a snapshot needs to know how long it is
+            self.notes.streams.add(result)  # a snapshot flushes the file, to record its length
             return result
 
         return call
 
     def _is_replaceable(self, key: str) -> bool:
-        """Return whether ``key`` is a file of this user with one name, or nothing yet."""
+        """Return whether ``key`` is a regular file of this user without other hard links, or does not exist yet."""
         try:
             status = os.lstat(key)
         except OSError:
@@ -136,29 +142,29 @@ class ProtectedFirstRank(FirstRankCalls):
         return os.path.isfile(key) and status.st_nlink == 1 and status.st_uid == os.geteuid()
 
     def _check_arguments(self, mode: str, *others: Any) -> None:
-        """Raise as ``io.open`` does for wrong arguments, before anything is changed."""
+        """Raise the error of ``io.open`` for wrong arguments, before the file is changed."""
         self.original["io.open"](os.devnull, mode.replace("x", "w"), *others).close()
 
     def _begin_whole(self, file: Any, key: str, mode: str) -> None:
-        """Keep the version before of a file that is about to be written whole."""
+        """Keep the earlier version of a file that is about to be written whole, if there is one."""
         try:
             before = self.original["lstat"](key)
         except OSError:
             self.notes.begins_whole(key, None)
             return
         if "x" in mode:
-            return  # it fails, or is taken over from a lost attempt
+            return  # ``open`` will fail, or this attempt takes the file over from a lost attempt
         self.notes.begins_whole(key, before)
         self.note_truncation(file)
         is_renewed = self.original["lstat"](key).st_ino != before.st_ino
         self.notes.keeps_old(key, (self.original_of(key) or key) if is_renewed else key)
-        if not is_renewed:  # it has another name now
+        if not is_renewed:  # ``keeps_old`` has renamed the file, so make an empty one with the same permissions
             os.close(self.original["open"](key, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600))
             self.original["chmod"](key, before.st_mode & 0o7777)
 
 
 class RestoringRank(OtherRankCalls):
-    """Another rank than 0 of a new attempt."""
+    """File functions of a rank other than 0 in a new attempt: they restore files of a lost attempt in its overlay."""
 
     def __init__(self, host_dir: str, by_name: bool, journal: Journal, folder: str, written: WrittenFiles) -> None:
         super().__init__(host_dir, by_name, journal, folder)
@@ -190,7 +196,7 @@ class RestoringRank(OtherRankCalls):
 
 
 def _before(call: Callable[..., Any], key_of: Key, note: Callable[..., None]) -> Callable[..., Any]:
-    """Wrap ``call``: first ``note`` its path, with the other arguments."""
+    """Wrap ``call``: first call ``note`` with the key of the path and the other arguments, unless the key is None."""
 
     @functools.wraps(call)
     def noted(path: Any, *args: Any, **kwargs: Any) -> Any:
@@ -202,7 +208,7 @@ def _before(call: Callable[..., Any], key_of: Key, note: Callable[..., None]) ->
 
 
 def _restore(found: dict[str, Any], restored: RestoredFiles, key_of: Key) -> None:
-    """Have the functions in ``found`` treat what a lost attempt has made as if it were not there yet."""
+    """Replace functions in ``found`` so that they treat files that a lost attempt has made as not there yet."""
     open_before, mkdir_before = found["open"], found["mkdir"]
 
     @functools.wraps(open_before)
@@ -237,7 +243,7 @@ def _restore(found: dict[str, Any], restored: RestoredFiles, key_of: Key) -> Non
 
 
 def _once_more(change: Callable[..., Any], restored: RestoredFiles, key_of: Key) -> Callable[..., Any]:
-    """Wrap a function that removes or renames a path: it may do so where a lost attempt has done it already."""
+    """Wrap a function that removes or renames a path: it succeeds if a lost attempt has already done the same."""
 
     @functools.wraps(change)
     def call(path: Any, *args: Any, **dirs: Any) -> Any:
@@ -252,7 +258,10 @@ def _once_more(change: Callable[..., Any], restored: RestoredFiles, key_of: Key)
 
 
 def _without_siblings(calls: FileCalls, listing: Callable[..., Any], may_be: Callable[[], bool]) -> Callable[..., Any]:
-    """Wrap ``listdir`` or ``scandir``: leave out what lagom keeps beside files, if ``may_be`` says that it does."""
+    """Wrap ``listdir`` or ``scandir`` so that they leave out files that lagom keeps beside the program's.
+
+    ``may_be`` returns whether there may be such files.
+    """
 
     @functools.wraps(listing)
     def call(path: Any = ".") -> Any:

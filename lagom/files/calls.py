@@ -40,17 +40,18 @@ _CACHES = (
     "MPLCONFIGDIR",
     "PYTHONPYCACHEPREFIX",
 )
-"""Environment variables that name folders whose users coordinate several processes themselves."""
+"""Environment variables with the folders of caches. Every rank uses the real folder, since libraries lock caches."""
 
 
 class _Own(threading.local):
     inside = False
-    """Whether lagom is at work: its own calls reach the disk."""
+    """Whether lagom itself calls file functions in this thread: these calls reach the real disk."""
     downloads = 0
+    """Depth of ``downloading`` blocks in this thread."""
 
 
 class FileCalls(ABC):
-    """Replaces the file functions of one rank; ``replacements`` are by name, those of ``os`` except ``io.open``."""
+    """Replaces the file functions of one rank: functions of ``os``, and ``io.open``."""
 
     was_asked = False
     """Whether the program has asked which rank it is."""
@@ -58,7 +59,10 @@ class FileCalls(ABC):
     """Whether the rank now sees the real disk."""
 
     def __init__(self, host_dir: str, by_name: bool) -> None:
-        """List all directories sorted if ``by_name``, since the disks of other hosts have orders of their own."""
+        """Take the run's folder on the host; with ``by_name``, directories are listed in order of names.
+
+        Ranks on several hosts need ``by_name``, since each host's file system lists a directory in another order.
+        """
         self.own = _Own()
         self.original: dict[str, Any] = {name: getattr(os, name) for name in _names() if hasattr(os, name)}
         self.original["io.open"] = io.open
@@ -70,11 +74,11 @@ class FileCalls(ABC):
 
     @abstractmethod
     def replacements(self) -> dict[str, Any]:
-        """Return the replacement of each function, by its name."""
+        """Return the replacements by name: a function of ``os`` has its plain name, and ``io.open`` is "io.open"."""
 
     @abstractmethod
     def free(self, path: str) -> None:
-        """Note that the program made ``path`` under a name that no other rank can have: it is on the real disk."""
+        """Note that ``path``, which the program made, is on the real disk: no other rank can use the same name."""
 
     @abstractmethod
     def path_to_write(self, path: str) -> str:
@@ -93,7 +97,7 @@ class FileCalls(ABC):
         self.was_asked = True
 
     def io_open(self, opened: Callable[[Any, int, int], int]) -> Callable[..., Any]:
-        """Wrap ``io.open``: it opens files by ``opened``, which takes path, flags and mode."""
+        """Wrap ``io.open`` so that it opens files by ``opened``, which takes path, flags and mode as ``os.open``."""
         original = self.original["io.open"]
 
         @functools.wraps(original)
@@ -105,7 +109,7 @@ class FileCalls(ABC):
         return call
 
     def left_alone(self, key: str) -> bool:
-        """Return whether ``key`` is real for every rank: devices, caches, files that lagom keeps for the run."""
+        """Return whether every rank uses the real file at ``key``: a device, a cache, or a file of lagom's own."""
         path = key + "/"
         if self.is_over:
             return True
@@ -115,7 +119,7 @@ class FileCalls(ABC):
 
     @contextmanager
     def downloading(self) -> Iterator[None]:
-        """Let files that are written in the block be written for all ranks of the host."""
+        """Write the files of the block to the real disk, where all ranks of the host see them."""
         self.own.downloads += 1
         try:
             yield
@@ -123,11 +127,14 @@ class FileCalls(ABC):
             self.own.downloads -= 1
 
     def downloads(self) -> bool:
-        """Return whether this thread is downloading."""
+        """Return whether this thread is in a ``downloading`` block."""
         return self.own.downloads > 0
 
     def absolute(self, path: Any, dir_fd: int | None) -> str | None:
-        """Return the path as text; None if lagom itself asks, or if every rank finds the real disk there."""
+        """Return the absolute path as text; None if the call must go to the real disk.
+
+        That is so for calls of lagom's own, for descriptors, for invalid paths, and below /dev, /proc and /sys.
+        """
         if self.own.inside:
             return None
         if type(path) is not str:
@@ -152,7 +159,7 @@ class FileCalls(ABC):
         return path
 
     def named_temporarily(self, make: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap a function of ``tempfile`` that makes a file or folder, so that its default folder is the real one."""
+        """Wrap a function of ``tempfile``: a file or folder in the default folder is made on the real disk."""
 
         @functools.wraps(make)
         def made(*args: Any, **kwargs: Any) -> Any:

@@ -31,7 +31,7 @@ _DOWNLOAD_S = 24 * 3600.0
 
 
 class Downloads:
-    """Has the first rank of a host download for all its ranks; the others wait, and find the files there."""
+    """Lets the first rank of a host download for all its ranks; the other ranks wait, and then find the files."""
 
     def __init__(self, session: Session) -> None:
         self._session = session
@@ -43,7 +43,7 @@ class Downloads:
 
     @contextmanager
     def turn(self) -> Iterator[None]:
-        """Take turns: first the first rank, whose files are for all; then the others, one after the other."""
+        """Run the block on one rank of the host at a time: first on the first rank, whose files all ranks see."""
         if self._held or not self._session.distributed:
             yield
             return
@@ -73,12 +73,12 @@ class Downloads:
         notes = self._session.notes
         if notes is None:
             return
-        with suppress(RuntimeError, OSError):  # the first rank is not here or gone: this one downloads for itself
+        with suppress(RuntimeError, OSError):  # the first rank does not come, or has ended: this rank downloads itself
             notes.wait(key, _MEET_S)
             notes.wait(key + "/done", _DOWNLOAD_S)
 
     def once(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap ``urlretrieve`` to a named file: the first rank of the host runs it; the others get its result."""
+        """Wrap ``urlretrieve``: to a named file, the first rank of the host downloads, and all get its result."""
 
         @functools.wraps(original)
         def urlretrieve(url: str, filename: Any = None, *args: Any, **kwargs: Any) -> Any:
@@ -101,7 +101,7 @@ class Downloads:
 
     @contextmanager
     def shared_datasets(self) -> Iterator[None]:
-        """Make data sets with a ``download`` parameter in turn, also those whose classes are defined later."""
+        """In the block, construct data sets with ``download=True`` by ``turn``, also of classes defined later."""
         session = self._session
 
         def init_subclass(cls: Any, /, **kwargs: Any) -> None:
@@ -140,14 +140,14 @@ class Downloads:
         try:
             bound = signature.bind(dataset, *args, **kwargs)
         except TypeError:
-            return False  # the call itself will raise it
+            return False  # the constructor will raise the same error
         bound.apply_defaults()
         return bool(bound.arguments["download"])
 
 
 def _cannot_download(function: object) -> bool:
-    """Return whether ``function`` certainly has no parameter ``download``; its signature would take longer to make."""
-    if not isinstance(function, types.FunctionType) or vars(function):  # a decorator leaves attributes
+    """Return whether ``function`` certainly has no parameter ``download``; faster than ``inspect.signature``."""
+    if not isinstance(function, types.FunctionType) or vars(function):  # ``functools.wraps`` leaves attributes
         return False
     return "download" not in function.__code__.co_varnames
 

@@ -18,13 +18,13 @@ _WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
 
 
 class FirstRankCalls(FileCalls):
-    """Replaces the file functions on rank 0: all reach the real disk, and changes are first noted in the journal."""
+    """Replaces the file functions on rank 0: calls reach the real disk; the journal records a path before a change."""
 
     def __init__(self, host_dir: str, by_name: bool, journal: Journal) -> None:
         super().__init__(host_dir, by_name)
         self._journal = journal
         self.on_change: Callable[[str], None] = lambda path: None
-        """Called before each change of a file, except of those that are left alone."""
+        """Called with a path before each change of it, except for paths that lagom leaves alone."""
 
     def replacements(self) -> dict[str, Any]:
         found = {name: self._noting(name, self._note_name) for name in ("mkdir", "unlink", "remove", "rmdir")}
@@ -47,7 +47,7 @@ class FirstRankCalls(FileCalls):
         return path
 
     def own_key(self, path: Any, dir_fd: int | None = None, follow: bool = True) -> str | None:
-        """Return the key of a path that the program changes for itself; None for one that lagom leaves alone."""
+        """Return the key of a path that the program changes; None for a download, or a path that lagom leaves alone."""
         absolute = self.absolute(path, dir_fd)
         if absolute is None or self.downloads():
             return None
@@ -61,15 +61,15 @@ class FirstRankCalls(FileCalls):
             self.own.inside = False
 
     def note_truncation(self, path: Any) -> None:
-        """Keep the original of ``path`` for the other ranks, before its content is discarded."""
+        """Keep the original of ``path`` for the other ranks before the program discards its content."""
         self._note(path, None, True, "truncate")
 
     def original_of(self, key: str) -> str | None:
-        """Return the path at which the original of ``key`` is kept; None if there was none."""
+        """Return the path at which the original of ``key`` is kept; None if there was no file."""
         return self._journal.lower(key)
 
     def _noting(self, name: str, note: Callable[..., None]) -> Callable[..., Any]:
-        """Wrap a function that changes something; ``note`` takes the arguments first."""
+        """Wrap a function of ``os`` that changes the disk; ``note`` is called first, with the same arguments."""
         original = self.original[name]
 
         @functools.wraps(original)
@@ -99,7 +99,7 @@ class FirstRankCalls(FileCalls):
         finally:
             self.own.inside = False
 
-    # Each function takes the arguments of the function of ``os``.
+    # Each of these functions takes the arguments of the function of ``os`` before which it is called.
 
     def _note_name(self, path: Any, *_: Any, dir_fd: int | None = None, **__: Any) -> None:
         self._note(path, dir_fd, False, "name")
@@ -113,7 +113,7 @@ class FirstRankCalls(FileCalls):
     def _note_linking(
         self, src: Any, dst: Any, *, src_dir_fd: int | None = None, dst_dir_fd: int | None = None, **_: Any
     ) -> None:
-        self._note(src, src_dir_fd, False, "content")  # a write by one name changes the file under the other
+        self._note(src, src_dir_fd, False, "content")  # a write by the new name would change ``src`` too
         self._note(dst, dst_dir_fd, False, "name")
 
     def _note_opening(self, path: Any, flags: int, mode: int = 0, *, dir_fd: int | None = None) -> None:
@@ -145,7 +145,7 @@ class FirstRankCalls(FileCalls):
 
 
 class NoJournal(Journal):
-    """The journal of a run of one rank: nobody else looks at its disk."""
+    """The journal of a run of one rank, which records nothing, since no other rank reads it."""
 
     def __init__(self) -> None:
         self.log = _NoLog()

@@ -1,4 +1,4 @@
-"""``own_disk``: gives every rank the view of one process with its own disk; rank 0 has the real one."""
+"""``own_disk``: gives every rank its own disk, so that its program sees the files of one process."""
 
 from __future__ import annotations
 
@@ -52,19 +52,23 @@ def own_disk(
     notices: bool = False,
     begins: str | None = None,
 ) -> Iterator[None]:
-    """Have the program see the disk as one process would. See Note [A disk of each rank's own].
+    """Patch file functions so that the program sees the disk as one process would.
 
-    The ranks of the host share ``host_dir``; afterwards ``settle`` moves remaining files from there to the real disk.
-    Without ``lands`` no rank uses the real disk: rank 0 has its own one too. ``written`` is what earlier attempts of
-    the run have written, None if it begins only once; then rank 0 calls ``tell`` with its own changes. With ``notices``
-    each rank hears of its changes by ``notice_changes``. ``begins`` is a folder that ``keep_disk`` has made: a disk of
-    the rank's own begins with its files.
+    See Note [A disk of each rank's own].
+
+    Args:
+        host_dir: a folder that the ranks of the host share; later ``settle`` moves files from it to the real disk.
+        lands: whether rank 0 uses the real disk; otherwise it has an overlay too.
+        written: the files that earlier attempts of the run have written; None if the run cannot begin again.
+        tell: called by rank 0 with its changes, unless ``written`` is None.
+        notices: whether ``notice_changes`` has an effect.
+        begins: a folder that ``keep_disk`` has made, with whose files an overlay begins; None for an empty overlay.
     """
     global _calls  # the one disk of this process
     if lands and world_size == 1 and written is None:
         yield
         return
-    tempfile.gettempdir()  # tempfile finds its folder by writing there
+    tempfile.gettempdir()  # tempfile chooses its default folder by a write to it, which must reach the real disk
     folder = os.path.realpath(host_dir) + "/disk"
     with ExitStack() as stack:
         journal = Journal(folder) if world_size > 1 or not lands else NoJournal()
@@ -98,13 +102,13 @@ def own_disk(
 
 
 def asked_for_rank() -> None:
-    """Note that the program knows which rank it is: files that it writes under names of their own are intentional."""
+    """Note that the program knows which rank it is, so that files that only one rank writes are intentional."""
     if _calls is not None:
         _calls.asked()
 
 
 def has_asked() -> bool:
-    """Return whether the program of this rank, not the first, knows which rank it is."""
+    """Return whether this is a rank with an overlay whose program knows which rank it is."""
     return isinstance(_calls, OtherRankCalls) and _calls.was_asked
 
 
@@ -114,36 +118,36 @@ def knows_rank() -> bool:
 
 
 def reports_changes() -> bool:
-    """Return whether ``report_changes`` hears of the changes of files in this process."""
+    """Return whether ``report_changes`` has an effect in this process."""
     return isinstance(_calls, FirstRankCalls) and not _calls.is_over
 
 
 def report_changes(told: Callable[[str], None]) -> None:
-    """Call ``told`` from now on with each path that this process is about to change, unless ranks leave it alone."""
+    """Call ``told`` from now on with each path that rank 0 is about to change, except paths that lagom leaves alone."""
     if isinstance(_calls, FirstRankCalls):
         _calls.on_change = told
 
 
 def keep_disk(folder: str) -> None:
-    """Copy what the program has changed on the rank's own disk to ``folder``, in place of an earlier copy."""
+    """Copy this rank's overlay, if it has one, to ``folder``, in place of an earlier copy."""
     if isinstance(_calls, OtherRankCalls):
         _calls.keep(folder)
 
 
 def reach_disk(folder: str) -> None:
-    """Have this process find and change the real ``folder``, whatever disk of its own it has."""
+    """Let this process read and change the real ``folder`` from now on, also if it has an overlay."""
     if _calls is not None:
         _calls.free(folder)
 
 
 def share_disk() -> None:
-    """Let the program see the real disk from now on: it is a distributed program and says which rank writes."""
+    """Let the program use the real disk from now on: a distributed program decides itself which rank writes."""
     if _calls is not None:
         _calls.is_over = True
 
 
 def downloading() -> AbstractContextManager[None]:
-    """Let files that are written in the block be real, and visible to all ranks of the host."""
+    """Write the files of the block to the real disk, where all ranks of the host see them."""
     return nullcontext() if _calls is None else _calls.downloading()
 
 
@@ -161,45 +165,45 @@ def path_to_read(path: str) -> str:
 
 
 def is_protected() -> bool:
-    """Return whether a new attempt finds the files of this rank as a checkpoint needs them."""
+    """Return whether a new attempt after a loss finds the files of this rank as they fit its checkpoint."""
     return isinstance(_calls, ProtectedFirstRank)
 
 
 def growing_lengths() -> dict[str, int]:
-    """Return the lengths of files that the program goes on writing, after what it holds back has been written out."""
+    """Flush the files that the program goes on writing, and return their lengths; empty unless ``is_protected``."""
     return _calls.notes.lengths() if isinstance(_calls, ProtectedFirstRank) else {}
 
 
 def flush_at_save(stream: Any) -> None:
-    """Have ``stream`` flushed whenever the program has saved a file: it goes on with it after a loss of the run."""
+    """Flush ``stream`` from now on whenever the program has saved a file, so that the two fit together after a loss."""
     if isinstance(_calls, ProtectedFirstRank):
         _calls.notes.streams.add(stream)
 
 
 def note_tracked_run(run_id: str) -> None:
-    """Note that the program has begun a run of a tracker's, which an attempt after a loss does not go on with."""
+    """Note that the program has begun a tracker's run (MLflow); a new attempt gets it by ``lost_tracked_runs``."""
     if isinstance(_calls, ProtectedFirstRank):
         _calls.notes.tell("tracks", run_id)
 
 
 def lost_tracked_runs() -> set[str]:
-    """Return the runs that lost attempts have begun; once."""
+    """Return the ids of the trackers' runs that lost attempts have begun, and forget them."""
     return _calls.take_tracked() if isinstance(_calls, ProtectedFirstRank) else set()
 
 
 def finish_writes() -> None:
-    """Remove what is kept for a new attempt beside files of the program, which has ended."""
+    """Remove the files that lagom kept for a new attempt beside files of the program; call this when it has ended."""
     if isinstance(_calls, ProtectedFirstRank):
         _calls.finish()
 
 
 def writes_for_real() -> bool:
-    """Return whether files that this process writes are on the real disk, as a rule."""
+    """Return whether this process writes to the real disk, and has no overlay."""
     return not isinstance(_calls, OtherRankCalls)
 
 
 def notice_changes(rewrites: Callable[[], None], appends: Callable[[str, bool], None]) -> None:
-    """Call ``rewrites`` before the program changes the disk from now on, or ``appends`` when it has begun to append.
+    """From now on call ``rewrites`` before the program changes the disk, and ``appends`` when it begins to append.
 
     See ``FileChanges`` in restart/file_changes.py.
     """
@@ -224,13 +228,14 @@ def _installed(calls: FileCalls, notices: bool) -> Iterator[tuple[object, str, A
     yield from _abilities(calls, new)
     yield from _kept_in_classes(calls, new | {"open": opened})
     if isinstance(calls, OtherRankCalls):
-        # By paths: rank 0 may put a directory aside between two looks at it, and rmtree takes that for an attack.
+        # Let rmtree use paths, not descriptors: rank 0 may put a directory aside between two calls of rmtree, which
+        # would then refuse to go on, since it takes the replaced directory for an attack.
         yield shutil, "_use_fd_functions", False
     for name in ("_mkstemp_inner", "mkdtemp"):
         yield tempfile, name, calls.named_temporarily(vars(tempfile)[name])
     closer = vars(tempfile)["_TemporaryFileCloser"]
     name = "cleanup" if hasattr(closer, "cleanup") else "close"
-    # Its own default is the original function.
+    # The default of the parameter ``unlink`` is the original ``os.unlink``.
     yield closer, name, functools.partialmethod(vars(closer)[name], unlink=new["unlink"])
 
 
@@ -254,26 +259,29 @@ def _kept_in_classes(calls: FileCalls, new: dict[str, Any]) -> Iterator[tuple[ob
 
 
 # Note [A disk of each rank's own]
-# All ranks run the same program, and all of them write the same files. For the view of one process, every rank has its
-# own disk: it reads back what it writes, it does not see what it removes, `os.mkdir` makes a directory once, and no
-# rank waits for another. The disk of rank 0 is the real one. The other ranks' changes go to a folder of the run
-# (Overlay), which their reads prefer; a log says which paths are in it and which are removed.
+# All ranks run the same program, and all of them write the same files. So that each rank sees the files of one process,
+# every rank has its own disk. The rank reads back what it writes, does not see files that it has removed, and makes a
+# directory by `os.mkdir` without an error; no rank waits for another. Rank 0's disk is the real disk. The changes of
+# another rank go to a folder of the run (Overlay), which its reads prefer to the real disk; a log lists the paths that
+# are in the folder and the paths that are removed.
 #
-# Ranks are not equally fast: rank 0 may have made "out" before another rank asks whether it exists. So before its first
-# change of a path, rank 0 records the state of the path or puts the file aside (Journal), and the others look there
-# before they look at the real disk. The order is: the record, then the change. A reader looks for records before and
-# after (View.read), so it sees either the disk without the change, or the record.
+# Ranks are not equally fast: rank 0 may have made "out" before another rank asks whether "out" exists. So before its
+# first change of a path, rank 0 records the state of the path or puts the file aside (Journal), and the other ranks
+# look at these records before they look at the real disk. Rank 0 writes the record first and changes the path then. A
+# reader looks for records before and after it reads (View.read), so it sees either the disk without the change, or the
+# record.
 #
-# The state is kept in files, not in memory: loader workers forked from a rank see and change the same disk.
+# This state is in files and not in memory, so that loader workers, which are forked from a rank, see and change the
+# same disk as the rank.
 #
-# The real disk serves paths that no rank changes for itself: devices, /proc, the caches of torch and of hubs,
-# __pycache__, files that tempfile makes in its default folder (names of the rank's own, often handed to other
-# programs), and downloads, which the first rank of a host does for all. C code that opens paths (h5py, pyarrow, sqlite,
-# cv2) calls the same functions, see Note [Files of C code] in libraries.py. Other programs see and change the real
-# disk, on every rank. So do ranks on another host that share a file system with rank 0's (NFS): they write to overlays
-# too, but no record tells them what rank 0 has changed there since the start.
+# All ranks use the real disk for some paths: devices, /proc, the caches of torch and of hubs, __pycache__, files that
+# tempfile makes in its default folder (each rank has other names, and programs often hand them to other programs), and
+# downloads, which the first rank of a host does for all. C code that opens paths (h5py, pyarrow, sqlite, cv2) calls the
+# same functions; see Note [Files of C code] in libraries.py. Other programs see and change the real disk, on every
+# rank. Ranks on another host that share a file system (NFS) with rank 0's host write to overlays, but see the changes
+# that rank 0 makes there during the run, since they do not see its journal.
 
 # Note [Order of a directory]
-# The file system decides the order of os.listdir. A data set of a directory's files must have the same order on all
-# ranks. So lagom sorts by name if ranks may see different directories: a directory that the program has changed, or any
-# directory if ranks are on several hosts.
+# The file system decides the order of os.listdir, but a data set of the files of a directory must have the same order
+# on all ranks. So lagom sorts names if the file systems of two ranks may list a directory in different orders: if the
+# program has changed the directory, or if the ranks are on several hosts.

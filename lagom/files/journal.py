@@ -1,4 +1,4 @@
-"""``PathLog`` and ``Journal``: a log shared by processes, and the first rank's record of the disk before changes."""
+"""``PathLog`` and ``Journal``: a log that processes share, and the state of paths before the first rank's changes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from typing import Literal
 Kind = Literal["absent", "aside", "shared", "free", "put", "gone"]
 """The state of a path, and of paths below it.
 
-In the first rank's journal, before its first change of the path:
+In the first rank's journal, the state before the first rank's first change of the path:
 
 - "absent": nothing was there.
 - "aside": the original is kept at ``other``.
@@ -31,8 +31,12 @@ In the log of another rank:
 In both: "free", for a path of the real disk that is never put aside nor copied, such as a temporary file.
 """
 Change = Literal["name", "content", "truncate", "tree"]
-"""The coming change of a path: its name is given up or reused, its content is changed or discarded, or a directory is
-moved with its content.
+"""The change of a path that comes next.
+
+- "name": the path is removed, made or replaced.
+- "content": the content of the file is changed.
+- "truncate": the content of the file is discarded.
+- "tree": a file, or a directory with its content, is renamed.
 """
 
 _FICLONE = 0x40049409  # from linux/fs.h
@@ -42,7 +46,7 @@ os.register_at_fork(before=_READING.acquire, after_in_parent=_READING.release, a
 
 @dataclass(frozen=True, slots=True)
 class JournalEntry:
-    """The latest state of a path, and of paths below it that have no entry of their own."""
+    """The latest state of a path; it holds also for paths below it that have no entry of their own."""
 
     kind: Kind
     other: str = ""
@@ -50,7 +54,7 @@ class JournalEntry:
 
 
 class PathLog:
-    """Entries by path, in a file that processes append to; each sees the others' entries at once."""
+    """Entries by path, in a file to which processes append; ``fresh`` reads the entries of other processes."""
 
     def __init__(self, path: str) -> None:
         self._fd = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -58,7 +62,7 @@ class PathLog:
         """Bytes read so far; grows with each entry."""
         self.entries: dict[str, JournalEntry] = {}
         self.children: dict[str, set[str]] = {}
-        """Names of the entries directly in a directory."""
+        """Names of the entries directly in a directory, by the directory's path."""
 
     def close(self) -> None:
         """Close the file."""
@@ -66,7 +70,7 @@ class PathLog:
 
     def size(self) -> int:
         """Return the bytes that all processes have written."""
-        return os.lseek(self._fd, 0, os.SEEK_END)  # the fastest call for the size
+        return os.lseek(self._fd, 0, os.SEEK_END)  # the fastest system call for the size: every read asks for it
 
     def fresh(self) -> None:
         """Read the entries that were added since the last time."""
@@ -87,7 +91,7 @@ class PathLog:
         self.fresh()
 
     def nearest(self, path: str) -> tuple[str, JournalEntry] | None:
-        """Return the entry of ``path``, else that of the closest directory above it."""
+        """Return the entry of ``path``, or of the closest directory above it that has one, with its path; else None."""
         entries = self.entries
         if not entries:
             return None
@@ -100,7 +104,7 @@ class PathLog:
             path = path[: path.rfind("/")] or "/"
 
     def touches(self, directory: str) -> bool:
-        """Return whether there is an entry for ``directory``, directly in it or above it."""
+        """Return whether there is an entry for ``directory``, for a path directly in it, or for a directory above."""
         self.fresh()
         return directory in self.children or self.nearest(directory) is not None
 
@@ -115,7 +119,7 @@ class PathLog:
 
 
 class Journal:
-    """Record of a host's disk before the first rank's changes; the other ranks there read it."""
+    """Record of a host's disk before rank 0's changes, which the other ranks of the host read."""
 
     def __init__(self, folder: str) -> None:
         """Open the journal in ``folder``, which the ranks of the host share."""
@@ -130,7 +134,7 @@ class Journal:
         self.log.close()
 
     def lower(self, key: str) -> str | None:
-        """Return the path of the original of ``key``, a path without links; None if nothing was there."""
+        """Return the path at which the original of ``key`` is; None if nothing was at ``key``."""
         found = self.log.nearest(key)
         if found is None:
             return key
@@ -151,7 +155,7 @@ class Journal:
             try:
                 mode = os.lstat(key).st_mode
             except NotADirectoryError:
-                return  # nor will there be anything
+                return  # a parent is a file, so the change will fail
             except OSError:
                 self.log.add("absent", key)
                 return
@@ -167,7 +171,7 @@ class Journal:
                 self.log.add("aside", key, aside)
 
     def share(self, key: str) -> None:
-        """Show the other ranks the future file at ``key``: a download, which they do not do themselves."""
+        """Let the other ranks see the file that will be at ``key``: a download that the first rank does for all."""
         found = self.log.nearest(key)
         if found is not None and found[1].kind in ("absent", "aside"):
             self.log.add("shared", key)
@@ -179,7 +183,7 @@ class Journal:
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
-        # A new open file each time, so that threads exclude each other as well.
+        # Open the file anew each time: ``flock`` then excludes other threads of this process as well.
         fd = os.open(self._lock_path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX)
@@ -191,7 +195,7 @@ class Journal:
         return f"{self._aside}{os.getpid()}.{next(self._numbers)}"
 
     def _kept(self, key: str) -> str:
-        """Return the path at which the regular file ``key`` is kept, unchanged from now on."""
+        """Keep the regular file ``key`` by a hard link, or else by a copy, and return the path of that."""
         info = os.lstat(key)
         kept = self._inode(info)
         try:
@@ -208,7 +212,7 @@ class Journal:
         return f"{self._aside}inode.{info.st_dev}.{info.st_ino}"
 
     def _copy_kept(self, source: str, target: str) -> None:
-        """Keep the file ``source`` of a directory as ``target``."""
+        """Keep ``source``, a file in a directory that is put aside, as ``target``."""
         mode = os.lstat(source).st_mode
         if not stat.S_ISREG(mode):
             os.mknod(target, mode)  # a pipe or a socket
@@ -220,7 +224,7 @@ class Journal:
             copy(kept, target)
 
     def _part(self, key: str, keep_content: bool) -> None:
-        """Give ``key`` a file of its own, if it is still a hard link to a file that was put aside."""
+        """Replace ``key`` by a file of its own if it is still a hard link to a file that was put aside."""
         with suppress(OSError):
             info = os.lstat(key)
             if info.st_nlink > 1 and os.path.lexists(self._inode(info)):
@@ -229,7 +233,7 @@ class Journal:
                     os.rename(fresh, key)
 
     def _put_file_aside(self, key: str, change: Change) -> None:
-        """Put the file itself aside; continue with a copy if it is changed in place. See Note [New inode]."""
+        """Put the file itself aside; if it is about to be changed in place, leave a copy. See Note [New inode]."""
         if change not in ("content", "truncate"):
             self.log.add("aside", key, self._kept(key))
             return
@@ -247,7 +251,10 @@ class Journal:
                 os.unlink(fresh)
 
     def _renewed(self, key: str, keep_content: bool, num_links: int = 1) -> str | None:
-        """Make a file beside ``key`` to replace it, if that has ``num_links`` names; None if this is impossible."""
+        """Make a file beside ``key`` that can replace it, and return its path; None if this is impossible.
+
+        It is impossible if ``key`` does not have exactly ``num_links`` hard links, or belongs to another user.
+        """
         info = os.lstat(key)
         if info.st_nlink != num_links or info.st_uid != os.geteuid():
             return None
@@ -270,7 +277,7 @@ class Journal:
 
 
 def copy(source: str, target: str) -> None:
-    """Make a new file with content, mode and times of ``source``; shares its blocks if the file system can."""
+    """Make a new file with content, mode and times of ``source``; the two share blocks if the file system can."""
     with open(source, "rb") as read, open(target, "wb") as written:
         try:
             fcntl.ioctl(written.fileno(), _FICLONE, read.fileno())
@@ -280,7 +287,8 @@ def copy(source: str, target: str) -> None:
 
 
 # Note [New inode]
-# Another rank that is behind may have the file open, and continues to read it. So before the first rank writes into a
-# file that was there at the start, it renames the file and puts another one in its place: a copy or, if the content is
-# discarded, an empty one. This is impossible for a file of another user, with several names, in a directory that cannot
-# be written, or mounted by itself. Such a file is written in place, and only its copy is kept.
+# A rank that is behind may have a file open while rank 0 changes it, and must go on reading the original. So before
+# rank 0 writes into a file that was there at the start, it renames the file and puts another file in its place: a copy
+# or, if the content is discarded, an empty file. This is impossible for a file that belongs to another user, has
+# several hard links, is in a directory that cannot be written, or is itself a mount point. Such a file is changed in
+# place, and a copy of the original is kept.

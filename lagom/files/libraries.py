@@ -1,4 +1,4 @@
-"""``interpose_libraries``: sends files that C and Rust code opens to the rank's own disk, as Python's."""
+"""``interpose_libraries``: redirects files that C and Rust code opens to the rank's own disk."""
 
 from __future__ import annotations
 
@@ -22,26 +22,30 @@ log = logging.getLogger("lagom")
 
 _AT_FDCWD, _NOFOLLOW, _REMOVEDIR = -100, 0x100, 0x200  # from fcntl.h
 _FUNCTION = ctypes.CFUNCTYPE(ctypes.c_ssize_t, *[ctypes.c_size_t] * 6, use_errno=True)
-"""Type of any function of libc with up to six words; it ignores words that it does not take."""
+"""Type of a function of libc with up to six arguments of one machine word; libc ignores additional arguments."""
 _READS = {"stat": 0, "access": 0, "statfs": 0, "statvfs": 0, "__xstat": 1, "fstatat": 1, "faccessat": 1, "statx": 1}
 _READS |= {"lstat": 0, "readlink": 0, "__lxstat": 1, "readlinkat": 1, "__fxstatat": 2}
-"""Functions that only read a path, and the index of that argument."""
+"""Functions that only read a path, and the index of the argument with the path."""
 _FLAGS = {"fstatat": 3, "faccessat": 3, "statx": 2, "__fxstatat": 4}
+"""Functions with an argument of flags, and its index; the flag ``_NOFOLLOW`` is among them."""
 _AT = frozenset((*_FLAGS, "readlinkat"))
-"""Functions whose previous argument is the directory at which the path begins."""
+"""Functions with a descriptor, before the path, of the directory to which a relative path refers."""
 _OF_LINKS = frozenset(("lstat", "readlink", "__lxstat", "readlinkat"))
+"""Functions that do not follow a link at the path."""
 _MODES = {"r": os.O_RDONLY, "w": os.O_WRONLY | os.O_CREAT | os.O_TRUNC, "a": os.O_WRONLY | os.O_CREAT | os.O_APPEND}
 
 _kept: list[object] = []
-"""Functions that C code may still run while they are removed."""
+"""Replacements that stay alive after ``restore``, since a thread in C code may still run one."""
 
 
 @contextmanager
 def interpose_libraries(calls: FileCalls, *, reads: bool) -> Iterator[None]:
-    """Have libraries, also those that are loaded later, call Python's file functions.
+    """Make shared libraries, also libraries loaded later, call Python's file functions instead of libc's.
 
-    See Note [Files of C code]. With ``reads`` they also look for files where ``calls`` finds them. The environment
-    variable LAGOM_C_FILES=0 leaves libraries alone.
+    See Note [Files of C code]. The environment variable LAGOM_C_FILES=0 leaves libraries alone.
+
+    Args:
+        reads: whether functions that only read a path are replaced too, so that they find the files of ``calls``.
     """
     if os.environ.get("LAGOM_C_FILES") == "0":
         yield
@@ -54,7 +58,7 @@ def interpose_libraries(calls: FileCalls, *, reads: bool) -> Iterator[None]:
             stack.callback(imports.restore)
             imports.update()
         except (KeyError, OSError, AttributeError, ImportError, MemoryError) as error:
-            # Another machine, another libc, or a system on which C code may not call functions of Python.
+            # The processor or the libc is unknown, or the system does not let C code call functions of Python.
             if not reads:
                 told = "files that C code (torch.jit, h5py, sqlite) opens are on the real disk of every rank: %s: %s"
                 log.warning(told, type(error).__name__, error)
@@ -75,7 +79,7 @@ def _then(original: Callable[..., Any], update: Callable[[], None]) -> Callable[
 
 
 class _Functions:
-    """Functions that libraries call instead of libc's; numbers and addresses are one word each."""
+    """Functions that libraries call instead of libc's; each argument is one machine word, a number or an address."""
 
     def __init__(self, calls: FileCalls) -> None:
         self._calls = calls
@@ -97,7 +101,10 @@ class _Functions:
         return made
 
     def _made(self, name: str, at: int, function: Callable[..., Any]) -> Any:
-        """Return a C function that calls ``function`` with the original and its words; word ``at`` is a path."""
+        """Return a C function that calls ``function`` with libc's original and the arguments; ``at`` is the path's.
+
+        Calls without a path, for system files, and of lagom itself go to the original.
+        """
         original = _FUNCTION(_address(getattr(self._libc, name)))
         failed = 0 if name.startswith(("fopen", "opendir", "realpath")) else -1
 
@@ -109,7 +116,7 @@ class _Functions:
             except OSError as error:
                 ctypes.set_errno(error.errno or errno.EIO)
                 return failed
-            except KeyboardInterrupt:  # it cannot pass through C code
+            except KeyboardInterrupt:  # no exception can pass through C code, so raise it again in the main thread
                 _thread.interrupt_main()
                 ctypes.set_errno(errno.EINTR)
                 return failed
@@ -119,7 +126,7 @@ class _Functions:
 
         return _FUNCTION(call)
 
-    # Each function receives the original and six words, and reads as many as the function of libc has.
+    # Each function below receives libc's original and six words, of which it uses as many as libc's function takes.
 
     def _changing(self) -> Iterator[tuple[str, tuple[int, Callable[..., Any]]]]:
         yield "open", (0, lambda _, path, *rest: self._open(path, *rest))
@@ -187,7 +194,7 @@ def _fd(word: int) -> int | None:
 
 
 def _inherited(fd: int, inheritable: bool) -> int:
-    """Return ``fd``, inheritable or not; Python opens it for this process alone."""
+    """Make ``fd`` inheritable or not, and return it: ``os.open`` makes descriptors that are not inheritable."""
     os.set_inheritable(fd, inheritable)
     return fd
 
@@ -211,16 +218,16 @@ def _rename(at: int, path: int, to_at: int, to: int, flags: int = 0) -> None:
 
 
 # Note [Files of C code]
-# h5py, pyarrow, sqlite, tokenizers and other code not written in Python opens files by functions of libc, past Python's
-# replaced ones. A shared library calls libc through addresses in its own memory, which the loader fills in (its global
-# offset table). While the rank has its own disk, these are addresses of functions that call Python's `os`. So C code
-# has the same disk as Python, whichever library it is in. Libraries that are loaded later are changed when Python has
-# loaded them. Left alone are libraries that only look at devices and /proc, and Python itself, whose functions are
-# replaced already.
+# h5py, pyarrow, sqlite, tokenizers and other code that is not Python opens files by functions of libc, and does not use
+# the functions of Python that lagom replaces. A shared library calls libc through a table of addresses in its own
+# memory, which the loader fills in (the global offset table). While the rank has its own disk, the table has addresses
+# of functions that call Python's `os`. So C code of any library has the same disk as Python. Libraries that are loaded
+# later are changed when Python has loaded them. lagom leaves two kinds of libraries alone: libraries that open only
+# devices and /proc, and Python itself, whose functions are replaced already.
 #
-# C code that opens a file waits for the GIL in the meantime. Code that holds the GIL, and waits for its own thread that
-# opens a file, would wait for ever (no such code is known): LAGOM_C_FILES=0 is for that.
+# A redirected call of C code must wait for the GIL. If C code held the GIL and waited for a thread of its own that
+# opens a file, both would wait for ever. No such code is known; LAGOM_C_FILES=0 would be the remedy.
 #
-# Not reached are: a library that is linked into Python itself (sqlite, in some builds), code that calls the kernel
+# This does not reach a library that is linked into Python itself (sqlite, in some builds), code that calls the kernel
 # without libc (Go, and Rust's rustix, by which safetensors renames: see `_place_safetensors` in saving.py), and other
 # programs.

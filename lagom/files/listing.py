@@ -1,4 +1,4 @@
-"""``Scan`` and ``ListedEntry``: the result of ``os.scandir``, for a directory that the rank sees changed."""
+"""``Scan`` and ``ListedEntry``: the result of ``os.scandir`` for a directory that differs from the real disk's."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Scan:
 
 
 class ListedEntry:
-    """A replacement for ``os.DirEntry``, which cannot be made."""
+    """A replacement for ``os.DirEntry``, of which Python code cannot create instances."""
 
     def __init__(self, directory: str, given: Any, name: str) -> None:
         """Make the entry ``name`` of ``directory``, which the program gave as ``given``."""

@@ -68,19 +68,19 @@ class OtherRankCalls(FileCalls):
         return str(self._inside(lambda: self.overlay.listed(self.overlay.key(absolute, True)), path))
 
     def path_to_write(self, path: str) -> str:
-        """Return the place of the rank's own copy of the file ``path``.
+        """Return the path of the rank's own copy of the file ``path``.
 
-        Opened to append, so that the overlay copies the file up; then that copy is the place.
+        The file is opened to append once, which makes the overlay copy it to the rank's folder.
         """
         with open(path, "ab"):
             return self.path_to_read(path)
 
     def of(self, fd: int) -> str:
-        os.fstat(fd)  # raises the right error for one that is closed
+        os.fstat(fd)  # raises the right error if the descriptor is closed
         return self.overlay.seen(super().of(fd))
 
     def _inside(self, call: Callable[[], Any], path: Any, to: Any = None) -> Any:
-        """Run ``call`` with lagom's own calls reaching the disk; its exceptions name the program's paths."""
+        """Run ``call`` with file functions that reach the real disk; its exceptions get the program's paths."""
         self.own.inside = True
         try:
             return call()
@@ -93,7 +93,10 @@ class OtherRankCalls(FileCalls):
             self.own.inside = False
 
     def _one(self, name: str, follows: bool, act: Callable[[str, Callable[[str], Any]], Any]) -> Callable[..., Any]:
-        """Wrap a function of one path by ``act``, which takes the key and a function that takes a place."""
+        """Wrap a function of ``os`` with one path: call ``act`` with the path's key and the original function.
+
+        ``act`` calls the original function with the place where the file is.
+        """
         original = self.original[name]
 
         @functools.wraps(original)
@@ -117,7 +120,10 @@ class OtherRankCalls(FileCalls):
         return call
 
     def _two(self, name: str, act: Callable[[Any, str], None]) -> Callable[..., Any]:
-        """Wrap a function of two paths by ``act``, which takes their keys; of a link's target, as it is."""
+        """Wrap a function of ``os`` with two paths: call ``act`` with their keys.
+
+        The first path of ``symlink`` is the target of a link, and is passed as the program gave it.
+        """
         original = self.original[name]
 
         @functools.wraps(original)
@@ -151,7 +157,11 @@ class OtherRankCalls(FileCalls):
     # Listing
 
     def _listing(self, name: str, made: Callable[[Any], Any], own: Callable[[str, Any], Any]) -> Callable[..., Any]:
-        """Wrap ``listdir`` or ``scandir``: return ``made`` of the original's result, or ``own`` of the key."""
+        """Wrap ``listdir`` or ``scandir``.
+
+        The wrapper returns ``made`` of the original's result if the directory is the same on the real disk, otherwise
+        ``own`` of the key and the given path.
+        """
         original = self.original[name]
 
         @functools.wraps(original)
@@ -180,5 +190,5 @@ class OtherRankCalls(FileCalls):
 
 
 def _at_once(scan: Any) -> Scan:
-    with scan:  # so that later changes of rank 0 are not in it
+    with scan:  # read all entries now, so that later changes of rank 0 are not among them
         return Scan(list(scan))

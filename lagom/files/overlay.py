@@ -1,4 +1,4 @@
-"""``Overlay``: changes of a rank other than 0 to its disk, kept in a folder of its own."""
+"""``Overlay``: keeps the file changes of a rank other than 0 in a folder of its own."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Overlay(View):
     """
 
     def open(self, key: str, flags: int, mode: int) -> int:
-        """Open as ``os.open``; ``key`` was resolved as ``flags`` say, with links followed or not."""
+        """Open as ``os.open``; the caller has resolved links in ``key`` as far as ``flags`` allow."""
         writes = flags & (os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC) and flags & _UNNAMED != _UNNAMED
         if not writes or self.goes_real(key):
             return self.read(key, lambda place: os.open(place, flags, mode), os.close)
@@ -32,14 +32,14 @@ class Overlay(View):
         if flags & os.O_CREAT and (not found or flags & os.O_EXCL):
             return int(self.make(key, lambda place: os.open(place, flags, mode)))
         if not stat.S_ISREG(found) or self.is_own(key):
-            # A pipe or a device is the real one; a directory is refused.
+            # A pipe or a device of the real disk is opened itself; the system refuses to open a directory for writing.
             return self.read(key, lambda place: os.open(place, flags & ~os.O_CREAT, mode), os.close)
         if not self.read(key, lambda place: os.access(place, os.W_OK)):
             _refuse(errno.EACCES)
         return os.open(self.copied_up(key, keep_content=not flags & os.O_TRUNC), flags, mode)
 
     def make(self, key: str, call: Callable[[str], Any]) -> Any:
-        """Make a file, directory or link, which ``call`` makes at a place."""
+        """Make a file, directory or link at ``key``; ``call`` makes it at the place that it is given."""
         if self.goes_real(key):
             return call(key)
         if self.mode(key):
@@ -64,7 +64,10 @@ class Overlay(View):
         self.make(key, link)
 
     def change(self, key: str, call: Callable[[str], Any]) -> Any:
-        """Change mode, times or content of ``key`` by ``call``; rank 0 does it for a directory that ranks share."""
+        """Change mode, times or content of ``key`` by ``call``.
+
+        Nothing is done to a directory that is not in the rank's folder: rank 0 changes the real directory.
+        """
         if self.goes_real(key):
             return call(key)
         if stat.S_ISDIR(self.lstat(key).st_mode) and not self.is_own(key):
@@ -130,7 +133,7 @@ class Overlay(View):
             self._drop(key)
 
     def _rename_tree(self, key: str, to: str) -> None:
-        """Rename a directory by its files: some are the rank's own, and some are common."""
+        """Rename a directory entry by entry: some entries are in the rank's folder, others on the real disk."""
         if self.mode(to):
             self.rmdir(to, os.rmdir)
         self.make(to, os.mkdir)
@@ -140,7 +143,7 @@ class Overlay(View):
         self.rmdir(key, os.rmdir)
 
     def copied_up(self, key: str, keep_content: bool = True) -> str:
-        """Return the path of the rank's own copy of the file or link ``key``, made if missing."""
+        """Return the path of the rank's own copy of the file or link ``key``; make the copy if there is none."""
         mode = self.lstat(key).st_mode
         if self.is_own(key):
             return self.upper + key
@@ -175,11 +178,11 @@ class Overlay(View):
         return True
 
     def _prepared(self, key: str) -> str:
-        """Return the path at which to make ``key``."""
+        """Return the path at which to make ``key`` in the rank's folder, after a check of its directory."""
         self._check_may_change(os.path.dirname(key))
         os.makedirs(self.upper + os.path.dirname(key), exist_ok=True)
         if not self.is_own(key):
-            clear(self.upper + key)  # folders that were needed for paths below a removed directory
+            clear(self.upper + key)  # a removed directory may have left empty folders here
         return self.upper + key
 
     def _check_is_directory(self, key: str) -> None:
@@ -204,7 +207,7 @@ class Overlay(View):
             self.log.add("put", key)
 
     def _drop(self, key: str) -> None:
-        """Log that the file ``key`` is removed; its own copy, if any, is gone already."""
+        """Log that the file ``key`` is removed; the caller has removed the rank's own copy, if there was one."""
         own, theirs = self.log.nearest(key), self.journal.log.nearest(key)
         inside = own is not None and own[0] != key and own[1].kind == "put"
         if not inside or (theirs is not None and theirs[1].kind == "shared"):
@@ -216,7 +219,7 @@ def _refuse(number: int) -> NoReturn:
 
 
 def copy_disk(folder: str, target: str) -> None:
-    """Copy the files of an overlay, and its log of them, to another folder."""
+    """Copy the files and the log of an overlay to another folder, in place of earlier files there."""
     clear(f"{target}/files")
     os.makedirs(target, mode=0o700, exist_ok=True)
     shutil.copytree(f"{folder}/files", f"{target}/files", symlinks=True, copy_function=_copy_file)

@@ -1,4 +1,4 @@
-"""``open_noted`` and ``GrowingStreams``: file objects of the program of which a rank knows when they are complete."""
+"""``open_noted`` and ``GrowingStreams``: files of the program that lagom sees closed, or can flush."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 
 class NotedFile(io.FileIO):
-    """A file that calls ``closed_with`` with its last status when it has been closed."""
+    """A file that calls ``closed_with`` with its last status after it has been closed."""
 
     closed_with: Callable[[os.stat_result], None]
 
@@ -34,7 +34,11 @@ def open_noted(
     opener: Callable[[Any, int], int],
     closed_with: Callable[[os.stat_result], None],
 ) -> Any:
-    """Open ``file`` in a valid ``mode`` that creates or empties it; the other arguments are those of ``io.open``."""
+    """Open ``file`` as ``io.open`` does, in a ``mode`` that creates or empties it.
+
+    Args:
+        closed_with: called with the file's last status after the program has closed it.
+    """
     raw = NotedFile(os.fspath(file), "".join(letter for letter in mode if letter in "wx+"), opener=opener)
     raw.closed_with = closed_with
     result: Any = raw
@@ -58,7 +62,7 @@ def open_noted(
 
 
 class GrowingStreams:
-    """File objects that append, and may hold back what was written; they can all be flushed."""
+    """The open file objects to which the program writes; ``flush`` writes out their buffers."""
 
     def __init__(self) -> None:
         self._streams: list[weakref.ref[Any]] = []
@@ -72,5 +76,5 @@ class GrowingStreams:
         """Flush the streams that are open."""
         for one in self._streams:
             if (stream := one()) is not None:
-                with suppress(Exception):  # it has been closed, or its disk is full: the program learns that itself
+                with suppress(Exception):  # the stream is closed, or the disk is full: the program gets its own error
                     stream.flush()

@@ -1,4 +1,4 @@
-"""``warn_of_programs``: warns that other programs write to the real disk, on every rank."""
+"""``warn_of_programs``: warns that a program that every rank starts writes to the real disk on every rank."""
 
 from __future__ import annotations
 
@@ -24,7 +24,10 @@ _LIBRARIES += (os.path.join(str(Path(__file__).parents[1]), ""),)
 
 @contextmanager
 def warn_of_programs(knows_rank: Callable[[], bool]) -> Iterator[None]:
-    """Warn once that every rank starts a program, unless the function ``knows_rank`` or a library starts it."""
+    """Warn once in the block when the user's code starts another program, which every rank then does.
+
+    There is no warning if ``knows_rank`` returns True, or if a library starts the program.
+    """
     told = False
 
     def started(original: Callable[..., Any], at: int, name: str) -> Callable[..., Any]:

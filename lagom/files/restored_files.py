@@ -1,4 +1,4 @@
-"""``RestoredFiles``: on a rank of a new attempt, gives back what belongs to a checkpoint that the program reads.
+"""``RestoredFiles``: gives appended files back, in a new attempt, the content that fits the checkpoint it reads.
 
 See Note [Files of a lost attempt] in restart/prepared_files.py.
 """
@@ -16,16 +16,16 @@ from lagom.restart.written_files import REWRITTEN, AppendedFile, SavedVersion, W
 log = logging.getLogger("lagom")
 
 Open = Callable[[str, int, int], int]
-"""``os.open`` as this rank has it: the real disk or its own."""
+"""This rank's ``os.open``, which opens files on the real disk or on the rank's own."""
 
 
 class RestoredFiles:
-    """Files that earlier attempts have written, as one rank of this attempt finds them.
+    """Files of earlier attempts, which have been lost, on one rank of this attempt.
 
     Args:
-        written: what those attempts have written.
+        written: the files that those attempts have written.
         opened: opens a file on the disk of this rank.
-        flush: writes out what the program's own open files still hold back.
+        flush: flushes the buffers of the program's open files.
         resumed: called with the checkpoint that the program goes on from, and the time when it was saved.
     """
 
@@ -43,26 +43,30 @@ class RestoredFiles:
         self._at = 0.0
         self._lengths: dict[str, int] = {}
         self._created = set(written.saved) | written.made
-        """Files that a lost attempt has made, and this one not yet."""
+        """Files that a lost attempt has made, and that this attempt has not made yet."""
 
     def created(self, key: str) -> bool:
-        """Return whether a lost attempt made ``key``; from now on it counts as made by this one."""
+        """Return whether a lost attempt made ``key``; if so, ``key`` counts as made by this attempt from now on."""
         if key not in self._created:
             return False
         self.changes(key)
         return True
 
     def is_done(self, key: str) -> bool:
-        """Return whether a lost attempt has removed ``key``, or renamed it, after the snapshot; it counts once."""
+        """Return whether a lost attempt has removed or renamed ``key`` after the snapshot; True only once for a key."""
         return self._written.snapshot_at is not None and self._written.gone.pop(key, None) is not None
 
     def changes(self, key: str) -> None:
-        """Note that this attempt has made, emptied, removed or renamed ``key``: it is no longer the lost one's."""
+        """Note that this attempt has made, emptied, removed or renamed ``key``, which is no longer a lost attempt's."""
         self._created.discard(key)
         self._written.saved.pop(key, None)
 
     def reads(self, key: str) -> None:
-        """Note that the program reads ``key``; if a lost attempt has saved it, the program goes on from there."""
+        """Note that the program reads ``key``.
+
+        If a lost attempt has saved ``key``, and there is no snapshot, the program goes on from this checkpoint:
+        appended files get back the content that they had when the checkpoint was saved.
+        """
         if key not in self._written.saved:
             return
         try:
@@ -86,7 +90,7 @@ class RestoredFiles:
                     self._restore(path, file, version)
 
     def _restore(self, path: str, file: AppendedFile, version: SavedVersion) -> None:
-        """Give ``path`` back what it had when ``version`` was saved; what this attempt has appended follows."""
+        """Give ``path`` back the content that it had when ``version`` was saved, then what this attempt appended."""
         lost = beside(path, self._written.token, "lost")
         if file.in_place:
             self._bring_back(path, lost)
@@ -116,7 +120,7 @@ class RestoredFiles:
 
 
 def _joined(lost: bytes, own: bytes) -> bytes:
-    """Return both; once what one repeats of the other."""
+    """Return ``lost`` followed by ``own``; if one of them begins with the other, return the longer one."""
     if lost.startswith(own):
         return lost
     return own if own.startswith(lost) else lost + own

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 @contextmanager
 def patch_saves_and_downloads(session: Session) -> Iterator[None]:
-    """Have saves replace a file only when the new one is whole, and downloads run once on each host."""
+    """Patch saves so that they replace a file only by a complete one, and downloads so that a host runs them once."""
     downloads = Downloads(session)
     with ExitStack() as stack:
         for owner in (torch, torch.serialization):
@@ -43,7 +43,10 @@ def patch_saves_and_downloads(session: Session) -> Iterator[None]:
 
 
 def _place_safetensors(safetensors: ModuleType, stack: ExitStack) -> None:
-    """Redirect safetensors' writer, which renames a file by a call of the kernel and not by a function of libc."""
+    """Redirect safetensors' writer to the rank's own disk.
+
+    It renames a file by a system call of its own, so the replaced functions of libc do not see the rename.
+    """
     original = safetensors.serialize_file
 
     @functools.wraps(original)
@@ -74,7 +77,7 @@ def _write_to_overlay(path: str, write: Callable[[str], None]) -> None:
         try:
             place = stack.enter_context(_place_to_write(path))
         except OSError:
-            place = files.path_to_read(path)  # torch fails there with its own error
+            place = files.path_to_read(path)  # the path cannot be written: torch raises its own error for this place
         try:
             _write_whole(place, write)
         except RuntimeError as error:
@@ -84,7 +87,7 @@ def _write_to_overlay(path: str, write: Callable[[str], None]) -> None:
 
 @contextmanager
 def _place_to_write(path: str) -> Iterator[str]:
-    """Yield the place where C code must write ``path``; if the block fails, remove the file if it was made for it."""
+    """Yield the place where C code must write ``path``; if the block fails, remove a file that was new."""
     target = os.path.realpath(path)
     is_new = not os.path.exists(target)
     place = files.path_to_write(path)
@@ -92,7 +95,7 @@ def _place_to_write(path: str) -> Iterator[str]:
         yield place
     except BaseException:
         with suppress(OSError):
-            # Else it is no file of the rank's own, and another process has written it meanwhile.
+            # A real file that is not empty stays: another process has written it meanwhile.
             if is_new and (place not in (path, target) or os.path.getsize(target) == 0):
                 os.unlink(target)
         raise
@@ -107,7 +110,7 @@ def _write_whole(given: str, write: Callable[[str], None]) -> None:
     if not os.path.isdir(os.path.dirname(path)) or (os.path.exists(path) and not os.path.isfile(path)):
         write(given)  # the folder does not exist, or a device or a pipe cannot be replaced
         return
-    # A folder, since the file's name goes into the file.
+    # The partial file is in a folder of its own and has the final name, since torch.save writes the name into the file.
     folder = partial_folder(path)
     partial = f"{folder}/{os.path.basename(path)}"
     try:

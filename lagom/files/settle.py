@@ -18,7 +18,10 @@ _OF_A_PROCESS = re.compile(r"\d+")
 
 
 def settle(host_dir: Path, ranks: Sequence[int], local_ranks: Sequence[int]) -> list[str]:
-    """Settle the files of ``ranks``, which have ended; return a sentence for each failure. See Note [What is left]."""
+    """Move files that rank 0 did not write from the overlays of ``ranks``, which have ended, to the real disk.
+
+    Return a sentence for each failure. See Note [What is left].
+    """
     folder = os.path.realpath(host_dir) + "/disk"
     problems: list[str] = []
     for rank, local_rank in zip(ranks, local_ranks, strict=True):
@@ -38,7 +41,7 @@ def settle(host_dir: Path, ranks: Sequence[int], local_ranks: Sequence[int]) -> 
 
 
 def _put_files(log: PathLog, upper: str) -> Iterator[str]:
-    """Yield the paths of the files that a rank has in its own folder ``upper``."""
+    """Yield the program's paths of the files that a rank has in its own folder ``upper``."""
     for key, entry in list(log.entries.items()):
         if entry.kind != "put":
             continue
@@ -50,7 +53,7 @@ def _put_files(log: PathLog, upper: str) -> Iterator[str]:
 
 
 class _Remains:
-    """Files that one rank has left."""
+    """The files in the overlay of one rank that has ended."""
 
     def __init__(self, folder: str, journal: Journal, log: PathLog, first_of_host: bool) -> None:
         self._upper = folder + "/files"
@@ -74,7 +77,7 @@ class _Remains:
         return problems
 
     def _remade(self, rank: int) -> list[str]:
-        """Repeat the program's removals, and make its directories, on a host without rank 0."""
+        """Repeat the rank's removals, and make its directories, on the real disk of a host without rank 0."""
         problems = []
         for key, entry in list(self._log.entries.items()):
             place = self._upper + key
@@ -101,10 +104,10 @@ class _Remains:
 
 
 def keep_files(host_dir: Path, folder: str, cwd: str) -> list[str]:
-    """Move what rank 0 of a trial wrote, on a disk of its own, below ``folder``; return a sentence for each failure.
+    """Move the files that rank 0 of a trial wrote to its own disk below ``folder``; return a sentence for each failure.
 
-    Files below ``cwd`` go to ``files``, others to ``elsewhere`` under their whole path. Those that ``tempfile`` made
-    are not among them: they are on the real disk.
+    Files below ``cwd`` go to ``files``, others to ``elsewhere`` under their whole path. Files that ``tempfile`` made
+    stay where they are, since they are on the real disk.
     """
     own, cwd = os.path.realpath(host_dir) + "/disk/0", os.path.realpath(cwd)
     if not os.path.exists(own + "/log"):
@@ -125,11 +128,12 @@ def keep_files(host_dir: Path, folder: str, cwd: str) -> list[str]:
 
 # Note [What is left]
 # The overlays of the other ranks hold the same files that rank 0 has on the real disk, and are removed with the run.
-# But a program may have one rank write a file of its own, by asking lagom.rank(). Such a file is moved to the real disk
-# when the rank has ended, normally or not; so the process that held the rank does this. The rule: the program has asked
-# for its rank, rank 0 has not touched the path, and no part of the path is the number of the rank's process, as in the
-# names of TensorBoard's events, which every rank would write for itself.
+# But a program may call lagom.rank(), and let one rank write a file that the others do not write. Such a file is moved
+# to the real disk when the rank has ended, normally or not; so the rank's host process does this. A file is moved if
+# three conditions hold: the program has asked for its rank, rank 0 has not touched the path, and no number in the path
+# is the pid of the rank. The third condition excludes files such as TensorBoard's events, which every rank writes under
+# a name with its pid.
 #
-# On a host without rank 0 no rank has written to the real disk. There the first rank's changes are made on the disk, as
-# if the program had run there: the next run finds its checkpoints on every host that this one had. File systems that
-# rank 0's host may share are left out: rank 0's own changes are there.
+# On a host without rank 0 no rank has written to the real disk. There the changes of the host's first rank are made on
+# the real disk, as if the program had run there, so that a later run finds the checkpoints on every host of this run.
+# File systems that rank 0's host may share are left out: rank 0 has made its changes there.

@@ -38,7 +38,7 @@ _SYSTEM = re.compile(
 )
 """Libraries that open no files of the program: C's own, Python, CUDA, OpenMP, Java, allocators.
 
-They read /proc and devices, and from threads that must not wait for Python.
+They must not be redirected: they open /proc and devices, also in threads that must not wait for the GIL.
 """
 
 
@@ -50,7 +50,7 @@ class Library(NamedTuple):
 
 
 class Slot(NamedTuple):
-    """A place in memory that holds the address of the imported function ``name``."""
+    """An entry of a library's global offset table: the address of the imported function ``name``."""
 
     name: str
     address: int
@@ -58,7 +58,7 @@ class Slot(NamedTuple):
 
 
 class _LinkMap(ctypes.Structure):
-    """Maps the first fields of link.h's ``link_map``, from which loaded libraries are listed."""
+    """The first fields of ``struct link_map`` (link.h), the loader's linked list of loaded libraries."""
 
     _fields_ = (
         ("base", ctypes.c_size_t),
@@ -73,10 +73,10 @@ os.register_at_fork(before=_UPDATING.acquire, after_in_parent=_UPDATING.release,
 
 
 class Imports:
-    """Replaces libc's functions in the loaded libraries and, after an ``update``, in new ones."""
+    """Replaces libc's functions in the shared libraries that are loaded at each ``update``."""
 
     def __init__(self, machine: str, functions: Mapping[str, int]) -> None:
-        """Take the machine's name, and the replacements' addresses by name."""
+        """Take the machine's name, and the address of each replacement by the name of the function of libc."""
         if machine not in _KINDS:
             raise OSError(errno.ENOSYS, f"how libraries for {machine} import functions is not known")
         self._machine = machine
@@ -84,7 +84,7 @@ class Imports:
         self._before: dict[Library, list[tuple[Slot, int]]] = {}
 
     def update(self) -> None:
-        """Redirect the functions of libraries that were loaded since the last call; forget those that were unloaded."""
+        """Redirect the functions of libraries loaded since the last call, and forget libraries that were unloaded."""
         with _UPDATING:
             libraries = loaded()
             for gone in self._before.keys() - set(libraries):
@@ -102,7 +102,8 @@ class Imports:
 
     def _change(self, library: Library) -> None:
         found = [slot for slot in slots(library, self._machine) if slot.name in self._functions]
-        # Another thread is still loading it: its addresses are filled in later, so change it at the next update.
+        # An address below the library's base is not filled in yet, since another thread is still loading the library.
+        # Such a library is changed at the next update.
         if all(ctypes.c_size_t.from_address(slot.address).value > library.base for slot in found):
             self._before[library] = [(slot, self._set(slot, self._functions[slot.name])) for slot in found]
 
@@ -119,9 +120,10 @@ class Imports:
 
 
 def loaded() -> list[Library]:
-    """Return the libraries of this process, from the loader's own list.
+    """Return the loaded libraries of this process, from the loader's own list.
 
-    dl_iterate_phdr would call Python under a lock that an import, which holds the GIL, waits for.
+    dl_iterate_phdr could deadlock: it would call Python while it holds a lock, and an import that holds the GIL may
+    wait for that lock.
     """
     found, address = list[Library](), _LIBC._handle
     while address:

@@ -1,6 +1,7 @@
-"""``View``: where a rank other than 0 finds files: the disk as it was at the start, with the rank's own changes.
+"""``View``: finds files for a rank with an overlay, which sees the disk at the run's start plus its own changes.
 
-Paths called ``key`` are absolute and contain no symbolic link. See Note [A disk of each rank's own] in install.py.
+A ``key`` is an absolute path without symbolic links, by which the program knows a file. A ``place`` is the path at
+which the file is in fact. See Note [A disk of each rank's own] in install.py.
 """
 
 from __future__ import annotations
@@ -23,12 +24,17 @@ _MAX_LINKS = 40  # links that a path may follow, as in Linux
 
 
 class View:
-    """Places of files: in the rank's own folder (``upper``), put aside by the first rank, or at their own path."""
+    """Finds the place of a file: in the rank's folder (``upper``), put aside by the first rank, or at the key."""
 
     def __init__(
         self, folder: str, journal: Journal, left_alone: Callable[[str], bool], downloads: Callable[[], bool]
     ) -> None:
-        """View from the rank's own ``folder``; ``left_alone`` paths and ``downloads`` are on the real disk."""
+        """Keep the rank's files and log in ``folder``.
+
+        Args:
+            left_alone: returns whether a key is on the real disk for every rank.
+            downloads: returns whether this thread downloads, so that its files go to the real disk.
+        """
         self.upper = folder + "/files"
         os.makedirs(self.upper, mode=0o700, exist_ok=True)
         self.log = PathLog(folder + "/log")
@@ -51,13 +57,13 @@ class View:
         self.journal.log.fresh()
         state = (self.log.num_read, self.journal.log.num_read)
         if state != self._state:
-            self._directories = {}  # another thread may be using the former one
+            self._directories = {}  # a new dict, since another thread may be using the old one
             self._state = state
 
     # Where things are
 
     def key(self, path: str, follow: bool) -> str:
-        """Return the key of an absolute path; with ``follow``, the key of a link's target."""
+        """Return the key of an absolute path; with ``follow``, and if the path is a link, the key of its target."""
         self._refresh()
         head, _, tail = path.rpartition("/")
         if tail in ("", ".", ".."):
@@ -97,7 +103,7 @@ class View:
             return None
 
     def place(self, key: str) -> str:
-        """Return the path where this rank reads the file ``key`` now; one that never exists if there is none."""
+        """Return the path where this rank reads the file ``key`` now; a path that never exists if there is no file."""
         if self.left_alone(key):
             return key
         own = self.log.nearest(key)
@@ -113,14 +119,14 @@ class View:
         return self._nowhere + key
 
     def _is_shared_below(self, key: str, at: str) -> bool:
-        """Return whether ``key``, in this rank's own directory ``at``, is a download of the first rank."""
+        """Return whether ``key``, below the directory ``at`` of this rank's folder, is a download of the first rank."""
         found = self.journal.log.nearest(key)
         if found is None or found[1].kind != "shared" or len(found[0]) < len(at):
             return False
         return not os.path.lexists(self.upper + key)
 
     def is_own(self, key: str) -> bool:
-        """Return whether ``key`` is, or would be, in the rank's own folder."""
+        """Return whether the place of ``key`` is in the rank's own folder, also if no file is there."""
         return self.place(key).startswith(self.upper + "/")
 
     def seen(self, place: str) -> str:
@@ -138,7 +144,10 @@ class View:
     # Reading
 
     def read(self, key: str, call: Callable[[str], T], undo: Callable[[T], None] = lambda _: None) -> T:
-        """Run ``call`` with the place of ``key``; again if the first rank changed it meanwhile."""
+        """Return the result of ``call`` with the place of ``key``; call again if the first rank changed it meanwhile.
+
+        ``undo`` takes the result of a call that is repeated.
+        """
         theirs = self.journal.log
         while True:
             num_read, place = theirs.num_read, self.place(key)
@@ -155,10 +164,10 @@ class View:
             undo(result)
 
     def is_untouched(self, path: str) -> bool:
-        """Return whether the disk has at the absolute ``path`` the directory that the rank sees there."""
+        """Return whether the directory at the absolute ``path`` on the real disk is the one that the rank sees."""
         key = self.key(path + "/", follow=True)
         touched = self.log.touches(key) or self.journal.log.touches(key)
-        # Links on the way may differ from the disk's.
+        # On the real disk the links in the path may lead elsewhere.
         return not touched and self.place(key) == key == os.path.realpath(path)
 
     def lstat(self, key: str) -> os.stat_result:
@@ -186,7 +195,10 @@ class View:
         return self.read(key, look)
 
     def listed(self, key: str) -> str:
-        """Return a directory for C code to list: that at ``key``, or a copy with the names that the rank sees."""
+        """Return a directory for C code to list in place of ``key``.
+
+        It is the place of ``key`` if its names are those that the rank sees; otherwise a new folder with these names.
+        """
         place, names = self.place(key), self.names(key)
         if set(os.listdir(place)) == set(names):
             return place

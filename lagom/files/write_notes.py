@@ -1,4 +1,4 @@
-"""``WriteNotes``: rank 0 tells the driver what it is about to change, so that a new attempt can begin from there.
+"""``WriteNotes``: rank 0 tells the driver which files it is about to change, for a new attempt after a loss.
 
 See Note [Files of a lost attempt] in restart/prepared_files.py.
 """
@@ -23,29 +23,29 @@ class WriteNotes:
     """Notes on the files of one rank; keys are absolute paths without links.
 
     Args:
-        written: what earlier attempts have written.
+        written: the files that earlier attempts have written.
         tell: sends a message to the driver.
-        disk: the functions of ``os`` that reach the disk, by name.
+        disk: the original functions of ``os``, which reach the real disk, by name.
     """
 
     def __init__(self, written: WrittenFiles, tell: Tell, disk: Mapping[str, Callable[..., Any]]) -> None:
         self._disk = disk
         self.has_siblings = not written.is_empty
-        """Whether there may be files beside those of the program."""
+        """Whether there may be files of lagom's own beside files of the program."""
         self._token = written.token
         self._send = tell
         self._pid = rank_pid()
         self._appended = {path for path, file in written.appended.items() if not file.in_place}
         self._emptied: dict[str, bool] = {}
-        """Files that the program has created or emptied, and whether they were there when the run began."""
+        """Files that the program has created or emptied, and whether each one existed before."""
         self._made: set[str] = set()
         self._open: set[str] = set()
         self.streams = GrowingStreams()
-        """Flushed before lengths are taken."""
+        """Files to which the program writes; they are flushed before lengths are read."""
 
     @property
     def is_active(self) -> bool:
-        """Return whether this is the rank's own process: forks of it share its connection."""
+        """Whether this is the rank's own process; its forks must not use the connection that they inherit."""
         return rank_pid() == self._pid
 
     def tell(self, what: str, path: str, **more: Any) -> None:
@@ -78,22 +78,22 @@ class WriteNotes:
                 self.tell("changes", key)
 
     def begins_whole(self, key: str, before: os.stat_result | None) -> None:
-        """Note that a file is about to be written whole; ``before`` is its status, None if there is none."""
+        """Note that a file is about to be written whole; ``before`` is its status, None if there is no file yet."""
         self._open.add(key)
         self.tell("writes", key, before=None if before is None else identity_of(before))
 
     def keeps_old(self, key: str, original: str) -> None:
-        """Keep the version before: the file ``key`` itself, or ``original``, which has been put aside."""
+        """Keep a file's earlier version beside it: ``key`` itself, renamed, or a link to ``original``, put aside."""
         self.has_siblings = True
         old = beside(key, self._token, "old")
-        with suppress(OSError):  # on another disk; then the next attempt finds no file
+        with suppress(OSError):  # ``original`` is on another file system: a new attempt finds no earlier version
             if original != key:
                 self._disk["link"](original, old)
             else:
                 self._disk["rename"](key, old)
 
     def ended_whole(self, key: str, status: os.stat_result) -> None:
-        """Note that the file has been closed, with ``status``."""
+        """Note that the file has been closed with ``status``, and remove its earlier version."""
         if not self.is_active or key not in self._open:
             return
         self._open.discard(key)
@@ -106,9 +106,9 @@ class WriteNotes:
         self.tell("saved", key, identity=identity_of(status), lengths=self.lengths(self._appended))
 
     def lengths(self, paths: Collection[str] | None = None) -> dict[str, int]:
-        """Write out what the program's streams hold back, and return the lengths of files that grow, or of ``paths``.
+        """Flush the program's streams, and return the lengths of ``paths``, by default of all files that grow.
 
-        Files that are written anew count while they are open.
+        These are the files to which the program appends, and open files that it writes whole.
         """
         self.streams.flush()
         lengths = {}
@@ -146,7 +146,7 @@ class WriteNotes:
             self.tell("gone", key)
 
     def finish(self) -> None:
-        """Remove what is kept beside files that the program has left open."""
+        """Remove the earlier versions of files that the program has left open."""
         for key in self._open if self.is_active else ():
             with suppress(OSError):
                 self._disk["unlink"](beside(key, self._token, "old"))
