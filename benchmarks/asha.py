@@ -32,7 +32,7 @@ SPACE = {
     "dropout": ("DOUBLE", [0.0, 0.9]),
 }
 Curve = list[tuple[int, float]]
-"""Epochs of all trials so far, and the best accuracy by then."""
+"""Points of a curve: the number of epochs of all trials together so far, and the best accuracy of these trials."""
 
 
 def train(train_set: Any, test_set: Any, hparams: Mapping[str, Any], reporter: Any) -> float:
@@ -83,7 +83,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def curve(study: Any, epochs: int) -> Curve:
-    """Return the best accuracy so far, whenever a trial of Optuna's ``study`` has ended."""
+    """Return a point for each trial of Optuna's ``study`` that has ended, in the order of their ends."""
     found, spent, best = Curve(), 0, 0.0
     for trial in sorted(study.trials, key=lambda one: one.datetime_complete):
         spent += len(trial.intermediate_values)
@@ -137,7 +137,7 @@ def plot(found: Mapping[str, Sequence[tuple[float, float, float]]]) -> str:
 
 
 def _stairs(points: Sequence[tuple[float, float]]) -> list[str]:
-    """Return the points of an SVG line that stays level until the next height, without those between."""
+    """Return the points of an SVG line in steps, without points between two of the same height."""
     found = [points[0]]
     for point in points[1:]:
         if point[1] != found[-1][1]:

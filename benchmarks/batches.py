@@ -2,9 +2,10 @@
 
     python -m benchmarks.batches [--steps 30] [--rounds 3] [--only PROGRAM]
 
-The settings are: one process with all cores; ``batches="split"``; ``"whole"``; and ``"whole"`` with every forward
-sliced that can be, even if that does not pay. The last column is the part of a step that loads samples: if "whole"
-loaded sharded samples too, 2 ranks could save at most half of that part.
+The settings are: one process with all cores; ``batches="split"``; ``"whole"``; and ``"whole"`` with every forward that
+can be split by rows split, even if the exchange costs more time than it saves. The last column is the time of a step in
+which samples are loaded. With "whole" each rank loads all samples; if it loaded only its share, 2 ranks could save at
+most half of that time.
 """
 
 from __future__ import annotations

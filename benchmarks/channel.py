@@ -59,8 +59,8 @@ def measure(num_ranks: int, seconds: float, encrypted: bool) -> tuple[float, flo
     """Run a driver with ``num_ranks`` simulated ranks.
 
     Returns:
-        Seconds until all ranks had joined; the share of a core that the event loop takes; the share that showing and
-        storing progress takes; the number of heartbeats that were received.
+        Seconds until all ranks had joined; share of a core that the event loop uses; share of a core that the thread
+        uses that shows and stores progress; number of received heartbeats.
     """
     config = TorchDistributedConfig(world_size=num_ranks)
     the_plan = plan(config, Cluster(launcher="spark", slots=num_ranks), "benchmark")
@@ -109,7 +109,7 @@ def _heard(kept: RunRecords) -> int:
 
 
 def beat(address: tuple[str, int], secret: bytes, certificate: str, num_ranks: int, seconds: float) -> None:
-    """Simulate the ranks: join, send a heartbeat per second and rank, spread over the second, and report the end."""
+    """Simulate the ranks: each one joins, sends a heartbeat per second (spread over the second), and ends."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     links = [_joined(address, secret, certificate, rank) for rank in range(num_ranks)]

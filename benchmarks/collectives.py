@@ -35,7 +35,7 @@ ROUNDS = 5
 ROUND_S = 0.15
 """Approximate seconds of a round, unless a single call takes longer."""
 TARGETS = [(4 << 10, 100.0), (1 << 20, 8.0), (100_000_000, 4.0)]
-"""Targets for all-reduce on 2 ranks: bytes, and how many times faster than gloo."""
+"""Targets for all-reduce on 2 ranks: the bytes, and the factor by which it must be faster than gloo."""
 Times = dict[tuple[str, int, str], float]
 """Seconds of a call, by collective, bytes and contender."""
 
@@ -120,7 +120,7 @@ def _rank(
 
 
 def _calls(data: torch.Tensor, number: int, near: SharedProcessGroup) -> dict[str, dict[str, Callable[[], object]]]:
-    """Return the calls to time, by collective and contender; gathered tensors are as large as ``data``."""
+    """Return the calls to time, by collective and contender; the result of a gather has the size of ``data``."""
     near_data, copied = data.clone(), torch.empty_like(data)
     (memory,) = whole_groups(number)
     address, count = near_data.data_ptr(), near_data.numel()

@@ -26,14 +26,16 @@ def is_here() -> bool:
 
 
 def join() -> None:
-    """Start the program's own process group over gloo; lagom then leaves the program's distribution to the program."""
+    """Start a process group over gloo as distributed programs do, so that lagom does not distribute this one."""
     torch.distributed.init_process_group("gloo")
     warnings.filterwarnings("ignore", "`torch.distributed", FutureWarning)
 
 
 @contextmanager
 def engine(network: nn.Module, optimizer: Any, stage: int, batch: int) -> Iterator[tuple[Any, Any]]:
-    """Yield a DeepSpeed engine and an object that stands in for its optimizer; sums go through gloo, no op is compiled.
+    """Yield a DeepSpeed engine, and an object with the methods of an optimizer that calls the engine.
+
+    The engine's sums go through gloo: without the patch, DeepSpeed would compile its op for shared memory.
 
     Args:
         batch: samples per rank and step.
@@ -52,7 +54,7 @@ def engine(network: nn.Module, optimizer: Any, stage: int, batch: int) -> Iterat
 
 
 class _Stepped:
-    """Gives DeepSpeed's engine the methods of an optimizer, and ``backward``."""
+    """Wraps DeepSpeed's engine in the methods of an optimizer and ``backward``, for the loop of the benchmarks."""
 
     def __init__(self, made: Any) -> None:
         self._engine = made

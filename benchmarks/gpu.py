@@ -2,11 +2,11 @@
 
     python -m benchmarks.gpu [--starts 3] [--only lagom ddp accelerate]
 
-All run the same loop with SGD, on batches that are on the GPU already: an MLP in float32, ResNet-50 in bfloat16 with
-channels_last, and GPT-2 124M in bfloat16. The plain loop and each contender take turns, each start in a process of
-its own. A step's time is that of a block of steps, at whose end the GPU is waited for. The figures are the median of
-blocks, of which the median of starts counts; "added" is the time of a step less that of the plain loop's. Accelerate
-runs if it is installed.
+All contenders run the same loop with SGD, on batches that are on the GPU already: an MLP in float32, ResNet-50 in
+bfloat16 with channels_last, and GPT-2 124M in bfloat16. The plain loop and each contender take turns, each start in a
+process of its own. Steps are timed in blocks, since the clock must wait for the GPU at the end of a block. A figure is
+the median over starts of the median over blocks; "added" is the time of a step less the time of the plain loop's step.
+Accelerate runs if it is installed.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from lagom.config import TorchDistributedConfig
 
 CONTENDERS = {"plain": "plain", "lagom": "lagom", "ddp": "DDP by hand", "accelerate": "Accelerate"}
 LARGE_MS = 20.0
-"""From this time of a step on, a share of it may be added; below, a fixed time."""
+"""For a plain step of at least this time, lagom may add the share ``MOST_SHARE``; for a shorter step, ``MOST_US``."""
 MOST_US, MOST_SHARE = 60.0, 0.01
 
 
@@ -86,7 +86,7 @@ TASKS = {
 
 
 class Repeated(Dataset[Any]):
-    """Gives the same batch again and again: loading takes no time."""
+    """A data set in which every item is the same batch, so that loading takes no time."""
 
     def __init__(self, batch: tuple[Tensor, Tensor], count: int) -> None:
         self.batch, self.count = batch, count
@@ -120,11 +120,11 @@ def _train(task: Task, prepare: Callable[[nn.Module], nn.Module], backward: Call
             loss = task.loss(model(x), y)
         backward(loss)
         optimizer.step()
-    return times[3:]  # the first has no begin; then libraries choose their kernels
+    return times[3:]  # the first has no start time; in the next two, libraries choose their kernels
 
 
 def by_lagom() -> dict[str, list[float]]:
-    """Have lagom run the ordinary loop on one rank."""
+    """Run the ordinary loop on one rank by lagom."""
     logging.getLogger("lagom").setLevel(logging.ERROR)
     found: dict[str, list[float]] = experiment.lagom(
         train, TorchDistributedConfig(world_size=1, launcher="local")
@@ -133,7 +133,7 @@ def by_lagom() -> dict[str, list[float]]:
 
 
 def ddp() -> dict[str, list[float]]:
-    """Train the same with DistributedDataParallel over NCCL."""
+    """Train all tasks with DistributedDataParallel over NCCL."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         address = f"tcp://127.0.0.1:{free.getsockname()[1]}"
     torch.distributed.init_process_group("nccl", init_method=address, rank=0, world_size=1)
@@ -145,7 +145,7 @@ def ddp() -> dict[str, list[float]]:
 
 
 def accelerate() -> dict[str, list[float]]:
-    """Train the same with Accelerate."""
+    """Train all tasks with Accelerate."""
     from accelerate import Accelerator
 
     accelerator = Accelerator()

@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 
 class Bottleneck(nn.Module):
-    """Three convolutions around which the input is added; the second has the stride."""
+    """Residual block of three convolutions; the second one has the stride."""
 
     def __init__(self, inputs: int, width: int, stride: int) -> None:
         super().__init__()

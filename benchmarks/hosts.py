@@ -65,7 +65,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def rank(address: str, port: int, number: int, world_size: int, per_host: int, ip: str, turns: int, pem: str) -> None:
-    """Run one rank: the ways take turns, and rank 0 prints the medians."""
+    """Run one rank, which times lagom's and gloo's exchanges in turns; rank 0 prints the medians."""
     torch.set_num_threads(1)
     store = TCPStore(address, port, is_master=False)
 

@@ -48,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     logging.getLogger("lagom").setLevel(logging.ERROR)
     os.environ["OMP_NUM_THREADS"] = "1"
-    torch.set_num_threads(1)  # ranks are forked from this process, and OpenMP's threads are not
+    torch.set_num_threads(1)  # ranks are forked from this process, and a fork does not have OpenMP's threads
     print(
         "hosts  Mbit/s  delay, ms  way               a host sends, MB  a step, ms  quartiles      of DDP's time  "
         "a rank's core, ms"
@@ -71,9 +71,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _measure(
     num_hosts: int, num_ranks: int, link: Link, contenders: Sequence[str], rounds: int
 ) -> Mapping[str, tuple[Sequence[float], float, float]]:
-    """Return for each contender the milliseconds of its steps, and the most that a host sends and a rank computes.
+    """Return for each contender the milliseconds of its steps, the bytes of a host and the core time of a rank.
 
-    These are bytes, and milliseconds of a core, for each step.
+    The bytes are the most that a host sends in a step; the core time is the most milliseconds that a rank uses in one.
     """
     found: dict[str, list[float]] = {name: [] for name in contenders}
     sent: dict[str, float] = {}
@@ -97,8 +97,8 @@ def _model() -> torch.nn.Module:
 
 
 Steps = tuple[list[float], float, float]
-"""Milliseconds of the steps after the first ones; the bytes that this host sends, and the milliseconds of a core that
-this rank uses, in one of them."""
+"""Milliseconds of each step after the first ones; the bytes that this host sends in a step; the milliseconds of a core
+that this rank uses in a step."""
 
 
 def _steps(model: torch.nn.Module) -> Steps:
@@ -149,7 +149,7 @@ CONTENDERS: Mapping[str, tuple[Any, Mapping[str, Any]]] = {
     "bf16": (by_lagom, {"batches": "per_rank", "gradient_compression": "bf16"}),
     "powersgd": (by_lagom, {"batches": "per_rank", "gradient_compression": "powersgd"}),
 }
-"""Function and settings of each."""
+"""Function and settings of each contender."""
 
 
 if __name__ == "__main__":

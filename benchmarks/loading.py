@@ -1,11 +1,10 @@
-"""Compares epochs of a program that is bound by its loading: one process with one core, 2 ranks with a core each.
+"""Compares epochs of a program whose loading takes most of the time: one process on one core, 2 ranks on a core each.
 
     python -m benchmarks.loading [--rounds 5] [--epochs 3] [--workers 2]
 
 The program decodes PNGs of 224x224 in ``__getitem__``, in the workers of a DataLoader, and trains a small CNN on them.
-2 ranks share their workers, as they do by default, or, in the last setting, have workers of their own
-(``share_workers=False``).
-Settings take turns; each round gives ratios to the one process of the same round.
+By default 2 ranks share rank 0's workers; in the last setting each rank has its own workers (``share_workers=False``).
+Settings take turns; a ratio divides a setting's time by the time of the one process in the same round.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ SIZE, IMAGES, BATCH_SIZE = 224, 384, 64
 
 
 class Photos(Dataset[Any]):
-    """64 smooth images with some noise, as PNGs in memory, of which there are several samples each."""
+    """64 smooth images with some noise, as PNGs in memory; several samples have the same image."""
 
     def __init__(self) -> None:
         from PIL import Image
@@ -102,14 +101,14 @@ def run_setting(setting: str, epochs: int, workers: int) -> float:
 
 
 def measure(setting: str, epochs: int, workers: int) -> float:
-    """Run ``setting`` in a process of its own, since cores are inherited; return the seconds of an epoch."""
+    """Run ``setting`` in a new process, which it limits to some cores; return the seconds of an epoch."""
     command = [sys.executable, "-m", "benchmarks.loading", "--epochs", str(epochs), "--workers", str(workers)]
     run = subprocess.run([*command, "--setting", setting], check=True, stdout=subprocess.PIPE, text=True)
     return float(json.loads(run.stdout.splitlines()[-1]))
 
 
 def report(rounds: Mapping[str, Sequence[float]]) -> str:
-    """Return a table: medians with the fastest and slowest round, and the ratios of rounds to one process."""
+    """Return a table: the median, fastest and slowest round of each setting, and the ratios to one process."""
     lines = ["| setting | seconds per epoch | times as fast as one process |", "|---|---|---|"]
     one = rounds["one process"]
     for setting, seconds in rounds.items():

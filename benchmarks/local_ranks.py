@@ -28,7 +28,7 @@ from lagom.records.chart import line_chart
 
 STEPS = 200
 LIMITS = {"private memory, MB": 60.0, "files": 40.0, "sockets": 10.0}
-"""Most that a rank may take, however many there are."""
+"""The most that a rank may take, with any number of ranks."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -38,7 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--svg", type=Path, help="where to write the plot")
     args = parser.parse_args(argv)
     logging.getLogger("lagom").setLevel(logging.ERROR)
-    measure(2)  # starts the process that ranks are forked from
+    measure(2)  # starts the fork server, whose start must not count in the first launch
     print("ranks  call to first line, s  private memory, MB  files  sockets  threads  a step, ms  (worst rank)")
     found = {}
     for ranks in args.ranks:
@@ -63,13 +63,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _chart(lines: Mapping[str, Sequence[tuple[float, float]]]) -> str:
-    """Return a chart over the number of ranks, on white; those of reports are over seconds."""
+    """Return a chart over the number of ranks, on white: changes the unit of ``line_chart``, which is seconds."""
     svg = line_chart("What a rank takes, by the number of ranks", lines, from_zero=True)
     return svg.replace(" s</text>", " ranks</text>").replace("><", '><rect width="500" height="230" fill="white"/><', 1)
 
 
 def measure(world_size: int) -> dict[str, float]:
-    """Return each figure of the rank for which it is largest."""
+    """Return the largest value of each figure over the ranks."""
     config = TorchDistributedConfig(world_size=world_size, launcher="local", batches="per_rank", run_dir=None)
     start = time.time()
     ranks = experiment.lagom(steps, config).per_rank
@@ -78,7 +78,7 @@ def measure(world_size: int) -> dict[str, float]:
 
 
 def steps() -> dict[str, Any]:
-    """Train a little; return what the process has then."""
+    """Train for some steps; return the figures of this rank, such as its memory and sockets."""
     began = time.time()
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(8, 32), torch.nn.Tanh(), torch.nn.Linear(32, 1))

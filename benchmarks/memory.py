@@ -1,7 +1,7 @@
 """Measures the memory that a process and all its descendants add at the peak, from another process (this script).
 
-It counts the proportional set size (PSS), in which a page that several processes map counts once, and all shared
-memory, mapped or not.
+It counts the proportional set size (PSS), in which a page that several processes map counts once in total, and all
+shared memory, mapped or not.
 """
 
 from __future__ import annotations

@@ -3,10 +3,10 @@
     python -m benchmarks.mnist [--samples 60000] [--repeats 3]
 
 The network, the loss, the optimizer and the batches of 100 samples per process are those of the notebook. Images have
-MNIST's format and are made here (examples/mnist_data.py). lagom runs the single-process function: with
-``batches="per_rank"``, and as it is by default, on the batches of one process with its numbers. Each contender trains
-for one epoch in new processes; contenders run one after the other, in alternating order. The first batches of the
-epoch do not count. Ranks have one thread; the single process runs with one thread, and again with torch's default.
+MNIST's format and are made here (examples/mnist_data.py). lagom runs the single-process function twice: with
+``batches="per_rank"``, and with its defaults, which keep the batches and the numbers of one process. Each contender
+trains for one epoch in new processes; contenders run one after the other, in alternating order. The first batches of
+the epoch do not count. Ranks have one thread; the single process runs with one thread, and again with torch's default.
 
 The notebook reports 118.2 s for one node and 96.6 s for two workers on CPUs: 1.22 times as fast.
 """
@@ -41,7 +41,7 @@ BATCH_SIZE = 100
 WARM_UP = 10
 """Batches at the start that do not count."""
 WANTED = 1.8
-"""Target: lagom's samples per second, divided by those of one process with one thread; for two free cores."""
+"""Target on two free cores: lagom's samples per second, divided by those of one process with one thread."""
 CONTENDERS = {
     "one": "one process, one thread",
     "threads": "one process, torch's default threads",
@@ -51,7 +51,7 @@ CONTENDERS = {
     "default": "lagom, 2 ranks, one process's batches",
 }
 Span = tuple[float, float, int]
-"""A rank's measurement: time when its first counted batch began, time when its last batch ended, samples between."""
+"""A rank's measurement: start of its first counted batch, end of its last batch, and samples between these times."""
 
 
 class Net(nn.Module):
@@ -141,7 +141,7 @@ def _spans(contender: str, folder: str) -> list[Span]:
         run_dir=None,
     )
     spans = list(experiment.lagom(train, config).per_rank)
-    return spans[:1] if contender == "default" else spans  # there every rank counts all samples
+    return spans[:1] if contender == "default" else spans  # by default every rank sees, and counts, all samples
 
 
 def train(folder: str, learning_rate: float) -> Span:

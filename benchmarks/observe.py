@@ -46,18 +46,21 @@ from lagom.patching.replace import replaced
 
 WORLD_SIZE = 2
 ROUND = ("off", "on", "kept")
-"""Ways to run a step: without a timeline, with one, with one that keeps every step. A round runs each, at random."""
+"""Ways to run a step: without a timeline, with a timeline, and with a timeline that keeps every step.
+
+A round runs one step in each way, in random order.
+"""
 _PRINTS = 100
 """Steps between two lines that a rank prints."""
 _WARM_UP = 200
 """Steps at the start that do not count, since the timeline keeps all of the first 100."""
 _ALL_S = 5.0
-"""Seconds of training, one step after the other, with everything on or off."""
+"""Seconds of the ordinary training loop, once with everything on and once with everything off."""
 
 
 @dataclass(frozen=True)
 class Task:
-    """A model, its batch size, and how much longer a step may take."""
+    """A model, its batch size, and the limit of the cost of a step."""
 
     name: str
     width: int
@@ -67,7 +70,7 @@ class Task:
     """Limit of the cost of a step, in microseconds; 0: a hundredth of the step's time."""
 
     def module(self) -> nn.Module:
-        """Return a model of small layers; the speed of large layers depends on where their memory happens to lie."""
+        """Return a model of small layers: the speed of large ones depends too much on the address of their memory."""
         inner = [part for _ in range(self.layers) for part in (nn.Linear(self.width, self.width), nn.Tanh())]
         return nn.Sequential(nn.Linear(8, self.width), *inner, nn.Linear(self.width, 1))
 
@@ -108,7 +111,7 @@ class Loop:
 
     def step(self) -> float:
         """Run one step, and return its seconds."""
-        for _ in range(2):  # once more with a new pass, if this pass has ended
+        for _ in range(2):  # if the pass over the loader has ended, try again with a new pass
             start = time.perf_counter()
             for x, y in self._batches:
                 self._train(x, y)
@@ -291,11 +294,11 @@ if __name__ == "__main__":
 
 # Note [Three figures]
 #
-# The times of two runs cannot simply be subtracted: the speed of a process depends on where its memory happens to lie,
-# and runs with everything off differ from one another by 5%. The difference is printed, but no limit applies to it.
+# The cost cannot be the difference of the times of two runs: the speed of a process depends on the addresses of its
+# memory, and runs with everything off differ from one another by 5%. The difference is printed, but no limit applies.
 #
 # So the timeline is measured within one run: steps with its patches and steps without them alternate within
-# milliseconds. Two small parts of its cost are in both: half a microsecond around a forward and around an average.
-# Heartbeats, the processes that carry the output of ranks, and the driver that shows and stores it work in the
-# background a few times a second, so most steps do not meet them. With as many ranks as cores, they delay steps by at
-# most the processor time that they use; all of it counts.
+# milliseconds. Two small parts of its cost are in both kinds of steps: half a microsecond around a forward, and half a
+# microsecond around an average. Heartbeats, the processes that carry the output of ranks, and the driver, which shows
+# and stores the output, work in the background a few times a second, so they do not delay most steps. With as many
+# ranks as cores, they delay steps by at most the processor time that they use, so all of this time counts.

@@ -2,8 +2,8 @@
 
     python -m benchmarks.payload [--megabytes 1000] [--master local[2]]
 
-Contenders are lagom, and TorchDistributor with the data set as an argument. The memory added is the peak over all
-processes, less the memory before the call, when the data set is already in memory once.
+Contenders are lagom, and TorchDistributor with the data set as an argument. The memory added is the peak of all
+processes together, less the memory before the call, which has the data set once.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Measurement:
     seconds: float
     """Seconds from the call to the first batch, on the slowest rank that reports a time."""
     added: int
-    """Bytes added at the peak."""
+    """Bytes at the peak, less the bytes before the call."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -54,7 +54,7 @@ def measure(name: str, call: Callable[[TensorDataset], Sequence[float]], data: T
         with memory.watched() as added:
             start = time.time()
             firsts = call(data)
-    except Exception as error:  # if a peer cannot do this, the table says so
+    except Exception as error:  # TorchDistributor may fail on a large data set; the table then says so
         print(f"{name}: {type(error).__name__}: {str(error)[:300]}", file=sys.stderr)
         return None
     return Measurement(max(firsts) - start, added())

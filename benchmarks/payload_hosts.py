@@ -95,7 +95,7 @@ def _tell(one: subprocess.Popen[str]) -> None:
 
 
 def _limit(device: str, mbit: int) -> None:
-    """Let ``device``, "namespace/name" or a name, send at most ``mbit`` megabits in a second."""
+    """Limit ``device``, given as "namespace/name" or a name, to ``mbit`` megabits sent per second."""
     space, _, name = device.rpartition("/")
     shaper = f"tc qdisc replace dev {name} root tbf rate {mbit}mbit burst 256kb latency 100ms"
     subprocess.run([*(["ip", "netns", "exec", space] if space else []), *shaper.split()], check=True)
@@ -106,7 +106,7 @@ def _sent(bridge: str) -> int:
 
 
 def run_host(address: str, port: int, secret: str, size: int, sha256: str, passes_on: bool) -> None:
-    """Prepare the run on one host when it is told, and end when it is told again."""
+    """Prepare the run on one host at a first line on stdin, and end at a second one."""
     spec = RunSpec(
         run_id="benchmark",
         plan=plan(TorchDistributedConfig(), Cluster(launcher="spark", slots=1)),

@@ -16,8 +16,10 @@ if TYPE_CHECKING:
 BATCHES = ["thread 1", "thread 2", "process 2"]
 """Reader pools for tables that petastorm reads by row group."""
 ROWS = ["thread 1", "thread 2", "process 2"]
-"""Reader pools for tables that petastorm decodes row by row. For these it is 20 times slower with BatchedDataLoader,
-which makes a tensor of each row."""
+"""Reader pools for tables that petastorm decodes row by row.
+
+BatchedDataLoader is not used for them: it makes a tensor of each row, and is 20 times slower.
+"""
 
 
 def main(argv: list[str]) -> None:
@@ -109,7 +111,7 @@ def smooth(random: Any, shape: tuple[int, ...]) -> Any:
 
 
 def photo(random: Any, shape: tuple[int, ...]) -> Any:
-    """Return a random image of large shapes and noise, which as a PNG has 0.6 of its size, like a photo."""
+    """Return a random image of large shapes and noise; a PNG of it has 0.6 of its bytes, as of a photo."""
     import cv2
     import numpy as np
 

@@ -1,8 +1,8 @@
-"""Draw the plots of docs/performance.md from the tables that other pages have of the benchmarks.
+"""Draws the plots of docs/performance.md from the tables of figures in other pages of docs/.
 
     python -m benchmarks.plots
 
-A plot has no figures of its own: who runs a benchmark again writes its table, and then this command.
+A plot has no figures of its own: after a benchmark has run again, change its table, and then run this command.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ _WIDTH, _LEFT, _RIGHT, _ROW, _TOP = 700, 300, 80, 26, 46
 
 
 class Plot(NamedTuple):
-    """Bars of one column, or of one row, of a table in docs/."""
+    """A bar chart of one column, or of one row, of a table in docs/."""
 
     file: str
     title: str
     page: str
     header: str
-    """The first cells of the table's first line, which no other table of the page has."""
+    """Begin of the table's first line, by which the table is found; no other table of the page begins so."""
     column: int
     unit: str
     reference: tuple[str, float] | None = None
-    """Name and value that the figures are relative to, drawn as a bar of its own."""
+    """Name and value of the contender to which the figures are relative, drawn as another bar; None without one."""
 
 
 PLOTS = (
@@ -98,7 +98,7 @@ def main() -> None:
 
 
 def drawn(plot: Plot) -> str:
-    """Return ``plot`` as SVG, on white, for light and dark pages."""
+    """Return ``plot`` as SVG with a white background, so that it can be read on light and dark pages."""
     bars = dict(figures(plot))
     if plot.reference is not None:
         bars = {plot.reference[0]: plot.reference[1], **bars}
@@ -151,7 +151,7 @@ def table(page: str, header: str) -> Iterator[list[str]]:
 
 
 def number(cell: str) -> float:
-    """Return the first number of ``cell``: what follows in brackets is its range."""
+    """Return the first number of ``cell``, which a range in brackets may follow."""
     return float(cell.replace(",", "").split()[0])
 
 

@@ -69,7 +69,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _row(python: str, program: str, ranks: Sequence[int]) -> tuple[bool, list[str]]:
-    """Return whether the runs on ranks gave what one process gives, and cells that say so."""
+    """Return whether the runs on ranks gave the results of one process, and the cells of the program's row."""
     plain = executed(python, program)
     if plain.code:
         return False, [f"the plain run failed: {_last_line(plain.err)}", *("" for _ in ranks)]

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 LIMIT_S = 20.0
-"""Seconds after which a measurement ends, even if its passes have not."""
+"""Seconds after which a measurement ends, even within a pass."""
 LEAST_S = 1.0
 """Least seconds of a measurement, since two passes over a small table take only 0.1 s."""
 

@@ -78,7 +78,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _messages(num_hosts: int) -> int:
-    """Return how many messages a first rank sends in an exchange, at most."""
+    """Return the messages that a host's first rank sends in an exchange, for the host where they are most."""
     return max(sum(len(one.receivers) for one in rounds(num_hosts, host)) for host in range(num_hosts))
 
 
@@ -99,7 +99,7 @@ def _measure(num_hosts: int, num_ranks: int, way: str, turns: int) -> list[dict[
         store = TCPStore(address, 0, world_size + 1, is_master=True, wait_for_workers=False)
         running = []
         listener = listen(socket.AF_INET, (address, 0))
-        ValueServer(listener, range(world_size), Credentials(KEY), TIMEOUT_S)  # as rank 0 has it
+        ValueServer(listener, range(world_size), Credentials(KEY), TIMEOUT_S)  # in a real run, rank 0 has this server
         door = listener.getsockname()[1]
         for i, host in enumerate(hosts):
             settings = [address, store.port, door, i * num_ranks, num_ranks, world_size, host.address, way, turns]
@@ -107,7 +107,7 @@ def _measure(num_hosts: int, num_ranks: int, way: str, turns: int) -> list[dict[
             running.append(subprocess.Popen(command, stdout=subprocess.PIPE, text=True))
         used = time.process_time()
         texts = [one.communicate()[0] for one in running]
-        used = time.process_time() - used  # the thread that serves the store; this one only waits
+        used = time.process_time() - used  # time of the thread that serves the store, since this thread only waits
     return [json.loads(line) | {"store": used} for text in texts for line in text.splitlines()]
 
 
@@ -117,7 +117,7 @@ def run_host(
     """Fork the ranks of one host, and print what each of them has measured."""
     store = TCPStore(address, port, world_size + 1, is_master=False, wait_for_workers=False)
     store.add("hosts", 1)
-    while store.add("hosts", 0) < world_size // num_ranks:  # all have imported torch
+    while store.add("hosts", 0) < world_size // num_ranks:  # wait until all hosts have imported torch
         time.sleep(0.05)
     children = []
     gc.collect()
@@ -127,7 +127,7 @@ def run_host(
         if (pid := os.fork()) == 0:
             try:
                 line = json.dumps(_rank((address, door), rank, world_size, ip, way, turns)) + "\n"
-                os.write(1, line.encode())  # in one piece: the ranks of a host share the pipe
+                os.write(1, line.encode())  # one write, so that lines of several ranks do not mix in their common pipe
             finally:
                 os._exit(0)
         children.append(pid)
@@ -159,7 +159,7 @@ def _rank(door: tuple[str, int], rank: int, world_size: int, ip: str, way: str, 
 
 @contextlib.contextmanager
 def _counted() -> Iterator[list[int]]:
-    """Count the messages that this rank sends to others by sockets in the block, and their bytes."""
+    """Yield a list of two counts: messages that this rank sends by sockets in the block, and their bytes."""
     swap, exchange, sent = Mesh.swap, Mesh.exchange, [0, 0]
 
     def counted_swap(self: Mesh, messages: Mapping[int, bytearray], senders: Sequence[int]) -> list[memoryview]:
@@ -207,10 +207,10 @@ def _median(call: Callable[[], object], turns: int) -> float:
 
 
 def _sockets() -> int:
-    """Return how many sockets this process has open."""
+    """Return the number of open sockets of this process."""
     found = 0
     for fd in Path("/proc/self/fd").iterdir():
-        with contextlib.suppress(FileNotFoundError):  # of the one that lists the folder
+        with contextlib.suppress(FileNotFoundError):  # the descriptor by which the folder was listed is closed now
             found += os.readlink(fd).startswith("socket:")
     return found
 

@@ -28,11 +28,11 @@ from lagom.config import HyperparameterOptConfig, Searchspace
 
 SLOTS = 2
 SLOTS_UNEQUAL = 4
-"""Slots of trials of unequal length, which last from 0.1 to 3 s, spread evenly over the logarithm of the length."""
+"""Slots for trials of unequal length: 0.1 to 3 s, evenly spaced on a logarithmic scale."""
 Trials = list[tuple[float, float]]
 """Start and end of each trial, in seconds since the epoch."""
 Run = Callable[[Sequence[float], int], Trials]
-"""Runs a trial of each length, on a number of slots."""
+"""Function that runs a trial of each of the given lengths, in seconds, on the given number of slots."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -73,7 +73,7 @@ def gap(trials: Trials) -> float:
 
 
 def in_rounds(lengths: Sequence[float]) -> float:
-    """Return the time that trials take in rounds, each waiting for its longest, without any time between them."""
+    """Return the least time of trials in rounds: each round takes as long as its longest trial."""
     firsts = range(0, len(lengths), SLOTS_UNEQUAL)
     return sum(max(lengths[first : first + SLOTS_UNEQUAL]) for first in firsts)
 

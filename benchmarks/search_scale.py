@@ -35,7 +35,7 @@ from lagom.wire.client import Message
 
 
 class StubSlots:
-    """Slots in virtual time: an event is a message and the time at which it arrives."""
+    """Simulated slots with a virtual clock; an event is a message with its time of arrival."""
 
     def __init__(self, number: int) -> None:
         self._random = random.Random(1)
@@ -53,7 +53,7 @@ class StubSlots:
         pass
 
     def send(self, slot: int, message: Message) -> None:
-        """Let a trial report five times, and end."""
+        """Schedule the messages of a trial: five reports, and its end."""
         if message["type"] != "trial":
             return
         seconds, value = self._random.uniform(1, 10), self._random.random()
@@ -65,7 +65,7 @@ class StubSlots:
         self._add(seconds, slot, {"type": "ended", "reports": [one], "seconds": seconds, "problems": []})
 
     def serve(self, take: Callable[[int, Message], None], timeout_s: float) -> None:
-        """Give the next message."""
+        """Advance the virtual clock to the next message, and call ``take`` with it."""
         if self._events:
             self._now, _, slot, message = heapq.heappop(self._events)
             take(slot, {"sees_driver": True, **message})
@@ -78,13 +78,13 @@ class StubSlots:
 
 
 class MarkedStudy(Study):
-    """Notes processor time and memory after each ``every`` trials."""
+    """A study that records processor time and memory after every ``every`` trials."""
 
     marks: list[tuple[int, float, int]]
     every: int
 
     def tell(self, number: int, outcome: TrialOutcome) -> None:
-        """Note how a trial ended."""
+        """Tell the study how a trial ended; after every ``every`` trials, record the figures."""
         super().tell(number, outcome)
         self.num_told = getattr(self, "num_told", 0) + 1
         if self.num_told % self.every == 0:

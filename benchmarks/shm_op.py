@@ -1,4 +1,4 @@
-"""Loads DeepSpeed's op for sums in shared memory, to compare with lagom's. Its first use compiles it, in minutes."""
+"""Loads DeepSpeed's op for sums in shared memory, to be compared with lagom's; the first load compiles for minutes."""
 
 from __future__ import annotations
 

@@ -9,9 +9,9 @@ batch, zero_grad, forward, loss, backward, optimizer step.
 All contenders are alive at once and take turns of a few steps each, so that other load on the machine slows all of them
 equally. A turn's time is that of its slowest rank; a ratio compares two turns that follow each other.
 
-The speed of a process also depends on where its memory happens to lie: for the whole life of a process, the CNN's step
-may take a tenth longer than in another process of the same program. So all contenders are started several times. The
-figures are the median and the quartiles of the medians of starts.
+The speed of a process also depends on the addresses of its memory: in one process the CNN's step may always take a
+tenth longer than in another process of the same program. So all contenders are started several times. The figures are
+the median and the quartiles over starts of each start's median.
 
 Accelerate needs `pip install -c constraints.txt -e ".[bench]"`.
 """
@@ -51,7 +51,7 @@ Times = Mapping[str, Sequence[float]]
 
 @dataclass
 class Contender:
-    """The processes of a contender, which wait for their turn."""
+    """The processes of one contender, which wait until ``turn`` starts their next steps."""
 
     process: subprocess.Popen[str]
     errors: IO[str]
@@ -119,7 +119,7 @@ def _quartiles(values: Sequence[float]) -> list[float]:
 
 @contextmanager
 def contenders(wanted: list[str], turns: int) -> Iterator[dict[str, Contender]]:
-    """Start all contenders, and yield those whose ranks are ready; print why any other is left out."""
+    """Start all contenders, and yield those whose ranks are ready; print why another contender is left out."""
     with socket.create_server(("127.0.0.1", 0)) as listener, tempfile.TemporaryDirectory() as folder:
         arguments = {
             "port": listener.getsockname()[1],

@@ -43,7 +43,7 @@ CONTENDERS = {
     "split 64": "lagom, split, 32 on each rank",
 }
 PEERS = {"per_rank 64": "plain 64", "split 64": "plain 32"}
-"""For each lagom contender, the single process with as many samples per step as a rank has."""
+"""Peer of each lagom contender: the single process with as many samples per step as one of its ranks."""
 TARGET_US = 70.0
 """Limit of the additional time of a step, in microseconds."""
 

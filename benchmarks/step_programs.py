@@ -39,7 +39,7 @@ class Task:
     per_rank: int
     """Samples per rank and step."""
     steps: int
-    """Steps in a turn."""
+    """Steps of a turn."""
 
 
 def _mlp() -> nn.Module:
@@ -74,12 +74,12 @@ class Clock:
         self._start = 0.0
 
     def start(self, task: Task) -> None:
-        """Begin with the turns of ``task``."""
+        """Begin the turns of ``task``."""
         self._task = task
         self._num_turns = self._num_steps = 0
 
     def is_over(self) -> bool:
-        """Return whether the task's turns are over; call this first in each step. Between turns it waits."""
+        """Return whether the task's turns are over; wait between turns. Call this at the start of each step."""
         if self._num_turns and self._num_steps < self._task.steps:
             self._num_steps += 1
             return False

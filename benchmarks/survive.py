@@ -1,17 +1,19 @@
-"""Measures what it takes to begin a run again after a killed rank, and what the protection costs until then.
+"""Measures the time to begin a run again after a killed rank, and the cost of the protection until then.
 
     python -m benchmarks.survive [--rounds 5] [--only "1 GB of state"]
 
-With sleeping twins, and then with snapshots, the third table has the seconds from the kill to the beginning and to the
-end of the next step, and the processor time of rank 0 a step, with and without the protection, in turns, for steps and
-states of several sizes.
+It runs on 2 ranks of this machine, and of Spark local[2].
 
-All of it takes more than an hour; ``--only`` gives the third table for one size. ``benchmarks.survive_passes`` has what
-depends on the place in a pass.
+- The first table has the seconds from the kill of rank 1 to the end of the first step of the next attempt. These
+  include the warm launch of a run.
+- The second table has medians of the same program with max_failures=3 and 0, in turns: the time of a short training
+  step, and of files that rank 0 writes.
+- The third table is printed for sleeping twins, and then for snapshots, with steps and states of several sizes. It has
+  the seconds from the kill to the beginning and to the end of the next step, and rank 0's processor time per step with
+  and without the protection, in turns.
 
-On 2 ranks of this machine, and of Spark local[2]. The first table has the seconds from the kill of rank 1 to the end of
-the first step of the next attempt, of which the warm launch of a run is a part. The second has medians of the same
-program with max_failures=3 and 0, in turns: a short training step, and files written by rank 0.
+All tables together take more than an hour; ``--only`` prints the third table for one size. How the times depend on the
+place in a pass is measured by ``benchmarks.survive_passes``.
 """
 
 from __future__ import annotations
@@ -40,14 +42,17 @@ from lagom.result import Result
 
 WORLD_SIZE = 2
 SIZES = {"1 MB of state": (289, 64, 450), "100 MB of state": (2887, 16, 25), "1 GB of state": (9130, 8, 18)}
-"""Width of a layer, which has its weights and Adam's two states, batches of a pass over its data, and passes."""
+"""Width of the square layer, batches of a pass over the data, and number of passes.
+
+The state is the layer's weights and the two states of Adam.
+"""
 PROTECTIONS: dict[str, dict[str, Any]] = {"twins": {"sleeping_twins": True}, "snapshots": {"snapshot_every_s": "auto"}}
-"""Settings by the key of run.json that shows that the run is protected by now."""
+"""Settings of each protection, by the key that run.json has as soon as the run is protected."""
 LAUNCHERS: tuple[Launcher, ...] = ("local", "spark")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure, and print both tables."""
+    """Measure, and print the tables."""
     args = _arguments(argv)
     if args.only is not None:
         with tempfile.TemporaryDirectory() as folder:
@@ -69,7 +74,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def show_cost(protection: str, folder: Path, rounds: int, sizes: Mapping[str, tuple[int, int, int]]) -> None:
-    """Print the table of sleeping twins, or of snapshots."""
+    """Print the third table, of ``protection``: sleeping twins or snapshots."""
     for name, size in sizes.items():
         places = [folder / f"{protection}-{name}-{number}" for number in range(rounds)]
         begins, ends = zip(*(going_on_s(protection, size, place) for place in places), strict=True)
@@ -122,7 +127,7 @@ def loops(size: tuple[int, int, int], over: str) -> Mapping[str, Any]:
     """Train a layer with Adam on a loader until there is a file ``over``.
 
     Returns:
-        Its time a step, and the times at which steps began and ended.
+        The processor time per step, and the times at which steps began and ended.
     """
     width, num_batches, num_passes = size
     model = nn.Linear(width, width)
@@ -169,7 +174,7 @@ def recovery_s(launcher: Launcher, folder: Path) -> float:
 
 
 def step_until(over: str) -> float:
-    """Train for ever, but for one step if the file ``over`` is there at the beginning; return when that had ended."""
+    """Train for ever, or, if the file ``over`` exists at the beginning, for one step; return the time at its end."""
     step = _step()
     is_last = os.path.exists(over)
     while True:

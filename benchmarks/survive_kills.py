@@ -2,11 +2,12 @@
 
     python -m benchmarks.survive_kills [--steps 6000] [--kills 3] [--only "lagom, snapshots"]
 
-One training of two ranks on this machine, a layer of 1024 by 1024 with Adam (12 MB of state), in five forms: lagom
-with sleeping twins; lagom with a snapshot every 10 s; lagom with neither, which begins again; torchrun --max-restarts
-with DDP, a DistributedSampler and a checkpoint every 10 s, written by hand; and the same as a Ray Train trainer with
-max_failures, left out where Ray is not installed (pip install "ray[train]"). Each runs once as it is, and once with
-SIGKILLs of rank 1 at equal times of the first. The table has the seconds of both, and those lost for each kill.
+Two ranks of this machine train a layer of 1024 by 1024 with Adam (12 MB of state), in five forms: lagom with sleeping
+twins; lagom with a snapshot every 10 s; lagom with neither, which begins again from the start; torchrun --max-restarts
+with DDP, a DistributedSampler and checkpoint code by hand, every 10 s; and the same program as a Ray Train trainer with
+max_failures, if Ray is installed (pip install "ray[train]"). Each form runs once without a kill, and once with SIGKILLs
+of rank 1 that divide the time of the first run into equal parts. The table has the seconds of both runs, and the
+seconds lost per kill.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from lagom.config import TorchDistributedConfig
 WORLD_SIZE = 2
 SIZE, BATCH, ROWS = 1024, 8, 512
 EVERY_S = 10.0
-"""Seconds between two snapshots, and two checkpoints."""
+"""Seconds between two snapshots, or between two checkpoints."""
 FORMS: dict[str, dict[str, Any]] = {
     "lagom, sleeping twins": {"sleeping_twins": True},
     "lagom, snapshots": {"snapshot_every_s": EVERY_S},
@@ -57,7 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     forms = {name: forms[name] for name in args.only}
     with tempfile.TemporaryDirectory() as scratch:
-        _by_lagom({})(Path(scratch, "first"), 10)  # starts the server that ranks are forked from
+        _by_lagom({})(Path(scratch, "first"), 10)  # starts the fork server, whose start must not count
         for number, (name, run) in enumerate(forms.items()):
             alone = _timed(run, Path(scratch, f"{number}-alone"), args.steps, [])
             kills = [alone * (kill + 1) / (args.kills + 1) for kill in range(args.kills)]
@@ -70,7 +71,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _timed(run: Callable[[Path, int], None], folder: Path, steps: int, kills: Sequence[float]) -> float:
-    """Return the seconds of a run of ``steps``, of which rank 1 is killed after each of ``kills``."""
+    """Return the seconds of a run of ``steps``, whose rank 1 is killed at each of ``kills``, seconds from the start."""
     folder.mkdir()
     start = time.monotonic()
 
@@ -88,7 +89,7 @@ def _timed(run: Callable[[Path, int], None], folder: Path, steps: int, kills: Se
 
 
 def _pid(folder: Path) -> int:
-    """Return the process of rank 1 that lives."""
+    """Wait for a living process of rank 1, and return its pid."""
     while True:
         for path in folder.glob("runs/*/run.json"):
             ranks = json.loads(path.read_text()).get("ranks", {})
@@ -108,7 +109,7 @@ def _lives(pid: int) -> bool:
 
 
 def train(steps: int) -> float:
-    """Train on a loader for ``steps`` of a batch; return the last loss."""
+    """Train for at least ``steps`` batches of a loader, in whole passes; return the last loss."""
     torch.manual_seed(0)
     model = nn.Linear(SIZE, SIZE)
     optimizer = torch.optim.Adam(model.parameters())

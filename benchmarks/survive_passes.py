@@ -2,8 +2,8 @@
 
     python -m benchmarks.survive_passes [--rounds 5]
 
-Two ranks of this machine read batches of one sample: tensors, whose indices are skipped, and a Parquet file, of which
-the row group of the next batch is read.
+Two ranks of this machine read batches of one sample. To go on within a pass over tensors, lagom skips their indices;
+in a Parquet file, it reads the row group of the next batch.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from lagom.data import ParquetDataset
 
 WORLD_SIZE = 2
 GAP_S = 0.2
-"""Time between two batches that no batch takes: the run has gone on elsewhere."""
+"""A longer time between two batches is no batch's own time: the run was lost and has gone on from a snapshot."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -55,7 +55,10 @@ def show_within_pass(program: Callable[..., list[float]], after: int, folder: Pa
 
 
 def within_pass_s(program: Callable[..., list[float]], after: int, folder: Path) -> float:
-    """Return the seconds from the kill of rank 1, ``after`` batches or more into a pass of ``program``, to the next."""
+    """Return the seconds from the kill of rank 1 to the next batch of ``program``.
+
+    The rank is killed when a snapshot is at least ``after`` batches into the pass.
+    """
     folder.mkdir()
     killed_at: list[float] = []
     over = threading.Event()
@@ -87,7 +90,7 @@ def within_pass_s(program: Callable[..., list[float]], after: int, folder: Path)
 
 
 def walk(num: int, folder: str) -> list[float]:
-    """Read ``num`` samples, one at a time; return when the first batch came, and each that took long."""
+    """Read ``num`` samples, one at a time; return the times of the first batch and of batches that took long."""
     return _gaps(DataLoader(TensorDataset(torch.arange(num)), batch_size=1, shuffle=True))
 
 

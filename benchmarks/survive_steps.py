@@ -1,12 +1,12 @@
-"""Measures what twins and snapshots cost a training, by the steps just after each fork, and by the loader's ``next``.
+"""Measures the cost of twins and snapshots in a training: time of the steps after each fork, and of ``next(loader)``.
 
     python -m benchmarks.survive_steps [--only "100 MB of state"] [--protection twins] [--seconds 120]
 
-Whole runs with and without protection differ by chance by more than the 1% that is to be seen. So one run is compared
-with itself: a fork costs what the steps in a window after its beginning took longer than those before. In the window
-are three steps, and with snapshots the time that it takes to write one. The same is computed for moments in the middle
-between two forks, where it should be nothing: that is the error. For the smallest step, another line has medians of the
-time of ``next(loader)`` with and without protection, in turns.
+The times of whole runs with and without protection differ by chance by more than 1%, the cost that must be noticed. So
+one run is compared with itself: the cost of a fork is the time of the steps in a window after its beginning, less the
+time of as many steps before it. The window has three steps, and with snapshots the time to write a snapshot. The same
+difference is computed at moments in the middle between two forks, where it should be 0; this is the error. For the
+smallest step, another line has medians of the time of ``next(loader)`` with and without protection, in turns.
 
 On 2 ranks of this machine; steps and states are those of ``benchmarks.survive``.
 """
@@ -37,7 +37,7 @@ WINDOWS_S = {"twins": dict.fromkeys(SIZES, 0.1), "snapshots": dict(zip(SIZES, (0
 _ROUNDS, _ROUND_S = 5, 4.0
 _FIRST_STEPS = 30
 LEAST_STEPS = 3
-"""Steps in the window before a fork, whose mean the others are compared with."""
+"""Least number of steps in the window before a fork; the steps after the fork are compared with their mean."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -59,7 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run(width: int, num: int, folder: Path, settings: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return what ``steps`` returns on rank 0."""
+    """Run ``steps`` by lagom, and return rank 0's result."""
     hparams = {"width": width, "num": num}
     config = TorchDistributedConfig(
         world_size=WORLD_SIZE, launcher="local", run_dir=folder, hparams=hparams, **settings
@@ -69,7 +69,7 @@ def run(width: int, num: int, folder: Path, settings: Mapping[str, Any]) -> Mapp
 
 
 class SameBatch(Dataset[torch.Tensor]):
-    """A batch that comes again and again: of a real data set, long passes would be large."""
+    """A data set in which every item is the same batch, so that a long pass needs little memory."""
 
     def __init__(self, width: int, num: int) -> None:
         self.rows, self.num = torch.ones(8, width), num
@@ -82,7 +82,11 @@ class SameBatch(Dataset[torch.Tensor]):
 
 
 def steps(width: int, num: int) -> Mapping[str, Any]:
-    """Train a layer with Adam for ``num`` steps; return when steps ended and forks began, and medians in seconds."""
+    """Train a layer with Adam for ``num`` steps.
+
+    Returns:
+        Times at which steps ended and forks began; median seconds of ``next`` and of a step.
+    """
     model = nn.Linear(width, width)
     optimizer = torch.optim.Adam(model.parameters())
     forks: list[float] = []
@@ -99,7 +103,7 @@ def steps(width: int, num: int) -> Mapping[str, Any]:
 
 
 def cost(found: Mapping[str, Any], window_s: float) -> str:
-    """Return in words what the forks have cost, and the same for moments without one."""
+    """Return as text the cost of the forks, and the error: the same difference at moments without a fork."""
     ends, forks = found["ends"], found["forks"]
     between = [(before + after) / 2 for before, after in itertools.pairwise(forks)]
     costs, errors = (
@@ -117,10 +121,10 @@ def cost(found: Mapping[str, Any], window_s: float) -> str:
 
 
 def excess_s(ends: Sequence[float], at: float, window_s: float) -> float | None:
-    """Return by how much more the steps in the window after ``at`` took than those in the window before it.
+    """Return the time of the steps in the window after ``at``, less that of as many steps of mean length before ``at``.
 
     Returns:
-        Seconds; None where too few steps are before it, or the run ends within the window.
+        Seconds; None if there are too few steps before ``at``, or the run ends within the window.
     """
     first = bisect.bisect_right(ends, at)  # ends[first] is the end of the step during which ``at`` was
     begin, end = bisect.bisect_left(ends, at - window_s), bisect.bisect_right(ends, at + window_s)
@@ -131,7 +135,7 @@ def excess_s(ends: Sequence[float], at: float, window_s: float) -> float | None:
 
 
 def of_next(width: int, num: int, folder: Path, settings: Mapping[str, Any]) -> str:
-    """Return in words the time of the loader's ``next`` with and without protection."""
+    """Return as text the time of the loader's ``next`` with and without protection."""
     found: dict[bool, list[float]] = {True: [], False: []}
     for number in range(_ROUNDS):
         for protects in (True, False) if number % 2 else (False, True):

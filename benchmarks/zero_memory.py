@@ -4,10 +4,10 @@
 
 The model is an MLP with about ``--million`` million parameters. All large tensors that are alive are counted before and
 after the third backward: parameters, gradients (the bytes that the backward has added), and the rest, which is the
-optimizer's state. The two peaks are the most memory that the process used (VmHWM) while the model was made, and in the
-third forward, backward and step, less its memory before the model was made. Formulas give bytes per parameter for N
-ranks. DeepSpeed runs if it is installed, driven by lagom (backend="deepspeed") and by hand. It keeps a copy of the
-parameters that a rank steps, and buckets; these count as "other".
+optimizer's state. The first peak is the most memory (VmHWM) of the process while the model is made, the second its most
+memory in the third forward, backward and step, each less its memory before the model was made. Formulas give bytes per
+parameter for N ranks. DeepSpeed runs if it is installed, driven by lagom (backend="deepspeed") and by hand. It keeps
+buckets, and a copy of the parameters that a rank steps; these count as "other".
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ FORMULAS: Mapping[str, _Formula] = {
     **{f"backend=deepspeed, zero_lvl={level}": formula for level, formula in enumerate(_LEVELS)},
     **{f"DeepSpeed by hand, stage {level}": formula for level, formula in enumerate(_LEVELS)},
 }
-"""Functions of the number of ranks that return bytes per parameter: of parameters, gradients and the rest."""
+"""Functions from the number of ranks to three numbers of bytes per parameter: parameters, gradients, the rest."""
 LAYERS = 6
 BATCH = 8
 Figures = tuple[int, int, int, int, int]
@@ -165,7 +165,7 @@ def _steps(network: nn.Module, optimizer: Any, width: int, base: int) -> Figures
         optimizer.backward(loss) if hasattr(optimizer, "backward") else loss.backward()
         _, after = _held(network)
         optimizer.step()
-    rest = before if after > before else before - parameters  # DDP's buckets exist before the backward, too
+    rest = before if after > before else before - parameters  # DDP's buckets, as gradients, exist before the backward
     return parameters, after - rest, rest, made, _status("VmHWM") - base
 
 

@@ -2,12 +2,12 @@
 
     python -m benchmarks.zero_step [--starts 3] [--turns 12] [--width 1800] [--only NAME ...]
 
-The model is an MLP of three square layers. A contender and its peer run at the same time, without other contenders, and
-take turns of a few steps in alternating order. The speed of a process also depends on where its memory happens to lie,
-so each pair is started several times. A ratio divides the two medians of a start; the table has the median and the
-quartiles over starts. The peers are programs by hand: DDP with ZeroRedundancyOptimizer for levels up to 2, FSDP2 for
-level 3. lagom starts their ranks, but does not distribute them. If DeepSpeed is installed, lagom's backend="deepspeed"
-is compared with DeepSpeed by hand at each stage, with equal buckets.
+The model is an MLP of three square layers. A contender and its peer are alive at the same time, without other
+contenders, and take turns of a few steps in alternating order. The speed of a process also depends on the addresses of
+its memory, so each pair is started several times. A ratio divides the two medians of a start; the table has the median
+and the quartiles over starts. The peers are distributed by hand: DDP with ZeroRedundancyOptimizer for levels up to 2,
+FSDP2 for level 3. lagom starts the peers' ranks, but does not distribute the programs. If DeepSpeed is installed,
+lagom's backend="deepspeed" is compared with DeepSpeed by hand at each stage, with equal buckets.
 """
 
 from __future__ import annotations

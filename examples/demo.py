@@ -37,13 +37,13 @@ from lagom.records.chart import line_chart
 
 _BATCH = 256
 _WINDOW = 2
-"""Steps for each point of the speed."""
+"""Steps for each point of the curve of the speed."""
 _CLASSES = Path(sys.prefix, "spark.jsa")
-"""Spark's classes as a JVM keeps them, which ``make`` has had written."""
+"""Archive of Spark's classes (class data sharing), which ``make`` has written so that the JVM starts faster."""
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Call ``train`` plainly with one thread and with several, through lagom, and through lagom with a loss."""
+    """Call ``train`` plainly with one thread and with several, through lagom, and through lagom with a killed rank."""
     args = _arguments(argv)
     load = os.getloadavg()[0]
     runs, lost = compare(args)
@@ -63,7 +63,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def compare(args: argparse.Namespace) -> tuple[dict[str, Run], list[dict[str, Any]]]:
-    """Return the runs by their titles, and the losses of ranks."""
+    """Return the runs by their titles, and the failures of the run that lost a rank."""
     train_set, test_set = _images(args.images, seed=0), _images(args.images // 4, seed=1)
     hparams = {"epochs": args.epochs, "threads": 1}
     runs: dict[str, Run] = {}
@@ -150,7 +150,7 @@ def train(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Run:
-    """Measurements of one call of ``train``, from the checkpoint that it has left."""
+    """Measurements of one call of ``train``, read from the checkpoint that it wrote."""
 
     accuracy: float
     called_at: float
@@ -162,7 +162,7 @@ class Run:
 
     @classmethod
     def read(cls, accuracy: float, called_at: float) -> Run:
-        """Return the run that has left its checkpoint in the working directory."""
+        """Return the run whose checkpoint is in the working directory."""
         saved = torch.load("digits.pt")
         steps, epochs = saved["steps"], saved["epoch"]
         return cls(accuracy=accuracy, called_at=called_at, steps=steps, epochs=epochs, weights=saved["model"])
@@ -174,13 +174,13 @@ class Run:
 
     @property
     def epoch_s(self) -> float:
-        """Seconds of the fastest epoch but the first."""
+        """Seconds of the fastest epoch, without the first one."""
         per_epoch = len(self.steps) // self.epochs
         ends = [at for at, _ in self.steps[per_epoch - 1 :: per_epoch]]
         return min((end - begin for begin, end in pairwise(ends)), default=float("nan"))
 
     def difference(self, other: Run) -> float:
-        """Return the largest difference between a weight of this run and of another."""
+        """Return the largest absolute difference between a weight of this run and the same weight of ``other``."""
         return max(float((own - other.weights[name]).abs().max()) for name, own in self.weights.items())
 
 
@@ -251,7 +251,7 @@ def _killing(rank: int, run_dir: Path) -> Iterator[None]:
     def kill() -> None:
         while not ended.wait(0.02):
             records = list(run_dir.glob("*/run.json"))
-            if records and zipfile.is_zipfile("digits.pt"):  # which a checkpoint is once it is whole
+            if records and zipfile.is_zipfile("digits.pt"):  # a checkpoint is a zip file once it is complete
                 ended.wait(0.05)
                 with contextlib.suppress(ProcessLookupError):  # the run has just ended
                     os.kill(json.loads(records[0].read_text())["ranks"][str(rank)]["pid"], signal.SIGKILL)
@@ -274,7 +274,7 @@ def _spark(slots: int) -> Iterator[None]:
         yield
         return
     builder = SparkSession.builder.master(f"local[{slots}]").config("spark.ui.enabled", False)
-    # The JVM lives for seconds: it would optimise and parse classes for longer than it runs.
+    # The JVM lives only for seconds: to optimise code and to parse classes would take longer than it saves.
     options = "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC"
     if _CLASSES.exists():
         options += f" -Xlog:disable -XX:SharedArchiveFile={_CLASSES}"

@@ -40,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         config = TorchDistributedConfig(
             module=Approximator,
             hparams=hparams,
-            train_set=train_set,  # a path reaches the function as it is
+            train_set=train_set,  # lagom passes a path to the function unchanged
             test_set=test_set,
             world_size=args.world_size,
             launcher=args.launcher,
@@ -72,7 +72,7 @@ def train(module: Callable[[], torch.nn.Module], hparams: Mapping[str, Any], tra
 
     for epoch in range(hparams["epochs"]):
         model.train()
-        for batch in train_loader:  # in another order each epoch
+        for batch in train_loader:  # each epoch has another order
             optimizer.zero_grad()
             loss = torch.nn.functional.mse_loss(model(batch["point"].float()), batch["value"].float())
             loss.backward()

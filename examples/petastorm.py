@@ -43,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         config = TorchDistributedConfig(
             module=Classifier,
             hparams=hparams,
-            train_set=train_set,  # a path reaches the function as it is
+            train_set=train_set,  # lagom passes a path to the function unchanged
             test_set=test_set,
             world_size=args.world_size,
             launcher=args.launcher,
@@ -81,7 +81,7 @@ def train(module: Callable[[], torch.nn.Module], hparams: Mapping[str, Any], tra
 
     for epoch in range(hparams["epochs"]):
         model.train()
-        for batch in train_loader:  # in another order each epoch
+        for batch in train_loader:  # each epoch has another order
             optimizer.zero_grad()
             loss = torch.nn.functional.cross_entropy(model(batch["image"]), batch["label"])
             loss.backward()

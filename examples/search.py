@@ -35,7 +35,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         num_trials=args.trials,
         optimizer="tpe",
         direction="min",
-        optimization_key="loss",  # train() logs none: the mean loss of each epoch stands for it
+        optimization_key="loss",  # train() logs no "loss", so lagom uses the mean training loss of each epoch
         es_policy="asha",
         hparams={"epochs": args.epochs, "batch_size": 64},
         train_set=train_set,
@@ -67,7 +67,7 @@ def train(
     for _ in range(hparams["depth"] - 1):
         layers += [torch.nn.Linear(hparams["units"], hparams["units"]), ACTIVATIONS[activation]()]
     model = torch.nn.Sequential(*layers, torch.nn.Linear(hparams["units"], 1))
-    model(train_set[:1][0])  # which sets the width of the first layer
+    model(train_set[:1][0])  # a first forward, which sets the width of the lazy first layer
     optimizer = torch.optim.Adam(model.parameters(), lr=lr)
     criterion = torch.nn.MSELoss()
     for _ in range(hparams["epochs"]):

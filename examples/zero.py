@@ -66,9 +66,9 @@ def train(hidden: int, epochs: int, points: int) -> tuple[float, float]:
 
 def held_megabytes() -> float:
     """Return the megabytes of all tensors that are alive in this process."""
-    # The tensor's own methods would gather a sharded parameter or gradient.
+    # Use torch's original functions below: with ZeRO, the tensor's own methods would gather a shard.
     found = [one for one in gc.get_objects() if type(one) in KINDS]
-    gradients = [GRADIENT.__get__(one) for one in found if one.is_leaf]  # Python knows only those that were looked at
+    gradients = [GRADIENT.__get__(one) for one in found if one.is_leaf]  # gc lists only gradients that Python has read
     every = found + [one for one in gradients if one is not None]
     storages = [torch._C.TensorBase.untyped_storage(one) for one in every]
     sizes: dict[int, int] = {one.data_ptr(): one.nbytes() for one in storages}
