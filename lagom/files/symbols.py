@@ -157,7 +157,7 @@ def slots(library: Library, machine: str) -> tuple[Slot, ...]:
 def _imported(
     relocations: np.ndarray[Any, Any], tags: Mapping[int, int], kinds: tuple[int, ...]
 ) -> Iterator[tuple[int, str]]:
-    """Yield offset and name of each relocation for one of ``FUNCTIONS`` from another library."""
+    """Yield offset and name of each relocation for a function of ``FUNCTIONS`` that another library defines."""
     symbol = relocations["info"] >> 32
     chosen = relocations[(symbol != 0) & np.isin(relocations["info"] & 0xFFFFFFFF, kinds)]
     if not len(chosen):

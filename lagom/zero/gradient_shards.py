@@ -25,7 +25,7 @@ ASK = b"gradient"
 _SENT_AS_IS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 """Types of gradients that the transports send without a conversion; other gradients are reduced whole."""
 _slot: Any = vars(torch._C.TensorBase)["grad"]
-"""Autograd's own slot for a tensor's gradient, whatever ``Tensor.grad`` is."""
+"""Descriptor of autograd's own slot for a tensor's gradient, below the patched property ``Tensor.grad``."""
 
 
 class GradientShards:
@@ -219,7 +219,7 @@ class GradientShards:
 
     @contextmanager
     def expose_shards(self) -> Iterator[None]:
-        """Let ``grad`` be this rank's shard, one-dimensional or None, in a block whose operations work on shards."""
+        """Read ``grad`` as this rank's flat shard (None without one) in a block whose operations work on shards."""
         before, self._are_exposed = self._are_exposed, True
         self._clock += 1
         try:

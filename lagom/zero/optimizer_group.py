@@ -261,7 +261,7 @@ class OptimizerGroup:
         sharded = ShardedOptimizer(
             self._group, self._frame, found.number, found.finding, optimizer, able, self._gradients, weights
         )
-        # A parameter that no backward has reached has not yet been compared with the other ranks'.
+        # Compare the values between ranks: no exchange has compared a parameter that no backward has reached yet.
         sums = repr([(checksums if weights is None else weights.checksums)(dict(enumerate(able))), sharded.identity])
         if not self._frame.exchange(signature(_FIRST.encode() + sums.encode())):
             self._raise_mismatch(_FIRST)

@@ -71,7 +71,7 @@ class ShardedOptimizer:
         """The program's parameters of each group, kept here while the groups hold this rank's pieces."""
         shapes = [(tuple(p.shape), p.dtype) for p in parameters]
         self.identity = repr((number, finding, shapes)).encode()
-        """Equal on ranks that have the same parts of the same parameters."""
+        """Bytes that are equal on two ranks if they divide the same parameters into the same parts."""
         self._order: list[int] = []
         """Ids of the parameters in the order in which they got state; the gathered state has the same order."""
         self._publisher: ParameterPublisher | None = None

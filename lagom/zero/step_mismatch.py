@@ -21,7 +21,7 @@ class StepSignature(NamedTuple):
     """Values that describe the step that a rank was about to make, to be compared between ranks."""
 
     identity: bytes
-    """Equal on ranks that have the same parts of the same parameters."""
+    """Bytes that are equal on two ranks if they divide the same parameters into the same parts."""
     parameters: Sequence[torch.Tensor]
     sums: Mapping[int, tuple[str, int]] | None
     """Checksums of gradients, by index of the parameter; None if they were not compared."""
