@@ -409,7 +409,8 @@ def run_alike(session: Session, program: Program) -> tuple[Any, list[str]]:
 RUNS = {program.__name__: partial(run_alike, program=program) for program in (*SLICED, *WHOLE)}
 
 
-@pytest.mark.parametrize("world_size", [pytest.param(2, marks=pytest.mark.soak), 3])
+# test_each_rank_computes_its_block has a middle rank by default, and two ranks have uneven tails.
+@pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.soak)])
 @pytest.mark.parametrize("name", RUNS)
 def test_losses_and_weights_are_those_of_one_machine(name: str, world_size: int) -> None:
     for found in on_ranks(world_size):
@@ -418,7 +419,7 @@ def test_losses_and_weights_are_those_of_one_machine(name: str, world_size: int)
 
 @pytest.mark.parametrize("program", SLICED, ids=lambda program: program.__name__)
 def test_forwards_by_rows_are_sliced(program: Program) -> None:
-    assert [found[program.__name__][1] for found in on_ranks(3)] == [[], [], []]
+    assert [found[program.__name__][1] for found in on_ranks(2)] == [[], []]
 
 
 REASONS = {
@@ -435,7 +436,7 @@ REASONS = {
 
 @pytest.mark.parametrize("program", WHOLE, ids=lambda program: program.__name__)
 def test_others_run_whole_and_the_log_says_why(program: Program) -> None:
-    for found in on_ranks(3):
+    for found in on_ranks(2):
         assert any(REASONS[program.__name__] in text for text in found[program.__name__][1])
 
 
@@ -515,12 +516,12 @@ def test_what_does_not_pay_is_not_sliced() -> None:
         large = rows_seen(nn.Linear(512, 1024).double(), wide)
         large.requires_grad_(False)
         for _ in range(2):
-            large(torch.randn(2048, 512, dtype=torch.float64))
+            large(torch.randn(1024, 512, dtype=torch.float64))
         return rows, wide
 
     for rows, wide in run_ranks(2, program, batches="whole", always_slices=False):
         assert rows == [8, 8]
-        assert wide == [2048, 1024, 2048, 2048, 1024, 1024, 1024]
+        assert wide == [1024, 512, 1024, 1024, 512, 512, 512]
 
 
 @pytest.mark.soak
