@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import warnings
 from collections.abc import Callable
 from datetime import timedelta
@@ -31,26 +30,40 @@ Program = Callable[[int, int], Any]
 """A function of rank and world size."""
 
 
-def by(backend: str, world_size: int, program: Program, timeout_s: float = 60.0) -> list[Any]:
-    """Run ``program`` with a default group of ``backend``; return its value on each rank."""
+_kept: list[Any] = []
+"""Destroying a gloo group may deadlock. See Note [Kept groups] in distributed/init_process_group.py."""
 
-    def run(session: Session) -> Any:
+
+def by_each(backends: tuple[str, ...], world_size: int, program: Program, timeout_s: float = 60.0) -> list[list[Any]]:
+    """Run ``program`` with a default group of each backend in turn; return its values on each rank."""
+
+    def run(session: Session) -> list[Any]:
         warnings.simplefilter("ignore")  # torch's, about names of its own
         register()
-        store = PrefixStore("program", session.store) if session.store is not None else dist.HashStore()
+        return [over(backend, session) for backend in backends]
+
+    def over(backend: str, session: Session) -> Any:
+        store = PrefixStore(backend, session.store) if session.store is not None else dist.HashStore()
         timeout = timedelta(seconds=timeout_s)
         dist.init_process_group(backend, store=store, rank=session.rank, world_size=world_size, timeout=timeout)
         value = program(session.rank, world_size)
-        if backend == "lagom":
-            assert isinstance(dist.group.WORLD, SharedProcessGroup)
+        assert isinstance(dist.group.WORLD, SharedProcessGroup) == (backend == "lagom")
         dist.barrier()
+        _kept.append(dist.group.WORLD)
+        dist.destroy_process_group()
         return value
 
     return run_ranks(world_size, run, patches=False)
 
 
+def by(backend: str, world_size: int, program: Program, timeout_s: float = 60.0) -> list[Any]:
+    """Run ``program`` with a default group of ``backend``; return its value on each rank."""
+    return [value for (value,) in by_each((backend,), world_size, program, timeout_s)]
+
+
 def same(world_size: int, program: Program) -> None:
-    assert by("lagom", world_size, program) == by("gloo", world_size, program)
+    for ours, gloos in by_each(("lagom", "gloo"), world_size, program):
+        assert ours == gloos
 
 
 def numbers(rank: int, *shape: int) -> torch.Tensor:
@@ -164,9 +177,8 @@ def test_messages_between_two_ranks() -> None:
 # Of three ranks parts are uneven.
 @pytest.mark.parametrize("world_size", [pytest.param(2, marks=pytest.mark.soak), 3])
 def test_ddp_fsdp2_and_zero_redundancy_end_with_gloos_weights(world_size: int) -> None:
-    ours, gloos = by("lagom", world_size, trained), by("gloo", world_size, trained)
-    for mine, theirs in zip(itertools.chain(*ours), itertools.chain(*gloos), strict=True):
-        torch.testing.assert_close(mine, theirs, rtol=1e-10, atol=1e-12)
+    for ours, gloos in by_each(("lagom", "gloo"), world_size, trained):
+        torch.testing.assert_close(ours, gloos, rtol=1e-10, atol=1e-12)
 
 
 def test_functional_collectives() -> None:
