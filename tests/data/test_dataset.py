@@ -166,7 +166,7 @@ LAYOUTS = st.lists(st.lists(st.integers(0, 12), max_size=4), min_size=1, max_siz
 )
 
 
-@settings(max_examples=15, deadline=None, derandomize=True)
+@settings(max_examples=10, deadline=None, derandomize=True)
 @given(LAYOUTS, st.integers(1, 9), st.integers(40, 2000), st.integers(1, 8), st.booleans(), st.integers(0, 99))
 def test_shares_are_even_and_exact_for_any_layout(
     layout: list[list[int]], batch_size: int, window_bytes: int, streams: int, shuffle: bool, seed: int
@@ -193,7 +193,7 @@ def test_shares_are_even_and_exact_for_any_layout(
                 copy.close()
 
 
-@settings(max_examples=15, deadline=None, derandomize=True)
+@settings(max_examples=10, deadline=None, derandomize=True)
 @given(LAYOUTS, st.integers(1, 5), st.integers(1, 5), st.integers(0, 30), st.booleans(), st.integers(40, 2000))
 def test_resuming_is_as_if_it_had_never_stopped(
     layout: list[list[int]], before: int, after: int, stop: int, shuffle: bool, window_bytes: int

@@ -53,7 +53,7 @@ def same(found: NDArray[Any], wanted: NDArray[Any]) -> None:
     assert found.tobytes() == wanted.tobytes()  # NaNs of any kind too
 
 
-@settings(max_examples=40, deadline=None, derandomize=True)
+@settings(max_examples=25, deadline=None, derandomize=True)
 @given(data=st.data())
 def test_pages_of_any_layout_are_what_was_written(data: st.DataObject) -> None:
     draw = data.draw

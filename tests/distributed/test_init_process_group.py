@@ -48,7 +48,7 @@ def by_hand(join: Callable[[Session], Any], num_workers: int = 0) -> Callable[[S
     def program(session: Session) -> Any:
         assert not dist.is_initialized()
         torch.manual_seed(11)
-        inputs = torch.randn(54, 3, dtype=torch.float64)
+        inputs = torch.randn(36, 3, dtype=torch.float64)
         model = nn.Sequential(nn.Linear(3, 6), nn.BatchNorm1d(6), nn.Dropout(0.4), nn.Linear(6, 1)).double()
         data = TensorDataset(inputs, inputs.sum(1, keepdim=True))
         if session.world_size == 1:

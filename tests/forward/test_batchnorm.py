@@ -206,13 +206,20 @@ VARIANTS = (
     "compiled",
 )
 """Programs that take the way of others; the last is tested by default below."""
+ON_THREE = ("mlp", "short tail", "tail of two")
+"""Programs in which a third rank has no row, or fewer than others, by default; the rest have two ranks."""
 
 
-@pytest.mark.parametrize("world_size", [pytest.param(2, marks=pytest.mark.soak), 3])
-@pytest.mark.parametrize(
-    "program",
-    [pytest.param(one, id=name, marks=pytest.mark.soak if name in VARIANTS else ()) for name, one in PROGRAMS.items()],
-)
+def cases() -> Iterator[Any]:
+    """Yield each program on two ranks and on three, one of them by default."""
+    for name, program in PROGRAMS.items():
+        for world_size in (2, 3):
+            is_default = name not in VARIANTS and world_size == (3 if name in ON_THREE else 2)
+            marks = [] if is_default else [pytest.mark.soak]
+            yield pytest.param(program, world_size, id=f"{name}-{world_size}", marks=marks)
+
+
+@pytest.mark.parametrize(("program", "world_size"), list(cases()))
 def test_weights_statistics_and_evaluation_are_those_of_one_machine(program: Program, world_size: int) -> None:
     expected = alone(program)
     results = run_ranks(world_size, program)

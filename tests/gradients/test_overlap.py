@@ -285,6 +285,8 @@ def test_gradients_that_are_differentiated_wait() -> None:
 
 
 def test_ranks_that_keep_reaching_different_leaves_stop_to_ask(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(overlap, "MIN_BYTES", 1 << 17)
+
     def run(session: Session) -> Any:
         assert session.gradient_averager is not None
         asked = []
@@ -295,7 +297,7 @@ def test_ranks_that_keep_reaching_different_leaves_stop_to_ask(monkeypatch: pyte
             return exchange(self, signed)
 
         monkeypatch.setattr(AgreedExchange, "exchange", note)
-        experts = [parameter() for _ in range(2)]
+        experts = [nn.Parameter(torch.ones(150, 150, dtype=torch.float64)) for _ in range(2)]
         for _ in range(2):
             experts[0].sum().backward()
         for _ in range(200):

@@ -135,15 +135,25 @@ LOADERS: dict[str, Callable[[], DataLoader[Any]]] = {
 }
 
 
+AGAIN = ("worker", "persistent workers")
+"""Loaders that show what "workers" show; a model is trained on batches of persistent ones by default."""
+NAMES = [pytest.param(name, marks=pytest.mark.soak) if name in AGAIN else name for name in LOADERS]
+
+
 @cache
-def plain_passes() -> dict[str, Any]:
-    found: dict[str, Any] = alone(lambda session: {name: two_passes(make(), session) for name, make in LOADERS.items()})
+def plain_passes(again: bool) -> dict[str, Any]:
+    found: dict[str, Any] = alone(lambda session: passes(session, again))
     return found
 
 
 @cache
-def passes_on_ranks(world_size: int) -> list[dict[str, Any]]:
-    return run_ranks(world_size, lambda session: {name: two_passes(make(), session) for name, make in LOADERS.items()})
+def passes_on_ranks(world_size: int, again: bool) -> list[dict[str, Any]]:
+    return run_ranks(world_size, lambda session: passes(session, again))
+
+
+def passes(session: Session, again: bool) -> dict[str, Any]:
+    """Return the passes over each loader that is, or is not, in ``AGAIN``."""
+    return {name: two_passes(make(), session) for name, make in LOADERS.items() if (name in AGAIN) == again}
 
 
 def two_passes(loader: DataLoader[Any], session: Session) -> Any:
@@ -167,14 +177,15 @@ def check_dealt_out(results: list[Any], expected: Any) -> None:
 
 
 @pytest.mark.parametrize("world_size", [pytest.param(2, marks=pytest.mark.soak), 3])
-@pytest.mark.parametrize("name", LOADERS)
+@pytest.mark.parametrize("name", NAMES)
 def test_batches_are_those_of_one_machine_dealt_out(name: str, world_size: int) -> None:
-    check_dealt_out([found[name] for found in passes_on_ranks(world_size)], plain_passes()[name])
+    again = name in AGAIN
+    check_dealt_out([found[name] for found in passes_on_ranks(world_size, again)], plain_passes(again)[name])
 
 
-@pytest.mark.parametrize("name", LOADERS)
+@pytest.mark.parametrize("name", NAMES)
 def test_one_rank_is_bit_identical(name: str) -> None:
-    assert passes_on_ranks(1)[0][name] == plain_passes()[name]
+    assert passes_on_ranks(1, name in AGAIN)[0][name] == plain_passes(name in AGAIN)[name]
 
 
 # Such a worker imports torch, which takes seconds, so only rank 1 has one. For lagom both methods are the same.

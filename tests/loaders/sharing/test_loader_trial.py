@@ -60,7 +60,7 @@ again = functools.partial(pytest.param, marks=pytest.mark.soak)
 @pytest.mark.parametrize(
     "make",
     [
-        lambda: DataLoader(Numbers(40), 2, num_workers=2),
+        lambda: DataLoader(Numbers(40), 2, num_workers=1),
         lambda: DataLoader(WorkerSharded(60), 2, num_workers=2, persistent_workers=True),
         again(lambda: DataLoader(Numbers(40), 2, num_workers=2, persistent_workers=True)),
         again(lambda: DataLoader(WorkerSharded(60), 2, num_workers=2)),
@@ -150,7 +150,7 @@ class Starting(Numbers):
 
 def pass_over(dataset: Any) -> int:
     """Read two passes over ``dataset``; return the number of this process's workers at the end of the second."""
-    loader = DataLoader(dataset, 1, num_workers=2)
+    loader = DataLoader(dataset, 1, num_workers=1)
     return [read_counting(loader)[1] for _ in range(2)][1]
 
 
@@ -210,7 +210,7 @@ class Slotted:
 
 
 def has_batches_of_unknown_kinds(session: Session, folder: Path) -> tuple[Any, int]:
-    loader = DataLoader(Numbers(12), 1, num_workers=2, collate_fn=lambda samples: Slotted(samples[0]))
+    loader = DataLoader(Numbers(12), 1, num_workers=1, collate_fn=lambda samples: Slotted(samples[0]))
     passes = [read_counting(loader) for _ in range(2)]
     return [one.number for one in passes[1][0]], passes[1][1]
 
@@ -280,7 +280,7 @@ def _placed(session: Session) -> Iterator[None]:
 def test_workers_may_ask_for_their_rank() -> None:
     def read(session: Session) -> list[int]:
         with _placed(session):
-            loader = DataLoader(ByRank(16, 0), 1, num_workers=2)
+            loader = DataLoader(ByRank(16, 0), 1, num_workers=1)
             return [batch.item() for _ in range(2) for batch in loader]
 
     mine = [*range(16)] * 2
@@ -333,7 +333,7 @@ def test_workers_remember_what_those_of_one_process_do() -> None:
             return index, self.num_loaded, worker.id
 
     def read(session: Session) -> list[Any]:
-        loader = DataLoader(Remembering(30), 2, True, num_workers=3, persistent_workers=True)
+        loader = DataLoader(Remembering(30), 2, True, num_workers=2, persistent_workers=True)
         return [torch.stack(batch).tolist() for _ in range(3) for batch in loader]
 
     assert run_ranks(2, read, batches="whole") == [alone(read)] * 2
@@ -408,7 +408,7 @@ def test_nested_tensors_come_as_they_are() -> None:
         def collate(samples: list[int]) -> torch.Tensor:
             return torch.nested.nested_tensor([torch.ones(number + 1) for number in samples])
 
-        loader = DataLoader(Numbers(24), 2, num_workers=2, collate_fn=collate)
+        loader = DataLoader(Numbers(24), 2, num_workers=1, collate_fn=collate)
         return [[one.tolist() for one in batch.unbind()] for _ in range(2) for batch in loader]
 
     assert run_ranks(2, read, batches="whole") == [alone(read)] * 2
