@@ -167,7 +167,7 @@ SEQUENCES = st.lists(
 
 
 @given(steps=SEQUENCES)
-@settings(max_examples=4, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(max_examples=3, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 def test_sequences_of_collectives_give_what_gloo_gives(steps: list[Step]) -> None:
     assert run_ranks(3, lambda session: compare(session, steps), patches=False) == [[]] * 3
 

@@ -16,6 +16,11 @@ from tests.encryption import credentials
 from tests.ranks import CREDENTIALS, run_ranks
 
 
+def of_what(text: bytes) -> set[int]:
+    """Return the bytes that ``text`` consists of; equal ones, of which there are millions, are compared at once."""
+    return set(text[:1] if text == text[:1] * len(text) else text)
+
+
 def exchanged(session: Session) -> Any:
     group = session.group
     assert group is not None
@@ -25,7 +30,7 @@ def exchanged(session: Session) -> Any:
         body = bytes([session.rank]) * (size * (session.rank + 1))
         rows = [bytes(row) for row in group.exchange(b"head", memoryview(body))]
         rows[session.rank] += body
-        found.append([(row[:4], len(row), set(row[4:])) for row in rows])
+        found.append([(row[:4], len(row), of_what(row[4:])) for row in rows])
     (mesh,) = (one for one in gc.get_objects() if type(one) is Mesh)
     families = {peer.family for peer in mesh.peers if peer is not None}
     in_clear = {peer.family for peer in mesh.peers if type(peer) is socket.socket}

@@ -33,7 +33,8 @@ def test_tensors_of_any_size_and_type_are_exchanged_and_no_port_is_open(
         assert group is not None
         group.open_aside()
         for dtype in TYPES:
-            for count in (0, 1, 5, 300_001):  # the last in several messages
+            # The last in several messages, if its elements have eight bytes.
+            for count in (0, 1, 5, 300_001 if dtype.itemsize == 8 else 10_001):
                 every = [given(peer, count, dtype) for peer in range(world_size)]
                 total = every[rank].clone()
                 beside = every[rank].clone()

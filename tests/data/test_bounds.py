@@ -31,7 +31,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return made
 
 
-@pytest.mark.parametrize("world_size", [1, 2, pytest.param(4, marks=pytest.mark.soak)])  # two share the reading too
+# Two share the reading.
+@pytest.mark.parametrize("world_size", [2, *(pytest.param(n, marks=pytest.mark.soak) for n in (1, 4))])
 def test_shuffled_ranks_read_together_about_what_there_is(folder: Path, world_size: int) -> None:
     size = sum(path.stat().st_size for path in (folder / "table").iterdir())
     with object_store(folder) as store:

@@ -66,7 +66,7 @@ def by_torch(folder: Path, batch_size: int, num_workers: int = 0) -> Any:
     [
         *(
             (by_lagom, 3, "split", 0),
-            (by_torch, 2, "split", 2),
+            (by_torch, 2, "split", 1),
             (by_lagom, 2, "whole", 0),
             (by_torch, 2, "per_rank", 0),
         ),

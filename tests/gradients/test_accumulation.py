@@ -64,9 +64,11 @@ def _plain(model: nn.Module, every: int, num_cycles: int, last: int | None = Non
     return count.each[:-1]
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-@pytest.mark.parametrize("every", [2, 4])
-def test_one_reduction_for_each_step(world_size: int, every: int) -> None:
+@pytest.mark.parametrize(
+    ("every", "world_size"),
+    [(2, 2), (4, 3), *(pytest.param(*other, marks=pytest.mark.soak) for other in ((2, 3), (4, 2)))],
+)
+def test_one_reduction_for_each_step(every: int, world_size: int) -> None:
     def run(_session: Session) -> Any:
         torch.manual_seed(1)
         model = _network()
