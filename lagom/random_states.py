@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import random
 import sys
 from collections.abc import Mapping
@@ -49,6 +50,17 @@ def equal_state(left: Any, right: Any) -> bool:
     if isinstance(left[0], str):  # numpy's: a name, an array, and numbers
         return bool((left[1] == right[1]).all()) and left[2:] == right[2:]
     return bool(left == right)
+
+
+def state_digest(state: Any) -> str:
+    """Return a text that is equal for equal states of one generator."""
+    if hasattr(state, "equal"):  # as in ``equal_state``
+        state = state.numpy().tobytes()
+    elif isinstance(state, list):
+        state = [one.numpy().tobytes() for one in state]
+    elif isinstance(state[0], str):
+        state = (state[0], state[1].tobytes(), *state[2:])
+    return hashlib.blake2b(repr(state).encode(), digest_size=16).hexdigest()
 
 
 def start_random_states(states: Mapping[str, Any]) -> None:

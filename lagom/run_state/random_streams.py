@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import random
 import sys
@@ -12,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lagom.random_states import equal_state, random_states, seed_torch
+from lagom.random_states import equal_state, random_states, seed_torch, state_digest
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Collection, Iterator
 
     from lagom.collectives.group import Group
 
@@ -53,9 +54,10 @@ class CommonStreams:
         self._noted = random_states()
 
     def reseed_uneven(self, group: Group, check_place: Callable[[str], None]) -> None:
-        """Reseed the generators from which some rank drew since ``note``, so that they are equal on all ranks again.
+        """Reseed generators whose states differ between ranks, if some rank has drawn from them since ``note``.
 
-        This is a collective if ``note`` was called, and does nothing otherwise.
+        Equal states stay: the ranks have drawn equally, or the program has seeded the generator. This is a collective
+        if ``note`` was called, and does nothing otherwise.
 
         Args:
             check_place: raises an error on all ranks unless all are at the given place of the program.
@@ -63,9 +65,15 @@ class CommonStreams:
         if self._noted:
             before, self._noted = self._noted, {}
             now = random_states()
-            drawn = {name for name, state in before.items() if not equal_state(state, now[name])}
+            mine = [
+                (name, not equal_state(state, now[name]), state_digest(now[name])) for name, state in before.items()
+            ]
             check_place("a data loader, after a batch whose shares differ in size")
-            self._restart(set(b" ".join(group.all_gather_bytes(" ".join(drawn).encode())).decode().split()))
+            found: dict[str, list[tuple[bool, str]]] = {}
+            for one in group.all_gather_bytes(json.dumps(mine).encode()):
+                for name, is_changed, digest in json.loads(one):
+                    found.setdefault(name, []).append((is_changed, digest))
+            self._restart({name for name, states in found.items() if _differ(states)})
 
     def _restart(self, names: set[str]) -> None:
         if not names:
@@ -79,6 +87,11 @@ class CommonStreams:
             random.seed(seed)
         if "numpy" in names:
             sys.modules["numpy.random"].seed(seed % 2**32)
+
+
+def _differ(states: Collection[tuple[bool, str]]) -> bool:
+    """Return whether a generator has changed on some rank, and is in different states now."""
+    return any(is_changed for is_changed, _ in states) and len({digest for _, digest in states}) > 1
 
 
 class OwnStreams:

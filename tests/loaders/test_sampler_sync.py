@@ -12,6 +12,7 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from lagom.errors import DivergenceError, LagomError
+from lagom.run_state.random_streams import seed_everything
 from lagom.session.session import Session
 from tests.ranks import alone, run_ranks
 from tests.session.loading import Nondeterministic, Numbers, batches, flat
@@ -77,6 +78,18 @@ def test_common_numbers_stay_common_after_uneven_draws(draw: Callable[[int], Any
 
     first, second = run_ranks(2, run)
     assert first == second
+
+
+def test_a_seed_that_the_program_sets_after_an_uneven_batch_holds() -> None:
+    def run(session: Session) -> Any:
+        for _ in DataLoader(Numbers(5), batch_size=3):
+            break
+        seed_everything(7)
+        shuffled = DataLoader(Numbers(8), batch_size=8, shuffle=True)
+        return batches(shuffled)[0], torch.rand(1).item(), random.random(), np.random.rand()
+
+    (wanted, *numbers), found = alone(run), run_ranks(2, run)
+    assert found == [(wanted[rank::2], *numbers) for rank in range(2)]
 
 
 def test_streams_that_nobody_drew_from_unevenly_go_on() -> None:
