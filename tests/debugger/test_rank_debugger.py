@@ -13,49 +13,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from torch import nn
-from torch.utils.data import DataLoader, Dataset, TensorDataset
+from torch.utils.data import DataLoader
 
 import lagom
 from lagom import experiment
 from lagom.config import HyperparameterOptConfig, Searchspace, TorchDistributedConfig
 from lagom.errors import LagomError, PlanError, RankError
+from tests.debugger.stopping_programs import Stopping, fails, train, where
 from tests.person import Person, person
 
 __all__ = ["person"]
 
 NEVER_S = 100.0
-
-
-class Net(nn.Module):
-    """Large enough for ranks to share its rows."""
-
-    def __init__(self, stops: bool) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(256, 1024), nn.Linear(1024, 1)
-        self.stops = stops
-
-    def forward(self, x: torch.Tensor) -> Any:
-        y = nn.functional.dropout(torch.relu(self.first(x)), 0.2, self.training)
-        if self.stops:
-            breakpoint()
-        return self.second(y)
-
-
-def train(place: str) -> list[float]:
-    x = torch.rand(512, 256)
-    loader = DataLoader(TensorDataset(x, x.mean(1, keepdim=True)), batch_size=128, shuffle=True)
-    model = Net(stops=place == "forward")
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    for inputs, targets in loader:
-        loss = nn.functional.mse_loss(model(inputs), targets)
-        optimizer.zero_grad()
-        if place == "loop":
-            breakpoint()
-        loss.backward()
-        optimizer.step()
-    return [p.double().sum().item() for p in model.parameters()]
 
 
 def run(function: Callable[..., Any], **settings: Any) -> Any:
@@ -112,11 +81,6 @@ def test_no_rank_counts_as_stalled_while_a_person_thinks(person: Person, capfd: 
     assert "no progress" not in capfd.readouterr().err
 
 
-def where() -> int:
-    breakpoint()
-    return lagom.rank()
-
-
 def test_the_rank_that_is_chosen_stops(person: Person, capfd: pytest.CaptureFixture[str]) -> None:
     person.types("p lagom.rank() + 40", "c")
     assert run(where, debug=1).per_rank == (0, 1)
@@ -129,21 +93,10 @@ def test_the_rank_that_is_chosen_stops(person: Person, capfd: pytest.CaptureFixt
 def test_quitting_ends_the_run_in_one_line(person: Person, line: str | Callable[[], str]) -> None:
     person.types(line)
     with pytest.raises(
-        LagomError, match=r"^the run was ended from the debugger, on rank 0 at test_rank_debugger.py:\d+, in where$"
+        LagomError, match=r"^the run was ended from the debugger, on rank 0 at stopping_programs.py:\d+, in where$"
     ):
         run(where)
     assert run(lagom.rank).per_rank == (0, 1)
-
-
-def fails(ranks: tuple[int, ...], stops: bool = False) -> int:
-    secret = 40 + lagom.rank()
-    if stops:
-        breakpoint()
-    if lagom.rank() in ranks:
-        raise KeyError(secret)
-    total = torch.ones(2, requires_grad=True)
-    total.sum().backward()  # where the other ranks wait
-    return 0
 
 
 @pytest.mark.parametrize(
@@ -232,17 +185,6 @@ def test_a_thread_of_the_program_stops_too(person: Person, capfd: pytest.Capture
     person.types("p secret", "c")
     run(start_thread)
     assert "\n43\n" in capfd.readouterr().out
-
-
-class Stopping(Dataset[torch.Tensor]):
-    """Each of its samples is a breakpoint."""
-
-    def __len__(self) -> int:
-        return 8
-
-    def __getitem__(self, index: int) -> torch.Tensor:
-        breakpoint()
-        return torch.ones(2)
 
 
 @pytest.mark.parametrize(  # a spawned worker imports torch

@@ -29,7 +29,7 @@ from lagom.restart.disks import this_host
 from lagom.restart.history import RunHistory
 from lagom.restart.kept_snapshots import SnapshotFolder, SnapshotPlace
 from tests.snapshots.kills import kill_driver, killed, wait_for_snapshot
-from tests.snapshots.training import config, train, train_as_on_a_gpu, train_by_rows
+from tests.snapshots.training import config, short, train, train_as_on_a_gpu, train_by_rows
 
 pytestmark = pytest.mark.skipif(sys.version_info < (3, 11), reason="needs the columns of code")
 
@@ -237,11 +237,6 @@ def test_a_run_that_cannot_keep_snapshots_says_why(tmp_path: Path, capfd: pytest
     assert result.value == 1
     assert result.run_dir is not None
     assert not (result.run_dir / "snapshots").exists()
-
-
-def short() -> int:
-    """Return at once."""
-    return 1
 
 
 def test_a_host_that_does_not_share_the_runs_folder_is_named(

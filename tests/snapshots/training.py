@@ -15,9 +15,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
-from lagom import experiment
 from lagom.config import TorchDistributedConfig
-from lagom.restart import snapshot_copies
 
 POINTS = torch.rand(40, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(5))
 DATA = TensorDataset(POINTS, POINTS.prod(dim=1, keepdim=True))
@@ -105,6 +103,11 @@ def train_as_on_a_gpu(train_set: Any, folder: str) -> dict[str, Any]:
     return train(train_set, folder)
 
 
+def short() -> int:
+    """Return at once."""
+    return 1
+
+
 def config(folder: Path, **more: Any) -> TorchDistributedConfig:
     """The config of a run in ``folder``."""
     settings: dict[str, Any] = {
@@ -123,6 +126,9 @@ def newest(folder: Path) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
+    from lagom import experiment  # not in ranks, where it takes longer than the training
+    from lagom.restart import snapshot_copies
+
     if sys.argv[2:]:
         snapshot_copies.EVERY_S = 0.2
     place = {"run_dir": sys.argv[2]} if sys.argv[2:] else {}
