@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import os
 import re
-import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +38,20 @@ def make(folder: Path, name: str) -> list[str]:
     return [f"{name}.py", *SCRIPTS[name][1]]
 
 
+@contextlib.contextmanager
+def standard_output(fd: int) -> Iterator[None]:
+    """Have this process and ranks write to the file ``fd`` for a while."""
+    sys.stdout.flush()
+    before = os.dup(1)
+    os.dup2(fd, 1)
+    try:
+        with open(1, "w", closefd=False) as file, contextlib.redirect_stdout(file):
+            yield
+    finally:
+        os.dup2(before, 1)
+        os.close(before)
+
+
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory: pytest.TempPathFactory) -> Plain:
     """Return the output of a script that is not killed, and the file that it writes."""
@@ -45,10 +59,12 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Plain:
     @functools.cache
     def find(name: str) -> tuple[str, str]:
         folder = tmp_path_factory.mktemp(name)
-        command = [sys.executable, "-m", "lagom", "run", *OPTIONS, *make(folder, name)]
-        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, cwd=folder, env=ENV)
-        assert done.returncode == SCRIPTS[name][2]
-        return done.stdout, (folder / "rows.csv").read_text()
+        with pytest.MonkeyPatch.context() as patch, open(folder / "shown", "w+") as shown:
+            patch.chdir(folder)
+            patch.setattr(sys, "path", list(sys.path))
+            with standard_output(shown.fileno()):
+                assert main(["run", *OPTIONS, *make(folder, name)]) == SCRIPTS[name][2]
+        return (folder / "shown").read_text(), (folder / "rows.csv").read_text()
 
     return find
 
