@@ -24,14 +24,14 @@ logging.basicConfig(level=logging.INFO, format="%(levelname)s %(message)s")
 os.makedirs("out")
 torch.manual_seed(0)
 model = torch.nn.Linear(2, 1, dtype=torch.float64)
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 loader = DataLoader(TensorDataset(torch.rand(12, 2, dtype=torch.float64)), batch_size=3)
 form = "{desc}{n_fmt}/{total_fmt}"
 for epoch in range(2):
     for (x,) in tqdm(loader, desc=f"epoch {epoch} ", bar_format=form, mininterval=0, dynamic_ncols=False):
-        optimizer.zero_grad()
+        model.zero_grad()
         model(x).square().mean().backward()
-        optimizer.step()
+        for p in model.parameters():  # an optimizer would have plain Python import Dynamo
+            p.data -= 0.1 * p.grad
     with torch.no_grad():
         loss = sum(model(x).square().sum().item() for (x,) in loader)
     print(f"epoch {epoch}: {loss:.6f}", flush=True)
