@@ -144,8 +144,8 @@ SHARED_BY_THREE = (
 
 These run on three ranks, the other programs on two; on the other number all run with ``pytest -m soak``.
 """
-AS_SCRIPTS = ("exported", "journal", "sums")
-"""Programs that also run as scripts: one each that saves a module, writes files, and needs "whole".
+AS_SCRIPTS = ("journal", "language", "sums")
+"""Programs that also run as scripts: one each that writes files, saves a module, and needs "whole".
 
 A script only parses arguments, calls ``train`` and saves its result; the others run with ``pytest -m soak``.
 """
