@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import os
 import sys
@@ -20,9 +21,9 @@ from lagom.launchers import local
 from lagom.patching.replace import originals, replaced
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture(scope="module", autouse=True)
 def new_server() -> Iterator[None]:
-    """Ranks are forked from a process that has run nothing yet."""
+    """Ranks are forked from a process that has not imported it: what has ranks import it shuts their server down."""
     local.shut_down()
     yield
     local.shut_down()
@@ -63,6 +64,7 @@ def test_it_is_imported_for_programs_that_compile_and_weights_are_those_of_one_p
     def plainly(compiles: bool, _: object) -> Any:
         return train(compiles)
 
+    local.shut_down()
     for compiles, before, after in (False, False, False), (True, False, True), (True, True, True):
         weights, loss, _ = alone(partial(plainly, compiles))
         for found, found_loss, was_there, is_there in run(loads, compiles=compiles):
@@ -70,6 +72,7 @@ def test_it_is_imported_for_programs_that_compile_and_weights_are_those_of_one_p
             assert found_loss == pytest.approx(loss, abs=1e-12)
             for mine, wanted in zip(found, weights, strict=True):
                 torch.testing.assert_close(mine, wanted, rtol=0, atol=1e-12)
+    local.shut_down()
 
 
 def test_uncompiled_code_does_without_it() -> None:
@@ -89,23 +92,22 @@ def test_uncompiled_code_does_without_it() -> None:
     assert run(use_torch) == (False, False)
 
 
-@pytest.mark.parametrize(
-    "statements",
-    [
-        ("from torch._dynamo.utils import counters; counters", "torch.compiler.disable(len)([])"),
-        pytest.param(
-            (
-                "import torch._dynamo.config; torch._dynamo.config.suppress_errors",
-                "torch._dynamo.config.suppress_errors",
-                "torch._dynamo.disable(len)([])",
-                "import torch._inductor.config",
-            ),
-            marks=pytest.mark.soak,  # above a module is imported and called through torch, below an attribute is read
-        ),
-    ],
-    ids=["one of each kind", "others"],
+ONE_OF_EACH_KIND = ("from torch._dynamo.utils import counters; counters", "torch.compiler.disable(len)([])")
+"""Statements by which a module is imported, and called through torch; after them an attribute is read."""
+OTHERS = (
+    *("import torch._dynamo.config; torch._dynamo.config.suppress_errors", "torch._dynamo.config.suppress_errors"),
+    *("torch._dynamo.disable(len)([])", "import torch._inductor.config"),
 )
-def test_whatever_needs_it_gets_it(statements: tuple[str, ...]) -> None:
+
+
+@functools.cache
+def used(statements: tuple[str, ...]) -> tuple[list[int], int]:
+    """Run each of ``statements`` in a fork of a rank, and import it in the rank.
+
+    Returns:
+        The forks' statuses, and how many of the rank's files are open afterwards.
+    """
+
     def use(statement: str) -> bool:
         optimizer = torch.optim.SGD([torch.ones(1, requires_grad=True)])
         optimizer.zero_grad()
@@ -115,27 +117,37 @@ def test_whatever_needs_it_gets_it(statements: tuple[str, ...]) -> None:
         is_disabled = vars(function)["__dynamo_disable"] is not function
         return torch._dynamo is sys.modules["torch._dynamo"] and is_disabled
 
-    def use_each() -> list[int]:
-        return [os.waitpid(pid, 0)[1] for pid in map(forked, statements)]
-
     def forked(statement: str) -> int:
         pid = os.fork()
         if pid == 0:
             os._exit(0 if use(statement) else 1)
         return pid
 
-    assert run(use_each, world_size=1) == ([0] * len(statements),)
-
-
-def test_a_rank_keeps_its_files_when_it_imports_it() -> None:
-    def open_files() -> int:
+    def use_each() -> tuple[list[int], int]:
+        assert "torch._dynamo.convert_frame" not in sys.modules
+        statuses = [os.waitpid(pid, 0)[1] for pid in map(forked, statements)]
         pipes = [end for _ in range(20) for end in os.pipe()]  # these take all numbers that are free in the rank
         torch._dynamo.reset()
         gc.unfreeze()  # lets go of what the rank was forked with
         gc.collect()
-        return sum(os.fstat(end).st_nlink for end in pipes)
+        return statuses, sum(os.fstat(end).st_nlink for end in pipes)
 
-    assert run(open_files, world_size=1) == (40,)
+    try:
+        ((statuses, num_open),) = run(use_each, world_size=1)
+    finally:
+        local.shut_down()
+    return statuses, num_open
+
+
+@pytest.mark.parametrize(
+    "statements", [ONE_OF_EACH_KIND, pytest.param(OTHERS, marks=pytest.mark.soak)], ids=["one of each kind", "others"]
+)
+def test_whatever_needs_it_gets_it(statements: tuple[str, ...]) -> None:
+    assert used(statements)[0] == [0] * len(statements)
+
+
+def test_a_rank_keeps_its_files_when_it_imports_it() -> None:
+    assert used(ONE_OF_EACH_KIND)[1] == 40
 
 
 def test_public_functions_are_put_back_for_a_while() -> None:
