@@ -288,10 +288,11 @@ def _closure(names: set[str], modules: Mapping[str, str]) -> set[str]:
 
 @functools.cache
 def _imports(module: str, source: str) -> tuple[Import, ...]:
-    return tuple(_walk(module, ast.parse(source)))
+    return tuple(_walk(module, ast.parse(source), has_calls="import_module" in source))
 
 
-def _walk(module: str, tree: ast.Module) -> Iterator[Import]:
+def _walk(module: str, tree: ast.Module, has_calls: bool) -> Iterator[Import]:
+    """Yield the imports of a module; expressions, which are most of it, are passed over if none of them can import."""
     todo: list[tuple[ast.AST, bool]] = [(tree, False)]
     while todo:
         node, later = todo.pop()
@@ -301,7 +302,11 @@ def _walk(module: str, tree: ast.Module) -> Iterator[Import]:
         for name in _imported(module, node):
             yield Import(name, getattr(node, "lineno", 0), later)
         later = later or isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda))
-        todo += [(child, later) for child in ast.iter_child_nodes(node)]
+        children = ast.iter_child_nodes(node)
+        todo += [(child, later) for child in children if has_calls or isinstance(child, _STATEMENTS)]
+
+
+_STATEMENTS = (ast.stmt, ast.ExceptHandler, ast.match_case)
 
 
 def _imported(module: str, node: ast.AST) -> list[str]:
