@@ -43,7 +43,7 @@ class Centred(Network):
 
 
 def train(
-    make: Callable[[Settings], list[nn.Module]], dtype: torch.dtype, num_accumulated: int = 1, num_epochs: int = 3
+    make: Callable[[Settings], list[nn.Module]], dtype: torch.dtype, num_accumulated: int = 1, num_epochs: int = 2
 ) -> Any:
     """Train modules in turn, and evaluate them; return the losses and the weights."""
     generator = torch.Generator().manual_seed(3)
@@ -61,7 +61,7 @@ def train(
                 if step % num_accumulated == num_accumulated - 1:
                     optimizer.step()
                     optimizer.zero_grad()
-        settings.scale, Settings.is_deep = 1.0 - 0.1 * epoch, epoch == 1
+        settings.scale, Settings.is_deep = 0.9 - 0.1 * epoch, epoch == 0
         for model in models:
             model.eval()
             with torch.no_grad():
