@@ -1,9 +1,8 @@
 """Every ``zero_lvl`` on both backends: the weights after an epoch and the returned metric are those of level 0.
 
-A table of four levels, two backends, 1 to 3 ranks and four optimizers. On ``backend="torch"`` 1 and 3 ranks, whose
-shares are uneven, run by default: every optimizer in float64 and one in float32, one cell after another on the same
-ranks. With DeepSpeed 1 and 2 ranks run by default, with one optimizer at each level. ``python -m pytest -m soak
-tests/test_levels.py`` runs the rest.
+A table of four levels, two backends, 1 to 3 ranks and four optimizers. 1 and 2 ranks run by default: on
+``backend="torch"`` every optimizer in float64, one cell after another on the same ranks, and with DeepSpeed one
+optimizer at each level, in float32. ``python -m pytest -m soak tests/test_levels.py`` runs the rest.
 """
 
 from __future__ import annotations
@@ -124,9 +123,9 @@ def judged(world_size: int, table: Sequence[Cell], backend: Backend) -> None:
             assert row["metric"] == pytest.approx(expected["metric"], rel=10 * limit), (rank, cell)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="module", autouse=True)
 def loaded() -> None:
-    """Once, and not in every rank that is forked."""
+    """Import DeepSpeed once, before ranks are forked, and not in each of them."""
     load("cpu")
 
 
@@ -138,13 +137,18 @@ def _turn(level: int, world_size: int) -> str:
 @pytest.mark.parametrize("world_size", [1, 2, pytest.param(3, marks=pytest.mark.soak)])
 def test_on_torch(world_size: int) -> None:
     assert WIDTH**2 > MIN_ELEMENTS
-    table = [(level, name, torch.float64) for level in LEVELS for name in OPTIMIZERS]
-    judged(world_size, [*table, *((level, _turn(level, world_size), torch.float32) for level in LEVELS)], "torch")
+    judged(world_size, [(level, name, torch.float64) for level in LEVELS for name in OPTIMIZERS], "torch")
+
+
+@pytest.mark.soak  # with DeepSpeed by default
+@pytest.mark.parametrize("world_size", WORLDS)
+def test_on_torch_in_single_precision(world_size: int) -> None:
+    judged(world_size, [(level, _turn(level, world_size), torch.float32) for level in LEVELS], "torch")
 
 
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("world_size", [1, 2, pytest.param(3, marks=pytest.mark.soak)])
-def test_on_deepspeed(world_size: int, level: int, loaded: None) -> None:
+def test_on_deepspeed(world_size: int, level: int) -> None:
     judged(world_size, [(level, _turn(level, world_size), torch.float32)], "deepspeed")
 
 
@@ -152,5 +156,5 @@ def test_on_deepspeed(world_size: int, level: int, loaded: None) -> None:
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("world_size", WORLDS)
-def test_on_deepspeed_with_every_optimizer(world_size: int, level: int, name: str, loaded: None) -> None:
+def test_on_deepspeed_with_every_optimizer(world_size: int, level: int, name: str) -> None:
     judged(world_size, [(level, name, torch.float32)], "deepspeed")
