@@ -28,6 +28,7 @@ from lagom.config import TorchDistributedConfig
 from lagom.errors import LagomError, PayloadError, RankError, RankTraceback
 from lagom.launchers import local
 from lagom.result import Result
+from tests.launchers.huge_megabytes import huge_megabytes
 
 ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.usefixtures("rng_untouched")
@@ -273,14 +274,6 @@ def has_huge_pages() -> bool:
     return is_given and library == "glibc" and tuple(map(int, version.split("."))) >= (2, 35)
 
 
-def huge_megabytes() -> tuple[int, str | None]:
-    """Huge pages of this process with a tensor of 128 MB, and the variable by which the C library is asked for them."""
-    kept = torch.ones(2**25)  # noqa: F841
-    lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
-    (found,) = [line.split()[1] for line in lines if line.startswith("AnonHugePages")]
-    return int(found) >> 10, os.environ.get("GLIBC_TUNABLES")
-
-
 @pytest.mark.skipif(not has_huge_pages(), reason="this system has no huge pages for those who ask")
 def test_large_tensors_are_in_huge_pages() -> None:
     for found, seen in run(huge_megabytes).per_rank:
@@ -288,9 +281,10 @@ def test_large_tensors_are_in_huge_pages() -> None:
         assert seen is None
 
 
-def test_a_shut_down_server_is_started_again_and_ranks_have_the_users_pages_no_input_and_no_files_of_the_driver_open(
+def test_a_server_that_was_shut_down_or_killed_is_started_again_and_its_ranks_have_what_the_user_has_chosen(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Ranks have the user's pages, no input, and none of the driver's files open."""
     path = tmp_path / "secret"
 
     def look() -> Any:
@@ -299,6 +293,11 @@ def test_a_shut_down_server_is_started_again_and_ranks_have_the_users_pages_no_i
             with contextlib.suppress(FileNotFoundError):  # the one that lists the folder
                 found.append(os.readlink(f"/proc/self/fd/{name}"))
         return sys.stdin.read(), [target for target in found if target == str(path)], huge_megabytes()
+
+    def kill_server(server: int) -> None:
+        if lagom.rank() == 1:
+            os.kill(server, signal.SIGKILL)
+        time.sleep(1000)
 
     chosen = "glibc.malloc.hugetlb=0"
     monkeypatch.setenv("GLIBC_TUNABLES", chosen)
@@ -311,8 +310,13 @@ def test_a_shut_down_server_is_started_again_and_ranks_have_the_users_pages_no_i
                 assert (text, files) == ("", [])
                 assert huge <= 100 or not has_huge_pages()
                 assert seen == chosen
-        finally:
+            with pytest.raises(LagomError, match="gone"):
+                run(kill_server, hparams={"server": local.server().process.pid})
+        except BaseException:
             local.shut_down()
+            raise
+    monkeypatch.undo()
+    assert works()
 
 
 # --- what is shown
@@ -676,19 +680,6 @@ def test_the_fork_server_may_be_killed_between_two_calls() -> None:
     assert works()
 
 
-def test_the_fork_server_may_be_killed_during_a_call() -> None:
-    server = local.server().process.pid
-
-    def kill_server() -> None:
-        if lagom.rank() == 1:
-            os.kill(server, signal.SIGKILL)
-        time.sleep(1000)
-
-    with pytest.raises(LagomError, match="gone"):
-        run(kill_server)
-    assert works()
-
-
 def test_the_host_process_may_be_killed_during_a_call() -> None:
     def kill_host() -> None:
         os.kill(os.getppid(), signal.SIGKILL)
@@ -934,25 +925,24 @@ def test_what_lagom_says_does_not_go_into_the_programs_log(capsys: pytest.Captur
     assert capsys.readouterr().err.count("of lagom") == 1
 
 
-def _forks(kind: str, path: str) -> int | None:
-    pid = os.fork()
-    if pid:
-        return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-    with open(f"{path}.{lagom.rank()}", "w") as file:
-        file.write("a fork was here")
-    if kind == "raises":
-        raise ValueError("in a fork")
-    if kind == "exits":
-        sys.exit(3)
-    return None
-
-
 RARER_ENDS = [pytest.param(*end, marks=pytest.mark.soak) for end in (("returns", 0), ("exits", 3))]
 
 
 @pytest.mark.parametrize(("kind", "status"), [("raises", 1), *RARER_ENDS])
 def test_a_fork_that_comes_back_from_the_function_ends(kind: str, status: int, tmp_path: Path) -> None:
+    def forks(kind: str, path: str) -> int | None:
+        pid = os.fork()
+        if pid:
+            return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        with open(f"{path}.{lagom.rank()}", "w") as file:
+            file.write("a fork was here")
+        if kind == "raises":
+            raise ValueError("in a fork")
+        if kind == "exits":
+            sys.exit(3)
+        return None
+
     config = TorchDistributedConfig(
         launcher="local", world_size=2, run_dir=None, hparams={"kind": kind, "path": str(tmp_path / "a")}
     )
-    assert list(experiment.lagom(_forks, config).per_rank) == [status, status]
+    assert list(experiment.lagom(forks, config).per_rank) == [status, status]
