@@ -24,7 +24,7 @@ TINY = {
     "petastorm": ["--epochs", "1", "--images", "200"],
     "search": ["--trials", "4", "--epochs", "2", "--points", "500"],
     "scalar_field": ["--epochs", "1", "--points", "500"],
-    "zero": ["--epochs", "1", "--points", "300"],
+    "zero": ["--epochs", "1", "--points", "100"],
 }
 """Arguments by example; ``--launcher`` comes on top."""
 WITH_SPARK = ("petastorm",)
