@@ -26,11 +26,6 @@ def config(world_size: int) -> TorchDistributedConfig:
     return TorchDistributedConfig(world_size=world_size, launcher="local")
 
 
-def append(name: str) -> None:
-    with open(name, "a") as file:
-        file.write("once\n")
-
-
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
@@ -39,6 +34,10 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.mark.parametrize("world_size", [1, 2, pytest.param(3, marks=pytest.mark.soak)])  # as on two
 def test_files_are_written_once_also_at_exit_and_by_threads(folder: Path, world_size: int) -> None:
+    def append(name: str) -> None:
+        with open(name, "a") as file:
+            file.write("once\n")
+
     def train() -> list[str]:
         atexit.register(append, "at exit.txt")
         thread = threading.Thread(target=append, args=("by a thread.txt",))
@@ -91,7 +90,8 @@ def test_what_a_killed_rank_wrote_on_purpose_is_there_afterwards(folder: Path) -
 
 def test_a_second_run_finds_what_the_first_has_left(folder: Path) -> None:
     def train() -> str:
-        append("log.txt")
+        with open("log.txt", "a") as file:
+            file.write("once\n")
         return Path("log.txt").read_text()
 
     for run in (1, 2):

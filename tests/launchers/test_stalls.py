@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import multiprocessing
 import os
 import re
@@ -12,54 +11,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-import torch.distributed as dist
-from torch import nn
-from torch.utils.data import DataLoader, Dataset
 
 import lagom
 from lagom import experiment
 from lagom.config import TorchDistributedConfig
 from lagom.errors import StallError
 from lagom.monitor.stalls import stall_text
+from tests.launchers.stuck_programs import crossed, skipped, train
 
 # Longer than a busy machine keeps from its turn a rank that is not stuck.
 LIMITS: dict[str, Any] = {"stall_timeout_s": 4.0, "timeout_s": 8.5}
-
-
-class Samples(Dataset[torch.Tensor]):
-    """Samples of which one never comes."""
-
-    def __init__(self, stuck: bool) -> None:
-        self.stuck = stuck
-
-    def __len__(self) -> int:
-        return 12
-
-    def __getitem__(self, index: int) -> torch.Tensor:
-        if self.stuck and index == 9:  # with shares, a sample of rank 1's
-            never_ends("sleep")
-        return torch.ones(2)
-
-
-def never_ends(kind: str) -> None:
-    if kind == "sleep":
-        time.sleep(1000)
-    while kind == "loop":
-        time.sleep(0.01 + 0 * sum(range(10_000)))  # computes now and then, as tests beside this one want to
-    if kind == "without Python":
-        mutex = ctypes.create_string_buffer(64)
-        for _ in range(2):
-            ctypes.PyDLL(None).pthread_mutex_lock(mutex)  # in C, and no other thread gets a turn
-
-
-def train(kind: str) -> None:
-    model = nn.Linear(2, 1)
-    samples = Samples(stuck=kind == "worker")
-    for number, batch in enumerate(DataLoader(samples, batch_size=4, num_workers=int(kind == "worker"))):
-        if number == 1 and lagom.rank() == 1:
-            never_ends(kind)
-        model(batch).mean().backward()
 
 
 def ended(function: Any, **settings: Any) -> StallError:
@@ -120,12 +81,6 @@ def test_a_process_that_is_stopped_or_waits_for_a_device_is_named_as_such(
     assert error.rank == 1
     assert re.search(rf"^rank 1 made no progress for \d+ s.*; {state}$", str(error))
     assert re.search(f"    rank 1: {state}\n", capfd.readouterr().err)
-
-
-def crossed() -> None:
-    """A program that is distributed already, and whose ranks wait for each other."""
-    dist.init_process_group("gloo")
-    dist.recv(torch.zeros(1), src=1 - dist.get_rank())
 
 
 def test_ranks_that_wait_for_each_other_are_named(capfd: pytest.CaptureFixture[str]) -> None:
@@ -212,14 +167,6 @@ def test_the_exchange_is_named_with_its_number_and_who_has_not_come() -> None:
     )
     apart = stall_text({0: waits, 2: waits | {"number": 4712, "missing": [0]}}, 3)
     assert "rank 0 in all_reduce 4711 (sum) of 8 int8\nrank 2 in all_reduce 4712 (sum) of 8 int8\n" in apart
-
-
-def skipped() -> None:
-    """Rank 1 leaves out an exchange that the others come to."""
-    dist.init_process_group()
-    if lagom.rank() == 1:
-        time.sleep(1000)
-    dist.all_reduce(torch.ones(250))
 
 
 def test_of_a_program_that_is_distributed_already_the_exchange_is_named_too(capfd: pytest.CaptureFixture[str]) -> None:

@@ -1,8 +1,9 @@
 """Programs that lose a rank at a random moment end with the numbers, prints, files and samples of one process.
 
-One kill in each way by default, and with ``-m soak`` one of every program for each seed and way to go on: ``python -m pytest -m
-soak tests/programs/test_kills.py``. Each test fails if its kill did not come while the run went on, but for the
-programs that ``UNPROTECTED`` names. With ``--junitxml`` the report says of each kill from where the run went on.
+One kill in each way by default, and with ``-m soak`` one of every program for each seed and way to go on:
+``python -m pytest -m soak tests/programs/test_kills.py``. Each test fails if its kill did not come while the run went
+on, but for the programs that ``UNPROTECTED`` names. With ``--junitxml`` the report says of each kill from where the
+run went on.
 """
 
 from __future__ import annotations
