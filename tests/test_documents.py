@@ -13,50 +13,12 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from lagom import experiment
 from lagom.config import TorchDistributedConfig
+from tests.articles_program import Field, train_field
 
 POINTS = torch.rand((300, 2), generator=torch.Generator().manual_seed(1)) * 10 - 5
 FIELD = torch.sin(POINTS[:, 1]) + torch.cos(POINTS[:, 0])
 TRAIN_SET = TensorDataset(POINTS[:240], FIELD[:240])
 TEST_SET = TensorDataset(POINTS[240:], FIELD[240:])
-
-
-class Field(torch.nn.Module):
-    """The article's kind of network: three layers, and outputs of shape (B, 1)."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second, self.last = (torch.nn.Linear(*size) for size in ((2, 100), (100, 100), (100, 1)))
-
-    def forward(self, points: torch.Tensor) -> Any:
-        """Values at ``points`` (B, 2), of shape (B, 1)."""
-        return self.last(torch.relu(self.second(torch.relu(self.first(points)))))
-
-
-def train_field(module: Any, hparams: Mapping[str, Any], train_set: Any, test_set: Any) -> Any:
-    """Loaders and optimizer made inside, evaluation by ``eval()`` alone, and a tensor returned, as in the article."""
-    import torch
-
-    model = module()
-    optimizer = torch.optim.Adam(model.parameters(), lr=1e-5)
-    criterion = torch.nn.MSELoss()
-    train_loader = torch.utils.data.DataLoader(train_set, batch_size=64)
-    test_loader = torch.utils.data.DataLoader(test_set, batch_size=64)
-
-    def evaluate() -> Any:
-        loss = 0
-        model.eval()
-        for points, values in test_loader:
-            loss += criterion(model(points).detach().squeeze(1), values)
-        return loss
-
-    for _ in range(2):
-        model.train()
-        for points, values in train_loader:
-            optimizer.zero_grad()
-            loss = criterion(model(points).squeeze(1), values)
-            loss.backward()
-            optimizer.step()
-    return evaluate()
 
 
 def config(world_size: int, **fields: Any) -> TorchDistributedConfig:
