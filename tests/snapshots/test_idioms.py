@@ -73,6 +73,8 @@ def check(function: Callable[[], Any], every: int) -> None:
     def all_points(session: Session) -> Any:
         value, points = taken(session, function, every)
         for number, snapshot in enumerate(points.taken):
+            if number and number == len(points.taken) // 2:
+                continue  # another process goes on from this one
             again, later = resumed(session, function, snapshot)
             assert again == value, number
             for one in later.taken[:1] if number % 3 == 0 else ():
