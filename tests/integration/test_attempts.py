@@ -15,7 +15,7 @@ from lagom.launchers.spark_session import ClassicFacts
 from lagom.worker.process_tree import children
 from tests.integration import hosts, programs
 from tests.launchers import losses
-from tests.launchers.test_attempt_files import from_checkpoint
+from tests.launchers.file_programs import from_checkpoint
 
 
 def run(tmp_path: Path, gates: Path, world_size: int, **settings: Any) -> Any:

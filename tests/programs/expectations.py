@@ -141,7 +141,8 @@ SHARED_BY_THREE = (
 )
 """Programs for which three ranks may differ from two: uneven or empty shares, sums in another order, state, files.
 
-Of several that may differ alike, one is here. These run on three ranks, the other programs on two; on the other number all run with ``pytest -m soak``.
+Of several that may differ alike, one is here. These run on three ranks, the other programs on two; on the other number
+all run with ``pytest -m soak``.
 """
 AS_SCRIPTS = ("journal", "language", "sums")
 """Programs that also run as scripts: one each that writes files, saves a module, and needs "whole".
