@@ -21,6 +21,7 @@ from lagom.compat.horovod import HorovodRunner, horovod_modules, run
 from lagom.config import TorchDistributedConfig
 from lagom.program.detect_distributed import is_distributed
 from lagom.worker.compatible import compatible
+from tests.imported_once import imported_once  # noqa: F401
 
 hvd: Any = importlib.import_module("lagom.compat.horovod.torch")
 X = torch.randn(22, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(1))

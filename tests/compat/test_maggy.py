@@ -20,7 +20,7 @@ from lagom import experiment as lagom_experiment
 from lagom.compat import maggy
 from lagom.deepspeed.loading import load
 from tests.data.write_rows import write
-from tests.launchers.forked_server import forked_server
+from tests.imported_once import forked_server, imported_once  # noqa: F401
 
 ROOT = Path(__file__).parent.parent.parent
 POINTS = torch.rand((90, 2), generator=torch.Generator().manual_seed(1), dtype=torch.float64)

@@ -14,7 +14,7 @@ import torch
 
 from lagom import cli
 from lagom.compat import maggy
-from tests.launchers.forked_server import forked_server
+from tests.imported_once import imported_once  # noqa: F401
 
 ROOT = Path(__file__).parent.parent.parent
 PROGRAM = """
@@ -84,13 +84,6 @@ config = AblationConfig(name="Titanic-LOCO", ablation_study=ablation_study, abla
 torch.manual_seed(5)
 result = experiment.lagom(train_fn=training_fn, config=config)
 """
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _imported_once() -> Iterator[None]:
-    """Has trials find pandas imported."""
-    with forked_server():
-        yield
 
 
 @pytest.fixture(autouse=True)

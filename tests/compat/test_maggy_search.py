@@ -15,6 +15,7 @@ from lagom import config as lagom_config
 from lagom import experiment as lagom_experiment
 from lagom.compat import maggy
 from lagom.errors import LagomError
+from tests.imported_once import imported_once  # noqa: F401
 
 POINTS = torch.rand((60, 2), generator=torch.Generator().manual_seed(1))
 SET = TensorDataset(POINTS, POINTS.sum(dim=1))

@@ -31,6 +31,7 @@ from lagom.records.json_values import as_json
 from lagom.records.report import report
 from lagom.records.run_dir import RunRecords, records
 from lagom.result import Result
+from tests.imported_once import imported_once  # noqa: F401
 
 
 def train(fails: bool) -> dict[str, float]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -16,18 +16,11 @@ from torch.utils.data import DataLoader, TensorDataset
 from lagom import experiment
 from lagom.config import AblationConfig, AblationStudy
 from lagom.errors import LagomError
-from tests.launchers.forked_server import forked_server
+from tests.imported_once import imported_once  # noqa: F401
 
 X = torch.randn(40, 3, generator=torch.Generator().manual_seed(2))
 SET = TensorDataset(X, 2 * X[:, :1] + X[:, 1:2] ** 2)
 NAMES = ("age", "fare", "noise")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _imported_once() -> Iterator[None]:
-    """Has trials find imported what this file imports."""
-    with forked_server():
-        yield
 
 
 class Net(nn.Module):

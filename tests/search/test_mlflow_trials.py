@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from tests.imported_once import forked_server
 from tests.late_modules import mlflow
-from tests.launchers.forked_server import forked_server
 from tests.search.mlflow_searches import check_runs_below_the_active_one, runs, search, store
 
 

@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lagom import experiment
 from lagom.config import HyperparameterOptConfig, Searchspace
 from lagom.search.search_result import SearchResult
+from tests.imported_once import imported_once  # noqa: F401
 
 SPACE = Searchspace(bad=("DISCRETE", [0, 1]))
 SET = TensorDataset(torch.arange(12.0).unsqueeze(1), torch.arange(12.0))

@@ -17,6 +17,7 @@ import torch
 from lagom import experiment
 from lagom.config import HyperparameterOptConfig, Searchspace, TorchDistributedConfig
 from lagom.errors import LagomError, MetricError, PlanError
+from tests.imported_once import imported_once  # noqa: F401
 from tests.search import odd_trials
 from tests.search.search_process import run_here, start, wait_for_trials
 

@@ -23,6 +23,7 @@ from lagom.search.slots.choose_slots import choose_slots
 from lagom.search.trial_loop import TrialLoop
 from lagom.wire.client import Message
 from lagom.worker.process_tree import children
+from tests.imported_once import imported_once  # noqa: F401
 from tests.search.test_trial_loop import ListSource, run
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks for processes in /proc")

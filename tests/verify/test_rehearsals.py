@@ -30,6 +30,7 @@ from lagom.random_states import random_states, set_random_states
 from lagom.result import Result
 from lagom.verify.rehearsals import verify
 from lagom.verify.verification import Verification
+from tests.imported_once import imported_once  # noqa: F401
 
 POINTS = torch.rand(29, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(5))
 DATA = TensorDataset(POINTS, POINTS.prod(dim=1, keepdim=True))

@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lagom import experiment
 from lagom.config import TorchDistributedConfig
 from lagom.errors import PlanError, VerificationError
+from tests.imported_once import imported_once  # noqa: F401
 
 POINTS = torch.rand(29, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(5))
 DATA = TensorDataset(POINTS, POINTS.prod(dim=1, keepdim=True))
