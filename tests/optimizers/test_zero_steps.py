@@ -165,8 +165,8 @@ CASES = {
     "normed": [(1, 3)],
     "coupled": [(2, 2)],
 }
-BY_DEFAULT = ("adam", "normed", "coupled")
-"""Optimizers of each kind of sharding."""
+BY_DEFAULT = ("normed", "coupled")
+"""Optimizers that do not step each element by itself; tests/test_levels.py has by default those that do."""
 
 
 @pytest.mark.parametrize(
@@ -229,7 +229,8 @@ def test_each_rank_holds_its_part_of_the_state_only() -> None:
         assert all(names == [True] for *_, names in rows)
 
 
-def test_what_is_done_with_an_optimizer_between_steps() -> None:
+@pytest.mark.parametrize("case", [pytest.param((1, 2), marks=pytest.mark.soak), (2, 3)])  # level 2 has states as 1 has
+def test_what_is_done_with_an_optimizer_between_steps(case: tuple[int, int]) -> None:
     """A new group, state that is looked at, changed, loaded and copied, a parameter that gets gradients later."""
 
     def train(_: Session) -> Any:
@@ -270,7 +271,7 @@ def test_what_is_done_with_an_optimizer_between_steps() -> None:
         again = pickle.loads(pickle.dumps(optimizer))
         return seen, _weights(model), _weights(twin_model), saved, again.state_dict(), twin.state_dict()
 
-    same(train, (1, 2), (2, 3))
+    same(train, case)
 
 
 def test_a_state_goes_on_at_another_world_size() -> None:
@@ -296,7 +297,8 @@ def test_a_state_goes_on_at_another_world_size() -> None:
             close(found, wanted)
 
 
-def test_closures_scalers_and_several_optimizers() -> None:
+@pytest.mark.parametrize("zero_lvl", [pytest.param(1, marks=pytest.mark.soak), 2])  # level 2 has states as 1 has
+def test_closures_scalers_and_several_optimizers(zero_lvl: int) -> None:
     def train(_: Session) -> Any:
         model, critic = _model(), _model()
         by_closure, lbfgs = (
@@ -334,4 +336,4 @@ def test_closures_scalers_and_several_optimizers() -> None:
             schedule.step()
         return losses, _weights(model), _weights(critic), by_closure.state_dict(), schedule.get_last_lr()
 
-    same(train)
+    same(train, (zero_lvl, 2))

@@ -135,7 +135,7 @@ def test_with_one_slot_the_trials_are_those_of_optimize(
 ENDS: tuple[State, ...] = ("complete", "complete", "complete", "pruned", "failed")
 
 
-@pytest.mark.parametrize("direction", ["min", "max"])
+@pytest.mark.parametrize("direction", [pytest.param("min", marks=pytest.mark.soak), "max"])  # the test above minimizes
 def test_tpe_with_many_running_trials_draws_what_optuna_draws(direction: Literal["min", "max"]) -> None:
     config = HyperparameterOptConfig(
         searchspace=SPACE, optimizer="tpe", es_policy="none", num_trials=60, direction=direction, seed=7

@@ -95,7 +95,7 @@ def test_ranks_are_set_as_the_program_is(set_here: None, world_size: int, capfd:
     assert "this is" in err
 
 
-@pytest.mark.parametrize("num", [1, 2])
+@pytest.mark.parametrize("num", [pytest.param(1, marks=pytest.mark.soak), 2])  # two handlers show it
 def test_loggers_say_each_line_as_often_as_here(num: int, capfd: pytest.CaptureFixture[str]) -> None:
     """torch's loggers have handlers in each process that imports torch."""
     assert len(logging.getLogger("torch").handlers) == 1
