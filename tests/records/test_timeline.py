@@ -27,7 +27,6 @@ from lagom.monitor.spans import Spans, activity, current, unpack_spans
 from lagom.records.run_dir import RunRecords
 from lagom.records.timeline import merge
 from lagom.result import Result
-from tests.imported_once import imported_once  # noqa: F401
 
 LATE_S = 0.1
 

@@ -24,7 +24,6 @@ from lagom.records import upload
 from lagom.records.run_dir import RunRecords, records
 from lagom.records.upload import Upload, is_url, on_disk
 from lagom.result import Result
-from tests.imported_once import imported_once  # noqa: F401
 
 
 @pytest.fixture

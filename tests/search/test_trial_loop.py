@@ -24,7 +24,6 @@ from lagom.search.on_rank.change import HparamsChange
 from lagom.search.slots.choose_slots import choose_slots
 from lagom.search.trial_loop import TrialLoop
 from lagom.search.trial_source import TrialOutcome, TrialSpec
-from tests.imported_once import imported_once, launchers_server  # noqa: F401
 
 
 class ListSource:
@@ -242,8 +241,7 @@ def test_later_trials_find_the_libraries_that_the_first_has_imported(tmp_path: P
         pandas = importlib.import_module("pandas")
         return float(found) + float(pandas.Series([0.0]).sum())
 
-    with launchers_server():
-        outcomes = run(train, ListSource([{}] * 3), tmp_path, slots=1)
+    outcomes = run(train, ListSource([{}] * 3), tmp_path, slots=1)
     assert [outcomes[n].value for n in range(3)] == [0.0, 1.0, 1.0]
 
 

@@ -20,7 +20,6 @@ from lagom.run_state.oom_errors import wanted_bytes
 from lagom.session.session import Session
 from lagom.worker import oom_report
 from lagom.worker.oom_report import OutOfMemoryReport, held_memory
-from tests.imported_once import imported_once  # noqa: F401
 from tests.ranks import run_ranks, session_alone
 
 WIDTH = 512
