@@ -136,13 +136,13 @@ IN_EVERY_WAY = ("balanced", "codebook", "convolution", "stateful", "sums")
 The others run in one, and with ``pytest -m soak`` in every way too.
 """
 SHARED_BY_THREE = (
-    *("accumulation", "codebook", "convolution", "early_stopping", "endless", "folds", "ignored", "journal"),
-    *("resumed", "stateful", "sums", "translation"),
+    *("accumulation", "averaging", "carried", "codebook", "convolution", "detection", "early_stopping", "endless"),
+    *("experts", "folds", "functional", "ignored", "journal", "line_search", "packed", "penalty", "resumed"),
+    *("siamese", "stateful", "sums", "tied", "translation", "two_losses", "variational"),
 )
 """Programs for which three ranks may differ from two: uneven or empty shares, sums in another order, state, files.
 
-Of several that may differ alike, one is here. These run on three ranks, the other programs on two; on the other number
-all run with ``pytest -m soak``.
+These run on three ranks, the other programs on two; on the other number all run with ``pytest -m soak``.
 """
 AS_SCRIPTS = ("journal", "language", "sums")
 """Programs that also run as scripts: one each that writes files, saves a module, and needs "whole".
