@@ -47,7 +47,7 @@ UNPROTECTED: dict[str, tuple[str, ...]] = {
     "snapshots": (*WITHOUT_LOADER, "clamped", "spectral"),  # hooks of a parameter, and a parametrized module
 }
 """Programs that have no twins, or of which no snapshot can be taken: no rank of theirs is killed."""
-BY_DEFAULT = (("scaled", "twins"), ("early_stopping", "snapshots"), ("tied", "begins again"))
+BY_DEFAULT = (("accumulation", "twins"), ("early_stopping", "snapshots"), ("tied", "begins again"))
 TELL_WHAT_IS_THERE = ("journal", "resumed")
 """Programs that write or print which files there are: after a loss also those that the lost attempt has left.
 
