@@ -357,7 +357,8 @@ def test_the_example_runs_unchanged_under_lagom_run(
 @pytest.mark.integration
 @pytest.mark.soak
 def test_the_example_runs_on_spark() -> None:
-    done = run("-n", "2", "--master", "spark", "examples/maggy/scalar_field.py", "--epochs", "1", "--points", "500")
+    where = ("-n", "2", "--seed", "1", "--master", "spark")
+    done = run(*where, "examples/maggy/scalar_field.py", "--epochs", "1", "--points", "500")
     assert done.returncode == 0, done.stderr
     assert "2 ranks on Spark local[2]" in done.stderr
     first, second = done.stdout.splitlines()
