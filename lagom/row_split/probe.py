@@ -20,7 +20,7 @@ from lagom.row_split.backward_probe import BackwardProbe
 from lagom.row_split.comparison import are_close, compare, compare_buffers, tolerance_for
 from lagom.row_split.draws import UnsupportedDrawError
 from lagom.row_split.output_memory import find_bases
-from lagom.row_split.recorder import BatchStatistics, BlockRecorder, NotByRowsError, Recorder
+from lagom.row_split.recorder import BatchStatistics, BlockRecorder, NotByRowsError, Recorder, bounds_check
 from lagom.row_split.restore import ModuleState, copy_buffers, parameter_checksums, restored_state
 from lagom.row_split.split_candidate import (
     PLAIN,
@@ -72,7 +72,11 @@ def probe(
         if candidate.is_uniform:
             raise NotByRowsError(UNIFORM)
         check_call(candidate)
-        with restored_state(candidate.module, candidate.inside) as state, _unchanged_parameters(candidate.module):
+        with (
+            restored_state(candidate.module, candidate.inside) as state,
+            _unchanged_parameters(candidate.module),
+            bounds_check(candidate.device),
+        ):
             if repeated:
                 candidate = replace(candidate, check=_unchanged_check(finding, state))
             _run_and_compare(candidate, finding, num_blocks, statistics, state)

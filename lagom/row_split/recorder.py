@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -53,6 +53,69 @@ class FlopCounter(OperationMode):
         if count is not None:
             self.flops += float(count(*args, **kwargs, out_val=result))
         return result
+
+
+class BoundsCheck(OperationMode):
+    """Raises what a CPU raises for indices and numbers out of bounds, where a GPU would end all work of the process.
+
+    A probe runs a forward on parts of its batch and on a row of NaN, where indices that the program computes may be
+    wrong.
+    """
+
+    def run(self, function: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Check the arguments of an operation, and run it."""
+        name = function._schema.name.removeprefix("aten::").rstrip("_")
+        if name in _BY_DIMENSION and args[0].dim():
+            _check_indices(args[2], 0, args[0].shape[args[1]])
+        elif name in _BY_DIMENSIONS:
+            _check_each_index(args[1], args[0].shape)
+        elif name in _OF_ROWS:
+            _check_indices(args[1], 0, args[0].shape[0])
+            if len(args) > 2 and isinstance(args[2], torch.Tensor):
+                _check_indices(args[2], 0, args[1].numel() + 1)  # offsets of bags
+        elif name in ("take", "put"):
+            _check_indices(args[1], -args[0].numel(), args[0].numel())
+        elif name in ("nll_loss_forward", "nll_loss2d_forward"):
+            scores, targets, ignored = args[0], args[1], args[4]
+            _check_indices(targets[targets != ignored], 0, scores.shape[min(1, scores.dim() - 1)])
+        elif name in _OF_PROBABILITIES and function._overloadname not in ("p", "float"):
+            probabilities = args[1] if function._overloadname == "Tensor" else args[0]
+            is_valid = probabilities.ge(0) & probabilities.le(_OF_PROBABILITIES[name])  # neither for NaN
+            if not is_valid.all():
+                raise RuntimeError(f"{name}() gets a number that is no probability")
+        return function(*args, **kwargs)
+
+
+_BY_DIMENSION = frozenset(
+    (
+        *("gather", "index_select", "index_add", "index_copy", "index_fill", "index_reduce"),
+        *("scatter", "scatter_add", "scatter_reduce"),
+    )
+)
+"""Operations of a tensor, a dimension and an index along it."""
+_BY_DIMENSIONS = frozenset(("index", "index_put", "_index_put_impl", "_unsafe_index", "_unsafe_index_put"))
+"""Operations of a tensor and a list with an index, a mask or None for each dimension."""
+_OF_ROWS = frozenset(("embedding", "_embedding_bag", "_embedding_bag_forward_only", "embedding_renorm"))
+_OF_PROBABILITIES = {"bernoulli": 1.0, "binary_cross_entropy": 1.0, "multinomial": sys.float_info.max}
+"""Operations of probabilities or weights, and the largest one."""
+
+
+def _check_each_index(indices: Sequence[Tensor | None], shape: Sequence[int]) -> None:
+    for index, size in zip(indices, shape, strict=False):
+        if index is not None and index.dtype in (torch.bool, torch.uint8):
+            return  # torch compares a mask's shape, and the mask may count for several dimensions
+        if index is not None:
+            _check_indices(index, -size, size)
+
+
+def _check_indices(indices: Tensor, least: int, stop: int) -> None:
+    if indices.numel() and not least <= int(indices.min()) <= int(indices.max()) < stop:
+        raise IndexError(f"an index is not from {least} to {stop - 1}")
+
+
+def bounds_check(device: torch.device) -> AbstractContextManager[object]:
+    """Return a context manager that checks bounds where operations on ``device`` do not raise."""
+    return BoundsCheck() if device.type == "cuda" else nullcontext()  # type: ignore[no-untyped-call]
 
 
 class BatchStatistics:

@@ -129,7 +129,7 @@ def _detour(candidate: SplitCandidate, finding: SplitFinding, draws: Draws | Non
         OtherWayError: when the forward takes another way.
     """
     generators = [torch.default_generator]
-    if candidate.device.type == "cuda":
+    if candidate.device.type == "cuda" and torch.cuda.is_initialized():
         generators.append(torch.cuda.default_generators[candidate.device.index or 0])
     states = [generator.get_state() for generator in generators]
     buffers = copy_buffers(candidate.inside) if finding.changes_buffers else []

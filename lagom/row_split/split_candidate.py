@@ -14,7 +14,7 @@ from torch.autograd import forward_ad
 from torch.utils._pytree import TreeSpec, tree_flatten
 
 from lagom.row_split.draws import DrawKind
-from lagom.row_split.recorder import BatchStatistics, FlopCounter, NotByRowsError
+from lagom.row_split.recorder import BatchStatistics, FlopCounter, NotByRowsError, bounds_check
 from lagom.row_split.restore import restored_state
 from lagom.row_split.whole_batch import RowBlock
 from lagom.run_state.oom_errors import wanted_bytes
@@ -175,7 +175,12 @@ def try_again(candidate: SplitCandidate, num_blocks: int, statistics: Callable[[
     block = RowBlock(0, max(1, min(num_blocks, candidate.rows // 2)), candidate.rows)
     leaves = [leaf.clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in candidate.cut_leaves(block)]
     try:
-        with restored_state(candidate.module, candidate.inside, opens=False), statistics(BatchStatistics()), silent():
+        with (
+            restored_state(candidate.module, candidate.inside, opens=False),
+            statistics(BatchStatistics()),
+            silent(),
+            bounds_check(candidate.device),
+        ):
             candidate.run(leaves)
     except Exception as error:
         return describe_failure(error) if wanted_bytes(error) is None else None

@@ -10,26 +10,54 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from lagom.patching.replace import replaced
+from lagom.run_state.cuda_device import TrainedModules, move_to_device
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
 
+    from torch import nn
+
 # Functions are known by name, since a patch of lagom may have replaced the function itself.
 _OF_CPU = frozenset(("numpy", "__array__", "__repr__", "__format__"))
 """Functions that get a copy on the CPU: their result exists only there, or must print as on a machine without a GPU."""
-_ANY_DEVICES = frozenset(("to", "copy_", "type_as", "backward", "grad", "__set__"))
+_ANY_DEVICES = frozenset(("to", "copy_", "type_as", "__set__"))
 """Functions that accept tensors of different devices, or that need the same tensor objects and no copies."""
+_GRADIENTS = {"backward": (1, ("gradient", "grad_tensors")), "grad": (2, ("grad_outputs",))}
+"""Position and names of the argument with gradients of the first one, in ``torch.autograd`` and ``Tensor.backward``."""
 _RECURRENT = frozenset(("lstm", "gru", "rnn_tanh", "rnn_relu"))
 _LENGTHS = frozenset(("_pack_padded_sequence", "_pad_packed_sequence"))
+_SET_GRADIENT = vars(torch._C.TensorBase)["grad"].__set__
 _CPU, _GPU = 1, 2
 
 
 @contextmanager
-def meet_on(device: torch.device) -> Iterator[None]:
-    """Context manager in which operations may mix tensors of the CPU and ``device``; all are saved as CPU tensors."""
+def meet_on(device: torch.device, modules: Callable[[], Iterable[nn.Module]]) -> Iterator[None]:
+    """Context manager in which operations may mix tensors of the CPU and ``device``; all are saved as CPU tensors.
+
+    Args:
+        modules: iterates over all living modules that have run ``Module.__init__``.
+    """
+    run, export, mode = torch.autograd._engine_run_backward, torch.export.export, MixedDevices(device)
+
+    def run_backward(*args: Any, **options: Any) -> Any:
+        with mode:  # torch leaves it while it calls ``backward``; hooks and functions of the program need it
+            return run(*args, **options)
+
+    def export_from_cpu(module: nn.Module, args: Any, kwargs: Any = None, **options: Any) -> Any:
+        """Export the module on the CPU: the program that results would copy tensors to a GPU."""
+        cpu = torch.device("cpu")
+        module.to(cpu)
+        try:
+            return export(module, move_to_device(args, cpu), move_to_device(kwargs, cpu), **options)
+        finally:
+            module.to(device)
+
     with ExitStack() as stack:
+        stack.enter_context(TrainedModules(modules, device).moved())
         stack.enter_context(replaced(torch.serialization, "location_tag", lambda _: "cpu"))
-        stack.enter_context(MixedDevices(device))
+        stack.enter_context(replaced(torch.autograd, "_engine_run_backward", run_backward))
+        stack.enter_context(replaced(torch.export, "export", export_from_cpu))
+        stack.enter_context(mode)
         yield
 
 
@@ -53,27 +81,35 @@ class MixedDevices(TorchFunctionMode):
     ) -> Any:
         """Call ``func`` with all tensors on one device."""
         kwargs = kwargs or {}
-        found = _devices(args) | _devices(kwargs.values()) if kwargs else _devices(args)
+        kind = self._device.type
+        found = _devices(args, kind) | _devices(kwargs.values(), kind) if kwargs else _devices(args, kind)
         if found & _GPU:
             name = getattr(func, "__name__", "")
             if name in _OF_CPU:
                 return func(args[0].cpu(), *args[1:], **kwargs)
             if name in _LENGTHS or (name in _RECURRENT and isinstance(args[3], (list, tuple))):
                 return func(args[0], args[1].cpu(), *args[2:], **kwargs)  # torch requires the lengths on the CPU
-            if found & _CPU and name not in _ANY_DEVICES:
+            if found & _CPU and name in _GRADIENTS:
+                args, kwargs = _with_gradients_there(name, args, kwargs)
+            elif found & _CPU and func == _SET_GRADIENT:
+                return func(args[0], args[1].to(args[0].device))
+            elif found & _CPU and name not in _ANY_DEVICES:
                 place = _written(name, args, kwargs) or self._device
                 return func(*_moved(args, place), **{key: _moved(value, place) for key, value in kwargs.items()})
         return func(*args, **kwargs)
 
 
-def _devices(values: Iterable[Any]) -> int:
-    """Return the devices of the tensors in ``values`` as flags; search a list only if its first value may have one."""
+def _devices(values: Iterable[Any], kind: str) -> int:
+    """Return which of the CPU and devices of ``kind`` the tensors in ``values`` are on, as flags.
+
+    A list is searched only if its first value may be a tensor or contain one.
+    """
     found = 0
     for value in values:
         if isinstance(value, Tensor):
-            found |= _CPU if value.is_cpu else _GPU
+            found |= _CPU if value.is_cpu else _GPU * (value.device.type == kind)
         elif type(value) is tuple or (type(value) is list and value and isinstance(value[0], (Tensor, list, tuple))):
-            found |= _devices(value)
+            found |= _devices(value, kind)
     return found
 
 
@@ -89,10 +125,32 @@ def _written(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tor
     return first.device if isinstance(first, Tensor) else None
 
 
+def _with_gradients_there(
+    name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
+    """Return the arguments of a backward with the gradients of its outputs on the devices of these outputs."""
+    place, names = _GRADIENTS[name]
+    outputs = [args[0]] if isinstance(args[0], Tensor) else args[0]
+
+    def moved(gradients: Any) -> Any:
+        if isinstance(gradients, Tensor):
+            return gradients.to(outputs[0].device)
+        if gradients is None:
+            return None
+        return [one if one is None else one.to(out.device) for one, out in zip(gradients, outputs, strict=True)]
+
+    args = tuple(moved(value) if i == place else value for i, value in enumerate(args))
+    return args, {key: moved(value) if key in names else value for key, value in kwargs.items()}
+
+
 def _moved(value: Any, device: torch.device) -> Any:
     if isinstance(value, Tensor):
+        if value.is_meta:
+            return value
         # Wait for a copy from pinned memory: CUDA reads it after the call, and the program may write to it before.
-        return value.to(device, non_blocking=value.is_cpu and not value.is_pinned())
+        # A tensor of a transform of torch.func cannot be asked whether it is pinned.
+        waits = not value.is_cpu or torch._C._functorch.is_functorch_wrapped_tensor(value) or value.is_pinned()
+        return value.to(device, non_blocking=not waits)
     if type(value) in (list, tuple):
         return type(value)([_moved(part, device) for part in value])
     return value
@@ -100,17 +158,18 @@ def _moved(value: Any, device: torch.device) -> Any:
 
 # Note [Mixed devices]
 #
-# In runs on GPUs, lagom moves the batches of loaders, and the modules that are called with them, to the rank's GPU. A
-# program that does not know of the GPU makes other tensors on the CPU: the weights of a loss, a mask, a hidden state,
-# the whole test set. If an operation gets such a tensor and a tensor on the GPU, the CPU tensor is copied to the GPU,
-# and autograd brings its gradient back to the CPU. If the operation writes in place to a CPU tensor, the other operands
-# are copied to the CPU instead. So a program whose code names no GPU runs unchanged. Tensors that it saves, pickles,
-# prints or turns into arrays are CPU tensors, so that a checkpoint loads on a machine without a GPU.
+# In runs on GPUs, lagom moves the batches of loaders, and the modules that are trained or called with them, to the
+# rank's GPU. A program that does not know of the GPU makes other tensors on the CPU: the weights of a loss, a mask, a
+# hidden state, the whole test set. If an operation gets such a tensor and a tensor on the GPU, the CPU tensor is copied
+# to the GPU, and autograd brings its gradient back to the CPU. If the operation writes in place to a CPU tensor, the
+# other operands are copied to the CPU instead. So a program whose code names no GPU runs unchanged. Tensors that it
+# saves, pickles, prints or turns into arrays are CPU tensors, so that a checkpoint loads on a machine without a GPU.
 #
 # torch calls a function mode for each of its functions, which takes about 2 us. So the mode is entered only if the
 # words in the program's code include none of "cuda", "gpu" and "accelerator"; other programs place their tensors
 # themselves.
 #
-# There are two limits. An array of a tensor on the GPU is a copy: a program that writes to the array does not change
-# the tensor. And torch disables the mode during a backward, so the program's own hooks and backward functions get
-# tensors of different devices.
+# torch leaves the mode while it calls a function, so that what C++ calls back, such as hooks that pack saved tensors,
+# gets tensors of different devices. In a backward the mode is entered again, for hooks and backward functions.
+#
+# An array of a tensor on the GPU is a copy: a program that writes to the array does not change the tensor.

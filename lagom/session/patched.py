@@ -51,6 +51,11 @@ def patched(session: Session) -> Iterator[None]:
         if line := untried(torch.__version__):
             session.say_once(line)
         stack.enter_context(own_init_process_group(session))
+        on_cuda = session.device.type == "cuda"
+        if on_cuda and not session.plan.names_gpu:
+            if not distributed:
+                stack.enter_context(track_modules(session))
+            stack.enter_context(meet_on(session.device, session.modules.finished_modules))
         asked = session.config.mixed_precision
         precision = Precision(session, asked) if asked else None
         if precision is not None:
@@ -66,9 +71,6 @@ def patched(session: Session) -> Iterator[None]:
         if distributed or session.plan.rehearsal is not None or is_protected():
             stack.enter_context(patch_saves_and_downloads(session))
             stack.enter_context(write_events_once(session))
-        on_cuda = session.device.type == "cuda"
-        if on_cuda and not session.plan.names_gpu:
-            stack.enter_context(meet_on(session.device))
         if distributed or on_cuda or session.config.micro_batches is not None or session.spans is not None:
             stack.enter_context(prepare_forwards(session, streams))
         if precision is not None:

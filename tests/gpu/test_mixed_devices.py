@@ -24,7 +24,7 @@ THERE = torch.device("cuda", 0)
 
 @pytest.fixture
 def there() -> Iterator[Tensor]:
-    with meet_on(THERE):
+    with meet_on(THERE, list):
         yield torch.arange(12.0, device=THERE).reshape(4, 3)
 
 
@@ -69,6 +69,23 @@ def test_packed_sequences_have_their_lengths_on_the_cpu(there: Tensor) -> None:
     assert sizes.tolist() == [2, 3]
 
 
+def test_a_program_is_exported_as_on_the_cpu(there: Tensor) -> None:
+    model = nn.Linear(3, 2).to(THERE)
+    graph = torch.export.export(model, (torch.ones(4, 3),)).graph
+    assert [node.name for node in graph.nodes] == ["p_weight", "p_bias", "input_1", "linear", "output"]
+    assert model.weight.device == THERE
+    assert model(there).device == THERE
+
+
+def test_weights_that_a_program_computes_are_used_in_place_of_a_module_s(there: Tensor) -> None:
+    model, scale = nn.Linear(3, 2), nn.Parameter(torch.ones(()))
+    weights = {name: one * scale for name, one in model.named_parameters()}
+    torch.func.functional_call(model, weights, (there,)).sum().backward()
+    assert scale.grad is not None
+    assert model.weight.grad is not None
+    assert scale.grad.device.type == "cpu"
+
+
 class Counting(nn.Module):
     """Two layers, with a mask that no buffer holds."""
 
@@ -80,6 +97,31 @@ class Counting(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         found: Tensor = self.layers(x * self.mask)
         return found
+
+
+def resume(folder: str) -> dict[str, Any]:
+    """Load a model and its optimizer before the first batch, as a program that goes on from a checkpoint does."""
+    torch.manual_seed(0)
+    model = nn.Linear(8, 3, dtype=torch.float64)
+    optimizer = torch.optim.Adam(model.parameters())
+    model(torch.ones(2, 8, dtype=torch.float64)).sum().backward()
+    optimizer.step()
+    saved = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    model.load_state_dict(saved["model"])
+    optimizer.load_state_dict(saved["optimizer"])
+    for (rows,) in DataLoader(TensorDataset(torch.rand(20, 8, dtype=torch.float64)), batch_size=4):
+        optimizer.zero_grad()
+        model(rows).square().sum().backward()
+        optimizer.step()
+    devices = {value.device.type for state in optimizer.state.values() for value in state.values() if value.dim()}
+    return {"weights": model.state_dict(), "devices": sorted(devices)}
+
+
+def test_a_program_that_loads_its_optimizer_goes_on_with_it_on_the_gpu(tmp_path: Path) -> None:
+    config = TorchDistributedConfig(world_size=1, launcher="local", seed=0, hparams={"folder": str(tmp_path)})
+    found, plain = experiment.lagom(resume, config), resume("")
+    assert found["devices"] == ["cuda"]
+    torch.testing.assert_close(found["weights"], plain["weights"], rtol=1e-9, atol=1e-11)
 
 
 def train(folder: str) -> dict[str, Any]:

@@ -10,8 +10,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
 
-from lagom.run_state.cuda_device import move_to_device
+from lagom.run_state.cuda_device import TrainedModules, move_to_device
 from lagom.run_state.mixed_devices import meet_on
 
 META = torch.device("meta")
@@ -20,7 +21,7 @@ META = torch.device("meta")
 @pytest.fixture
 def there() -> Iterator[Tensor]:
     """A tensor that has been moved."""
-    with meet_on(META):
+    with meet_on(META, list):
         yield torch.ones(4, 3, device=META)
 
 
@@ -76,8 +77,70 @@ def test_what_is_saved_loads_on_the_cpu(there: Tensor) -> None:
     assert torch.load(file)["x"].tolist() == [1, 1]
 
 
+def test_modules_that_are_trained_move_when_a_loader_gives_a_batch() -> None:
+    inside, frozen, of_data = nn.Linear(3, 2), nn.BatchNorm1d(2, affine=False), nn.Linear(3, 2)
+    model = nn.Sequential(inside, frozen)
+    with TrainedModules(lambda: [inside, model, of_data], META).moved():
+        torch.optim.SGD([*inside.parameters(), nn.Parameter(torch.ones(2))], lr=0.1)
+        assert inside.weight.device.type == "cpu"
+        batches = iter(DataLoader(TensorDataset(torch.ones(4, 3)), batch_size=2))
+        next(batches)
+        assert {value.device for value in model.state_dict().values()} == {META}
+        assert of_data.weight.device.type == "cpu"
+        torch.optim.SGD(of_data.parameters(), lr=0.1)
+        next(batches)
+        assert of_data.weight.device == META
+
+
+def test_the_state_that_an_optimizer_has_loaded_moves_to_its_parameters() -> None:
+    # A GPU keeps a module's Parameter objects, and "meta" does not: so one parameter is there from the beginning.
+    moved = nn.Parameter(torch.ones(2, device=META))
+    with TrainedModules(list, META).moved():
+        optimizer = torch.optim.Adam([nn.Parameter(torch.ones(2)), moved])
+        optimizer.state[moved] = {"step": torch.tensor(3.0), "exp_avg": torch.ones(2)}
+        next(iter(DataLoader(TensorDataset(torch.ones(4, 3)))))
+        assert optimizer.state[moved]["exp_avg"].device == META
+        assert optimizer.state[moved]["step"].device.type == "cpu"
+
+
+def test_gradients_that_a_program_sets_or_gives_are_on_the_device_of_their_tensors(there: Tensor) -> None:
+    leaf, moved = torch.zeros(3, requires_grad=True), torch.zeros(3, device=META, requires_grad=True)
+    moved.grad = torch.ones(3)
+    assert moved.grad.device == META
+    loss = moved * 2
+    loss.backward(torch.ones(3), retain_graph=True)
+    loss.backward(gradient=torch.ones(3), retain_graph=True)
+    torch.autograd.backward([loss, leaf * 2], [torch.ones(3), torch.ones(3)], retain_graph=True)
+    (found,) = torch.autograd.grad(loss, moved, torch.ones(3), retain_graph=True)
+    (again,) = torch.autograd.grad([loss], [moved], grad_outputs=[torch.ones(3)])
+    assert found.device == again.device == moved.grad.device == META
+    assert leaf.grad is not None
+    assert leaf.grad.tolist() == [2, 2, 2]
+
+
+class Masked(torch.autograd.Function):
+    """The identity, whose gradient is multiplied by a mask on the CPU."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        found: Tensor = gradient * torch.ones(3)
+        return found
+
+
+def test_hooks_and_backward_functions_mix_devices(there: Tensor) -> None:
+    weight = torch.zeros(3, device=META, requires_grad=True)
+    weight.register_hook(lambda gradient: gradient * torch.ones(3))
+    (Masked.apply(weight) * there).sum().backward()  # type: ignore[no-untyped-call]
+    assert weight.grad is not None
+    assert weight.grad.device == META
+
+
 def test_outside_nothing_is_moved() -> None:
-    with meet_on(META):
+    with meet_on(META, list):
         pass
     with pytest.raises((RuntimeError, NotImplementedError)):
         F.linear(torch.ones(2, 3, device=META), torch.ones(2, 3)).tolist()
