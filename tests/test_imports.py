@@ -100,10 +100,10 @@ ROOMS = {
     "collectives.torch_backend": "collectives collectives.sockets monitor torch",
     # Tables.
     "data": "data.parquet",
-    "data.parquet": "data.columns data.decoders data.sources errors fsspec numpy pandas pyarrow torch",
-    "data.decoders": "collectives data.columns data.sources numpy torch",
-    "data.sources": "data.columns errors deltalake fsspec numpy pyarrow",
-    "data.columns": "errors cv2 numpy PIL pyarrow torch",
+    "data.parquet": "data.column_types data.decoders data.sources errors fsspec numpy pandas pyarrow torch",
+    "data.decoders": "collectives data.column_types data.sources numpy torch",
+    "data.sources": "data.column_types errors deltalake fsspec numpy pyarrow",
+    "data.column_types": "errors cv2 numpy PIL pyarrow torch",
     # Programs that were written for others. Nothing imports these by name.
     "compat": "",
     "compat.horovod": "__init__ collectives compat config errors experiment gradients.reduction forward monitor world "

@@ -20,7 +20,7 @@ ALLOWED = {
     "calls and snapshots in the folder of a run, which nobody but this user can write to (SnapshotFolder.check_owner)",
     "snapshots/passes/worker_states.py::_set_numbers": "states of a worker of this process's own, by torch's queue, or "
     "in a snapshot, as above",
-    "data/columns/unischema.py::loads": "fields of petastorm's, by an unpickler that knows them alone",
+    "data/column_types/unischema.py::loads": "fields of petastorm's, by an unpickler that knows them alone",
     "data/parquet/dataset.py::_reading": "a copy of an object of this process",
     "compat/horovod/broadcasting.py::broadcast_object": "Horovod's API: an object of any kind from the program's own "
     "rank",

@@ -192,8 +192,8 @@ def _check_types(frame: Any, name: str) -> None:
 def unsupported_part(kind: Any) -> str | None:
     """Return the part of a Spark type that cannot be a tensor; None if the whole type can be one.
 
-    ``column_entries`` in ``data/columns/tensor_columns.py`` makes the same decision for the types of the Parquet files
-    that Spark writes. It imports torch, which the driver must not. This function must accept every type that
+    ``column_entries`` in ``data/column_types/tensor_columns.py`` makes the same decision for the types of the Parquet
+    files that Spark writes. It imports torch, which the driver must not. This function must accept every type that
     ``column_entries`` accepts.
     """
     if isinstance(kind, str):

@@ -12,7 +12,7 @@ from lagom.collectives.plain_values import all_gather_values
 from lagom.errors import DivergenceError, LagomError
 from lagom.gradients.reduction.buckets import ShardMap, make_shard_map
 from lagom.run_state.memory_layout import flatten_like, flatten_memory, is_dense
-from lagom.zero.sharded_gradient import GradientPart, ShardedGradient, parts_of_parameters
+from lagom.zero.gradient_part import GradientPart, ShardedGradient, parts_of_parameters
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence

@@ -14,9 +14,9 @@ import torch
 from numpy.typing import NDArray
 from PIL import Image
 
-from lagom.data.columns import images
-from lagom.data.columns.petastorm_codecs import CellByCell, Decoder, codec
-from lagom.data.columns.unischema import UnischemaField
+from lagom.data.column_types import images
+from lagom.data.column_types.petastorm_codecs import CellByCell, Decoder, codec
+from lagom.data.column_types.unischema import UnischemaField
 from lagom.errors import LagomError
 
 

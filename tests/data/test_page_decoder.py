@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from lagom.collectives.native import native
 from lagom.data import ParquetDataset, ParquetLoader
-from lagom.data.columns.unischema import UnischemaField
+from lagom.data.column_types.unischema import UnischemaField
 from lagom.data.decoders import page_decoder
 from lagom.data.parquet.cursor import RowGroupCursor, RowGroupPart
 from lagom.errors import DataError
@@ -141,7 +141,7 @@ def read(folder: Path, field: UnischemaField, by_arrow: bool, **options: Any) ->
             patch.setenv("LAGOM_PAGE_DECODER", "0")
         original = RowGroupCursor.read_by_arrow
         patch.setattr(RowGroupCursor, "read_by_arrow", noted)
-        patch.setattr("lagom.data.columns.unischema.read_fields", lambda home, where: {"x": field})
+        patch.setattr("lagom.data.column_types.unischema.read_fields", lambda home, where: {"x": field})
         dataset = ParquetDataset(folder, **options)
         try:
             return [

@@ -23,8 +23,8 @@ from pyarrow.fs import LocalFileSystem
 
 import lagom
 from lagom.data import ParquetDataset, ParquetLoader, TransformSpec
-from lagom.data.columns import images, petastorm_codecs, tensor_columns, unischema
-from lagom.data.columns.unischema import UnischemaField, loads
+from lagom.data.column_types import images, petastorm_codecs, tensor_columns, unischema
+from lagom.data.column_types.unischema import UnischemaField, loads
 from lagom.errors import DataError
 from lagom.session.session import Session
 from tests.data.tables import written

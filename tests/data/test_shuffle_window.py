@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 import torch
 
 from lagom.data import ParquetDataset, ParquetLoader
-from lagom.data.columns.values import Dense
+from lagom.data.column_types.values import Dense
 from lagom.data.decoders.reused_arrays import ReusedArrays
 from lagom.data.parquet.shuffle_window import ShuffleWindow
 

@@ -9,7 +9,7 @@ import os
 import threading
 from typing import TYPE_CHECKING, Any
 
-from lagom.data.columns.petastorm_codecs import NumpySaved, Scalar, computable
+from lagom.data.column_types.petastorm_codecs import NumpySaved, Scalar, computable
 from lagom.data.decoders import page_decoder
 
 if TYPE_CHECKING:
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from lagom.data.columns.tensor_columns import ColumnEntry
+    from lagom.data.column_types.tensor_columns import ColumnEntry
     from lagom.data.decoders.page_decoder import ColumnChunk, Kind
     from lagom.data.parquet.table import OpenedTable, Table
 

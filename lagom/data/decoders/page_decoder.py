@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from lagom.data.columns import types
-from lagom.data.columns.petastorm_codecs import read_header
+from lagom.data.column_types import types
+from lagom.data.column_types.petastorm_codecs import read_header
 from lagom.data.decoders.reused_arrays import ReusedArrays
 from lagom.data.sources.footers import PAGE_BYTES
 

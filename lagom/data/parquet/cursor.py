@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from lagom.data.columns.values import Block
+    from lagom.data.column_types.values import Block
     from lagom.data.parquet.shard import RowPiece
     from lagom.data.parquet.streams import Source
     from lagom.data.parquet.table import OpenedTable

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from torch.utils.data import Dataset
 
-from lagom.data.columns.petastorm_codecs import codec
-from lagom.data.columns.tensor_columns import ColumnEntry, check_policies, column_entries, policy
-from lagom.data.columns.values import filled
+from lagom.data.column_types.petastorm_codecs import codec
+from lagom.data.column_types.tensor_columns import ColumnEntry, check_policies, column_entries, policy
+from lagom.data.column_types.values import filled
 from lagom.data.parquet import table
 from lagom.data.parquet.batches import TableBatchSampler
 from lagom.data.parquet.reader import TableReader
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from lagom.data.columns.values import RowSpan
+    from lagom.data.column_types.values import RowSpan
 
 
 _generation = 0

@@ -11,9 +11,9 @@ import numpy as np
 import torch
 from torch.utils.data import default_collate
 
-from lagom.data.columns import petastorm_codecs
-from lagom.data.columns.encoded_cells import CellColumn, Encoded
-from lagom.data.columns.values import Dense
+from lagom.data.column_types import petastorm_codecs
+from lagom.data.column_types.encoded_cells import CellColumn, Encoded
+from lagom.data.column_types.values import Dense
 from lagom.data.parquet.dataset import ParquetDataset
 from lagom.data.parquet.parquet_loader import ParquetLoader
 from lagom.data.parquet.shard import DEFAULT_STREAMS
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from pathlib import Path
 
-    from lagom.data.columns.values import Block
+    from lagom.data.column_types.values import Block
     from lagom.data.parquet.rows import Rows
 
 

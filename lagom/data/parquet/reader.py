@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 from torch.utils.data import get_worker_info
 
-from lagom.data.columns import values
-from lagom.data.columns.tensor_columns import ColumnEntry
-from lagom.data.columns.values import RowSpan
+from lagom.data.column_types import values
+from lagom.data.column_types.tensor_columns import ColumnEntry
+from lagom.data.column_types.values import RowSpan
 from lagom.data.parquet.cursor import RowGroupCursor
 from lagom.data.parquet.prefetch import Prefetcher
 from lagom.data.parquet.shard import Epoch, EpochOrder, RankLane, RowPiece, rank_lane
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from lagom.data.columns.values import Block
+    from lagom.data.column_types.values import Block
     from lagom.data.parquet.table import Table
 
 _JUMP = 4

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any, overload
 import torch
 from torch.utils.data._utils.collate import collate, default_collate_fn_map
 
-from lagom.data.columns import values
-from lagom.data.columns.values import RowSpan
+from lagom.data.column_types import values
+from lagom.data.column_types.values import RowSpan
 
 if TYPE_CHECKING:
-    from lagom.data.columns.values import Block
+    from lagom.data.column_types.values import Block
 
 
 class Rows(Sequence[Any]):

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 
 import numpy as np
 
-from lagom.data.columns import values
-from lagom.data.columns.values import Dense
+from lagom.data.column_types import values
+from lagom.data.column_types.values import Dense
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from lagom.data.columns.values import Block, Path
+    from lagom.data.column_types.values import Block, Path
     from lagom.data.decoders.reused_arrays import ReusedArrays
 
 _WIDE = 128

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from lagom.data.columns import values
-from lagom.data.columns.encoded_cells import Encoded
-from lagom.data.columns.petastorm_codecs import CellByCell
-from lagom.data.columns.tensor_columns import ColumnEntry, Where
+from lagom.data.column_types import values
+from lagom.data.column_types.encoded_cells import Encoded
+from lagom.data.column_types.petastorm_codecs import CellByCell
+from lagom.data.column_types.tensor_columns import ColumnEntry, Where
 from lagom.data.decoders.fast_columns import FastColumns
 from lagom.data.decoders.reused_arrays import ReusedArrays
 from lagom.data.parquet.cursor import RowGroupCursor
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from lagom.data.columns.values import Block, Path
+    from lagom.data.column_types.values import Block, Path
     from lagom.data.parquet.cursor import RowGroupPart
     from lagom.data.parquet.table import OpenedTable, Table
 

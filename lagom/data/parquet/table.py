@@ -10,7 +10,7 @@ from functools import cached_property
 from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from lagom.data.columns import unischema
+from lagom.data.column_types import unischema
 from lagom.data.sources.file_versions import FileVersions
 from lagom.data.sources.files import DataFile, Location, arrow, locate
 from lagom.data.sources.footers import PAGE_BYTES, Footer, check_names, common_field, open_file, partitions_of

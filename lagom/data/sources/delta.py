@@ -11,7 +11,7 @@ from urllib.parse import unquote
 
 import numpy as np
 
-from lagom.data.columns.unischema import UnischemaField
+from lagom.data.column_types.unischema import UnischemaField
 from lagom.errors import DataError, LagomError
 
 if TYPE_CHECKING:

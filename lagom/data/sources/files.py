@@ -14,7 +14,7 @@ from lagom.errors import DataError, LagomError
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from lagom.data.columns.unischema import UnischemaField
+    from lagom.data.column_types.unischema import UnischemaField
 
 _NULL_PARTITION = "__HIVE_DEFAULT_PARTITION__"
 _CREDENTIALS = {

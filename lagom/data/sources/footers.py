@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
-from lagom.data.columns import types
+from lagom.data.column_types import types
 from lagom.errors import DataError
 
 if TYPE_CHECKING:
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
     import numpy as np
 
-    from lagom.data.columns.unischema import UnischemaField
+    from lagom.data.column_types.unischema import UnischemaField
     from lagom.data.sources.files import DataFile
 
 PAGE_BYTES = 1 << 20

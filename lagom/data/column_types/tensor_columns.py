@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from lagom.data.columns import lists, types
-from lagom.data.columns.values import Arrow, Dense, Nulls, Path, Values
+from lagom.data.column_types import lists, types
+from lagom.data.column_types.values import Arrow, Dense, Nulls, Path, Values
 from lagom.errors import DataError
 
 if TYPE_CHECKING:

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import torch
 
-from lagom.data.columns import images, lists
-from lagom.data.columns.encoded_cells import CellColumn, Encoded
-from lagom.data.columns.values import Dense
+from lagom.data.column_types import images, lists
+from lagom.data.column_types.encoded_cells import CellColumn, Encoded
+from lagom.data.column_types.values import Dense
 from lagom.errors import LagomError
 
 if TYPE_CHECKING:
@@ -24,9 +24,9 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from lagom.data.columns.tensor_columns import Codec, Where
-    from lagom.data.columns.unischema import UnischemaField
-    from lagom.data.columns.values import Path, Values
+    from lagom.data.column_types.tensor_columns import Codec, Where
+    from lagom.data.column_types.unischema import UnischemaField
+    from lagom.data.column_types.values import Path, Values
     from lagom.data.decoders.reused_arrays import ReusedArrays
 
 _WIDER: dict[np.dtype[Any], np.dtype[Any]] = {

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from lagom.data.columns import values
+from lagom.data.column_types import values
 from lagom.errors import DataError
 
 if TYPE_CHECKING:

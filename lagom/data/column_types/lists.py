@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from lagom.data.columns import types
+from lagom.data.column_types import types
 
 
 class RowError(Exception):
