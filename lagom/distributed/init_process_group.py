@@ -1,4 +1,4 @@
-"""``own_init_process_group``: makes a distributed program's process group of lagom's ranks, and turns patches off."""
+"""``own_init_process_group``: gives a distributed program a process group of lagom's ranks, without other patches."""
 
 from __future__ import annotations
 

@@ -64,9 +64,10 @@ class Overlay(View):
         self.make(key, link)
 
     def change(self, key: str, call: Callable[[str], Any]) -> Any:
-        """Change mode, times or content of ``key`` by ``call``.
+        """Change mode, times or content of ``key``: call ``call`` with the path of this rank's copy.
 
-        Nothing is done to a directory that is not in the rank's folder: rank 0 changes the real directory.
+        A path that this rank writes for real has no copy. A directory that is not in the rank's folder is left to rank
+        0, which changes the real one.
         """
         if self.goes_real(key):
             return call(key)

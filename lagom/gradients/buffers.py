@@ -23,10 +23,10 @@ Key = tuple[int, str]
 
 
 class BufferSync:
-    """Finds buffers, and copies rank 0's to the others unless lagom synchronises them.
+    """Finds buffers, and copies those of rank 0 to the other ranks.
 
-    The buffers of a module of which BatchNorm has registered one in ``Session.synchronised_buffers`` are not copied,
-    only compared. See Note [Divergence] in divergence.py.
+    BatchNorm registers its buffers in ``Session.synchronised_buffers``. The buffers of a module with a registered one
+    are not copied, only compared. See Note [Divergence] in divergence.py.
 
     Args:
         modules: returns all modules of the program.

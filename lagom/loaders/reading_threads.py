@@ -193,9 +193,9 @@ _SAME_NAME = (
 # rank 0's thread reaches every batch that the other rank's thread waits for.
 #
 # The results equal those of one process for programs that are deterministic in one process: in these the main thread
-# waits while the other thread draws. From a thread's second pass on, lagom can see whether both draw at the same time.
-# If they do, torch's samplers get a generator that belongs to the pass; otherwise the main threads of the ranks would
-# draw different numbers.
+# waits while the other thread draws. From a thread's second pass on, lagom can see whether the two draw at the same
+# time. If they do, torch's samplers get a generator that belongs to the pass. Without it, the main threads of the ranks
+# would draw different numbers.
 #
 # A message is published under the name of its pass. Passes that begin in the main thread are numbered, since all ranks
 # begin the same passes there. A pass that begins in a thread is named by its loader (kind, and number in the order in

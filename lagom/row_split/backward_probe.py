@@ -131,9 +131,10 @@ def _is_own(node: Any) -> bool:
 # Note [Backwards of programs]
 #
 # The gradient of torch's operations is the derivative of what they compute: where the forward works row by row, so does
-# the backward, and R times the gradient gives R times the result (see Note [Whole] in whole_batch.py). A function of
-# the program's own may clamp a gradient, divide it by a norm over the batch, round it, or add something to it. So if a
-# forward uses such a function, a probe runs backwards too, from random gradients of the outputs. Gradients multiplied
-# by 2**40, or divided by it, must give results that are multiplied or divided alike. The results of the blocks must add
-# up to the result of the whole batch. A hook that a forward sets on a tensor may store the gradient that it gets, so a
-# module that sets one is not sliced.
+# the backward, and a gradient that is multiplied by the number of ranks, as each rank's is (see Note [Whole] in
+# whole_batch.py), gives a result that is multiplied by it. A function of the program's own may clamp a gradient, divide
+# it by a norm over the batch, round it, or add something to it. So if a forward uses such a function, a probe runs
+# backwards too, from random gradients of the outputs. Gradients multiplied or divided by 2**40 (in half precision 2**8)
+# must give results that are multiplied or divided by the same number. The blocks' gradients of parameters must add up
+# to those of the whole batch; their gradients of inputs must be the rows of the whole batch's. A hook that a forward
+# sets on a tensor may store the gradient that it gets, so a forward that sets one is not split by rows.

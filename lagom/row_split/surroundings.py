@@ -207,7 +207,7 @@ def _container_key(container: Any) -> object:
 
 @cache
 def _origin(name: str | None) -> str:
-    """Return the origin of a module's name: "core" (torch, lagom, Python), a "library" or the "program"."""
+    """Return where the module ``name`` comes from: "core" (torch, numpy, lagom, Python), "library" or "program"."""
     top = (name or "").partition(".")[0]
     if top in _CORE or (top in sys.stdlib_module_names and top != "__main__"):
         return "core"

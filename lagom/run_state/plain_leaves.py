@@ -136,7 +136,7 @@ _MAY_BE_EITHER = (
 #
 # A leaf that is not a Parameter may be a weight, whose gradient is averaged, or data: samples or a perturbation of
 # samples, whose gradient stays the rank's own. Only a leaf with the shape of this rank's samples is in doubt. It is
-# data if it is a tensor of the batch. It is a weight if it is the second factor of a product, unless all first factors
-# are Parameters: then it may be either, which is an error. Every other leaf in doubt, also one that only nodes of
-# unknown names use, is taken for data. The log says so, and it is an error if the leaf is later trained with another
-# batch.
+# data if it is a tensor of the batch. It is a weight if it is the second factor of a product whose first factor is
+# neither a Parameter nor the leaf itself. If it is the second factor of other products only, it may be either, which is
+# an error. Every other leaf in doubt is taken for data, also one that only autograd nodes missing in
+# ``_SECOND_FACTOR_AT`` use. The log says so, and it is an error if the leaf is later trained with another batch.

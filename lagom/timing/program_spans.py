@@ -150,10 +150,11 @@ def _stream(group: Any) -> str:
 
 # Note [Timing]
 #
-# If there is a timeline, each room records its own work in its own code: lagom's exchanges, forwards and copies to a
-# device. Work that torch does without lagom is recorded here: loaders, backwards, steps, and exchanges of programs that
-# are distributed already, in which lagom's own patches do nothing. It is recorded by wrappers of torch's functions,
-# which are installed when the run begins. Without a timeline there are no wrappers, so nothing is even checked.
+# If there is a timeline, each package of lagom records its own work in its own code: exchanges, forwards and copies to
+# a device. Work that torch does without lagom is recorded here: loaders, backwards, steps, and exchanges of programs
+# that are distributed already, in which lagom's own patches do nothing. Steps are recorded by torch's global hooks of
+# optimizers, all else by wrappers of torch's functions. Both are installed when the run begins. Without a timeline
+# there are none, so nothing is even checked.
 #
 # Times are those of the program's thread. On a GPU the thread mostly launches work: slow work shows where the program
 # waits for it, usually in a copy to the host or in an exchange.

@@ -107,8 +107,8 @@ class Answers:
 
 # Note [Answers]
 #
-# All ranks run the same program, so all of them send the same requests to a service: for a new run, or for the best run
-# so far. lagom sends each request once: rank 0 calls the service, and sends the result or error to the other ranks.
+# All ranks run the same program, so each of them would send the same requests to a service: for a new run, or for the
+# best run so far. Instead only rank 0 calls the service, and sends the result or error to the other ranks.
 # Rank 0 does not wait: the program may make the call on rank 0 only, and then no other rank reads the answer.
 #
 # An answer is identified by the place in the program (the lines of the innermost frames that belong neither to lagom
@@ -116,6 +116,6 @@ class Answers:
 # another request if only some ranks make a call. For the same reason, the arguments of calls that only read are
 # compared. Arguments of calls that create something may differ (a name may contain the time); rank 0's are used.
 #
-# A rank that gets no answer has taken another path than rank 0. It waits as long as for an exchange, and the watchdog
-# reports it; or until rank 0's program ends. Once the program has asked for its rank, a rank waits for some seconds
-# only, since the program may make the call on this rank alone.
+# A rank that gets no answer has taken another path than rank 0. It waits until rank 0's program ends, at most as long
+# as for an exchange; meanwhile the watchdog reports it. If the program has called ``lagom.rank()``, it waits for some
+# seconds only, since the program may make the call on this rank alone.

@@ -277,15 +277,17 @@ def _shape_like(line: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
 
 # Note [Stepping a part]
 #
-# The optimizer stays the object that schedulers, scalers and the program hold. Its parameters, laid end to end, are cut
-# into a range for each rank. During a step, the lists in its groups hold this rank's pieces. A parameter that is wholly
-# inside the rank's range is in the list itself; one that is partly inside is replaced by a view of its memory, with a
-# view of its gradient. The optimizer's state is the state of these pieces. After the step, the lists hold the program's
-# parameters again, and each rank sends its changes to all others, directly into the parameters' memory. For a closure,
-# the lists and the state are put back while the closure runs.
+# The optimizer stays the object that schedulers, scalers and the program hold. If it works element by element, its
+# sharded parameters, laid end to end, are cut into a range for each rank; else each rank gets whole parameters. During
+# a step, the lists in its groups hold this rank's pieces, and the parameters that are not sharded. A parameter that is
+# wholly inside the rank's range is in the list itself; one that is partly inside is replaced by a view of its memory,
+# with a view of its gradient. The optimizer's state is the state of these pieces. After the step, the lists hold the
+# program's parameters again, and each rank sends its changes to all others, directly into the parameters' memory; at
+# level 3, parameters that are sharded themselves are not sent. For a closure, the lists and the state are put back
+# while the closure runs.
 #
-# Before a step, the ranks check that all of them are about to make the same step. So outside of a step the parts of all
-# ranks belong to the same number of steps, and any rank may request the whole state at any time. See Note [Asking] in
+# Before a step, the ranks check that all of them are about to make the same step. So outside of a step all ranks have
+# made the same number of steps, and any rank may request the whole state at any time. See Note [Asking] in
 # collectives/requests.py.
 #
 # A whole state that was requested stays in the optimizer until its next step. That step keeps this rank's part of it,

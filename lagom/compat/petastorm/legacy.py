@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def local_type() -> Any:
-    """Return fsspec's class of local file systems, which has the methods that pyarrow's had."""
+    """Return fsspec's class of local file systems, with the methods of the class that pyarrow has no longer."""
     from fsspec.implementations.local import LocalFileSystem
 
     return LocalFileSystem

@@ -43,7 +43,10 @@ class LoaderPasses:
                 notes.begin_pass(iterator)
 
     def take_batch(self, iterator: Any) -> None:
-        """Note the random states before the first batch of ``iterator``, for which its sampler draws the order."""
+        """Note the random states before ``iterator`` takes its first batch, when its sampler draws the order.
+
+        With workers the order was drawn before; then notes of the workers begin here.
+        """
         if iterator._num_yielded:
             return
         if not iterator._num_workers:
