@@ -92,7 +92,18 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items.sort(key=lambda item: (_place(item.path), 0 if "integration" in item.path.parts else -sizes[item.path]))
 
 
-_LONG = ("integration", "csrc", "test_kills", "notebooks", "test_stalls", "test_run", "test_mlflow", "test_rehearsals")
+_LONG = (
+    *("integration", "csrc", "test_kills", "notebooks", "restart", "snapshots", "test_stalls", "sharing"),
+    *(
+        "test_rehearsals",
+        "test_resumption",
+        "test_levels",
+        "test_examples",
+        "test_run",
+        "test_mlflow",
+        "test_mlflow_trials",
+    ),
+)
 """Folders and files whose few tests last long, the longest first; a file that begins last would keep one process busy
 while the others have nothing to do."""
 

@@ -16,7 +16,7 @@ from tests import distributed_programs as programs
 FORMS = {"torchrun": programs.by_variables, "fallback": programs.or_alone}
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.soak), 2])
 @pytest.mark.parametrize("form", ["torchrun", "fallback"])
 def test_a_function_does_as_well(tmp_path: Path, form: str, world_size: int) -> None:
     hparams = {"folder": str(tmp_path)}

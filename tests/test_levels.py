@@ -1,8 +1,8 @@
 """Every ``zero_lvl`` on both backends: the weights after an epoch and the returned metric are those of level 0.
 
-A table of four levels, two backends, 1 to 3 ranks and four optimizers. 1 and 2 ranks run by default: on
-``backend="torch"`` every optimizer in float64, one cell after another on the same ranks, and with DeepSpeed one
-optimizer at each level, in float32. ``python -m pytest -m soak tests/test_levels.py`` runs the rest.
+A table of four levels, two backends, 1 to 3 ranks and four optimizers. By default run: on ``backend="torch"`` every
+optimizer at two levels on 2 ranks, in float64, one cell after another on the same ranks; and with DeepSpeed one
+optimizer at each level on 1 and 2 ranks, in float32. ``python -m pytest -m soak tests/test_levels.py`` runs the rest.
 """
 
 from __future__ import annotations
@@ -134,9 +134,15 @@ def _turn(level: int, world_size: int) -> str:
     return list(OPTIMIZERS)[(level + world_size) % len(OPTIMIZERS)]
 
 
-@pytest.mark.parametrize("world_size", [1, 2, pytest.param(3, marks=pytest.mark.soak)])
-def test_on_torch(world_size: int) -> None:
+def test_on_torch() -> None:
     assert WIDTH**2 > MIN_ELEMENTS
+    table = [(level, name, torch.float64) for place, name in enumerate(OPTIMIZERS) for level in LEVELS[place % 2 :: 2]]
+    judged(2, table, "torch")
+
+
+@pytest.mark.soak  # half of it above
+@pytest.mark.parametrize("world_size", WORLDS)
+def test_on_torch_with_every_optimizer_at_every_level(world_size: int) -> None:
     judged(world_size, [(level, name, torch.float64) for level in LEVELS for name in OPTIMIZERS], "torch")
 
 

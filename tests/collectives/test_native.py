@@ -66,6 +66,7 @@ def test_each_switch_leaves_the_weights_as_they_are(table: Path, monkeypatch: py
         assert np.allclose(weights, whole[0][0], rtol=0, atol=1e-12)
 
 
+@pytest.mark.soak  # make dist and make matrix run lagom on other Pythons
 def test_a_compiled_part_for_another_python_is_left_alone_and_named(tmp_path: Path) -> None:
     spec = importlib.util.find_spec("lagom._native")
     assert spec is not None

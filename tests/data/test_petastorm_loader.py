@@ -376,8 +376,8 @@ def test_pillow_refuses_what_it_would_spoil() -> None:
 @pytest.mark.parametrize(
     ("world_size", "batches"),
     [
-        *((3, "split"), (2, "whole")),
-        *(pytest.param(size, "split", marks=pytest.mark.soak) for size in (1, 2)),
+        (3, "split"),
+        *(pytest.param(*other, marks=pytest.mark.soak) for other in ((1, "split"), (2, "split"), (2, "whole"))),
     ],
 )
 def test_training_on_a_path_is_that_of_one_machine(world_size: int, batches: Any) -> None:

@@ -56,8 +56,9 @@ def under_torchrun(program: str, world_size: int) -> judge.Run:
 @pytest.mark.parametrize(
     ("batches", "world_size"),
     [
-        *(("split", 1), ("split", 2), ("whole", 2)),
-        *(pytest.param(*other, marks=pytest.mark.soak) for other in (("split", 3), ("whole", 1), ("whole", 3))),
+        ("split", 2),
+        ("whole", 2),
+        *(pytest.param(batches, ranks, marks=pytest.mark.soak) for batches in ("split", "whole") for ranks in (1, 3)),
     ],
 )
 @pytest.mark.parametrize("program", DISTRIBUTED)
@@ -72,6 +73,7 @@ def test_a_distributed_program_gives_what_it_gives_under_torchrun(program: str, 
     assert run.files == plain.files
 
 
+@pytest.mark.soak  # tests/test_distributed_programs.py and the test above
 @pytest.mark.parametrize("program", DISTRIBUTED)
 def test_a_distributed_script_runs(
     program: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]

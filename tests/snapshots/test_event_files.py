@@ -52,7 +52,8 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[bytes]]:
     return found
 
 
-@pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.soak)])  # the test below has such a run
+@pytest.mark.soak  # with another driver below, with MLflow in test_tracked_runs.py
+@pytest.mark.parametrize("rank", [0, 1])
 def test_events_go_on_in_their_file_when_a_rank_is_killed(rank: int, whole: Any, tmp_path: Path) -> None:
     (tmp_path / "slowly").touch()
     with killed(tmp_path, rank, wait_until_late):
