@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
@@ -65,8 +66,9 @@ class BoundsCheck(OperationMode):
     def run(self, function: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Check the arguments of an operation, and run it."""
         name = function._schema.name.removeprefix("aten::").rstrip("_")
-        if name in _BY_DIMENSION and args[0].dim():
-            _check_indices(args[2], 0, args[0].shape[args[1]])
+        if name in _BY_DIMENSION:
+            size = args[0].shape[args[1]] if args[0].dim() else 1
+            _check_indices(args[2], -size if name == "index_fill" else 0, size)
         elif name in _BY_DIMENSIONS:
             _check_each_index(args[1], args[0].shape)
         elif name in _OF_ROWS:
@@ -75,14 +77,16 @@ class BoundsCheck(OperationMode):
                 _check_indices(args[2], 0, args[1].numel() + 1)  # offsets of bags
         elif name in ("take", "put"):
             _check_indices(args[1], -args[0].numel(), args[0].numel())
-        elif name in ("nll_loss_forward", "nll_loss2d_forward"):
-            scores, targets, ignored = args[0], args[1], args[4]
-            _check_indices(targets[targets != ignored], 0, scores.shape[min(1, scores.dim() - 1)])
-        elif name in _OF_PROBABILITIES and function._overloadname not in ("p", "float"):
-            probabilities = args[1] if function._overloadname == "Tensor" else args[0]
-            is_valid = probabilities.ge(0) & probabilities.le(_OF_PROBABILITIES[name])  # neither for NaN
-            if not is_valid.all():
-                raise RuntimeError(f"{name}() gets a number that is no probability")
+        elif name in _OF_CLASSES:
+            scores, targets = args[0], args[1]
+            if name.startswith("nll"):
+                targets = targets[targets != args[4]]  # those that are not ignored
+            _check_indices(targets, 0, scores.shape[min(1, scores.dim() - 1)])
+        elif name == "masked_scatter":
+            if int(args[1].expand(args[0].shape).sum()) > args[2].numel():
+                raise RuntimeError("masked_scatter() gets fewer numbers than its mask has places")
+        elif name in _OF_PROBABILITIES and function._overloadname in ("default", "Tensor", ""):
+            _check_probabilities(name, args[1] if function._overloadname == "Tensor" else args[0])
         return function(*args, **kwargs)
 
 
@@ -96,21 +100,35 @@ _BY_DIMENSION = frozenset(
 _BY_DIMENSIONS = frozenset(("index", "index_put", "_index_put_impl", "_unsafe_index", "_unsafe_index_put"))
 """Operations of a tensor and a list with an index, a mask or None for each dimension."""
 _OF_ROWS = frozenset(("embedding", "_embedding_bag", "_embedding_bag_forward_only", "embedding_renorm"))
-_OF_PROBABILITIES = {"bernoulli": 1.0, "binary_cross_entropy": 1.0, "multinomial": sys.float_info.max}
-"""Operations of probabilities or weights, and the largest one."""
+_OF_CLASSES = frozenset(("nll_loss_forward", "nll_loss2d_forward", "multi_margin_loss"))
+_OF_PROBABILITIES = {"bernoulli": 1.0, "binary_cross_entropy": 1.0, "multinomial": math.inf, "poisson": math.inf}
+"""Operations of probabilities, weights or rates, and what these may not exceed."""
 
 
 def _check_each_index(indices: Sequence[Tensor | None], shape: Sequence[int]) -> None:
-    for index, size in zip(indices, shape, strict=False):
+    place = 0
+    for index in indices:
         if index is not None and index.dtype in (torch.bool, torch.uint8):
-            return  # torch compares a mask's shape, and the mask may count for several dimensions
+            place += index.dim()  # torch compares the shape of a mask
+            continue
         if index is not None:
-            _check_indices(index, -size, size)
+            _check_indices(index, -shape[place], shape[place])
+        place += 1
 
 
 def _check_indices(indices: Tensor, least: int, stop: int) -> None:
-    if indices.numel() and not least <= int(indices.min()) <= int(indices.max()) < stop:
+    if indices.is_meta or indices.is_nested or not indices.numel():
+        return
+    if not least <= int(indices.min()) <= int(indices.max()) < stop:
         raise IndexError(f"an index is not from {least} to {stop - 1}")
+
+
+def _check_probabilities(name: str, given: Tensor) -> None:
+    is_valid = given.ge(0) & given.le(_OF_PROBABILITIES[name])  # neither for NaN
+    if name == "multinomial":
+        is_valid &= given.isfinite() & (given.sum(-1, keepdim=True) > 0)
+    if not given.is_meta and not bool(is_valid.all()):
+        raise RuntimeError(f"{name}() gets a number that is no probability")
 
 
 def bounds_check(device: torch.device) -> AbstractContextManager[object]:

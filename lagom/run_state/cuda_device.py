@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import weakref
 from contextlib import contextmanager
 from itertools import chain
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 from torch.optim import Optimizer
+from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -44,7 +46,7 @@ def move_to_device(data: Any, device: torch.device) -> Any:
 
 
 class TrainedModules:
-    """Moves the modules whose parameters optimizers get to ``device``, when a loader gives the next batch.
+    """Moves the modules whose parameters optimizers get to ``device``, when the program begins to read a loader.
 
     A module that moved only when it is called could have parameters in the graph of a loss already, for example in a
     penalty, or in a forward of rows from elsewhere. Modules that no optimizer knows may belong to a data set, and run
@@ -52,53 +54,93 @@ class TrainedModules:
 
     Args:
         modules: iterates over all living modules that have run ``Module.__init__``.
+        may_move: tells whether patches act in this process and thread; a forked process has no GPU.
     """
 
-    def __init__(self, modules: Callable[[], Iterable[nn.Module]], device: torch.device) -> None:
+    def __init__(
+        self, modules: Callable[[], Iterable[nn.Module]], device: torch.device, may_move: Callable[[], bool]
+    ) -> None:
         self._modules = modules
         self._device = device
+        self._may_move = may_move
         self._waiting = WeakIdKeyDictionary()
-        """Parameters that optimizers got since the last move, each with its optimizer."""
+        """Parameters that optimizers got since the last move."""
+        self._optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        """Optimizers that got them."""
 
     @contextmanager
     def moved(self) -> Iterator[None]:
         """Context manager in which optimizers and loaders are patched."""
-        add, following = Optimizer.add_param_group, vars(_BaseDataLoaderIter)["__next__"]
+        add, take = Optimizer.add_param_group, vars(Optimizer)["__setstate__"]
+        iterate, following = DataLoader.__iter__, vars(_BaseDataLoaderIter)["__next__"]
 
-        def add_and_remember(optimizer: Optimizer, param_group: dict[str, Any]) -> None:
+        @torch._disable_dynamo
+        @functools.wraps(add)
+        def patched_add(optimizer: Optimizer, param_group: dict[str, Any]) -> None:
             add(optimizer, param_group)
-            self._waiting.update(
-                (one, weakref.ref(optimizer)) for one in optimizer.param_groups[-1]["params"] if one.is_cpu
-            )
+            self._remember(optimizer)
 
-        def move_and_take(iterator: Any) -> Any:
-            if self._waiting:
-                self._move()
+        @functools.wraps(take)
+        def patched_take(optimizer: Optimizer, state: dict[str, Any]) -> None:
+            take(optimizer, state)
+            self._remember(optimizer)
+
+        @functools.wraps(iterate)
+        def patched_iter(loader: Any) -> Any:
+            iterator = iterate(loader)
+            self._move()  # after workers have been forked
+            return iterator
+
+        @functools.wraps(following)
+        def patched_next(iterator: Any) -> Any:
+            self._move()
             return following(iterator)
 
         with (
-            replaced(Optimizer, "add_param_group", add_and_remember),
-            replaced(_BaseDataLoaderIter, "__next__", move_and_take),
+            replaced(Optimizer, "add_param_group", patched_add),
+            replaced(Optimizer, "__setstate__", patched_take),
+            replaced(DataLoader, "__iter__", patched_iter),
+            replaced(_BaseDataLoaderIter, "__next__", patched_next),
         ):
             yield
 
+    def _remember(self, optimizer: Optimizer) -> None:
+        groups = vars(optimizer).get("param_groups", ())
+        on_cpu = [one for group in groups for one in group["params"] if isinstance(one, torch.Tensor) and one.is_cpu]
+        if on_cpu:
+            self._optimizers.add(optimizer)
+            self._waiting.update((one, None) for one in on_cpu)
+
     def _move(self) -> None:
-        trained = [one for one in self._modules() if any(parameter in self._waiting for parameter in one.parameters())]
-        optimizers = {id(found): found for one in self._waiting.values() if (found := one()) is not None}
+        if not self._waiting or not self._may_move():
+            return
+        with torch.inference_mode(False):  # parameters that are made in inference mode cannot be trained
+            trained = [
+                one
+                for one in self._modules()
+                if any(parameter in self._waiting for parameter in nn.Module.parameters(one))
+            ]
+            for module in trained:
+                module.to(self._device)
+            for optimizer in list(self._optimizers):
+                _follow_parameters(optimizer)
         self._waiting.clear()
-        for module in trained:
-            module.to(self._device)
-        for optimizer in optimizers.values():
-            _follow_parameters(optimizer)
+        self._optimizers.clear()
 
 
 def _follow_parameters(optimizer: Optimizer) -> None:
     """Move the state that ``optimizer`` has loaded to its parameters' devices, as ``load_state_dict`` does."""
-    for parameter, state in vars(optimizer)["state"].items():
+    held = vars(optimizer)
+    on_cpu = () if any(_steps_on_device(group) for group in held["param_groups"]) else ("step",)
+    for parameter, state in (held.get("state") or {}).items():
         if isinstance(parameter, torch.Tensor) and isinstance(state, dict):
             for name, value in state.items():
-                if isinstance(value, torch.Tensor) and value.dim():  # a number of steps stays on the CPU
-                    state[name] = value.to(parameter.device)
+                if name not in on_cpu:
+                    state[name] = move_to_device(value, parameter.device)
+
+
+def _steps_on_device(group: dict[str, Any]) -> bool:
+    return bool(group.get("fused") or group.get("capturable"))
 
 
 class InputFollower:
@@ -123,7 +165,8 @@ class InputFollower:
         if torch._C._functorch.peek_interpreter_stack() is not None:
             return
         if any(tensor.device.type == self._device.type for tensor in tensors((args, kwargs))):
-            module.to(self._device)
+            with torch.inference_mode(False):
+                module.to(self._device)
 
     def _find_state(self, module: nn.Module) -> torch.Tensor | None:
         state = next(chain(module.parameters(), module.buffers()), None)

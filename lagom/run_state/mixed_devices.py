@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 from contextlib import ExitStack, contextmanager
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import GradientEdge
 from torch.overrides import TorchFunctionMode
 
 from lagom.patching.replace import replaced
@@ -31,34 +35,42 @@ _CPU, _GPU = 1, 2
 
 
 @contextmanager
-def meet_on(device: torch.device, modules: Callable[[], Iterable[nn.Module]]) -> Iterator[None]:
+def meet_on(
+    device: torch.device, modules: Callable[[], Iterable[nn.Module]], may_move: Callable[[], bool]
+) -> Iterator[None]:
     """Context manager in which operations may mix tensors of the CPU and ``device``; all are saved as CPU tensors.
 
     Args:
         modules: iterates over all living modules that have run ``Module.__init__``.
+        may_move: tells whether patches act in this process and thread.
     """
-    run, export, mode = torch.autograd._engine_run_backward, torch.export.export, MixedDevices(device)
+    run, mode = torch.autograd._engine_run_backward, MixedDevices(device)
 
+    @torch._disable_dynamo
     def run_backward(*args: Any, **options: Any) -> Any:
         with mode:  # torch leaves it while it calls ``backward``; hooks and functions of the program need it
             return run(*args, **options)
 
-    def export_from_cpu(module: nn.Module, args: Any, kwargs: Any = None, **options: Any) -> Any:
-        """Export the module on the CPU: the program that results would copy tensors to a GPU."""
-        cpu = torch.device("cpu")
-        module.to(cpu)
-        try:
-            return export(module, move_to_device(args, cpu), move_to_device(kwargs, cpu), **options)
-        finally:
-            module.to(device)
-
     with ExitStack() as stack:
-        stack.enter_context(TrainedModules(modules, device).moved())
+        stack.enter_context(TrainedModules(modules, device, may_move).moved())
         stack.enter_context(replaced(torch.serialization, "location_tag", lambda _: "cpu"))
         stack.enter_context(replaced(torch.autograd, "_engine_run_backward", run_backward))
-        stack.enter_context(replaced(torch.export, "export", export_from_cpu))
+        stack.enter_context(replaced(torch.export, "export", _export_from_cpu(torch.export.export)))
         stack.enter_context(mode)
         yield
+
+
+def _export_from_cpu(export: Callable[..., Any]) -> Callable[..., Any]:
+    """Return ``torch.export.export`` for a copy on the CPU: else the exported program would copy tensors to a GPU."""
+    cpu = torch.device("cpu")
+
+    @functools.wraps(export)
+    def export_copy(mod: nn.Module, args: Any, kwargs: Any = None, **options: Any) -> Any:
+        if not all(one.is_cpu for one in chain(mod.parameters(), mod.buffers())):
+            mod = copy.deepcopy(mod).to(cpu)
+        return export(mod, move_to_device(args, cpu), move_to_device(kwargs, cpu), **options)
+
+    return export_copy
 
 
 class MixedDevices(TorchFunctionMode):
@@ -115,7 +127,9 @@ def _devices(values: Iterable[Any], kind: str) -> int:
 
 def _written(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch.device | None:
     """Return the device of the tensor that the function ``name`` writes to or indexes; None for other functions."""
-    out = kwargs.get("out")
+    out, name = kwargs.get("out"), name.partition(".")[0]
+    if isinstance(out, (list, tuple)):
+        out = out[0]
     if isinstance(out, Tensor):
         return out.device
     in_place = name.endswith("_") != name.endswith("__") or name in ("__setitem__", "__getitem__")
@@ -130,14 +144,17 @@ def _with_gradients_there(
 ) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
     """Return the arguments of a backward with the gradients of its outputs on the devices of these outputs."""
     place, names = _GRADIENTS[name]
-    outputs = [args[0]] if isinstance(args[0], Tensor) else args[0]
+    outputs = [args[0]] if isinstance(args[0], (Tensor, GradientEdge)) else args[0]
 
     def moved(gradients: Any) -> Any:
-        if isinstance(gradients, Tensor):
-            return gradients.to(outputs[0].device)
         if gradients is None:
             return None
-        return [one if one is None else one.to(out.device) for one, out in zip(gradients, outputs, strict=True)]
+        parts = [gradients] if isinstance(gradients, Tensor) else gradients
+        pairs = zip(parts, outputs, strict=True)
+        found = [
+            one.to(out.device) if isinstance(one, Tensor) and isinstance(out, Tensor) else one for one, out in pairs
+        ]
+        return found[0] if isinstance(gradients, Tensor) else found
 
     args = tuple(moved(value) if i == place else value for i, value in enumerate(args))
     return args, {key: moved(value) if key in names else value for key, value in kwargs.items()}
@@ -172,4 +189,5 @@ def _moved(value: Any, device: torch.device) -> Any:
 # torch leaves the mode while it calls a function, so that what C++ calls back, such as hooks that pack saved tensors,
 # gets tensors of different devices. In a backward the mode is entered again, for hooks and backward functions.
 #
-# An array of a tensor on the GPU is a copy: a program that writes to the array does not change the tensor.
+# There are limits. An array of a tensor on the GPU is a copy: a program that writes to the array does not change the
+# tensor. So is a gradient on the CPU that is assigned to a parameter on the GPU. Threads of the program have no mode.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -52,10 +53,11 @@ def patched(session: Session) -> Iterator[None]:
             session.say_once(line)
         stack.enter_context(own_init_process_group(session))
         on_cuda = session.device.type == "cuda"
-        if on_cuda and not session.plan.names_gpu:
-            if not distributed:
-                stack.enter_context(track_modules(session))
-            stack.enter_context(meet_on(session.device, session.modules.finished_modules))
+        moves = on_cuda and not session.plan.names_gpu
+        if not distributed and (moves or session.config.backend == "deepspeed"):
+            stack.enter_context(track_modules(session))
+        if moves:
+            stack.enter_context(meet_on(session.device, session.modules.finished_modules, partial(_may_move, session)))
         asked = session.config.mixed_precision
         precision = Precision(session, asked) if asked else None
         if precision is not None:
@@ -76,8 +78,6 @@ def patched(session: Session) -> Iterator[None]:
         if precision is not None:
             stack.enter_context(precision.autocast_forwards())
         if session.config.backend == "deepspeed":
-            if not distributed:
-                stack.enter_context(track_modules(session))
             stack.enter_context(driven_by_deepspeed(session))
         stack.enter_context(shard_loaders(session, streams))
         if session.spans is not None:
@@ -88,6 +88,10 @@ def patched(session: Session) -> Iterator[None]:
         if session.divergence is not None and session.agreement is not None and not session.has_joined:
             session.evaluation_passes.judge(at_end=True)
             session.divergence.check_end(session.agreement)
+
+
+def _may_move(session: Session) -> bool:
+    return session.live and not session.is_in_thread
 
 
 def _refuse_known_rank() -> Sequence[tuple[None, None]]:

@@ -24,7 +24,7 @@ THERE = torch.device("cuda", 0)
 
 @pytest.fixture
 def there() -> Iterator[Tensor]:
-    with meet_on(THERE, list):
+    with meet_on(THERE, list, lambda: True):
         yield torch.arange(12.0, device=THERE).reshape(4, 3)
 
 

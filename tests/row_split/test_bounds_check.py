@@ -23,7 +23,14 @@ WRONG: dict[str, Callable[[], Tensor]] = {
     "index_add": lambda: torch.zeros(3).index_add(0, torch.tensor([3]), torch.ones(1)),
     "index_add in place": lambda: torch.zeros(3).index_add_(0, torch.tensor([-1]), torch.ones(1)),
     "scatter": lambda: torch.zeros(2, 3).scatter(1, torch.tensor([[3]]), torch.ones(1, 1)),
+    "an index behind a mask": lambda: torch.ones(2, 3)[torch.tensor([True, True]), torch.tensor([0, 7])],
+    "the only number": lambda: torch.tensor(1.0).index_select(0, torch.tensor([1])),
     "take": lambda: torch.ones(3).take(torch.tensor([-4])),
+    "too many places": lambda: torch.zeros(3).masked_scatter(torch.tensor([True, True, False]), torch.ones(1)),
+    "a rate": lambda: torch.poisson(torch.tensor([NAN])),
+    "weights that are infinite": lambda: torch.multinomial(torch.tensor([float("inf"), 1.0]), 1),
+    "weights that are zero": lambda: torch.multinomial(torch.zeros(2), 1),
+    "a margin": lambda: F.multi_margin_loss(torch.ones(2, 3), torch.tensor([0, 3])),
     "a class": lambda: F.cross_entropy(torch.ones(2, 3), torch.tensor([0, 3])),
     "a class of pixels": lambda: F.cross_entropy(torch.ones(1, 3, 2, 2), torch.full((1, 2, 2), 3)),
     "bernoulli": lambda: torch.bernoulli(torch.tensor([NAN])),
@@ -35,6 +42,11 @@ RIGHT: dict[str, Callable[[], Tensor]] = {
     "an index from the end": lambda: torch.ones(3)[torch.tensor([-3])],
     "a mask": lambda: torch.ones(2, 3)[torch.tensor([[True, False, True], [False, True, False]])],
     "the second dimension": lambda: torch.arange(6).reshape(2, 3)[:, torch.tensor([2])],
+    "filled from the end": lambda: torch.zeros(3).index_fill(0, torch.tensor([-1]), 1.0),
+    "places for all numbers": lambda: torch.zeros(2, 3).masked_scatter(
+        torch.tensor([True, False, True]), torch.ones(4)
+    ),
+    "an index behind a mask": lambda: torch.ones(2, 3)[torch.tensor([True, True]), torch.tensor([0, 2])],
     "no index": lambda: torch.ones(3)[torch.tensor([], dtype=torch.int64)],
     "dropout": lambda: F.dropout(torch.ones(8)),
     "bernoulli by a number": lambda: torch.full((3,), 5.0).bernoulli_(1.0),
@@ -48,7 +60,7 @@ RIGHT: dict[str, Callable[[], Tensor]] = {
 @pytest.mark.parametrize("call", WRONG.values(), ids=WRONG)
 def test_what_a_cpu_refuses_is_refused(call: Callable[[], Tensor]) -> None:
     # Without its kernels: on a GPU these would not raise, but end all work of the process.
-    with BoundsCheck(), pytest.raises((IndexError, RuntimeError), match=r"an index is not from|that is no probability"):  # type: ignore[no-untyped-call]
+    with BoundsCheck(), pytest.raises((IndexError, RuntimeError), match=r"not from|no probability|fewer numbers"):  # type: ignore[no-untyped-call]
         call()
 
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import io
+import pickle
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -21,7 +24,7 @@ META = torch.device("meta")
 @pytest.fixture
 def there() -> Iterator[Tensor]:
     """A tensor that has been moved."""
-    with meet_on(META, list):
+    with meet_on(META, list, lambda: True):
         yield torch.ones(4, 3, device=META)
 
 
@@ -77,14 +80,24 @@ def test_what_is_saved_loads_on_the_cpu(there: Tensor) -> None:
     assert torch.load(file)["x"].tolist() == [1, 1]
 
 
-def test_modules_that_are_trained_move_when_a_loader_gives_a_batch() -> None:
+@contextmanager
+def trained(*modules: nn.Module, may_move: Callable[[], bool] = lambda: True) -> Iterator[None]:
+    """Context manager in which those of ``modules`` that get an optimizer move."""
+    with TrainedModules(lambda: modules, META, may_move).moved():
+        yield
+
+
+def loader() -> DataLoader[Any]:
+    return DataLoader(TensorDataset(torch.ones(4, 3)), batch_size=2)
+
+
+def test_modules_that_are_trained_move_before_the_first_batch() -> None:
     inside, frozen, of_data = nn.Linear(3, 2), nn.BatchNorm1d(2, affine=False), nn.Linear(3, 2)
     model = nn.Sequential(inside, frozen)
-    with TrainedModules(lambda: [inside, model, of_data], META).moved():
+    with trained(inside, model, of_data):
         torch.optim.SGD([*inside.parameters(), nn.Parameter(torch.ones(2))], lr=0.1)
         assert inside.weight.device.type == "cpu"
-        batches = iter(DataLoader(TensorDataset(torch.ones(4, 3)), batch_size=2))
-        next(batches)
+        batches = iter(loader())
         assert {value.device for value in model.state_dict().values()} == {META}
         assert of_data.weight.device.type == "cpu"
         torch.optim.SGD(of_data.parameters(), lr=0.1)
@@ -92,15 +105,50 @@ def test_modules_that_are_trained_move_when_a_loader_gives_a_batch() -> None:
         assert of_data.weight.device == META
 
 
+@pytest.mark.parametrize(
+    "again", [copy.deepcopy, lambda both: pickle.loads(pickle.dumps(both))], ids=["copy", "pickle"]
+)
+def test_optimizers_that_are_copied_or_unpickled_count_too(again: Callable[[Any], Any]) -> None:
+    found: list[nn.Module] = []
+    with TrainedModules(lambda: found, META, lambda: True).moved():
+        model = nn.Linear(3, 2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        iter(loader())
+        another, its_optimizer = again((model, optimizer))
+        found.append(another)
+        assert its_optimizer.param_groups[0]["params"][0] is another.weight
+        iter(loader())
+        assert another.weight.device == META
+        assert model.weight.device.type == "cpu"
+
+
+def test_modules_stay_in_processes_and_threads_without_patches() -> None:
+    acts = False
+    model = nn.Linear(3, 2)
+    with trained(model, may_move=lambda: acts):
+        torch.optim.SGD(model.parameters(), lr=0.1)
+        batches = iter(loader())
+        next(batches)
+        assert model.weight.device.type == "cpu"
+        acts = True
+        with torch.inference_mode():
+            next(batches)
+        assert model.weight.device == META
+        assert not model.weight.is_inference()
+
+
 def test_the_state_that_an_optimizer_has_loaded_moves_to_its_parameters() -> None:
     # A GPU keeps a module's Parameter objects, and "meta" does not: so one parameter is there from the beginning.
     moved = nn.Parameter(torch.ones(2, device=META))
-    with TrainedModules(list, META).moved():
-        optimizer = torch.optim.Adam([nn.Parameter(torch.ones(2)), moved])
-        optimizer.state[moved] = {"step": torch.tensor(3.0), "exp_avg": torch.ones(2)}
-        next(iter(DataLoader(TensorDataset(torch.ones(4, 3)))))
-        assert optimizer.state[moved]["exp_avg"].device == META
-        assert optimizer.state[moved]["step"].device.type == "cpu"
+    with trained():
+        first, second = (torch.optim.Adam([nn.Parameter(torch.ones(2)), moved]) for _ in range(2))
+        for optimizer in (first, second):
+            optimizer.state[moved] = {"step": torch.tensor(3.0), "exp_avg": torch.ones(2), "old": [torch.ones(2)]}
+        next(iter(loader()))
+        for optimizer in (first, second):
+            state = optimizer.state[moved]
+            assert state["exp_avg"].device == state["old"][0].device == META
+            assert state["step"].device.type == "cpu"
 
 
 def test_gradients_that_a_program_sets_or_gives_are_on_the_device_of_their_tensors(there: Tensor) -> None:
@@ -140,7 +188,7 @@ def test_hooks_and_backward_functions_mix_devices(there: Tensor) -> None:
 
 
 def test_outside_nothing_is_moved() -> None:
-    with meet_on(META, list):
+    with meet_on(META, list, lambda: True):
         pass
     with pytest.raises((RuntimeError, NotImplementedError)):
         F.linear(torch.ones(2, 3, device=META), torch.ones(2, 3)).tolist()
