@@ -48,7 +48,7 @@ def test_a_saved_file_has_the_bytes_of_a_plain_save(name: str, tmp_path: Path) -
     assert run_ranks(2, run) == [plain, plain]
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.*is deprecated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*is deprecated")
 @pytest.mark.parametrize("by_method", [False, True])
 def test_torchscript_is_read_back_as_each_rank_has_saved_it(by_method: bool, tmp_path: Path) -> None:
     path = str(tmp_path / "model.pt")

@@ -59,7 +59,7 @@ def mean_loss(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     return F.mse_loss(model(x), y)
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.*is deprecated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*is deprecated")
 def test_torchscript_runs_whole() -> None:
     def program(_: Session) -> Any:
         model = torch.jit.script(network())
