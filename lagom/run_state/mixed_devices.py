@@ -10,24 +10,21 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge
 from torch.overrides import TorchFunctionMode
 
 from lagom.patching.replace import replaced
 from lagom.run_state.cuda_device import TrainedModules, move_to_device
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from torch import nn
 
 # Functions are known by name, since a patch of lagom may have replaced the function itself.
 _OF_CPU = frozenset(("numpy", "__array__", "__repr__", "__format__"))
 """Functions that get a copy on the CPU: their result exists only there, or must print as on a machine without a GPU."""
-_ANY_DEVICES = frozenset(("to", "copy_", "type_as", "__set__"))
+_ANY_DEVICES = frozenset(("to", "copy_", "type_as", "backward", "grad", "__set__"))
 """Functions that accept tensors of different devices, or that need the same tensor objects and no copies."""
-_GRADIENTS = {"backward": (1, ("gradient", "grad_tensors")), "grad": (2, ("grad_outputs",))}
-"""Position and names of the argument with gradients of the first one, in ``torch.autograd`` and ``Tensor.backward``."""
 _RECURRENT = frozenset(("lstm", "gru", "rnn_tanh", "rnn_relu"))
 _LENGTHS = frozenset(("_pack_padded_sequence", "_pad_packed_sequence"))
 _SET_GRADIENT = vars(torch._C.TensorBase)["grad"].__set__
@@ -47,9 +44,11 @@ def meet_on(
     run, mode = torch.autograd._engine_run_backward, MixedDevices(device)
 
     @torch._disable_dynamo
-    def run_backward(*args: Any, **options: Any) -> Any:
+    def run_backward(outputs: Sequence[Any], gradients: Sequence[Any], *args: Any, **options: Any) -> Any:
+        pairs = zip(outputs, gradients, strict=True)
+        gradients = tuple(one.to(out.device) if _are_tensors(one, out) else one for out, one in pairs)
         with mode:  # torch leaves it while it calls ``backward``; hooks and functions of the program need it
-            return run(*args, **options)
+            return run(outputs, gradients, *args, **options)
 
     with ExitStack() as stack:
         stack.enter_context(TrainedModules(modules, device, may_move).moved())
@@ -101,11 +100,9 @@ class MixedDevices(TorchFunctionMode):
                 return func(args[0].cpu(), *args[1:], **kwargs)
             if name in _LENGTHS or (name in _RECURRENT and isinstance(args[3], (list, tuple))):
                 return func(args[0], args[1].cpu(), *args[2:], **kwargs)  # torch requires the lengths on the CPU
-            if found & _CPU and name in _GRADIENTS:
-                args, kwargs = _with_gradients_there(name, args, kwargs)
-            elif found & _CPU and func == _SET_GRADIENT:
+            if found & _CPU and func == _SET_GRADIENT:
                 return func(args[0], args[1].to(args[0].device))
-            elif found & _CPU and name not in _ANY_DEVICES:
+            if found & _CPU and name not in _ANY_DEVICES:
                 place = _written(name, args, kwargs) or self._device
                 return func(*_moved(args, place), **{key: _moved(value, place) for key, value in kwargs.items()})
         return func(*args, **kwargs)
@@ -139,25 +136,8 @@ def _written(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tor
     return first.device if isinstance(first, Tensor) else None
 
 
-def _with_gradients_there(
-    name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
-    """Return the arguments of a backward with the gradients of its outputs on the devices of these outputs."""
-    place, names = _GRADIENTS[name]
-    outputs = [args[0]] if isinstance(args[0], (Tensor, GradientEdge)) else args[0]
-
-    def moved(gradients: Any) -> Any:
-        if gradients is None:
-            return None
-        parts = [gradients] if isinstance(gradients, Tensor) else gradients
-        pairs = zip(parts, outputs, strict=True)
-        found = [
-            one.to(out.device) if isinstance(one, Tensor) and isinstance(out, Tensor) else one for one, out in pairs
-        ]
-        return found[0] if isinstance(gradients, Tensor) else found
-
-    args = tuple(moved(value) if i == place else value for i, value in enumerate(args))
-    return args, {key: moved(value) if key in names else value for key, value in kwargs.items()}
+def _are_tensors(*values: Any) -> bool:
+    return all(isinstance(value, Tensor) for value in values)
 
 
 def _moved(value: Any, device: torch.device) -> Any:
