@@ -206,8 +206,10 @@ def _container_key(container: Any) -> object:
 
 
 @cache
-def _origin(name: str | None) -> str:
+def _origin(name: Any) -> str:
     """Return where the module ``name`` comes from: "core" (torch, numpy, lagom, Python), "library" or "program"."""
+    if not isinstance(name, (str, type(None))):
+        return "core"  # a class of C code whose objects have a module's name each, so that the class has a descriptor
     top = (name or "").partition(".")[0]
     if top in _CORE or (top in sys.stdlib_module_names and top != "__main__"):
         return "core"
