@@ -146,6 +146,8 @@ def session(master: str, python: str = sys.executable, conf: Mapping[str, str] |
     finally:
         spark.stop()
         _end_jvm()
+        # PySpark leaves a handler of Ctrl-C here, which fails without a session.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @contextmanager
