@@ -37,6 +37,8 @@ class Daemon:
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         disconnect()  # from the server of another daemon
         self.process = subprocess.Popen(["sleep", "1000"])
+        # For a moment after its start a process has no command line, and then does not count as one that was there.
+        wait_until(lambda: bool(Path(f"/proc/{self.process.pid}/cmdline").read_bytes()))
         patch.setattr(os, "getppid", lambda: self.process.pid)
 
     def end(self) -> None:
