@@ -19,6 +19,9 @@ from lagom.restart.kept_snapshots import SnapshotFolder
 from lagom.restart.losses import Loss, loss_in
 from lagom.restart.prepared_files import put_back, remove_siblings
 
+REPLACED_S = 4.0  # longest wait for the replacement of a lost executor, before a run begins again without it
+LAST_S = 90.0  # the same wait if the run cannot begin again without it
+
 
 def run_attempts(
     launcher: Launcher,
@@ -32,73 +35,129 @@ def run_attempts(
     Raises:
         Exception: as ``raise_failure`` and ``Launcher.run``; after a loss only when no attempt is left.
     """
-    changed = records.lost if records is not None else lambda _: None
-    history = RunHistory(plan.config.max_failures, changed, snapshots)
-    if history.resumed is not None:
-        say(f"the run goes on from {history.resumed.place}", plan, records)
-        if records is not None:
-            records.goes_on(history.resumed.place)
-    now = plan
+    attempts = _Attempts(launcher, plan, call, records, snapshots)
     try:
-        while isinstance(found := _run_once(launcher, now, call, records, history), LagomError):
-            if isinstance(found, SnapshotError) and history.resumed is not None:
+        return attempts.run(), attempts.history.failures
+    finally:
+        remove_siblings(attempts.history.files)
+
+
+class _Attempts:
+    """The attempts of one run: their plans, and what is told between them. See Note [More ranks again]."""
+
+    def __init__(
+        self, launcher: Launcher, plan: Plan, call: Call, records: RunRecords | None, snapshots: SnapshotFolder | None
+    ) -> None:
+        self._launcher, self._plan, self._call, self._records = launcher, plan, call, records
+        changed = records.lost if records is not None else lambda _: None
+        self.history = RunHistory(plan.config.max_failures, changed, snapshots)
+        self._now = plan
+        """The plan of the present attempt."""
+        self._smaller: Plan | None = None
+        """The plan of the attempt that ended so that the present one has more ranks; None if it ended by a loss."""
+
+    def run(self) -> list[Outcome]:
+        """Run attempts until one returns on all ranks; return its outcomes."""
+        history = self.history
+        if history.resumed is not None:
+            self._say(f"the run goes on from {history.resumed.place}")
+            if self._records is not None:
+                self._records.goes_on(history.resumed.place)
+        while isinstance(found := self._run_once(), LagomError):
+            if self._smaller is not None and self._has_not_begun(found):
+                self._go_on_smaller(self._smaller, found)
+            elif isinstance(found, SnapshotError) and history.resumed is not None:
                 if not history.failures:
                     raise found  # the user resumes a run, perhaps on the wrong machine: keep the snapshots
-                say(f"{found}: the run begins again from the beginning", plan, records)
+                self._say(f"{found}: the run begins again from the beginning")
                 history.give_up_snapshots()
-                continue
-            if history.loss is None or plan.config.max_failures == 0:
+            elif history.loss is None or self._plan.config.max_failures == 0:
                 raise found
-            now = _next(launcher, plan, history, history.loss, found, records)
-        return found, history.failures
-    finally:
-        remove_siblings(history.files)
+            elif history.loss.free_slots:
+                self._go_on_larger(history.loss.free_slots)
+            else:
+                self._begin_again(history.loss, found)
+        return found
+
+    def _run_once(self) -> list[Outcome] | LagomError:
+        """Return the outcomes of an attempt without failures; else its error, with a loss, if any, in the history."""
+        history = self.history
+        try:
+            outcomes = self._launcher.run(self._now, self._call, self._records, history)
+            reports = [outcome.report for outcome in outcomes if not outcome.report["ok"]]
+            history.loss = history.loss or loss_in(reports, {})
+            raise_failure(outcomes)
+        except LagomError as error:
+            return error
+        return outcomes
+
+    def _begin_again(self, loss: Loss, error: LagomError) -> None:
+        """Prepare the attempt after ``loss``.
+
+        Raises:
+            LagomError: ``error``, if no further attempt is allowed or there are too few slots.
+        """
+        plan, history = self._plan, self.history
+        history.fail(loss)
+        if len(history.failures) > plan.config.max_failures:
+            put_back(history.files)
+            raise _counted(error, history, f"max_failures={plan.config.max_failures}") from error.__cause__
+        # A run that has a snapshot takes more ranks when executors are back: it need not wait for them.
+        wait_s = REPLACED_S if history.resumed is None else 0.0
+        slots = self._launcher.slots_again(plan.num_slots, wait_s, loss.cut_off)
+        if slots < (least := _with_ranks(plan, _least(plan)).num_slots):
+            self._say(f"{loss.cause}; too few executors are left: waiting for others, {LAST_S:g} s at most")
+            self._launcher.slots_again(least, LAST_S)
+            slots = self._launcher.slots_again(plan.num_slots, wait_s)
+        size = min(plan.world_size, slots * plan.ranks_per_slot)
+        if size < _least(plan):
+            put_back(history.files)
+            raise _counted(error, history, _too_few(plan, size)) from error.__cause__
+        self._smaller = None
+        self._prepare(_with_ranks(plan, size), _announced(loss, history, size, plan))
+
+    def _go_on_larger(self, free_slots: int) -> None:
+        self.history.prepare()
+        self._smaller = self._now
+        slots = self._now.num_slots + free_slots
+        now = _with_ranks(self._plan, min(self._plan.world_size, slots * self._plan.ranks_per_slot))
+        what = f"the run {_goes_on(self.history)}, with {now.world_size} ranks"
+        self._prepare(now, f"there is room for more ranks; {what}")
+
+    def _go_on_smaller(self, smaller: Plan, error: LagomError) -> None:
+        self.history.prepare()
+        self._smaller = None
+        self._prepare(smaller, f"{error}; the run {_goes_on(self.history)}, with the ranks that it had before")
+        self.history.free_slots = lambda: 0
+
+    def _prepare(self, now: Plan, text: str) -> None:
+        self._now = now
+        self.history.free_slots = self._free_slots if now.world_size < self._plan.world_size else lambda: 0
+        self._say(text)
+        if self._records is not None:
+            self._records.begin_again(now.world_size)
+
+    def _free_slots(self) -> int:
+        """Return the number of free slots for which it is worth to end the present attempt."""
+        if self.history.num_left == 0 or not self._launcher.free_slots(one_host=False):
+            return 0  # a run that may not be lost again keeps to the hosts that it has
+        return self._launcher.free_slots(one_host=self.history.files.on_one_disk())
+
+    def _has_not_begun(self, error: LagomError) -> bool:
+        """Return whether the present attempt ended with ``error`` because its ranks cannot go on where they are."""
+        return isinstance(error, SnapshotError) or (self.history.loss is None and not self.history.has_begun)
+
+    def _say(self, text: str) -> None:
+        """Tell the user ``text``, and record it."""
+        text = f"lagom: {self._plan.name}: {text}"
+        sys.stderr.write(f"{text}\n")
+        sys.stderr.flush()
+        if self._records is not None:
+            self._records.said(text)
 
 
-def _run_once(
-    launcher: Launcher, plan: Plan, call: Call, records: RunRecords | None, history: RunHistory
-) -> list[Outcome] | LagomError:
-    """Return the outcomes of an attempt without failures; else its error, with a loss, if any, in ``history.loss``."""
-    try:
-        outcomes = launcher.run(plan, call, records, history)
-        reports = [outcome.report for outcome in outcomes if not outcome.report["ok"]]
-        history.loss = history.loss or loss_in(reports, {})
-        raise_failure(outcomes)
-    except LagomError as error:
-        return error
-    return outcomes
-
-
-def _next(
-    launcher: Launcher, plan: Plan, history: RunHistory, loss: Loss, error: LagomError, records: RunRecords | None
-) -> Plan:
-    """Return the plan of the attempt after ``loss``.
-
-    Raises:
-        LagomError: ``error``, if no further attempt is allowed or there are too few slots.
-    """
-    history.fail(loss)
-    if len(history.failures) > plan.config.max_failures:
-        put_back(history.files)
-        raise _counted(error, history, f"max_failures={plan.config.max_failures}") from error.__cause__
-    slots = launcher.slots_again(plan.num_slots, loss)
-    size = min(plan.world_size, slots * plan.ranks_per_slot)
-    if size < _least(plan):
-        put_back(history.files)
-        raise _counted(error, history, _too_few(plan, size)) from error.__cause__
-    now = dataclasses.replace(plan, world_size=size)
-    say(_announced(loss, history, now, plan), plan, records)
-    if records is not None:
-        records.begin_again(now.world_size)
-    return now
-
-
-def say(text: str, plan: Plan, records: RunRecords | None) -> None:
-    """Tell the user ``text``, and record it."""
-    sys.stderr.write(f"lagom: {plan.name}: {text}\n")
-    sys.stderr.flush()
-    if records is not None:
-        records.said(f"lagom: {plan.name}: {text}")
+def _with_ranks(plan: Plan, world_size: int) -> Plan:
+    return dataclasses.replace(plan, world_size=world_size)
 
 
 def _least(plan: Plan) -> int:
@@ -125,14 +184,30 @@ def _counted(error: LagomError, history: RunHistory, why: str) -> LagomError:
     return error
 
 
-def _announced(loss: Loss, history: RunHistory, now: Plan, plan: Plan) -> str:
+def _goes_on(history: RunHistory) -> str:
+    return "begins again" if history.resumed is None else f"goes on from {history.resumed.place}"
+
+
+def _announced(loss: Loss, history: RunHistory, size: int, plan: Plan) -> str:
     where = f" (on {loss.host})" if loss.host and loss.host not in loss.cause else ""
     number = f"attempt {history.num_attempts} of {plan.config.max_failures + 1}"
-    does = "begins again" if history.resumed is None else f"goes on from {history.resumed.place}"
-    text = f"{loss.cause}{where}; the run {does}, {number}"
-    if now.world_size != plan.world_size:
-        ranks = "1 rank" if now.world_size == 1 else f"{now.world_size} ranks"
-        text += f", with {ranks} instead of {plan.world_size}"
+    text = f"{loss.cause}{where}; the run {_goes_on(history)}, {number}"
+    if size != plan.world_size:
+        text += f", with {size} rank{'s' * (size != 1)} instead of {plan.world_size}"
         if plan.config.batches == "per_rank":
             text += ": the global batch is smaller by as much"
     return text
+
+
+# Note [More ranks again]
+#
+# An executor that was lost is replaced within seconds, or, where a machine has to be found, within minutes. An attempt
+# that begins from the beginning waits some seconds for it, since it would keep its number of ranks until the end. An
+# attempt that goes on from a snapshot does not wait. Whenever it has kept a snapshot, the driver asks Spark for free
+# slots (`RunView.watch`), and if there are any, it ends the attempt as after a loss, and begins another one from this
+# snapshot, with more ranks.
+#
+# This must not cost the run anything that it would have kept without it. So no slots are used that run other jobs; none
+# on other hosts if the program has written files to the disk of one host; none if the next loss would end the run; and
+# if the larger attempt cannot begin, for example because the new executor lacks a package, the run goes on with the
+# ranks that it had.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import tempfile
 import threading
+from collections.abc import Set
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,6 @@ from lagom.monitor.spans import Spans
 from lagom.plan import Plan
 from lagom.records.run_dir import RunRecords
 from lagom.restart.history import RunHistory
-from lagom.restart.losses import Loss
 
 
 def _keep_timeline(spans: Spans, records: RunRecords) -> None:
@@ -38,9 +38,13 @@ class InlineLauncher:
         """Return the place where ranks run, as a text for the user."""
         return "this process"
 
-    def slots_again(self, wanted: int, loss: Loss) -> int:
+    def slots_again(self, wanted: int, wait_s: float = 0.0, cut_off: Set[str] = frozenset()) -> int:
         """Return ``wanted``; there is no new attempt, since the loss of this process ends the caller too."""
         return wanted
+
+    def free_slots(self, *, one_host: bool) -> int:
+        """Return 0: a run never has fewer ranks than it was to have."""
+        return 0
 
     def run(
         self, plan: Plan, call: Call, records: RunRecords | None = None, history: RunHistory | None = None

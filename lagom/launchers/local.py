@@ -17,6 +17,7 @@ import subprocess
 import sys
 import threading
 import weakref
+from collections.abc import Set
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,6 @@ from lagom.payload import Parcel, unpack_file
 from lagom.plan import Plan
 from lagom.records.run_dir import RunRecords
 from lagom.restart.history import RunHistory
-from lagom.restart.losses import Loss
 from lagom.wire.many_files import send_with_files
 from lagom.wire.server import anonymous_file
 from lagom.wire.spec import RunSpec
@@ -66,9 +66,13 @@ class LocalLauncher:
         """Return the place where ranks run, as a text for the user."""
         return "this machine"
 
-    def slots_again(self, wanted: int, loss: Loss) -> int:
+    def slots_again(self, wanted: int, wait_s: float = 0.0, cut_off: Set[str] = frozenset()) -> int:
         """Return ``wanted``: a new attempt can always start its processes on this machine."""
         return wanted
+
+    def free_slots(self, *, one_host: bool) -> int:
+        """Return 0: a run never has fewer ranks than it was to have."""
+        return 0
 
     def run(
         self, plan: Plan, call: Call, records: RunRecords | None = None, history: RunHistory | None = None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -11,7 +11,6 @@ from lagom.cluster import Cluster
 from lagom.plan import Plan
 from lagom.records.run_dir import RunRecords
 from lagom.restart.history import RunHistory
-from lagom.restart.losses import Loss
 from lagom.wire.client import Message
 
 
@@ -35,11 +34,17 @@ class Launcher(Protocol):
     def where(self) -> str:
         """Return the place where ranks run, as a text for the user: "Spark local[2]", "this machine"."""
 
-    def slots_again(self, wanted: int, loss: Loss) -> int:
-        """Return the task slots for a new attempt after ``loss``, at most ``wanted``; wait some seconds for more.
+    def slots_again(self, wanted: int, wait_s: float = 0.0, cut_off: Set[str] = frozenset()) -> int:
+        """Return how many of ``wanted`` tasks can run at the same time after a loss.
 
-        Slots on the hosts in ``loss.cut_off`` do not count, and are not used.
+        Args:
+            wanted: the most slots to return.
+            wait_s: longest wait for ``wanted`` slots.
+            cut_off: names and addresses of unreachable hosts, on which no task must start.
         """
+
+    def free_slots(self, *, one_host: bool) -> int:
+        """Return the number of slots in which no task runs now; 0 if ``one_host`` and slots are on several hosts."""
 
     def run(
         self, plan: Plan, call: Call, records: RunRecords | None = None, history: RunHistory | None = None

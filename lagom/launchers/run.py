@@ -6,6 +6,7 @@ import contextlib
 import queue
 import socket
 import time
+from functools import partial
 
 from lagom.debugger.terminal import DebugTerminal
 from lagom.errors import LagomError, PlanError, RankError
@@ -149,6 +150,8 @@ class RunView:
                     self._display.waiting(len(self._joins), self._num_tasks)
                 continue
             self._display.show(event)
+            if self._history.has_kept(event) and (free := self._history.free_slots()):
+                self.channel.call_later(0.0, partial(self._make_room, free))
             over = over or event["type"] == "over"
             if len(self._done) >= self._num_tasks or (over and self._connected <= self._done):
                 break
@@ -193,6 +196,20 @@ class RunView:
         if self._gone is None:
             self._gone = Loss(rank=None, host="", cause="Spark lost an executor")
             self._lost.append(LagomError(self._gone.cause))
+
+    def _make_room(self, free_slots: int) -> None:
+        """End the attempt, unless it ends already, so that the next one has more ranks; in the channel's thread.
+
+        See Note [More ranks again] in launchers/attempts.py.
+        """
+        if not self._stopping and not self._done and not self._failures:
+            self._gone = Loss(rank=None, host="", cause="there is room for more ranks", free_slots=free_slots)
+            self._lost.append(LagomError(self._gone.cause))
+            self.stop()
+
+    @property
+    def _makes_room(self) -> bool:
+        return self._gone is not None and self._gone.free_slots > 0
 
     def loss(self) -> Loss | None:
         """Return the loss that ended the run; None if the run had another end, such as a failure of a rank."""
@@ -247,7 +264,8 @@ class RunView:
             self._events.put(message | {"host": host})
             return
         elif kind == "lost":
-            self._lost.append(LagomError(message["message"]))
+            if not self._makes_room:
+                self._lost.append(LagomError(message["message"]))
             self._done.add(task)
             self.stop()
         elif kind == "done":
@@ -265,7 +283,9 @@ class RunView:
 
     def _fail(self, report: Message) -> None:
         if all(report["rank"] != earlier["rank"] for earlier in self._failures):
-            self._failures.append(report | {"order": len(self._failures)})
+            # Ranks that still run when others have been ended fail, and the program may raise another error for that.
+            consequence = {"consequence": True} if self._makes_room else {}
+            self._failures.append(report | {"order": len(self._failures)} | consequence)
 
     def _close(self, task: int) -> None:
         """Note that the connection of ``task`` has closed; end the run if the task was not done."""

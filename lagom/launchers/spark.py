@@ -15,7 +15,7 @@ import signal
 import ssl
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from typing import Any
 
@@ -36,7 +36,6 @@ from lagom.program.sources import is_installed, lagom_zip, modules_zip
 from lagom.records.run_dir import RunRecords
 from lagom.restart.history import RunHistory
 from lagom.restart.kept_snapshots import SnapshotPlace
-from lagom.restart.losses import Loss
 from lagom.wire.failure_text import failure_in
 from lagom.wire.payload_sources import MOST_FROM_DRIVER
 from lagom.wire.server import anonymous_file
@@ -64,9 +63,14 @@ class SparkLauncher:
         """Return the place where ranks run, as a text for the user."""
         return self.facts.name
 
-    def slots_again(self, wanted: int, loss: Loss) -> int:
+    def slots_again(self, wanted: int, wait_s: float = 0.0, cut_off: Set[str] = frozenset()) -> int:
         """See ``Launcher.slots_again``."""
-        return self.facts.slots_again(wanted, loss.cut_off)
+        with plain_interrupt():
+            return self.facts.slots_again(wanted, wait_s, cut_off)
+
+    def free_slots(self, *, one_host: bool) -> int:
+        """See ``Launcher.free_slots``."""
+        return self.facts.free_slots(one_host=one_host)
 
     def run(
         self, plan: Plan, call: Call, records: RunRecords | None = None, history: RunHistory | None = None
@@ -101,7 +105,7 @@ class SparkLauncher:
             )
             rows = self.run_job(run, plan, spec, stack)
             home = OutcomeCollector(rows, run)
-            if history is None or not history.begins_again(run.loss()):
+            if home.all_returned or history is None or not history.begins_again(run.loss()):
                 home.unpack_files(spec.cwd)
             return home.outcomes()
 

@@ -32,6 +32,12 @@ class OutcomeCollector:
         for row in rows:
             self._take(row)
 
+    @property
+    def all_returned(self) -> bool:
+        """Return whether the function has returned on every rank, as it may while a loss ends the attempt."""
+        reports = self._run.reports | self._reports
+        return len(reports) == self._run.plan.world_size and all(report["ok"] for report in reports.values())
+
     def outcomes(self) -> list[Outcome]:
         """Return an outcome for each rank, in rank order; a rank without a report counts as stopped.
 

@@ -20,7 +20,6 @@ from lagom.plan import Plan
 
 log = logging.getLogger("lagom")
 EXECUTORS_S = 90.0  # longest wait for executors, of a new application or replacements of lost executors
-REPLACED_S = 4.0  # longest wait for the replacement of a lost executor, before a run begins again without it
 IMPATIENT_S = 5.0  # wait after which the user is told about it
 _ENCRYPTION = (
     "spark.network.crypto.enabled",
@@ -87,14 +86,13 @@ class SparkFacts:
         """Return the number of tasks that can run at the same time."""
         raise NotImplementedError
 
-    def slots_again(self, wanted: int, cut_off: Set[str] = frozenset()) -> int:
-        """Return how many of ``wanted`` tasks can run at the same time after a loss; see ``Launcher.slots_again``.
-
-        Args:
-            cut_off: names and addresses of unreachable hosts, on which Spark must not start tasks. Spark itself may not
-                have noticed yet that they are unreachable.
-        """
+    def slots_again(self, wanted: int, wait_s: float = 0.0, cut_off: Set[str] = frozenset()) -> int:
+        """See ``Launcher.slots_again``; Spark itself may not have noticed yet that hosts are unreachable."""
         return wanted
+
+    def free_slots(self, *, one_host: bool) -> int:
+        """See ``Launcher.free_slots``."""
+        return 0
 
     def tag(self, group: str, description: str) -> None:
         """Tag the jobs that this thread starts from now on with ``group``, so that ``cancel`` finds them."""
@@ -179,7 +177,7 @@ class ClassicFacts(SparkFacts):
             _settled[self._context] = self._executors()
         return int(jsc.maxNumConcurrentTasks(profile))
 
-    def slots_again(self, wanted: int, cut_off: Set[str] = frozenset()) -> int:
+    def slots_again(self, wanted: int, wait_s: float = 0.0, cut_off: Set[str] = frozenset()) -> int:
         """See ``SparkFacts.slots_again``."""
         jsc = self._context._jsc.sc()
         if cut_off and not self.one_machine:
@@ -187,10 +185,19 @@ class ClassicFacts(SparkFacts):
         if self.dynamic:
             return wanted
         profile = jsc.resourceProfileManager().defaultResourceProfile()
-        deadline = time.monotonic() + REPLACED_S
+        deadline = time.monotonic() + wait_s
         while (slots := int(jsc.maxNumConcurrentTasks(profile))) < wanted and time.monotonic() < deadline:
             time.sleep(0.05)
         return min(slots, wanted)
+
+    def free_slots(self, *, one_host: bool) -> int:
+        """See ``SparkFacts.free_slots``."""
+        jsc = self._context._jsc.sc()
+        executors = list(_executor_list(jsc))
+        if self.dynamic or (one_host and len({host for _, host, _ in executors}) > 1):
+            return 0
+        profile = jsc.resourceProfileManager().defaultResourceProfile()
+        return int(jsc.maxNumConcurrentTasks(profile)) - sum(running for _, _, running in executors)
 
     def _executors(self) -> int:
         return int(self._context._jsc.sc().getExecutorIds().size())
@@ -251,17 +258,23 @@ def _end_executors(jsc: Any, hosts: Set[str]) -> None:
     """Tell Spark to end and replace the executors on ``hosts``: by itself it would notice their loss in two minutes."""
     ended = False
     try:
-        executors = jsc.statusStore().executorList(True)
-        for summary in (executors.apply(number) for number in range(executors.size())):
-            name = str(summary.hostPort()).rpartition(":")[0].strip("[]")
-            if summary.id() != "driver" and hosts & {name, *_addresses(name)}:
-                log.info("Spark is told to end executor %s on %s, which is cut off", summary.id(), name)
-                ended = bool(jsc.killAndReplaceExecutor(summary.id())) or ended
+        for executor, host, _ in _executor_list(jsc):
+            if hosts & {host, *_addresses(host)}:
+                log.info("Spark is told to end executor %s on %s, which is cut off", executor, host)
+                ended = bool(jsc.killAndReplaceExecutor(executor)) or ended
     except Exception as error:  # for example, the master may be out of reach as well
         log.warning("Spark could not be told to end the executors that are cut off: %s", str(error).partition("\n")[0])
         return
     if not ended:
         log.warning("Spark knows no executor on %s, which is cut off; it may wait for it", ", ".join(sorted(hosts)))
+
+
+def _executor_list(jsc: Any) -> Iterator[tuple[str, str, int]]:
+    """Yield id, host and number of running tasks of each executor."""
+    found = jsc.statusStore().executorList(True)
+    for summary in (found.apply(number) for number in range(found.size())):
+        if summary.id() != "driver":
+            yield summary.id(), str(summary.hostPort()).rpartition(":")[0].strip("[]"), int(summary.activeTasks())
 
 
 def _addresses(name: str) -> set[str]:

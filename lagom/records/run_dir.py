@@ -160,7 +160,8 @@ class RunRecords:
         self._joined_before = "seconds_to_join" in self._facts
         self._goes_on, self._timed = True, set()
         if (self.folder / TIMELINES).exists():
-            (self.folder / TIMELINES).rename(self.folder / f"{TIMELINES}-lost-{len(self._facts['failures'])}")
+            number = 1 + len(list(self.folder.glob(f"{TIMELINES}-lost-*")))
+            (self.folder / TIMELINES).rename(self.folder / f"{TIMELINES}-lost-{number}")
 
     @_harmless
     def wrote(self, rank: int, data: bytes) -> None:

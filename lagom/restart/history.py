@@ -40,6 +40,8 @@ class RunHistory:
         self.output = ShownOutput()
         self.files = WrittenFiles()
         self.failures: list[Failure] = []
+        self.free_slots: Callable[[], int] = lambda: 0
+        """Returns the number of slots for more ranks than the present attempt has."""
         self.loss: Loss | None = None
         """The loss with which the present attempt has ended."""
         self._changed = changed
@@ -55,11 +57,18 @@ class RunHistory:
                 self.files.take(message)
             self._resume(newest)
         self._joined: float | None = None
+        self._follows_loss = False
+        """Whether the present attempt was begun after a failure: it completes this failure's record."""
 
     @property
     def num_attempts(self) -> int:
-        """Return the number of attempts so far, this one included."""
+        """Return the number of attempts so far, this one included; without those that were ended for more ranks."""
         return len(self.failures) + 1
+
+    @property
+    def has_begun(self) -> bool:
+        """Return whether ranks of the present attempt have begun."""
+        return self._joined is not None
 
     def ranks_began(self) -> None:
         """Note that the ranks of the present attempt have begun.
@@ -68,14 +77,14 @@ class RunHistory:
         """
         if self._joined is None:
             self._joined = time.time()
-            if self.failures:
+            if self._follows_loss:
                 before = self.resumed.facts["at"] if self.resumed is not None else self._began
                 self._complete(self.resumed.place if self.resumed is not None else BEGINNING, self._joined - before)
             self._began = self._joined
 
     def wrote(self, message: Mapping[str, Any]) -> None:
         """Record a message of rank 0 about its files."""
-        if message["what"] == "resumed" and self.failures and self._joined is not None:
+        if message["what"] == "resumed" and self._follows_loss and self._joined is not None:
             self._complete(message["path"], self._joined - message["at"])
         message = {**message, "told_at": time.time()}
         self.files.take(message)
@@ -84,7 +93,13 @@ class RunHistory:
 
     def begins_again(self, loss: Loss | None) -> bool:
         """Return whether the run begins again if the present attempt ends with ``loss``."""
-        return loss is not None and len(self.failures) < self._max_failures
+        return loss is not None and (loss.free_slots > 0 or len(self.failures) < self._max_failures)
+
+    def has_kept(self, event: Mapping[str, Any]) -> bool:
+        """Return whether ``event`` tells of the run's newest snapshot."""
+        if event["type"] != "snapshot" or event["what"] != "kept" or self.folder is None:
+            return False
+        return (newest := self.folder.newest()) is not None and bool(newest.number == event["number"])
 
     def files_before(self) -> WrittenFiles | None:
         """Return the files that the attempts so far have written, for the next one; None if there can be only one."""
@@ -116,10 +131,16 @@ class RunHistory:
         failure = {"time": when, "rank": loss.rank, "host": loss.host, "cause": loss.cause}
         self.failures.append({**failure, "resumed_from": None, "seconds_lost": None})
 
-    def fail(self, loss: Loss) -> Failure:
+    def fail(self, loss: Loss) -> None:
         """Add ``loss`` to the failures, and prepare for the next attempt."""
         self._add(loss)
         self._complete(None, time.time() - self._began)
+        self.prepare()
+        self._follows_loss = True
+
+    def prepare(self) -> None:
+        """Prepare for the next attempt, from the newest snapshot, or from the beginning."""
+        self._follows_loss = False
         newest = self.folder.newest() if self.folder is not None else None
         if newest is not None:
             self._resume(newest)
@@ -127,7 +148,6 @@ class RunHistory:
         else:
             self.output.begin_again()
         self.loss = self._joined = None
-        return self.failures[-1]
 
     @property
     def snapshots(self) -> SnapshotPlace | None:

@@ -1,4 +1,4 @@
-"""``Loss``: a rank, or a process or machine that held ranks, was killed or cut off. An error of the program is none."""
+"""``Loss``: the end of an attempt after which the run begins again; an error of the program is none."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Loss:
-    """A loss of a rank or of a task: the rank, its host, the cause and the time."""
+    """The loss of a rank, or of a process or machine that held ranks: the rank, its host, the cause and the time."""
 
     rank: int | None
     """The first rank that was lost; None if a task was lost before its ranks began."""
@@ -21,6 +21,8 @@ class Loss:
     """Seconds since 1970."""
     cut_off: frozenset[str] = frozenset()
     """Names and addresses of the hosts that gave no sign of life; empty if only processes were lost."""
+    free_slots: int = 0
+    """Not 0 if nothing was lost: lagom ended the attempt, since there are so many slots for more ranks."""
 
 
 def loss_in(reports: Sequence[Mapping[str, Any]], hosts: Mapping[int, str]) -> Loss | None:

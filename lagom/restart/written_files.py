@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from lagom.restart.disks import this_host
+from lagom.restart.disks import is_on_shared_disk, this_host
 
 REWRITTEN = -1
 """In place of a length: the file was there when the run began, and the program itself has emptied it since."""
@@ -93,6 +93,11 @@ class WrittenFiles:
         return not (
             self.appended or self.changed or self.saved or self.writing or self.partial or self.made or self.tracked
         )
+
+    def on_one_disk(self) -> bool:
+        """Return whether a file is, as far as this host knows, on a disk that hosts do not share."""
+        folders = {os.path.dirname(path) for path in itertools.chain(self.appended, self.saved)}
+        return not all(map(is_on_shared_disk, folders))
 
     def take(self, message: Mapping[str, Any]) -> None:
         """Apply a message of rank 0."""

@@ -86,14 +86,13 @@ def test_without_an_executor_the_run_goes_on_with_fewer_ranks(
     gate = tmp_path / "gate"
     slots = ClassicFacts.slots_again
 
-    def once_spark_knows(facts: ClassicFacts, wanted: int, cut_off: frozenset[str]) -> int:
+    def once_spark_knows(facts: ClassicFacts, wanted: int, wait_s: float, cut_off: frozenset[str]) -> int:
         losses.wait_for(lambda: slots(facts, wanted) < wanted)
         return 1
 
     def kill() -> None:
         os.kill(executor_of_rank_1(tmp_path), signal.SIGKILL)
 
-    monkeypatch.setattr("lagom.launchers.spark_session.REPLACED_S", 0.0)
     monkeypatch.setattr(ClassicFacts, "slots_again", once_spark_knows)
     with losses.killed([Path(f"{gate}-1")], kill):
         result = run(tmp_path, gate, 2)

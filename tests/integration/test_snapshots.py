@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import random
+import signal
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -15,10 +18,12 @@ from torch.utils.data import DataLoader
 from lagom import experiment
 from lagom.restart.history import RunHistory
 from lagom.restart.kept_snapshots import SnapshotFolder, SnapshotPlace
+from tests.integration.test_attempts import executor_of
+from tests.launchers import losses
 from tests.programs.expectations import CASES
 from tests.programs.test_kills import UNPROTECTED, judge_kill
-from tests.snapshots.kills import killed
-from tests.snapshots.test_resume import same
+from tests.snapshots.kills import killed, wait_for_snapshot
+from tests.snapshots.test_resume import close, same
 from tests.snapshots.training import config, train
 
 
@@ -53,6 +58,43 @@ def test_a_run_goes_on_from_its_snapshot_when_a_rank_is_killed(
     assert same(result.value, wanted)
     assert (folder / "rows.csv").read_text() == (tmp_path / "whole" / "rows.csv").read_text()
     assert "of epoch 2" in result.failures[0]["resumed_from"]
+
+
+@pytest.mark.soak  # tests/snapshots/test_resume.py shows it by default, with slots of a test
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="needs the columns of code")
+@pytest.mark.parametrize("spark", ["standalone"], indirect=True, scope="session")
+def test_a_run_that_loses_an_executor_goes_on_at_once_and_later_with_the_new_one(
+    spark: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "whole").mkdir()
+    wanted = experiment.lagom(train, config(tmp_path / "whole", launcher="spark", world_size=2)).value
+    (tmp_path / "slowly").touch()
+
+    def kill() -> None:
+        wait_for_snapshot(tmp_path)
+        os.kill(executor_of(losses.ranks(tmp_path / "runs")["1"]["pid"]), signal.SIGKILL)
+        (tmp_path / "slowly").write_text("6.0")
+        try:
+            losses.wait_for(lambda: "there is room for more ranks" in messages(tmp_path))
+        finally:
+            (tmp_path / "slowly").unlink()
+
+    thread = threading.Thread(target=kill)
+    thread.start()
+    result = experiment.lagom(train, config(tmp_path, launcher="spark", world_size=2, snapshot_every_s=0.1))
+    thread.join()
+    assert len(result.per_rank) == 2
+    assert close(result.value, wanted)
+    assert (tmp_path / "rows.csv").read_text() == (tmp_path / "whole" / "rows.csv").read_text()
+    assert len(result.failures) == 1
+    said = capfd.readouterr().err
+    assert "attempt 2 of 4, with 1 rank instead of 2" in said
+    assert "of epoch 2, with 2 ranks\n" in said
+
+
+def messages(folder: Path) -> str:
+    """Return what lagom has said about the run in ``folder``."""
+    return "".join(path.read_text() for path in folder.glob("runs/*/lagom.log"))
 
 
 def hide_folder(monkeypatch: pytest.MonkeyPatch) -> None:

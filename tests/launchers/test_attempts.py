@@ -9,6 +9,7 @@ import random
 import signal
 import sys
 import threading
+from collections.abc import Set
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +21,9 @@ from lagom import experiment
 from lagom.call import Call
 from lagom.cluster import Cluster
 from lagom.config import TorchDistributedConfig
-from lagom.errors import RankError, StallError
+from lagom.errors import LagomError, PlanError, RankError, SnapshotError, StallError
 from lagom.launchers import local
-from lagom.launchers.attempts import run_attempts
+from lagom.launchers.attempts import LAST_S, REPLACED_S, run_attempts
 from lagom.launchers.protocol import Outcome
 from lagom.plan import Plan, plan
 from lagom.restart.history import RunHistory
@@ -202,8 +203,10 @@ class Shrinking:
     def __init__(self, *slots: int) -> None:
         self.slots = list(slots)
         self.sizes: list[int] = []
+        self.waits: list[float] = []
 
-    def slots_again(self, wanted: int, loss: Loss) -> int:
+    def slots_again(self, wanted: int, wait_s: float = 0.0, cut_off: Set[str] = frozenset()) -> int:
+        self.waits.append(wait_s)
         return min(wanted, self.slots.pop(0))
 
     def run(self, plan: Plan, call: Call, records: Any, history: RunHistory) -> list[Outcome]:
@@ -212,6 +215,69 @@ class Shrinking:
             return [Outcome(rank=rank, report={"ok": True}, load=dict) for rank in range(plan.world_size)]
         history.loss = Loss(rank=1, host="there", cause="rank 1 was killed")
         raise RankError("rank 1 was killed", 1)
+
+
+class Growing(Shrinking):
+    """A launcher that has room for two of four ranks after a loss, and later for more.
+
+    Args:
+        ends: the ends of the attempts: a loss or an error.
+    """
+
+    def __init__(self, *ends: Loss | LagomError) -> None:
+        super().__init__(2, 2, 2)
+        self.ends = list(ends)
+
+    def free_slots(self, *, one_host: bool) -> int:
+        return 1
+
+    def run(self, plan: Plan, call: Call, records: Any, history: RunHistory) -> list[Outcome]:
+        self.sizes.append(plan.world_size)
+        self.free = history.free_slots()
+        if not self.ends:
+            return [Outcome(rank=rank, report={"ok": True}, load=dict) for rank in range(plan.world_size)]
+        end = self.ends.pop(0)
+        if isinstance(end, LagomError):
+            raise end
+        history.loss = end
+        raise LagomError(end.cause)
+
+
+LOST = Loss(rank=1, host="there", cause="rank 1 was killed")
+
+
+def more_room(slots: int) -> Loss:
+    """The end of an attempt for which there are ``slots`` more."""
+    return Loss(rank=None, host="", cause="there is room for more ranks", free_slots=slots)
+
+
+@pytest.mark.parametrize(
+    ("ends", "sizes", "free"),
+    [
+        ([LOST], [4, 2], 1),
+        ([LOST, more_room(1)], [4, 2, 3], 1),
+        ([LOST, more_room(1), more_room(5)], [4, 2, 3, 4], 0),
+        ([LOST, more_room(2), LOST], [4, 2, 4, 2], 1),
+        ([LOST, more_room(2), SnapshotError("a file is on another host")], [4, 2, 4, 2], 0),
+        ([LOST, more_room(2), PlanError("it has no torch")], [4, 2, 4, 2], 0),
+        ([LOST, LOST, LOST], [4, 2, 2, 2], 0),
+    ],
+    ids=["a loss", "one more", "all again", "another loss", "no snapshot there", "no start there", "the last attempt"],
+)
+def test_a_run_takes_free_slots_that_it_can_use(ends: list[Any], sizes: list[int], free: int) -> None:
+    launcher = Growing(*ends)
+    assert attempts(launcher) == sizes
+    assert launcher.free == free
+
+
+def test_an_error_of_a_larger_attempt_whose_ranks_had_begun_ends_the_run() -> None:
+    class Begun(Growing):
+        def run(self, plan: Plan, call: Call, records: Any, history: RunHistory) -> list[Outcome]:
+            history.ranks_began()
+            return super().run(plan, call, records, history)
+
+    with pytest.raises(StallError):
+        attempts(Begun(LOST, more_room(2), StallError("it stalls", 0)))
 
 
 def attempts(launcher: Any, **settings: Any) -> list[int]:
@@ -230,6 +296,14 @@ def test_an_attempt_takes_the_slots_that_are_there() -> None:
     assert attempts(Shrinking(3), batches="per_rank", min_world_size=3) == [4, 3]
 
 
+@pytest.mark.parametrize("settings", [{}, {"lr_scaling": "linear"}, {"min_world_size": 2}])
+def test_a_run_without_slots_waits_for_new_ones(settings: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
+    launcher = Shrinking(0, 1, 4)
+    assert attempts(launcher, **settings) == [4, 4]
+    assert launcher.waits == [REPLACED_S, LAST_S, REPLACED_S]
+    assert "rank 1 was killed; too few executors are left: waiting for others, 90 s" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("slots", "settings", "told"),
     [
@@ -242,7 +316,7 @@ def test_an_attempt_takes_the_slots_that_are_there() -> None:
 )
 def test_too_few_slots_end_the_run_with_the_loss(slots: int, settings: dict[str, Any], told: str) -> None:
     with pytest.raises(RankError, match=r"rank 1 was killed \(the run was started 1 time: .*") as caught:
-        attempts(Shrinking(slots), **settings)
+        attempts(Shrinking(slots, slots, slots), **settings)
     assert told in str(caught.value)
 
 

@@ -53,7 +53,11 @@ class Jvm:
 
     def statusStore(self) -> Any:
         rows = [
-            SimpleNamespace(id=lambda name=name: name, hostPort=lambda host=host: f"{host}:7077")
+            SimpleNamespace(
+                id=lambda name=name: name,
+                hostPort=lambda host=host: f"{host}:7077",
+                activeTasks=lambda name=name: name == "1",
+            )
             for name, host in self.hosts.items()
         ]
         seq = SimpleNamespace(size=lambda: len(rows), apply=rows.__getitem__)
@@ -72,19 +76,29 @@ class Jvm:
         return len(self.hosts) - 1 - len(self.ended)
 
 
-def slots_again(jvm: Jvm, cut_off: set[str], monkeypatch: pytest.MonkeyPatch) -> int:
-    monkeypatch.setattr("lagom.launchers.spark_session.REPLACED_S", 0.0)
+def facts(jvm: Jvm) -> ClassicFacts:
+    """A session whose driver has this JVM."""
     conf = SimpleNamespace(get=lambda key, default: {"spark.master": "spark://m:7077"}.get(key, default))
-    session = SimpleNamespace(sparkContext=SimpleNamespace(_jsc=jvm), conf=conf)
-    return ClassicFacts(session).slots_again(3, frozenset(cut_off))
+    return ClassicFacts(SimpleNamespace(sparkContext=SimpleNamespace(_jsc=jvm), conf=conf))
 
 
-def test_all_executors_of_a_lost_host_are_ended_and_no_others(monkeypatch: pytest.MonkeyPatch) -> None:
+def slots_again(jvm: Jvm, cut_off: set[str]) -> int:
+    return facts(jvm).slots_again(3, cut_off=frozenset(cut_off))
+
+
+def test_slots_that_run_tasks_are_not_free() -> None:
+    jvm = Jvm({"driver": "m", "0": "w0", "1": "w1", "2": "w1"})
+    assert facts(jvm).free_slots(one_host=False) == 2
+    assert facts(jvm).free_slots(one_host=True) == 0
+    assert facts(Jvm({"driver": "m", "1": "w1", "2": "w1"})).free_slots(one_host=True) == 1
+
+
+def test_all_executors_of_a_lost_host_are_ended_and_no_others() -> None:
     jvm = Jvm({"driver": "w1", "0": "w0", "1": "w1", "2": "w1", "3": "127.0.0.1"})
-    assert slots_again(jvm, {"w1", "10.0.0.1"}, monkeypatch) == 2
+    assert slots_again(jvm, {"w1", "10.0.0.1"}) == 2
     assert jvm.ended == ["1", "2"]
     by_address = Jvm({"driver": "m", "0": "w0", "1": "localhost"})
-    slots_again(by_address, {"another name", "127.0.0.1"}, monkeypatch)
+    slots_again(by_address, {"another name", "127.0.0.1"})
     assert by_address.ended == ["1"]
 
 
@@ -100,8 +114,8 @@ def test_all_executors_of_a_lost_host_are_ended_and_no_others(monkeypatch: pytes
     ],
 )
 def test_executors_that_cannot_be_ended_are_told_of(
-    jvm: Jvm, cut_off: set[str], said: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    jvm: Jvm, cut_off: set[str], said: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    assert slots_again(jvm, cut_off, monkeypatch) == 1
+    assert slots_again(jvm, cut_off) == 1
     assert said in caplog.text
     assert "java" not in caplog.text

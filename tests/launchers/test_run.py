@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -22,6 +23,8 @@ from lagom.errors import RankError
 from lagom.launchers.run import RunView
 from lagom.monitor.progress import Progress
 from lagom.plan import Plan, plan
+from lagom.restart.history import RunHistory
+from lagom.restart.kept_snapshots import SnapshotFolder
 from tests.integration import hosts
 
 ROOT = Path(__file__).parents[2]
@@ -36,11 +39,15 @@ join = {"type": "join", "task": task, "ranks": ranks, "host": f"{socket.gethostn
 link.send(join | {"store": None, "python": "3", "torch": "2", "gpus": []})
 while (message := link.receive(60.0)) is not None and message["type"] != "stop":
     print(message["type"], flush=True)
+    if answers == "fails":
+        link.send({"type": "snapshot", "what": "kept", "number": 1, "at": 0.0, "place": [1, 1], "bytes": 1})
 if not answers:
     time.sleep(1000)
 link.send({"type": "stopping"})
 time.sleep(2.5)
-link.send({"type": "done", "reports": [{"rank": rank, "ok": False, "stopped": True} for rank in ranks]})
+error = {"error": "ValueError", "message": "for a rank was not there", "traceback": ""}
+how = error if answers == "fails" else {"stopped": True}
+link.send({"type": "done", "reports": [{"rank": rank, "ok": False, **how} for rank in ranks]})
 """
 needs_hosts = pytest.mark.skipif(not hosts.allowed(), reason="no namespaces may be made here")
 
@@ -51,14 +58,21 @@ def plan_of(num_tasks: int) -> Plan:
 
 
 @contextmanager
-def run_with(tasks: list[tuple[list[str], bool]], address: str = "127.0.0.1") -> Iterator[tuple[RunView, list[Any]]]:
-    """A run whose tasks, each begun by a command and answering or not, have all joined; and their processes."""
+def run_with(
+    tasks: list[tuple[list[str], bool | str]], address: str = "127.0.0.1", history: RunHistory | None = None
+) -> Iterator[tuple[RunView, list[Any]]]:
+    """A run whose tasks have all joined; and their processes.
+
+    Args:
+        tasks: for each task the begin of its command, and whether it answers; or "fails" if it keeps a snapshot, and
+            fails when it is told to stop.
+    """
     started: list[subprocess.Popen[str]] = []
-    with RunView(plan_of(len(tasks)), "Spark", can_gather=False) as run:
+    with RunView(plan_of(len(tasks)), "Spark", can_gather=False, history=history) as run:
         host, port = run.channel.listen(address, len(tasks))
         try:
             for number, (prefix, answers) in enumerate(tasks):
-                told = f'["{host}", {port}, "{run.channel.secret.hex()}", {number}, {str(answers).lower()}]'
+                told = json.dumps([host, port, run.channel.secret.hex(), number, answers])
                 command = [*prefix, sys.executable, "-c", TASK, told]
                 started.append(subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT))
             assert [process.stdout.readline() for process in started if process.stdout] == ["peers\n"] * len(tasks)
@@ -109,6 +123,34 @@ def test_a_machine_that_comes_back_goes_on(monkeypatch: pytest.MonkeyPatch) -> N
     assert len(said) == 2
     assert all("that holds ranks 0, 1 on" in text for text in said)
     assert "answers again" in said[1]
+
+
+@pytest.mark.parametrize(("slots", "kept"), [(2, 1), (0, 1), (2, 2)])
+def test_an_attempt_ends_after_a_snapshot_if_there_are_slots_for_more_ranks(
+    slots: int, kept: int, tmp_path: Path
+) -> None:
+    """What ranks raise when others have been ended for this is no failure of the program.
+
+    Args:
+        kept: number of the newest snapshot; the task tells of snapshot 1.
+    """
+    snapshots = SnapshotFolder(str(tmp_path / "snapshots"))
+    snapshots.make()
+    history = RunHistory(3, snapshots=snapshots)
+    history.free_slots = lambda: slots
+    Path(snapshots.partial(kept)).write_text("state")
+    snapshots.complete(kept, {"bytes": 5})
+    with run_with([([], "fails")], history=history) as (run, _):
+        threading.Timer(1.0, run.stop).start()
+        run.watch()
+    loss = run.loss()
+    if slots == 0 or kept == 2:
+        assert loss is None
+        assert [failure["rank"] for failure in run.failures()] == [0, 1]
+        return
+    assert loss is not None
+    assert loss.free_slots == 2
+    assert history.begins_again(loss)
 
 
 def test_a_process_that_is_stopped_is_not_a_machine_that_is_gone(capfd: pytest.CaptureFixture[str]) -> None:

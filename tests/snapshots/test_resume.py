@@ -7,12 +7,14 @@ import dataclasses
 import json
 import os
 import random
+import re
 import shutil
 import signal
 import socket
 import sys
 import threading
 import time
+from collections.abc import Set
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +26,9 @@ from lagom import experiment
 from lagom.call import Call
 from lagom.cli import main
 from lagom.errors import LagomError, PlanError
+from lagom.launchers.local import LocalLauncher
 from lagom.payload import Parcel, unpack_file
+from lagom.records.run_dir import RunRecords
 from lagom.restart.disks import this_host
 from lagom.restart.history import RunHistory
 from lagom.restart.kept_snapshots import SnapshotFolder, SnapshotPlace
@@ -52,6 +56,44 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], str
     folder = tmp_path_factory.mktemp("whole")
     value = experiment.lagom(train, config(folder, world_size=2)).value
     return value, (folder / "rows.csv").read_text()
+
+
+def test_a_run_with_fewer_ranks_has_more_again_when_there_is_room(
+    whole: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """It goes on with them from the first snapshot that is kept after this."""
+    slowly = tmp_path / "slowly"
+
+    def slots_again(launcher: LocalLauncher, wanted: int, wait_s: float = 0.0, cut_off: Set[str] = frozenset()) -> int:
+        assert wait_s == 0.0
+        slowly.write_text("1.0")
+        return 1
+
+    def begin_again(records: RunRecords, world_size: int) -> None:
+        if world_size == 2:
+            slowly.unlink()
+        begin(records, world_size)
+
+    begin = RunRecords.begin_again
+    monkeypatch.setattr(RunRecords, "begin_again", begin_again)
+    monkeypatch.setattr(LocalLauncher, "slots_again", slots_again)
+    monkeypatch.setattr(LocalLauncher, "free_slots", lambda launcher, one_host: 3)
+    slowly.touch()
+    with killed(tmp_path, 1):
+        result = experiment.lagom(train, config(tmp_path, world_size=2, snapshot_every_s=0.1))
+    assert len(result.per_rank) == 2
+    assert close(result.value, whole[0])
+    assert (tmp_path / "rows.csv").read_text() == whole[1]
+    shown = capfd.readouterr()
+    assert [line.partition(":")[0] for line in shown.out.splitlines()] == ["epoch 0", "epoch 1", "epoch 2"]
+    goes_on = r"the run goes on from batch \d+ of epoch 2"
+    assert re.search(f"{goes_on}, attempt 2 of 4, with 1 rank instead of 2\n", shown.err)
+    assert re.search(f"there is room for more ranks; {goes_on}, with 2 ranks\n", shown.err)
+    (failure,) = result.failures
+    assert failure["cause"].startswith("rank 1 was killed by SIGKILL")
+    assert result.run_dir is not None
+    record = json.loads((result.run_dir / "run.json").read_text())
+    assert (record["world_size"], len(record["ranks"])) == (2, 2)
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ import os
 import random
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -67,10 +68,15 @@ def epoch(model: nn.Module, optimizer: torch.optim.Optimizer, train_set: Any, nu
 
 
 def pause(folder: str, seconds: float) -> None:
-    """Wait while the test waits for a snapshot, which may take 1% of the time only."""
-    end = time.monotonic() + seconds
-    while time.monotonic() < end and os.path.exists(f"{folder}/slowly"):
-        time.sleep(0.01)
+    """Wait while the test waits for a snapshot, which may take 1% of the time only.
+
+    Args:
+        seconds: longest wait; a number in the file ``slowly`` takes its place.
+    """
+    start = time.monotonic()
+    with suppress(FileNotFoundError):
+        while time.monotonic() < start + float(Path(f"{folder}/slowly").read_text() or seconds):
+            time.sleep(0.01)
 
 
 def train_by_rows(train_set: Any, folder: str) -> dict[str, Any]:
