@@ -80,7 +80,7 @@ def test_a_run_with_fewer_ranks_has_more_again_when_there_is_room(
     monkeypatch.setattr(LocalLauncher, "free_slots", lambda launcher, one_host: 3)
     slowly.touch()
     with killed(tmp_path, 1):
-        result = experiment.lagom(train, config(tmp_path, world_size=2, snapshot_every_s=0.1))
+        result = experiment.lagom(train, config(tmp_path, world_size=2, snapshot_every_s=0.1, timeline=True))
     assert len(result.per_rank) == 2
     assert close(result.value, whole[0])
     assert (tmp_path / "rows.csv").read_text() == whole[1]
@@ -94,6 +94,8 @@ def test_a_run_with_fewer_ranks_has_more_again_when_there_is_room(
     assert result.run_dir is not None
     record = json.loads((result.run_dir / "run.json").read_text())
     assert (record["world_size"], len(record["ranks"])) == (2, 2)
+    timelines = sorted(path.name for path in result.run_dir.glob("timelines*"))
+    assert timelines == ["timelines", "timelines-lost-1", "timelines-lost-2"]
 
 
 @pytest.mark.parametrize(
