@@ -17,7 +17,7 @@ from lagom.errors import LagomError, PlanError, RankError
 from lagom.executor.executor_link import run_in_server, without_torch
 from lagom.executor.spark_state import SparkState
 from lagom.executor.task_host import ExecutorTask
-from lagom.monitor.stalls import rank_names
+from lagom.monitor.stall_texts import rank_names
 from lagom.wire.client import Message
 from lagom.wire.server import anonymous_file
 from lagom.wire.spec import RunSpec

@@ -1,4 +1,7 @@
-"""``BackwardGradients``: keeps the gradients of one backward apart from earlier ones until they are averaged."""
+"""``BackwardGradients``: keeps the gradients of one backward apart from earlier ones until they are averaged.
+
+A parameter that several modules share is taken once: see Note [Shared parameters].
+"""
 
 from __future__ import annotations
 
@@ -45,7 +48,7 @@ class BackwardGradients:
     def expect(self, leaves: Iterable[torch.Tensor]) -> None:
         """Put aside the gradients and hooks of ``leaves``, which the backward will reach here or on other ranks.
 
-        A leaf that is expected already is left as it is, so that a shared parameter is put aside once.
+        A leaf that is expected already is left as it is; see Note [Shared parameters].
         """
         for leaf in leaves:
             if id(leaf) not in self._before:
@@ -201,6 +204,14 @@ def _accumulate(leaf: torch.Tensor, before: torch.Tensor) -> None:
 #
 # A hook gets the gradient of this backward, without earlier ones. So earlier gradients are put aside, and added to the
 # average at the end. Therefore no gradient is averaged twice, however many backwards a program accumulates.
+
+
+# Note [Shared parameters]
+#
+# A parameter that several modules share (tied weights) is one leaf: autograd adds what each use contributes. `expect`
+# takes a leaf once, by its id, so `average_backward` averages the sum once, together with no earlier gradient. Uses in
+# forwards that are split by rows and uses in whole forwards may mix: the gradient of the former is that of this rank's
+# rows, times the number of ranks (see Note [Whole] in row_split/row_functions.py).
 
 
 # Note [Backwards that fail]

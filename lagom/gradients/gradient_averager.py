@@ -284,11 +284,6 @@ def _describe_batches(batches: Sequence[int | None]) -> str:
 # signatures are equal, these gradients are added, and the large ones follow in buckets. Otherwise no gradient has been
 # changed yet: the ranks exchange their sets and reduce the union, in the order of the leaves' numbers.
 #
-# A parameter that several modules share (tied weights) is one leaf: autograd adds what each use contributes, and
-# `average_backward`, which goes through leaves and not through uses, averages the sum once. Uses in forwards that are
-# split by rows and uses in whole forwards may mix: the gradient of the former is that of this rank's rows, times the
-# number of ranks (see Note [Whole] in row_split/whole_batch.py).
-#
 # When a leaf is reached for the first time, the signature also contains a hash of its values, since training from
 # different initial values would give wrong results without an error.
 #

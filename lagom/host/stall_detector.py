@@ -1,8 +1,8 @@
 """``StallDetector``: notices ranks of this host that make no progress, reports them, and fails them after the timeout.
 
 A rank tells of its progress and of its current work (``worker/heartbeat.py``). If it cannot speak, as when C code keeps
-the GIL, this process reads its stack from outside. ``monitor/stalls.py`` has the texts, ``launchers/run_display.py``
-shows them.
+the GIL, this process reads its stack from outside. ``monitor/stall_texts.py`` has the texts, and
+``launchers/run_display.py`` shows them.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from lagom.monitor.stalls import stall_report, stall_text
+from lagom.monitor.stall_texts import stall_report, stall_text
 from lagom.wire.client import Message
 from lagom.worker import stack_dump
 

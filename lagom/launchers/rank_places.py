@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from lagom.errors import LagomError, RankError
-from lagom.monitor.stalls import rank_names
+from lagom.monitor.stall_texts import rank_names
 from lagom.wire.client import Message
 
 _SILENT_S = 3.5  # silence after which the user is warned; silence is measured once a second

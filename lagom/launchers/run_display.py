@@ -8,7 +8,7 @@ from functools import partial
 from lagom.debugger.terminal import DebugTerminal
 from lagom.monitor.output import OWN, Output
 from lagom.monitor.progress import Progress
-from lagom.monitor.stalls import stall_text
+from lagom.monitor.stall_texts import stall_text
 from lagom.plan import Plan
 from lagom.records.run_dir import RunRecords
 from lagom.restart.history import RunHistory

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
-from lagom.monitor.stalls import rank_names
+from lagom.monitor.stall_texts import rank_names
 from lagom.monitor.stragglers import held_up
 from lagom.wire.client import Message
 

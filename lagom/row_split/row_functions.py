@@ -1,6 +1,6 @@
 """Autograd functions that slice and gather rows, and a search for gathers in the graph of a loss.
 
-See Note [Whole] in whole_batch.py.
+See Note [Whole].
 """
 
 from __future__ import annotations
@@ -107,3 +107,19 @@ def is_batched(tensor: Tensor) -> bool:
 def passes_gather(roots: Sequence[Tensor | GradientEdge]) -> bool:
     """Return whether the graph of ``roots`` passes through a ``GatherFunction``."""
     return any(isinstance(node, GatherFunction._backward_cls) for node in find_nodes(root_nodes(roots)))
+
+
+# Note [Whole]
+#
+# The program sees whole batches and whole outputs, equal on all ranks, so everything that it computes from them is
+# equal too: any loss, any metric, any branch. Inside the forward of a module, and nowhere else, a rank has only its
+# block of the rows.
+#
+# With R ranks, write g for the gradient of one process. A whole tensor has the gradient g on every rank. A block has
+# the gradient R g: the gradient of a parameter on a rank covers its block's part of the sum over rows, so the average
+# over the ranks is the sum of one process. So the gradient of a gather is the block of g, times R, and the gradient of
+# a slice is the gathered gradient, divided by R. Parameters that the program uses outside a sliced forward (weight
+# decay in the loss) have g on every rank, and the average is g. Two forwards in a row pass whole tensors on. BatchNorm
+# in a sliced forward sees the same factor on all ranks; see Note [BatchNorm] in forward/batchnorm_arithmetic.py. Both
+# operations are linear, and each is the other's gradient, so second gradients are right as well: with S for a slice and
+# G for a gather, the gradient of R S(g) is R G(v) / R.

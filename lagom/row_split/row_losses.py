@@ -164,7 +164,7 @@ def _share_loss(sharing: _Sharing, loss: TorchLoss) -> Iterator[None]:
 # A loss that is shared out is a collective. Once the program has asked for its rank, it may compute a loss on a single
 # rank, so losses are no longer shared out.
 #
-# The arithmetic is that of Note [Whole] in whole_batch.py. With R ranks, a rank's own number has R times the gradient
+# The arithmetic is that of Note [Whole] in row_functions.py. With R ranks, a rank's own number has R times the gradient
 # of one process, and a number that is equal on all ranks has the gradient of one process. Let s be the sum of the
 # ranks' numbers s_r, with the gradient g. Then each s_r has the gradient R g: g is copied to all ranks and multiplied
 # by R. The gradient of such a copy is the sum of the ranks' gradients, divided by R.

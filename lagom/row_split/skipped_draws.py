@@ -76,8 +76,8 @@ def _lies_by_rows(mask: Tensor, axis: int) -> bool:
 
 # Note [Skipping]
 #
-# Each rank draws the numbers of one process (see Note [Whole] in whole_batch.py), but needs only those of its rows. On
-# CPUs torch draws a mask one element after the other, each from two numbers of a Mersenne Twister, which takes 7 to 16
-# ns. Skipping an element only advances the twister's state, which takes 1 ns. With MKL on Intel's CPUs, torch takes a
-# single number of the twister for the whole mask, and draws the mask by another generator. can_skip finds that out by a
-# trial; then every rank draws the whole mask.
+# Each rank draws the numbers of one process (see Note [Whole] in row_functions.py), but needs only those of its rows.
+# On CPUs torch draws a mask one element after the other, each from two numbers of a Mersenne Twister, which takes 7 to
+# 16 ns. Skipping an element only advances the twister's state, which takes 1 ns. With MKL on Intel's CPUs, torch takes
+# a single number of the twister for the whole mask, and draws the mask by another generator. can_skip finds that out by
+# a trial; then every rank draws the whole mask.

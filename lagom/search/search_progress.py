@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lagom.monitor.notebook_table import NotebookCell, notebook
-from lagom.monitor.stalls import stall_text
+from lagom.monitor.stall_texts import stall_text
 from lagom.monitor.status_line import WIDTH, StatusLine
 from lagom.records.run_dir import RunRecords
 from lagom.result import lasted

@@ -16,7 +16,7 @@ import lagom
 from lagom import experiment
 from lagom.config import TorchDistributedConfig
 from lagom.errors import StallError
-from lagom.monitor.stalls import stall_text
+from lagom.monitor.stall_texts import stall_text
 from tests.launchers.stuck_programs import crossed, skipped, train
 
 # Longer than a busy machine keeps from its turn a rank that is not stuck.

@@ -189,7 +189,7 @@ def column_entries(field: Any, nulls: Policy, ragged: str, codec: Codec | None =
             return [ColumnEntry(path, kind, nulls, ragged, codec)]
         if pa.types.is_struct(kind):
             return [entry for inner in kind for entry in walk((*path, inner.name), inner.type)]
-        if not (types.is_text(kind) or types.is_number(types.innermost(kind))):
+        if not types.can_be_tensor(kind):
             raise ValueError(
                 f"column {'.'.join(path)!r} has the type {kind}, which cannot be a tensor; "
                 "leave it out with columns=[...], or have it written as numbers"

@@ -1,6 +1,6 @@
 """Classifies Arrow's types as numbers, lists, texts or vectors, and gives their numpy types.
 
-``tensor_columns.column_entries`` refuses all other types; ``lists.dense`` converts.
+``can_be_tensor`` says which types are refused; ``lists.dense`` converts.
 """
 
 from __future__ import annotations
@@ -71,6 +71,14 @@ def is_number(kind: Any) -> bool:
     return bool(t.is_integer(kind) or is_float(kind) or t.is_boolean(kind) or is_time)
 
 
+def can_be_tensor(kind: Any) -> bool:
+    """Return whether a column of ``kind`` can be an entry of a batch: numbers, lists of numbers, and texts.
+
+    ``tensor_columns.column_entries`` refuses all others, but for structs and Spark ML's vectors.
+    """
+    return is_text(kind) or is_number(innermost(kind))
+
+
 def is_vector(kind: Any) -> bool:
     """Return whether ``kind`` is the struct that Spark ML writes for vectors."""
     import pyarrow.types as t
@@ -96,7 +104,10 @@ def numpy_type(kind: Any) -> np.dtype[Any]:
 
 @functools.lru_cache(maxsize=1024)
 def as_stored(kind: Any) -> np.dtype[Any] | None:
-    """Return the numpy type of numbers that torch can use in Arrow's memory, unconverted; None for other types."""
+    """Return the numpy type of numbers that torch can use in Arrow's memory, unconverted; None for other types.
+
+    ``number`` in ``data/decoders/page_decoder.py`` decodes no others.
+    """
     import pyarrow.types as t
 
     if not (t.is_integer(kind) or t.is_floating(kind)):
