@@ -1,6 +1,6 @@
 """Measures the time to begin a run again after a killed rank, and the cost of the protection until then.
 
-    python -m benchmarks.survive [--rounds 5] [--only "1 GB of state"]
+    python -m benchmarks.survive [--rounds 5] [--only "1 GB of state" [--protection twins]]
 
 It runs on 2 ranks of this machine, and of Spark local[2].
 
@@ -56,7 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = _arguments(argv)
     if args.only is not None:
         with tempfile.TemporaryDirectory() as folder:
-            for protection in PROTECTIONS:
+            for protection in PROTECTIONS if args.protection is None else (args.protection,):
                 show_cost(protection, Path(folder), args.rounds, {args.only: SIZES[args.only]})
         return 0
     from benchmarks import peers  # not above: ranks import this file, and Spark's modules would count as theirs
@@ -124,7 +124,7 @@ def going_on_s(protection: str, size: tuple[int, int, int], folder: Path) -> tup
 
 
 def loops(size: tuple[int, int, int], over: str) -> Mapping[str, Any]:
-    """Train a layer with Adam on a loader until there is a file ``over``.
+    """Train a layer with Adam on a loader, for one pass more when there is a file ``over``.
 
     Returns:
         The processor time per step, and the times at which steps began and ended.
@@ -137,13 +137,14 @@ def loops(size: tuple[int, int, int], over: str) -> Mapping[str, Any]:
     ends: list[float] = []
     used, began = time.process_time(), time.perf_counter()
     for _ in range(num_passes):
+        is_last = os.path.exists(over)  # looked at before the pass, so that steps follow the kill
         for (rows,) in DataLoader(TensorDataset(x), batch_size=8):
             begins.append(time.time())
             optimizer.zero_grad()
             model(rows).square().mean().backward()
             optimizer.step()
             ends.append(time.time())
-        if os.path.exists(over):
+        if is_last:
             break
     took = {"us": time.process_time() - used, "wall_us": time.perf_counter() - began}
     return {name: seconds / len(ends) * 1e6 for name, seconds in took.items()} | {"begins": begins, "ends": ends}
@@ -267,6 +268,7 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Time to begin again after a loss, and its cost until then.")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--only", choices=SIZES, help="measure only the cost of protection with this state")
+    parser.add_argument("--protection", choices=PROTECTIONS, help="with --only: measure only this one")
     return parser.parse_args(argv)
 
 
