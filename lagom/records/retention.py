@@ -1,4 +1,4 @@
-"""``Retention``: limits the runs in the default folder; removes older runs, except runs with files of the user."""
+"""``Retention``: limits the runs in the default folder; removes older runs, without files of the user or snapshots."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lagom.records.timeline import TIMELINES
+from lagom.restart.kept_snapshots import FOLDER, RESULT
 
 ALIVE = ".alive"
 """A file in a run's folder that is locked while the run is under way."""
@@ -21,8 +22,11 @@ _OURS = re.compile(
     r"\.?(run|result)\.json|\.alive|timeline(-summary)?\.json|progress\.jsonl|rank-\d+\.log|lagom\.log|"
     r"picture-\d+\.png|report\.html"
 )
-_OF_RANK = re.compile(r"rank-\d+\.jsonl")
-"""Matches the name of a file in the folder of timelines."""
+_INSIDE = {
+    re.compile(rf"{TIMELINES}(-lost-\d+)?"): re.compile(r"rank-\d+\.jsonl"),
+    re.compile(FOLDER): re.compile(rf"call|settings|{RESULT}|\.lock|(files|calls)\.jsonl"),
+}
+"""For names of folders in a run's folder, the names of the files in them."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -100,12 +104,13 @@ def _size_of_run(folder: Path) -> int | None:
         if folder.lstat().st_uid != os.geteuid():
             return None
         for entry in _entries(folder):
-            if entry.name == TIMELINES and entry.is_dir(follow_symlinks=False):
-                inside = _size_of_files(_entries(entry), _OF_RANK)
+            names_inside = next((inside for name, inside in _INSIDE.items() if name.fullmatch(entry.name)), None)
+            if names_inside is not None and entry.is_dir(follow_symlinks=False):
+                inside = _size_of_files(_entries(entry), names_inside)
             else:
                 inside = _size_of_files([entry], _OURS)
-            if inside is None:
-                return None
+            if inside is None or (entry.name == FOLDER and not os.path.exists(f"{entry.path}/{RESULT}")):
+                return None  # not lagom's, or snapshots from which the run can go on
             names.add(entry.name)
             size += inside
     except OSError:  # another process removes it

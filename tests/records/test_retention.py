@@ -50,6 +50,30 @@ def test_the_last_runs_are_kept_and_those_under_way(tmp_path: Path, monkeypatch:
     assert not going_on.folder.exists()
 
 
+@pytest.mark.parametrize(
+    ("files", "stays"),
+    [
+        (
+            ["snapshots/call", "snapshots/settings", "snapshots/.lock", "snapshots/files.jsonl", "snapshots/result"],
+            False,
+        ),
+        (["timelines/rank-0.jsonl", "timelines-lost-1/rank-0.jsonl", "timelines-lost-2/rank-1.jsonl"], False),
+        (["snapshots/call", "snapshots/settings"], True),
+        (["snapshots/call", "snapshots/result", "snapshots/snapshot-000001.state"], True),
+        (["snapshots/result", "snapshots/mine.pt"], True),
+        (["trials/0.pt"], True),
+    ],
+)
+def test_runs_that_can_go_on_and_files_of_the_user_stay(files: list[str], stays: bool, tmp_path: Path) -> None:
+    folder = old(tmp_path, 0)
+    for file in files:
+        (folder / file).parent.mkdir(exist_ok=True)
+        (folder / file).touch()
+    old(tmp_path, 1)
+    Retention(num_mb=0).remove_older(tmp_path)
+    assert folder.exists() == stays
+
+
 def test_older_runs_go_when_there_are_too_many_bytes(tmp_path: Path) -> None:
     folders = [old(tmp_path, number, 400_000) for number in range(5)]
     Retention(num_mb=1).remove_older(tmp_path)
