@@ -60,6 +60,11 @@ class TrialsConfig(TorchDistributedConfig):
                 f"debug is {self.debug!r}, but several trials run at a time, and none stops for a debugger; debug a "
                 "run with the hyperparameters of a trial, by TorchDistributedConfig"
             )
+        if self.snapshot_every_s is not None:
+            raise ValueError(
+                f"snapshot_every_s is {self.snapshot_every_s!r}, but trials keep no snapshots; a search that has ended "
+                "goes on by resume=, with the folder of its run"
+            )
         TorchDistributedConfig.__post_init__(self)
         self._check_metric()
         self._check_counts()
