@@ -62,7 +62,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _resume(args: argparse.Namespace) -> int:
-    result = experiment.resume(args.run, world_size=args.n)
+    launcher: Launcher | None = None
+    if args.master is not None:
+        launcher = "local" if args.master == "local" else "spark"
+        if launcher == "spark":
+            _session(args.master, args.n)
+    result = experiment.resume(args.run, world_size=args.n, launcher=launcher)
     folder = result.run_url or str(result.run_dir)
     print(
         f"lagom: the run has ended. {folder}/{RESULT} has its result as text; what the function returned, tensors and "
@@ -307,7 +312,7 @@ def _add_record_commands(commands: Any) -> None:
     )
     again.set_defaults(command=_resume)
     again.add_argument("run", metavar="RUN", help=f"{named}, or its URL")
-    again.add_argument("-n", type=int, metavar="N", help="number of ranks; as before if not given")
+    add_place(again, "number of ranks; as before if not given", otherwise="as before if not given")
     two = commands.add_parser("compare", help="say what differs between two runs", description=text)
     two.set_defaults(command=_compare)
     two.add_argument("first", metavar="A", help=named)

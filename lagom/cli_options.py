@@ -120,13 +120,13 @@ def add_script(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def add_place(parser: argparse.ArgumentParser, ranks: str) -> None:
-    """Add the number of ranks, with the help ``ranks``, and where they run."""
+def add_place(parser: argparse.ArgumentParser, ranks: str, otherwise: str = "local if not given") -> None:
+    """Add the number of ranks and where they run, with the help ``ranks``, and ``otherwise`` for no value."""
     parser.add_argument("-n", "-np", "--num-proc", dest="n", type=int, metavar="N", help=ranks)
     parser.add_argument(
         "--master",
-        help="where: local (processes of this machine; the default), spark (Spark on this machine), "
-        "a Spark master such as spark://host:7077, or sc://host for Spark Connect",
+        help="where: local (processes of this machine), spark (Spark on this machine), a Spark master such as "
+        f"spark://host:7077, or sc://host for Spark Connect; {otherwise}",
     )
 
 
