@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import fields, replace
-from pathlib import Path
 from typing import Any, overload
 
 from lagom.aggregate import aggregate, remedy
@@ -134,7 +133,7 @@ def resume(
     """
     started = time.monotonic()
     with _kept_run(run_dir) as (run, call, snapshots, upload):
-        folder = Path(snapshots.path).parent
+        folder = snapshots.run_dir
         if (kept := read_result(snapshots)) is not None:
             value, values, seconds = kept
             sys.stderr.write(f"lagom: {run.name}: the run had ended already; nothing is computed again\n")

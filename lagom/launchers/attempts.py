@@ -100,8 +100,7 @@ class _Attempts:
         plan, history = self._plan, self.history
         history.fail(loss)
         if len(history.failures) > plan.config.max_failures:
-            put_back(history.files)
-            raise _counted(error, history, f"max_failures={plan.config.max_failures}") from error.__cause__
+            raise self._ended(error, f"max_failures={plan.config.max_failures}") from error.__cause__
         # A run that has a snapshot takes more ranks when executors are back: it need not wait for them.
         wait_s = REPLACED_S if history.resumed is None else 0.0
         slots = self._launcher.slots_again(plan.num_slots, wait_s, loss.cut_off)
@@ -111,10 +110,21 @@ class _Attempts:
             slots = self._launcher.slots_again(plan.num_slots, wait_s)
         size = min(plan.world_size, slots * plan.ranks_per_slot)
         if size < _least(plan):
-            put_back(history.files)
-            raise _counted(error, history, _too_few(plan, size)) from error.__cause__
+            raise self._ended(error, _too_few(plan, size)) from error.__cause__
         self._smaller = None
         self._prepare(_with_ranks(plan, size), _announced(loss, history, size, plan))
+
+    def _ended(self, error: LagomError, why: str) -> LagomError:
+        """Put the files back that a next attempt would have needed; return ``error``, with the reason for its end."""
+        history, records = self.history, self._records
+        put_back(history.files)
+        num = len(history.failures)
+        text = f"{error} (the run was started {num} time{'s' * (num != 1)}: {why})"
+        if history.folder is not None and history.resumed is not None:
+            place = records.upload.url if records is not None and records.upload is not None else history.folder.run_dir
+            text += f"; lagom resume {place} goes on from {history.resumed.place}"
+        error.args = (text, *error.args[1:])
+        return error
 
     def _go_on_larger(self, free_slots: int) -> None:
         self.history.prepare()
@@ -176,12 +186,6 @@ def _too_few(plan: Plan, size: int) -> str:
         why = "with another number of ranks the global batch would change; set min_world_size to allow that"
         why = why if size else "no executor is left"
     return f"there is room for {size} of its {plan.world_size} ranks: {why}"
-
-
-def _counted(error: LagomError, history: RunHistory, why: str) -> LagomError:
-    num = len(history.failures)
-    error.args = (f"{error} (the run was started {num} time{'s' * (num != 1)}: {why})", *error.args[1:])
-    return error
 
 
 def _goes_on(history: RunHistory) -> str:

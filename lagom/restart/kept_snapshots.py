@@ -55,6 +55,11 @@ class SnapshotFolder:
     path: str
 
     @property
+    def run_dir(self) -> Path:
+        """Return the folder of the run."""
+        return Path(self.path).parent
+
+    @property
     def call(self) -> str:
         """Return the file with the call."""
         return f"{self.path}/{CALL}"

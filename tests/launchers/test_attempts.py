@@ -27,6 +27,7 @@ from lagom.launchers.attempts import LAST_S, REPLACED_S, run_attempts
 from lagom.launchers.protocol import Outcome
 from lagom.plan import Plan, plan
 from lagom.restart.history import RunHistory
+from lagom.restart.kept_snapshots import SnapshotFolder
 from lagom.restart.losses import Loss
 from lagom.result import Result
 from tests.launchers import losses
@@ -270,6 +271,15 @@ def test_a_run_takes_free_slots_that_it_can_use(ends: list[Any], sizes: list[int
     assert launcher.free == free
 
 
+def test_the_error_says_how_a_run_with_snapshots_goes_on(tmp_path: Path) -> None:
+    snapshots = SnapshotFolder(str(tmp_path / "snapshots"))
+    snapshots.make()
+    Path(snapshots.partial(1)).write_text("state")
+    snapshots.complete(1, {"bytes": 5, "place": [2, 7], "at": 0.0, "lengths": {}})
+    with pytest.raises(LagomError, match=f"max_failures=1.; lagom resume {tmp_path} goes on from batch 8 of epoch 2"):
+        attempts(Growing(LOST, LOST), snapshots, max_failures=1)
+
+
 def test_an_error_of_a_larger_attempt_whose_ranks_had_begun_ends_the_run() -> None:
     class Begun(Growing):
         def run(self, plan: Plan, call: Call, records: Any, history: RunHistory) -> list[Outcome]:
@@ -280,12 +290,12 @@ def test_an_error_of_a_larger_attempt_whose_ranks_had_begun_ends_the_run() -> No
         attempts(Begun(LOST, more_room(2), StallError("it stalls", 0)))
 
 
-def attempts(launcher: Any, **settings: Any) -> list[int]:
+def attempts(launcher: Any, snapshots: SnapshotFolder | None = None, **settings: Any) -> list[int]:
     """Run on ``launcher``; return the numbers of ranks of all attempts."""
     already_distributed = settings.pop("already_distributed", False)
     config = TorchDistributedConfig(world_size=4, run_dir=None, **settings)
     the_plan = plan(config, Cluster(launcher="spark", slots=4), already_distributed=already_distributed)
-    run_attempts(launcher, the_plan, Call(function=lambda: None, provided={}))
+    run_attempts(launcher, the_plan, Call(function=lambda: None, provided={}), snapshots=snapshots)
     sizes: list[int] = launcher.sizes
     return sizes
 
