@@ -87,10 +87,13 @@ class AgreedExchange:
         return agreed
 
     def sum(self, numbers: torch.Tensor, signed: bytes) -> bool:
-        """Sum ``numbers``, contiguous float64, in place if all ranks gave the same signature; return whether they did.
+        """Sum ``numbers`` in place if all ranks gave the same signature; return whether they did.
 
-        Numbers on a GPU follow in a separate exchange: sent with the signature, they would have to wait until the GPU
-        has done all work in progress.
+        Numbers on a GPU, and numbers too large for the message of the signature, follow in a separate exchange. If
+        numbers on a GPU were in the message, the message would wait until the GPU has done all work in progress.
+
+        Args:
+            numbers: contiguous, float64.
         """
         flat = numbers.view(-1)
         if flat.is_cpu and 0 < flat.nbytes <= self._most_summed:

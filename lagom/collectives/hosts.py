@@ -248,8 +248,9 @@ def home_of_ranks(homes: Sequence[Sequence[int]]) -> list[int]:
 
 # Note [Several hosts]
 #
-# Between hosts each number travels once in each direction, however many ranks a host has. The ranks of a host sum their
-# numbers in shared memory, the host's first rank sums the results with the first ranks of other hosts in a ring, and
-# then writes the result back to the shared memory. Large tensors go in pieces, so that one piece travels between hosts
-# while the next is summed within a host. All ranks end with the same bits: the ranks of a host copy the result of their
-# first rank, and first ranks copy each other's sums.
+# An all-reduce has three steps. The ranks of a host sum their numbers in shared memory. The first ranks of all hosts
+# sum these results in a ring. Each first rank then copies the total to the ranks of its host. So the traffic between
+# hosts does not depend on the number of ranks per host: with n hosts, a host sends and receives 2 (n - 1) / n of the
+# tensor's size (see Note [Ring] in host_ring.py). If a host has several ranks, large tensors go in pieces: one piece
+# travels between hosts while the next is summed within a host. All ranks end with the same bits, since all copy the
+# same sums.

@@ -102,9 +102,10 @@ def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
 
 # Note [Transports]
 #
-# Lagom's own exchanges (``Group``) and the backend "lagom" of torch.distributed use the same transports: shared memory,
-# hosts (shared memory within a host, sockets between the first ranks of hosts), sockets within one host, and torch's
-# process groups (gloo and NCCL). ``Transports`` chooses a transport for each exchange of a ``Group``. The backend has
-# one transport, and uses gloo for tensors that the transport does not carry. Both ask ``carries``, whose answer depends
-# only on facts that are equal on all ranks: the operation, types and devices. A new transport is a new file with a
-# subclass, and a line in ``transports.py``.
+# Lagom's own exchanges (``Group``) and the backend "lagom" of torch.distributed have two kinds of transport in common:
+# shared memory, and hosts (shared memory within a host, sockets between the first ranks of hosts). ``Group`` also uses
+# sockets within one host, torch's process groups (gloo and NCCL), and copies on the CPU for ranks that share a GPU.
+# ``Transports`` chooses a transport for each exchange of a ``Group``. The backend has one transport, and uses gloo for
+# tensors that the transport does not carry. Both ask ``carries``. Its answer depends only on facts that are equal on
+# all ranks: the operation, the reduction, and the types, layouts and devices of the tensors. A new transport is a new
+# file with a subclass, and a line in ``transports.py``.

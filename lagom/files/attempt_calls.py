@@ -27,9 +27,11 @@ _PLAIN = {(mode, -1, None, None, None) for mode in ("w", "wt", "wb", "w+", "wb+"
 
 
 class ProtectedFirstRank(FirstRankCalls):
-    """File functions of rank 0 in a run that may begin again: they tell the driver of each change before it.
+    """File functions of rank 0 in a run that may begin again after a loss.
 
-    In a new attempt, files of a lost attempt are restored.
+    They tell the driver before the program writes a file whole, appends to a file or changes it in place, makes a
+    directory, or renames or removes a path. They keep the earlier version of a file that is written whole. In a new
+    attempt, they restore the files of the lost attempt.
     """
 
     def __init__(self, host_dir: str, by_name: bool, journal: Journal, written: WrittenFiles, tell: Tell) -> None:

@@ -216,7 +216,8 @@ def _accumulate(leaf: torch.Tensor, before: torch.Tensor) -> None:
 
 # Note [Backwards that fail]
 #
-# A program may catch the error of a backward and continue with the next batch, as many do when memory runs out. If all
-# ranks do so, they stay together. If only one does, the others have made an exchange without it, and the next exchange
-# would average gradients of different batches. So the signature of each exchange of gradients contains the number of
-# backwards that have failed since the last exchange.
+# A program may catch the error of a backward and continue with the next batch, as many do when memory runs out. If the
+# backward fails on all ranks, they stay together. If it fails on one rank only, the other ranks wait in the exchange of
+# this batch. The failed rank would join that exchange with the gradients of its next batch, and gradients of different
+# batches would be averaged. So the signature of each exchange of gradients contains the number of backwards that have
+# failed on the rank since the last exchange. Different numbers are a ``DivergenceError`` on all ranks.

@@ -1,7 +1,8 @@
-"""The host process of one task: forks its ranks, on a Spark executor or below the local fork server.
+"""The host process of one task: forks the task's ranks.
 
-Start with ``rank_host.py`` (forks the ranks) and ``supervisor.py`` (forwards their messages to the driver and ends
-them); ``rank_output.py`` forwards what they print, ``stall_detector.py`` reports those that make no progress.
-``fork_server.py`` starts the host process below the local launcher, ``lagom/executor`` starts it on Spark;
-``descendants.py`` ends the processes that programs leave.
+A host process is a child of a fork server: of ``fork_server.py`` with the local launcher, and of
+``lagom/executor/executor_server.py`` on Spark. Start with ``rank_host.py`` (forks the ranks) and ``supervisor.py``
+(forwards their messages to the driver, and ends the ranks). ``rank_output.py`` forwards the output of ranks,
+``stall_detector.py`` reports ranks that make no progress, ``descendants.py`` ends processes that programs leave, and
+``trial_host.py`` runs the trials of a search.
 """

@@ -19,10 +19,15 @@ from lagom.program.sources import lagom_zip
 
 
 def survey(facts: SparkFacts, plan: Plan, driver: tuple[str, int] | None) -> Sequence[Mapping[str, Any]]:
-    """Return the facts of each task of ``plan``, in order; see ``lagom.executor.executor_survey``.
+    """Run a Spark job with the tasks of ``plan``; return the facts of each task, in the order of the tasks.
+
+    See ``lagom.executor.executor_survey`` for the facts.
+
+    Args:
+        driver: the address at which the tasks try to reach the driver; None if it has no address.
 
     Raises:
-        LagomError: if a task's Python cannot run the survey, with Spark's text and the remedy.
+        LagomError: if the job fails, with Spark's text, or with the remedy if the cause is known.
     """
     group = f"lagom-survey-{secrets.token_hex(4)}"
     function = task_by_value(task_module.spark_survey(lagom_zip(), driver, plan.barrier, changed_environment()))

@@ -185,10 +185,14 @@ class MicroBatches:
     def _more(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], num: int, short: Exception
     ) -> int:
-        """Return a number of micro-batches with which the module fits, after it ran out of memory with ``num``.
+        """Return a larger number of micro-batches with which the module fits in memory.
+
+        Args:
+            num: the number of micro-batches with which it ran out of memory.
+            short: the out-of-memory error.
 
         Raises:
-            Exception: ``short``, if micro-batches do not help.
+            Exception: ``short``, with the reason added to its text, if no number of micro-batches helps.
         """
         candidate = self._candidate(module, args, kwargs)
         more = min(2 * num, candidate.rows)

@@ -102,9 +102,11 @@ def _imports_of(function: Callable[..., Any]) -> Iterator[str]:
 
 
 def reachable_modules(*values: Any) -> Iterator[Any]:
-    """Yield ``values`` and all objects that their code reaches by globals, closures and attributes.
+    """Yield ``values`` and the objects that their code uses, at any depth.
 
-    The code of installed packages is not followed.
+    These are globals and closure variables of functions, and attributes and bases of the user's own classes. For a
+    module among them, the attributes that the code names are yielded instead. Attributes of instances are not followed,
+    nor is the code of Python, lagom and installed packages.
     """
     waiting: list[Any] = list(values)
     seen: set[int] = set()

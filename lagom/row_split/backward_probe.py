@@ -27,10 +27,13 @@ _FAILS = "has a backward of its own that is not by rows, or not in proportion to
 
 
 class BackwardProbe:
-    """Runs the backwards of a probe, if the forward uses functions whose backward is not torch's.
+    """Checks whether a backward works row by row, if its graph has functions that are neither torch's nor lagom's.
+
+    It compares gradients of blocks of rows with gradients of the whole batch. See Note [Backwards of programs].
 
     Args:
         parameters: the module's parameters.
+        tolerance: relative tolerance of the comparison.
     """
 
     def __init__(self, parameters: Sequence[Tensor], tolerance: float) -> None:

@@ -150,10 +150,11 @@ class Study:
             self._end(trial, outcome.value)
 
     def trials(self) -> list[dict[str, Any]]:
-        """Return one dict for each trial that has ended, in the order of their numbers.
+        """Return one dict for each trial that has ended, in the order of the trials' numbers.
 
-        Its keys are "number", "params", "value" (of a pruned trial the last that it reported), "state" ("complete",
-        "pruned" or "failed"), "seconds", "started", "slot", "error", "traceback", "folder" and "returned".
+        The keys are "number", "params", "value", "state" ("complete", "pruned" or "failed"), "seconds", "started",
+        "slot", "error", "traceback", "folder" and "returned". The "value" of a pruned trial is the value that it
+        reported at its last step; the "value" of a failed trial is None.
         """
         found = self.optuna.get_trials(deepcopy=False)
         return [self._row(each) for each in found if each.state.name in _STATES]

@@ -323,9 +323,9 @@ class Session:
 
     @contextmanager
     def probing(self) -> Iterator[None]:
-        """Context manager for the probe of a forward: nothing is exchanged, and autocast caches no casts.
+        """Context manager for a probe of a forward: gradients are not averaged, and autocast caches no casts.
 
-        A cast of the probe may lack gradients, and must not be used again.
+        A cast that a probe caches may lack a gradient, and the program's own forward would use it again.
         """
         before = torch.is_autocast_cache_enabled()
         torch.set_autocast_cache_enabled(False)

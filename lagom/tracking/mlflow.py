@@ -224,9 +224,13 @@ def _is_change(name: str) -> bool:
 
 
 class _Store:
-    """Stands for a store on every rank; on ranks other than 0, the real store is made only when it is needed.
+    """Replaces an MLflow store on every rank, and hands its calls to the tracker. See Note [Stores].
+
+    On rank 0 the real store exists already; on other ranks it is made only when it is needed.
 
     Args:
+        kind: class of the real store; on ranks other than 0 the base class of such stores.
+        make: returns the real store.
         is_repeated: whether the journal keeps calls of this store, so that they are not made twice after a loss.
     """
 

@@ -22,7 +22,9 @@ class NoCertificate(RuntimeError):
 
 
 def certificate_of_a_run() -> tuple[ssl.SSLContext, str]:
-    """Return the TLS context of the driver's end, and its certificate (PEM), the only one that ranks trust.
+    """Make a key and certificate for the driver's end of the channel; return its TLS context and the certificate (PEM).
+
+    A process that connects to the driver accepts only this certificate.
 
     Raises:
         NoCertificate: if there is neither the Python package cryptography nor an openssl program that works.

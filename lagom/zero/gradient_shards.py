@@ -109,10 +109,13 @@ class GradientShards:
         return (False, None) if entry is None else (True, entry.shard)
 
     def cut_gradients(self, leaves: Iterable[torch.Tensor]) -> None:
-        """Replace each leaf's whole average by this rank's shard, and add the shards cut during the backward.
+        """Replace whole averaged gradients by this rank's shards, which are added to the shards of earlier backwards.
+
+        Shards that were cut while the backward ran are added too. A gradient that must stay whole is left as it is.
 
         Args:
-            leaves: the leaves that had no whole gradient before the backward.
+            leaves: the leaves to cut. After a backward: leaves without a whole gradient before it. Before a step that
+                changes gradients: all sharded parameters of the optimizer.
         """
         self._clock += 1
         early, self._early = self._early, []

@@ -109,8 +109,12 @@ class OptimizerGroup:
     ) -> Any:
         """Run ``inner(optimizer, ...)``, the class's own step, on this rank's shard; a collective.
 
+        An optimizer that cannot be sharded steps all parameters on every rank. Ranks compare which optimizer steps,
+        its settings and which parameters have gradients; now and then also checksums of gradients that are whole.
+
         Raises:
-            DivergenceError: on all ranks, unless all ranks step the same optimizer with equal gradients.
+            DivergenceError: on all ranks, if the compared values differ.
+            LagomError: if another thread than the main one calls this, or the optimizer cannot be used at this level.
         """
         if threading.get_ident() != self._thread:
             raise LagomError(

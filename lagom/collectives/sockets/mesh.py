@@ -144,9 +144,10 @@ def _parts(message: memoryview) -> list[bytes | memoryview]:
 
 
 def _send(peer: Connection, parts: Sequence[bytes | memoryview]) -> threading.Thread | None:
-    """Send ``parts``. If the kernel's buffer is full, return a thread that sends the rest; else return None.
+    """Send ``parts`` without waiting. If bytes are left, return a thread that sends them; else return None.
 
-    A blocking send could deadlock, since the peer may be sending as well.
+    Bytes are left if the kernel's buffer is full, and after the first 64 KB of an encrypted connection. A blocking send
+    could deadlock, since the peer may be sending as well.
     """
     try:
         count = peer.sendmsg(parts, (), socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)

@@ -22,12 +22,13 @@ class SettableTrials(Settable):
     __slots__ = ()
 
     def _set_up(self, names: Sequence[str], positional: Sequence[Any], given: Mapping[str, Any], *, name: str) -> None:
-        """Initialise the config from Maggy's arguments.
+        """Initialise the config from the arguments of Maggy's class.
 
         Args:
-            names: the fields by position, before the data sets.
-            given: the fields by name.
-            name: the name of an experiment that has none.
+            names: names of the fields that can be passed by position, in order, without the data sets at the end.
+            positional: the values that were passed by position.
+            given: the values that were passed by name.
+            name: default name of the experiment.
         """
         last = _LAST[len(positional) > len(names) + 1]
         found = {"name": name, **given, **by_position(type(self).__name__, (*names, *last), positional, given)}

@@ -17,10 +17,12 @@ if TYPE_CHECKING:
 class WorkerContext:
     """Replaces the ``multiprocessing_context`` of a loader while its iterator starts workers.
 
+    If the rank uses the workers of rank 0, its own workers are absent: no processes are started for them.
+
     Args:
         context: the real context.
-        begin: returns whether this rank's workers are absent, and the watch of its workers or None; called once, when
-            the first queue is made.
+        begin: returns whether this rank's workers are absent, and a ``WorkerWatch`` that notes side effects of its
+            workers, or None if they are not watched. It is called once, when the first queue is made.
     """
 
     def __init__(self, context: Any, begin: Callable[[], tuple[bool, WorkerWatch | None]]) -> None:
