@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import signal
@@ -16,13 +17,15 @@ import torch
 from torch.utils.data import DataLoader
 
 from lagom import experiment
+from lagom.cli import main
 from lagom.restart.history import RunHistory
 from lagom.restart.kept_snapshots import SnapshotFolder, SnapshotPlace
 from tests.integration.test_attempts import executor_of
 from tests.launchers import losses
 from tests.programs.expectations import CASES
 from tests.programs.test_kills import UNPROTECTED, judge_kill
-from tests.snapshots.kills import killed, wait_for_snapshot
+from tests.snapshots import training
+from tests.snapshots.kills import kill_driver, killed, wait_for_snapshot
 from tests.snapshots.test_resume import close, same
 from tests.snapshots.training import config, train
 
@@ -90,6 +93,26 @@ def test_a_run_that_loses_an_executor_goes_on_at_once_and_later_with_the_new_one
     said = capfd.readouterr().err
     assert "attempt 2 of 4, with 1 rank instead of 2" in said
     assert "of epoch 2, with 2 ranks\n" in said
+
+
+@pytest.mark.soak  # tests/snapshots/test_resume.py resumes on this machine by default
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="needs the columns of code")
+@pytest.mark.parametrize("spark", ["local[2]", "standalone"], indirect=True, scope="session")
+def test_a_run_whose_driver_was_killed_goes_on_on_spark(
+    spark: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("whole", "lost"):
+        (tmp_path / name).mkdir()
+    wanted = experiment.lagom(train, config(tmp_path / "whole", world_size=2)).value
+    program = Path(training.__file__)
+    env = os.environ | {"PYTHONPATH": str(program.parents[2])}
+    kill_driver([sys.executable, str(program), str(tmp_path / "lost")], tmp_path / "lost", env)
+    (run,) = (tmp_path / "lost" / "runs").iterdir()
+    assert main(["resume", str(run), "--master", spark.sparkContext.master]) == 0
+    result = experiment.resume(run)
+    assert same(result.value, wanted)
+    assert (tmp_path / "lost" / "rows.csv").read_text() == (tmp_path / "whole" / "rows.csv").read_text()
+    assert "Spark" in json.loads((run / "run.json").read_text())["where"]
 
 
 def messages(folder: Path) -> str:
