@@ -78,7 +78,8 @@ class TorchDistributedConfig:
     False: each rank has workers of its own."""
     collectives: Collectives = "auto"
     """How ranks exchange CPU tensors. "auto": on one host through shared memory (through Unix sockets if lagom was
-    installed without its compiled part), between hosts through gloo as well; "gloo": through gloo."""
+    installed without its compiled part), between hosts through lagom's own sockets, and through gloo what these do not
+    carry; "gloo": through gloo."""
     gradient_compression: Compression | None = None
     """How gradients travel between ranks. "fp16" and "bf16" halve the bytes; "powersgd" sends matrices as products of
     two thin ones. None: unchanged."""
@@ -126,7 +127,8 @@ class TorchDistributedConfig:
     begins again."""
     min_world_size: int | None = None
     """The fewest ranks with which a run on Spark begins again when executors are gone. None: 1; with
-    ``batches="per_rank"``, and for programs that are distributed already, the number of ranks before the loss."""
+    ``batches="per_rank"`` or ``lr_scaling``, and for programs that are distributed already, the number of ranks of the
+    run."""
     debug: Debug = None
     """Opens a debugger on a rank whose function has failed, before the run ends. "first": on the first rank that fails;
     a number: on this rank, where ``breakpoint()`` stops as well. Ranks then wait for each other for up to ten days.

@@ -32,8 +32,9 @@ def active_session() -> Any:
         module = sys.modules.get(name)
         session = module.SparkSession.getActiveSession() if module else None
         if session is None and module is not None:
-            # The active session belongs to a thread; ``_instantiatedSession`` belongs to the process.
+            # The active session belongs to a thread; these belong to the process.
             session = getattr(module.SparkSession, "_instantiatedSession", None)
+            session = session or getattr(module.SparkSession, "_default_session", None)  # Connect's
         if session is not None and _alive(session):
             return session
     return None

@@ -135,9 +135,8 @@ def command_line(words: Sequence[str], script: Sequence[str], params: Mapping[st
         parser.add_argument(name)
     _, of_run = parser.parse_known_args(list(words))
     is_plain = not of_run and not script[0].endswith(".ipynb")
-    start = (
-        ["python"] if is_plain else ["lagom", "run", *(of_run if "-n" in " ".join(of_run) else ["-n", "1", *of_run])]
-    )
+    names_ranks = any(re.match("-np?\\d*$|--num-proc(=|$)", word) for word in of_run)
+    start = ["python"] if is_plain else ["lagom", "run", *(of_run if names_ranks else ["-n", "1", *of_run])]
     return shlex.join([*start, *script, *options(params)])
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import contextlib
 import logging
+import math
 import shutil
 import sys
 import time
@@ -14,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from lagom.aggregate import aggregate, remedy
-from lagom.errors import AblationError
+from lagom.errors import AblationError, LagomError
 from lagom.launchers.failure import raise_failure
 from lagom.launchers.protocol import Outcome
 from lagom.payload import Parcel, unpack
@@ -190,7 +191,20 @@ class TrialLoop:
             self._again.append(spec)
             return
         error = f"RankError: the processes that ran this trial were lost {lost} times"
-        self._tell(spec, TrialOutcome(state="failed", error=error, slot=number, folder=self.folder_of(spec.number)))
+        self._fail(spec, error, {"slot": number, "folder": self.folder_of(spec.number)})
+
+    def _fail(self, spec: TrialSpec, error: str, facts: Mapping[str, Any]) -> None:
+        """Count a trial as failed without an exception of its function.
+
+        Raises:
+            LagomError: if too many trials have failed in a row.
+        """
+        self._tell(spec, TrialOutcome(state="failed", error=error, **facts))
+        if self._num_failed >= self._max_failed:
+            many = (
+                f"{self._num_failed} trials failed one after another, the last" if self._num_failed > 1 else "a trial"
+            )
+            raise LagomError(f"{many} with {dict(spec.params)}: {error} ({self.folder_of(spec.number)})")
 
     def _end(self, number: int, slot: _Slot, message: Message) -> None:
         spec, slot.running = slot.running, None
@@ -219,6 +233,9 @@ class TrialLoop:
         else:
             told = [report for report in reports if report["metric"] is not None]  # rank 0's, at least
             value = self._metric_of(spec, [report["metric"] for report in told], [report["samples"] for report in told])
+            if math.isnan(value):
+                self._fail(spec, "ValueError: the metric is nan, which ranks no trial", facts)
+                return
             returned = as_json(loaded.value().get("value"))
             self._tell(spec, TrialOutcome(state="complete", value=value, returned=returned, **facts))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import math
 import os
 import signal
 import sys
@@ -218,6 +219,19 @@ def test_too_many_failures_in_a_row_raise_the_last_ones_error(tmp_path: Path, la
     assert "3 trials failed" in raised.value.__notes__[-1]
 
 
+@pytest.mark.parametrize("launcher", ["local", "inline"])
+def test_metrics_that_are_no_numbers_are_failures_in_a_row(tmp_path: Path, launcher: str) -> None:
+    source = ListSource([{"number": n} for n in range(9)])
+    told = r"2 trials failed one after another, the last with \{'number': 2\}: ValueError: the metric is nan"
+    with pytest.raises(LagomError, match=told):
+        run(lambda number: math.nan if number else 1.0, source, tmp_path, launcher=launcher, slots=1, max_failed=2)
+    assert [(source.outcomes[n].state, source.outcomes[n].value) for n in range(3)] == [
+        ("complete", 1.0),
+        ("failed", None),
+        ("failed", None),
+    ]
+
+
 @pytest.mark.parametrize(
     ("returned", "message"),
     [
@@ -287,6 +301,16 @@ def test_a_trial_that_always_kills_its_slot_fails(tmp_path: Path) -> None:
     outcomes = run(train, ListSource([{"number": n} for n in range(3)]), tmp_path, slots=1)
     assert [outcomes[n].state for n in range(3)] == ["complete", "failed", "complete"]
     assert "lost 4 times" in outcomes[1].error
+
+
+def test_trials_that_kill_their_slots_are_failures_in_a_row(tmp_path: Path) -> None:
+    def train(number: Any) -> Any:
+        os.kill(os.getppid(), signal.SIGKILL)
+        time.sleep(30)
+
+    source = ListSource([{"number": n} for n in range(9)])
+    with pytest.raises(LagomError, match=r"2 trials failed one after another.* were lost 4 times"):
+        run(train, source, tmp_path, slots=1, max_failed=2)
 
 
 def test_slots_that_cannot_start_end_the_search(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

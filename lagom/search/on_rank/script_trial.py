@@ -16,7 +16,7 @@ from lagom.patching.replace import replaced
 from lagom.program.script import Script
 from lagom.world import place_in_run
 
-_NUMBER = r"[-+]?(?:(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?|nan|inf)"
+_NUMBER = r"[-+]?(?:(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?|(?:nan|inf)(?!\w))"
 _END_OF_LINE = re.compile(r"\r\n|\r|\n")
 _LONGEST = 10_000  # characters of a line that are searched
 
