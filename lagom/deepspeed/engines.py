@@ -190,8 +190,10 @@ class Engines:
             LagomError: if no engine, or more than one, drives the module's parameters.
         """
         found: set[Engine] = {self._by_leaf[p] for p in module.parameters() if p in self._by_leaf}
-        if len(found) != 1:
+        if not found:
             raise LagomError(f"no engine drives this {type(module).__name__} yet; call it on a batch first")
+        if len(found) > 1:
+            raise LagomError(f"{len(found)} engines drive parts of this {type(module).__name__}; call their methods")
         return found.pop()
 
     def dirty(self, leaf: torch.Tensor) -> bool:

@@ -90,6 +90,9 @@ class Surroundings:
         self._search_names(function.__globals__, names)
         for cell in function.__closure__ or ():
             self._add_value(cell, None, _read_value(cell, None))
+        for default in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
+            if self._is_new(default):
+                self._search_object(default)
 
     def _search_names(self, held: dict[str, Any], names: set[str]) -> None:
         for name in sorted(names.intersection(held)):

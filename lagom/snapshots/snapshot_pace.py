@@ -34,9 +34,14 @@ class SnapshotPace:
         self._system_s, self._usual = 0.0, 0.0
 
     def put_off(self, seconds: float | None = None) -> bool:
-        """Note that no snapshot could be taken, in ``seconds``; return whether the due one is late by ``every_s``."""
+        """Note that no snapshot could be taken; return whether the due one is late by ``every_s``.
+
+        Args:
+            seconds: the time that this has taken; None if a fork failed, whose time counts already.
+        """
         now = time.perf_counter()
-        self.next_at = now + max(_PUT_OFF_S, (self._cost_s if seconds is None else seconds) / SHARE)
+        paid_at = self._first_at + self._cost_s / SHARE if seconds is None else now + seconds / SHARE
+        self.next_at = max(now + _PUT_OFF_S, paid_at)
         return now - self.due_at > self.every_s
 
     def fork(self, began: float) -> None:

@@ -51,6 +51,8 @@ def same_printed(left: str, right: str, allowed: float) -> bool:
     """Return whether two texts of a number are equal up to rounding of the last digit; addresses always are."""
     if left == right or left.startswith("0x"):
         return True
+    if right.startswith("0x"):
+        return False
     decimals = len(left.partition(".")[2].partition("e")[0]) if "e" not in left.lower() else 12
     unit = 10.0**-decimals if "." in left else 0.0
     return is_near(float(left), float(right), allowed, 0.0, 1.01 * unit)

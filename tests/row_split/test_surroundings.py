@@ -27,6 +27,23 @@ class Net(nn.Module):
         return found
 
 
+class Counting(nn.Module):
+    def forward(self, x: Tensor, calls: list[int] = [0], *, seen: dict[str, int] = {}) -> Tensor:  # noqa: B006
+        calls[0] += 1
+        seen["batch"] = len(x)
+        return x
+
+
+def test_default_values_of_arguments_are_seen() -> None:
+    around = Surroundings([Counting()])
+    before = around.state()
+    Counting()(torch.ones(1), seen={})
+    assert around.state() != before
+    before = around.state()
+    Counting()(torch.ones(1), [0])
+    assert around.state() != before
+
+
 def test_an_object_of_compiled_code_is_passed_over() -> None:
     around = Surroundings([Net()])
     before = around.state()

@@ -58,6 +58,21 @@ def test_with_auto_small_ones_are_10_s_apart(monkeypatch: pytest.MonkeyPatch) ->
     assert taken("auto", 1000.0, monkeypatch) == pytest.approx(100, abs=2)
 
 
+def test_a_fork_that_fails_after_an_hour_costs_no_more_than_its_own_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [0.0]
+    monkeypatch.setattr(time, "perf_counter", lambda: clock[0])
+    pace = SnapshotPace(10.0)
+    while clock[0] < 3600.0:
+        clock[0] = max(clock[0], pace.next_at) + 0.1
+        pace.fork(clock[0] - 0.1)
+        clock[0] += 0.5
+        pace.written(0.3)
+    clock[0] = pace.next_at + 0.2
+    pace.fork(clock[0] - 0.2)
+    pace.put_off(None)
+    assert pace.next_at - clock[0] == pytest.approx(0.2 / SHARE, abs=1.0)
+
+
 def test_after_a_refusal_it_is_looked_again_soon_and_told_when_none_was_for_too_long(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

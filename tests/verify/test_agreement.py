@@ -218,6 +218,7 @@ def test_tolerances_grow_and_stay_bounded() -> None:
         ("0.50", "0.53", False),
         ("3", "4", False),
         ("0x7f1", "0x8e2", True),
+        ("1.5", "0x8e2", False),
         ("1e-3", "2e-3", False),
     ],
 )

@@ -107,7 +107,7 @@ def _sketch_with_gaps(tensor: torch.Tensor) -> Iterator[object]:
     values = tensor.to_dense() if tensor.layout != torch.strided else tensor
     if not (finite := values.isfinite()).all():
         gaps = torch.where(finite, 0, torch.where(values.isnan(), 1, torch.where(values.real > 0, 2, 3)))
-        yield hashlib.blake2b(gaps.to("cpu", torch.uint8).contiguous().numpy().tobytes(), digest_size=8).digest()
+        yield hashlib.blake2b(gaps.to("cpu", torch.uint8).contiguous().numpy().tobytes(), digest_size=8).hexdigest()
         values = torch.where(finite, values, torch.zeros_like(values))
     yield sketch(values)
 
