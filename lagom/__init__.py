@@ -1,4 +1,4 @@
-"""lagom: an ordinary PyTorch training function, run on every executor of a Spark cluster, unchanged."""
+"""lagom: runs an ordinary PyTorch training function, unchanged, on the executors of Spark or on this machine."""
 
 from __future__ import annotations
 

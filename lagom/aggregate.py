@@ -1,4 +1,4 @@
-"""``aggregate``: combine the ranks' return values into the one value that one machine would have returned."""
+"""``aggregate``: combines the ranks' return values into one value, and warns if they differ."""
 
 from __future__ import annotations
 
@@ -24,12 +24,13 @@ def aggregate(
     """Combine the values of all ranks into one.
 
     A value that is equal on all ranks is returned as rank 0 returned it. Otherwise a warning names the differences, and
-    floats become the mean weighted by ``samples``, the number of samples that each rank trained on: a float that is the
-    value itself or an item of it, and floats in nested dicts, lists, tuples and dataclasses that hold only numbers and
-    texts. Everything else is rank 0's: whole numbers and texts; tensors and arrays, since a mean of models is a model
-    that no rank had; and nested parts that hold more than numbers and texts, such as a checkpoint beside a loss.
+    floats become the mean weighted by ``samples``: a float that is the value itself or an item of it, and floats in
+    nested dicts, lists, tuples and dataclasses that hold only numbers and texts. Everything else is rank 0's: whole
+    numbers and texts; tensors and arrays, since a mean of models is a model that no rank had; nested parts that hold
+    more than numbers and texts, such as a checkpoint beside a loss; and parts that differ in type, length or names.
 
     Args:
+        samples: the number of samples that each rank trained on; if all are 0, ranks count alike.
         remedy: end of the warning: why the number is not one process's, and which settings give that number.
         warn: is called with the warning.
     """

@@ -1,6 +1,6 @@
 """The command line: ``lagom run``, ``debug`` and ``search`` run an unchanged script; ``lagom doctor`` checks a cluster.
 
-``lagom runs``, ``show`` and ``compare`` read what runs have recorded.
+``lagom runs``, ``show`` and ``compare`` read what runs have recorded; ``resume`` goes on with a run from its snapshots.
 """
 
 from __future__ import annotations
@@ -42,7 +42,11 @@ from lagom.worker.compatible import compatible
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line; return the exit status: the script's own, or 2 or 3 for an error of lagom's."""
+    """Run the command line; return the exit status.
+
+    Returns:
+        The script's own status, 1 if it raised; 2 for an error of lagom's; 3 if rehearsals differ; 130 after Ctrl-C.
+    """
     args = argument_parser().parse_args(argv)
     args.argv = list(sys.argv[1:] if argv is None else argv)
     try:
@@ -173,7 +177,10 @@ def _script(words: Sequence[str]) -> Script:
 
 
 def _drive(script: Script, config: TorchDistributedConfig, named: Sequence[str]) -> int:
-    """Run a script that starts ranks itself, in this process; ``config`` has the command line's settings for them."""
+    """Run a script that starts ranks itself, in this process; return its exit status.
+
+    ``config`` and ``named`` are those of ``command_line_config``, for the ranks that the script starts.
+    """
     try:
         with experiment.command_line_config(config, named), compatible():
             script()
@@ -241,7 +248,7 @@ def _failed(error: BaseException) -> int:
 
 
 def _session(master: str, slots: int | None) -> Any:
-    """Start a Spark session on ``master``; "spark" means this machine, with ``slots`` slots (None: one per core)."""
+    """Start a Spark session on ``master``; "spark" is this machine, with ``slots`` slots (None: one per core)."""
     from lagom.launchers.spark_master import start_session
 
     return start_session(f"local[{slots or '*'}]" if master == "spark" else master)

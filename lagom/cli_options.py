@@ -83,7 +83,7 @@ def add_training_options(parser: argparse.ArgumentParser) -> None:
 
 
 def training_fields(args: argparse.Namespace) -> dict[str, Any]:
-    """Return the config fields that the options of ``add_training_options`` and ``add_record_options`` set."""
+    """Return the config fields that the options of ``add_training_options`` and ``add_record_options`` set, but log."""
     return {
         "batches": args.batches or "whole",
         "evaluation": args.evaluation,
@@ -121,7 +121,7 @@ def add_script(parser: argparse.ArgumentParser) -> None:
 
 
 def add_place(parser: argparse.ArgumentParser, ranks: str, otherwise: str = "local if not given") -> None:
-    """Add the number of ranks and where they run, with the help ``ranks``, and ``otherwise`` for no value."""
+    """Add ``-n``, with the help ``ranks``, and ``--master``, whose help ends with the default, ``otherwise``."""
     parser.add_argument("-n", "-np", "--num-proc", dest="n", type=int, metavar="N", help=ranks)
     parser.add_argument(
         "--master",

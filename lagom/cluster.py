@@ -19,17 +19,17 @@ class Cluster:
     launcher: str
     """One of "spark", "local" and "inline"."""
     slots: int
-    """Tasks that can run at the same time; the default number of ranks."""
+    """Tasks that can run at the same time; a run without ``world_size`` takes all of them, up to ``most_ranks``."""
     oversubscribe: bool = False
     """True if a run may have more tasks than slots, as with processes of one machine."""
     most_ranks: int | None = None
     """Largest number of ranks, for other reasons than slots; None: no such limit."""
     gpus_per_slot: int = 0
-    """Number of GPUs that each task has for itself."""
+    """Number of GPUs that each task sees; tasks share a GPU if Spark gives each a fraction of it."""
     barrier: bool = True
     """True if Spark can run barrier stages, which start all tasks at once; not with dynamic allocation."""
     encrypted: bool = False
-    """True if Spark encrypts its network traffic."""
+    """True if the user has set encryption of Spark's network traffic, even if it takes no effect."""
     remedy: str = ""
     """The change by which the user gets more slots."""
 

@@ -16,9 +16,10 @@ _BY_NAME = (type, FunctionType, BuiltinFunctionType, MethodType, ModuleType)
 
 
 def entries(value: Any) -> Entries | None:
-    """Return the parts of ``value`` with their places, the same for equal values; None if it has no parts.
+    """Return the parts of ``value``, each with its place as text; None if it has no parts.
 
-    Dicts and sets are sorted. Tensors, arrays, and values that cannot be examined have no parts.
+    Keys of dicts and items of sets are sorted, so that equal values have their parts in one order. Tensors (except
+    nested ones), arrays (except of objects), and values that cannot be examined have no parts.
     """
     if is_tensor(value) and value.is_nested:
         return list(_numbered(value.unbind()))
@@ -64,7 +65,7 @@ def is_plain(value: Any) -> bool:
 
 
 def is_metrics(value: Any) -> bool:
-    """Return whether ``value`` holds nothing but numbers, texts and plain containers of them."""
+    """Return whether ``value`` holds nothing but numbers, texts, bytes, None, and plain containers of these."""
     left, met = [value], set()
     while left:
         one = left.pop()

@@ -8,15 +8,21 @@ class LagomError(RuntimeError):
 
 
 class PlanError(LagomError):
-    """The run does not fit the cluster; the text says what to change."""
+    """The run cannot begin as it was asked for, since it does not fit the cluster, for example.
+
+    The text says what to change.
+    """
 
 
 class PayloadError(LagomError):
-    """The function, its data or its result cannot be pickled."""
+    """The function, its data or its result cannot be pickled, or the pickle that arrived cannot be read."""
 
 
 class DataError(LagomError):
-    """A data set has content that cannot be read or be a tensor; the text names file, row group, column and row."""
+    """A data set cannot be read, or has a value that cannot be a tensor.
+
+    The text says where, as far as that is known: file, row group, column and row.
+    """
 
 
 class SnapshotError(LagomError):
@@ -53,7 +59,7 @@ class VerificationError(LagomError):
 
 
 class MetricError(LagomError):
-    """A trial of a search returned no metric."""
+    """A trial of a search returned no metric, or a metric that is not one number."""
 
 
 class AblationError(LagomError):
@@ -61,7 +67,7 @@ class AblationError(LagomError):
 
 
 class RankTraceback(Exception):
-    """The ``__cause__`` of an exception that a rank raised: prints that rank's own traceback."""
+    """The ``__cause__`` of a rank's error: prints the rank's own traceback, or the last output of a killed rank."""
 
     def __init__(self, rank: int, text: str) -> None:
         super().__init__(rank, text)

@@ -1,4 +1,4 @@
-"""``lagom(train, config)``: validate, plan, launch, aggregate, return."""
+"""``lagom(train, config)``: validate, plan, launch, aggregate, return; ``resume`` goes on with a run from snapshots."""
 
 from __future__ import annotations
 
@@ -70,12 +70,14 @@ def lagom(train: Callable[..., Any], config: TorchDistributedConfig) -> Result |
         an ``AblationConfig``, what each component is worth: ``result.effects``.
 
     Raises:
-        ValueError: if the function asks for an argument that nothing provides; nothing has been started then.
+        ValueError: if the call is wrong, such as an argument that nothing provides; no rank has been started then.
         PlanError: if the run does not fit the cluster.
+        DataError: if a data set cannot be read.
         PayloadError: if function, data or result cannot be pickled.
         VerificationError: with ``verify=True``, if the ranks would not compute what one process does.
-        RankError: if a rank was killed or called ``sys.exit``.
+        RankError: if a rank called ``sys.exit``, or ranks were killed more often than ``max_failures``.
         StallError: if a rank made no progress for ``timeout_s``.
+        LagomError: for other failures of lagom or Spark; a base class of all errors above but ValueError.
         Exception: the function's own exception, with the rank's traceback as its cause.
     """
     if isinstance(config, HyperparameterOptConfig):
@@ -156,7 +158,10 @@ def resume(
 def _kept_run(
     run_dir: str | os.PathLike[str],
 ) -> Iterator[tuple[KeptRun, Call, SnapshotFolder, Upload | None]]:
-    """Lock a run for this process in the context, and yield its call and snapshots; of a run at a URL, of a copy."""
+    """Lock a run for this process in the context, and yield its facts, call, snapshots and upload.
+
+    A run at a URL is first copied to this machine; other runs have None in place of the upload.
+    """
     if not is_url(run_dir):
         found = find_run(run_dir, TorchDistributedConfig().run_dir)
         with read_call(found) as (run, call, snapshots), snapshots.locked():
@@ -179,7 +184,10 @@ def _kept_run(
 
 @contextmanager
 def _kept_for(snapshots: SnapshotFolder | None, records: RunRecords | None) -> Iterator[None]:
-    """Lock the run's snapshots in the context, so that no other process goes on from them; copy them to its URL."""
+    """Lock the run's snapshots in the context, so that no other process goes on from them.
+
+    If the run's records go to a URL, copy the snapshots there. Do nothing for a run without snapshots.
+    """
     with ExitStack() as stack:
         if snapshots is not None:
             stack.enter_context(snapshots.locked())
@@ -247,7 +255,7 @@ def command_line_config(config: TorchDistributedConfig, named: Collection[str] =
 
 
 def command_line_fields() -> dict[str, Any]:
-    """Return the fields that the command line sets explicitly, or to another value than the default."""
+    """Return the fields that the command line sets explicitly, or to another value than the default; without a name."""
     plain = TorchDistributedConfig()
     names = [each.name for each in fields(plain) if each.name != "name"]
     if _command_line is None:

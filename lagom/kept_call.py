@@ -60,10 +60,13 @@ def obstacle(plan: Plan, call: Call) -> str | None:
 
 
 def keep_call(records: RunRecords | None, plan: Plan, call: Call, source: str | None) -> SnapshotFolder | None:
-    """Write ``call`` into the run's folder if it is to keep snapshots; return the folder for them.
+    """Write ``call`` into the run's folder if it is to keep snapshots; return the folder for them, else None.
+
+    If the run cannot keep the snapshots that it is to keep, tell the user why.
 
     Raises:
         PlanError: if snapshots are asked for and the run has no folder.
+        PayloadError: if ``call`` cannot be pickled.
     """
     if plan.config.snapshot_every_s is None:
         return None
@@ -96,8 +99,11 @@ def write_call(folder: SnapshotFolder, call: Call) -> None:
 def read_call(folder: Path) -> Iterator[tuple[KeptRun, Call, SnapshotFolder]]:
     """Read what ``keep_call`` has written; in the context, the working directory is the one of the original call.
 
+    ``sys.path`` has the entries of that call as well.
+
     Raises:
-        LagomError: if there is no call, if other users can write to it, or if functions have changed since.
+        LagomError: if there is no call, or no such working directory; if other users can write to the call; or if
+            functions have changed since, unless the run has ended.
     """
     found = SnapshotFolder(str(folder.resolve() / FOLDER))
     found.check_owner()

@@ -50,12 +50,13 @@ def plan_memory(
             are left out.
         world_size: number of ranks; None: as many as a run would have.
         mixed_precision: as in the config. Parameters, gradients and state keep their size; activations are smaller.
-        memory: bytes that a rank may use; None: the memory of the smallest GPU, or else this machine's memory (or the
-            limit of its control group), divided by the ranks. If executors run on other machines, pass their memory.
+        memory: bytes that a rank may use; None: the memory of this machine's smallest GPU. Without a GPU it is a rank's
+            part of this machine's memory, or of its control group's limit, and at most ``ulimit -v``. If executors run
+            on other machines, pass their memory.
 
     Raises:
         ValueError: if an argument has a wrong value.
-        LagomError: inside a run on several ranks.
+        LagomError: inside a run on several ranks; or if ``world_size`` is None, and no run is possible here.
     """
     if ranks_of_run() > 1:
         raise LagomError("plan_memory is called in a run on several ranks; call it before, in the driver or notebook")

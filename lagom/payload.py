@@ -69,7 +69,7 @@ class Parcel:
         return b"".join(self.pieces())
 
     def write(self, fd: int) -> int:
-        """Write the parcel to the file ``fd`` at its position; return its size in bytes."""
+        """Write the parcel to the file ``fd`` at the file's position; return the parcel's size in bytes."""
         for piece in self.pieces():
             view = memoryview(piece).cast("B")
             while view:
@@ -78,12 +78,23 @@ class Parcel:
 
 
 def unpack(data: bytes | bytearray | memoryview) -> Any:
-    """Return the value of a parcel. Its arrays and tensors use ``data`` itself, and are writable if ``data`` is."""
+    """Return the value of a parcel.
+
+    Its arrays and tensors of ``OUT_OF_BAND`` bytes and more use ``data`` itself. If ``data`` is read-only, such arrays
+    are too, and tensors are copies.
+
+    Raises:
+        PayloadError: as ``parts_of``.
+    """
     return unpack_parts(parts_of(data))
 
 
 def parts_of(data: bytes | bytearray | memoryview) -> list[memoryview]:
-    """Return the parts of a parcel, the pickle and its buffers, without a copy."""
+    """Return the parts of a parcel, the pickle and its buffers, without a copy.
+
+    Raises:
+        PayloadError: if ``data`` is not a whole parcel.
+    """
     view = memoryview(data).cast("B")
     start = len(_MAGIC) + 8
     if bytes(view[: len(_MAGIC)]) != _MAGIC or len(view) < start:
@@ -103,7 +114,7 @@ def parts_of(data: bytes | bytearray | memoryview) -> list[memoryview]:
 
 
 def unpack_parts(parts: Sequence[bytes | bytearray | memoryview]) -> Any:
-    """Return the value of a parcel's ``parts``. Its arrays and tensors use the buffers themselves."""
+    """Return the value of a parcel's ``parts``. Its large arrays and tensors use the buffers, as with ``unpack``."""
     return pickle.loads(parts[0], buffers=parts[1:])
 
 
@@ -111,6 +122,12 @@ def unpack_file(fd: int, *, offset: int = 0) -> Any:
     """Return the value of the parcel in the file ``fd``, mapped: all processes that unpack it share its pages.
 
     A process's writes to an array are its own (the mapping is private, copy on write).
+
+    Args:
+        offset: bytes before the parcel.
+
+    Raises:
+        PayloadError: if the file has no whole parcel.
     """
     size = os.fstat(fd).st_size
     if size <= offset:

@@ -43,7 +43,7 @@ def pickled_by_value(modules: Iterable[types.ModuleType]) -> Iterator[None]:
 
 
 def classes_received() -> dict[type, str]:
-    """Return the classes that unpacking has received by value so far, with the sender's ids for them."""
+    """Return the classes that this process has unpickled or pickled by value so far, with cloudpickle's ids of them."""
     return dict(_tracker._DYNAMIC_CLASS_TRACKER_BY_CLASS)
 
 

@@ -1,4 +1,4 @@
-"""``Plan``: all facts of a run, with every "auto" resolved once, before anything starts."""
+"""``Plan``: all facts of a run; launcher and number of ranks are resolved once, before anything starts."""
 
 from __future__ import annotations
 
@@ -46,7 +46,10 @@ class Rehearsal:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Plan:
-    """The facts of a run, equal on the driver and all ranks: the config, and facts of the cluster."""
+    """The facts of a run, equal on the driver and all ranks: the config, and facts of the cluster.
+
+    Only ``ranks_per_slot`` of a local run differs on the ranks: there it is the number of all ranks.
+    """
 
     config: TorchDistributedConfig
     """The settings, without the function's arguments, which travel with the call."""
@@ -63,7 +66,7 @@ class Plan:
     keeps_logs: bool = False
     """True if the output of every rank is sent to the driver."""
     encrypted: bool = False
-    """True if the channel between driver and ranks is encrypted, as Spark's traffic is."""
+    """True if the channel between driver and ranks is encrypted, since the user has set encryption in Spark."""
     encrypts_ranks: bool = False
     """True if ranks on several hosts encrypt what they send each other."""
     in_clear: str = ""
@@ -75,11 +78,11 @@ class Plan:
     searches: bool = False
     """True if tasks run one trial of a search after another; all other fields then describe one trial."""
     reports_pass_losses: bool = False
-    """A trial that logs no metric reports the mean training loss of each pass over a loader."""
+    """True if a trial that logs no metric reports the mean training loss of each pass over a loader."""
 
     @property
     def num_slots(self) -> int:
-        """Number of tasks of the run."""
+        """Number of slots that the run takes: on Spark its tasks; a local run has one task, whatever the number."""
         return -(-self.world_size // self.ranks_per_slot)
 
     def with_config(self, **changes: Any) -> Plan:
@@ -101,8 +104,12 @@ def plan(
 ) -> Plan:
     """Resolve ``config`` against the cluster's facts.
 
+    Args:
+        name: name of the run, unless the config has one.
+        already_distributed: see ``Plan``, as for ``names_gpu``; ``facts_of_code`` finds both.
+
     Raises:
-        PlanError: if the run cannot fit, with the remedy.
+        PlanError: if the run cannot fit, with the remedy; or if ``config.debug`` is no rank of the run.
     """
     ranks_per_slot = max(1, cluster.gpus_per_slot)
     room = cluster.slots * ranks_per_slot

@@ -38,6 +38,10 @@ def checked(
 
     Args:
         searched: examples of the hyperparameters for which each trial has values of its own.
+
+    Raises:
+        ValueError: if the config is of another class, or does not fit the function.
+        LagomError: if the working directory was removed.
     """
     if not isinstance(config, TorchDistributedConfig):
         raise ValueError(f"config is a {type(config).__name__}; want a TorchDistributedConfig")
@@ -72,10 +76,13 @@ def run_records(
 ) -> Iterator[RunRecords | None]:
     """Open new records of the run, or the records in ``folder``; record an error that the context raises.
 
-    Yield None if the config keeps no records.
+    Yield None if the config keeps no records, or if the default folder cannot be written to.
 
     Args:
         folder: records of an earlier process of the same run, with their ``upload``, if they are kept at a URL.
+
+    Raises:
+        PlanError: if the config names a folder or URL that cannot be written to.
     """
     settings = {each.name: getattr(config, each.name) for each in fields(config)}
     facts = {
@@ -116,7 +123,10 @@ def source_of(train: Callable[..., Any]) -> str | None:
 
 
 def provided_arguments(config: TorchDistributedConfig) -> dict[str, Any]:
-    """Return the fields of ``config`` that a function can ask for; the data sets by name, and both as ``dataset``."""
+    """Return the fields of ``config`` that a function can ask for and that are set.
+
+    Data sets are under their names, and as ``dataset`` if both are set.
+    """
     sets = {"train_set": config.train_set, "test_set": config.test_set}
     provided: dict[str, Any] = {"hparams": config.hparams}
     if config.module is not None:

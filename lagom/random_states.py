@@ -1,4 +1,4 @@
-"""The states of the global random generators, as one value; loads no library."""
+"""The states of the global random generators, as one value; reading them loads no library."""
 
 from __future__ import annotations
 

@@ -39,7 +39,9 @@ class Page(type(Path())):  # type: ignore[misc]  # the class of this system's pa
 
 
 def show(run: str | os.PathLike[str] | Result) -> Page:
-    """Write the report of an older run and open it in a browser, or, in a notebook, show it as a link.
+    """Write the report of a run, and return its path, which a notebook shows as a link.
+
+    Outside of a notebook, open the report in a browser if there is a display.
 
     Args:
         run: the folder of the run, a part of its name in the default folder, or its result.
@@ -97,7 +99,7 @@ class Result(Mapping[str, Any]):
 
     @property
     def value(self) -> Any:
-        """The aggregated value: the value that one machine would have returned."""
+        """The aggregated value: that of all ranks, if they returned equal values; else see ``aggregate.aggregate``."""
         return self._value
 
     @property
@@ -117,7 +119,7 @@ class Result(Mapping[str, Any]):
 
     @property
     def failures(self) -> list[dict[str, Any]]:
-        """Losses of ranks after which the run began again, the first one first.
+        """Losses of ranks after which the run began again or went on, the first one first.
 
         Each has the keys time, rank, host, cause, resumed_from and seconds_lost.
         """

@@ -16,7 +16,12 @@ DRIVERS_OWN = " of Spark's, which only the driver has)"
 def find_unpicklable(
     value: object, can_pickle: Callable[[object], bool], name: str = "", seen: frozenset[int] = frozenset()
 ) -> str:
-    """Name the innermost part of ``value`` that cannot be pickled, or "" when all of it can be."""
+    """Name the innermost part of ``value`` that cannot be pickled; return "" if there is none, or it has no name.
+
+    Args:
+        name: name of ``value`` for the user; "" for a value without a name.
+        seen: ids of the values around ``value``.
+    """
     if can_pickle(value):
         return ""
     if is_sparks(value):

@@ -35,14 +35,14 @@ def world_size() -> int:
 
 
 def place_in_run() -> Place | None:
-    """Return this process's place in a lagom run, or None outside of one. Served packages ask for it."""
+    """Return this process's place in a lagom run, or None outside of one."""
     return None if _place is _NOWHERE else _place
 
 
 @contextmanager
 def rank_calls_reported(asked: Callable[[], None]) -> Iterator[None]:
     """Call ``asked`` in the context whenever the program asks for its rank."""
-    global _hears  # the one place of this process
+    global _hears  # the one listener of this process
     before, _hears = _hears, asked
     try:
         yield

@@ -1,7 +1,8 @@
-"""Exchanges of tensors between ranks.
+"""Exchanges of tensors and messages between ranks.
 
-Start with ``group.py`` (``Group``: all exchanges of a run). ``transport.py`` says what a transport is, and
-``transports.py`` chooses one: shared memory, hosts, sockets, gloo, NCCL, or copies on the CPU.
-``agreement_exchange.py`` compares signatures of the ranks' exchanges before it exchanges numbers. Ranks wait for each
-other in ``csrc/waiting.cpp`` (shared memory), ``sockets/mesh.py`` and ``host_messages.py``.
+Start with ``group.py`` (``Group``: lagom's own exchanges in a run). ``transport.py`` says what a transport is, and
+``transports.py`` chooses one: shared memory, ``HostTransport`` (several hosts), sockets, gloo, NCCL, or copies on the
+CPU. ``agreement_exchange.py`` compares signatures of the ranks' exchanges before it uses their numbers. Ranks wait for
+each other in ``csrc/waiting.cpp`` (shared memory), ``sockets/mesh.py`` (messages), and ``csrc/ring.cpp`` or
+``sockets/ring_stream.py`` (tensors between hosts).
 """

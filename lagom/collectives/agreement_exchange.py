@@ -39,7 +39,7 @@ class AgreedExchange:
 
     @cached_property
     def room_to_merge(self) -> int:
-        """Most bytes that may follow the signature if the ranks' bytes are merged on the way; a collective at first."""
+        """Most bytes that may follow the signature if they are merged on the way; the first access is a collective."""
         most = self._group.most_messages if self._size else None
         return self.room if most is None else self._size // most
 
@@ -114,7 +114,7 @@ class AgreedExchange:
         Args:
             numbers: float64 on the CPU, contiguous, of one dimension.
             merge: reduces the rows of a tensor to one row. It is called with the rows of a host's ranks, in rank order,
-                and then with the merged rows of hosts.
+                and then, if there are several hosts, with their merged rows.
         """
 
         def merged(rows: Sequence[memoryview]) -> memoryview:
@@ -125,7 +125,7 @@ class AgreedExchange:
 
     @cached_property
     def _most_summed(self) -> int:
-        """Most bytes that are summed in the message of the signature; between hosts a ring is slower for so few."""
+        """Most bytes that are summed in the message of the signature; more between hosts, where a ring is slower."""
         return self.room if self._group.most_messages is None else self._size
 
 
@@ -224,7 +224,7 @@ def _sum_rows(rows: torch.Tensor) -> torch.Tensor:
 
 
 def _add(parts: Sequence[torch.Tensor], total: torch.Tensor) -> None:
-    """Add ``parts`` in rank order, so that the sum is the same on all ranks, bit for bit."""
+    """Set ``total`` to the sum of ``parts`` in their order, so that it is the same on all ranks, bit for bit."""
     first, *others = parts if parts[0].dtype == total.dtype else [part.to(total.dtype) for part in parts]
     if not others:
         total.copy_(first)

@@ -55,7 +55,7 @@ class BackgroundExchanges:
         return self._thread.native_id
 
     def later(self, call: Callable[[], None]) -> Work:
-        """Queue ``call`` behind all earlier calls and return its handle, whose ``wait`` raises after ``close``."""
+        """Queue ``call`` behind all earlier calls; return its handle, whose ``wait`` fails if ``close`` came before."""
         task = BackgroundTask(call)
         self._queue.put(task)
         if self._ended.is_set():

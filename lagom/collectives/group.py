@@ -29,29 +29,31 @@ if TYPE_CHECKING:
 TIMEOUT_S = 30 * 60.0
 """Seconds that a rank waits for another; torch's own default for gloo."""
 _FIRST = 4096 - 8
-"""Most bytes that are sent together with the length of a message, so that a short message takes one exchange."""
+"""Most bytes that ``broadcast_bytes`` sends together with their number, so that short data takes one broadcast."""
 
 
 class Group(RequestExchange):
     """Exchanges tensors and bytes between all ranks of a run, by the transport that fits them.
 
     The process groups are made directly, never registered as torch's default one, so that
-    ``torch.distributed.is_initialized()`` stays False for the program. Every call is a collective: all ranks make the
-    same calls in the same order.
+    ``torch.distributed.is_initialized()`` stays False for the program. Every exchange is a collective: all ranks make
+    the same exchanges in the same order, except for ``ask`` (Note [Asking] in requests.py). Methods with "aside"
+    in their names have an order of their own.
 
     Args:
         all_gather: gathers a text of every rank before the ranks are connected; they exchange their addresses with it.
-        gloo: makes a process group from a name, a rank and a world size. It is called only when gloo is needed: for
-            tensors that neither shared memory nor lagom's own sockets serve.
+        gloo: makes a process group from a name, a rank and a world size. It is called only when gloo is needed; see
+            Note [Gloo] in transports.py.
         nccl: makes a process group for CUDA tensors, from a name; None if ranks have no GPU, or share one.
         credentials: key and certificates that the run's ranks share.
         ip: address at which ranks on other hosts reach this one.
-        shares_memory: send CPU tensors through shared memory when the ranks are on one host. See Note [Shared memory]
-            in memory_transport.py.
+        shares_memory: whether CPU tensors may go through shared memory and lagom's own sockets; otherwise they go over
+            gloo. See Note [Shared memory] in memory_transport.py.
         timeout_s: how long a rank waits for another.
 
     Raises:
-        CollectiveError: from every method, when the exchange fails.
+        CollectiveError: from every method, when the exchange fails. A work that a method returned raises other errors;
+            ``wait`` turns them into a CollectiveError.
     """
 
     def __init__(
@@ -88,9 +90,10 @@ class Group(RequestExchange):
         self._thread: BackgroundExchanges | None = None
 
     def waited(self) -> list[int]:
-        """Return the nanoseconds that this rank has waited for each other rank in exchanges of messages.
+        """Return the nanoseconds that this rank has waited for each other rank; empty before ranks are connected.
 
-        Any thread may call this at any time.
+        Waits in exchanges of messages and in shared memory count, except those of ``all_reduce_aside``. Any thread may
+        call this at any time.
         """
         messages = self._transports.connected_messages
         return messages.waited() if messages is not None else []
@@ -98,8 +101,8 @@ class Group(RequestExchange):
     def standing(self) -> tuple[str, int, list[int]]:
         """Return the exchange in which this rank waits, the exchange's number, and the ranks that have not joined it.
 
-        The text is empty when this rank does not wait, or waits in an exchange of gloo or NCCL. Any thread may call
-        this at any time.
+        The text is empty when this rank does not wait, or waits in an exchange of gloo or NCCL, of tensors between
+        hosts, or of ``all_reduce_aside``. Any thread may call this at any time.
         """
         messages = self._transports.connected_messages
         return messages.standing() if messages is not None else ("", 0, [])
@@ -111,12 +114,15 @@ class Group(RequestExchange):
 
     @property
     def shares_memory(self) -> bool:
-        """Whether CPU tensors are exchanged through shared memory; unknown before the first exchange."""
+        """Whether CPU tensors go through memory that all ranks share; False before the first exchange."""
         return self._transports.memory is not None
 
     @property
     def sums_itself(self) -> bool:
-        """Whether lagom sums CPU tensors itself; unknown before the first exchange, equal on all ranks."""
+        """Whether shared memory or ``HostTransport`` sums CPU tensors; False before the first exchange.
+
+        Equal on all ranks.
+        """
         return self._transports.has_fast
 
     @property
@@ -162,16 +168,18 @@ class Group(RequestExchange):
 
     @property
     def reduces_parts(self) -> bool:
-        """Whether ``reduce_parts_aside`` is available; unknown before the first exchange, equal on all ranks."""
+        """Whether ``reduce_parts_aside`` is available; False before the first exchange, equal on all ranks."""
         return self.shares_memory
 
     def reduce_parts_aside(self, whole: torch.Tensor, counts: Sequence[int], out: torch.Tensor) -> Work:
-        """Begin a reduce-scatter of ``whole``, ordered among the calls of ``all_reduce_aside`` and with the same bits.
+        """Begin a reduce-scatter of ``whole``, in one order with the calls of ``all_reduce_aside``.
+
+        The sums have the same bits as those of ``all_reduce_aside``. Call ``open_aside`` for the CPU before.
 
         Args:
             whole: this rank's numbers: the parts for all ranks, in rank order.
             counts: number of elements of each rank's part.
-            out: receives the sums of this rank's part. It may be ``whole``: the sums then replace this rank's part.
+            out: receives the sums of this rank's part. It may be ``whole`` if this rank's part is all of ``whole``.
         """
         memory = self._aside["cpu"].memory
         assert self._thread is not None
@@ -247,7 +255,7 @@ class Group(RequestExchange):
                 self.exchange(b"")
 
     def connect(self) -> None:
-        """Connect with all ranks unless an exchange has already, to notice when a rank ends; a collective."""
+        """Exchange an empty message, which connects the ranks: from then on they notice when one ends; a collective."""
         self.exchange(b"")
 
     @property
@@ -268,7 +276,10 @@ class Group(RequestExchange):
             self._thread.begin()
 
     def close(self) -> None:
-        """Close the connections to the other ranks, which may still read the messages that they have received."""
+        """Close the connections to the other ranks, except those of gloo and NCCL.
+
+        Other ranks may still read the messages that they have received.
+        """
         if self._thread is not None:
             self._thread.close()
         self._transports.close()

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from lagom.collectives.transport import Merge, Merging
 
 _COMPARED = 4096
-"""Largest message that is compared with its neighbours' messages, since equal neighbours travel once."""
+"""Most bytes of a message that is compared with the one before it, since equal messages in a row travel once."""
 _DELAY = struct.Struct("<IQ")
 _RUN = struct.Struct("<IQ")
 
@@ -35,7 +35,7 @@ class Delay(NamedTuple):
 
 
 Run = tuple[int, "bytes | bytearray | memoryview"]
-"""The number of neighbours that gave the same message, and the message."""
+"""A message, after the number of ranks that gave it, or whose bodies it merges; they are neighbours in host order."""
 
 
 class HostMessages:
@@ -43,7 +43,7 @@ class HostMessages:
 
     Args:
         near: communicator of the ranks of this host; None if this rank is alone there.
-        between: mesh with the ranks that ``partners`` returns; empty if this is not the first rank of its host.
+        between: mesh with the ranks that ``partners`` returns, which are none if this is not the first of its host.
         homes: the ranks of each host.
     """
 
@@ -71,8 +71,9 @@ class HostMessages:
         Views are valid until the next call. This rank's own entry is its ``head`` alone.
 
         Raises:
-            OSError: when a rank of another host is gone or did not answer in time.
-            RuntimeError: when a rank of this host is gone or did not answer in time.
+            OSError: on the first rank of a host, when a rank of another host is gone or did not answer in time.
+            RuntimeError: when a rank of this host is gone or did not answer in time, and on all other ranks of a host
+                whose first rank has failed.
         """
         return self._rows(self._runs(head, body, None), head)
 
@@ -138,7 +139,7 @@ class HostMessages:
         return rows
 
     def _gather(self, head: bytes, body: memoryview | None) -> list[Run]:
-        """Return the messages of this host's ranks."""
+        """Return the messages of this host's ranks; only the first rank uses them."""
         own = head if body is None or not self._leads else bytearray().join((head, body))
         if self._near is None:
             return [(1, own)]
@@ -196,7 +197,10 @@ class HostMessages:
         return bytearray().join(packed)
 
     def _count_for(self, sender: int, waited_ns: int, delay: Delay) -> None:
-        """Count a wait for ``sender``: up to the sender's own ``delay`` for the rank that delayed it."""
+        """Count a wait for ``sender``.
+
+        As much of the wait as ``delay``, the sender's own longest wait, counts for the rank that delayed the sender.
+        """
         passed_on = min(waited_ns, delay.ns)
         self._count(Delay(delay.rank, passed_on))
         self._count(Delay(sender, waited_ns - passed_on))
@@ -245,7 +249,8 @@ def connect_messages(
 
     Args:
         ip: address at which other hosts reach this one.
-        all_gather: gathers a text of every rank, here the address at which the rank listens. The text is not secret.
+        all_gather: gathers a text of every rank, here its host and the address at which it listens. These texts are not
+            secret.
         credentials: key and certificates that the run's ranks share.
         timeout_s: how long an exchange will wait for a rank.
         hosts: the transport over several hosts; None if no ranks share memory, or all ranks are on one host.
@@ -304,8 +309,8 @@ def _unpack(message: memoryview) -> tuple[Delay, list[Run]]:
 # an all-gather by recursive multiplying (Ruefenacht, Bull and Booth, "Generalisation of recursive doubling for
 # AllReduce", 2017). The sizes of blocks are as equal as the number of hosts allows. There are as few rounds as with
 # blocks of 8, and as few messages as so many rounds allow: 8 hosts take one round of 7 messages, 16 hosts two rounds of
-# 3, and 1,000 hosts four rounds with 19 in all. Ranks that are not first have no socket. At the end each first rank
-# writes all messages into its host's memory.
+# 3, and 1,000 hosts four rounds with 19 in all. Ranks that are not first send nothing over sockets. At the end each
+# first rank writes all messages into its host's memory.
 #
 # Bodies that can be merged, such as small gradients, are merged on the way: first the bodies of a host's ranks, in rank
 # order, then those of the blocks of each round, in the order of their hosts. So a message is as large as the message of

@@ -69,7 +69,7 @@ class HostRing:
         _all.add(self)
 
     def set_timeout(self, timeout_s: float) -> None:
-        """Set how long exchanges that begin from now on wait for a neighbour."""
+        """Set how long exchanges that the thread starts from now on wait for a neighbour."""
         self._timeout_s = min(timeout_s, _LONGEST_S)
 
     def all_reduce(self, tensor: torch.Tensor, num_pieces: int = 1) -> Work:
@@ -244,12 +244,13 @@ os.register_at_fork(after_in_child=_forget_all)
 # (reduce-scatter); n - 1 further steps bring these sums to all hosts (all-gather). So 2 (n - 1) / n of the tensor cross
 # each connection (Patarasu and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations", 2009). All
 # hosts copy the same sums, so they have the same bits. No byte is overwritten before it is sent: the sum that arrives
-# for a part contains the bytes that this host has sent. Each message has its number, size, operation, type and root in
-# its header, so hosts that call different exchanges get an error.
+# for a part contains the bytes that this host has sent. The header of a message has the number of the exchange, its
+# operation, type, root and number of pieces, and the message's size, so hosts that call different exchanges get an
+# error.
 #
 # ``csrc/ring.cpp`` runs this without the GIL, for which it could wait 5 ms in a busy program. ``RingStream`` sends the
 # same messages over encrypted connections. A thread that wakes for each packet spends more time on waking than on sums.
-# So it waits until 128 KB, or the rest of a message, has arrived (SO_RCVLOWAT). A neighbour sends at least so many
-# bytes at once, unless the kernel's buffer is full.
+# So ring.cpp waits until 128 KB, or the rest of a message, has arrived (SO_RCVLOWAT). The sender also waits until it
+# has so many bytes, and sends fewer at once only if the kernel's buffer is full.
 #
 # Connections are made like those of ``Mesh``: both ends prove that they know the run's key, and encrypt if Spark does.

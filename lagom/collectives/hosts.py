@@ -23,15 +23,16 @@ if TYPE_CHECKING:
     from lagom.collectives.sockets.encryption import Credentials
 
 _PIECE = 4 << 20
-"""Bytes of a piece, in all-reduces at least: one piece travels between hosts, the next one within hosts."""
+"""Most bytes of a piece, except of large all-reduces. One piece travels between hosts while the next one is exchanged
+within hosts; only reduce-scatters wait for each piece."""
 _PART = 2 << 20
-"""Most bytes of an all-reduce's piece for each host. Each piece costs the network's latency twice for each host."""
+"""Most bytes for each host in a piece of a large all-reduce: a piece costs the latency twice for each host."""
 _OVERLAPPED = 4
 """Fewest pieces of a large all-reduce, so that some travel between hosts while others are summed within hosts."""
 _SUM = OPERATIONS["sum"]
 BETWEEN = "the exchange between hosts failed"
 _SUMMED = frozenset(TYPES) - {torch.int16, torch.bool}
-"""Types that both sockets and shared memory sum."""
+"""Types that this transport sums; sums of the others go over gloo."""
 _AVERAGED = frozenset(dtype for dtype in _SUMMED if dtype.is_floating_point)
 
 
@@ -42,7 +43,8 @@ class HostTransport(Transport):
 
     Args:
         near: communicator of the ranks of this host; None if this rank is alone there.
-        ring: connects this rank with the first ranks of the neighbouring hosts; None on other ranks.
+        ring: connects this rank with the first ranks of the neighbouring hosts; None if this rank is not the first of
+            its host.
         homes: the ranks of each host.
     """
 
@@ -59,7 +61,10 @@ class HostTransport(Transport):
         self._most = max(map(len, homes))
 
     def carries(self, operation: str, tensors: Sequence[torch.Tensor], reduction: str | None = "") -> bool:
-        """Return whether the reduction, if any, is a sum or an average of types that shared memory sums too."""
+        """Return whether ``operations`` has the operation, and the tensors are dense, on the CPU and fit the reduction.
+
+        A sum takes types in ``_SUMMED``, an average types in ``_AVERAGED``; there are no other reductions here.
+        """
         types = _SUMMED if reduction == "sum" else _AVERAGED if reduction == "avg" else frozenset()
         return super().carries(operation, tensors) and (reduction == "" or types.issuperset([t.dtype for t in tensors]))
 
@@ -121,8 +126,8 @@ class HostTransport(Transport):
         """Begin to gather the ``part`` of every rank, one of ``num_parts``, on the first rank of each host.
 
         Returns:
-            A tensor of shape (hosts, ranks of a host, bytes), complete on first ranks when the work is done; and the
-            work, None on other ranks.
+            A tensor of shape (hosts, most ranks of a host, bytes), complete on first ranks when the work is done; and
+            the work, None on other ranks.
         """
         blocks = torch.empty((len(self.homes), self._most, len(part)), dtype=torch.uint8)
         mine = blocks[self._home]
@@ -181,14 +186,14 @@ class HostTransport(Transport):
             raise
 
     def set_timeout(self, timeout_s: float) -> None:
-        """Set how long ranks of this host wait for each other."""
+        """Set how long this rank waits for ranks of its host, and for neighbouring hosts."""
         if self.ring is not None:
             self.ring.set_timeout(timeout_s)
         if self.near is not None:
             self.near.set_timeout(timeout_s)
 
     def abort(self, rank: int) -> None:
-        """Fail the exchanges in progress on this host's ranks; the error has this rank's number within the host."""
+        """Fail the exchanges in progress on this host's ranks; do nothing if this rank is alone there."""
         if self.near is not None:
             self.near.abort(f"rank {self._place} aborted its process group")
 
@@ -200,7 +205,7 @@ class HostTransport(Transport):
 
 
 def name_ranks(text: str, home: Sequence[int]) -> str:
-    """Replace the rank numbers in an error of ``near``, counted within its host, by the run's rank numbers."""
+    """Replace the rank numbers in ``text``, an error of shared memory, which counts within ``home``, by the run's."""
     known = {str(place): rank for place, rank in enumerate(home)}
     return re.sub(r"\brank (\d+)\b", lambda found: f"rank {known.get(found[1], found[1])}", text)
 
@@ -224,6 +229,9 @@ def connect_hosts(
         all_gather: gathers a text of every rank before the ranks are connected.
         credentials: key and certificates that the run's ranks share.
         timeout_s: how long an exchange will wait for a neighbouring host.
+
+    Raises:
+        OSError: when the first rank of a neighbouring host cannot be reached.
     """
     firsts = [home[0] for home in homes]
     home = firsts.index(rank) if rank in firsts else None

@@ -81,6 +81,6 @@ def _reduced(reduction: str | None) -> frozenset[torch.dtype]:
 #
 # When all ranks are processes of one host, CPU tensors go through memory that they share; see csrc/communicator.hpp.
 # The first exchange finds out, on all ranks together, whether this is possible: if one rank lacks the compiled part, no
-# rank uses shared memory. When ranks are on several hosts, only the operations of ``HostTransport`` use shared memory;
-# see Note [Several hosts] in hosts.py. ``all_reduce_aside``, whose order is independent of other exchanges, has a
-# memory and a thread of its own.
+# rank uses shared memory. When ranks are on several hosts, ``HostTransport`` and ``HostMessages`` use the shared memory
+# of each host; see Note [Several hosts] in hosts.py. ``all_reduce_aside``, whose order is independent of other
+# exchanges, has a memory and a thread of its own.

@@ -1,4 +1,4 @@
-"""``MeshTransport``: exchanges of CPU tensors by messages, for ranks of one host that share no memory."""
+"""``MeshTransport``: exchanges of CPU tensors by messages, on one host, where shared memory does not carry them."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ class MeshTransport(Transport):
         self._mesh.close()
 
     def _rows(self, piece: torch.Tensor) -> list[torch.Tensor]:
-        """Return the pieces of all ranks; valid until the next call."""
+        """Return the ``piece`` of every rank, in rank order; valid until the next call."""
         found = [_tensor(row) for row in self._mesh.exchange(b"", piece.numpy().data)]
         found[self._rank] = piece
         return found

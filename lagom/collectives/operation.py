@@ -19,7 +19,7 @@ RANKS, ASIDE = "ranks", "aside"
 
 
 class Operation:
-    """Context manager that records an exchange in the timeline, and raises its errors as a CollectiveError.
+    """Records an exchange in the timeline, and turns a RuntimeError or an OSError into a CollectiveError.
 
     Args:
         spans: the timeline; None without one.
@@ -52,7 +52,7 @@ class Operation:
             raise named(self._name, error) from error
 
     def goes_on(self, work: Work) -> Work:
-        """Return ``work``, begun in this block, as one that the timeline shows until its ``wait`` has returned."""
+        """Return ``work``, begun in this block, wrapped so that the timeline shows it until its ``wait`` returns."""
         if self._spans is None or type(work) is Done:
             return work
         values = self._start, self._size, self._stream, self._number
@@ -76,7 +76,7 @@ class _RecordedWork:
 
 
 on_failure: list[Callable[[], None]] = []
-"""Called in this process before an exchange that has failed raises its error."""
+"""Functions to call in this process before a failed exchange raises its CollectiveError."""
 
 
 def named(operation: str, error: Exception) -> CollectiveError:

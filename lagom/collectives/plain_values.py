@@ -32,8 +32,8 @@ def all_gather_values(group: _Gathers, value: object) -> list[Any]:
 def encode_value(value: object) -> bytes:
     """Return ``value`` as bytes.
 
-    ``value`` may consist of numbers, texts, bytes, None, slices, ranges, tensors, arrays, torch's types and devices,
-    and of lists, tuples, sets and dicts of them.
+    ``value`` may consist of numbers, texts, bytes, None, slices, ranges, tensors (dense or COO), arrays of numbers,
+    torch's types and devices, and of lists, tuples, sets and dicts of them.
 
     Raises:
         TypeError: when ``value`` has anything else in it.
@@ -47,7 +47,7 @@ def decode_value(data: bytes) -> Any:
     """Return the value that ``encode_value`` encoded as ``data``, with all tensors on the CPU.
 
     Raises:
-        ValueError: when ``data`` is not an encoded value.
+        ValueError: when ``data`` is cut off or has an unknown kind of value. Other damage may raise other errors.
     """
     (size,) = _LENGTH.unpack_from(data)
     position = _LENGTH.size + size

@@ -27,7 +27,10 @@ class RequestExchange(ABC):
 
     def __init__(self) -> None:
         self.serve: Callable[[bytes], None] | None = None
-        """Callback that takes part in the exchange that another rank has requested; None if nothing is requested."""
+        """Callback that is given another rank's request, and takes part in the requested exchange.
+
+        None while ranks make no requests.
+        """
         self.spans: Spans | None = None
         """Timeline that records the exchanges; None without one."""
 
@@ -69,13 +72,13 @@ class RequestExchange(ABC):
         """Return a function that averages ``sections`` in one call of compiled code; None if that is not possible.
 
         The returned function takes a signature, the addresses of the sections' elements and the addresses for the
-        sections' averages, which may be the same. It averages if all ranks call it with the same signature, and returns
-        whether they did. Other ranks may answer a call by ``exchange`` of the signature and the bytes, and may make a
-        request first.
+        sections' averages. Both addresses of a section may be the same, except for types of 2 bytes, whose averages are
+        float32. The function averages if all ranks call it with the same signature, and returns whether they did. Other
+        ranks may answer a call by ``exchange`` of the signature and the bytes, and may make a request first.
 
         Args:
             size: number of bytes of all sections together, with gaps.
-            sections: for each section its first byte, its number of elements, and their type.
+            sections: for each section its first byte, its number of elements, and their floating type.
         """
         near = self._with_room(size)
         if near is None:
@@ -135,6 +138,6 @@ def _asked(rows: Sequence[memoryview]) -> bytes | None:
 # A rank may need data of other ranks (such as a sharded optimizer state) at a place in the program that they do not
 # reach, such as a checkpoint in a branch of rank 0. The rank sends a request to all ranks. Each other rank reads the
 # request in the exchange in which it waits or which it begins next, at the latest in the exchange at the program's end.
-# It takes part in the requested exchange, and then begins its own exchange again. Exchanges of all kinds begin with
-# messages, so requests need no thread, and no rank waits for a message that cannot come. If several ranks make
-# requests, the lowest rank's is served first.
+# It takes part in the requested exchange, and then begins its own exchange again. Whatever lagom exchanges for a
+# program begins with messages, such as signatures. So requests need no thread, and no rank waits for a message that
+# cannot come. If several ranks make requests, the lowest rank's is served first.

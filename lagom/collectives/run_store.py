@@ -28,7 +28,7 @@ _SOON_S, _LATER_S, _LATEST_S = 0.0002, 0.02, 0.5
 _SHARE = 0.05
 """Share of the time waited so far that a rank may sleep before it asks the store again."""
 _PAUSE_S = 0.0002
-"""Pause of a waiting rank between two requests, for each rank that waits: together they send at most 5,000 a second."""
+"""Pause between two requests for each rank that waits: after shorter first pauses, all send 5,000 a second at most."""
 
 
 class SealedStore:
@@ -97,7 +97,10 @@ class SealedStore:
         return self._opened(name, self._awaited(name, timeout_s, num_waiting=num_waiting))
 
     def _awaited(self, name: str, timeout_s: float, unless: str = "", num_waiting: int = 1) -> bytes:
-        """Return the sealed text under ``name``. Torch's stores are polled, since they log a wait that times out."""
+        """Return the sealed text under ``name``, once it is there; see ``awaited`` and ``receive``.
+
+        Torch's own stores are polled, since they log a wait that times out.
+        """
         longest_pause_s = max(_LATER_S, _PAUSE_S * num_waiting)
         start, pause_s = time.monotonic(), max(_SOON_S, _PAUSE_S * num_waiting / 10)
         while True:
@@ -122,7 +125,7 @@ class SealedStore:
 
         Raises:
             TimeoutError: when there is no text in time, or a text under the name ``unless`` comes first.
-            CollectiveError: when the store is gone.
+            CollectiveError: when the store is gone, or the text is not from a rank of this run.
         """
         try:
             text = self._opened(name, self._awaited(name, timeout_s, unless))

@@ -30,7 +30,7 @@ _SPIN_S = 2e-6
 _YIELDS = (200, 10)
 """Yields before a rank sleeps, where each rank has its own core, and where ranks share cores. See Note [Waiting]."""
 _TIMEOUT_S = 60.0
-"""Seconds in which the first rank must give the memory to the others, once all are known to be alive."""
+"""Seconds that the first rank waits for the next rank to ask for the memory, and that others wait for its answer."""
 _SIZE = struct.Struct("<I")
 _Process = tuple[int, int]
 """The pid of a process, and the time at which it was started."""
@@ -57,7 +57,7 @@ def shared(
             connected with new memory, and returned.
 
     Raises:
-        OSError: when a rank ends during the call.
+        OSError, RuntimeError: when a rank ends during the call.
     """
     answers = [json.loads(part) for part in all_gather(json.dumps(_answer()).encode())]
     homes = _homes(answers)
@@ -208,7 +208,7 @@ def _started(pids: Sequence[int]) -> list[_Process]:
     """Return ``pids`` with the times at which the processes were started.
 
     Raises:
-        OSError: when a process has ended, since its pid may be given to another process.
+        OSError: when a process has ended, since its pid may be given to another process. Not if /proc tells no times.
     """
     found = [(pid, int(native().started(pid))) for pid in pids]
     if found[0][1] and not all(started for _, started in found):
@@ -232,15 +232,16 @@ os.register_at_fork(after_in_child=_forget_all)
 # Note [Handing round]
 #
 # The memory is a file without a name (a memfd) of mode 0600: nobody can open it by name, and the kernel frees it when
-# the last process that has it ends, however that process ends. It uses /dev/shm only if a container forbids memfd. The
-# first rank creates the file and sends its descriptor over a Unix socket. A receiver must belong to the same user
-# according to the kernel, and must prove that it knows the run's key and the nonce of this handshake; see handshake.py.
-# The kernel also says the pid of each receiver, so that no rank has to tell its pid to all others. A process that is
-# forked from a rank does not inherit the mapping.
+# the last process that has it ends, however that process ends. Only if a container forbids memfd, the file is in
+# /dev/shm, TMPDIR or /tmp. The first rank of a host creates the file and sends its descriptor over a Unix socket. A
+# receiver must belong to the same user according to the kernel, and must prove that it knows the run's key and the
+# nonce that the first rank has gathered; see handshake.py. The kernel also says the pid of each receiver, so that no
+# rank has to tell its pid to all others. A process that is forked from a rank does not inherit the mapping.
 
 
 # Note [Waiting]
 #
-# A yield costs 0.2 us if no other process needs the core; otherwise the awaited rank can run on it. A rank that spins
-# on a core that the awaited rank needs delays both. Measured for an exchange of 4 KB between 2 ranks on 2 cores, beside
-# a third busy process: 112 us with 100 us of spinning, 2.5 us with yields. Without the third process both take 1 us.
+# A yield costs 0.2 us if no other process needs the core; otherwise the awaited rank can run on the core. A rank that
+# spins on a core that the awaited rank needs delays both. Measured for an exchange of 4 KB between 2 ranks on 2 cores,
+# beside a third busy process: 112 us with 100 us of spinning, 2.5 us with yields. Without the third process both take
+# 1 us.

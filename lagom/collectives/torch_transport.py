@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def refuse_gloo() -> NoReturn:
-    """Raise the error of an exchange that needs gloo, which cannot encrypt, in a run that encrypts between hosts."""
+    """Raise a CollectiveError: gloo, which cannot encrypt, is needed in a run that encrypts between hosts."""
     if native() is None:
         needs = f"lagom was installed without its compiled part ({reason_without_native()}), so tensors go over gloo"
         remedy = "install that part (`lagom doctor` says more)"

@@ -16,16 +16,16 @@ Merge = Callable[[Sequence[memoryview]], memoryview]
 
 
 class Merging(NamedTuple):
-    """Functions that merge the messages of several ranks into one message, such as their sum."""
+    """Functions that merge the bodies of several ranks' messages into one body, such as their sum."""
 
     of_ranks: Merge
-    """Merges the messages of a host's ranks, in rank order."""
+    """Merges the bodies of a host's ranks, in rank order."""
     of_hosts: Merge
-    """Merges messages that are merged already, those of several hosts, in the order of the hosts."""
+    """Merges the results of ``of_ranks`` of several hosts, or its own results, in the order of the hosts."""
 
 
 class Messages(Protocol):
-    """Exchanges of messages between all ranks: a ``Mesh``, or the ``Communicator`` of shared memory."""
+    """Exchanges of messages between all ranks: ``Mesh``, ``HostMessages``, or the ``Communicator`` of shared memory."""
 
     def exchange(self, head: bytes, body: memoryview | None) -> list[memoryview]: ...
     def waited(self) -> list[int]: ...
@@ -35,14 +35,16 @@ class Messages(Protocol):
 class Transport:
     """Exchanges contiguous tensors between all ranks of a group. See Note [Transports].
 
-    A method begins an exchange and returns its work. A transport implements the exchanges named in ``operations``.
+    A method of an exchange begins it and returns its work. A subclass implements the exchanges that it supports, and
+    overrides ``set_timeout``, ``abort`` and ``close`` if they shall have an effect.
 
     Raises:
-        RuntimeError, OSError: from every exchange or its work, when a rank is gone or ranks make different calls.
+        RuntimeError, OSError: from every exchange or its work, when a rank is gone or does not come in time. Also when
+            ranks make different calls, if the transport compares them: ``MemoryTransport`` and ``HostTransport`` do.
     """
 
     operations: frozenset[str] = frozenset()
-    """Names of the exchanges for which ``carries`` of this class may return True."""
+    """Names of the exchanges that this class's ``carries`` accepts; a subclass may override ``carries`` instead."""
     is_asynchronous = False
     """Whether an exchange goes on after its method has returned."""
     memory: Communicator | None = None
@@ -106,6 +108,6 @@ def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
 # shared memory, and hosts (shared memory within a host, sockets between the first ranks of hosts). ``Group`` also uses
 # sockets within one host, torch's process groups (gloo and NCCL), and copies on the CPU for ranks that share a GPU.
 # ``Transports`` chooses a transport for each exchange of a ``Group``. The backend has one transport, and uses gloo for
-# tensors that the transport does not carry. Both ask ``carries``. Its answer depends only on facts that are equal on
-# all ranks: the operation, the reduction, and the types, layouts and devices of the tensors. A new transport is a new
-# file with a subclass, and a line in ``transports.py``.
+# tensors that the transport does not carry. Both ask ``carries`` of shared memory and of hosts. Its answer depends only
+# on facts that are equal on all ranks: the operation, the reduction, and the types, layouts and devices of the tensors.
+# A new transport is a new file with a subclass, and a line in ``transports.py``.

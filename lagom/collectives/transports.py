@@ -36,7 +36,7 @@ log = logging.getLogger("lagom")
 class Transports:
     """Chooses and connects the transports between the ranks of a run.
 
-    A method that returns a transport is a collective if the transport is not connected yet.
+    A method that returns transports, or the exchange of messages, is a collective if these are not connected yet.
 
     Args:
         all_gather: gathers a text of every rank before the ranks are connected.
@@ -45,7 +45,8 @@ class Transports:
         nccl: makes a process group for CUDA tensors, from a name; None if ranks have no GPU, or share one.
         credentials: key and certificates that the run's ranks share.
         ip: address at which ranks on other hosts reach this one.
-        shares_memory: whether ranks may share memory.
+        shares_memory: whether CPU tensors may go through shared memory and lagom's own sockets; otherwise they go over
+            gloo.
     """
 
     def __init__(
@@ -76,11 +77,11 @@ class Transports:
         self._gloo: dict[str, TorchTransport] = {}
         self._opened: list[Transport] = []
         self.memory: Communicator | None = None
-        """Memory that all ranks share, if any; unknown before the first exchange."""
+        """Communicator over memory that all ranks share; None without such memory, and before the first exchange."""
 
     @property
     def has_fast(self) -> bool:
-        """Whether lagom sums CPU tensors itself; unknown before the first exchange, equal on all ranks."""
+        """Whether shared memory or ``HostTransport`` sums CPU tensors; False before ``connect``, equal on all ranks."""
         return bool(self._fast)
 
     @property
@@ -104,7 +105,7 @@ class Transports:
         return self._nccl if self._nccl is not None else StagedTransport(self.choose)
 
     def connect(self) -> Sequence[Transport]:
-        """Return two transports through shared memory; an empty sequence if ranks cannot share memory.
+        """Return two transports of ``connect_memory``; an empty sequence if ranks cannot or may not share memory.
 
         The second is for exchanges that need not keep the order of the first. See Note [Shared memory] in
         memory_transport.py.
@@ -134,13 +135,17 @@ class Transports:
             raise OSError(found)
 
     def messages(self) -> Messages:
-        """Return the exchange of messages: shared memory of all ranks, or sockets."""
+        """Return the exchange of messages: through memory of all ranks, else by sockets, with several hosts by both."""
         if self._fast is None:
             self.connect()
         return self._connect_messages() if self.memory is None else self.memory
 
     def connect_aside(self, device: torch.device) -> Transport:
-        """Return a transport for tensors on ``device`` whose exchanges are ordered independently of all others."""
+        """Return a transport for tensors on ``device`` whose exchanges are ordered independently of all others.
+
+        Args:
+            device: the CPU, or a GPU if every rank has one to itself.
+        """
         if device.type != "cpu" and self._make_nccl is not None:
             by_nccl = TorchTransport(self._make_nccl("nccl aside"))
             # NCCL connects at its first exchange. Run one now, so that it does not connect in the midst of a backward.
@@ -156,7 +161,7 @@ class Transports:
         return self._opened[-1]
 
     def close(self) -> None:
-        """Close the connections to the other ranks."""
+        """Close the connections to the other ranks, except those of gloo and NCCL."""
         if self._messages is not None:
             self._messages.close()
         for transport in self._opened:
@@ -173,14 +178,14 @@ class Transports:
         return connect_messages(self._rank, self._ip, self._all_gather, self._credentials, self._timeout_s, hosts)
 
     def _mesh(self) -> Mesh | None:
-        """Return the mesh for tensors that shared memory does not carry; None with several hosts. See Note [Gloo]."""
+        """Return the mesh for tensors that shared memory does not carry; None if they go over gloo. See Note [Gloo]."""
         if not self._shares_memory or (self._fast and self.memory is None):
             return None
         found = self._connect_messages()
         return found if isinstance(found, Mesh) else None
 
     def _connect_gloo(self, name: str) -> TorchTransport:
-        """Return the transport over the gloo group ``name``, which is made at first. See Note [Gloo]."""
+        """Return the transport over the gloo group ``name``, which the first call makes. See Note [Gloo]."""
         if name not in self._gloo:
             self._gloo[name] = TorchTransport(self._keep_gloo(name, self._rank, self._world_size))
         return self._gloo[name]
@@ -198,13 +203,18 @@ def connect_memory(
     number: int = 1,
     credentials: Credentials = NO_CREDENTIALS,
 ) -> Sequence[Transport] | str:
-    """Return ``number`` transports through shared memory, of one host or several; else the reason; a collective.
+    """Return ``number`` transports through shared memory: ``HostTransport`` with several hosts; a collective.
+
+    If ranks cannot share memory, return the reason as a text.
 
     Args:
         all_gather: gathers a text of every rank before the ranks are connected.
         ip: address at which other hosts reach this one.
         timeout_s: how long an exchange will wait for a rank.
         credentials: key and certificates that the run's ranks share.
+
+    Raises:
+        OSError, RuntimeError: when a rank ends during the call, or cannot be reached.
     """
     found = shared(rank, all_gather, timeout_s, number, credentials.key)
     if isinstance(found, str):
@@ -218,8 +228,8 @@ def connect_memory(
 # Note [Gloo]
 #
 # gloo listens at a port for as long as it lives, accepts every connection without proof, and adds up whatever arrives.
-# So a gloo group is made only when no other transport can carry the tensors: if the program asks for gloo
-# (collectives="gloo"); with several hosts, for the rare operations that ``HostTransport`` does not implement, or for
-# all of them if lagom was installed without its compiled part. On one host, tensors that shared memory does not carry
-# go through Unix sockets: tensors of types that csrc/arithmetic.hpp does not have, or all tensors without the compiled
-# part.
+# So ``Group`` makes a gloo group only when no other transport can carry the tensors: if the config asks for gloo
+# (collectives="gloo"); with several hosts, for the rare operations and types that ``HostTransport`` does not carry, or
+# for all of them if lagom was installed without its compiled part. On one host, tensors that shared memory does not
+# carry go through Unix sockets: tensors of types that csrc/arithmetic.hpp does not have, or all tensors without the
+# compiled part. The backend "lagom" of torch makes gloo groups as torch_backend/registration.py says.

@@ -1,1 +1,4 @@
-"""APIs of Horovod, Maggy and petastorm, served by lagom or made to work beside it; no other room imports this."""
+"""APIs of Horovod, Maggy and petastorm, served by lagom or made to work beside it.
+
+No other room has an import statement for this one: worker/compatible.py loads its packages by name.
+"""

@@ -61,10 +61,10 @@ class ServedModules(importlib.abc.MetaPathFinder):
             self._forget(all_modules=False)
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
-        """Find a served module.
+        """Find a served module; return None for other modules, and for those of installed packages.
 
         Raises:
-            ImportError: for a module that is not served.
+            ImportError: for a module that ``instead`` names.
         """
         package = name.partition(".")[0]
         if package not in self._packages or self._is_elsewhere(package):

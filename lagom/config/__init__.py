@@ -1,4 +1,4 @@
-"""Settings of a run, one file for each config class."""
+"""Settings of runs, searches and ablation studies, one file for each config class."""
 
 from lagom.config.ablation import AblationConfig
 from lagom.config.ablation_study import AblationStudy

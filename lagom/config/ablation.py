@@ -20,7 +20,8 @@ STUDY = "ablation_study"
 class AblationConfig(TrialsConfig):
     """Settings of an ablation study: ``lagom`` trains a function without each feature or layer, and compares.
 
-    Fields that ``TorchDistributedConfig`` has as well apply to each trial.
+    Fields that ``TorchDistributedConfig`` has as well apply to each trial, but ``timeout_s``, ``name``, ``description``
+    and ``run_dir`` to the study. ``verify``, ``timeline``, ``debug`` and ``snapshot_every_s`` are not for trials.
 
     Raises:
         ValueError: when a field has a value it cannot have; nothing has been started then.
@@ -58,7 +59,7 @@ class AblationConfig(TrialsConfig):
         return list(range(first, first + self.seeds))
 
     def of_a_trial(self) -> TorchDistributedConfig:
-        """Return the config of one trial, without a seed: each trial brings its own."""
+        """Return the config of one trial, without its seed, which ``search/on_rank/ablation_change.py`` sets."""
         shared = {each.name: getattr(self, each.name) for each in fields(TorchDistributedConfig)}
         module = self.module if self.module is not None else self.ablation_study.model.base_model_generator
         ranks = {"world_size": self.ranks_per_trial, "timeout_s": self.trial_timeout_s}

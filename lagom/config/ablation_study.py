@@ -12,7 +12,11 @@ Feature = str | int
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Component:
-    """One component that is left out; a pattern in ``layers`` stands for all layers that it matches."""
+    """One component to leave out.
+
+    A pattern in ``layers`` stands for all layers that it matches: for the kind "layer" each is left out alone, for the
+    kind "layers" all together.
+    """
 
     kind: Kind
     name: str
@@ -21,10 +25,10 @@ class Component:
     prefix: bool = False
     """Whether ``layers`` holds a prefix, which stands for all layers whose names begin with it."""
     replacement: Callable[[Any], Any] | None = None
-    """Returns the module that replaces a layer, given that layer. None: the layer's input passes through."""
+    """Returns the module that replaces a layer, given that layer. None: see ``Layers.include``."""
     features: tuple[Feature, ...] = ()
     value: Any = None
-    """Value that all samples have in place of a feature. None: 0, or the most frequent text."""
+    """Value that all samples have in place of a feature. None: see ``Features.include``."""
     drop: bool = False
     """Whether a feature's column or key is removed, instead of set to ``value``."""
     module: Callable[..., Any] | None = None
@@ -40,12 +44,12 @@ class AblationStudy:
     ``study.features.include("age", "fare")``, ``study.model.layers.include("encoder.layers.*", "dropout")``.
 
     Args:
-        training_dataset_name: kept for programs that were written for Maggy, and shown.
+        training_dataset_name: kept for programs that were written for Maggy; only ``to_dict`` returns it.
         training_dataset_version: likewise.
         label_name: name of the column to predict, which cannot be left out.
-        dataset_generator: function that makes a data set. A training function that has a parameter
-            ``dataset_function`` gets it; the data set that it makes is without the features that the trial leaves out.
-        feature_names: names of the columns of a data set whose samples are tensors; otherwise their numbers are used.
+        dataset_generator: function that makes a data set. A training function with the parameter ``dataset_function``
+            gets this function, changed so that its data set lacks the features that the trial leaves out.
+        feature_names: names of the columns of a data set whose samples are tensors, for use in place of numbers.
     """
 
     def __init__(
@@ -69,7 +73,7 @@ class AblationStudy:
 
     @property
     def components(self) -> list[Component]:
-        """Return the components in the order of Maggy's trials: features, layers, groups of layers, models."""
+        """Return the components: features, groups of features, layers, groups of layers, models."""
         return [*self.features.components, *self.model.layers.components, *self.model.components]
 
     def to_dict(self) -> dict[str, Any]:
@@ -118,14 +122,18 @@ class Features(_Included):
 
         Args:
             features: names, numbers of columns, or lists of these.
-            value: value that all samples have instead; None: 0, or the most frequent text of the train set.
+            value: value that all samples have instead; None: 0, for texts the most frequent text of the train set, or
+                an empty text if the data set makes samples one by one.
             drop: remove the column or key, for programs that take the width of the model from the data.
+
+        Raises:
+            ValueError: for the study's ``label_name``, or what is neither a name nor a number.
         """
         for name in self._checked(features):
             self._add(Component(kind="feature", name=str(name), features=(name,), value=value, drop=drop))
 
     def include_groups(self, *groups: Sequence[Feature], value: Any = None, drop: bool = False) -> None:
-        """Leave out each of ``groups``, lists of features, all features of a group together."""
+        """Leave out each of ``groups``, lists of features, all features of a group together; else as ``include``."""
         for group in groups:
             names = _group("features", group, (str, int))
             self._checked(names)
@@ -133,12 +141,12 @@ class Features(_Included):
             self._add(Component(kind="features", name=name, features=tuple(names), value=value, drop=drop))
 
     def exclude(self, *features: Feature | Sequence[Feature]) -> None:
-        """Keep ``features``, which were included."""
+        """Undo ``include`` for ``features``; groups with them stay included."""
         for name in _flat("features.exclude", features, (str, int)):
             self._remove("feature", str(name))
 
     def exclude_groups(self, *groups: Sequence[Feature]) -> None:
-        """Keep ``groups``, which were included."""
+        """Undo ``include_groups`` for ``groups``, given with their features in the same order."""
         for group in groups:
             self._remove("features", " + ".join(map(str, group)))
 
@@ -173,7 +181,7 @@ class Model:
         self.components: list[Component] = []
 
     def set_base_model_generator(self, base_model_generator: Callable[..., Any]) -> None:
-        """Set the module class or factory, in place of ``module=`` in the config."""
+        """Set the module class or factory to use if the config has no ``module``."""
         if not callable(base_model_generator):
             raise ValueError(f"the base model generator is {base_model_generator!r}; want a class or function")
         self.base_model_generator = base_model_generator
@@ -202,7 +210,8 @@ class Layers(_Included):
         Args:
             layers: names, patterns, or lists of these.
             replacement: called with the layer; returns the module that stands in its place. None: the layer's input
-                passes through, which needs a layer whose output has the shape of its input.
+                passes through, which needs a layer whose output has the shape of its input; a ``ModuleList`` or
+                ``ModuleDict`` becomes empty.
         """
         for name in _flat("layers.include", layers, (str,)):
             self._add(Component(kind="layer", name=name, layers=(name,), replacement=replacement))
@@ -220,12 +229,12 @@ class Layers(_Included):
             self._add(replace(component, replacement=replacement))
 
     def exclude(self, *layers: str | Sequence[str]) -> None:
-        """Keep ``layers``, which were included."""
+        """Undo ``include`` for ``layers``, names or patterns as they were given; groups with them stay included."""
         for name in _flat("layers.exclude", layers, (str,)):
             self._remove("layer", name)
 
     def exclude_groups(self, *groups: Sequence[str], prefix: str | None = None) -> None:
-        """Keep ``groups``, and the group of ``prefix``, which were included."""
+        """Undo ``include_groups`` for ``groups``, given in the same order, and for the group of ``prefix``."""
         for component in self._groups(groups, prefix):
             self._remove("layers", component.name)
 

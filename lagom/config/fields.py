@@ -1,4 +1,4 @@
-"""Explain a config class: its fields in ``help()``, and in one-line errors a wrong name or use."""
+"""``explain_fields``: shows the meaning of a config's fields in ``help()``, and explains a wrong name in one line."""
 
 from __future__ import annotations
 

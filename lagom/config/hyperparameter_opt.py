@@ -22,7 +22,8 @@ _MAGGYS_NAMES = {"randomsearch": "random", "gridsearch": "grid"}
 class HyperparameterOptConfig(TrialsConfig):
     """Settings of a search for the best hyperparameters of a training function, by several trials at a time.
 
-    Fields that ``TorchDistributedConfig`` has as well apply to each trial.
+    Fields that ``TorchDistributedConfig`` has as well apply to each trial, but ``timeout_s``, ``name``, ``description``
+    and ``run_dir`` to the search. ``verify``, ``timeline``, ``debug`` and ``snapshot_every_s`` are not for trials.
 
     Raises:
         ValueError: when a field has a value it cannot have; nothing has been started then.
@@ -64,7 +65,7 @@ class HyperparameterOptConfig(TrialsConfig):
 
     @property
     def reports_pass_losses(self) -> bool:
-        """Return whether the mean loss of a pass counts as the metric of a program that logs none."""
+        """Return whether the mean loss of each pass over a loader stops bad trials, if the program logs no metric."""
         stops = self.es_policy != "none" or self.optimizer in ("asha", "hyperband")
         words = {word for word in re.split(r"[^a-z]+", self.optimization_key.lower()) if word}
         return stops and self.direction == "min" and "loss" in words and words <= {"loss", "train", "training"}

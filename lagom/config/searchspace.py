@@ -33,7 +33,10 @@ class Parameter:
 
     @property
     def labels(self) -> list[Any]:
-        """Return the label of each listed value in Optuna's study: the value itself, or texts if any is an object."""
+        """Return the label of each listed value in Optuna's study: the value itself, or a text.
+
+        All labels are texts if a value is an object or NaN, or if two values are equal, such as 1 and True.
+        """
         # NaN is not equal to itself, so ``value`` could not find it again if it were its own label.
         if all(type(one) in _PLAIN and one == one for one in self.values) and not _has_equals(self.values):
             return list(self.values)
@@ -88,7 +91,11 @@ class Searchspace:
             self.add(name, spec)
 
     def add(self, name: str, value: Sequence[Any]) -> None:
-        """Add the hyperparameter ``name``, where ``value`` is ``(type, values)`` or ``(type, values, "log")``."""
+        """Add the hyperparameter ``name``, where ``value`` is ``(type, values)`` or ``(type, values, "log")``.
+
+        Raises:
+            ValueError: if the entry cannot be searched, or there is one with this name.
+        """
         if not isinstance(name, str) or not name:
             raise ValueError(f"searchspace has the name {name!r}; names are strings, such as 'lr'")
         if name in self._parameters:
@@ -121,11 +128,11 @@ class Searchspace:
         return [(each.type, each.values) for each in self.parameters]
 
     def items(self) -> Iterator[dict[str, Any]]:
-        """Iterate over the hyperparameters, as over the searchspace itself."""
+        """Iterate over the hyperparameters as dicts ("name", "type", "values"), as over the searchspace itself."""
         return iter(self)
 
     def json(self) -> str:
-        """Return the entries as JSON, with labels in place of objects."""
+        """Return the entries as JSON, with ``labels`` in place of listed values."""
         entries = {
             each.name: (each.type, each.values if each.type in _RANGES else each.labels, *each.spec()[2:])
             for each in self.parameters

@@ -1,4 +1,4 @@
-"""``TorchDistributedConfig``: one training function, data-parallel over the ranks of a cluster."""
+"""``TorchDistributedConfig``: settings of one run of a training function, data-parallel over ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``TrialsConfig``: settings that searches and ablation studies share: how many trials of one function run."""
+"""``TrialsConfig``: settings that searches and ablation studies share, for many trials of one function."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ _DIRECTIONS = {"min": "min", "minimize": "min", "max": "max", "maximize": "max"}
 class TrialsConfig(TorchDistributedConfig):
     """Settings of many trials of a training function, several at a time.
 
-    Fields that ``TorchDistributedConfig`` has as well apply to each trial.
+    Fields that ``TorchDistributedConfig`` has as well apply to each trial, but ``timeout_s``, ``name``, ``description``
+    and ``run_dir`` to all together. ``verify``, ``timeline``, ``debug`` and ``snapshot_every_s`` are not for trials.
     """
 
     optimization_key: str = "Metric"
@@ -73,11 +74,11 @@ class TrialsConfig(TorchDistributedConfig):
 
     @property
     def reports_pass_losses(self) -> bool:
-        """Return whether the mean loss of a pass counts as the metric of a program that logs none."""
+        """Return whether the mean loss of each pass over a loader stops bad trials, if the program logs no metric."""
         return False
 
     def of_a_trial(self) -> TorchDistributedConfig:
-        """Return the config of one trial: the fields that a run has."""
+        """Return the config of one trial: the fields that a run has, with the ranks and time limit of a trial."""
         shared = {each.name: getattr(self, each.name) for each in fields(TorchDistributedConfig)}
         ranks = {"world_size": self.ranks_per_trial, "timeout_s": self.trial_timeout_s}
         return TorchDistributedConfig(**shared | ranks)

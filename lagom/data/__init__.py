@@ -1,4 +1,7 @@
-"""Parquet tables as data sets: each rank reads an even share of the rows, at the speed of the disk."""
+"""Parquet tables as data sets of torch, shuffled at the speed of the disk; their rows are split evenly over ranks.
+
+Rows are split where the config splits batches; with ``batches="whole"`` every rank gets all rows.
+"""
 
 from __future__ import annotations
 

@@ -64,14 +64,18 @@ class RankDebugger:
             yield
 
     def hook(self, *_: object, header: str | None = None, **__: object) -> None:
-        """Stop the caller if this is the rank to stop; replaces ``sys.breakpointhook`` and ``pdb.set_trace``."""
+        """Stop the caller if this is the rank to stop; replaces ``sys.breakpointhook`` and ``pdb.set_trace``.
+
+        Raises:
+            LagomError: if no rank can stop here (see ``_stops``), or the driver gives no turn (see ``begin``).
+        """
         if not self._stops():
             return
         self.begin()
         pdb = self._pdb()
         if header is not None:
             pdb.message(header)
-        pdb.set_trace(sys._getframe(1))  # the last call here: pdb stops at the next one
+        pdb.set_trace(sys._getframe(1))  # the last line here: pdb stops at the next line, in the caller
 
     @contextlib.contextmanager
     def post_mortem(self) -> Iterator[None]:
@@ -88,8 +92,12 @@ class RankDebugger:
     def begin(self, error: Exception | None = None) -> None:
         """Wait for this rank's turn at the prompt, unless this thread has it already.
 
+        Args:
+            error: exception with which the rank has failed; None at a breakpoint.
+
         Raises:
-            LagomError: if nobody can type there.
+            LagomError: if the driver refuses, as when nobody can type there or ``error`` follows from another rank's
+                failure, or cannot be reached.
         """
         if self._stopped == threading.get_ident():
             return
@@ -108,7 +116,7 @@ class RankDebugger:
         """Send a message of this debugger, and return the line that was typed.
 
         Raises:
-            LagomError: if nobody can type there.
+            LagomError: if the driver refuses, as when nobody can type there, or cannot be reached.
         """
         answer = self._ask({"type": "debug", **message})
         if "refused" in answer:
@@ -196,5 +204,6 @@ class RankDebugger:
 # gets the turn (the chosen rank, else the first), and the others wait until the end of the run.
 #
 # A typed command runs in the middle of the program on one rank. Patches do nothing then, as in a process forked from
-# the rank, so that a model's call is computed whole, without the other ranks. Random generators are restored, since
-# they have to stay equal on all ranks. A typed command can change the program's own values, on this rank alone.
+# the rank, so that a model's call is computed whole, without the other ranks. Random generators are restored (in the
+# main thread), since they have to stay equal on all ranks. A typed command can change the program's own values, on this
+# rank alone.

@@ -20,7 +20,7 @@ _CALLERS = (os.path.join(_OWN, "worker") + os.sep, os.path.join(_OWN, "program",
 
 
 class DriverStream(io.TextIOBase):
-    """The driver's terminal, as a file: writes are collected and sent with the next read."""
+    """The driver's terminal, as a file: writes are collected, and sent with the next read or by ``send``."""
 
     encoding = "utf-8"
 

@@ -1,4 +1,7 @@
-"""``refuse``: stands for ``breakpoint()`` in a process that a rank has spawned, which finds it by PYTHONBREAKPOINT."""
+"""``refuse``: refuses ``breakpoint()`` in a process that a rank has started.
+
+A spawned process finds ``refuse`` by PYTHONBREAKPOINT; in a forked process, ``RankDebugger.hook`` calls it.
+"""
 
 from __future__ import annotations
 

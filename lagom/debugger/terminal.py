@@ -16,7 +16,7 @@ from lagom.wire.client import Message
 from lagom.wire.server import DriverServer
 
 CHOSEN_S = 10.0
-"""Time for the chosen rank to fail too, before another failed rank gets its turn."""
+"""Seconds for the chosen rank to fail too, before another failed rank gets its turn."""
 NOBODY = "nobody can type at the driver: its standard input is no terminal, and it is no notebook with input"
 
 
@@ -159,7 +159,7 @@ class DebugTerminal:
 
 
 def _typed(prompt: str) -> Message:
-    """Return the answer with the line that the person types, empty at the end of the input."""
+    """Return the answer with the line that the person types, "" at the end of input; or a refusal if there is none."""
     try:
         return {"line": input(prompt) + "\n"}
     except EOFError:

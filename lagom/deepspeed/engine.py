@@ -33,7 +33,7 @@ class Engine:
         self.optimizer = optimizer
         self.leaves = [p for p in module.parameters() if p.requires_grad]
         self.num_backwards = 0
-        """Backwards since the last step."""
+        """Backwards since the last step that changed parameters."""
         self._stage = stage
         self._reached: set[int] = set()
         enabled = engine.fp16_enabled(), engine.bfloat16_enabled()
@@ -43,7 +43,7 @@ class Engine:
 
     @property
     def keeps_gradients(self) -> bool:
-        """Whether the engine, and not ``Parameter.grad`` and the optimizer, holds whole gradients and the state."""
+        """Whether the engine holds gradients and optimizer state, instead of ``Parameter.grad`` and the optimizer."""
         engine = self._engine
         averages = engine.managed_gradient_accumulation() and engine.gradient_accumulation_steps() == 1
         return self._stage > 0 or self.dtype is not None or not averages
@@ -79,11 +79,14 @@ class Engine:
             engine._running_engine_backward = engine._running_engine_backward_count > 0
 
     def unreached(self) -> int:
-        """Return the number of trained parameters that no backward has reached since the last step."""
+        """Return the number of trained parameters that no backward has reached since the last step that changed any."""
         return sum(id(p) not in self._reached for p in self.leaves)
 
     def step(self) -> None:
-        """Call ``engine.step()``. If the engine counts accumulation, only every n-th call changes parameters."""
+        """Call ``engine.step()``.
+
+        If the engine counts accumulation, only every n-th call changes parameters (n: its accumulation steps).
+        """
         self._take_changes()
         counts = self._engine.managed_gradient_accumulation()
         is_step = self._engine.is_gradient_accumulation_boundary() if counts else True
@@ -109,7 +112,7 @@ class Engine:
             zero._link_all_hp_params()  # the links that DeepSpeed made before still point at the copies
 
     def _masters(self) -> Iterator[tuple[torch.Tensor, Any]]:
-        """Yield a pair for each parameter group: this rank's part of the parameters, and DeepSpeed's master copy."""
+        """Yield, at stages 1 and 2, this rank's part of each parameter group and DeepSpeed's master copy of it."""
         zero = self._engine.optimizer
         if self._stage not in (1, 2) or not hasattr(zero, "parallel_partitioned_bit16_groups"):
             return

@@ -44,7 +44,8 @@ def driven_by_deepspeed(session: Session) -> Iterator[None]:
     """Patch torch for a run: DeepSpeed's engine averages gradients and steps, at ZeRO stage ``zero_lvl``.
 
     Raises:
-        LagomError: if DeepSpeed is not installed, or ``mixed_precision`` asks lagom for fp16 loss scaling.
+        LagomError: if DeepSpeed is not installed or cannot build its op for NVMe, or if ``mixed_precision`` asks lagom
+            for fp16 loss scaling.
     """
     plan = session.plan
     if plan.config.mixed_precision and autocast_dtype(plan.config.mixed_precision, session.device) is torch.float16:
@@ -99,7 +100,8 @@ class Driver:
         """Start an engine for the parameters of ``module``, unless one drives them; for outermost training forwards.
 
         Raises:
-            LagomError: if several optimizers step these parameters.
+            LagomError: if several optimizers step these parameters, if no module has all parameters of their optimizer,
+                or if DeepSpeed cannot step it as one process does.
         """
         mine = {id(p) for p in module.parameters() if p.requires_grad}
         if not mine or self.engines.drives(module.parameters()):
@@ -120,7 +122,11 @@ class Driver:
             del self.session.modules[one]  # the engine is an nn.Module too, but not one of the program's
 
     def _whole(self, optimizer: Optimizer) -> nn.Module:
-        """Return the smallest module of the program that holds all parameters of ``optimizer``."""
+        """Return the smallest module of the program that holds all parameters of ``optimizer``.
+
+        Raises:
+            LagomError: if there is none.
+        """
         wanted = {id(p) for p in _parameters(optimizer)}
         made: list[nn.Module] = list(self.session.modules.finished_modules())
         able = [module for module in made if wanted <= {id(p) for p in module.parameters()}]

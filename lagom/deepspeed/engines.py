@@ -108,7 +108,8 @@ class Engines:
             step: the unpatched ``step`` of the optimizer's class; None without an optimizer.
 
         Raises:
-            LagomError: if DeepSpeed's steps with this optimizer would differ from those of one process.
+            LagomError: if DeepSpeed's steps with this optimizer would differ from those of one process, if DeepSpeed
+                would drop the optimizer's state, or if there is no optimizer.
         """
         if optimizer is not None and step is not None:
             self._check(optimizer, step)

@@ -43,8 +43,8 @@ _kept: list[Any] = []
 def own_init_process_group(session: Session) -> Iterator[None]:
     """Context manager in which ``init_process_group`` makes a group of lagom's ranks and turns the patches off.
 
-    At the end, destroy a group that the program has left initialized, and restore ``sys.excepthook``, which torch sets.
-    See Note [Joining].
+    At the end, restore ``sys.excepthook``, which torch sets, and destroy a group that the program has left initialized;
+    after a failure, only if there is one rank. Rank 0 then waits for the other ranks. See Note [Joining].
     """
     original = distributed_c10d.init_process_group
     was_initialized = dist.is_initialized()
@@ -128,7 +128,7 @@ class _Joining:
         _kept.append(dist.group.WORLD)
 
     def _share_memory(self) -> None:
-        """Make "lagom" the default backend for CPU tensors until the run's end, if ranks share memory."""
+        """Make "lagom" the default backend for CPU tensors until the run's end, if ``Group.sums_itself``."""
         if self._session.group is None or not self._session.group.sums_itself:
             return
         register(*_credentials(self._session))
@@ -244,15 +244,15 @@ def _wait_for_all(session: Session) -> None:
 # gets an error, since it has split its data or its work by them. At world size 1 the call is left to torch.
 #
 # A program that names no backend gets a default for its device. On the CPU the default is "lagom" if ranks share
-# memory, else gloo. "lagom" works as a default because its group is a Python object: for other groups torch assumes
-# that a backend without a name is gloo, and DDP asks for gloo. A program that names "gloo" gets gloo, since it may need
-# features that only gloo has.
+# memory, or lagom connects their hosts (``HostTransport``); else gloo. "lagom" works as a default because its group is
+# a Python object: for other groups torch assumes that a backend without a name is gloo, and DDP asks for gloo. A
+# program that names "gloo" gets gloo, since it may need features that only gloo has.
 #
-# From then on the program itself does the work that lagom does for other programs, so all patches are off (session.live
-# is False). A loader follows its sampler, a backward reduces nothing, BatchNorm uses the rank's own statistics, and
-# forwards draw from the common stream, whose start is equal on all ranks. Ranks write to the same disk without lagom's
-# checks. All this holds also after destroy_process_group. The call must not come late: if a loader was split or
-# gradients were averaged before it, results would differ from those under torchrun, so this is an error.
+# After the first call the program itself does the work that lagom does for other programs, so all patches are off
+# (session.live is False). A loader follows its sampler, a backward reduces nothing, BatchNorm uses the rank's own
+# statistics, and forwards draw from the common stream, whose start is equal on all ranks. Ranks write to the same disk
+# without lagom's checks. All this holds also after destroy_process_group. The call must not come late: if a loader was
+# split or gradients were averaged before it, results would differ from those under torchrun, so this is an error.
 #
 # All ranks must make the first call. It begins with an exchange that detects ranks at another place of the program (a
 # backward, a loader, the end), and raises an error on all ranks. After it, torch's timeouts hold.

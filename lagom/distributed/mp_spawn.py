@@ -25,7 +25,11 @@ if TYPE_CHECKING:
 def own_mp_spawn(session: Session) -> Iterator[None]:
     """Context manager in which ``spawn`` of a function that starts a process group calls it on lagom's ranks.
 
-    ``spawn(f, args, nprocs=world_size)`` calls ``f(rank, *args)`` in this process. Another number is an error.
+    ``spawn(f, args, nprocs=world_size)`` calls ``f(rank, *args)`` in this process.
+
+    Raises:
+        LagomError: from ``spawn`` with another number or with ``join=False``, and from the start of another process
+            whose function starts a process group.
     """
     module = sys.modules["torch.multiprocessing.spawn"]  # as an attribute of the package, the name is the function
     original: Callable[..., Any] = torch.multiprocessing.spawn

@@ -23,7 +23,7 @@ _DIAL_S = 3.0
 def examine(reporter: Any, address: tuple[str, int] | None) -> dict[str, Any]:
     """Return facts about this rank: versions, cores, memory, GPU, disk, network, and the speed of exchanges.
 
-    Sizes are in bytes, times in seconds. A collective: all ranks must call it.
+    Sizes are in bytes, times in seconds, speeds in bytes per second. A collective: all ranks must call it.
 
     Args:
         reporter: the run's reporter, which has the session.

@@ -13,7 +13,7 @@ _SCRATCH = 1 << 30  # bytes
 _MEMORY = 1 << 30
 _SHARED = 256 << 20
 _FILES = 4096  # enough for the host process of 400 ranks, and for programs with many loader workers
-_SHOWN = 8  # most hosts that one finding lists
+_SHOWN = 8  # most hosts that the finding about the network lists
 _CLOCK_S = 1.0
 _LAUNCH_S = 10.0
 
@@ -120,7 +120,10 @@ def _memory(facts: Facts) -> Finding:
 
 
 def _network(facts: Facts) -> Finding | None:
-    """Return a finding that lists the hosts' network interfaces; it always passes, since the ranks have connected."""
+    """Return a finding that lists the hosts' network interfaces; None for one rank.
+
+    The finding always passes, since the ranks have connected.
+    """
     if len(facts) < 2 or facts[0]["ip"] is None:
         return None
     by_host = {one["host"]: f"{one['interface'] or 'an unnamed interface'} ({one['ip']})" for one in facts}

@@ -30,7 +30,8 @@ _MARKS = {"pass": "pass", "warn": "WARN", "fail": "FAIL"}
 def visit(config: TorchDistributedConfig) -> list[Finding]:
     """Start a run with ``config`` whose ranks examine their hosts, and return the findings.
 
-    Errors that keep the run from starting become findings too; none are raised.
+    On Spark, a survey of the executors comes first; if the survey fails, there is no run. Errors of the survey and the
+    run become findings too; none are raised.
     """
     found = [check_this_process(config.launcher)]
     try:

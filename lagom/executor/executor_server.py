@@ -89,7 +89,10 @@ class _Server:
             self._selector.register(self._parent_fd, selectors.EVENT_READ, self._see_parents_end)
 
     def serve(self, folder: Path) -> None:
-        """Run the workers' tasks until the parent of the workers has ended, or ``_UNUSED_S`` after the last worker."""
+        """Run the workers' tasks until the parent of the workers has ended, or ``_UNUSED_S`` after the last worker.
+
+        Without torch, end with the last worker.
+        """
         while not self._retires(folder):
             for key, _ in self._selector.select(self._patience()):
                 key.data()

@@ -22,7 +22,7 @@ _MAX_PEERS = 32
 
 
 def look_around(driver: tuple[str, int] | None, barrier: bool, env: Mapping[str, str]) -> Iterator[Any]:
-    """Yield one row of ``SURVEY_SCHEMA`` with the facts of this task, as JSON.
+    """Yield one row of ``SURVEY_SCHEMA`` (launchers/spark_task.py) with the facts of this task, as JSON.
 
     Args:
         driver: the address on which the driver listens; None if it has no address.
@@ -56,7 +56,10 @@ def _version(package: str) -> str | None:
 
 
 def _reach(context: Any, driver: tuple[str, int] | None, env: Mapping[str, str]) -> dict[str, Any]:
-    """Return this task's address, and the other hosts that it could not reach, with the reasons."""
+    """Return this task's address, and whether it could reach the driver and other hosts, with the reasons if not.
+
+    All tasks of the stage call this together.
+    """
     ip, why, to_driver = None, "", None
     listener = None
     with contextlib.ExitStack() as stack:
@@ -95,7 +98,7 @@ def _towards(driver: tuple[str, int] | None) -> tuple[str | None, str | None]:
 
 
 def peers_to_dial(mine: Mapping[str, Any], everyone: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Return the tasks to dial: one task on each other host, beginning with the tasks that follow this one."""
+    """Return the tasks to dial: one on each other host, on at most ``_MAX_PEERS``, from the task after this one on."""
     ordered = sorted(everyone, key=lambda one: ((one["task"] - mine["task"]) % (len(everyone) * 2), one["task"]))
     by_host: dict[str, Mapping[str, Any]] = {}
     for one in ordered:

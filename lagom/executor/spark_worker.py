@@ -29,8 +29,11 @@ def run_task(spec: RunSpec) -> Iterator[Any]:
     """Run this task's ranks, or trials of a search; yield rows with the outcomes of ranks.
 
     Raises:
+        PlanError: if this executor's Python, torch or GPUs do not fit, or Spark has started the task a second time.
         RuntimeError: with the first failure in its text, if this task has no link to the driver.
-        LagomError: if this host cannot run trials; Spark then starts the task again, on another host if possible.
+        RankError: if the process that held the ranks was killed, and had no link to the driver.
+        LagomError: if this host cannot run ranks or trials; Spark starts a task of trials again, on another host if
+            possible.
     """
     from pyspark import BarrierTaskContext, TaskContext
 
@@ -112,7 +115,11 @@ def _check(spec: RunSpec, context: Any) -> None:
 
 
 def gpus_of_task(spec: RunSpec, context: Any) -> Sequence[str]:
-    """Return one GPU address per rank of this task, in the form of CUDA_VISIBLE_DEVICES."""
+    """Return this task's GPUs, one or more for each rank, as entries for CUDA_VISIBLE_DEVICES; [] without GPUs.
+
+    Raises:
+        PlanError: if Spark gave the task fewer GPUs than it has ranks.
+    """
     if not spec.plan.gpu:
         return []
     resources = context.resources()

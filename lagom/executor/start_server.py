@@ -9,7 +9,7 @@ from typing import Any
 
 
 def find_spec(root: str, name: str, path: Sequence[str] | None, target: Any = None) -> Any:
-    """Find lagom in ``root``, before the finder of an editable installation; spark_task.py has the same for workers."""
+    """Find lagom in ``root``, before the finder of an editable installation; as launchers/spark_task.py does."""
     if name.partition(".")[0] != "lagom":
         return None
     return importlib.machinery.PathFinder.find_spec(name, [root] if path is None else path)

@@ -1,7 +1,8 @@
-"""A disk for each rank, so that it reads back its own writes: rank 0 has the real disk, any other rank an overlay.
+"""A disk for each rank, from which the rank reads back its own writes.
 
-Start with ``install.py``: it has the patches and all functions below. Then read ``overlay.py``, the disk of other
-ranks. For ``torch.save`` start with ``saving.py``.
+Rank 0 has the real disk, except in a search or a rehearsal. Any other rank has an overlay: its changes go to a folder
+of its own. Start with ``install.py``: it has the patches and all functions below. Then read ``overlay.py``. For
+``torch.save`` start with ``saving.py``.
 """
 
 from lagom.files.install import (

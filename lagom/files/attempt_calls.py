@@ -94,7 +94,7 @@ class ProtectedFirstRank(FirstRankCalls):
         return call
 
     def _io_open(self, opened: Callable[..., int], plain: Callable[..., Any]) -> Callable[..., Any]:
-        """Return ``io.open`` for rank 0, which notes when files that it creates or empties are closed."""
+        """Return an ``io.open`` for rank 0 that notes when the files that it has created or emptied are closed."""
 
         @functools.wraps(plain)
         def call(
@@ -210,7 +210,10 @@ def _before(call: Callable[..., Any], key_of: Key, note: Callable[..., None]) ->
 
 
 def _restore(found: dict[str, Any], restored: RestoredFiles, key_of: Key) -> None:
-    """Replace functions in ``found`` so that they treat files that a lost attempt has made as not there yet."""
+    """Replace functions in ``found``: what a lost attempt has made, removed or renamed counts as not done yet.
+
+    A read of a checkpoint of a lost attempt restores the appended files.
+    """
     open_before, mkdir_before = found["open"], found["mkdir"]
 
     @functools.wraps(open_before)
@@ -245,7 +248,7 @@ def _restore(found: dict[str, Any], restored: RestoredFiles, key_of: Key) -> Non
 
 
 def _once_more(change: Callable[..., Any], restored: RestoredFiles, key_of: Key) -> Callable[..., Any]:
-    """Wrap a function that removes or renames a path: it succeeds if a lost attempt has already done the same."""
+    """Wrap a function that removes or renames a path: it succeeds if a lost attempt did so after the snapshot."""
 
     @functools.wraps(change)
     def call(path: Any, *args: Any, **dirs: Any) -> Any:
@@ -260,7 +263,7 @@ def _once_more(change: Callable[..., Any], restored: RestoredFiles, key_of: Key)
 
 
 def _without_siblings(calls: FileCalls, listing: Callable[..., Any], may_be: Callable[[], bool]) -> Callable[..., Any]:
-    """Wrap ``listdir`` or ``scandir`` so that they leave out files that lagom keeps beside the program's.
+    """Wrap ``listdir`` or ``scandir`` to leave out files that lagom keeps beside the program's.
 
     ``may_be`` returns whether there may be such files.
     """

@@ -56,7 +56,7 @@ class FileCalls(ABC):
     was_asked = False
     """Whether the program has asked which rank it is."""
     is_over = False
-    """Whether the rank now sees the real disk."""
+    """Whether the rank now sees the real disk, after ``share_disk``."""
 
     def __init__(self, host_dir: str, by_name: bool) -> None:
         """Take the run's folder on the host; with ``by_name``, directories are listed in order of names.
@@ -78,14 +78,17 @@ class FileCalls(ABC):
 
     @abstractmethod
     def free(self, path: str) -> None:
-        """Note that ``path``, which the program made, is on the real disk: no other rank can use the same name."""
+        """Let this rank use the real ``path``, such as a temporary file of its own, and all paths below it."""
 
     @abstractmethod
     def path_to_write(self, path: str) -> str:
-        """Return the place where C code must write the file that the program calls ``path``."""
+        """Return the place where C code must write the file that the program calls ``path``; may raise an OSError."""
 
     def path_to_read(self, path: str, dir_fd: int | None = None, follow: bool = True) -> str:
-        """Return the place where C code must look for the path that the program calls ``path``."""
+        """Return the place where C code must look for the path that the program calls ``path``.
+
+        ``follow`` tells whether a link at the path is followed.
+        """
         return path
 
     def listed(self, path: str) -> str:
@@ -109,7 +112,10 @@ class FileCalls(ABC):
         return call
 
     def left_alone(self, key: str) -> bool:
-        """Return whether every rank uses the real file at ``key``: a device, a cache, or a file of lagom's own."""
+        """Return whether every rank uses the real file at ``key``: a device, a cache, or a file of lagom's own.
+
+        After ``share_disk`` this holds for all files.
+        """
         path = key + "/"
         if self.is_over:
             return True

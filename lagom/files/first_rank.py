@@ -18,13 +18,17 @@ _WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
 
 
 class FirstRankCalls(FileCalls):
-    """Replaces the file functions on rank 0: calls reach the real disk; the journal records a path before a change."""
+    """Replaces the file functions on rank 0: calls reach the real disk.
+
+    The journal records a path before its name or content changes. Changes of mode, times and attributes, ``mkfifo`` and
+    ``mknod`` are not recorded.
+    """
 
     def __init__(self, host_dir: str, by_name: bool, journal: Journal) -> None:
         super().__init__(host_dir, by_name)
         self._journal = journal
         self.on_change: Callable[[str], None] = lambda path: None
-        """Called with a path before each change of it, except for paths that lagom leaves alone."""
+        """Called with a path before each change of its name or content, unless lagom leaves the path alone."""
 
     def replacements(self) -> dict[str, Any]:
         found = {name: self._noting(name, self._note_name) for name in ("mkdir", "unlink", "remove", "rmdir")}
@@ -47,7 +51,7 @@ class FirstRankCalls(FileCalls):
         return path
 
     def own_key(self, path: Any, dir_fd: int | None = None, follow: bool = True) -> str | None:
-        """Return the key of a path that the program changes; None for a download, or a path that lagom leaves alone."""
+        """Return the key (see view.py) of a path; None for a download, or a path that lagom leaves alone."""
         absolute = self.absolute(path, dir_fd)
         if absolute is None or self.downloads():
             return None
@@ -65,7 +69,7 @@ class FirstRankCalls(FileCalls):
         self._note(path, None, True, "truncate")
 
     def original_of(self, key: str) -> str | None:
-        """Return the path at which the original of ``key`` is kept; None if there was no file."""
+        """Return the path of the original of ``key``: ``key`` itself, or where it is kept; None without a file."""
         return self._journal.lower(key)
 
     def _noting(self, name: str, note: Callable[..., None]) -> Callable[..., Any]:

@@ -54,13 +54,13 @@ def own_disk(
 ) -> Iterator[None]:
     """Patch file functions so that the program sees the disk as one process would.
 
-    See Note [A disk of each rank's own].
+    If the only rank ``lands`` and ``written`` is None, nothing is patched. See Note [A disk of each rank's own].
 
     Args:
         host_dir: a folder that the ranks of the host share; later ``settle`` moves files from it to the real disk.
-        lands: whether rank 0 uses the real disk; otherwise it has an overlay too.
+        lands: whether rank 0 uses the real disk; otherwise (in a search, a rehearsal) it has an overlay too.
         written: the files that earlier attempts of the run have written; None if the run cannot begin again.
-        tell: called by rank 0 with its changes, unless ``written`` is None.
+        tell: called with changes of rank 0, if it uses the real disk and ``written`` is not None.
         notices: whether ``notice_changes`` has an effect.
         begins: a folder that ``keep_disk`` has made, with whose files an overlay begins; None for an empty overlay.
     """
@@ -123,7 +123,10 @@ def reports_changes() -> bool:
 
 
 def report_changes(told: Callable[[str], None]) -> None:
-    """Call ``told`` from now on with each path that rank 0 is about to change, except paths that lagom leaves alone."""
+    """On rank 0, call ``told`` from now on with each path that this process is about to change.
+
+    See ``FirstRankCalls.on_change`` for the changes that count.
+    """
     if isinstance(_calls, FirstRankCalls):
         _calls.on_change = told
 
@@ -152,7 +155,11 @@ def downloading() -> AbstractContextManager[None]:
 
 
 def path_to_write(path: str) -> str:
-    """Return the place where C code must write the file that the program calls ``path``."""
+    """Return the place where C code must write the file that the program calls ``path``.
+
+    Raises:
+        OSError: if a rank with an overlay cannot write the file.
+    """
     if _calls is None:
         return path
     _calls.changes.rewrites()
@@ -165,17 +172,20 @@ def path_to_read(path: str) -> str:
 
 
 def is_protected() -> bool:
-    """Return whether a new attempt after a loss finds the files of this rank as they fit its checkpoint."""
+    """Return whether this is rank 0 of a run that may begin again after a loss, whose file changes are noted."""
     return isinstance(_calls, ProtectedFirstRank)
 
 
 def growing_lengths() -> dict[str, int]:
-    """Flush the files that the program goes on writing, and return their lengths; empty unless ``is_protected``."""
+    """Flush the files that the program goes on writing, and return their lengths in bytes, by path.
+
+    The result is empty unless ``is_protected``.
+    """
     return _calls.notes.lengths() if isinstance(_calls, ProtectedFirstRank) else {}
 
 
 def flush_at_save(stream: Any) -> None:
-    """Flush ``stream`` from now on whenever the program has saved a file, so that the two fit together after a loss."""
+    """Flush ``stream`` from now on whenever the program saves a file, so that the two fit together after a loss."""
     if isinstance(_calls, ProtectedFirstRank):
         _calls.notes.streams.add(stream)
 
@@ -187,18 +197,18 @@ def note_tracked_run(run_id: str) -> None:
 
 
 def lost_tracked_runs() -> set[str]:
-    """Return the ids of the trackers' runs that lost attempts have begun, and forget them."""
+    """Return the ids of the trackers' runs that lost attempts have begun, and forget them; empty after a snapshot."""
     return _calls.take_tracked() if isinstance(_calls, ProtectedFirstRank) else set()
 
 
 def finish_writes() -> None:
-    """Remove the files that lagom kept for a new attempt beside files of the program; call this when it has ended."""
+    """Remove what lagom kept for a new attempt beside files of the program; call this when the program has ended."""
     if isinstance(_calls, ProtectedFirstRank):
         _calls.finish()
 
 
 def writes_for_real() -> bool:
-    """Return whether this process writes to the real disk, and has no overlay."""
+    """Return whether this process has no overlay, so that it always writes to the real disk."""
     return not isinstance(_calls, OtherRankCalls)
 
 
@@ -261,13 +271,15 @@ def _kept_in_classes(calls: FileCalls, new: dict[str, Any]) -> Iterator[tuple[ob
 # Note [A disk of each rank's own]
 # All ranks run the same program, and all of them write the same files. So that each rank sees the files of one process,
 # every rank has its own disk. The rank reads back what it writes, does not see files that it has removed, and makes a
-# directory by `os.mkdir` without an error; no rank waits for another. Rank 0's disk is the real disk. The changes of
-# another rank go to a folder of the run (Overlay), which its reads prefer to the real disk; a log lists the paths that
-# are in the folder and the paths that are removed.
+# directory by `os.mkdir` without an error; no rank waits for another. Rank 0's disk is the real disk, except in a
+# search or a rehearsal, where rank 0 is as any other rank. The changes of another rank go to a folder of the run
+# (Overlay), which its reads prefer to the real disk; a log lists the paths that are in the folder and the paths that
+# are removed.
 #
 # Ranks are not equally fast: rank 0 may have made "out" before another rank asks whether "out" exists. So before its
-# first change of a path, rank 0 records the state of the path or puts the file aside (Journal), and the other ranks
-# look at these records before they look at the real disk. Rank 0 writes the record first and changes the path then. A
+# first change of a path's name or content, rank 0 records the state of the path or puts the file aside (Journal), and
+# the other ranks look at these records before they look at the real disk. Changes of mode, times or attributes, pipes
+# and devices are not recorded. Rank 0 writes the record first and changes the path then. A
 # reader looks for records before and after it reads (View.read), so it sees either the disk without the change, or the
 # record.
 #

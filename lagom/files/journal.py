@@ -50,7 +50,7 @@ class JournalEntry:
 
     kind: Kind
     other: str = ""
-    """Another path, such as the one at which the original is kept."""
+    """Path at which the original is kept, for "aside"; else empty."""
 
 
 class PathLog:
@@ -144,7 +144,10 @@ class Journal:
         return entry.other + key[len(at) :] if entry.kind == "aside" else key
 
     def before(self, key: str, change: Change) -> None:
-        """Record or put aside the original of ``key`` before the first rank's first change."""
+        """Record or put aside the original of ``key`` before the first rank's first change.
+
+        Pipes, devices and, unless they are renamed, directories with content are not recorded.
+        """
         if self._is_known(key):
             if change in ("content", "truncate"):
                 self._part(key, keep_content=change == "content")
@@ -195,7 +198,7 @@ class Journal:
         return f"{self._aside}{os.getpid()}.{next(self._numbers)}"
 
     def _kept(self, key: str) -> str:
-        """Keep the regular file ``key`` by a hard link, or else by a copy, and return the path of that."""
+        """Keep the regular file ``key`` by a hard link, or else by a copy; return the path of the link or copy."""
         info = os.lstat(key)
         kept = self._inode(info)
         try:
@@ -253,7 +256,8 @@ class Journal:
     def _renewed(self, key: str, keep_content: bool, num_links: int = 1) -> str | None:
         """Make a file beside ``key`` that can replace it, and return its path; None if this is impossible.
 
-        It is impossible if ``key`` does not have exactly ``num_links`` hard links, or belongs to another user.
+        It is impossible if ``key`` does not have exactly ``num_links`` hard links, if it belongs to another user, or if
+        the system does not allow it.
         """
         info = os.lstat(key)
         if info.st_nlink != num_links or info.st_uid != os.geteuid():
@@ -288,7 +292,7 @@ def copy(source: str, target: str) -> None:
 
 # Note [New inode]
 # A rank that is behind may have a file open while rank 0 changes it, and must go on reading the original. So before
-# rank 0 writes into a file that was there at the start, it renames the file and puts another file in its place: a copy
-# or, if the content is discarded, an empty file. This is impossible for a file that belongs to another user, has
-# several hard links, is in a directory that cannot be written, or is itself a mount point. Such a file is changed in
-# place, and a copy of the original is kept.
+# rank 0 writes into a file that was there at the start, it keeps a hard link to the file and puts another file in its
+# place: a copy or, if the content is discarded, an empty file. This is impossible for a file that belongs to another
+# user, has several hard links, is in a directory that cannot be written, or is itself a mount point. Such a file is
+# changed in place, and a copy of the original is kept.

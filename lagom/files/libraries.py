@@ -42,7 +42,8 @@ _kept: list[object] = []
 def interpose_libraries(calls: FileCalls, *, reads: bool) -> Iterator[None]:
     """Make shared libraries, also libraries loaded later, call Python's file functions instead of libc's.
 
-    See Note [Files of C code]. The environment variable LAGOM_C_FILES=0 leaves libraries alone.
+    See Note [Files of C code]. The environment variable LAGOM_C_FILES=0 leaves libraries alone. Libraries also stay as
+    they are on an unknown processor or libc.
 
     Args:
         reads: whether functions that only read a path are replaced too, so that they find the files of ``calls``.
@@ -101,7 +102,9 @@ class _Functions:
         return made
 
     def _made(self, name: str, at: int, function: Callable[..., Any]) -> Any:
-        """Return a C function that calls ``function`` with libc's original and the arguments; ``at`` is the path's.
+        """Return a C function that calls ``function`` with libc's original and the arguments.
+
+        ``at`` is the index of the path among the arguments.
 
         Calls without a path, for system files, and of lagom itself go to the original.
         """

@@ -1,4 +1,4 @@
-"""``Scan`` and ``ListedEntry``: the result of ``os.scandir`` for a directory that differs from the real disk's."""
+"""``Scan`` and ``ListedEntry``: the result of ``os.scandir`` if it is sorted, or differs from the real directory's."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class ListedEntry:
     """A replacement for ``os.DirEntry``, of which Python code cannot create instances."""
 
     def __init__(self, directory: str, given: Any, name: str) -> None:
-        """Make the entry ``name`` of ``directory``, which the program gave as ``given``."""
+        """Make the entry ``name`` of the absolute path ``directory``, which the program gave as ``given``."""
         self._path = os.path.join(directory, name)
         self.name: Any = os.fsencode(name) if isinstance(given, bytes) else name
         self.path: Any = self.name if isinstance(given, int) else os.path.join(given, self.name)

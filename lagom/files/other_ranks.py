@@ -1,4 +1,4 @@
-"""``OtherRankCalls``: a rank other than 0 sees the disk through its overlay."""
+"""``OtherRankCalls``: a rank other than 0, or rank 0 in a search or rehearsal, sees the disk through its overlay."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from lagom.files.overlay import Overlay, copy_disk
 
 
 class OtherRankCalls(FileCalls):
-    """Replaces the file functions on a rank other than 0: reads and changes go through the rank's ``Overlay``."""
+    """Replaces the file functions on a rank with an overlay: reads and changes go through the rank's ``Overlay``."""
 
     def __init__(self, host_dir: str, by_name: bool, journal: Journal, folder: str) -> None:
         """Keep the rank's own files in ``folder``."""
@@ -159,8 +159,8 @@ class OtherRankCalls(FileCalls):
     def _listing(self, name: str, made: Callable[[Any], Any], own: Callable[[str, Any], Any]) -> Callable[..., Any]:
         """Wrap ``listdir`` or ``scandir``.
 
-        The wrapper returns ``made`` of the original's result if the directory is the same on the real disk, otherwise
-        ``own`` of the key and the given path.
+        The wrapper returns ``made`` of the original's result if the directory is the same on the real disk and names
+        need not be sorted, otherwise ``own`` of the key and the given path.
         """
         original = self.original[name]
 

@@ -1,4 +1,4 @@
-"""``Overlay``: keeps the file changes of a rank other than 0 in a folder of its own."""
+"""``Overlay``: keeps the file changes of a rank that does not use the real disk in a folder of the rank's own."""
 
 from __future__ import annotations
 
@@ -32,7 +32,8 @@ class Overlay(View):
         if flags & os.O_CREAT and (not found or flags & os.O_EXCL):
             return int(self.make(key, lambda place: os.open(place, flags, mode)))
         if not stat.S_ISREG(found) or self.is_own(key):
-            # A pipe or a device of the real disk is opened itself; the system refuses to open a directory for writing.
+            # A pipe or a device of the real disk is opened itself, and so is the rank's own file; the system refuses to
+            # open a directory for writing.
             return self.read(key, lambda place: os.open(place, flags & ~os.O_CREAT, mode), os.close)
         if not self.read(key, lambda place: os.access(place, os.W_OK)):
             _refuse(errno.EACCES)
@@ -144,7 +145,10 @@ class Overlay(View):
         self.rmdir(key, os.rmdir)
 
     def copied_up(self, key: str, keep_content: bool = True) -> str:
-        """Return the path of the rank's own copy of the file or link ``key``; make the copy if there is none."""
+        """Return the path of the rank's own copy of the file or link ``key``; make the copy if there is none.
+
+        A file that is copied is empty unless ``keep_content``.
+        """
         mode = self.lstat(key).st_mode
         if self.is_own(key):
             return self.upper + key

@@ -62,7 +62,7 @@ def open_noted(
 
 
 class GrowingStreams:
-    """The open file objects to which the program writes; ``flush`` writes out their buffers."""
+    """File objects to which the program writes, by weak reference; ``flush`` writes out their buffers."""
 
     def __init__(self) -> None:
         self._streams: list[weakref.ref[Any]] = []

@@ -1,4 +1,4 @@
-"""``RestoredFiles``: gives appended files back, in a new attempt, the content that fits the checkpoint it reads.
+"""``RestoredFiles``: gives appended files the content back that fits the checkpoint which a new attempt reads.
 
 See Note [Files of a lost attempt] in restart/prepared_files.py.
 """
@@ -20,10 +20,10 @@ Open = Callable[[str, int, int], int]
 
 
 class RestoredFiles:
-    """Files of earlier attempts, which have been lost, on one rank of this attempt.
+    """Files of lost attempts, on one rank of this attempt.
 
     Args:
-        written: the files that those attempts have written.
+        written: the files that the lost attempts have written.
         opened: opens a file on the disk of this rank.
         flush: flushes the buffers of the program's open files.
         resumed: called with the checkpoint that the program goes on from, and the time when it was saved.
@@ -43,7 +43,7 @@ class RestoredFiles:
         self._at = 0.0
         self._lengths: dict[str, int] = {}
         self._created = set(written.saved) | written.made
-        """Files that a lost attempt has made, and that this attempt has not made yet."""
+        """Files and directories that a lost attempt has made, and that this attempt has not made yet."""
 
     def created(self, key: str) -> bool:
         """Return whether a lost attempt made ``key``; if so, ``key`` counts as made by this attempt from now on."""
@@ -53,7 +53,10 @@ class RestoredFiles:
         return True
 
     def is_done(self, key: str) -> bool:
-        """Return whether a lost attempt has removed or renamed ``key`` after the snapshot; True only once for a key."""
+        """Return whether a lost attempt removed ``key``, or renamed it over another file, after the snapshot.
+
+        True only once for a key.
+        """
         return self._written.snapshot_at is not None and self._written.gone.pop(key, None) is not None
 
     def changes(self, key: str) -> None:

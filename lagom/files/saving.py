@@ -1,6 +1,6 @@
-"""``patch_saves_and_downloads``: saves replace whole files, and downloads run once for each host.
+"""``patch_saves_and_downloads``: ``torch.save`` replaces whole files, and downloads run once for each host.
 
-Rank 0 writes to the real disk, any other rank to its overlay.
+A rank with an overlay writes to the overlay, any other to the real disk.
 """
 
 from __future__ import annotations
@@ -31,7 +31,10 @@ if TYPE_CHECKING:
 
 @contextmanager
 def patch_saves_and_downloads(session: Session) -> Iterator[None]:
-    """Patch saves so that they replace a file only by a complete one, and downloads so that a host runs them once."""
+    """Patch ``torch.save`` to replace a file only by a complete one, and downloads so that a host runs them once.
+
+    The writer of safetensors is redirected to the rank's own disk.
+    """
     downloads = Downloads(session)
     with ExitStack() as stack:
         for owner in (torch, torch.serialization):
@@ -45,7 +48,7 @@ def patch_saves_and_downloads(session: Session) -> Iterator[None]:
 def _place_safetensors(safetensors: ModuleType, stack: ExitStack) -> None:
     """Redirect safetensors' writer to the rank's own disk.
 
-    It renames a file by a system call of its own, so the replaced functions of libc do not see the rename.
+    The writer renames a file by a system call of its own, so the replaced functions of libc do not see the rename.
     """
     original = safetensors.serialize_file
 
@@ -72,7 +75,7 @@ def _saving(original: Callable[..., None]) -> Callable[..., None]:
 
 
 def _write_to_overlay(path: str, write: Callable[[str], None]) -> None:
-    """Write ``path`` on a rank other than 0; if ``write`` fails, ``path`` stays as it was, as on rank 0."""
+    """Write ``path`` on a rank with an overlay; if ``write`` fails, ``path`` stays as it was, as on the real disk."""
     with ExitStack() as stack:
         try:
             place = stack.enter_context(_place_to_write(path))

@@ -21,6 +21,9 @@ def settle(host_dir: Path, ranks: Sequence[int], local_ranks: Sequence[int]) -> 
     """Move files that rank 0 did not write from the overlays of ``ranks``, which have ended, to the real disk.
 
     Return a sentence for each failure. See Note [What is left].
+
+    Args:
+        local_ranks: the number of each of ``ranks`` on this host; 0 is the host's first rank.
     """
     folder = os.path.realpath(host_dir) + "/disk"
     problems: list[str] = []
@@ -136,4 +139,5 @@ def keep_files(host_dir: Path, folder: str, cwd: str) -> list[str]:
 #
 # On a host without rank 0 no rank has written to the real disk. There the changes of the host's first rank are made on
 # the real disk, as if the program had run there, so that a later run finds the checkpoints on every host of this run.
-# File systems that rank 0's host may share are left out: rank 0 has made its changes there.
+# On file systems that rank 0's host may share, rank 0 has made its changes. There only files are moved that are not
+# there yet, if the program has asked for its rank and no number in the path is the pid of the rank.

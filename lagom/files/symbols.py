@@ -36,7 +36,7 @@ _SYSTEM = re.compile(
     r"[^/]*omp5?|cu(?!rl)[^/]*|nv[^/]*|nccl[^/]*|c10_cuda|torch_cuda[^/]*|[^/]*malloc[^/]*|.?san|[^/]*openblas[^/]*|mkl[^/]*))"
     r"(-[^/]*)?\.so"
 )
-"""Libraries that open no files of the program: C's own, Python, CUDA, OpenMP, Java, allocators.
+"""Libraries that open no files of the program: C's own, Python, CUDA, OpenMP, BLAS, Java, allocators, lagom's own.
 
 They must not be redirected: they open /proc and devices, also in threads that must not wait for the GIL.
 """
@@ -76,7 +76,11 @@ class Imports:
     """Replaces libc's functions in the shared libraries that are loaded at each ``update``."""
 
     def __init__(self, machine: str, functions: Mapping[str, int]) -> None:
-        """Take the machine's name, and the address of each replacement by the name of the function of libc."""
+        """Take the machine's name, and the address of each replacement by the name of the function of libc.
+
+        Raises:
+            OSError: if the relocations of this machine are unknown.
+        """
         if machine not in _KINDS:
             raise OSError(errno.ENOSYS, f"how libraries for {machine} import functions is not known")
         self._machine = machine

@@ -1,7 +1,7 @@
 """``View``: finds files for a rank with an overlay, which sees the disk at the run's start plus its own changes.
 
-A ``key`` is an absolute path without symbolic links, by which the program knows a file. A ``place`` is the path at
-which the file is in fact. See Note [A disk of each rank's own] in install.py.
+A ``key`` is an absolute path by which the program knows a file; only its last part may be a symbolic link. A ``place``
+is the path at which the file is in fact. See Note [A disk of each rank's own] in install.py.
 """
 
 from __future__ import annotations
@@ -144,7 +144,7 @@ class View:
     # Reading
 
     def read(self, key: str, call: Callable[[str], T], undo: Callable[[T], None] = lambda _: None) -> T:
-        """Return the result of ``call`` with the place of ``key``; call again if the first rank changed it meanwhile.
+        """Return the result of ``call`` with the place of ``key``; call again if the place has changed meanwhile.
 
         ``undo`` takes the result of a call that is repeated.
         """

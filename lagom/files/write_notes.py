@@ -20,7 +20,7 @@ Tell = Callable[[Mapping[str, Any]], None]
 
 
 class WriteNotes:
-    """Notes on the files of one rank; keys are absolute paths without links.
+    """Notes on the files of rank 0; keys are absolute paths without links.
 
     Args:
         written: the files that earlier attempts have written.
@@ -37,7 +37,7 @@ class WriteNotes:
         self._pid = rank_pid()
         self._appended = {path for path, file in written.appended.items() if not file.in_place}
         self._emptied: dict[str, bool] = {}
-        """Files that the program has created or emptied, and whether each one existed before."""
+        """Files that the program has created, emptied, replaced or changed in place, and whether each existed then."""
         self._made: set[str] = set()
         self._open: set[str] = set()
         self.streams = GrowingStreams()

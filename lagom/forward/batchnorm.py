@@ -91,7 +91,17 @@ class WholeBatchStatistics:
     def batch_norm(
         self, input: Tensor, running: Running, weight: Tensor | None, bias: Tensor | None, eps: float
     ) -> Tensor:
-        """Run ``F.batch_norm(training=True)`` with statistics of the whole batch; update the running statistics."""
+        """Run ``F.batch_norm(training=True)`` with statistics of the whole batch; update the running statistics.
+
+        Without a share of a batch, the statistics are those of ``input``, as in torch.
+
+        Args:
+            running: running mean, running variance and momentum.
+
+        Raises:
+            ValueError: if the whole batch has one value per channel.
+            DivergenceError: on all ranks, unless all are at the same BatchNorm.
+        """
         if self._session.probe_statistics is not None:
             return self._run_in_probe(self._session.probe_statistics, input, running, weight, bias, eps)
         share = self._session.share_in_forward

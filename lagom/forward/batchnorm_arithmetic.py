@@ -36,7 +36,7 @@ class BatchNormCall:
 
 
 def local_moments(input: Tensor) -> tuple[Tensor, Tensor]:
-    """Return mean and biased variance per channel."""
+    """Return mean and biased variance per channel, in float32 or the type of ``input`` if that is wider."""
     x = input.to(torch.promote_types(input.dtype, torch.float32))
     if x.device.type == "cpu":  # torch's own kernel is 3 times as fast as var_mean
         mean, var = torch.batch_norm_update_stats(x, None, None, 0.0)
@@ -50,7 +50,7 @@ def merge_moments(rows: Tensor) -> Tensor:
 
     Args:
         rows: a row of float64 for each rank, or for each group of ranks that was merged before. ELEMENTS is the
-            elements per channel of the first rank. COUNTED is how many elements are part of the batch: all or, on a
+            elements per channel of the (first) rank. COUNTED is how many elements are part of the batch: all or, on a
             rank that runs a copy, 0. COMPLETE is 1 if each input has as many rows as its rank's share. SAME is 1 if all
             ranks have the same statistics. From MEANS on: the mean of each channel, then the biased variance of each.
 

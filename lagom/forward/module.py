@@ -58,11 +58,11 @@ def _make_new(session: Session, make: Callable[..., torch.Tensor]) -> Callable[.
 
 @contextmanager
 def prepare_forwards(session: Session, streams: OwnStreams) -> Iterator[None]:
-    """Patch outermost forwards: move the module to its input's device, and use the rank's own random stream.
+    """Patch outermost forwards: move the module to its input's GPU, split rows, and use the rank's own random stream.
 
-    The rank's own stream is used where ranks have different samples of a batch, since dropout must differ there. It is
-    not used in a module's first call, which may create parameters, nor in a backward, where checkpoints repeat a
-    forward.
+    The rank's own stream is used in training where ranks have different samples of a batch, since dropout must differ
+    there. It is not used in a module's first call, which may create parameters, nor in a backward, where checkpoints
+    repeat a forward. Rows are split between ranks (row_split) and into micro-batches as the settings say.
     """
     forwards = _ForwardState(session, streams)
     with ExitStack() as stack:
@@ -212,7 +212,7 @@ def _make_checkpoint_generator(forwards: _ForwardState) -> Callable[..., Iterato
 
 @contextmanager
 def patch_reentrant_checkpoints(session: Session) -> Iterator[None]:
-    """Patch reentrant checkpoints: record the repeated forwards' inputs, and let repetitions see the whole batch."""
+    """Patch reentrant checkpoints: record repeated forwards' inputs, and repeat a sliced forward as a sliced one."""
     function = torch.utils.checkpoint.CheckpointFunction
     apply, detach = function.apply, torch.utils.checkpoint.detach_variable
 
@@ -234,7 +234,7 @@ def patch_reentrant_checkpoints(session: Session) -> Iterator[None]:
 
 
 def _repeat_in_region(session: Session, function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a checkpoint's ``function`` that sees the whole batch again when the backward repeats it."""
+    """Return a checkpoint's ``function`` that enters the present sliced forward again when the backward repeats it."""
     region = session.sliced_forward
     if region is None:
         return function

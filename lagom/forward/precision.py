@@ -77,7 +77,10 @@ class Precision:
 
     @contextmanager
     def autocast_forwards(self) -> Iterator[None]:
-        """Run outermost forwards under autocast; enter this after the patches that split forwards."""
+        """Run outermost forwards under autocast; enter this after the patches that split forwards.
+
+        Autocast of the program's own outside of forwards, or a GradScaler, switches lagom's precision off.
+        """
         original = vars(nn.Module)["__call__"]
         enter = vars(torch.autocast)["__enter__"]
         init = vars(torch.amp.GradScaler)["__init__"]
@@ -112,7 +115,10 @@ class Precision:
 
     @contextmanager
     def scale_backwards(self) -> Iterator[None]:
-        """Patch backwards for fp16: scale gradients inside. Enter this before the patches that average gradients."""
+        """Patch backwards to count their depth, and for fp16 to scale gradients inside; patch optimizer steps for fp16.
+
+        Enter this before the patches that average gradients.
+        """
         original = torch.autograd._engine_run_backward
         scaling = _GradientScaler(self._session) if self.dtype is torch.float16 else None
 
@@ -174,7 +180,7 @@ class Precision:
         if self._off or self._active or self._depth or not self._session.live:
             return False
         if torch.is_autocast_enabled(self._device):
-            return False  # a checkpoint repeats a forward in its own autocast
+            return False  # an autocast of the program's, or of a checkpoint, is in force
         own: bool | None = self._own.get(module)
         if own is None:
             dtypes = {p.dtype for p in module.parameters() if p.is_floating_point()}
@@ -206,7 +212,11 @@ class _GradientScaler:
         return handle
 
     def drop_overflow(self, optimizer: Optimizer) -> None:
-        """Remove the gradients before a step if some are not finite, so that the step changes nothing."""
+        """Remove the gradients before a step if some are not finite, so that the step changes nothing.
+
+        The scale is halved then, and doubled after ``GROWTH_INTERVAL`` finite steps. With sharded gradients this is a
+        collective.
+        """
         every = [p for group in optimizer.param_groups for p in group["params"]]
         if self._session.gradients is None:
             graded = [p for p in every if p.grad is not None]
@@ -262,5 +272,6 @@ def _are_finite(gradients: Iterable[Tensor | None]) -> bool:
 # In fp16 small gradients vanish, so the roots of a backward are multiplied by a scale. Each leaf divides by it before
 # it accumulates, by a hook that runs before all others. So gradients have their true size whenever the program clips,
 # adds up or looks at them. When some are not finite, the optimizer's next step is skipped and the scale is halved;
-# after 2000 good steps it is doubled, as by torch.amp.GradScaler. Gradients are averaged before this decision, so all
-# ranks decide equally. Results of torch.autograd.grad are not scaled, and a closure's gradients are not checked.
+# after 2000 good steps it is doubled, as by torch.amp.GradScaler. Gradients are averaged before this decision, or, if
+# gradients are sharded, ranks exchange their decisions, so all ranks decide equally. Results of torch.autograd.grad are
+# not scaled, and a closure's gradients are not checked.

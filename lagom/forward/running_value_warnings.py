@@ -30,7 +30,7 @@ class RunningValueDetector:
         self._num_calls: dict[int, int] = {}
 
     def snapshot(self, module: nn.Module) -> list[tuple[str, Tensor, int]] | None:
-        """Return name, value and version of the tensors that ``module`` might change; None if it is not examined."""
+        """Return name and version of each tensor that ``module`` might change; None if this call is not examined."""
         calls = self._num_calls.get(id(module), 0)
         if calls > 1:
             return None
@@ -45,7 +45,7 @@ class RunningValueDetector:
 
 
 def _named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield buffers and frozen parameters of layers that are not torch's own, by name."""
+    """Yield floating-point buffers and frozen parameters of layers that are not torch's own, with their names."""
     for path, part in _named_modules(module):
         if type(part).__module__.startswith("torch.") and type(part).__module__ != _CONTAINERS:
             continue

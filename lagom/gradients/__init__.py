@@ -3,8 +3,9 @@
 Start with ``backward.py`` (patches autograd), then ``gradient_averager.py`` (what one backward exchanges).
 
 Collect: ``backward_gradients.py`` keeps a backward's gradients apart, ``accumulation.py`` joins several backwards.
-Agree: ``initial_values.py``, ``divergence.py`` and ``buffers.py`` compare what must be equal on all ranks.
+Agree: ``initial_values.py`` and ``divergence.py`` compare what must be equal on all ranks; ``buffers.py`` copies rank
+0's buffers; ``replicas.py`` leaves out averaging where all ranks compute the same gradients.
 Reduce: ``tensor_averager.py`` sends small gradients in one exchange, ``overlap.py`` and ``bucket_pipeline.py`` send
-large ones while the backward goes on; ``reduction/`` is the arithmetic. ``autograd_grad.py`` serves
-``torch.autograd.grad``; ``batched_roots.py`` takes several gradients at once one after another.
+large ones while the backward goes on; ``reduction/`` is the arithmetic. ``grad_calls.py`` and ``autograd_grad.py``
+serve ``torch.autograd.grad``; ``batched_roots.py`` splits its batched calls.
 """

@@ -22,13 +22,17 @@ if TYPE_CHECKING:
     from lagom.session.session import Session
 
 _MAX_VAIN = 8
-"""After more than this many cycles in a row with a single backward, stop watching reads of ``grad`` for good."""
+"""After more than this many cycles in a row that saved no reduction, average each backward at once for good.
+
+Such a cycle has a single backward, or begins with a backward that cannot be postponed.
+"""
 
 
 class Accumulation:
     """Predicts how many backwards a program accumulates before it uses gradients. See Note [Accumulation].
 
-    A cycle begins with a backward before which no parameter has a gradient. It ends when the program reads a gradient.
+    A cycle begins with a backward before which no parameter has a gradient. It ends when the program reads or replaces
+    a gradient. A backward of the cycle that is not averaged yet is *postponed*, and its gradients are *postponed sums*.
     """
 
     def __init__(self, session: Session, gradient_averager: GradientAverager) -> None:
@@ -41,20 +45,20 @@ class Accumulation:
         self._is_busy = False
         """Whether lagom itself reads gradients now, and not the program."""
         self._runs = False
-        """Whether autograd runs now."""
+        """Whether a backward runs now, so that a read of a gradient comes from a hook."""
         self._count = 0
         """Backwards of this cycle so far."""
         self._goal = 0
-        """Predicted number of backwards in this cycle."""
+        """Predicted number of backwards in this cycle; 0 if no further backward of this cycle is postponed."""
         self._lengths: deque[int] = deque([1, 1], maxlen=2)
         self._agreed: tuple[int, ...] = (1, 1)
-        """The last two cycle lengths that were equal on all ranks."""
+        """The last two cycle lengths, as they were when all ranks last agreed on both."""
         self._num_vain = 0
         self._num_failed = 0
         self._batches: list[int | None] = []
-        """For each backward that is not averaged yet, the number of its batch in the pass."""
+        """For each postponed backward, the number of its batch in the pass over the loader; None if unknown."""
         self._owed: dict[int, nn.Parameter] = {}
-        """Parameters whose gradients are sums of this rank's shares, still to be averaged; by id."""
+        """Parameters with postponed sums: their gradients are this rank's own, and still to be averaged. By id."""
 
     def state(self) -> Any:
         """Return the facts about the program's cycles, for ``go_on`` in another process.
@@ -74,9 +78,10 @@ class Accumulation:
         self._close_if_over()
 
     def begin_backward(self, leaves: Sequence[Tensor], *, create_graph: bool) -> bool:
-        """Return whether the averaging of the backward that is about to reach ``leaves`` can be postponed.
+        """Return whether to postpone the averaging of the backward that is about to reach ``leaves``.
 
-        If it cannot, average earlier postponed sums first: then this is a collective.
+        If the backward does not fit into the cycle, average the postponed sums first: then this is a collective. If the
+        backward is the last one of its cycle, the sums stay, for ``take_pending``.
         """
         with self.mark_busy():
             if self._over or not self._is_patched:
@@ -109,7 +114,7 @@ class Accumulation:
         self._owed.update((id(leaf), leaf) for leaf in leaves if isinstance(leaf, nn.Parameter))
 
     def add_owed_inside(self, leaves: Iterable[Tensor]) -> None:
-        """Record leaves that a backward reaches inside a postponed one, and stop postponing for good."""
+        """Record leaves that an inner backward (of a checkpoint) adds to inside a postponed one; postpone no more."""
         self.add_owed(leaves)
         self._over = True  # such leaves are unknown before the outer backward runs
 
@@ -133,7 +138,10 @@ class Accumulation:
         self._num_failed += number
 
     def record_reduction(self, pending: BackwardGradients) -> None:
-        """Record the reduction of ``pending``: use the cycle lengths if ranks agreed on them, else stop postponing."""
+        """Record the reduction of ``pending``: use the cycle lengths if ranks agreed, else stop postponing.
+
+        Do neither if lengths were not compared.
+        """
         if pending.accord:
             self._agreed = tuple(self._lengths)
         self._over = self._over or pending.accord is False
@@ -193,7 +201,13 @@ class Accumulation:
             self.close()
 
     def _end_cycle(self) -> None:
-        """Average the postponed sums, since the program is about to read a gradient; this ends the cycle."""
+        """Average the postponed sums, since the program is about to read or replace a gradient; this ends the cycle.
+
+        In a hook, only stop postponing.
+
+        Raises:
+            LagomError: if there are sums, and this thread or process must not exchange data with other ranks.
+        """
         if self._runs:
             self._over = True  # a hook reads gradients during the backward, so no sums may be postponed
             return
@@ -273,18 +287,20 @@ def _is_compiled() -> bool:
 # the program will use gradients next. So lagom must notice when the program reads a gradient, and predict when it will
 # not.
 #
-# Reads are noticed by the attribute `grad`, which becomes a property once a backward has added to a gradient. The
-# program cannot hold a reference to a gradient that it has never read. So a cycle begins only when no parameter has a
-# gradient (and therefore never after zero_grad(set_to_none=False)). Compiled code and TorchScript read gradients
-# without the attribute: if there is any, nothing is postponed. Hooks of parameters need the gradient of each backward:
-# if there are any, nothing is postponed either.
+# Reads are noticed by the attribute `grad`, which becomes a property when a backward is first about to add to a
+# gradient. The program cannot hold a reference to a gradient that it has never read. So a cycle begins only when no
+# parameter has a gradient (and therefore never after zero_grad(set_to_none=False)). Compiled code and TorchScript read
+# gradients without the attribute. So nothing is postponed if there is any when `grad` would become a property, or once
+# Dynamo compiles. Hooks of parameters need the gradient of each backward: if there are any, nothing is postponed
+# either.
 #
-# The prediction: a cycle has as many backwards as the longer of the two cycles before it. The last backward of a cycle
-# averages while it runs, like any other backward. If the program reads a gradient earlier, the sums are averaged at
-# that moment. If it reads later, each further backward is averaged by itself and added.
+# The prediction: a cycle has as many backwards as the longer of the last two cycles on which the ranks agreed. The last
+# backward of a cycle averages the postponed sums together with its own gradients. If the program reads a gradient
+# earlier, the sums are averaged at that moment. If it reads later, each further backward is averaged by itself and
+# added.
 #
-# All ranks must decide alike. So they decide by values that are equal on all ranks as long as these take the same path:
-# the numbers of backwards between reads, and which of all parameters have gradients; not by the leaves that this rank's
-# batch has reached. The signature of each reduction has the number of its backwards and the rank's last cycle lengths.
-# Only lengths on which all ranks agreed count. If they ever disagree (one rank may have read gradients because its own
-# loss was large), nothing is postponed any more.
+# All ranks must decide alike. So a cycle begins by values that are equal on all ranks as long as they take the same
+# path: the numbers of backwards between reads, and which of all parameters have gradients and hooks. The leaves that
+# this rank's batch reaches decide only if one is no Parameter, or has got a hook since. The signature of each reduction
+# has the number of its backwards and the rank's last cycle lengths. If the lengths ever differ between ranks (one rank
+# may have read gradients because its own loss was large), nothing is postponed any more.

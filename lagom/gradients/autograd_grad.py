@@ -47,15 +47,16 @@ class AutogradGradAverager:
     ) -> list[Tensor | None]:
         """Return the averages of ``gradients``, which ``torch.autograd.grad`` computed for ``inputs``; a collective.
 
-        An average is None if all ranks have None. For a plain tensor among ``inputs`` that differs between ranks, the
-        gradient is not averaged but returned as this rank's own.
+        An average is None if all ranks have None. A gradient is returned as this rank's own if its input is a leaf that
+        is no Parameter and differs between ranks, or if the ranks' gradients have different shapes.
 
         Args:
             weight: weight of this rank's share, by which ``gradients`` were multiplied; a rank's own gradient is
                 divided by the weight again.
 
         Raises:
-            DivergenceError: on all ranks, if they ask for gradients of different parameters.
+            DivergenceError: on all ranks, if they ask for gradients of different parameters, or parameters or places in
+                the program differ.
         """
         self._divergence.count_step()
         numbers = [self._number_input(i, one) for i, one in enumerate(inputs)]
@@ -93,7 +94,7 @@ class AutogradGradAverager:
             leaf.grad = result
 
     def average_incoming(self, gradients: Sequence[Tensor]) -> list[Tensor | None]:
-        """Return the averages of the gradients with respect to averages; a collective in a backward.
+        """Return the averages of ``gradients``, which flow back to averaged gradients; a collective in a backward.
 
         Raises:
             DivergenceError: on all ranks, if they differentiate different gradients.
@@ -130,8 +131,8 @@ class AutogradGradAverager:
         """Compare the inputs of all ranks; a collective.
 
         Returns:
-            ``gradients``, with zeros for inputs that have gradients on other ranks only; and the indices of inputs
-            whose gradients stay this rank's own.
+            ``gradients``, with zeros for inputs that have gradients on other ranks only, and dense where another rank's
+            gradient is dense; and the indices of inputs whose gradients stay this rank's own.
         """
         self._divergence.find_divergence(PLACE)
         kinds = [None if g is None else (g.dtype, tuple(g.shape), g.is_sparse) for g in gradients]
@@ -179,11 +180,12 @@ def is_averaged(one: Tensor, likeness: Likeness, *, shared_out: bool) -> bool:
     """Return whether ``torch.autograd.grad`` averages gradients with respect to ``one``, as to a value common to ranks.
 
     Parameters count as common, and tensors computed from them by elementwise arithmetic alone (the fast weights of
-    MAML). Samples and activations do not. A plain leaf may be common; its values are compared later.
+    MAML). Samples and activations do not. A plain leaf (no Parameter) may be common; its values are compared later.
 
     Args:
-        shared_out: whether ranks compute different parts of a batch. If not, gradients of plain leaves are equal
-            without averaging.
+        likeness: how closely ``one`` resembles data of the batch.
+        shared_out: whether ranks may compute different parts of a batch. If not, gradients of plain leaves are taken to
+            be equal without averaging.
     """
     if isinstance(one, nn.Parameter) or _is_made_of_parameters(one):
         return True
@@ -226,10 +228,11 @@ def _is_made_of_parameters(one: Tensor) -> bool:
 
 # Note [Gradients of gradients]
 #
-# A gradient that torch.autograd.grad returns for a parameter is averaged like a gradient that a backward accumulates:
-# the root has the weight of this rank's share. With create_graph=True the program may differentiate it again. Let L_r
-# be the weighted objective of rank r, and g_r its gradient. The program gets g = mean(g_r) on every rank, and computes
-# an objective M_r(g). lagom averages gradients in the end, so the result must be the derivative of mean(M_r). With
-# u_r = dM_r/dg and H_r the derivative of g_r, this is mean(H_r) mean(u_r). If v is the gradient that flows back to g_r,
-# rank r contributes H_r v. So v must be mean(u_r): the gradient of an average is the average of the gradients. With
-# v = u_r, meta-gradients would be wrong whenever ranks have different samples.
+# A gradient that torch.autograd.grad returns for a parameter is weighted like a gradient that a backward accumulates:
+# the root is multiplied by the weight of this rank's share. Ranks average it by the mean, whatever the run's reduction.
+# With create_graph=True the program may differentiate the average. Let L_r be the weighted objective of rank r, and g_r
+# its gradient. The program gets g = mean(g_r) on every rank, and computes an objective M_r(g). lagom averages gradients
+# in the end, so the result must be the derivative of mean(M_r). With u_r = dM_r/dg and H_r the derivative of g_r, this
+# is mean(H_r) mean(u_r). If v is the gradient that flows back to g_r, rank r contributes H_r v. So v must be mean(u_r):
+# the gradient of an average is the average of the gradients. With v = u_r, meta-gradients would be wrong whenever ranks
+# have different samples.

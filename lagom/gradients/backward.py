@@ -1,4 +1,4 @@
-"""Patches backward: weights the root by this rank's share of the batch, and averages gradients when it ends."""
+"""Patches backward: weights the root by this rank's share of the batch, and averages gradients over the ranks."""
 
 from __future__ import annotations
 
@@ -35,10 +35,11 @@ if TYPE_CHECKING:
 
 @contextmanager
 def synchronise_backward(session: Session, knows_rank: Callable[[], bool]) -> Iterator[None]:
-    """Patch autograd so that ``Tensor.backward`` and ``torch.autograd.backward`` average gradients over the ranks.
+    """Patch autograd so that backwards and ``torch.autograd.grad`` average gradients over the ranks.
 
-    Both call ``_engine_run_backward`` with arguments in one form. Patching this function works however the program
-    imported them, and an option of the call shows whether it comes from ``torch.autograd.grad``.
+    ``Tensor.backward``, ``torch.autograd.backward`` and ``torch.autograd.grad`` call ``_engine_run_backward`` with
+    arguments in one form. So the patch of this function works however the program imported them. The option
+    ``accumulate_grad`` is False in a call from ``torch.autograd.grad``.
 
     Args:
         knows_rank: tells whether the program has asked for its rank.
@@ -98,15 +99,19 @@ class _Backwards:
         self._replicas = Replicas(session, session.gradient_averager, knows_rank)
         session.gradient_averager.set_comparison(self._replicas.compare)
         self._running: Sequence[Tensor] = ()
-        """Leaves of the steady backward that runs now; empty if none runs."""
+        """Leaves of the cached backward that runs now; empty if none runs. See ``_run_cached``."""
         self.accumulation = Accumulation(session, self._gradient_averager)
         if session.config.zero_lvl > 1 or not self._gradient_averager.reduction.is_linear:
-            # These levels exist to avoid keeping whole gradients. And if a reduction is not linear, its result must not
-            # depend on the moment at which lagom notices that the program accumulates.
+            # ZeRO levels 2 and 3 exist to avoid keeping whole gradients. And if a reduction is not linear, its result
+            # must not depend on the moment at which lagom notices that the program accumulates.
             self.accumulation.close()
 
     def state(self) -> list[tuple[None, Any]]:
-        """Return the facts that decide how gradients are averaged, for ``go_on`` in another process."""
+        """Return the facts that decide how gradients are averaged, for ``go_on`` in another process.
+
+        Raises:
+            LagomError: if averages of accumulated gradients are postponed now.
+        """
         return [(None, (self._replicas.is_over, self.accumulation.state()))]
 
     def go_on(self, state: Sequence[tuple[None, Any]]) -> None:
@@ -115,7 +120,11 @@ class _Backwards:
         self.accumulation.go_on(accumulation)
 
     def run_backward(self, outputs: Sequence[Any], args: tuple[Any, ...], options: dict[str, Any]) -> Any:
-        """Run ``backward``, and average gradients when the outermost one ends."""
+        """Run ``backward``; average gradients when the outermost backward ends, unless ``Accumulation`` postpones this.
+
+        Raises:
+            NotByRowsError: if this is part of a forward that is being probed.
+        """
         if self._session.is_probing:
             raise NotByRowsError("runs a backward")
         # Before the backward, which frees the graph.
@@ -261,7 +270,11 @@ class _Backwards:
         return result
 
     def _finish(self, pending: BackwardGradients, *, create_graph: bool, **options: bool) -> None:
-        """Average the gradients by ``average_backward``, which gets ``options``, and finish the backward."""
+        """Average the gradients; then call hooks, add earlier gradients, and cut gradients that ranks shard.
+
+        Args:
+            options: arguments for ``average_backward``, which averages gradients that have no graph.
+        """
         self._session.distributed_part = self._session.distributed_part or "a backward ran"
         with torch.set_grad_enabled(create_graph):
             if any(leaf.grad is not None and leaf.grad.requires_grad for leaf in pending.leaves):

@@ -37,7 +37,7 @@ class BackwardGradients:
         See Note [Accumulation] in accumulation.py.
         """
         self.accord: bool | None = None
-        """Whether ``habits`` were equal on all ranks; None before the exchange."""
+        """Whether ``habits`` were equal on all ranks; None before the exchange, or if they are empty."""
         self.owed = list(owed)
         self._owed = {id(leaf) for leaf in self.owed}
         self._before: dict[int, tuple[torch.Tensor, torch.Tensor | None]] = {}
@@ -46,9 +46,10 @@ class BackwardGradients:
         self._over = False
 
     def expect(self, leaves: Iterable[torch.Tensor]) -> None:
-        """Put aside the gradients and hooks of ``leaves``, which the backward will reach here or on other ranks.
+        """Put aside the gradients and hooks of ``leaves``, which the backward will reach here or has reached elsewhere.
 
-        A leaf that is expected already is left as it is; see Note [Shared parameters].
+        After ``restore_hooks``, put aside gradients only. A leaf that is expected already is left as it is; see Note
+        [Shared parameters].
         """
         for leaf in leaves:
             if id(leaf) not in self._before:
@@ -60,7 +61,7 @@ class BackwardGradients:
                     self._hooks.delay(leaf)
 
     def add_running(self, leaves: Iterable[torch.Tensor]) -> None:
-        """Add ``leaves`` of a backward that already runs; they had no gradients and no hooks before."""
+        """Add ``leaves`` of a backward that runs or has ended; they had no gradients and no hooks before."""
         self._before.update((id(leaf), (leaf, None)) for leaf in leaves)
 
     @property
@@ -70,12 +71,12 @@ class BackwardGradients:
 
     @property
     def leaves(self) -> list[torch.Tensor]:
-        """All leaves of this backward."""
+        """All leaves whose gradients are averaged: of this backward, of postponed sums, and of other ranks alone."""
         return [leaf for leaf, _ in self._before.values()]
 
     @property
     def without_gradient(self) -> list[torch.Tensor]:
-        """The leaves that had no gradient before this backward."""
+        """The leaves for which no earlier average is put aside; those with postponed sums are among them."""
         return [leaf for leaf, before in self._before.values() if before is None]
 
     @property
@@ -100,7 +101,7 @@ class BackwardGradients:
     def finish(self) -> None:
         """Call the hooks with the averages, and add the averages to the earlier gradients.
 
-        Call this in the grad mode of the backward.
+        If a hook raises an error, restore the earlier gradients. Call this in the grad mode of the backward.
         """
         try:
             # The order matters only for hooks.
@@ -141,7 +142,7 @@ def encode_batch(batch: int | None) -> bytes:
 
 
 class DelayedHooks:
-    """Holds back the hooks of leaves: a stand-in for each hook records the order of calls."""
+    """Holds back the hooks of leaves, or of inputs of ``torch.autograd.grad``: stand-ins record the order of calls."""
 
     def __init__(self) -> None:
         self._kept: list[tuple[dict[int, Any], int, Any]] = []
@@ -186,7 +187,10 @@ def run_hooks(leaf: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
 
 
 def _accumulate(leaf: torch.Tensor, before: torch.Tensor) -> None:
-    """Add ``before`` to ``leaf.grad`` as autograd does: in place, unless the gradient will be differentiated."""
+    """Add ``before`` to ``leaf.grad`` as autograd does: into ``before``, where this is possible.
+
+    It is not if grad mode is on, since the gradient may be differentiated, or if only ``before`` is sparse.
+    """
     new = leaf.grad
     assert new is not None
     if torch.is_grad_enabled() or (before.is_sparse and not new.is_sparse):
@@ -202,16 +206,17 @@ def _accumulate(leaf: torch.Tensor, before: torch.Tensor) -> None:
 # another result from it. So hooks are held back: a stand-in replaces each hook, in the dict from which the hook's
 # handle removes it, and records the order of calls. When gradients are averages, the hooks are called in that order.
 #
-# A hook gets the gradient of this backward, without earlier ones. So earlier gradients are put aside, and added to the
-# average at the end. Therefore no gradient is averaged twice, however many backwards a program accumulates.
+# A hook of `register_hook` gets the gradient of this backward, without earlier ones. So earlier gradients are put
+# aside, and added to the average before post-accumulate hooks run. Therefore no gradient is averaged twice, however
+# many backwards a program accumulates.
 
 
 # Note [Shared parameters]
 #
 # A parameter that several modules share (tied weights) is one leaf: autograd adds what each use contributes. `expect`
-# takes a leaf once, by its id, so `average_backward` averages the sum once, together with no earlier gradient. Uses in
-# forwards that are split by rows and uses in whole forwards may mix: the gradient of the former is that of this rank's
-# rows, times the number of ranks (see Note [Whole] in row_split/row_functions.py).
+# takes a leaf once, by its id, so `average_backward` averages the sum once, without earlier averages. Uses in forwards
+# that are split by rows and uses in whole forwards may mix: a use in a split forward contributes the gradient of this
+# rank's rows, times the number of ranks (see Note [Whole] in row_split/row_functions.py).
 
 
 # Note [Backwards that fail]
@@ -219,5 +224,5 @@ def _accumulate(leaf: torch.Tensor, before: torch.Tensor) -> None:
 # A program may catch the error of a backward and continue with the next batch, as many do when memory runs out. If the
 # backward fails on all ranks, they stay together. If it fails on one rank only, the other ranks wait in the exchange of
 # this batch. The failed rank would join that exchange with the gradients of its next batch, and gradients of different
-# batches would be averaged. So the signature of each exchange of gradients contains the number of backwards that have
-# failed on the rank since the last exchange. Different numbers are a ``DivergenceError`` on all ranks.
+# batches would be averaged. So the signature of the exchange at the end of a backward contains the number of backwards
+# that have failed on the rank since the last such exchange. Different numbers are a ``DivergenceError`` on all ranks.

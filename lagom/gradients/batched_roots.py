@@ -1,4 +1,4 @@
-"""Take several gradients at once (``is_grads_batched``, ``torch.func.vmap``) one after another.
+"""Take the gradients of a batched call (``is_grads_batched``, ``torch.func.vmap``) one after another.
 
 An exchange between ranks cannot be part of a batched call.
 """
@@ -22,10 +22,11 @@ _functorch = torch._C._functorch
 def take_one_by_one(
     roots: Sequence[Tensor], take: Callable[[tuple[Tensor, ...], bool], Sequence[Tensor | None]]
 ) -> tuple[Tensor | None, ...]:
-    """Return the gradients for each of the batched ``roots``, batched as the roots are.
+    """Return the gradients for all elements of the batch in ``roots``, with the same batch dimension.
 
     Args:
-        take: returns the gradients of one root of each, and is told whether it is the last one.
+        roots: gradients of the outputs, at least one of them batched.
+        take: returns the gradients for one element of the batch; its second argument tells whether it is the last one.
     """
     legacy = _functorch.is_legacy_batchedtensor(roots[0])
     level = _legacy_level() if legacy else _functorch.current_level()
@@ -41,7 +42,7 @@ def take_one_by_one(
 
 
 def _remove_batch(root: Tensor, level: int, legacy: bool) -> tuple[Tensor, bool]:
-    """Return a root whose first dimension is the batch, and whether it has one."""
+    """Return a batched root as a plain tensor, the batch first, and True; any other root unchanged, and False."""
     if legacy:
         return torch._remove_batch_dim(root, level, 1, 0), True
     if not _functorch.is_batchedtensor(root) or _functorch.maybe_get_level(root) != level:

@@ -28,15 +28,15 @@ if TYPE_CHECKING:
 _MAX_MOVING = 2
 """Buckets that may travel at once if ranks keep only parts; with more, the backward waits for the first bucket."""
 _PATIENCE_S = 0.2
-"""Seconds to wait for a bucket. After one wait without success, the backward does not wait again."""
+"""Most seconds to wait for a bucket. After one wait without success, the backward does not wait again."""
 _NAP_S = 2e-4
 
 
 class ShardStore(Protocol):
-    """Stores this rank's shards of averages, and removes the leaves' gradients; for ``zero_lvl=2``."""
+    """Stores this rank's shards of averages, and removes the leaves' gradients; for ``zero_lvl`` 2 and 3."""
 
     def bucket_shard_map(self, leaves: Sequence[torch.Tensor]) -> ShardMap | None:
-        """Return which rank keeps which part of a bucket of averages; None if one of them must stay whole."""
+        """Return which rank gets which part of a bucket of averages; None if every rank must get them whole."""
 
     def cut_gradient_early(self, leaf: torch.Tensor) -> None:
         """Replace the whole average in ``leaf.grad`` by this rank's shard, while the backward may still fail."""
@@ -46,7 +46,7 @@ class ShardStore(Protocol):
 
 
 class BucketPipeline:
-    """Sends each bucket of one backward as soon as its gradients are complete, and stores the averages.
+    """Sends the buckets of one backward in order, each as soon as its gradients are complete, and stores the averages.
 
     Args:
         buckets: the leaves' numbers, by bucket, in the order in which buckets travel.
@@ -77,7 +77,7 @@ class BucketPipeline:
         return id(leaf) in self._place
 
     def delay_leaves(self, leaves: Sequence[torch.Tensor]) -> None:
-        """Send the buckets of ``leaves`` only when the backward ends, since a backward inside it adds to them.
+        """Send the buckets of ``leaves``, and all later ones, only when the backward ends: an inner one adds to them.
 
         Raises:
             LagomError: if one of these buckets has been sent already.

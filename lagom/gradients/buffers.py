@@ -1,4 +1,4 @@
-"""``BufferSync``: keeps the buffers of trained modules equal on all ranks."""
+"""``BufferSync``: keeps the buffers of trained modules equal on all ranks, by copies from rank 0."""
 
 from __future__ import annotations
 
@@ -68,16 +68,19 @@ class BufferSync:
         self._followers = {key: owner for key, owner in self._owners.items() if key not in self.strict}
 
     def checksums(self, everything: bool = False) -> dict[Key, tuple[str, int]]:
-        """Return kind and checksum of buffers.
+        """Return kind (type and shape) and checksum of buffers.
 
         Args:
-            everything: whether to include buffers that have changed and do not follow rank 0 yet.
+            everything: whether to include the buffers of ``find_changed``, which may differ until they are copied.
         """
         skipped = set() if everything else set(self.find_changed())
         return checksums({key: b for key, b in _living_buffers(self._owners) if key not in skipped})
 
     def find_changed(self) -> list[Key]:
-        """Return the buffers to copy from rank 0: those that have changed since the last copy."""
+        """Return the buffers to copy from rank 0.
+
+        These are the buffers on which ranks have just agreed, else those that have changed here since the last copy.
+        """
         if self._agreed is not None or not self._followers:
             return self._agreed or []
         found = []
@@ -88,11 +91,12 @@ class BufferSync:
         return sorted(found)
 
     def agree(self, rows: list[tuple[Mapping[Key, tuple[str, int]], list[Key]]], *, compare: bool) -> None:
-        """Decide which buffers to broadcast: those that all ranks have, and that have changed on any rank.
+        """Decide which buffers to broadcast: those that all ranks have in one kind, and that have changed on any rank.
 
         Args:
             rows: for each rank, kind and checksum of its buffers, and the buffers that have changed.
-            compare: whether to broadcast buffers with different checksums, too, now and after every backward.
+            compare: whether to broadcast also the buffers whose checksums differ although no rank has noticed a change,
+                now and after every backward.
         """
         common = {
             key
@@ -108,7 +112,7 @@ class BufferSync:
             self._seen[key] = (weakref.ref(buffer), buffer._version)
 
     def broadcast_changed(self) -> None:
-        """Broadcast the changed buffers from rank 0. All ranks must have agreed on these; a collective."""
+        """Broadcast the changed buffers from rank 0; a collective if there are any. All ranks must agree on them."""
         keys = set(self.find_changed()) if self._followers else None
         self._agreed = None
         if not keys:
@@ -132,7 +136,7 @@ class BufferSync:
             buffer.data.copy_(part.clone().view(buffer.dtype).view(buffer.shape))
 
     def _outermost_modules(self, trained: set[int]) -> Iterator[tuple[list[tuple[str, nn.Module]], int]]:
-        """Yield for each outermost module its inner modules with their paths, and the least number of a parameter."""
+        """Yield for each outermost trained module all modules in it by path, and the least number of a parameter."""
         modules = [module for module in self._modules() if module.__dict__.get("_modules") is not None]
         inner = {id(child) for module in modules for child in module.__dict__["_modules"].values()}
         for module in modules:
@@ -146,7 +150,7 @@ class BufferSync:
 
 
 def _walk_modules(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yield paths and modules as ``named_modules`` does, also for modules that cannot be hashed."""
+    """Yield path and module once for each module, in another order than ``named_modules``; modules need no hash."""
     seen = set()
     pending = [("", root)]
     while pending:

@@ -20,7 +20,7 @@ _MAX_KNOWN = 64
 
 
 class CachedBackward(NamedTuple):
-    """Collects the gradients of a backward that repeats an earlier one, for that one's layout.
+    """Collects the gradients of a backward that repeats an earlier one, in the order of the earlier one's layout.
 
     See Note [Cached backwards].
     """
@@ -43,14 +43,14 @@ class CachedBackward(NamedTuple):
 
 
 class BackwardCache:
-    """Remembers earlier backwards by the numbers of their leaves, as every rank does at the same time."""
+    """Remembers earlier backwards by the numbers of their leaves, in order; other ranks may remember others."""
 
     def __init__(self, leaves: Leaves) -> None:
         self._leaves = leaves
         self._known: dict[tuple[int | None, ...], CachedBackward] = {}
 
     def find(self, leaves: Sequence[torch.Tensor]) -> CachedBackward | None:
-        """Return the cached backward that reached the same ``leaves``; None if there is none.
+        """Return the cached backward that reached the same ``leaves`` in the same order; None if there is none.
 
         None also if a leaf has a gradient or a hook now.
         """
@@ -63,10 +63,10 @@ class BackwardCache:
         return cached
 
     def add(self, leaves: Sequence[torch.Tensor], layout: Layout) -> None:
-        """Remember a small backward on which all ranks have agreed.
+        """Remember a backward on which all ranks have agreed; do nothing if it is not small (see ``is_small``).
 
         Args:
-            leaves: the leaves that it reached, which had no gradients before, and ``can_repeat`` now.
+            leaves: the leaves that it reached. They had no gradients before, and ``can_repeat`` is true for them.
             layout: the layout of their gradients.
         """
         if not is_small(layout) or len(layout.numbers) != len(leaves):
@@ -85,14 +85,15 @@ def can_repeat(leaves: Sequence[torch.Tensor]) -> bool:
 
 
 def is_small(layout: Layout) -> bool:
-    """Return whether gradients of ``layout`` are dense, and too few to travel while the backward runs."""
+    """Return whether gradients of ``layout`` are dense, and those on the CPU too few to travel in a backward."""
     return not layout.sparse and layout.on_cpu < MIN_BYTES
 
 
 # Note [Cached backwards]
 #
-# Nearly all backwards of a program reach the same parameters as an earlier one, which have no gradients and no hooks
-# before, and they are not part of an accumulation. For these, agreeing and averaging is enough: the leaves need no
-# `BackwardGradients`, and `GradientAverager` need not look them up. Other ranks see no difference: there is the same
-# single exchange with the same signature, also for the comparisons of Note [Divergence] in divergence.py. If anything
-# has changed, before the backward or after, or if the ranks do not agree, the backward is finished in the ordinary way.
+# Nearly all backwards of a program reach the same parameters as an earlier backward, these have no gradients and no
+# hooks before, and nothing is being accumulated. If the gradients are also small and on the CPU, agreeing and averaging
+# is enough: the leaves need no `BackwardGradients`, and `GradientAverager` need not look them up. Other ranks see no
+# difference: there is the same single exchange with the same signature (or none: see Note [Replicas] in replicas.py),
+# also for the comparisons of Note [Divergence] in divergence.py. If anything has changed, before the backward or after,
+# or if the ranks do not agree, the backward is finished in the ordinary way.

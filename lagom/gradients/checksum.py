@@ -29,13 +29,16 @@ def checksums(tensors: Mapping[Any, torch.Tensor]) -> dict[Any, tuple[str, int]]
     sums: dict[torch.device, list[torch.Tensor]] = {}
     for tensor in tensors.values():
         sums.setdefault(tensor.device, []).append(sum_of_bits(tensor))
-    # Only one synchronization for each device.
+    # One synchronization for each device, and not one for each tensor.
     numbers = {device: iter(torch.stack(parts).tolist()) for device, parts in sums.items()}
     return {key: (f"{t.dtype} {tuple(t.shape)}", next(numbers[t.device])) for key, t in tensors.items()}
 
 
 def sum_of_bits(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the sum of the tensor's bytes, read as int64, on its device. This is faster than a hash."""
+    """Return the sum of the tensor's bytes, read as int64, on its device; 0 for a tensor that is not strided.
+
+    This is faster than a hash.
+    """
     values = tensor.detach()
     if values.layout != torch.strided:
         return torch.zeros((), dtype=torch.int64, device=values.device)

@@ -35,7 +35,8 @@ def find_caveats(roots: Sequence[Any]) -> list[str]:
 def _is_weighted(node: Any) -> bool:
     """Return whether a negative log likelihood weights its targets unequally: class weights, or ignored targets.
 
-    Return False if saved tensors have hooks (checkpoints), since reading them would compute the forward again.
+    Return False if saved tensors may have hooks (checkpoints), since reading them would compute the forward again, or
+    if an earlier backward has freed them.
     """
     if node._saved_reduction == 0 or _has_hook(node._raw_saved_total_weight) or _has_hook(node._raw_saved_target):
         return False

@@ -23,7 +23,10 @@ if TYPE_CHECKING:
     from lagom.run_state.leaves import Leaves
 
 INTERVAL = 100
-"""Largest number of backwards between two checks; the first checks are after 1, 2, 4, 8, ... backwards."""
+"""Largest number of backwards between two checks; the first checks are after 1, 2, 4, 8, ... backwards.
+
+Without backwards, batches are counted instead.
+"""
 
 log = logging.getLogger("lagom")
 
@@ -38,7 +41,7 @@ class RankState(NamedTuple):
     buffers: dict[Any, tuple[str, int]]
     """Kind and checksum of buffers."""
     changed: list[Any]
-    """Buffers that the rank's forwards have changed."""
+    """Buffers that have changed on the rank since they were last copied from rank 0."""
 
 
 class DivergenceMonitor:
@@ -61,9 +64,12 @@ class DivergenceMonitor:
         self.checksums: Callable[[Mapping[Any, torch.Tensor]], dict[Any, tuple[str, int]]] = checksums
         """Function that computes the checksums of parameters."""
         self.repair: Callable[[Iterable[torch.Tensor]], bool] | None = None
-        """Makes the given parameters equal on all ranks, if it can, where a check has found that some differ."""
+        """Function that makes the given parameters equal on all ranks after a check has found that some differ.
+
+        It returns whether it could.
+        """
         self.reached: set[int] = set()
-        """Numbers of the leaves that backwards of this run have reached."""
+        """Numbers of the leaves whose gradients were averaged in this run."""
         self._differentiated: set[int] = set()
         self._seen: dict[int, tuple[str, int]] = {}
         self._group = group
@@ -88,7 +94,7 @@ class DivergenceMonitor:
 
     @property
     def num_steps(self) -> int:
-        """The number of backwards that were averaged on all ranks, or are about to be."""
+        """The number of backwards, and of calls of ``torch.autograd.grad``, whose gradients ranks average."""
         return self._num_steps
 
     def add_trained(self, numbers: Iterable[int]) -> None:
@@ -103,14 +109,20 @@ class DivergenceMonitor:
             self._last = parameters  # keeps them alive for the check at the end of the program
 
     def count_step(self) -> None:
-        """Count a backward that is about to be averaged on all ranks, and make a check due now and then."""
+        """Count a backward or call of ``torch.autograd.grad`` that ranks average; now and then make a check due."""
         self._num_steps += 1
         if self._num_steps >= self._next_step:
             self._next_step += min(self._num_steps, INTERVAL)
             self._due = self._is_stale = True
 
     def count_batch(self, frame: AgreedExchange) -> None:
-        """Count a training batch, on all ranks; check now and then if no backward runs between batches."""
+        """Count a training batch, on all ranks; check now and then if no backward runs between batches.
+
+        A check is a collective.
+
+        Raises:
+            DivergenceError: on all ranks, if a check finds that parameters, buffers or places in the program differ.
+        """
         self._num_batches += 1
         if self._num_batches < self._next_batch:
             return
@@ -136,8 +148,8 @@ class DivergenceMonitor:
         training, to store it.
 
         Raises:
-            DivergenceError: if parameters differ in a run without averages; or if the program caught an earlier
-                DivergenceError and continued.
+            DivergenceError: if parameters, buffers or places differ in a run without averages; or if the program caught
+                an earlier DivergenceError and continued.
         """
         if self.error is not None:
             raise DivergenceError(f"the program caught this error and went on, with wrong numbers: {self.error}")
@@ -151,7 +163,7 @@ class DivergenceMonitor:
             log.warning("at the end of the program, %s", error)
 
     def identity(self, numbers: Iterable[int] = (), *, new: bool = False) -> bytes:
-        """Return bytes for the signature: changed buffers, and checksums if a check is due; usually empty.
+        """Return bytes for the signature: the names of changed buffers, and checksums if a check is due; usually empty.
 
         Args:
             numbers: leaves that this backward reached.
@@ -166,15 +178,15 @@ class DivergenceMonitor:
         return repr((changed, self._trained_values(), self._buffers.checksums() if self._due else None)).encode()
 
     def record_agreement(self) -> None:
-        """Finish an exchange with equal signatures: broadcast the buffers that forwards have changed from rank 0."""
+        """Finish an exchange with equal signatures: broadcast from rank 0 the buffers that have changed."""
         self._due = False
         self._buffers.broadcast_changed()
 
     def find_divergence(self, at: str) -> None:
-        """Compare places, parameters and buffers after signatures differed; a collective.
+        """Compare places, and parameters and buffers if a check is due, after signatures differed; a collective.
 
         Raises:
-            DivergenceError: on all ranks, if places, parameters or synchronised buffers differ.
+            DivergenceError: on all ranks, if compared places, parameters or buffers of BatchNorm differ.
         """
         try:
             self._exchange_states(at)
@@ -205,7 +217,7 @@ class DivergenceMonitor:
         self._buffers.agree([(row.buffers, row.changed) for row in rows], compare=mine.values is not None)
 
     def _track_changes(self) -> None:
-        """Add parameters that have changed without a backward, as with torch.func's gradients, to those checked."""
+        """Add the parameters that have changed since the last call (say by torch.func's gradients) to those checked."""
         now = self.checksums(self._leaves.parameters())
         self._differentiated.update(number for number in now if self._seen.get(number, now[number]) != now[number])
         self._seen = now
@@ -249,20 +261,21 @@ def _describe_difference(name: str) -> str:
 
 # Note [Divergence]
 #
-# An update from a gradient that is not averaged makes the ranks drift apart without an error: torch.func.grad with an
-# update by hand, or an optimizer that draws random numbers of its own. Every backward exchanges signatures (see Note
-# [Which gradients] in gradient_averager.py). After some backwards, the signature also contains checksums of all
+# Ranks drift apart without an error if an update is made from a gradient that is not averaged (torch.func.grad with an
+# update by hand), or if an optimizer draws random numbers of its own. Each averaged backward exchanges signatures (see
+# Note [Which gradients] in gradient_averager.py). After some backwards, the signature also contains checksums of all
 # parameters trained so far. If the signatures are equal, the check is done without an exchange of its own. Otherwise
-# the ranks exchange their checksums, and an error on all ranks names the first parameter that differs.
+# the ranks exchange their checksums, and an error on all ranks names the first parameter that differs, unless the
+# difference can be repaired (see Note [Replicas] in replicas.py).
 #
 # The checksum is a sum of bits. It always differs if one element differs, and with a probability of 1 - 2^-64 if many
-# do. It does not differ if equal elements stand in another order. When a parameter is trained for the first time, its
+# do. It may be the same if equal elements stand in another order. When a parameter is trained for the first time, its
 # values are hashed instead.
 #
-# If no backward runs (a program may call only torch.func.grad), batches are counted instead, and there is a check at
-# the end of the program. lagom does not see the gradients of torch.func, so these checks include every parameter that
-# has changed since the last one. All ranks must be at the same place of the program for a check. If they are not, the
-# signatures differ, and the ranks find out in the same way.
+# If no backward runs (a program may call only torch.func.grad), batches are counted instead. lagom does not see the
+# gradients of torch.func, so the checks of batches include every parameter that has changed since the last of them.
+# There is also a check at the end of the program. All ranks must be at the same place of the program for a check. If
+# they are not, the signatures differ, and the ranks find out in the same way.
 #
 # Buffers that lagom synchronises itself (those of BatchNorm) must be equal, like parameters. A program may update other
 # buffers from a rank's share of a batch. The update that one process would make from the whole batch is unknown, so

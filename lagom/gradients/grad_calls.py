@@ -1,4 +1,4 @@
-"""``GradCalls``: calls of ``torch.autograd.grad``, whose gradients of parameters are averaged."""
+"""``GradCalls``: calls of ``torch.autograd.grad``, whose gradients are averaged over the ranks where this is right."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ if TYPE_CHECKING:
 
 
 class GradCalls:
-    """Runs the program's calls of ``torch.autograd.grad``, and averages the gradients of parameters that they return.
+    """Runs the program's calls of ``torch.autograd.grad``, and averages gradients of inputs that ranks have in common.
 
     Args:
-        original: torch's own function.
+        original: torch's own ``torch.autograd._engine_run_backward``.
         averager: averages the gradients.
     """
 
@@ -36,7 +36,7 @@ class GradCalls:
         self._grads = averager
 
     def run(self, outputs: Sequence[Any], args: tuple[Any, ...], options: dict[str, Any]) -> Any:
-        """Run ``torch.autograd.grad``, and average the gradients of parameters, unless it runs inside a backward."""
+        """Run ``torch.autograd.grad``; average gradients (see ``_find_averaged_inputs``) unless inside a backward."""
         inputs: Sequence[Any] = args[3]
         if self._must_take_one_by_one(outputs, args):
 
@@ -77,7 +77,7 @@ class GradCalls:
         return not any(isinstance(one, Tensor) and is_batched(one) for one in outputs) and passes_gather(outputs)
 
     def _find_averaged_inputs(self, outputs: Sequence[Any], inputs: Sequence[Any], roots: Sequence[Any]) -> list[int]:
-        """Return the indices of the ``inputs`` whose gradients are averaged."""
+        """Return the indices of the ``inputs`` whose gradients are averaged; record facts about the other inputs."""
         if self._session.sliced_forward is not None or self._session.is_probing:
             # In a forward that computes a block of rows, an input that a later backward reaches is this rank's own.
             own = [one for one in inputs if isinstance(one, Tensor) and one.is_leaf]
@@ -102,7 +102,7 @@ class GradCalls:
 
 @contextmanager
 def inside_backward(session: Session) -> Iterator[None]:
-    """Have the session know in the block that a backward runs."""
+    """Context manager in which ``session.depth`` counts one more running backward."""
     session.depth += 1
     try:
         yield

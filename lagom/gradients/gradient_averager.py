@@ -82,8 +82,10 @@ class GradientAverager:
     def begin_backward(self, pending: BackwardGradients) -> None:
         """Prepare the overlap of the backward that is about to run; its large gradients may then travel meanwhile.
 
+        A collective if ``OverlappedBackward.begin`` is one.
+
         Raises:
-            DivergenceError: on all ranks, if they are at different places of the program.
+            DivergenceError: on all ranks, if they are at different places of the program, or parameters differ.
         """
         known = [(self._leaves.known(leaf), leaf) for leaf in pending.leaves]
         averaged = [(-1 if n is None else n, leaf) for n, leaf in known if n not in self._verified.local]
@@ -96,16 +98,17 @@ class GradientAverager:
     def average_backward(
         self, pending: BackwardGradients, *, is_counted: bool = False, differs: bool = False, compares: bool = False
     ) -> None:
-        """Average ``leaf.grad`` over the ranks, in place; a collective, unless no leaf was reached.
+        """Combine ``leaf.grad`` over the ranks by the run's reduction; a collective unless there is nothing to combine.
 
         Args:
             is_counted: whether the divergence monitor has counted this backward.
             differs: whether ``reduce_cached`` has just found that the ranks do not agree.
-            compares: whether gradients that are equal on all ranks need no average, if they are small.
+            compares: whether small gradients may be compared first, and left as they are if all ranks have the same.
 
         Raises:
-            DivergenceError: on all ranks, if a leaf had different values at its first backward, or parameters have
-                become different since.
+            DivergenceError: on all ranks, if they are at different places, a leaf had different values at its first
+                backward, or parameters have become different since; on this rank, if a leaf of other ranks is gone.
+            LagomError: on all ranks, if the reduction is Adasum and a gradient is sparse.
         """
         self.agreed_layout = None
         running = self.overlap.end()
@@ -151,7 +154,7 @@ class GradientAverager:
         return True
 
     def _reduce_rest(self, reached: ReachedLeaves, running: BucketPipeline, pending: BackwardGradients) -> None:
-        """Average the gradients that did not travel during an overlapped backward."""
+        """Average the gradients that did not travel during an overlapped backward, and wait for those that did."""
         missing = sorted(self._leaves.number(leaf) for leaf in running.missing)
         kind = _describe_place(_REST, pending)
         while not self.reduce_if_agreed(kind, reached, pending.identity + (repr(missing).encode() if missing else b"")):
@@ -196,11 +199,15 @@ class GradientAverager:
         self._verified.digest = digest
 
     def keeps_own(self, leaf: torch.Tensor) -> bool:
-        """Return whether ``leaf`` is data, whose gradient is not averaged."""
+        """Return whether ``leaf`` was found to be data, whose gradient is not averaged."""
         return self._leaves.known(leaf) in self._verified.local
 
     def verify_initial_values(self, numbers: Iterable[int]) -> None:
-        """Check that leaves are equal on all ranks; a collective if some have not been compared before."""
+        """Check that leaves are equal on all ranks; a collective if some have not been compared before.
+
+        Raises:
+            DivergenceError: on all ranks, if one differs.
+        """
         self._verified.verify(self._verified.find_unseen(numbers), set())
 
     def _number_leaf(self, leaf: torch.Tensor) -> int:
@@ -230,7 +237,10 @@ class GradientAverager:
         return signature(layout.signature + identity + b"".join(digest(leaf) for leaf in unseen if leaf is not None))
 
     def _agree_on_union(self, kind: str, reached: ReachedLeaves, pending: BackwardGradients) -> ReachedLeaves:
-        """Return the leaves that any rank reached, with zeros for those that this rank did not reach; a collective."""
+        """Return the leaves that any rank reached, with zeros for those that this rank did not reach; a collective.
+
+        Leaves that are found to be data are left out.
+        """
         self._divergence.find_divergence(kind + _describe_batches(pending.batches))
         layout = self._averager.find_layout(kind, *reached)
         mine = pending.habits, [(entry, entry.number in self._inputs) for entry in layout.entries]
@@ -282,12 +292,15 @@ def _describe_batches(batches: Sequence[int | None]) -> str:
 # two experts with equal shapes must never be mixed. So in each backward the ranks agree on the set of leaves, without
 # an additional exchange: each rank sends a signature of its set and, in the same message, its small gradients. If all
 # signatures are equal, these gradients are added, and the large ones follow in buckets. Otherwise no gradient has been
-# changed yet: the ranks exchange their sets and reduce the union, in the order of the leaves' numbers.
+# changed yet: the ranks exchange their sets and reduce the union, in the order of the leaves' numbers. (Large gradients
+# may be sent during a backward, after an exchange at its start: see Note [Overlap] in overlap.py.)
 #
 # When a leaf is reached for the first time, the signature also contains a hash of its values, since training from
 # different initial values would give wrong results without an error.
 #
-# Only the gradients that one backward adds are averaged; see Note [Hooks of leaves] in backward_gradients.py. A plain
-# tensor is data (such as the input of an adversarial attack) if its rows are this rank's samples and its values differ
-# between ranks. Its gradient stays this rank's own. The same holds for a plain tensor with the exact shape of a tensor
-# of the batch, such as a perturbation, which begins as zeros on all ranks.
+# Only the gradients that one backward adds (or several: see Note [Accumulation] in accumulation.py) are averaged; see
+# Note [Hooks of leaves] in backward_gradients.py. A leaf that is no Parameter is data (such as the input of an
+# adversarial attack) if it has a row for each of this rank's samples, and its values differ between ranks. Its gradient
+# stays this rank's own. So does the gradient of such a leaf with the exact shape of a tensor of the batch, such as a
+# perturbation, which begins as zeros on all ranks, unless it is found to be a weight: see Note [Plain leaves] in
+# run_state/plain_leaves.py.

@@ -28,7 +28,7 @@ class InitialValueCheck:
         self.digest: Callable[[torch.Tensor], bytes] = hash_values
         """Function that returns a hash of a leaf's values."""
         self.local: set[int] = set()
-        """Numbers of leaves that are data and differ between ranks; their gradients are not averaged."""
+        """Numbers of leaves that are data, by their shape or since they differ; their gradients are not averaged."""
         self._group = group
         self._leaves = leaves
         self._name = name
@@ -49,7 +49,7 @@ class InitialValueCheck:
             maybe_local: leaves that may be data; if these differ they become ``local``.
 
         Raises:
-            DivergenceError: on all ranks, if another leaf differs.
+            DivergenceError: on all ranks, if another leaf differs, or does not exist on a rank.
         """
         if not numbers:
             return

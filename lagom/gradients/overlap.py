@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from lagom.run_state.leaves import Leaves
 
 MIN_BYTES = 4 << 20
-"""Bytes of large gradients from which overlap pays for its additional exchange; measured on the CPU."""
+"""Bytes of gradients in buckets from which overlap pays for its additional exchange; measured on the CPU."""
 _PLACE = "the start of a backward"
 _MAX_KNOWN = 64
 _MAX_PATIENCE = 64
@@ -54,7 +54,7 @@ class OverlappedBackward:
         self._divergence = divergence
         self._frame = frame
         self._known: dict[Key, tuple[bytes, list[list[int]]]] = {}
-        """Signature and buckets of each set of leaves that a backward has reached on all ranks."""
+        """Signature and buckets of each set of leaves that a backward with large gradients has reached on all ranks."""
         self._pause = 0
         self._patience = 1
         self._running: BucketPipeline | None = None
@@ -73,7 +73,7 @@ class OverlappedBackward:
 
     def record_layout(self, layout: Layout) -> None:
         """Remember ``layout``, on which all ranks have agreed, if it is large enough to overlap next time."""
-        # Where ranks share a GPU, its gradients go by gloo when the backward has ended.
+        # Where ranks share a GPU, its gradients travel by copies on the CPU when the backward has ended.
         is_served = [self._group.has_gpus or not entry.cuda for entry in layout.entries]
         size = layout.on_cpu + (layout.on_gpu if self._group.has_gpus else 0)
         if size < MIN_BYTES or not self._allowed:
@@ -96,7 +96,7 @@ class OverlappedBackward:
             plain: leaves without hooks and earlier gradients, whose averages may be cut during the backward.
 
         Raises:
-            DivergenceError: on all ranks, if they are at different places of the program.
+            DivergenceError: on all ranks, if they are at different places of the program, or parameters differ.
         """
         if not self._known:
             return
@@ -133,7 +133,11 @@ class OverlappedBackward:
         return found
 
     def delay_leaves(self, leaves: Sequence[torch.Tensor]) -> None:
-        """Hold back the buckets of ``leaves``, to which a backward inside the running one will add."""
+        """Hold back the buckets of ``leaves``, to which a backward inside the running one will add.
+
+        Raises:
+            LagomError: if one of these buckets has been sent already.
+        """
         if self._running is not None:
             self._running.delay_leaves(leaves)
 
@@ -166,23 +170,25 @@ def _sign(key: Key) -> bytes:
 # Note [Overlap]
 #
 # A bucket may be sent during a backward only if all ranks will send it. The graph of a backward shows before it runs
-# which leaves it will reach. Once a backward with large gradients has been the same on all ranks, later backwards begin
-# with an exchange: each rank sends a signature of the leaves that it will reach. All ranks make this exchange, since
-# all know the earlier backwards. If all signatures are equal, and are that of an earlier backward, the buckets of its
-# layout are summed in order, each as soon as its gradients are complete. They have connections of their own, because
-# other exchanges of the backward (statistics of BatchNorm) may come earlier or later on another rank: on GPUs these
-# are another communicator of NCCL, whose kernels run beside those of the backward. At the end of the
-# backward, also of a failed one, the remaining buckets are sent, with zeros for leaves without a gradient. So all ranks
-# send the same buckets in any case. The small gradients follow with a signature, as in any other backward. A parameter
-# that modules share is complete after its last use.
+# which leaves it will reach. Once a backward with large gradients has been the same on all ranks, later backwards
+# (without create_graph) begin with an exchange: each rank sends a signature of the leaves that it will reach. All ranks
+# make this exchange, since all know the earlier backwards. If all signatures are equal, and are that of an earlier
+# backward, the buckets of its layout are summed in order, each as soon as its gradients are complete. Buckets have
+# connections of their own, because other exchanges of the backward (statistics of BatchNorm) may come earlier or later
+# on another rank. On GPUs the connections are another communicator of NCCL, whose kernels run beside those of the
+# backward. At the end of the backward, also of a failed one, the remaining buckets are sent, with zeros for leaves
+# without a gradient. So all ranks send the same buckets in any case. The small gradients follow with a signature, as in
+# any other backward. The gradient of a parameter that modules share is complete after its last use.
 #
-# With ``zero_lvl=2`` a rank keeps only its part of an average. If ranks share memory, it receives only this part; the
-# signature at the start says so. Otherwise it receives whole sums and cuts them. Both happen while the backward runs.
-# With more than two buckets under way, the backward waits for the first, but only for a moment: another rank may send
-# its part only after an exchange in which it waits for this rank. The sums do not depend on this wait.
+# With ``zero_lvl`` 2 and 3 a rank keeps only its part of an average. At level 2, if ranks share memory, it receives
+# only this part; the signature at the start says so. Otherwise it receives whole sums and cuts them. Both happen while
+# the backward runs, for buckets whose leaves have no hooks and no earlier gradients. With more than two buckets under
+# way, the backward waits for the first, but only for a moment: another rank may send its part only after an exchange in
+# which it waits for this rank. The sums do not depend on this wait.
 #
-# If the signatures differ, nothing has been sent. The ranks continue without overlap, and pause the exchange at the
-# start for more and more backwards.
+# If the signatures differ, no bucket has been sent. The ranks continue without overlap, and pause the exchange at the
+# start for more and more backwards (at most 64).
 #
 # A backward inside the backward (a re-entrant checkpoint) adds to leaves a second time. If a program has such
-# checkpoints from the start, the outer graphs do not contain their leaves, and the program never overlaps.
+# checkpoints from the start, the outer graphs do not contain their leaves. So the leaves of a graph are never all the
+# leaves of an earlier backward, and the program never overlaps.

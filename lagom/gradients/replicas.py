@@ -64,13 +64,14 @@ class Replicas:
         return True
 
     def compare(self, layout: Layout, gradients: Sequence[torch.Tensor], signed: bytes) -> bool | None:
-        """Compare ``gradients`` with those of other ranks; a collective.
+        """Compare ``gradients`` with those of other ranks; a collective, unless this run must average anyway.
 
         Args:
             signed: bytes that must be equal on all ranks.
 
         Returns:
-            Whether they are equal, and so need no averaging; None if they were not compared.
+            True if they are equal, and so need no averaging. False if gradients, ``signed`` or knowledge of the rank
+            differ between ranks. None if they must be averaged: not compared, or all ranks know their rank.
         """
         if not self._may_skip():
             return None
@@ -105,12 +106,12 @@ class Replicas:
         return self._group.shares_memory
 
     def _follow_first_rank(self, leaves: Iterable[torch.Tensor]) -> bool:
-        """Copy rank 0's parameters and optimizers to all ranks, if they differ since gradients were not averaged.
+        """Copy rank 0's parameters and tensors of optimizer states to all ranks, if gradients were not averaged.
 
-        A collective.
+        A collective in this case.
 
         Returns:
-            False if averages were not left out, or ranks have optimizers that differ in more than values.
+            False if all gradients were averaged, or the tensors of ranks differ in number, type or shape.
         """
         if not self._has_skipped:
             return False
@@ -129,7 +130,7 @@ class Replicas:
     def _optimizer_tensors(self) -> list[torch.Tensor]:
         """Return the tensors in the states of torch's optimizers, in an order that is equal on all ranks."""
         found: dict[tuple[int, str, int], torch.Tensor] = {}
-        # By their types: objects may stand for others, and asking those for their class may make them.
+        # Not by isinstance(), which asks a proxy for its class, and so may make the object behind the proxy.
         optimizers: Any = [one for one in gc.get_objects() if issubclass(type(one), torch.optim.Optimizer)]
         for optimizer in optimizers:
             for leaf, state in (vars(optimizer).get("state") or {}).items():
@@ -144,12 +145,13 @@ class Replicas:
 #
 # With batches="whole", every rank has whole batches, and computes small networks whole. Then each rank has the
 # gradients of one process. To average them changes nothing, and takes as long as the backward of such a network: ranks
-# wait for each other in each step. So gradients are compared instead: those of each kind of backward when it comes for
-# the first time, and later whenever parameters are compared (see Note [Divergence] in divergence.py). In between, ranks
-# do not wait. Not even the gradients of the first backward are averaged: a mean of three equal values may be rounded,
-# and a run that goes on from a snapshot begins with a first backward of its own.
+# wait for each other in each step. So small gradients are compared instead, on CPUs of one host, without ZeRO and with
+# the plain mean: those of each set of leaves when a backward reaches it for the first time, and later whenever
+# parameters are compared (see Note [Divergence] in divergence.py). In between, ranks do not wait. Not even the
+# gradients of the first backward are averaged: a mean of three equal values may be rounded, and a run that goes on from
+# a snapshot begins with a first backward of its own.
 #
-# Ranks that compute something of their own (a generator without a seed) have other gradients from the beginning, and
-# those are averaged. So are those of a program that has asked for its rank by the time of a comparison. Where ranks
-# begin to differ later, a check finds other parameters. Then all ranks get rank 0's parameters and optimizer states,
-# which are those of one process, and gradients are averaged from then on.
+# Ranks that compute something of their own (a generator without a seed) have different gradients from the beginning,
+# and these are averaged. So are the gradients of a program that has asked for its rank by the time of a comparison. If
+# ranks begin to differ later, a check finds different parameters. Then all ranks get rank 0's parameters and optimizer
+# states, which are those of one process, and gradients are averaged from then on.

@@ -41,12 +41,12 @@ class TensorAverager:
         self._on_forget = forgotten
         self._layouts: dict[object, Layout] = {}
         self.compare: Compare = lambda *_: None
-        """Returns whether all ranks have the same gradients and signature; None where they have to be averaged."""
+        """Returns whether all ranks have the same gradients and signature; None if gradients have to be averaged."""
 
     def find_layout(
         self, kind: str, numbers: Sequence[int], gradients: Sequence[torch.Tensor], *, by_mean: bool = False
     ) -> Layout:
-        """Return the layout in which ``gradients`` travel; equal arguments return the same object.
+        """Return the layout in which ``gradients`` travel: the same object for equal arguments, until it is dropped.
 
         Args:
             kind: name of the exchange; ranks that give different names do not exchange gradients.
@@ -77,15 +77,15 @@ class TensorAverager:
         compares: bool = False,
         are_plain: bool = False,
     ) -> bool:
-        """Average ``gradients`` in place if all ranks passed the same ``signed``; otherwise change nothing.
+        """Combine ``gradients`` in place, by the reduction of ``layout``, if all ranks passed the same ``signed``.
 
         Args:
             signed: this rank's signature.
-            compares: whether gradients that are equal on all ranks stay as they are.
+            compares: whether to call ``compare`` first: gradients that are equal on all ranks then stay as they are.
             are_plain: whether ``is_plain_cpu_tensor`` is known to be true for all gradients, which saves the check.
 
         Returns:
-            Whether the signatures were equal.
+            Whether the signatures were equal. False, with unchanged gradients, also if ``compare`` found a difference.
         """
         if compares and (agreed := self.compare(layout, gradients, signed)) is not None:
             return agreed

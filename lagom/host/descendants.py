@@ -31,7 +31,7 @@ class Orphaned(BaseException):
 
 
 def fork_host(function: Callable[[], None]) -> int:
-    """Run ``function`` in a child process, which ends with this one; the processes that it starts end with the child.
+    """Run ``function`` in a child process, which ends with this one; processes started by the child end with the child.
 
     Returns:
         The child's process id. The exit status is 0 when ``function`` returned.
@@ -99,7 +99,8 @@ def end_rank(pid: int, others: Collection[int], kept: Collection[int] = ()) -> N
     """Kill the rank ``pid`` and the processes that it started, but not the living ``others`` nor their processes.
 
     While there are others, an orphan in a session or group of its own may be theirs; it is killed with the last rank.
-    The processes in ``kept`` live too, and have started none.
+    The processes in ``kept`` live too, and have started none. A process that adopts no orphans only kills the rank's
+    process group.
     """
     if adopts_orphans:
         mine = [child for child in children(os.getpid()) if child not in others and child not in kept]
@@ -115,14 +116,14 @@ def end_rank(pid: int, others: Collection[int], kept: Collection[int] = ()) -> N
 
 
 def reap_adopted(ranks: Collection[int]) -> None:
-    """Reap adopted orphans that have ended; ``ranks`` are this process's own children."""
+    """Reap adopted orphans that have ended, but no process in ``ranks``, whose exit status the caller reads itself."""
     for child in set(children(os.getpid())) - set(ranks) if adopts_orphans else ():
         with contextlib.suppress(ChildProcessError):
             os.waitpid(child, os.WNOHANG)
 
 
 def end_descendants(kept: Collection[int] = ()) -> None:
-    """End all processes below this one except the children in ``kept`` and their descendants; wait for their ends."""
+    """End all processes below this one except the children in ``kept`` and their descendants; wait up to ``_END_S``."""
     start = time.monotonic()
     while (left := _kill(list(_below(os.getpid(), kept)))) and time.monotonic() - start < _END_S:
         for pid in left:

@@ -45,12 +45,12 @@ def death_report(rank: int, status: int, tail: bytes, kills: Mapping[str, int]) 
 
 
 def stop_report(rank: int) -> Message:
-    """Return the report of a rank that was stopped because another one failed."""
+    """Return the report of a rank that was stopped before it sent one: another rank failed, or the driver said stop."""
     return {"type": "outcome", "rank": rank, "ok": False, "stopped": True, "consequence": True}
 
 
 def is_loss(report: Message) -> bool:
-    """Return whether ``report`` is that of a killed rank, or a consequence of such a loss."""
+    """Return whether ``report`` is that of a killed rank, or of a rank that ended only because another one failed."""
     return not report["ok"] and bool(report.get("lost") or report.get("consequence"))
 
 

@@ -27,7 +27,10 @@ _PATIENCE_S = 1.5
 
 
 def serve(connection: socket.socket) -> None:
-    """Answer requests until the driver closes ``connection``; a request is a ``RunSpec`` and the files of its run."""
+    """Answer requests until the driver closes ``connection``.
+
+    A request is a pickle of a ``RunSpec`` and of the ranks' GPU masks, with the files of the run.
+    """
     gc.disable()  # collections would take a fourth of the time of these imports
     from lagom.host import preload  # its imports are slow; forked processes inherit them
 

@@ -25,7 +25,7 @@ class ForkedRank:
     """File for the stacks of the rank and of the processes that it started."""
     pulse: Pulse = field(init=False)
     num_reports: int = 0
-    """Reports of a trial so far."""
+    """Number of reports that the rank has made for its trial so far."""
     tail: bytearray = field(default_factory=bytearray)
     report: Message | None = None
     ended: bool = False
@@ -47,7 +47,7 @@ class ForkedRank:
                 os.close(fd)
 
     def wake(self, pid: int, bed: socket.socket, stall_timeout_s: float) -> None:
-        """Have the sleeping twin ``pid`` go on in place of the rank's process, which has ended."""
+        """Have the sleeping twin ``pid``, at the other end of ``bed``, go on in place of the rank's ended process."""
         self._close_links()
         ours, theirs = socket.socketpair()
         (self.stdout, out), (self.stderr, err) = os.pipe(), os.pipe()

@@ -24,7 +24,7 @@ def num_kills(root: Path = Path("/sys/fs/cgroup"), proc: Path = Path("/proc")) -
 
 
 def _of_groups(root: Path, proc: Path) -> list[int]:
-    """Return the count of the innermost control group (version 1 or 2) that has one, in a list; else an empty one."""
+    """Return the count of the innermost control group (version 1 or 2) that has one, in a list; [] if none has one."""
     for line in (proc / "self/cgroup").read_text().splitlines():
         _, controllers, path = line.split(":", 2)
         if controllers and "memory" not in controllers.split(","):

@@ -23,20 +23,20 @@ from lagom.wire.tls import contexts_of_ranks
 from lagom.worker.network_interfaces import own_address
 from lagom.worker.rank_process import close_all_but
 
-_STALL_S = 60.0  # without a byte of the driver's
-_HOST_STALL_S = 10.0  # without a byte of another host's
-_WAIT_S = 3600.0  # for a source
+_STALL_S = 60.0  # without a byte from the driver
+_HOST_STALL_S = 10.0  # without a byte from another host
+_WAIT_S = 3600.0  # until the driver names a source
 _PR_SET_PDEATHSIG = 1
 
 
 @contextmanager
 def fetch_payload(spec: RunSpec, path: str) -> Iterator[None]:
-    """Copy the payload of ``spec`` to ``path``; in the context, other hosts may get it from here.
+    """Copy the payload of ``spec`` to ``path``; with ``spec.passes_payload_on``, give it to other hosts in the context.
 
     See Note [Payload between hosts] in wire/payload_sources.py.
 
     Raises:
-        LinkClosed: if it does not arrive.
+        LinkClosed: if the payload does not arrive.
     """
     assert spec.address is not None
     copy = PayloadCopy(path, spec.payload_size, spec.payload_sha256)
@@ -63,7 +63,7 @@ def fetch_snapshot(spec: RunSpec, path: str) -> None:
     """Copy the snapshot from which the ranks of ``spec`` go on to ``path``.
 
     Raises:
-        LinkClosed: if it does not arrive.
+        LinkClosed: if the snapshot does not arrive.
     """
     place = spec.snapshots
     assert spec.address is not None

@@ -39,7 +39,7 @@ with contextlib.suppress(ImportError):
     import numpy.random  # noqa: F401  (numpy imports it at its first use, which is in every rank)
 if os.environ.get("LAGOM_NATIVE") != "0":
     with contextlib.suppress(ImportError):
-        importlib.import_module("lagom._native")  # 5 ms in each rank
+        importlib.import_module("lagom._native")  # would take 5 ms in each rank
 put_off_dynamo()
 look_at_loaded()
 # Spark collects garbage after each task: 0.2 s for all these modules, and a copy of memory that ranks share.

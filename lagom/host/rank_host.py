@@ -29,7 +29,7 @@ from lagom.wire.spec import RankSpec, RunSpec
 from lagom.worker.rank_process import run_rank
 
 _FILES_OF_RANK = 8  # link, output, errors, stacks, outcome, end, twins, and one for its fork
-_FILES = 200  # besides
+_FILES = 200  # of this process besides
 
 
 def run_task_ranks(
@@ -45,10 +45,13 @@ def run_task_ranks(
     """Run the ranks of ``task`` to their end; return a report for each, in rank order.
 
     Each rank writes its result or error to its file of ``outcome_fds``. ``gpus`` are the ranks' GPU masks, in order.
+    ``link`` and ``gather`` are as for ``join_run``, by which the tasks find each other.
 
     Raises:
         Stopped: the run ended before it began.
         LinkClosed, PlanError: the ranks could not form a group.
+        LagomError: the system allows this process too few open files.
+        OSError: there are not enough processes, files or memory.
     """
     first = task * spec.plan.ranks_per_slot
     ranks = range(first, min(first + spec.plan.ranks_per_slot, spec.plan.world_size))
@@ -186,7 +189,7 @@ def _pipe(stack: contextlib.ExitStack) -> tuple[int, int]:
 
 
 def fork_rank(spec: RunSpec, seat: RankSpec, ground: HostWorkspace, twins: TwinSets | None = None) -> ForkedRank:
-    """Fork the process of ``seat``, which has ``twins``; return it as its host process sees it.
+    """Fork the process of ``seat``, whose sleeping twins ``twins`` will keep; return it as its host process sees it.
 
     Raises:
         OSError: if there are not enough processes, files or memory.

@@ -32,7 +32,7 @@ class StallDetector:
         """Longest time between two checks."""
 
     def check(self, rank: ForkedRank) -> Message | None:
-        """Tell the driver once that ``rank`` stalls; return its failure if it has stalled for the whole timeout."""
+        """Tell the driver once that ``rank`` stalls; return the rank's failure after ``timeout_s`` without progress."""
         pulse, quiet_s = rank.pulse, rank.pulse.quiet_s
         is_over = self._plan.config.timeout_s is not None and quiet_s >= self._plan.config.timeout_s
         if not is_over and (pulse.is_stalled or quiet_s < pulse.patience_s):
@@ -52,7 +52,7 @@ class StallDetector:
 class Pulse:
     """The time of a rank's last progress: new ticks in its heartbeat, output, or a report of a trial.
 
-    ``quiet_s`` decides whether a rank stalls; ``RankSupervisor`` does not ask while a rank of the run is in the
+    ``quiet_s`` decides whether a rank stalls; ``RankSupervisor`` does not check while a rank of the run is in the
     debugger. A rank counts its ticks (batches, forwards, backwards) in ``Session.ticks``; ``worker/heartbeat.py`` sends
     them.
     """

@@ -72,10 +72,11 @@ class RankSupervisor:
         self.driver.send({"type": "started", "pids": {str(rank.rank): rank.pid for rank in self._ranks}})
 
     def supervise(self, kept: Collection[int] = ()) -> list[Message]:
-        """Serve until every rank has ended, the driver says stop, or a failure was reported; then end all ranks.
+        """Serve until every rank has ended, the driver says stop, or shortly after a failure; then end all ranks.
 
         All other children of this process belong to the ranks and end with them, except the processes in ``kept``. The
-        only rank of a trial is not awaited once it has returned: the system takes 5 to 15 ms to free its memory.
+        only rank of a trial is killed once it has returned, and not awaited: the system takes 5 to 15 ms to free its
+        memory. Return the reports in the order of the ranks.
         """
         self._kept, self._kills = kept, oom_kills.num_kills()
         for rank in self._ranks:
@@ -193,7 +194,7 @@ class RankSupervisor:
                 self.driver.send(message | {"rank": rank.rank})
 
     def _take_report(self, rank: ForkedRank, message: Message) -> None:
-        """Send a report of rank 0 to the driver; the other ranks get the driver's answer to it for the same report."""
+        """Send a report of rank 0 to the driver; another rank's n-th report gets the answer to rank 0's n-th report."""
         rank.pulse.moved()
         rank.num_reports += 1
         if rank.rank == 0:
@@ -230,7 +231,10 @@ class RankSupervisor:
         end_rank(rank.pid, others, kept)
 
     def _tell_snapshot(self, rank: ForkedRank, message: Message) -> None:
-        """Pass on a message of rank 0 about its snapshots; first read and mark its output, for which rank 0 waits."""
+        """Pass on a message of rank 0 about its snapshots.
+
+        A message "at" is not passed on: read and mark the output of the ranks, and tell rank 0, which waits for this.
+        """
         if message["what"] == "at":
             self._output.mark(self._ranks, FIRST_MARK + message["number"], 0)
             rank.send({"type": "marked"})
@@ -238,7 +242,7 @@ class RankSupervisor:
             self.driver.send(message, sure=True)
 
     def _wake_twins(self, report: Message) -> bool:
-        """Have all ranks' twins go on after the loss of which ``report`` tells; return False if there are none."""
+        """Have all ranks' twins go on after the loss of which ``report`` tells; return False if they cannot."""
         others = [rank.report for rank in self._ranks if rank.report is not None]
         if self.twins is None or not self.driver.is_open or not self.twins.may_wake or not all(map(is_loss, others)):
             return False

@@ -1,4 +1,4 @@
-"""``TrialImports``: a slot imports the libraries that its first trial has imported; later trials then find them."""
+"""``TrialImports``: a slot imports the libraries that a trial has imported; later trials then find them."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ _LIMIT_S = 60
 class TrialImports:
     """Imports modules into this process, from which trials are forked, if that leaves it fit for forking.
 
-    From now on the process has the environment variables of ``spec``, as trials do: libraries read them when they are
-    imported.
+    The constructor gives the process the environment variables of ``spec``, which trials have too: libraries read them
+    when they are imported.
     """
 
     def __init__(self, spec: RunSpec) -> None:
@@ -37,7 +37,7 @@ class TrialImports:
         """Import ``names``, modules of installed packages that a trial has imported; return whether they were imported.
 
         A child imports them first. If that starts threads, which do not survive a fork, draws random numbers, fails or
-        takes long, the modules are left to the trials.
+        takes more than ``_LIMIT_S``, the modules are left to the trials; so are fewer than ``_MANY`` new modules.
         """
         new = [name for name in names if name not in sys.modules and name not in self._tried]
         self._tried.update(new)
@@ -77,7 +77,7 @@ def _threads() -> list[str]:
 
 
 def _import(names: Sequence[str]) -> None:
-    """Import ``names`` without a word; leave out what cannot be imported here."""
+    """Import ``names`` without output; leave out what cannot be imported here."""
     quiet, kept = os.open(os.devnull, os.O_WRONLY), (os.dup(1), os.dup(2))
     try:
         os.dup2(quiet, 1)

@@ -84,6 +84,7 @@ class TrialRanks:
 # Such a rank does the same as a rank that is forked later. The slot runs nothing of the program, so its memory is the
 # same at both times; if it has imported libraries meanwhile (TrialImports), the ranks that wait are replaced. The rank
 # looks at the disk when the program does. Environment, number of threads, GPU and random states are set when the trial
-# is known. The driver asks the sampler for the trial as late as ever: after it has told it of the one before.
+# is known. The driver asks the sampler for the trial as late as ever: after it has told the sampler the result of the
+# trial before.
 #
-# A rank that waits has 8 MB of memory of its own, and no thread. If it is killed, the slot forks another.
+# A rank that waits has 8 MB of memory of its own, and no thread. If one is killed, the slot forks all ranks anew.

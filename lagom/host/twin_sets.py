@@ -21,7 +21,7 @@ from lagom.restart.sleeping_twin import MAX_PACKET
 
 Packet = dict[str, Any]
 _MEET_S = 1.0
-"""Time for all ranks to come to a point; then none forks."""
+"""Time for all ranks to come to a point (a place for forks); if some are late, none forks."""
 _HOLD_S = 1.0
 """Time for the end of a rank to be seen after another's exchange has failed."""
 _ANSWER_S = 5.0
@@ -41,7 +41,7 @@ class TwinSet:
     """Connections to the twins, by rank."""
     pids: dict[int, int] = field(default_factory=dict)
     grown: dict[str, tuple[Sequence[int], int]] = field(default_factory=dict)
-    """Device and inode of files that ranks have appended to since, and their length then."""
+    """Files that ranks have appended to since the point, by path: device and inode, and the length at the point."""
 
     def has_same_files(self) -> bool:
         """Return whether files have only grown, as far as their names and lengths tell."""
@@ -122,7 +122,7 @@ class TwinSets:
 
     @property
     def may_wake(self) -> bool:
-        """Return whether the run may go on after another loss."""
+        """Whether the run may go on after another loss."""
         return self.losses_left > 0
 
     def pids(self) -> list[int]:
@@ -144,7 +144,10 @@ class TwinSets:
             self._send(rank, {})
 
     def take(self) -> TwinSet | None:
-        """Return the twins that can go on now that all ranks are killed, and forget them; None if there are none."""
+        """Return the twins that can go on now that all ranks are killed; None if there are none.
+
+        The other twins are ended, files are cut to their lengths at the point, and the loss is counted.
+        """
         for rank, channel in list(self._channels.items()):
             self._read(rank, channel)
             self._forget(channel)
@@ -164,7 +167,7 @@ class TwinSets:
         return found
 
     def close(self) -> None:
-        """End all twins."""
+        """End all twins, and close the connections to the ranks."""
         for one in (self._whole, self._made):
             self._end(one)
         self._whole = self._made = None

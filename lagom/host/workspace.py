@@ -45,7 +45,15 @@ class HostWorkspace:
 
 @contextmanager
 def host_workspace(spec: RunSpec, payload_fd: int | None = None) -> Iterator[HostWorkspace]:
-    """Prepare this host for ``spec``, shared with the run's other host processes here; the last one removes it."""
+    """Prepare a folder for ``spec``, shared with the run's other host processes here; the last one removes the folder.
+
+    Args:
+        payload_fd: file of the payload; None to take the payload from ``spec``, this host's files or the driver.
+
+    Raises:
+        LinkClosed: if the payload or the snapshot does not arrive.
+        OSError: if the driver cannot be reached for a large payload, or the folder cannot be made.
+    """
     with contextlib.ExitStack() as stack:
         host_dir = stack.enter_context(_shared_folder(spec.run_id))
         driver_here = payload_fd is not None or _is_drivers_host(spec)
@@ -64,7 +72,10 @@ def host_workspace(spec: RunSpec, payload_fd: int | None = None) -> Iterator[Hos
 
 
 def remove_leftovers() -> None:
-    """Remove the folders of runs whose processes were all killed, and lagom's versions that are no longer used."""
+    """Remove what killed processes have left: folders of runs and of executors' fork servers.
+
+    Also remove versions of lagom that have not been used for ``_UNUSED_S``.
+    """
     for path in base_dir().glob("code-*"):
         with contextlib.suppress(OSError):
             if time.time() - path.stat().st_mtime > _UNUSED_S:
@@ -99,7 +110,11 @@ def locked_servers() -> Iterator[None]:
 
 
 def base_dir() -> Path:
-    """Return this user's folder for runs in progress; only the user may enter it."""
+    """Return this user's folder for runs in progress, which only the user may enter; make it if it is missing.
+
+    Raises:
+        PermissionError: if the folder belongs to another user, or others may enter it.
+    """
     path = Path(tempfile.gettempdir(), f"lagom-{os.getuid()}")
     path.mkdir(mode=0o700, exist_ok=True)
     stat = path.lstat()

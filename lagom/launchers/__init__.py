@@ -1,4 +1,4 @@
-"""Launchers, which start ranks, one file each. ``choose`` selects the launcher of a config."""
+"""Launchers, which start ranks; each has a file of its own. ``choose`` returns the launcher that a config names."""
 
 from __future__ import annotations
 
@@ -10,7 +10,13 @@ from lagom.launchers.protocol import Launcher
 
 
 def choose(name: LauncherName) -> Launcher:
-    """Return the launcher called ``name``; "auto" is Spark if a Spark session is active, else local."""
+    """Return the launcher called ``name``; "auto" is Spark if a Spark session is active, else local.
+
+    "spark" starts a session if none is active.
+
+    Raises:
+        LagomError: if a launcher for Spark is wanted, and PySpark or Java is missing, or Spark does not start.
+    """
     if name == "auto":
         name = "spark" if active_session() is not None else "local"
     if name == "spark":
@@ -27,7 +33,7 @@ def choose(name: LauncherName) -> Launcher:
 
 
 def active_session() -> Any:
-    """Return the SparkSession of this process, classic or Connect, or None; do not import pyspark for this."""
+    """Return the running SparkSession of this process (Connect: of this thread) or None; do not import pyspark."""
     for name in ("pyspark.sql.session", "pyspark.sql.connect.session"):
         module = sys.modules.get(name)
         session = module.SparkSession.getActiveSession() if module else None

@@ -32,8 +32,11 @@ def run_attempts(
 ) -> tuple[list[Outcome], list[Failure]]:
     """Run ``call`` under ``plan``, again after up to ``max_failures`` losses; return the last outcomes and all losses.
 
+    Args:
+        snapshots: folder of the run's snapshots; the first attempt goes on from the newest, if there is one.
+
     Raises:
-        Exception: as ``raise_failure`` and ``Launcher.run``; after a loss only when no attempt is left.
+        Exception: as ``raise_failure`` and ``Launcher.run``; after a loss only if attempts or slots do not suffice.
     """
     attempts = _Attempts(launcher, plan, call, records, snapshots)
     try:
@@ -43,7 +46,10 @@ def run_attempts(
 
 
 class _Attempts:
-    """The attempts of one run: their plans, and what is told between them. See Note [More ranks again]."""
+    """The attempts of one run: the plan of each, and the history that the next begins from.
+
+    See Note [More ranks again].
+    """
 
     def __init__(
         self, launcher: Launcher, plan: Plan, call: Call, records: RunRecords | None, snapshots: SnapshotFolder | None
@@ -54,7 +60,7 @@ class _Attempts:
         self._now = plan
         """The plan of the present attempt."""
         self._smaller: Plan | None = None
-        """The plan of the attempt that ended so that the present one has more ranks; None if it ended by a loss."""
+        """The plan of the attempt before, if that was ended so that the present one has more ranks; else None."""
 
     def run(self) -> list[Outcome]:
         """Run attempts until one returns on all ranks; return its outcomes."""
@@ -80,7 +86,11 @@ class _Attempts:
         return found
 
     def _run_once(self) -> list[Outcome] | LagomError:
-        """Return the outcomes of an attempt without failures; else its error, with a loss, if any, in the history."""
+        """Return the outcomes of an attempt, or its LagomError; a loss is then in the history.
+
+        Raises:
+            Exception: the program's own error, unless that is a LagomError.
+        """
         history = self.history
         try:
             outcomes = self._launcher.run(self._now, self._call, self._records, history)
@@ -115,7 +125,7 @@ class _Attempts:
         self._prepare(_with_ranks(plan, size), _announced(loss, history, size, plan))
 
     def _ended(self, error: LagomError, why: str) -> LagomError:
-        """Put the files back that a next attempt would have needed; return ``error``, with the reason for its end."""
+        """Put back what was cut off from files for a new attempt; return ``error``, which says why the run ends."""
         history, records = self.history, self._records
         put_back(history.files)
         num = len(history.failures)
@@ -148,13 +158,13 @@ class _Attempts:
             self._records.begin_again(now.world_size)
 
     def _free_slots(self) -> int:
-        """Return the number of free slots for which it is worth to end the present attempt."""
+        """Return the number of free slots for which to end the present attempt; 0 if it is to go on."""
         if self.history.num_left == 0 or not self._launcher.free_slots(one_host=False):
             return 0  # a run that may not be lost again keeps to the hosts that it has
         return self._launcher.free_slots(one_host=self.history.files.on_one_disk())
 
     def _has_not_begun(self, error: LagomError) -> bool:
-        """Return whether the present attempt ended with ``error`` because its ranks cannot go on where they are."""
+        """Return whether ``error`` ended the present attempt before its ranks began, or went on from the snapshot."""
         return isinstance(error, SnapshotError) or (self.history.loss is None and not self.history.has_begun)
 
     def _say(self, text: str) -> None:
@@ -206,12 +216,12 @@ def _announced(loss: Loss, history: RunHistory, size: int, plan: Plan) -> str:
 # Note [More ranks again]
 #
 # An executor that was lost is replaced within seconds, or, where a machine has to be found, within minutes. An attempt
-# that begins from the beginning waits some seconds for it, since it would keep its number of ranks until the end. An
-# attempt that goes on from a snapshot does not wait. Whenever it has kept a snapshot, the driver asks Spark for free
-# slots (`RunView.watch`), and if there are any, it ends the attempt as after a loss, and begins another one from this
-# snapshot, with more ranks.
+# that begins from the beginning waits some seconds for the replacement, since without snapshots it would keep its
+# number of ranks until the end. An attempt that goes on from a snapshot does not wait. Whenever an attempt with fewer
+# ranks than planned has kept a snapshot, the driver asks Spark for free slots (`RunView.watch`). If there are any, the
+# driver ends the attempt as after a loss, and begins another one from this snapshot, with more ranks.
 #
-# This must not cost the run anything that it would have kept without it. So no slots are used that run other jobs; none
-# on other hosts if the program has written files to the disk of one host; none if the next loss would end the run; and
-# if the larger attempt cannot begin, for example because the new executor lacks a package, the run goes on with the
-# ranks that it had.
+# More ranks must not cost the run anything that it would otherwise have kept. So no slots are used that run other jobs;
+# none if the program has written files to the disk of one host, and executors are on several hosts; none if the next
+# loss would end the run; and if the larger attempt cannot begin, for example because the new executor lacks a package,
+# the run goes on with the ranks that it had.

@@ -1,4 +1,4 @@
-"""Spark DataFrames as data sets: their cluster writes them as Parquet once for each query; small ones are collected.
+"""Spark DataFrames as data sets: Spark writes them as Parquet; where hosts share no folder, small ones are collected.
 
 See Note [DataFrames].
 """
@@ -42,11 +42,12 @@ def is_frame(value: object) -> bool:
 
 
 def write_frame(provided: Mapping[str, Any]) -> dict[str, Any]:
-    """Return ``provided`` with objects from which ranks build data sets in place of DataFrames.
+    """Return ``provided`` with each data set that is a DataFrame replaced by an object that builds it on a rank.
 
     Raises:
         ValueError: if a column cannot be a tensor.
-        DataError: if a frame is too large to be collected and there is no folder to write it to.
+        DataError: if there is no folder to write a frame to, and it cannot be collected: it is too large, its size is
+            unknown, or Spark is older than 4.
     """
     found = dict(provided)
     in_use: list[_Kept] = []
@@ -104,7 +105,7 @@ def _find_written(frame: Any) -> _Kept | None:
 
 
 def _inputs(frame: Any) -> list[tuple[str, int, int]]:
-    """Return the frame's input files, with time and size if they are on this machine, else with zeros."""
+    """Return URL, time of change (ns) and bytes of each input file of the frame; zeros unless it is on this machine."""
     found = []
     for url in sorted(frame.inputFiles()):
         parts = urlsplit(url)
@@ -193,8 +194,11 @@ def unsupported_part(kind: Any) -> str | None:
     """Return the part of a Spark type that cannot be a tensor; None if the whole type can be one.
 
     ``column_entries`` in ``data/column_types/tensor_columns.py`` makes the same decision for the types of the Parquet
-    files that Spark writes. It imports torch, which the driver must not. This function must accept every type that
-    ``column_entries`` accepts.
+    files that Spark writes. Its module imports torch, which the driver must not. So this function must accept every
+    type that ``column_entries`` accepts, except intervals, which Spark writes as plain integers.
+
+    Args:
+        kind: the type as in ``DataType.jsonValue()``: a text, or a dict for arrays, structs and other nested types.
     """
     if isinstance(kind, str):
         return kind if kind in ("variant", "void") or "interval" in kind else None

@@ -10,7 +10,11 @@ from lagom.wire.client import Message
 
 
 def raise_failure(outcomes: Sequence[Outcome]) -> None:
-    """Raise the first failed rank's error, if any rank failed; see ``experiment.lagom`` for the kinds of errors."""
+    """Raise the first failed rank's error, if any rank failed; see ``experiment.lagom`` for the kinds of errors.
+
+    Raises:
+        RankError: also if a rank was stopped, and none has failed.
+    """
     failed = [outcome for outcome in outcomes if not outcome.report["ok"] and not outcome.report.get("stopped")]
     if failed:
         # A failed rank causes errors on other ranks, which lose their connection to it: take these last.

@@ -24,11 +24,11 @@ def _keep_timeline(spans: Spans, records: RunRecords) -> None:
         records.timed(block | {"rank": 0})
 
 
-_running = threading.RLock()  # reentrant: a nested call in the same thread is safe, since it undoes its patches first
+_running = threading.RLock()  # reentrant: a nested call is safe, as it undoes its patches before the outer one
 
 
 class InlineLauncher:
-    """Runs the only rank in this process; pickles nothing, and undoes all patches and settings afterwards."""
+    """Runs the only rank in this process; pickles nothing; then undoes all patches and changes of ``os.environ``."""
 
     def cluster(self) -> Cluster:
         """Return one slot, with a GPU if there is one."""
@@ -49,7 +49,11 @@ class InlineLauncher:
     def run(
         self, plan: Plan, call: Call, records: RunRecords | None = None, history: RunHistory | None = None
     ) -> list[Outcome]:
-        """See ``Launcher.run``; an exception of the function is not caught, so that a debugger stops at it."""
+        """See ``Launcher.run``; an exception of the function is not caught, so that a debugger stops at it.
+
+        Raises:
+            PlanError: on a rank of a run on several ranks, or while another thread has an inline run.
+        """
         from lagom.worker import bootstrap
         from lagom.world import Place, world_size
 

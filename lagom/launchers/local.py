@@ -45,7 +45,7 @@ class LocalLauncher:
     """Runs ranks on this machine, forked by a fork server that is a child of this process."""
 
     def cluster(self) -> Cluster:
-        """Return one slot per GPU, or per core.
+        """Return one slot per GPU, or, without GPUs, per core.
 
         Raises:
             LagomError: if this Python has no torch.
@@ -116,7 +116,7 @@ class LocalLauncher:
 
 
 class _ServerGone(LagomError):
-    """The fork server was killed before the run had begun."""
+    """The fork server did not take the run, or ended before the run had begun."""
 
 
 def _file(stack: contextlib.ExitStack, name: str) -> int:
@@ -179,7 +179,7 @@ class _Server:
         return self.pid == os.getpid() and self.process.poll() is None and self._socket.fileno() >= 0
 
     def ended(self) -> bool:
-        """Return whether the server has ended or is about to end."""
+        """Return whether the server has ended, or ends within half a second."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(timeout=0.5)
         return not self.alive()
@@ -198,12 +198,12 @@ class _Server:
             raise _ServerGone(f"the local fork server does not take the run: {error}") from error
 
     def close(self) -> None:
-        """End the server, and all its runs."""
+        """End the server, and all its runs; in a fork of this process only close the socket."""
         self._socket.close()
         if self.pid == os.getpid():
             try:
                 self.process.wait(timeout=_PATIENCE_S)
-            except subprocess.TimeoutExpired:  # a busy machine: kill it, or it outlives this process and Popen warns
+            except subprocess.TimeoutExpired:  # a busy machine: the server would outlive this process
                 self.process.kill()
                 self.process.wait()
 

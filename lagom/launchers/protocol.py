@@ -20,22 +20,28 @@ class Outcome:
 
     rank: int
     report: Message
-    """Dict with ``ok``; after a failure also with ``error``, ``message`` and ``traceback`` as texts."""
+    """Dict with ``ok`` and ``rank``; after a failure also with ``error``, ``message`` and ``traceback`` as texts. For a
+    rank that was ended because of others, ``stopped`` is True instead."""
     load: Callable[[], Mapping[str, Any]]
-    """Unpickles ``{"value": ..., "samples": ..., ...}`` (see ``bootstrap``), or ``{"error": exception or None}``."""
+    """Unpickles ``{"value": ..., "samples": ..., ...}`` (``Returned`` in worker/bootstrap.py), or
+    ``{"error": exception or None}``. A class of the program may raise any error."""
 
 
 class Launcher(Protocol):
     """Starts ranks in one kind of place, and returns their outcomes."""
 
     def cluster(self) -> Cluster:
-        """Return the facts about the cluster from which a plan is made."""
+        """Return the facts about the cluster from which a plan is made.
+
+        Raises:
+            LagomError: if no run is possible there, for example without torch, or with a wrong setting of Spark.
+        """
 
     def where(self) -> str:
         """Return the place where ranks run, as a text for the user: "Spark local[2]", "this machine"."""
 
     def slots_again(self, wanted: int, wait_s: float = 0.0, cut_off: Set[str] = frozenset()) -> int:
-        """Return how many of ``wanted`` tasks can run at the same time after a loss.
+        """Return how many of ``wanted`` tasks can run at the same time after a loss; all if this cannot be counted.
 
         Args:
             wanted: the most slots to return.
@@ -44,17 +50,23 @@ class Launcher(Protocol):
         """
 
     def free_slots(self, *, one_host: bool) -> int:
-        """Return the number of slots in which no task runs now; 0 if ``one_host`` and slots are on several hosts."""
+        """Return the number of slots in which no task runs now; 0 where a run cannot grow, or slots cannot be counted.
+
+        Args:
+            one_host: return 0 if executors are on several hosts.
+        """
 
     def run(
         self, plan: Plan, call: Call, records: RunRecords | None = None, history: RunHistory | None = None
     ) -> list[Outcome]:
         """Run ``call`` on all ranks; return the outcomes of all ranks in rank order, also those of failed ranks.
 
-        ``records`` keeps output and progress. ``history`` has the earlier attempts, and receives the loss of this
-        attempt.
+        Args:
+            records: keeps output and progress; None keeps nothing.
+            history: has the earlier attempts, and receives the loss of this attempt.
 
         Raises:
             LagomError: if ranks could not be started or were lost.
             PayloadError: if ``call`` cannot be pickled.
+            Exception: the function's own, with the inline launcher alone.
         """

@@ -16,7 +16,7 @@ class RankPlaces:
     """Ranks and hosts of the tasks that have joined; see Note [Silence] in wire/peer_silence.py.
 
     Args:
-        joins: the join message of each task.
+        joins: the join message of each task; the caller adds those of later tasks.
         lost_s: seconds of silence after which a machine counts as lost.
     """
 
@@ -26,7 +26,10 @@ class RankPlaces:
         self._silent: dict[int, float] = {}
 
     def update(self, task: int, seconds: float) -> str | None:
-        """Record how long the machine of ``task`` has been silent; return a text for the user if that has changed."""
+        """Record how long the machine of ``task`` has been silent.
+
+        Return a text for the user if the machine has just fallen silent, or answers again; else None.
+        """
         if task not in self._joins:
             return None
         if seconds < _SILENT_S:

@@ -1,4 +1,4 @@
-"""``RunView``: the driver's view of a run in progress: joined tasks, their output, and the first failure."""
+"""``RunView``: the driver's view of an attempt in progress: joined tasks, their output, their failures and losses."""
 
 from __future__ import annotations
 
@@ -23,16 +23,24 @@ from lagom.wire.rendezvous import LEAVE_S, WRITE_S, peers
 from lagom.wire.server import DriverServer
 
 GATHER_S = 1.5
-"""Seconds from the first join to the last, after which tasks are told to gather their addresses without the driver."""
+"""Seconds after the first join; if tasks are missing then, the others are told to exchange addresses without the
+driver, by Spark's allGather."""
 IMPATIENT_S = 5.0  # time without a message from the tasks, after which the user is told about the wait
-_BUSY_S = 60.0  # the same time for a local run, whose process always starts, if slowly
+_BUSY_S = 60.0  # least time before that in a local run, whose process always starts, if slowly
 _GRACE_S = 5.0  # longest wait for the next message of a task after the job has ended
 ANSWER_S = 3.0  # time in which a task must answer a stop; the driver waits only for tasks that do
-LOST_S = 20.0  # silence after which a machine counts as lost
+LOST_S = 20.0  # silence after which a machine counts as lost; or timeout_s, if that is shorter
 
 
 class RunView:
-    """Serves the channel of one run, and shows the run to the user from the calling thread."""
+    """Serves the channel of one attempt, and shows the attempt to the user from the calling thread.
+
+    Args:
+        where: place of the ranks, for the user.
+        can_gather: whether tasks can exchange their addresses without the driver, as in a barrier job of Spark.
+        payload_fd: file with the payload for hosts that fetch it.
+        snapshot_fd: file with the snapshot that the attempt goes on from, for hosts that fetch it.
+    """
 
     def __init__(
         self,
@@ -107,7 +115,7 @@ class RunView:
         return self._stopping
 
     def adopt(self, connection: socket.socket) -> None:
-        """Serve the one task of a run on this machine, over an inherited connection."""
+        """Serve task 0, the only task of a local run, over ``connection``, one of an inherited pair of sockets."""
         self._connected.add(0)
         self.channel.adopt(connection, 0)
 
@@ -135,9 +143,11 @@ class RunView:
         self._debugger.close()
 
     def watch(self) -> None:
-        """Show the ranks' messages until all tasks are done, the job is over, or no stopped task answers.
+        """Show the ranks' messages until all tasks are done, the job is over, or none is left that has answered a stop.
 
-        Ctrl-C ends the run.
+        Raises:
+            KeyboardInterrupt: on Ctrl-C; the end of the context then ends the run.
+            LagomError: if the user ends the run from the debugger.
         """
         over = False
         while not self._abandoned():
@@ -174,15 +184,18 @@ class RunView:
         self._display.unheard()
 
     def say(self, message: Message) -> None:
-        """Show a rank's output that came with the results of Spark, since the rank had no link to the driver."""
+        """Show output of rank 0, or record a timeline, that came with Spark's results since there was no link."""
         self._display.show(message)
 
     def failures(self) -> list[Message]:
-        """Return the failures that tasks reported, in the order of arrival."""
+        """Return the failures that tasks reported, in the order of arrival; of each rank only the first."""
         return self._failures
 
     def lost(self) -> LagomError | None:
-        """Return the error of tasks that gave up or were lost; None without any, or if a rank's failure caused it."""
+        """Return the error of tasks that gave up, were lost, or do not fit together (a PlanError).
+
+        Return None if there is none, or if the failure of a rank caused it.
+        """
         if self._refused is not None:
             return self._refused
         if not self._lost or not all(failure.get("consequence") for failure in self._failures):
@@ -192,7 +205,7 @@ class RunView:
         return RankError(text, first.rank) if isinstance(first, RankError) else LagomError(text)
 
     def lose_executor(self) -> None:
-        """Note that Spark has lost an executor, unless a closed connection has shown a loss already."""
+        """Note that Spark has lost an executor, unless the attempt has a loss already, or was ended for more ranks."""
         if self._gone is None:
             self._gone = Loss(rank=None, host="", cause="Spark lost an executor")
             self._lost.append(LagomError(self._gone.cause))
@@ -212,7 +225,10 @@ class RunView:
         return self._gone is not None and self._gone.free_slots > 0
 
     def loss(self) -> Loss | None:
-        """Return the loss that ended the run; None if the run had another end, such as a failure of a rank."""
+        """Return the loss that ended the attempt; None if it had another end, such as an error of the program.
+
+        An end for more ranks counts as a loss with ``free_slots``.
+        """
         if self._refused is not None or len(self._lost) > (self._gone is not None):
             return None
         if all(failure.get("consequence") for failure in self._failures):
@@ -283,12 +299,13 @@ class RunView:
 
     def _fail(self, report: Message) -> None:
         if all(report["rank"] != earlier["rank"] for earlier in self._failures):
-            # Ranks that still run when others have been ended fail, and the program may raise another error for that.
+            # When an attempt is ended for more ranks, its last ranks fail for lack of the others. The program may turn
+            # that into an error of its own.
             consequence = {"consequence": True} if self._makes_room else {}
             self._failures.append(report | {"order": len(self._failures)} | consequence)
 
     def _close(self, task: int) -> None:
-        """Note that the connection of ``task`` has closed; end the run if the task was not done."""
+        """Note that the connection of ``task`` has closed; if nothing has ended the attempt yet, that is a loss."""
         if task in self._connected and task not in self._done:
             self._done.add(task)
             if not self._stopping and all(failure.get("consequence") for failure in self._failures):
@@ -303,7 +320,11 @@ class RunView:
         self._events.put({"type": "closed", "task": task})
 
     def _hush(self, task: int, seconds: float) -> None:
-        """Warn if the machine of a task has been silent for ``seconds``; runs in the channel's thread."""
+        """Warn if the machine of a task falls silent, or answers again; runs in the channel's thread.
+
+        Args:
+            seconds: the silence so far.
+        """
         if task not in self._done and (text := self._places.update(task, seconds)) is not None:
             self._events.put({"type": "warning", "text": text})
 

@@ -17,7 +17,10 @@ from lagom.wire.client import Message
 
 
 class RunDisplay:
-    """Shows progress, output and warnings of an attempt; skips output that an earlier attempt has shown already."""
+    """Shows progress, output and warnings of an attempt; skips output that an earlier attempt has shown already.
+
+    Shows nothing of a rehearsal.
+    """
 
     def __init__(
         self, plan: Plan, where: str, records: RunRecords | None, history: RunHistory, debugger: DebugTerminal
@@ -50,7 +53,11 @@ class RunDisplay:
                 self._show_snapshot({"what": "none", "why": "executors cannot reach the driver"})
 
     def show(self, event: Message) -> None:
-        """Show and record one message."""
+        """Show and record one message.
+
+        Raises:
+            LagomError: if the user ends the run from the debugger.
+        """
         if self._plan.rehearsal is not None:
             return
         kind, records = event["type"], self._records
@@ -101,7 +108,7 @@ class RunDisplay:
             self._records.started(event["pids"])
 
     def _show_snapshot(self, event: Message) -> None:
-        """Record a snapshot, or show the reason why none can be taken."""
+        """Record a snapshot, and first put it in place if a host has sent it; or show why none can be taken."""
         if event["what"] == "kept" and "is_whole" in event and (why := self._history.keep(event)):
             event = {"what": "none", "why": why}
         if event["what"] == "kept":

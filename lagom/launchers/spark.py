@@ -43,13 +43,20 @@ from lagom.wire.spec import RunSpec
 from lagom.wire.tls import NoCertificate, certificate_of_a_run, key_and_certificate
 
 log = logging.getLogger("lagom")
-_INLINE = 1 << 20  # largest payload, in bytes, that is sent in the job itself
-CANCELLED_S = 10.0  # longest wait for the end of a cancelled job; Spark notices late that an executor is cut off
+_INLINE = 1 << 20  # bytes; a larger payload is not sent in the job itself, unless hosts cannot get it elsewhere
+CANCELLED_S = 10.0  # longest wait for a cancelled job after a loss or failure; Spark notices lost executors late
 _CANCEL_S = 2.0  # time in which stopped tasks can return by themselves, before the job is cancelled
 
 
 class SparkLauncher:
-    """Runs ranks on the executors of a Spark session, classic or Connect."""
+    """Runs ranks on the executors of a Spark session, classic or Connect.
+
+    Args:
+        session: the session; None starts one.
+
+    Raises:
+        LagomError: if PySpark or Java is missing, or Spark does not start.
+    """
 
     def __init__(self, session: Any = None) -> None:
         check_packages()
@@ -125,7 +132,16 @@ class SparkLauncher:
         return (self.facts.advertise or bound[0], bound[1])
 
     def run_job(self, run: RunView, plan: Plan, spec: RunSpec, stack: contextlib.ExitStack) -> Sequence[Any]:
-        """Run the job in another thread, show the run from this thread, and end the job on Ctrl-C and failures."""
+        """Run the job in another thread, and show the run from this thread; return the rows of all tasks.
+
+        End the job on Ctrl-C and failures. After a failure of a rank, rows may be missing.
+
+        Args:
+            stack: restores PySpark's handler of Ctrl-C when it is closed.
+
+        Raises:
+            LagomError: if tasks were lost, or Spark's job failed without a failure of a rank.
+        """
         group = f"lagom-{spec.run_id}"
         function = task_by_value(task_module.spark_task(lagom_zip(), pickled(spec)))
 
@@ -289,7 +305,7 @@ def rows_of_failure(error: Exception, run: RunView) -> Sequence[Any]:
     Return no rows if the text has no failure but the channel reported one.
 
     Raises:
-        LagomError: if neither has a rank's failure; the error has Spark's reason.
+        LagomError: if neither has a rank's failure; the error has the text of lagom's or Spark's error on the executor.
     """
     text = full_text(error)
     found = failure_in(text)
@@ -307,7 +323,10 @@ def rows_of_failure(error: Exception, run: RunView) -> Sequence[Any]:
 
 @contextmanager
 def plain_interrupt() -> Iterator[None]:
-    """Make Ctrl-C raise KeyboardInterrupt in the context; PySpark's handler would call the JVM amid another call."""
+    """Make Ctrl-C raise KeyboardInterrupt in the context; PySpark's handler would call the JVM amid another call.
+
+    Do nothing outside the main thread, which alone receives signals.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -343,7 +362,7 @@ def _environment_at_start() -> dict[str, str]:
 
 
 def changed_environment() -> dict[str, str]:
-    """Return the environment variables that this program has set or changed since its start.
+    """Return the environment variables that this program has set or changed since its start, but for ``_NOT_SENT``.
 
     Only they are sent to executors: the other variables describe this machine.
     """

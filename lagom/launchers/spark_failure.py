@@ -40,7 +40,7 @@ def missing_package_text(error: ImportError) -> str:
 
 
 def full_text(error: BaseException) -> str:
-    """Return all text that Spark's exceptions carry."""
+    """Return all text of ``error``: its message and, if Spark raised it, its description and Java's stack trace."""
     texts = [str(error)]
     for name in ("desc", "stackTrace", "java_exception"):
         with contextlib.suppress(Exception):

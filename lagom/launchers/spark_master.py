@@ -33,7 +33,7 @@ def start_session(master: str | None = None) -> Any:
 
     Raises:
         ValueError: if ``master`` is not a Spark master.
-        LagomError: if nothing listens at ``master``, or Spark does not start; the error has the reason.
+        LagomError: if nothing listens at ``master``, PySpark or Java is missing, or Spark does not start.
     """
     if master is not None:
         check_reach(master, addresses_of(master))
@@ -98,10 +98,13 @@ def _address(master: str, place: str, default: int | None) -> tuple[str, int]:
 
 
 def check_reach(master: str, addresses: list[tuple[str, int]]) -> None:
-    """Check that one of the ``addresses`` accepts a connection; check nothing without addresses or behind a proxy.
+    """Check that one of the ``addresses`` accepts a connection, and that Spark can find YARN.
+
+    The addresses of Connect and Kubernetes are not checked behind a proxy.
 
     Raises:
-        LagomError: if all addresses refuse connections. A master spark:// must also answer within ``REACH_S``.
+        LagomError: if all addresses refuse connections; if a master spark:// does not answer within ``REACH_S``; or for
+            "yarn" without its folder of settings.
     """
     if master == "yarn" and not any(os.environ.get(name) for name in ("HADOOP_CONF_DIR", "YARN_CONF_DIR")):
         raise LagomError("Spark finds YARN by HADOOP_CONF_DIR or YARN_CONF_DIR, and neither is set")

@@ -22,7 +22,7 @@ log = logging.getLogger("lagom")
 
 
 class OutcomeCollector:
-    """Makes the outcomes of all ranks from the rows of a finished job and the files that the channel received."""
+    """Makes the outcomes of all ranks from the rows of a job and the files that the channel received."""
 
     def __init__(self, rows: Sequence[Any], run: RunView) -> None:
         self._run = run
@@ -42,7 +42,7 @@ class OutcomeCollector:
         """Return an outcome for each rank, in rank order; a rank without a report counts as stopped.
 
         Raises:
-            LagomError: if tasks were lost, or outcomes are missing without any failure.
+            LagomError: if tasks were lost, if outcomes are missing without any failure, or if one arrived damaged.
         """
         failures = {report["rank"]: report for report in reversed(self._run.failures())}
         ranks = range(self._run.plan.world_size)
@@ -58,9 +58,12 @@ class OutcomeCollector:
         return [Outcome(rank=rank, report=report, load=self._loader(rank)) for rank, report in enumerate(found)]
 
     def unpack_files(self, folder: str) -> None:
-        """Extract the files that rank 0 wrote under its working directory into ``folder``.
+        """Extract the files that rank 0 wrote under its working directory into ``folder``, if any have come.
 
         A file that cannot be extracted, such as a link that leads out of the folder, is only logged.
+
+        Raises:
+            LagomError: if the archive of the files arrived damaged.
         """
         fd = self._file("files-0")
         if fd is None:
@@ -126,7 +129,7 @@ def _unpacked(data: bytes) -> Mapping[str, Any]:
 def _mapped(fd: int | None) -> memoryview:
     """Map the file into memory and close ``fd``; the mapping lives as long as the view.
 
-    Outcomes of failed runs are never loaded, so the file is not read here.
+    The file is not copied into memory: of a failed attempt, only the outcome of the first failed rank is ever loaded.
     """
     assert fd is not None
     try:

@@ -56,7 +56,11 @@ class SparkFacts:
         return default if value is None else str(value)
 
     def cluster(self) -> Cluster:
-        """Return the facts about slots, GPUs and encryption from which a plan is made."""
+        """Return the facts about slots, GPUs and encryption from which a plan is made.
+
+        Raises:
+            PlanError: for dynamic allocation with spark.speculation.
+        """
         if self.dynamic:
             return self._elastic_cluster()
         return Cluster(
@@ -79,7 +83,7 @@ class SparkFacts:
 
     @property
     def encrypts(self) -> bool:
-        """Whether Spark's encryption takes effect: without spark.authenticate, most of its settings do nothing."""
+        """Whether encryption, if set, takes effect: without spark.authenticate, most of its settings do nothing."""
         return any(self.conf(key, "false").lower() == "true" for key in ("spark.authenticate", _ENCRYPTION[-1]))
 
     def slots(self) -> int:
@@ -87,11 +91,11 @@ class SparkFacts:
         raise NotImplementedError
 
     def slots_again(self, wanted: int, wait_s: float = 0.0, cut_off: Set[str] = frozenset()) -> int:
-        """See ``Launcher.slots_again``; Spark itself may not have noticed yet that hosts are unreachable."""
+        """Return ``wanted``: a Connect client cannot ask for the number of slots. See ``Launcher.slots_again``."""
         return wanted
 
     def free_slots(self, *, one_host: bool) -> int:
-        """See ``Launcher.free_slots``."""
+        """Return 0: a Connect client cannot ask for the number of slots. See ``Launcher.free_slots``."""
         return 0
 
     def tag(self, group: str, description: str) -> None:
@@ -148,7 +152,7 @@ _settled: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 
 
 class ClassicFacts(SparkFacts):
-    """Facts of a classic session, whose driver's JVM this process has started."""
+    """Facts of a classic session, whose driver's JVM is on this machine."""
 
     def __init__(self, session: Any) -> None:
         super().__init__(session)
@@ -178,7 +182,10 @@ class ClassicFacts(SparkFacts):
         return int(jsc.maxNumConcurrentTasks(profile))
 
     def slots_again(self, wanted: int, wait_s: float = 0.0, cut_off: Set[str] = frozenset()) -> int:
-        """See ``SparkFacts.slots_again``."""
+        """See ``Launcher.slots_again``; Spark is told of ``cut_off``, which it may not have noticed yet.
+
+        Return ``wanted`` with dynamic allocation.
+        """
         jsc = self._context._jsc.sc()
         if cut_off and not self.one_machine:
             _end_executors(jsc, cut_off)
@@ -191,7 +198,7 @@ class ClassicFacts(SparkFacts):
         return min(slots, wanted)
 
     def free_slots(self, *, one_host: bool) -> int:
-        """See ``SparkFacts.free_slots``."""
+        """See ``Launcher.free_slots``; return 0 with dynamic allocation."""
         jsc = self._context._jsc.sc()
         executors = list(_executor_list(jsc))
         if self.dynamic or (one_host and len({host for _, host, _ in executors}) > 1):
@@ -203,7 +210,10 @@ class ClassicFacts(SparkFacts):
         return int(self._context._jsc.sc().getExecutorIds().size())
 
     def _await(self, wanted: int | None, deadline: float) -> None:
-        """Wait for ``wanted`` executors, or, if it is None, until no more start; at most until ``deadline``."""
+        """Wait for ``wanted`` executors, or, if it is None, until none has started for ``_SETTLED_S``.
+
+        Return at ``deadline``, by ``time.monotonic``, in any case.
+        """
         start = since = time.monotonic()
         seen, told = -1, False
         while (now := time.monotonic()) < deadline:

@@ -38,7 +38,10 @@ def spark_task(code_zip: bytes, spec_pickle: bytes) -> Callable[[Iterator[Any]],
 def spark_survey(
     code_zip: bytes, driver: tuple[str, int] | None, barrier: bool, env: dict[str, str]
 ) -> Callable[[Iterator[Any]], Iterator[Any]]:
-    """Return a function for ``mapInArrow`` that yields facts about a task as rows of ``SURVEY_SCHEMA``."""
+    """Return a function for ``mapInArrow`` that yields facts about a task as rows of ``SURVEY_SCHEMA``.
+
+    ``driver``, ``barrier`` and ``env`` are those of ``look_around`` in executor/executor_survey.py.
+    """
 
     def run(batches: Iterator[Any]) -> Iterator[Any]:
         for _ in batches:
@@ -86,7 +89,11 @@ def _finder(root: str) -> Any:
 
 
 def _unpacked(code_zip: bytes) -> str:
-    """Return the folder of the unpacked code; the host's first task that needs this version unpacks it."""
+    """Return the folder of the unpacked code; the host's first task that needs this version unpacks it.
+
+    Raises:
+        PermissionError: if the folder around it belongs to another user, or is open to others.
+    """
     base = os.path.join(tempfile.gettempdir(), f"lagom-{os.getuid()}")
     os.makedirs(base, mode=0o700, exist_ok=True)
     if os.lstat(base).st_uid != os.getuid() or os.lstat(base).st_mode & 0o077:

@@ -20,11 +20,11 @@ if TYPE_CHECKING:
 
 
 def split_batch(batch: Any, rank: int, world_size: int) -> tuple[Any, BatchShare]:
-    """Return the positions of ``rank`` in a batch; all ranks together have each position once.
+    """Return the items (indices or samples) of ``rank`` in a batch, and its share; each item goes to one rank.
 
-    If the batch has fewer positions than there are ranks, a rank without a position gets the first position, with
-    weight 0, so that all ranks take the same number of steps. ``Positions`` of a table are split by ``Positions.deal``,
-    so that each rank reads its own row groups.
+    If the batch has fewer items than there are ranks, a rank without an item gets the first one, with weight 0, so that
+    all ranks take the same number of steps; evaluations leave such a batch out. ``Positions`` of a table are split by
+    ``Positions.deal``, so that each rank reads few row groups: see Note [Streams] in data/parquet/shard.py.
     """
     if not hasattr(batch, "__getitem__") or not hasattr(batch, "__len__"):
         batch = list(batch)
@@ -36,10 +36,10 @@ def split_batch(batch: Any, rank: int, world_size: int) -> tuple[Any, BatchShare
 def split_batch_group(
     batches: list[Any], rank: int, world_size: int, *, drop_last: bool
 ) -> tuple[Any, BatchShare] | None:
-    """Return the share of ``rank`` in ``world_size`` batches that make one global batch.
+    """Return the items of ``rank`` in ``world_size`` batches that make one global batch, and its share.
 
-    The share is one of the batches; ``Positions`` are joined and split instead. If there are fewer than ``world_size``
-    batches, their positions are split, or dropped with ``drop_last``. Return None for a dropped tail and an empty list.
+    The items are one of the batches; ``Positions`` are joined and split instead. If there are fewer than ``world_size``
+    batches, their items are split, or dropped with ``drop_last``. Return None for a dropped tail and an empty list.
     """
     if batches and isinstance(batches[0], Positions):
         full = len(batches) == world_size or not drop_last
@@ -55,11 +55,12 @@ def split_batch_group(
 class RankIndexSampler:
     """Replaces a loader's batch sampler (or its sampler, without batches) on every rank and follows rank 0's order.
 
-    With "split" and "per_rank", and in sharded evaluations, the rank takes its share of each batch. In replicated
-    evaluations every rank follows its own sampler.
+    With "split" and "per_rank", and in sharded evaluations, the rank takes its share of each global batch, unless the
+    loader makes no batches. In evaluations that are neither gathered nor split, every rank follows its own sampler.
 
     Args:
-        start: returns the pass of an iteration that no loader has begun, such as ``iter(loader.batch_sampler)``.
+        source: the loader's own batch sampler or sampler.
+        start: returns the pass of an iteration that no loader has begun, such as ``iter(loader._index_sampler)``.
         group_size: returns how many of the loader's own batches make one batch of the next pass; ``__len__`` uses it.
     """
 
@@ -88,7 +89,7 @@ class RankIndexSampler:
         current = self._current = self._session.starting_pass or self._current or self._start()
         if not (current.training or current.is_split or self._session.plan.config.evaluation == "gathered"):
             return iter(self._source)
-        # Start the sampler now, not when the first batch is drawn: iter() of a sampler may draw random numbers.
+        # As in torch, iter() of a source that is not torch's own is called now: it may draw random numbers.
         batches = iterate_in_common_order(self._session, self._source, current)
         if not current.is_split:
             return batches

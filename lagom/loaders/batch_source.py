@@ -1,4 +1,4 @@
-"""``choose_batch_source``: the next batch of a loader pass and this rank's share of it, for each kind of sharding."""
+"""``choose_batch_source``: choose how a pass takes its batches and this rank's shares, by the kind of sharding."""
 
 from __future__ import annotations
 
@@ -24,12 +24,17 @@ class BatchSource(Protocol):
     """Takes the batches of one pass."""
 
     def take(self, fetch: Fetch, source: Any) -> tuple[Any, BatchShare | None]:
-        """Return the next batch, ``fetch(source)``, and this rank's share of it, or None if no weight is needed.
+        """Return the next batch and this rank's share of it, or None in place of the share.
 
-        The share is None for whole batches, in evaluations over indices, and if ranks cannot agree on it in a thread.
+        The share is None for whole batches, in evaluations over indices, and for a self-sharded data set that is read
+        in a thread, where ranks cannot exchange the sizes of their batches.
+
+        Args:
+            source: the loader's iterator; ``fetch(source)`` gives its next batch.
 
         Raises:
             StopIteration: at the end of the pass.
+            DivergenceError: if ranks are at different places of the program, or get different samples of a stream.
         """
 
 
@@ -58,7 +63,7 @@ class _WholeBatches:
 
 
 class _IndexedBatches:
-    """Batches of a map-style data set; the index sampler queues the share of a batch before the batch is loaded."""
+    """Batches of a map-style data set; in training the index sampler queues each batch's share before it is loaded."""
 
     def __init__(self, current: LoaderPass) -> None:
         self._shares = current.shares
@@ -92,7 +97,10 @@ class _ResizedBatches:
 
 
 class _StreamedBatches:
-    """Batches of an iterable data set; ``ShardedCollate`` returns the share together with the batch."""
+    """Batches of an iterable data set; ``ShardedCollate`` returns the share together with the batch.
+
+    In an evaluation, batches without a sample for this rank are left out.
+    """
 
     def __init__(self, session: Session, current: LoaderPass) -> None:
         self._comparison = SampleComparison(session, current)

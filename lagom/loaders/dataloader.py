@@ -1,4 +1,4 @@
-"""Patches of DataLoader's iteration, which also split loaders that were built before the patch or unpickled."""
+"""Patches of DataLoader and its iterators, which also act on loaders that were built before the patch or unpickled."""
 
 from __future__ import annotations
 
@@ -44,7 +44,10 @@ _BATCH_SOURCE = "_lagom_batch_source"
 
 @contextmanager
 def shard_loaders(session: Session, streams: OwnStreams) -> Iterator[None]:
-    """Patch torch's loaders to yield this rank's share; the session counts their batches and samples."""
+    """Patch torch's loaders to yield whole batches or this rank's share; the session counts batches and samples.
+
+    With one rank, batches stay whole.
+    """
     loaders = PassStarter(session, streams)
     with ExitStack() as stack:
         stack.enter_context(replaced(_BaseDataLoaderIter, "__init__", _make_iterator_init(loaders)))
@@ -75,8 +78,8 @@ def _make_index_sampler(loaders: PassStarter) -> Any:
             return source
         if is_iterable(loader) and not loader._auto_collation:
             return source
-        # A weak reference, since the loader holds its iterator, which holds this sampler: a cycle would keep workers
-        # alive after the program has dropped the loader and the iterator.
+        # A weak reference, since a loader with persistent workers holds its iterator, which holds this sampler: a cycle
+        # would keep workers alive after the program has dropped the loader and the iterator.
         ref, splits = weakref.ref(loader), can_split(session, loader)
 
         def group_size() -> int:
@@ -240,7 +243,7 @@ def _make_next(session: Session, readers: ReaderThreads) -> Any:
                 session.evaluation_passes.end_pass(current)
             raise
         except Exception:
-            # The batch is lost, unless the wait for workers timed out: then the batch may still come.
+            # The batch is lost, unless the wait for the workers failed, as by a timeout: then the batch may still come.
             if received is None or self._rcvd_idx != received:
                 current.failed = current.training
                 if current.shares:

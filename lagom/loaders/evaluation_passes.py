@@ -44,11 +44,11 @@ class PassUse:
     num_batches: int = 0
     num_rows: int = 0
     trains: bool = False
-    """Whether a backward ran."""
+    """Whether a backward has shown that the pass is training; see ``record_backward``."""
     has_forwards: bool = False
     has_ended: bool = False
     _mark: weakref.ref[_Mark] | None = None
-    """Mark in the graph of the model's outputs for the first batch."""
+    """Mark in the graph of the model's first outputs; after the end of the pass, of its latest ones."""
     _inputs: list[weakref.ref[torch.Tensor]] = field(default_factory=list)
     """The first tensor that the model was called with, by weak reference; empty before the first forward."""
 
@@ -83,6 +83,8 @@ class PassUse:
 class EvaluationPassDetector:
     """Tracks passes that were split because they seemed to be training.
 
+    With evaluation="sharded" no pass is tracked, since evaluations are then split on purpose.
+
     Args:
         share_of: returns the share of the batch that some data comes from, or None if it is unknown.
         say_once: logs a warning, unless the same text was logged before.
@@ -101,13 +103,16 @@ class EvaluationPassDetector:
     def expects_training(self, loader: DataLoader[Any]) -> bool:
         """Return whether a pass over ``loader`` that begins now in eval mode is training nevertheless.
 
-        This is so if the last pass from the same place trained, and a later evaluation may have left eval mode on.
+        This is so if the last pass over the same data set from the same place of the program trained, and an evaluation
+        began since, which may have left eval mode on.
         """
         use = self._last.get(_dataset_key(loader), {}).get(_find_reader()[0])
         return use is not None and use.trains and use.serial < self._last_evaluation
 
     def begin_pass(self, loader: DataLoader[Any], current: LoaderPass, *, follows: bool) -> None:
-        """Begin the pass ``current`` over ``loader``; with ``follows``, as it is split as training, track its use.
+        """Record that the pass ``current`` over ``loader`` begins; with ``follows``, track the use of its rows.
+
+        ``follows`` is true if the pass is split because it seems to be training.
 
         Raises:
             LagomError: if an earlier pass that was split as training turns out to be an evaluation.
@@ -163,7 +168,9 @@ class EvaluationPassDetector:
             self._refuse(use)
 
     def judge(self, *, at_end: bool = False) -> None:
-        """Decide which finished passes were evaluations; with ``at_end`` all passes count as finished.
+        """Judge passes that are exhausted or dropped; with ``at_end`` all passes.
+
+        A pass of several batches without a forward and a backward is only warned about.
 
         Raises:
             LagomError: if a pass that was split as training turns out to be an evaluation.
@@ -198,7 +205,10 @@ def _dataset_key(loader: DataLoader[Any]) -> Any:
 
 
 def _find_reader() -> tuple[int, str]:
-    """Return the place that reads the loader: a hash of the stack outside of torch and lagom, and its file and line."""
+    """Return the place that reads the loader: a hash of its call stack, and its ``file:line``.
+
+    The stack begins at the innermost frame outside of torch and lagom.
+    """
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] in ("torch", "lagom"):
         frame = frame.f_back
@@ -232,15 +242,15 @@ _NO_BACKWARD = (
 # part of the predictions, but divides by the length of the data set. This cannot be repaired later, but it can be
 # reported:
 #
-# - A pass that ends with a forward and without a backward is an error at once.
+# - A pass that ends after a forward and without a backward is an error at once.
 # - The error is delayed while a backward may still come: for a loss summed over the epoch, whose graph is alive, or for
 #   rows that are kept to be trained on later. The error comes when the next pass begins and the graph and the rows are
-#   gone, or at the end of the program. A backward that reaches the outputs for the first batch (the graph holds a mark)
-#   shows that the pass is training.
+#   gone, or at the end of the program. While a pass goes on, any backward shows that it is training; after its end,
+#   only a backward that reaches the outputs for the first batch, whose graph holds a mark.
 # - A pass that the program leaves early is judged in the same way if it has given two batches or more. One batch is no
 #   evidence: programs take one to look at shapes, or to let lazy modules create their parameters.
 # - Without a forward, nothing is known about the use of the rows (counted, kept, given to another library), so the user
-#   is warned.
+#   is warned, after two batches or more.
 #
 # The opposite mistake: an evaluation leaves the model in eval mode. A training loop that calls model.train() inside the
 # loop then begins in eval mode, and would be taken for an evaluation. The pass is split nevertheless if the last pass

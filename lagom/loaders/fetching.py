@@ -68,7 +68,7 @@ class _OwnRandomFetcher:
 
 
 class _LockedFetcher:
-    """A loader's fetcher that draws from the common random stream; in the program's threads it holds ``DRAWING``."""
+    """A loader's fetcher that holds ``DRAWING`` in the program's threads, as draws from the common stream must."""
 
     def __init__(self, fetcher: Any, session: Session) -> None:
         self._fetcher = fetcher
@@ -83,7 +83,7 @@ class _LockedFetcher:
 
 
 def _is_plain(dataset: object) -> bool:
-    """Return whether fetching from ``dataset`` certainly draws no random numbers."""
+    """Return whether reading samples of ``dataset`` certainly draws no random numbers; a ``collate_fn`` still may."""
     if type(dataset) is Subset:
         return _is_plain(dataset.dataset)
     if type(dataset) is ConcatDataset:

@@ -1,4 +1,4 @@
-"""Iterable data sets: every rank reads all samples, and keeps its share of each batch.
+"""Iterable data sets: in a split pass, every rank reads all samples, and keeps its share of each batch.
 
 See Note [Iterable data sets].
 """
@@ -32,7 +32,7 @@ class ShardedBatch(NamedTuple):
     """The collated share; None for an empty share in an evaluation."""
     share: BatchShare
     digest: bytes
-    """Digest of the whole batch."""
+    """Digest of the whole batch's size and of three of its samples."""
 
 
 class ShardedCollate:
@@ -120,17 +120,19 @@ def is_iterable(loader: DataLoader[Any]) -> bool:
 
 # Note [Iterable data sets]
 #
-# The samples of an iterable data set have no indices, so every rank draws all of them, in its own process or in its own
-# workers. Ranks split only the collating, moving and computing: rank r keeps positions r, r + world_size, ... of each
-# batch. So batches, their order and their number are as in one process, whatever a data set does with
-# get_worker_info(). The loader's collate function takes the share: only collate_fn sees all samples of a batch, in this
-# process and in forked or spawned workers. It returns the share with the batch, since the size of the next batch is not
-# known beforehand: the stream of a worker may end.
+# The samples of an iterable data set have no indices, so in a pass that is split every rank draws all of them, in its
+# own process or in its own workers. Ranks split only the collating, moving and computing: rank r keeps positions r,
+# r + world_size, ... of each batch. So batches, their order and their number are as in one process, whatever a data set
+# does with get_worker_info(). The loader's collate function takes the share: only collate_fn sees all samples of a
+# batch, in this process and in forked or spawned workers. It returns the share with the batch, since the size of the
+# next batch is not known beforehand: the stream of a worker may end.
 #
 # With per_rank, ranks draw world_size batches at once, as one process does with a batch_size world_size times as large.
+# Rank r keeps the r-th of these batches, or positions r, r + world_size, ... if there are fewer batches.
 #
 # The choice of samples may depend on random numbers. So the data set draws from the common streams, or in workers from
 # streams with equal seeds; its augmentations then also equal those of one process. A data set that gives different
 # samples on every rank (it shards itself, or has a generator without a seed) would silently break "each sample once".
-# So ranks compare digests of three samples of each batch after 1, 2, 4, ... batches (see sample_digest.py). A data set
-# that shards itself has the attribute lagom_sharded: see self_sharded.py.
+# So ranks compare digests of three samples of each batch after 1, 2, 4, ... batches (see sample_digest.py), in an
+# evaluation after the first batch only. A data set that shards itself on purpose must have the attribute lagom_sharded:
+# see self_sharded.py.

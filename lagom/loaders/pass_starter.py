@@ -33,7 +33,13 @@ class PassStarter:
         self._kinds = WeakIdKeyDictionary(ref_type=ObjectReference)
 
     def begin(self, loader: DataLoader[Any]) -> LoaderPass:
-        """Begin a pass over ``loader``."""
+        """Begin a pass over ``loader``; in the main thread a collective, unless ranks need not follow the same order.
+
+        Raises:
+            LagomError: if the data set shards itself though batches are whole, if other ranks cannot tell this pass
+                from that of another thread, or if an earlier pass turns out to be an evaluation.
+            DivergenceError: on all ranks, if they are at different places of the program.
+        """
         session = self.session
         session.reseed_uneven()  # the iterator draws from the common stream
         current = classify_pass(session, can_split(session, loader), loader)
@@ -64,9 +70,10 @@ class PassStarter:
     def group_size(self, loader: DataLoader[Any] | None, can_split: bool) -> int:
         """Return how many of the loader's own batches make one batch of its next pass: above 1 only in ``per_rank``.
 
-        If all earlier passes over the loader were of one kind (split for training, or not), the next pass is taken to
-        be of that kind. Otherwise it is classified as a pass that begins now. So ``len(loader)`` fits the passes of the
-        loader also after they have ended, with gradients on or off. ``loader`` is None if it has been dropped.
+        While this thread makes the iterator of a pass, the next pass is that one. Else, if all earlier passes over the
+        loader were of one kind (split for training, or not), the next pass is taken to be of that kind. Otherwise it is
+        classified as a pass that begins now. So ``len(loader)`` fits the passes of the loader also after they have
+        ended, with gradients on or off. ``loader`` is None if it has been dropped.
         """
         session = self.session
         if not session.distributed or session.config.batches != "per_rank":
@@ -117,7 +124,7 @@ def can_split(session: Session, loader: DataLoader[Any]) -> bool:
 
 
 def _num_steps(loader: DataLoader[Any]) -> int | None:
-    """Return the number of batches of a loader, or None if ``len`` has side effects or fails.
+    """Return the number of batches of a loader, or None if ``len`` may have side effects, or fails.
 
     A loader of an iterable data set remembers that its length was asked for, and warns if it was wrong. A custom
     sampler may iterate over itself, and draw random numbers, to find its length.

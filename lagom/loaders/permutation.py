@@ -24,7 +24,10 @@ _ALL = (1 << 64) - 1
 
 
 def make_sampler_iter(session: Session) -> Any:
-    """Return a ``RandomSampler.__iter__`` that stores no order from ``MANY`` samples on, and else calls torch's."""
+    """Return a ``RandomSampler.__iter__`` that stores no order from ``MANY`` samples on.
+
+    With fewer samples, with replacement and in a run of one rank, it calls torch's.
+    """
     original = vars(RandomSampler)["__iter__"]
 
     def iterate(self: RandomSampler) -> Iterator[int]:
@@ -54,9 +57,12 @@ def _yield_orders(sampler: RandomSampler) -> Iterator[int]:
 
 
 def permute(n: int, key: int, start: int, count: int) -> torch.Tensor:
-    """Return the values at places ``start`` to ``start + count`` of the order of [0, n) given by ``key``, as int64.
+    """Return the ``count`` values from place ``start`` on of the order of [0, n) given by ``key``, as int64.
 
     See Note [Order on the fly]. A value takes 25 ns, or some microseconds without the compiled extension.
+
+    Raises:
+        ValueError: if the order has no such places, or ``n`` is above 2^62.
     """
     if not 0 <= start <= start + count <= n <= 1 << 62:
         raise ValueError(f"there are no places {start} to {start + count} in an order of {n}")
@@ -118,4 +124,5 @@ def _to_signed(x: int) -> int:
 # permutation of [0, n) whose value at a place is computed from the place alone: it needs no memory, and no time to
 # begin.
 #
-# The 64-bit key selects one of 2^64 of the n! orders. torch.randperm can give no more, since its seed has 64 bits.
+# The key, a random int64 from 0 on, selects one of 2^63 of the n! orders. torch's RandomSampler seeds randperm with
+# such a number too, unless the program gives the sampler a generator.

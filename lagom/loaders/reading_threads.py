@@ -84,7 +84,7 @@ class PassNames:
         self._lock = threading.Lock()
 
     def number_loader(self, loader: DataLoader[object]) -> None:
-        """Number a ``loader`` that the main thread has made. All ranks make the same loaders in the same order."""
+        """Number a ``loader`` that the main thread has made; ranks must make loaders of one kind in the same order."""
         kind = _describe_loader(loader)
         self._made[kind] = self._made.get(kind, 0) + 1
         self._loaders[loader] = f"{kind} {self._made[kind]}"
@@ -95,7 +95,7 @@ class PassNames:
         return str(self._num_in_main)
 
     def name_in_thread(self, loader: DataLoader[object], current: LoaderPass) -> str:
-        """Return a name, derived from the loader's, for the pass ``current``, which begins in another thread.
+        """Return a name, made from the loader's name, for the pass ``current``, which begins in another thread.
 
         Raises:
             LagomError: if another thread is still in a pass over a loader of that name.
@@ -121,7 +121,7 @@ class ReaderThreads:
         self._mixed: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
 
     def read(self, call: Callable[..., Result], *args: object) -> Result:
-        """Run ``call``, which reads a loader, in this thread."""
+        """Run ``call``, which reads a loader, in this thread; notice draws of other threads since the last call."""
         thread = threading.current_thread()
         left = self._left.get(thread)
         if left is not None and not torch.equal(left, torch.default_generator.get_state()):
@@ -132,10 +132,13 @@ class ReaderThreads:
             self._left[thread] = torch.default_generator.get_state()
 
     def make_generator(self, current: LoaderPass) -> torch.Generator | None:
-        """Return a new generator for the pass if other threads draw from the global one in the meantime; else None.
+        """Return a new generator for the pass if other threads draw from the global one between reads; else None.
 
         Rank 0 decides for all ranks. A thread's first pass gets None: usually the main thread waits for the first batch
         of that pass, and draws nothing.
+
+        Raises:
+            LagomError: if rank 0's thread does not begin this pass within ``TIMEOUT_S`` seconds.
         """
         name = current.publication().name
         seed = derive_seed("thread", torch.initial_seed(), name) if threading.current_thread() in self._mixed else 0
@@ -143,9 +146,9 @@ class ReaderThreads:
         return torch.Generator().manual_seed(seed) if seed else None
 
     def make_excepthook(self) -> Callable[[threading.ExceptHookArgs], None]:
-        """Return a ``threading.excepthook`` that fails the run if a reading thread dies.
+        """Return a ``threading.excepthook`` that fails the run if an exception ends a thread that reads loaders.
 
-        Without it the main thread would wait for the dead thread's batches for ever.
+        Without this hook the main thread would wait for the thread's batches for ever.
         """
         original, session = threading.excepthook, self._session
 
@@ -199,6 +202,7 @@ _SAME_NAME = (
 #
 # A message is published under the name of its pass. Passes that begin in the main thread are numbered, since all ranks
 # begin the same passes there. A pass that begins in a thread is named by its loader (kind, and number in the order in
-# which the main thread made loaders of this kind) and by its number among the loader's passes in threads. If two
-# threads were in passes over one loader at once, another rank might exchange their names; this is an error.
+# which the main thread made loaders of this kind; a loader that another thread made has the length of its data set in
+# place of the number) and by its number among the loader's passes in threads. If two threads were in passes over
+# loaders of one name at once, another rank might exchange the names of the passes; this is an error.
 # The kind is part of the name so that a loader that only rank 0 makes shifts only the numbers of its own kind.

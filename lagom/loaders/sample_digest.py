@@ -27,12 +27,14 @@ def digest(sample: Any, *, exact: bool = False) -> bytes:
     """Return a digest of ``sample`` that is equal on all ranks that have equal samples.
 
     Tensors, arrays, numbers and text count, in tuples, lists and dicts. Other objects count by their type only, since
-    their contents may belong to this process: paths, times, the order of a set. Floating-point numbers count with 3
-    digits, since two kinds of processors may decode an image differently. The digest of a pair of tensors takes 10
-    microseconds.
+    their contents may belong to this process: paths, times, the order of a set. Of a container the first 64 items
+    count, and of a large tensor some elements. Floating-point numbers count with 3 digits, since two kinds of
+    processors may decode an image differently; of a floating-point tensor only the mean, first and last magnitudes
+    count. The digest of a pair of tensors takes 10 microseconds.
 
     Args:
-        exact: all digits and all elements of tensors and arrays count.
+        exact: all items of containers, all digits and all elements count. Of the order of elements only some changes
+            show, since elements are summed.
     """
     found = hashlib.blake2b(digest_size=8)
     _add_value(found, sample, exact)
@@ -40,7 +42,11 @@ def digest(sample: Any, *, exact: bool = False) -> bytes:
 
 
 class SampleComparison:
-    """Compares the ranks' batches of an iterable data set after 1, 2, 4, ... 64 and every 100 batches."""
+    """Compares the ranks' batches of an iterable data set after 1, 2, 4, ... 128 batches, then every 100 batches.
+
+    In the main thread a comparison is a collective. In a thread, rank 0 publishes its digest, and each other rank
+    compares.
+    """
 
     def __init__(self, session: Session, current: LoaderPass) -> None:
         self._session = session
@@ -53,7 +59,8 @@ class SampleComparison:
         """Add the digest of the next batch.
 
         Raises:
-            DivergenceError: on all ranks, when they saw different batches.
+            DivergenceError: on all ranks, when they saw different batches; in a thread, on each rank that saw others
+                than rank 0.
         """
         self._seen.update(digest)
         self._count += 1
@@ -65,7 +72,7 @@ class SampleComparison:
         """Compare the ranks at the end of the pass.
 
         Raises:
-            DivergenceError: on all ranks, unless all have ended after the same batches.
+            DivergenceError: unless all ranks have ended after the same batches; on the ranks named in ``add_batch``.
         """
         self._compare(b"end" + self._seen.digest())
 
@@ -124,7 +131,7 @@ def _add_value(found: Any, value: Any, exact: bool) -> None:
 
 
 def _add_bytes(found: Any, kind: str, flat: np.ndarray[Any, Any]) -> None:
-    """Add a sum over the bytes of each half of a tensor, so that exchanged halves give another digest."""
+    """Add the sum of the 8-byte words of each half of a tensor, so that exchanged halves give another digest."""
     words = flat[: len(flat) // 8 * 8].view(np.uint64)
     found.update(kind.encode() + flat[len(words) * 8 :].tobytes())
     for half in (words[: len(words) // 2], words[len(words) // 2 :]):

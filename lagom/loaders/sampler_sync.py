@@ -1,7 +1,7 @@
 """Sample order, also of custom samplers: all ranks follow the order that rank 0's sampler draws.
 
-``batch_shares.py`` asks for this order, and with batches="split" and "per_rank" then takes this rank's share. From
-100,000,000 samples on, ``permutation.py`` replaces ``RandomSampler``.
+``batch_shares.py`` asks for this order, and takes this rank's share of each batch in passes that are split. From
+100,000,000 samples on, ``permutation.py`` replaces ``RandomSampler.__iter__``.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ _NUM_AHEAD = 64
 def iterate_in_common_order(session: Session, source: Any, current: LoaderPass) -> Iterator[Any]:
     """Iterate over ``source``, a sampler or a batch sampler, in the order that rank 0 draws in the pass ``current``.
 
-    torch's own samplers draw from generators that are equal on all ranks, in the main thread. Rank 0 sends the order of
-    any other sampler.
+    In the main thread, torch's own samplers draw from generators that are equal on all ranks. A sampler with the
+    attribute ``lagom_common`` has the same order on all ranks by itself. Rank 0 sends the order of any other sampler.
     """
     if type(source) in _TORCH_SAMPLERS or (type(source) is BatchSampler and type(source.sampler) in _TORCH_SAMPLERS):
         return _yield_from_torch_sampler(session, source, current)
@@ -83,9 +83,12 @@ class _StatefulIterator:
 
 
 def synchronise_generators(session: Session, loader: DataLoader[Any], *, own_order: bool = False) -> None:
-    """Set the global generators, and those of the loader and its samplers, to their states on rank 0; a collective.
+    """Set the global CPU generators, and those of the loader and its samplers, to rank 0's states; a collective.
 
     With ``own_order`` only the global generators are set: the data set shards itself, and each rank has its own order.
+
+    Raises:
+        DivergenceError: on all ranks, if they are at different places of the program.
     """
     assert session.group is not None
     session.check_place("the start of a pass over a data loader")
@@ -143,7 +146,8 @@ class RankZeroOrder:
     """Yields the items of rank 0's sampler. Other ranks draw too, since their samplers may remember their draws.
 
     ``step`` items are drawn at a time, one batch, since a sampler may depend on the losses so far. Items are drawn
-    further ahead only from a list, tuple, dict or set.
+    further ahead only from a list, tuple, dict or set. With ``eager``, ``iter(source)`` is called at once, else with
+    the first item.
     """
 
     def __init__(self, session: Session, source: Iterable[Any], step: int, current: LoaderPass, *, eager: bool) -> None:
@@ -234,11 +238,11 @@ class RankZeroOrder:
         return self._session.group.broadcast_bytes(b"")
 
     def _call_exclusively(self, call: Callable[..., Result], *args: object) -> Result:
-        """Run ``call``, which draws random numbers, while no other thread of the program may draw."""
+        """Run ``call``, which draws from the common random streams, while it holds ``DRAWING``."""
         readers = self._current.readers
         with DRAWING:
-            # With workers, the first batches are drawn outside of the loader calls that ``readers`` watches, so it must
-            # watch this call too.
+            # With workers, the first batches are drawn outside of the loader calls that ``readers`` watches. So
+            # ``readers`` must watch this call too.
             return readers.read(call, *args) if self._session.is_in_thread and readers is not None else call(*args)
 
     def _draw_items(self, count: int) -> tuple[list[Any], Exception | None]:

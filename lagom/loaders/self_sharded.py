@@ -75,8 +75,8 @@ class SelfShardedSource:
         The share is None in a thread of the program, where ranks cannot exchange their counts.
 
         Raises:
-            StopIteration: when the data sets of all ranks have ended.
-            DivergenceError: when this or another rank has no batch at all.
+            StopIteration: when the data sets of all ranks have ended; in a thread, when that of this rank has.
+            DivergenceError: when this or another rank has no batch at all, or ranks are at different places.
         """
         if not self._session.may_meet:
             self._session.say_once(_IN_A_THREAD)
@@ -102,9 +102,9 @@ class SelfShardedSource:
         return data, share
 
     def recount(self, data: Any, share: BatchShare) -> BatchShare:
-        """Return the share of a batch whose transform has changed the number of rows; a collective.
+        """Return the share of a batch whose transform may have changed the number of rows; a collective.
 
-        In a thread of the program, return ``share`` unchanged.
+        In a thread of the program, or if no rank has a row left, return ``share`` unchanged.
 
         Args:
             data: this rank's rows, after the transform.
@@ -150,7 +150,7 @@ _NOT_COUNTED = (
 
 
 def cut_to_first_sample(data: Any, count: int) -> Any:
-    """Return ``data`` with its tensors cut to one row if all of them have ``count`` rows, else unchanged."""
+    """Return ``data`` with its tensors and arrays cut to one row if all tensors have ``count`` rows, else unchanged."""
     found = tensors(data)
     if not found or any(not tensor.dim() or len(tensor) != count for tensor in found):
         return data

@@ -65,7 +65,7 @@ class _TensorFetcher:
             for subset in self._subsets:
                 indices = subset.indices
                 index = [indices[i] for i in index]
-            # torch.tensor would turn True, 1.5 or a tensor into an index; index_select would not.
+            # array("q") would take True or a tensor as a number, but tensor[True] has another shape.
             if set(map(type, index)) != _INT:
                 return None
             for tensor in tensors:

@@ -27,13 +27,15 @@ class Activations(NamedTuple):
 
 
 def activations(module: nn.Module, batch: Any, num_shares: int, dtype: torch.dtype | None) -> Activations:
-    """Count the bytes of inputs, outputs and tensors saved by autograd, for the largest of ``num_shares`` of a batch.
+    """Count the bytes of inputs, outputs and tensors saved by autograd, for the largest of the shares of ``batch``.
 
-    The forward runs on fake tensors (torch's FakeTensorMode), so nothing is computed. Parameters and buffers do not
+    The forward runs in training mode on fake tensors (torch's FakeTensorMode): it computes shapes, no values, and does
+    not change ``module``. Memory that several tensors share counts once. Parameters and buffers do not
     count. Checkpoints count with the tensors that they save. oneDNN's LSTM on a CPU keeps twice the counted bytes.
 
     Args:
         batch: the arguments of ``module``: a tensor, a tuple or list of arguments, or a dict of them by name.
+        num_shares: number of shares into which the rows of the batch are cut.
         dtype: autocast's type; None without autocast.
 
     Raises:

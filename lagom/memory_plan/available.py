@@ -20,9 +20,10 @@ class AvailableMemory(NamedTuple):
 
 
 def available_memory(num_ranks: int, *, gpus: bool = True) -> AvailableMemory:
-    """Return the limit of one of ``num_ranks`` on this machine: its GPU's memory, or else its part of the host's.
+    """Return the limit of one of ``num_ranks`` on this machine: the memory of the smallest GPU that it has.
 
-    CUDA is not initialized, since a process with CUDA can no longer be forked.
+    Without GPUs: its part of the memory of the machine or container, or ``ulimit -v`` if that is less. CUDA is not
+    initialized, since a process with CUDA can no longer be forked.
 
     Args:
         gpus: False to ignore GPUs.

@@ -17,7 +17,8 @@ def build_module(module: nn.Module | Callable[[], Any]) -> nn.Module:
     """Return ``module``, or build it from a class or factory on the meta device, without memory or random numbers.
 
     Raises:
-        ValueError: if the class or factory fails on the meta device, or a lazy parameter has no shape yet.
+        ValueError: if the class or factory fails on the meta device or returns no module, or if a lazy parameter has no
+            shape yet.
     """
     found: Any = module
     if not isinstance(module, nn.Module):
@@ -41,7 +42,8 @@ def build_module(module: nn.Module | Callable[[], Any]) -> nn.Module:
 def without_numbers(module: nn.Module, empty: Callable[[torch.Tensor], torch.Tensor]) -> nn.Module:
     """Copy ``module``, with each parameter, buffer and tensor attribute replaced by the result of ``empty``.
 
-    Shared parameters stay shared. No values of tensors are copied.
+    Shared parameters stay shared. The values of these tensors are not copied; those of tensors that a module holds in
+    a list or dict are.
     """
     memo: dict[int, Any] = {}
     for part in module.modules():
@@ -53,7 +55,7 @@ def without_numbers(module: nn.Module, empty: Callable[[torch.Tensor], torch.Ten
 
 
 def like(tensor: torch.Tensor, empty: torch.Tensor) -> torch.Tensor:
-    """Return ``empty`` as a leaf: a parameter if ``tensor`` is one, with the same ``requires_grad``."""
+    """Return ``empty`` as a leaf: a parameter with the same ``requires_grad`` if ``tensor`` is one, else without."""
     if not isinstance(tensor, nn.Parameter):
         return empty.detach()
     # nn.Parameter is not called, since a run counts its calls.

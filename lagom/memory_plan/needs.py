@@ -12,7 +12,7 @@ Measured peaks were 10 to 23% above the bytes held (``python -m benchmarks.zero_
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Level:
-    """Bytes that a rank should hold at one ``zero_lvl``; figures are those of the rank that holds most."""
+    """Computed bytes that a rank holds at one ``zero_lvl``; figures are those of the rank that holds most."""
 
     zero_lvl: int
     parameters: int
@@ -44,7 +44,7 @@ class MemoryPlan:
     activations: int | None
     """Bytes that the forward of the largest share keeps for the backward; None if no batch was given."""
     num_samples: int | None
-    """Samples in the largest share; None if no batch was given."""
+    """Samples in the largest share; None if no batch was given, or no tensor in it has a first dimension."""
     memory: int
     """Bytes that a rank may use."""
     where: str

@@ -25,7 +25,8 @@ if TYPE_CHECKING:
 _NUM_STEPS = 2
 """Steps of the copy: some optimizers create a part of their state only in the second step."""
 _PRIMES = (3, 5, 7, 11, 13, 17, 19, 23)
-"""Sides of small stand-ins for parameters: all differ, so a state tensor's side shows which parameter's side it has."""
+"""Sides of a parameter's small stand-in, where the parameter is not smaller. All differ, so the side of a state tensor
+shows to which side of the parameter it belongs."""
 
 
 class KeptState(NamedTuple):
@@ -52,14 +53,17 @@ class SteppedOptimizer(NamedTuple):
 
 
 def step_meta_copy(optimizer: Optimizer | Make, parameters: Sequence[torch.Tensor]) -> SteppedOptimizer:
-    """Return the state that ``optimizer`` keeps for ``parameters``, without their memory and without changing them.
+    """Return the state that ``optimizer`` keeps for ``parameters``, without changing them.
+
+    A copy is stepped on the meta device, or if that fails on small parameters on the CPU.
 
     Args:
         optimizer: an optimizer of all or some of ``parameters``; or a class or function that makes an optimizer from
             a list of parameters.
 
     Raises:
-        ValueError: if the optimizer cannot be made, or steps a tensor that is not in ``parameters``.
+        ValueError: if the optimizer cannot be made, steps a tensor that is not in ``parameters``, or can be stepped in
+            neither way.
     """
     twins = {id(p): on_meta(p) for p in parameters}
     origin = {id(twin): p for p in parameters for twin in (twins[id(p)],)}
@@ -219,7 +223,8 @@ def _constant() -> torch.Tensor:
 def _of_lbfgs(optimizer: LBFGS, graded: Sequence[torch.Tensor]) -> int:
     """Return the bytes of LBFGS's state with a full history.
 
-    LBFGS keeps a direction and a change of gradients for each step in the history, and a second copy of the last two.
+    LBFGS keeps a step and a change of the gradient for each entry of the history, the last direction and the last
+    gradient.
     """
     history: int = optimizer.param_groups[0]["history_size"]
     return sum(p.nbytes for p in graded) * (2 * history + 2)

@@ -30,7 +30,7 @@ _REMEDY = "drop micro_batches for this program"
 
 
 class MicroBatchRunner:
-    """Runs forwards that are known to compute their rows one by one.
+    """Runs forwards that are known to compute their rows one by one, and tries how many parts fit into memory.
 
     Args:
         left_alone: returns a context manager in which called modules are not split.
@@ -41,10 +41,11 @@ class MicroBatchRunner:
         self._left_alone = left_alone
 
     def outputs(self, candidate: SplitCandidate, finding: SplitFinding, num: int) -> Any:
-        """Return the concatenated outputs of all micro-batches.
+        """Return the concatenated outputs of all micro-batches; of outputs without rows, the first.
 
         Raises:
             OtherWayError: when the forward takes another way than in its probe.
+            LagomError: when a micro-batch gives other outputs, or draws other amounts of random numbers.
         """
         begun = random_states()
         parts: list[Sequence[Any]] = []
@@ -117,6 +118,9 @@ class MicroBatchRunner:
 
         Memory for the outputs of all micro-batches and their gradients is allocated during the trial. The trial itself
         allocates the gradients of parameters.
+
+        Raises:
+            NotByRowsError: when the trial fails for another reason than memory.
         """
         block = RowBlock(0, num, candidate.rows)
         session = self._session

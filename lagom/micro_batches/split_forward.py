@@ -51,7 +51,7 @@ class MicroBatches:
         self._alone = alone
         self._is_auto = asked == "auto"
         self._num = asked if asked != "auto" else 1
-        """Number of micro-batches for a call."""
+        """Number of micro-batches for a call; with "auto" only of modules inside the running one."""
         self.descends = False
         """Whether modules inside the running module may run in micro-batches by themselves."""
         self._runner = MicroBatchRunner(session, self._left_alone)
@@ -74,7 +74,7 @@ class MicroBatches:
         return self._call_in_parts(module, args, kwargs, num)
 
     def _call_in_parts(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], num: int) -> Any:
-        """Make the call in ``num`` micro-batches; if its rows depend on each other, split modules inside it instead."""
+        """Make the call in ``num`` micro-batches; if a probe refuses this, split modules inside it instead."""
         if num < 2:
             return self._original(module, *args, **kwargs)
         candidate = self._candidate(module, args, kwargs)
@@ -106,7 +106,7 @@ class MicroBatches:
     def _probed(self, candidate: SplitCandidate, num: int) -> SplitFinding | None:
         """Return the finding for calls of this kind, probing the first one; None if they are not worth a probe.
 
-        This is so for a single row or layer, and for new kinds if too many are known.
+        This is so for a single row, for one of torch's layers alone, and for new kinds if too many are known.
         """
         if candidate.rows < 2 or _is_single_layer(candidate.module):
             return None
@@ -248,4 +248,5 @@ def _is_single_layer(module: nn.Module) -> bool:
 # is found by trials: the forward and backward of one part, with space reserved for all outputs and their gradients. A
 # backward that runs out of memory cannot be repeated, as its graph is gone. So before the first backward of a size,
 # memory for its gradients is tried as well, and a lack of it counts like a forward that ran out of memory. Ranks need
-# not agree on the number of parts, since nothing here is an exchange.
+# not agree on the number of parts, since nothing here is a collective. (With ``zero_lvl=3``, a rank that needs a
+# parameter asks for it, and the others answer wherever they are.)

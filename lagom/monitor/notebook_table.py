@@ -52,7 +52,7 @@ class NotebookTable:
     """Shows a run's ranks as a table in a notebook's cell."""
 
     def __init__(self, display: Any, together: Callable[[Iterable[float]], float] = sum) -> None:
-        """Combine the ranks' samples with ``together``: ``max`` if all ranks have trained on the same samples."""
+        """Combine the ranks' samples and rates by ``together``: ``max`` if all ranks train on the same samples."""
         self._cell = NotebookCell(display)
         self._together = together
 
@@ -63,7 +63,7 @@ class NotebookTable:
         self._cell.renew(table(title, ranks, ended, self._together, stalled), text)
 
     def wait(self, title: str, text: str) -> None:
-        """Show that the run has not started yet."""
+        """Show ``text`` in place of a table: the run has not started yet, or has ended without progress."""
         self._cell.renew(_framed(f"<div>{_bold_name(f'{title}: {text}')}</div>", _WAITS), text)
 
 

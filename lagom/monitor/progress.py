@@ -18,7 +18,7 @@ _WAITS = 0.1  # share of its time that a rank may wait for data without mention
 
 
 class Progress:
-    """Shows a run on standard error."""
+    """Shows a run's progress on standard error, or in a table in a notebook."""
 
     def __init__(
         self, plan: Any, where: str, also: Callable[[str], None] | None = None, every_s: float | None = None
@@ -60,7 +60,7 @@ class Progress:
                 self._renew()
 
     def waiting(self, joined: int, wanted: int) -> None:
-        """Tell once that tasks have not started yet."""
+        """Tell once that only ``joined`` of ``wanted`` tasks have started."""
         if joined < wanted and not self._said_waiting:
             self._said_waiting = True
             here = joined or self._is_here
@@ -93,7 +93,7 @@ class Progress:
             self.warn(f"rank 0 showed a picture; {kept}")
 
     def unheard(self) -> None:
-        """Print that executors cannot reach the driver, so that output appears only at the end of the run."""
+        """Print that executors cannot reach the driver, so that rank 0's output appears only at the end of the run."""
         self.line.say(
             f"lagom: {self._name}: the executors of {self._where} cannot reach this process: "
             "no live output or progress; what rank 0 prints is shown at the end"
@@ -168,7 +168,7 @@ class Progress:
 
 
 def _spans(ranks: list[int]) -> str:
-    """ "rank 0", "ranks 0-3", "ranks 0, 2"."""
+    """Return "rank 0", "ranks 0-3" or "ranks 0, 2"."""
     if len(ranks) == 1:
         return f"rank {ranks[0]}"
     if ranks[-1] - ranks[0] == len(ranks) - 1:

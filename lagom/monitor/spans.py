@@ -30,7 +30,10 @@ _FIRST_SPANS, _LATER_SPANS, _ALL_SPANS = 10_000, 2_000, 30_000
 steps and at each heartbeat. A span takes about 150 bytes in the trace."""
 _BLOCK = 4000
 _LOOPS = 8
-"""Number of backwards without a new batch from a loader after which each further backward counts as a step."""
+"""Number of backwards after a batch from a loader, after which each further backward counts as a step.
+
+Before the first batch, each backward counts.
+"""
 
 
 class Span(NamedTuple):
@@ -45,9 +48,9 @@ class Span(NamedTuple):
     size: int = 0
     """Bytes."""
     stream: str = ""
-    """Exchanges of one stream come in the same order on all ranks that have it."""
+    """Sequence of exchanges, in the same order on all ranks that have it; of an activity, the name of its row."""
     number: int = -1
-    """Number in the stream, or of the step."""
+    """Number in the stream, or of the step; -1 for none."""
 
 
 class Spans:
@@ -103,7 +106,7 @@ class Spans:
         return call
 
     def numbers(self, stream: str) -> Callable[[], int]:
-        """Return a counter of the stream's exchanges; it must be called whether spans are kept or not."""
+        """Return the counter of a stream; call the counter at each exchange, whether spans are kept or not."""
         if stream not in self._counts:
             self._counts[stream] = itertools.count().__next__
         return self._counts[stream]
@@ -148,7 +151,7 @@ class Spans:
     def blocks(self) -> Iterator[dict[str, Any]]:
         """Yield the spans recorded since the last time, as messages; in one thread at a time."""
         if self._num_spans >= self._ends_at:
-            self.keeps = False  # a program without steps is stopped by nothing else
+            self.keeps = False  # in a program without steps, nothing else ends the recording
         while True:
             # Each of these two statements is atomic in Python; spans that are recorded meanwhile are appended behind.
             spans = self._spans[:_BLOCK]
@@ -165,10 +168,10 @@ class Spans:
 
 
 def unpack_spans(data: str, most: int = 16 << 20) -> str:
-    """Return the text of a block, of at most ``most`` bytes.
+    """Return the JSON text in ``data`` of a message that ``Spans.blocks`` yielded; it has at most ``most`` bytes.
 
     Raises:
-        ValueError: when ``data`` is no such block.
+        ValueError: when ``data`` is no such block, or its text is longer.
     """
     try:
         found = zlib.decompressobj()
@@ -239,5 +242,6 @@ os.register_at_fork(after_in_child=_forget)
 # Note [What is kept]
 #
 # A run may take days, and a trace of more than some tens of MB is of no use. So the first 100 steps are kept, and then
-# 20 steps each from the 200th, the 400th, the 800th ... on. All ranks keep the same steps, since they take the same
-# steps, so exchanges can be compared. In between, recording costs one check of a flag.
+# 20 steps each from the 200th, the 400th, the 800th ... on. All ranks take the same steps, and so keep the same steps:
+# their exchanges can be compared. If a rank has too many spans (_FIRST_SPANS and the next two limits), it keeps fewer
+# steps. In between, recording costs one check of a flag.

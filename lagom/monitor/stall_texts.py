@@ -15,7 +15,7 @@ from lagom.wire.client import Message
 def stall_text(stalled: Mapping[int, Message], world_size: int) -> str:
     """Return the report about stalled ranks: which, for how long, where they are and which ranks wait for which.
 
-    Each message has ``quiet_s`` and the result of ``lagom.worker.stack_dump.doing``.
+    Each message has ``quiet_s``, in seconds, and the result of ``lagom.host.stall_detector.current_work``.
     """
     stuck = {rank: one for rank, one in sorted(stalled.items()) if not one.get("waits")}
     waiting = [rank for rank in sorted(stalled) if rank not in stuck]
@@ -43,7 +43,10 @@ def stall_text(stalled: Mapping[int, Message], world_size: int) -> str:
 
 
 def stall_report(rank: int, now: Message) -> Message:
-    """Return the report of a rank without progress for too long; it may only have waited for another rank."""
+    """Return the failure, a StallError, of a rank without progress for too long.
+
+    The failure is a consequence if the rank only waited for other ranks.
+    """
     what = "waited for other ranks" if now["waits"] else "made no progress"
     state = f"; {now['state']}" if now.get("state") else ""
     at = f", at {now['line']}" if now["line"] else ""
@@ -68,7 +71,7 @@ def stack_text(one: Message) -> str:
 
 
 def exchange_text(one: Message) -> str:
-    """Return the exchange in which a rank waits, as "exchange 47 of 1200 bytes (gradients)"; may be empty."""
+    """Return the exchange in which a rank waits, as "exchange 47 of 1200 bytes (gradients)"; "" if it is in none."""
     name, _, rest = str(one.get("exchange") or "").partition(" ")
     if not name:
         return ""

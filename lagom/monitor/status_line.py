@@ -19,7 +19,7 @@ class StatusLine:
 
     Args:
         also: receives the lines that stay.
-        every_s: time between two lines; by default shorter in a terminal than in a log.
+        every_s: seconds between two lines; by default fewer in a terminal than in a log.
         elsewhere: the state is shown in a notebook's cell instead.
     """
 
@@ -92,7 +92,7 @@ class StatusLine:
 
 
 def terminal_columns() -> int:
-    """Return the width of the terminal."""
+    """Return the width of the terminal in characters; ``WIDTH`` without a terminal."""
     try:
         return os.get_terminal_size(sys.stderr.fileno()).columns or WIDTH
     except (OSError, ValueError, AttributeError):  # no terminal, or an object in its place

@@ -1,4 +1,4 @@
-"""Steps of optimizers: patches for ZeRO, learning rates, and fewer calls.
+"""Patches of optimizers: for ZeRO, for learning rates, and for speed.
 
-Start with ``step_patches.py``.
+Start with ``step_patches.py``, which replaces the ``step`` of optimizers.
 """

@@ -26,7 +26,7 @@ def skip_profiler_ranges() -> Iterator[None]:
 
 
 class _ProfiledRange(record_function):
-    """Replaces torch's ``record_function``; does nothing while no profiler runs."""
+    """Replaces torch's ``record_function``; does nothing while no profiler runs, or while torch.compile traces."""
 
     def __init__(self, name: str, args: str | None = None) -> None:
         # Without torch's own ``__init__``, which torch.compile refuses to trace.

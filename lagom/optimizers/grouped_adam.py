@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     """Parameters, gradients, running means of gradients, and running means of squared gradients."""
 
 _MAX_ELEMENTS = 2**18
-"""Largest number of elements of all parameters: with more, intermediate tensors no longer fit into a core's cache."""
+"""Largest number of elements that ``_step`` steps: with more, its intermediate tensors no longer fit a core's cache."""
 _TYPES = (torch.float32, torch.float64)
 """Types of parameters that are grouped; grouped calls may round intermediate results of shorter types differently."""
 _KINDS = (nn.Parameter, Tensor)
@@ -28,13 +28,14 @@ _STEP = "_single_tensor_adam"
 
 
 def grouped_adam(*, same_bits: bool) -> AbstractContextManager[None]:
-    """Patch Adam to step models on a CPU by few calls; torch itself calls seven operations per parameter.
+    """Patch Adam to step models on a CPU by few calls; torch itself calls eight or more operations per parameter.
 
-    Options that are rare (amsgrad, maximize, capturable, rates that are tensors, complex numbers) are left to torch.
+    Rare options (amsgrad, maximize, capturable, differentiable, rates that are tensors, complex numbers) are left to
+    torch, and all options with torch 2.6.
 
     Args:
         same_bits: Call the operations of torch's Adam, each once for all parameters of a small model: the kernels and
-            their arguments are the same, and so are the bits. Parameters that share memory are left to torch.
+            their arguments are the same, and so are the bits. If parameters share memory, torch steps all of them.
             If False, call torch's fused Adam, which rounds differently. This suits ranks whose gradients are sums over
             ranks, since these sums are rounded differently from one process's gradients too.
     """
@@ -112,7 +113,7 @@ def _is_dense(tensors: _Tensors) -> bool:
 
 
 def _is_small(tensors: _Tensors) -> bool:
-    """Return whether parameters have few elements, in ordinary tensors of a CPU, each in memory of its own."""
+    """Return whether parameters have few elements, of ``_TYPES`` on a CPU, and each parameter its own memory."""
     num_elements, storages = 0, set()
     params = tensors[0]
     for param in params:

@@ -21,7 +21,10 @@ if TYPE_CHECKING:
 
 @contextmanager
 def scale_learning_rates(session: Session) -> Iterator[None]:
-    """Multiply the ``lr`` of each added parameter group by the number of ranks. See Note [Scaled rates]."""
+    """Multiply the ``lr`` of each added parameter group by the number of ranks. See Note [Scaled rates].
+
+    Unpickling the program's call raises a LagomError if the call contains an optimizer, whose rates are not scaled.
+    """
     known: weakref.WeakSet[Optimizer] = weakref.WeakSet()
     add, take = Optimizer.add_param_group, vars(Optimizer)["__setstate__"]
 
@@ -73,6 +76,7 @@ def _scale_group(session: Session, optimizer: Optimizer) -> None:
 # Note [Scaled rates]
 #
 # Goyal et al., "Accurate, Large Minibatch SGD", 2017 (arXiv:1706.02677): if the batch is k times as large, the rate is
-# multiplied by k. lagom scales the rate when a parameter group is added, before a scheduler reads it. So rates that the
-# program later computes from it (with a scheduler, or in proportion) are scaled as well. A rate that the program sets
-# to a fixed value, or loads from a checkpoint, is not scaled.
+# multiplied by k. lagom takes the number of ranks for k, which is right with batches="per_rank". It scales the rate
+# when a parameter group is first added to an optimizer, before a scheduler reads the rate. So rates that the program
+# later computes from this one (with a scheduler, or in proportion) are scaled as well. A rate that the program sets to
+# a fixed value, or loads from a checkpoint, is not scaled.

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 def replace_steps(
     step_for: Callable[[type, Callable[..., Any]], Callable[..., Any]], *, existing: bool
 ) -> Iterator[None]:
-    """Replace the ``step`` of each optimizer class when its next instance is made; torch's hooks still run around it.
+    """Replace the ``step`` of optimizer classes when their next instance is made; torch's hooks still run around it.
 
     Args:
         step_for: takes a class and its original ``step`` (without torch's wrapper for hooks), and returns the new one.
@@ -50,7 +50,7 @@ def replace_steps(
 
 
 def _wrap_with_hooks(current: Callable[..., Any], step_for: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Any:
-    # hasattr would be wrong: some decorators of torch copy a function's attributes, but do not keep ``__wrapped__``.
+    # Only torch's wrapper for hooks sets ``hooked``; ``__wrapped__`` alone may be that of another decorator (no_grad).
     hooked = vars(current).get("hooked", False)
     inner: Callable[..., Any] = vars(current)["__wrapped__"] if hooked else current
     found: Any = Optimizer.profile_hook_step(torch._disable_dynamo(functools.wraps(inner)(step_for(inner))))

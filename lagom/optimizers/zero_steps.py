@@ -23,7 +23,9 @@ if TYPE_CHECKING:
 def shard_steps(session: Session) -> Iterator[None]:
     """Patch the ``step`` of every optimizer class to step this rank's part, and ``Optimizer.state`` to be whole.
 
-    Each class has its own ``step``, which torch wraps for hooks when it makes the first instance. Hooks stay outermost.
+    At levels 2 and 3 also shard gradients and parameters. When the block ends without an error, gather the state of all
+    optimizers: a collective. Torch wraps the ``step`` of a class for hooks when it makes the first instance; the hooks
+    stay outermost.
     """
     assert session.group is not None
     assert session.agreement is not None

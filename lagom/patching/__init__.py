@@ -1,4 +1,5 @@
-"""Functions with which rooms patch torch and other libraries, and undo the patches.
+"""Functions with which lagom's packages patch torch and other libraries, and undo the patches.
 
-Start with ``replace.py``: no other file sets an attribute of torch.
+Start with ``replace.py``: no other file replaces a function of torch. ``late_dynamo.py`` replaces the module
+``torch._dynamo`` until it is needed.
 """

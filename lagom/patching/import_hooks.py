@@ -1,4 +1,4 @@
-"""``on_import``: changes a package's modules when the program imports them, and only then."""
+"""``on_import``: changes modules of packages once they are imported, without importing them itself."""
 
 from __future__ import annotations
 
@@ -18,7 +18,10 @@ if TYPE_CHECKING:
 
 @contextmanager
 def on_import(changes: Mapping[str, Change]) -> Iterator[None]:
-    """Call ``changes[name]`` with the module ``name``: at once if it is imported already, else when it is imported."""
+    """Context manager that calls ``changes[name]`` with the module ``name``, at once or as soon as it is imported.
+
+    The end of the context does not undo the changes.
+    """
     finder = _Finder(changes)
     for name, change in changes.items():
         if name in sys.modules:

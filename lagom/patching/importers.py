@@ -36,7 +36,7 @@ class Importers:
         return unchanged + _having(functions, imported_after(newest))
 
     def remember(self) -> None:
-        """Search all modules now, so that ``find`` searches only newer modules; see ``remember_importers``."""
+        """Search all modules now, so that ``find`` searches only newer ones, until ``home`` has other functions."""
         self._remembered = self._functions(), self.find(), newest_module()
 
     def _functions(self) -> dict[str, object]:

@@ -25,13 +25,13 @@ _NAME = "torch._dynamo"
 
 
 def put_off_dynamo() -> None:
-    """Put a stand-in in the place of ``torch._dynamo`` until the package itself is needed. See Note [Dynamo]."""
+    """Put a stand-in in the place of ``torch._dynamo``, if the package is not imported yet. See Note [Dynamo]."""
     if _NAME not in sys.modules:
         sys.modules[_NAME] = vars(torch)["_dynamo"] = _LateDynamo()
 
 
 def import_dynamo_if_used() -> bool:
-    """Import Dynamo if a process forked from this one has imported it, for later forks; return whether it was."""
+    """Import Dynamo for later forks, if a process forked from this one has; return whether it was imported now."""
     stand_in = sys.modules[_NAME]
     if not isinstance(stand_in, _LateDynamo) or not stand_in.used[0]:
         return False
@@ -40,7 +40,7 @@ def import_dynamo_if_used() -> bool:
 
 
 def remember_torch_functions() -> None:
-    """Make Dynamo build its table of torch's functions now; later it would take lagom's functions for torch's."""
+    """Make Dynamo, if imported, build its table of torch's functions now; a later table would contain lagom's."""
     rules: Any = sys.modules.get(f"{_NAME}.trace_rules")
     if rules is not None:  # otherwise the import builds the table; torch.distributed may have cleared it since
         with originals("torch"):
@@ -70,7 +70,7 @@ def at_compilation(callback: Callable[..., None]) -> Iterator[None]:
 
 
 class _LateDynamo(ModuleType):
-    """Stand-in with the functions of ``torch._dynamo`` that uncompiled code calls; others import the package."""
+    """Stand-in with the functions of ``torch._dynamo`` that uncompiled code calls; other names import the package."""
 
     def __init__(self) -> None:
         super().__init__(_NAME)
@@ -86,7 +86,10 @@ class _LateDynamo(ModuleType):
         """Do nothing, since no graph is being traced."""
 
     def disable(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the function unchanged to ``torch._disable_dynamo``, which keeps the result as its attribute."""
+        """Return the function unchanged to ``torch._disable_dynamo``, which keeps the result in the function.
+
+        For other callers, import the package and call its ``disable``.
+        """
         if sys._getframe(1).f_globals["__name__"] != "torch._compile":
             return self.load().disable(*args, **kwargs)
         self._enabled.add(args[0])
@@ -125,14 +128,14 @@ def _shared_byte() -> mmap.mmap:
 
 
 _never_freed: list[mmap.mmap] = []
-"""Maps that must not be freed: this would close their descriptors, which in a forked rank may belong to other files."""
+"""Maps that must not be freed: freeing one closes its descriptor, whose number may be another file's in a rank."""
 
 
 # Note [Dynamo]
 #
 # The first step of an optimizer imports torch._dynamo, 800 modules that take a third of the time of the first call of a
 # run. But an uncompiled program calls only two functions of it: one that breaks the graph under compilation, of which
-# there is none, and one that excludes functions from compilation. The stand-in has these two. It is made in the process
-# from which ranks are forked. A rank imports the package when its program first compiles. At that time torch's
-# functions are replaced by lagom's, so torch's own are restored during the import. The process from which the rank was
-# forked then imports the package as well, for the ranks of the next run.
+# there is none, and one that excludes functions from compilation. The stand-in has these two. It is made in the fork
+# server, from which all ranks descend. A rank imports the package when its program first compiles, or uses another name
+# of the package. At that time torch's functions are replaced by lagom's, so torch's own are restored during the import.
+# After the run the fork server imports the package as well, for the ranks of the next run.

@@ -1,4 +1,4 @@
-"""``replaced``: the only place where lagom sets an attribute of torch."""
+"""``replaced``: the only way in which lagom replaces functions and methods of torch."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ if TYPE_CHECKING:
 
 _NOTHING = object()
 _active: dict[int, tuple[object, str, object]] = {}
-"""Owner, name and original value of each replaced attribute, in the order of replacement.
+"""Owner, name and earlier value of each replaced attribute, in the order of replacement.
 
-The original value of an attribute that the owner has inherited is ``_NOTHING``.
+The earlier value is ``_NOTHING`` if the owner itself did not have the attribute, such as a class that inherits it.
 """
 
 
 @contextmanager
 def replaced(owner: object, name: str, value: object) -> Iterator[None]:
     """Context manager that sets ``owner.name`` to ``value`` and restores it; an inherited name is inherited again."""
-    # Read it from the dict, which has the staticmethod or property itself and not the result of attribute access.
+    # Read the value from the dict, which has the staticmethod or property itself, not the result of attribute access.
     before = vars(owner).get(name, _NOTHING)
     entry = owner, name, before
     _active[id(entry)] = entry

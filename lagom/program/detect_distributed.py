@@ -22,19 +22,19 @@ _STARTS = frozenset({"init_process_group", "init_device_mesh"})
 _DRIVES = ("maggy.experiment",)
 """Modules with which a script starts its own ranks."""
 _GPU = frozenset({"cuda", "gpu", "gpus", "accelerator"})
-"""Words for GPUs: all code that moves tensors to a GPU contains at least one of them."""
+"""Words for GPUs: code that moves tensors to a GPU contains at least one of them, unless it gives a number only."""
 _PACKAGE = "horovod"
-"""Package whose programs count as distributed; also if lagom's stand-in is imported under this name."""
+"""Package whose programs count as distributed. It is also a part of the name of lagom's stand-in for the package."""
 
 
 @dataclass(frozen=True)
 class _Part:
-    """One definition in a module's text, or code that runs when the module is imported."""
+    """One definition or renamed import in a module's text, or code that runs when the module is imported."""
 
     name: str | None
-    """Name of the definition; None for code that runs when the module is imported."""
+    """Name of the definition, or new name; None for code that runs with the import, and for decorated definitions."""
     starts: bool
-    """Whether the code starts a process group."""
+    """Whether the code names a function of ``_STARTS``."""
     names: frozenset[str]
     """Names in the code, and strings that could be names."""
     imports: tuple[str, ...]
@@ -42,12 +42,12 @@ class _Part:
 
 
 def is_distributed(*values: Any) -> bool:
-    """Return whether the code of ``values``, or user code that it uses, starts a process group."""
+    """Return whether the code of ``values``, or user code that it uses, names one of ``_STARTS`` or imports Horovod."""
     return _found(*values)[0]
 
 
 def needs_nccl(*values: Any) -> bool:
-    """Return whether the code of ``values`` starts a process group, names NCCL, which needs GPUs, and never gloo."""
+    """Return whether the code of ``values`` is distributed, and names NCCL, which needs GPUs, but never gloo."""
     starts, names = _found(*values)
     return starts and "nccl" in names and not any("gloo" in name for name in names)
 
@@ -58,7 +58,10 @@ def names_gpu(*values: Any) -> bool:
 
 
 def _found(*values: Any) -> tuple[bool, set[str]]:
-    """Return whether the code of ``values`` starts a process group, and the names and words in this code."""
+    """Return whether the code of ``values``, with user code that it uses, is distributed; and the names in this code.
+
+    The names include strings that could be names, and the values of global strings.
+    """
     starts, names, imports = False, set[str](), list[str]()
     for value in reachable_modules(*values):
         if isinstance(value, (types.FunctionType, Script)):
@@ -80,7 +83,7 @@ def _found(*values: Any) -> tuple[bool, set[str]]:
 
 
 def is_driver(script: Script) -> bool:
-    """Return whether ``script``, or a user module that it uses, starts the ranks of a run itself."""
+    """Return whether ``script``, or a user module that it uses, imports a module of ``_DRIVES``."""
     parts = list(codes(*script.parts))
     imports = [name for part in parts for name in _imports(part)]
     used = _reached_parts({name for part in parts for name in _names(part)}, imports)
@@ -173,12 +176,16 @@ def _read(path: Path, package: str, _mtime_ns: int, _size: int) -> tuple[_Part, 
 
 
 def _renamed(node: ast.ImportFrom) -> list[tuple[str, str]]:
-    """Return the old and new names of renamed imports."""
+    """Return the old and new name of each name that ``node`` renames."""
     return [(alias.name, alias.asname) for alias in node.names if alias.asname not in (None, alias.name)]
 
 
 def _pieces(parent: ast.AST) -> Iterator[tuple[str | None, ast.AST]]:
-    """Yield the definitions below ``parent`` with their names, also those in conditions; and other code with None."""
+    """Yield the definitions below ``parent`` with their names, and other code with None.
+
+    Definitions inside of statements, such as conditions, are pieces of their own. The block of
+    ``if __name__ == "__main__"`` is left out.
+    """
     for node in ast.iter_child_nodes(parent):
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
             # A decorator may register the definition under another name, so it counts as code that runs.
@@ -209,7 +216,7 @@ def _part(name: str | None, piece: ast.AST, package: str) -> _Part:
         elif isinstance(node, ast.Import):
             imports += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
-            if node is not piece:  # for an import at the top level, the code that uses it contains the name
+            if node is not piece:  # ``_read`` makes a part of each name that a top-level import renames
                 written.update(name for name, _ in _renamed(node))
             # Resolve relative imports: "from . import x" in a.b.c imports a.b.x.
             parents = package.split(".")[: len(package.split(".")) - node.level + 1] if node.level else []
@@ -234,7 +241,9 @@ def _part(name: str | None, piece: ast.AST, package: str) -> _Part:
 # A program that names NCCL, and never gloo, cannot make its process group without GPUs. Most such programs (nanoGPT,
 # for example) are distributed only if RANK is set. So without GPUs such a program runs as an ordinary one.
 #
-# The answer decides only three things: the environment (see rank_environment.py), the GPUs that the rank can see, and
-# whether a process that the program starts is one of its ranks. A program that names the call but does not reach it,
-# because an option is off, is still run as an ordinary program: the patches are turned off by the call itself. See Note
+# The answer decides the environment (see rank_environment.py), the GPUs that the rank can see, whether lagom's stand-in
+# for Horovod can be imported, and whether a process that the program starts is one of its ranks. A distributed program
+# runs without verify, lr_scaling, snapshots and sleeping twins. After a loss it begins again only with as many ranks as
+# before, unless min_world_size allows fewer. In all else a program that names the call but does not reach it, because
+# an option is off, is still run as an ordinary program: the patches are turned off by the call itself. See Note
 # [Joining] in distributed/init_process_group.py.

@@ -1,4 +1,4 @@
-"""Code cells of a Jupyter notebook as Python, without magics that only concern the display; others are errors."""
+"""Converts code cells of a notebook to Python: drops some magics; other lines that only IPython can run are errors."""
 
 from __future__ import annotations
 
@@ -7,12 +7,16 @@ import re
 from typing import Any
 
 _LEFT_OUT = ("autoreload", "config", "load_ext", "matplotlib", "reload_ext", "tensorboard")
+"""Magics that are left out with their line: most concern only the display."""
 _BEFORE_CODE = ("capture", "time")
 """Magics before code that also runs without the magic."""
 
 
 def code_cells(text: str, name: str) -> tuple[str, ...]:
     """Return the Python of each code cell in the notebook ``text``, with its line numbers kept.
+
+    Args:
+        name: path of the notebook, for errors and the names of cells.
 
     Raises:
         ValueError: if ``text`` is not a Python notebook, or a cell has a line that only IPython can run.

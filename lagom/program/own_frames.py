@@ -13,13 +13,14 @@ _HOME = str(Path(__file__).parents[1]) + os.sep
 _AROUND_MODES = tuple(
     os.path.join("torch", *path) for path in (("_compile.py",), ("_dynamo", "eval_frame.py"), ("_ops.py",))
 )
-"""Files of torch whose frames are between an operation and a mode of lagom's, and between the mode and its calls."""
+"""Files of torch whose frames are next to lagom's: they call lagom's dispatch modes and uncompiled functions."""
 
 
 def cut_own_frames(error: BaseException) -> None:
-    """Remove lagom's frames from the tracebacks of ``error``, its causes and its contexts.
+    """Remove lagom's frames from the tracebacks of ``error``, its causes, its contexts and the members of a group.
 
-    The innermost frames of lagom stay if the mistake is lagom's own. All frames stay if all are lagom's.
+    Frames of torch next to them are removed too (``_AROUND_MODES``). The innermost frames of lagom stay if the mistake
+    is lagom's own. If all frames are lagom's, all stay, unless the cause shows the traceback of a rank.
     """
     waiting, seen = [error], set[int]()
     while waiting:
@@ -45,7 +46,7 @@ def _cut(error: BaseException) -> types.TracebackType | None:
 
 
 def _parts(trace: types.TracebackType | None) -> tuple[list[types.TracebackType], list[bool]]:
-    """Return the entries of a traceback, and for each whether it is lagom's or torch's around a mode of lagom's."""
+    """Return the entries of a traceback, and for each whether it is lagom's, or of ``_AROUND_MODES`` beside one."""
     parts = []
     while trace is not None:
         parts.append(trace)

@@ -23,14 +23,15 @@ FUTURE_FLAGS = sum(getattr(futures, name).compiler_flag for name in futures.all_
 
 @dataclass(frozen=True, slots=True)
 class Script:
-    """A script and its arguments; a call runs it as ``python path arguments...`` would.
+    """A script, module or notebook, and its arguments; a call runs it as ``python path arguments...`` would.
 
     The source is sent with the object, so executors need not have the file.
     """
 
     path: str
-    """Path as the user gave it: ``sys.argv[0]``."""
+    """``sys.argv[0]``: the path as the user gave it; for a module the absolute path."""
     source: str
+    """Text of the script or module; "" for a notebook."""
     arguments: tuple[str, ...]
     file: str = ""
     """Absolute path, for ``__file__`` and tracebacks."""
@@ -42,6 +43,9 @@ class Script:
     @classmethod
     def read(cls, path: Path, arguments: Sequence[str], module: str = "") -> Script:
         """Read the script or notebook in ``path``, to be called with ``arguments``.
+
+        Args:
+            module: dotted name, if the file is run as a module.
 
         Raises:
             ValueError: if ``path`` is not a script or notebook of Python.
@@ -90,7 +94,7 @@ class Script:
         return tuple(parts)
 
     def is_edited(self) -> bool:
-        """Return whether the content of the file has changed since it was read; False if the file is gone."""
+        """Return whether the content of the file has changed since it was read; False if it cannot be read now."""
         try:
             text = _text(Path(self.file))
             return code_cells(text, self.file) != self.cells if self.cells else text != self.source

@@ -1,4 +1,4 @@
-"""``arguments``: matches the config's fields to the parameters of the training function by name."""
+"""``arguments``: matches the config's fields and ``hparams`` to the training function's parameters by name."""
 
 from __future__ import annotations
 
@@ -17,11 +17,12 @@ _FIELDS = ("module", "hparams", "train_set", "test_set", "dataset", "reporter")
 def arguments(function: Callable[..., Any], provided: Mapping[str, Any]) -> tuple[list[Any], dict[str, Any]]:
     """Return positional and keyword arguments for ``function``, taken from ``provided`` by name.
 
-    ``provided`` has the config's fields that are set, including ``hparams``. A parameter that is not a field is looked
-    up in ``hparams``, and ``**kwargs`` gets the rest of ``hparams``.
+    ``provided`` has the config's fields that are set, including ``hparams``. A parameter that is not in ``provided`` is
+    looked up in ``hparams``, and ``**kwargs`` gets the rest of ``hparams``.
 
     Raises:
-        ValueError: if a parameter without a default has no value; the text has its name and the existing names.
+        ValueError: if ``function`` is no ordinary function (see ``_unusual``) or has no readable signature, or if a
+            parameter without a default has no value; the text then has its name and the existing names.
     """
     signature = _signature(function)
     hparams = dict(provided.get("hparams", {}))
@@ -60,7 +61,7 @@ def check_returned(function: Callable[..., Any], value: Any) -> None:
 
 
 def makes_data(value: Any) -> bool:
-    """Return whether ``value``, given as a data set, is a function or class with which ranks make the data set."""
+    """Return whether ``value``, given as a data set, is a class or callable with which ranks make the data set."""
     is_data = hasattr(value, "__getitem__") or hasattr(value, "__iter__")
     return callable(value) and (isinstance(value, type) or not is_data)
 
@@ -91,7 +92,7 @@ def _needed(function: Callable[..., Any]) -> list[str]:
 
 
 def unread_hparams(function: Callable[..., Any], hparams: Mapping[str, Any]) -> list[str]:
-    """Return a hint for each name in ``hparams`` that nothing reads, but that resembles a parameter without a value."""
+    """Return a hint for each name in ``hparams`` that nothing reads, but that resembles a parameter not in it."""
     parameters = _signature(function).parameters
     if "hparams" in parameters or any(each.kind is each.VAR_KEYWORD for each in parameters.values()):
         return []
@@ -101,10 +102,12 @@ def unread_hparams(function: Callable[..., Any], hparams: Mapping[str, Any]) -> 
 
 
 def check_searched(function: Callable[..., Any], names: Iterable[str]) -> None:
-    """Check that ``function`` has a parameter for each of ``names``, the hyperparameters of a search.
+    """Check that ``function`` gets each of ``names``, the hyperparameters of a search.
+
+    A function with the parameter ``hparams`` or ``**kwargs`` gets all of them.
 
     Raises:
-        ValueError: if a hyperparameter has no parameter, so that the search would have no effect.
+        ValueError: if the function does not get a hyperparameter, so that its values would have no effect.
     """
     parameters = _signature(function).parameters
     if "hparams" in parameters or any(each.kind is each.VAR_KEYWORD for each in parameters.values()):

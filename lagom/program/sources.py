@@ -38,7 +38,8 @@ def lagom_zip() -> bytes:
 def modules_zip(function: Callable[..., Any]) -> bytes:
     """Return a zip of the user's modules that are loaded or that ``function`` would import; b"" without any.
 
-    The zip has the files on disk, even if they were edited after the import.
+    A package is sent whole, but for hidden files and those larger than ``_MAX_FILE``. The zip has the files on disk,
+    even if they were edited after the import.
     """
     roots = {root for module in list(sys.modules) if (root := own_root(module.partition(".")[0]))}
     waiting = [name.partition(".")[0] for name in _imports_of(function)]
@@ -55,7 +56,10 @@ def modules_zip(function: Callable[..., Any]) -> bytes:
 
 
 def own_root(name: str) -> Path | None:
-    """Return the file or folder of the top-level module ``name``; None if it is Python's, installed or not found."""
+    """Return the file or folder of the user's top-level module ``name``; None if it is another's, or not found.
+
+    Modules of Python, lagom and installed packages are another's; a module without Python source is not found.
+    """
     if (
         name in sys.builtin_module_names
         or name in sys.stdlib_module_names
@@ -145,9 +149,9 @@ def used_modules(function: types.FunctionType) -> Iterator[types.ModuleType]:
 
 
 def source_files(*values: Any) -> dict[str, str]:
-    """Return the source files of the user's own functions that ``values`` use, keyed by ``co_filename`` of their code.
+    """Return the texts of the files of the user's own functions that ``values`` use, by ``co_filename`` of their code.
 
-    Scripts are included, and the user's own modules that these functions import when they run.
+    Scripts are included, and the user's own modules that these functions import when they run, by their paths.
     """
     found: dict[str, str] = {}
     for value in reachable_modules(*values):
@@ -171,7 +175,7 @@ def _own_file(module: str) -> Path | None:
 
 
 def _opened(values: Iterable[Any], names: set[str]) -> Iterator[Any]:
-    """Yield ``values``, with each of the user's own modules replaced by those of its attributes that are in ``names``.
+    """Yield ``values``, with each module that is not installed replaced by those of its attributes in ``names``.
 
     Installed modules are left out.
     """
@@ -206,12 +210,15 @@ def codes(*parts: types.CodeType) -> Iterator[types.CodeType]:
 
 
 def imports_of_codes(*parts: types.CodeType) -> Iterator[str]:
-    """Yield the names that ``parts``, and the functions and classes defined in them, import."""
+    """Yield the modules, and the names from modules, that ``parts`` and the code defined in them import."""
     yield from (name for code in codes(*parts) for name in _imports_of_code(code))
 
 
 def _imports_of_code(code: types.CodeType) -> Iterator[str]:
-    """Yield the modules that ``code`` imports, and the names that it imports from them, which may be modules too."""
+    """Yield the modules that ``code`` imports, and the names that it imports from them, which may be modules too.
+
+    Relative imports are not resolved.
+    """
     module = ""
     for step in dis.get_instructions(code):
         if step.opname == "IMPORT_NAME" and step.argval:

@@ -21,7 +21,7 @@ def check_data(train: Callable[..., Any], provided: Mapping[str, Any]) -> None:
     """Check, before anything starts, the data sets that ``train`` certainly passes to a ``DataLoader`` unchanged.
 
     Raises:
-        ValueError: if a loader could not take samples from a data set.
+        ValueError: if a loader could not take samples from a data set, or a data set is a DataFrame of pyspark.pandas.
     """
     for name in ("train_set", "test_set"):
         data = provided.get(name)
@@ -38,7 +38,7 @@ def unreadable(data: object, options: Mapping[str, Any]) -> str | None:
     """Return a text about ``data`` and the remedy; None if a loader may take samples from ``data``.
 
     Args:
-        options: the other arguments of the loader, by name.
+        options: arguments of the loader by name; instead of values their code may be given, as by ``_options``.
     """
     if _is_path(data):
         return (
@@ -46,7 +46,8 @@ def unreadable(data: object, options: Mapping[str, Any]) -> str | None:
             "torchvision.datasets.ImageFolder(path) for a folder of images"
         )
     if _is_frame(data, "pandas."):
-        # A loader indexes the frame, and so gets columns: right if a sampler draws their names, or a name is 0.
+        # A loader indexes the frame, and so gets columns. This is right if a sampler draws the names of columns, or if
+        # columns are called 0, 1, ...
         chooses = any(options.get(name) is not None for name in ("sampler", "batch_sampler"))
         return None if chooses or 0 in data.columns else _FRAME.format("a pandas", "frame.to_parquet")  # type: ignore[attr-defined]
     if _is_frame(data, "polars."):
@@ -75,8 +76,8 @@ def _is_path(data: object) -> bool:
 def _loaders_of(train: Callable[..., Any], name: str) -> list[dict[str, Any]]:
     """Return the arguments of each ``DataLoader(name, ...)`` that ``train`` certainly makes.
 
-    Return none if the use of the data set is not certain: if there are other uses of ``name``, except ``len``, or a
-    condition, or if the source cannot be read.
+    Return none if ``train`` also uses ``name`` in another way (except by ``len``) or inside a condition, if it is
+    decorated or no ``def``, or if its source cannot be read. Loaders after a conditional return or raise are left out.
     """
     try:
         tree = ast.parse(textwrap.dedent(inspect.getsource(train))).body[0]
@@ -100,7 +101,10 @@ _CONDITIONS = (ast.IfExp, ast.BoolOp, ast.Lambda)
 
 
 def _certain(parent: ast.AST) -> Iterator[ast.AST]:
-    """Yield the nodes below ``parent`` that run whenever it runs: not those in conditions and inner functions."""
+    """Yield the nodes below ``parent`` that run whenever it runs: not those in conditions and inner functions.
+
+    The body of a ``for`` loop counts as certain.
+    """
     for node in ast.iter_child_nodes(parent):
         if isinstance(node, _STATEMENTS) or not isinstance(node, (ast.stmt, *_CONDITIONS)):
             yield node
@@ -108,7 +112,7 @@ def _certain(parent: ast.AST) -> Iterator[ast.AST]:
 
 
 def _data_of(call: ast.Call) -> list[str]:
-    """Return the variable that ``call`` has as its data set, in a list; an empty list if it is another expression."""
+    """Return, in a list, the variable that is the first argument of ``call`` or ``dataset=``; [] if there is none."""
     if any(isinstance(each, ast.Starred) for each in call.args) or any(each.arg is None for each in call.keywords):
         return []
     given = [*call.args[:1], *(each.value for each in call.keywords if each.arg == "dataset")]
@@ -126,7 +130,7 @@ def _is_loader(called: ast.expr, train: Callable[..., Any]) -> bool:
 
 
 def _options(call: ast.Call) -> dict[str, Any]:
-    """Return the arguments of a loader by name, as the code of each; None for an argument that is None."""
+    """Return the arguments of a loader by name, as syntax trees; None for an argument that is None."""
     names = ("dataset", "batch_size", "shuffle", "sampler", "batch_sampler")
     given = [*zip(names, call.args, strict=False), *((str(each.arg), each.value) for each in call.keywords)]
     return {name: None if ast.unparse(code) == "None" else code for name, code in given}

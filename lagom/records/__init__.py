@@ -1,1 +1,1 @@
-"""Records of a run: a folder of text, and a page made from it."""
+"""Records of a run: a folder of text and pictures, and pages made from it. Start with ``run_dir.py``."""

@@ -20,7 +20,14 @@ Points = Sequence[tuple[float, float]]
 def line_chart(
     title: str, lines: Mapping[str, Points], unit: str = "", *, from_zero: bool = False, dashed: bool = True
 ) -> str:
-    """Return an SVG element with a line for each of ``lines``, coloured by its position; empty without points."""
+    """Return an SVG element with a line for each of ``lines``, coloured by its position; empty without points.
+
+    Args:
+        lines: points by name; the first twelve names are shown.
+        unit: text behind the numbers of the values.
+        from_zero: whether the axis of the values begins at zero.
+        dashed: whether lines but the first are dashed, so that equal lines below can be seen.
+    """
     drawn = {name: _thinned([one for one in points if math.isfinite(one[1])]) for name, points in lines.items()}
     colours = {name: _COLOURS[number % len(_COLOURS)] for number, name in enumerate(drawn)}
     drawn = {name: points for name, points in drawn.items() if points}

@@ -15,7 +15,7 @@ _TOGETHER_NS = 2_000_000_000
 
 @dataclass(slots=True)
 class Offset:
-    """The lead of a clock over the first one, at some of its times; linear in between."""
+    """The lead of a clock over the first one in nanoseconds, at some of its times; linear in between."""
 
     at: list[int] = field(default_factory=list)
     ahead: list[float] = field(default_factory=list)

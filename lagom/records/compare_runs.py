@@ -69,7 +69,7 @@ def _curve(folder: Path) -> dict[str, str]:
         last = losses[-1]["samples"]
         at = [next(one for one in losses if one["samples"] >= part * last) for part in _PARTS]
         for part, one, later in zip(_PARTS, at, [*at[1:], None], strict=True):
-            # A report that is also the first one for a later share comes too late for this share, which is left out.
+            # A report that serves a later share as well comes too late for this share, so this share shows no loss.
             found[f"loss at {part:.0%} of the samples"] = f"{one['loss']:.6g}" if one is not later else "-"
         found["last loss"] = f"{losses[-1]['loss']:.6g}"
     if len(events) > 1 and events[-1]["seconds"] > events[0]["seconds"]:

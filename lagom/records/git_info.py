@@ -29,7 +29,7 @@ class GitCheckout:
     def facts(self) -> dict[str, Any] | None:
         """Return the facts for JSON, or None without git.
 
-        ``changes`` are lines of ``git status --short``; None before ``finish``.
+        ``changes`` are lines of ``git status --short``; None before ``finish``, or if git failed or took too long.
         """
         if self.folder is None:
             return None

@@ -27,7 +27,7 @@ def loaded(path: Path) -> dict[str, Any]:
 
 
 def recorded_seconds(result: Path, progress: Path) -> float:
-    """Return how long a run took by its result, or, if its driver was killed, by its last progress report."""
+    """Return the seconds that a run has taken by its result or by its last progress report, whichever is more."""
     seconds: float = loaded(result).get("seconds", 0.0)
     with contextlib.suppress(OSError):
         for line in progress.read_text().splitlines():
@@ -37,9 +37,11 @@ def recorded_seconds(result: Path, progress: Path) -> float:
 
 
 def as_json(value: Any, depth: int = 6, *, hide: bool = False) -> Any:
-    """Return ``value`` in JSON's types, other objects as text, and large values shortened; arrays as their shape.
+    """Return ``value`` in JSON's types, other objects as text, large values shortened, and large arrays as their shape.
 
-    With ``hide``, values whose names look like a secret are replaced by ``HIDDEN``, at any depth.
+    Args:
+        depth: levels of containers to keep; deeper containers become text.
+        hide: whether to replace values whose names look like a secret, at any depth, and parts of URLs by ``HIDDEN``.
     """
     if value is None or isinstance(value, (bool, int, float)):
         return value

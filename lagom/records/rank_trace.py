@@ -12,7 +12,7 @@ from typing import Any
 from lagom.monitor.spans import ASYNCHRONOUS, COLLECTIVE, Span
 
 APART = frozenset(("broadcast", "broadcast_object_list", "gather", "reduce", "scatter"))
-"""Exchanges that may end on one rank before all ranks have begun them; other exchanges cannot."""
+"""Exchanges that may end on one rank before all have begun them; so may those named "(begun)", but no others."""
 
 
 @dataclass(slots=True)
@@ -32,7 +32,7 @@ class RankTrace:
 
 
 def load_traces(folder: Path, ranks: Sequence[int] | None = None) -> list[RankTrace]:
-    """Return the traces of all ``*.jsonl`` in ``folder``, by rank; a line that was cut off is left out."""
+    """Return the traces of ``ranks`` (None: all) in ``folder``, by rank; a line that was cut off is left out."""
     found = []
     for path in folder.glob("rank-*.jsonl"):
         rank = int(path.stem.partition("-")[2])

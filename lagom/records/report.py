@@ -136,7 +136,7 @@ def _failures(failures: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _slowest(events: Events) -> str:
-    """Return sentences about the rank that waited longest for data, and the one that others waited for."""
+    """Return sentences about a rank that waited long for data, and one that the others waited for, if there are any."""
     shares = {rank: sum(one.get("data") or 0 for one in own) / len(own) for rank, own in events.items() if own}
     rank = max(shares, key=lambda one: shares[one], default=None)
     said = ""
@@ -157,7 +157,7 @@ def _mean_waits(events: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def events_of(path: Path) -> dict[int, list[dict[str, Any]]]:
-    """Return the progress reports of the first ranks, by rank; empty if there are none."""
+    """Return the progress reports of the first 16 ranks (``_MAX_RANKS``), by rank; empty if there are none."""
     found: dict[int, list[dict[str, Any]]] = {}
     if path.exists():
         for line in path.read_text().splitlines():

@@ -1,4 +1,7 @@
-"""``Retention``: limits the runs in the default folder; removes older runs, without files of the user or snapshots."""
+"""``Retention``: limits the runs in the default folder, by the removal of older ones.
+
+Runs with files of the user, or with snapshots to go on from, stay.
+"""
 
 from __future__ import annotations
 
@@ -41,14 +44,16 @@ class Retention:
         """Return the limits of ``LAGOM_KEEP_RUNS`` and ``LAGOM_KEEP_MB``; "inf" keeps all.
 
         Raises:
-            ValueError: when one of them is no number.
+            ValueError: when one of them is no number, or negative.
         """
         return cls(num_runs=_number("LAGOM_KEEP_RUNS", 200), num_mb=_number("LAGOM_KEEP_MB", 500))
 
     def remove_older(self, top: Path) -> None:
-        """Remove runs from ``top`` until the limits hold; the newest run and runs that are under way stay.
+        """Remove each run from ``top`` with which the newer ones that stay would exceed a limit.
 
-        The newest run does not count in bytes: a large one is no reason to remove the runs before it.
+        The newest run and runs that are under way stay; so do runs with other files than lagom's, and runs with
+        snapshots to go on from, which do not count. The newest run does not count in bytes: a large one is no reason to
+        remove the runs before it.
         """
         num_runs, num_bytes = 1, 0
         sizes = ((folder, _size_of_run(folder)) for folder in sorted(_named_as_runs(top), reverse=True))
@@ -95,7 +100,9 @@ def _named_as_runs(top: Path) -> Iterator[Path]:
 
 
 def _size_of_run(folder: Path) -> int | None:
-    """Return the bytes of the run in ``folder``; None when it is another user's, or holds files that are not lagom's.
+    """Return the bytes of the run in ``folder``; None if it must not be removed.
+
+    That is so if it is another user's, holds files that are not lagom's or snapshots to go on from, or is no run.
 
     Every call looks at all runs that are kept, so each folder is listed once and each file looked at once.
     """

@@ -1,4 +1,4 @@
-"""``RunRecords``: writes the records of a run as text into a folder: settings, output, progress, result."""
+"""``RunRecords``: writes the records of a run into a folder: settings, output, progress, pictures, result."""
 
 from __future__ import annotations
 
@@ -73,6 +73,10 @@ class RunRecords:
         """Write to ``folder``, which may hold the records of an earlier process of the same run.
 
         With ``retention``, older runs beside ``folder`` are removed when this run ends.
+
+        Raises:
+            OSError: if nothing can be written there, or another process writes to ``folder``.
+            Exception: the error of the URL's file system, with ``upload``.
         """
         self.folder = folder
         """Folder on this machine."""
@@ -142,7 +146,7 @@ class RunRecords:
 
     @_harmless
     def lost(self, failures: Sequence[Mapping[str, Any]]) -> None:
-        """Record the losses of this process so far."""
+        """Record ``failures``, all losses so far since this process has begun or resumed the run."""
         self._facts["failures"] = [*self._failures_before, *failures]
         self._write(RUN, self._facts)
 
@@ -179,7 +183,7 @@ class RunRecords:
 
     @_harmless
     def progressed(self, event: Message) -> None:
-        """Record a rank's progress report; without a first speed that counts samples of an earlier attempt as new."""
+        """Record some of a rank's progress reports; leave out a speed that counts samples of an earlier attempt."""
         if self._goes_on and event["rank"] not in self._timed:
             if event.get("samples"):
                 self._timed.add(event["rank"])
@@ -233,7 +237,7 @@ class RunRecords:
         self._write(RESULT, {**outcome, "seconds": round(time.monotonic() - self._started, 3)})
 
     def close(self) -> None:
-        """Stop writing."""
+        """Stop writing, remove older runs, unlock the folder, and upload the rest."""
         self._checkout.finish()
         self._close()
         self._held.close()
@@ -259,6 +263,11 @@ class RunRecords:
 
 def records(run_dir: str | os.PathLike[str] | None, is_default: bool, facts: Mapping[str, Any]) -> RunRecords | None:
     """Make a new folder under ``run_dir``, and return its writer; None if nothing is to be recorded.
+
+    If the default folder cannot be written to, warn and return None.
+
+    Args:
+        is_default: whether ``run_dir`` is the default, in which older runs are removed.
 
     Raises:
         PlanError: when ``run_dir`` was asked for and cannot be written to.

@@ -16,7 +16,11 @@ _LONGEST = 40  # characters of a result
 
 
 def list_runs(place: str | os.PathLike[str] | None, num_runs: int) -> str:
-    """Return a table of the last ``num_runs`` runs in ``place``, the newest last."""
+    """Return a table of the last ``num_runs`` runs in ``place``, the newest last.
+
+    Raises:
+        ValueError: if ``place`` is no folder of this machine.
+    """
     top = _folder(place)
     folders = _runs_in(top)
     if not folders:
@@ -38,7 +42,7 @@ def find_run(run: str | os.PathLike[str], place: str | os.PathLike[str] | None) 
     """Return the folder of ``run``: a path, or the name of one run in ``place`` or a part of it.
 
     Raises:
-        ValueError: if there is none, or the part is in several names.
+        ValueError: if there is none, the part is in several names, or ``place`` is no folder of this machine.
     """
     path = Path(run).expanduser()
     if (path / RUN).exists():

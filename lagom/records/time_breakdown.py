@@ -34,8 +34,8 @@ class Wait(NamedTuple):
 def summary(found: Sequence[RankTrace], waits: Mapping[Key, Wait]) -> dict[str, Any]:
     """Return figures by rank: recorded steps and their time, shares of that time, and exchanges with this rank last.
 
-    The first step is left out. Shares are those of the program's thread, each phase without the phases inside it.
-    Exchanges are split into waiting for the rank that comes last, and moving data.
+    The first step is left out, if there are others. Shares are those of the program's thread, each phase without the
+    phases inside it. Exchanges are split into waiting for the rank that comes last, and moving data.
     """
     ranks = {}
     for one in found:
@@ -58,7 +58,7 @@ def summary(found: Sequence[RankTrace], waits: Mapping[Key, Wait]) -> dict[str, 
 
 
 def _steps(one: RankTrace) -> list[tuple[int, int]]:
-    """Return start and end of each step; for a program without steps, one step from its first span to its last."""
+    """Return start and end of each step but the first; without steps, one step from the first span to the last."""
     kept = [span for span in one.spans if span.kind == STEP]
     steps = [(span.start, span.end) for span in kept if span.number > 1] or [(span.start, span.end) for span in kept]
     if not steps and one.spans:

@@ -20,7 +20,7 @@ RUN, TRACE, SUMMARY = "run.json", "timeline.json", "timeline-summary.json"
 MAX_RANKS = 64
 """Most ranks in a trace: at most some 300 MB, which a browser can show."""
 STEPS, PROGRAM, LOADER = range(3)
-"""Rows of a rank."""
+"""First rows of a rank."""
 _LEAST_NS = 2_000
 """Shortest wait in an exchange that is shown."""
 
@@ -30,7 +30,7 @@ def merge(folder: Path, target: Path | None = None, ranks: Sequence[int] | None 
 
     Args:
         target: path of the trace; None: "timeline.json" in ``folder``, with a summary beside it.
-        ranks: ranks in the trace; None: all.
+        ranks: ranks to merge; None: all. The trace shows the first ``MAX_RANKS`` of them, the summary all.
 
     Raises:
         ValueError: when there are no spans.
@@ -82,7 +82,7 @@ def _describe_clock(one: RankTrace, offset: Offset) -> dict[str, Any]:
 
 
 def mark_waits(found: Sequence[RankTrace], clocks: dict[str, Offset]) -> dict[tuple[str, int], Wait]:
-    """Return for each exchange the rank that came last, and when, by the common clock."""
+    """Return for each exchange whose spans match the rank that came last, and when, by the common clock."""
     offset_of = {one.rank: clocks[one.clock] for one in found}
     waits = {}
     for key, spans in exchanges(found).items():
@@ -99,7 +99,7 @@ def mark_waits(found: Sequence[RankTrace], clocks: dict[str, Offset]) -> dict[tu
 
 
 class _Rows:
-    """Threads of one rank, numbered as they are shown: steps, program, loader, collectives, others."""
+    """Rows of one rank, numbered as they are shown: steps, program, loader, then others as they come."""
 
     _ORDER = ("steps", "program", "loader")
 
@@ -122,7 +122,7 @@ class _Rows:
         return self._free(f"thread {span.thread}", span)
 
     def _free(self, name: str, span: Span) -> int:
-        """Return the first track of ``name`` where this span fits without overlap."""
+        """Return the first row of ``name`` where this span overlaps no other, or lies inside of one."""
         for count in range(1, 1000):
             number = self._number(name if count == 1 else f"{name} ({count})")
             ends = self._busy.setdefault(number, [])
@@ -171,7 +171,7 @@ def _args(span: Span) -> dict[str, Any]:
 
 
 def _slice(rank: int, row: int, name: str, kind: str, start: float, length: float, args: dict[str, Any]) -> str:
-    """Return a complete event; times in microseconds."""
+    """Return an event with a duration, in microseconds; ``start`` and ``length`` are nanoseconds."""
     told = f',"args":{json.dumps(args)}' if args else ""
     return (
         f'{{"ph":"X","pid":{rank},"tid":{row},"name":{json.dumps(name)},"cat":"{kind}",'

@@ -65,7 +65,7 @@ def share_table(summary: Mapping[str, Any]) -> str:
 
 
 def timeline_svg(events: Events) -> str:
-    """Return some steps of all ranks, as SVG; empty if there are none."""
+    """Return some steps of the first ranks, as SVG; empty if there are none."""
     begin, end = _part(events)
     ranks = sorted({event["pid"] for event in events})[:_MAX_RANKS]
     if end <= begin:

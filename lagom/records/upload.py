@@ -18,7 +18,7 @@ from lagom.errors import LagomError
 
 EVERY_S = 10.0
 _PARTS = 10
-"""Number of times the last upload's duration to wait before the next, since changed files are copied as a whole."""
+"""After an upload, wait at least this many times as long as it took, since changed files are copied as a whole."""
 _TRIES = 3
 RUN, SNAPSHOTS = "run.json", "snapshots"
 """The file of a run's folder that is there from the beginning, and the folder of its snapshots."""
@@ -41,10 +41,10 @@ def on_disk(place: str | os.PathLike[str]) -> Path:
 
 
 class Upload:
-    """Copies a temporary folder of this machine, which the ``Upload`` makes and removes.
+    """Copies a temporary folder of this machine to a URL; makes the folder, and removes it.
 
-    Records that are not copied yet when the driver is killed are lost: those of the last ten seconds, or of more if
-    a copy takes longer than one second.
+    If the driver is killed, the URL lacks the records of the last ten seconds, or of more if a copy takes longer than
+    one second. The folder then stays on this machine.
 
     Args:
         url: URL of the folder of runs, which fsspec opens, or else pyarrow.
@@ -133,7 +133,7 @@ class Upload:
         self.file_system.put_file(os.fspath(path), target)
 
     def fetch(self) -> None:
-        """Copy the records at the URL to this machine."""
+        """Copy the records at the URL to this machine, without snapshots."""
         for name in self.file_system.find(self.root):
             path = self.folder / name[len(self.root) :].lstrip("/")
             if self._is_sent(path) and ".." not in path.parts:

@@ -1,1 +1,4 @@
-"""Runs that lost a rank begin again: what counts as a loss, and what the next attempt must know of the lost one."""
+"""Runs that go on after a loss: what counts as a loss, and what the next attempt must know of the lost one.
+
+Start with ``history.py``; with ``sleeping_twin.py`` for runs that go on in forks of the ranks.
+"""

@@ -19,7 +19,7 @@ def this_host() -> str:
 
 
 def is_on_shared_disk(path: str) -> bool:
-    """Return whether the file system of ``path`` may be another host's as well."""
+    """Return whether the file system of ``path``, an absolute path without links, may be another host's as well."""
     kind, longest = "", -1
     with suppress(OSError), open("/proc/self/mounts", encoding="utf-8", errors="surrogateescape") as mounts:
         for line in mounts:

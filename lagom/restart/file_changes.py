@@ -20,7 +20,7 @@ _PROGRAMS = ("subprocess.Popen", "os.system", "os.posix_spawn", "os.exec")
 
 
 class FileChanges:
-    """Tells of a program's changes to files, also to those that lagom leaves alone.
+    """Tells of a program's changes to files, also in caches, but not below /dev, /proc, /sys and lagom's own folder.
 
     Args:
         host_dir: folder of lagom's own files, where torch's C code writes for lagom.
@@ -34,9 +34,12 @@ class FileChanges:
         """Called when a file was opened for appending, with its path on the disk and whether the file is new."""
 
     def noticed(self, new: Mapping[str, Any], is_own: Callable[[], bool], original: Any) -> dict[str, Any]:
-        """Return functions ``new``, those of ``os`` and ``io.open`` by name, which tell of the program's changes.
+        """Return the functions ``new`` and others of ``os``, wrapped so that they tell of the program's changes.
+
+        From now on, each start of another program counts as a change as well.
 
         Args:
+            new: replacements of functions of ``os``, and of ``io.open``, by name.
             is_own: returns whether lagom itself calls.
             original: the original functions, by name.
         """

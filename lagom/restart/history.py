@@ -22,10 +22,10 @@ BEGINNING = "the beginning"
 class RunHistory:
     """Losses, files and output of all attempts of one run.
 
-    Files and the begin of ranks are noted in the channel's thread, all else in the caller's.
+    ``wrote`` and ``ranks_began`` are called in the thread that serves the tasks' connections, all else in the caller's.
 
     Args:
-        max_failures: how often the run begins again.
+        max_failures: most losses after which the run goes on.
         changed: called with all failures when one is added or completed.
         snapshots: folder of the run's snapshots, if it keeps any; the first attempt goes on from the newest.
     """
@@ -43,7 +43,7 @@ class RunHistory:
         self.free_slots: Callable[[], int] = lambda: 0
         """Returns the number of slots for more ranks than the present attempt has."""
         self.loss: Loss | None = None
-        """The loss with which the present attempt has ended."""
+        """The loss with which the present attempt has ended; None if it goes on, or had another end."""
         self._changed = changed
         self._began: float = time.time()
         """Start of the ranks of the present attempt; until they start, of those of the lost attempt before."""
@@ -51,7 +51,7 @@ class RunHistory:
         """Folder of the run's snapshots, if it keeps any."""
         self._last_number = 0
         self.resumed: Snapshot | None = None
-        """The snapshot from which the present attempt goes on."""
+        """The snapshot from which the present attempt goes on; None if it begins from the beginning."""
         if snapshots is not None and (newest := snapshots.newest()) is not None:
             for message in snapshots.messages():
                 self.files.take(message)
@@ -62,7 +62,7 @@ class RunHistory:
 
     @property
     def num_attempts(self) -> int:
-        """Return the number of attempts so far, this one included; without those that were ended for more ranks."""
+        """Return the number of the present attempt: one more than the losses so far."""
         return len(self.failures) + 1
 
     @property
@@ -92,7 +92,7 @@ class RunHistory:
             self.folder.add_message(message)
 
     def begins_again(self, loss: Loss | None) -> bool:
-        """Return whether the run begins again if the present attempt ends with ``loss``."""
+        """Return whether ``max_failures`` lets the run begin again if the present attempt ends with ``loss``."""
         return loss is not None and (loss.free_slots > 0 or len(self.failures) < self._max_failures)
 
     def has_kept(self, event: Mapping[str, Any]) -> bool:
@@ -102,7 +102,11 @@ class RunHistory:
         return (newest := self.folder.newest()) is not None and bool(newest.number == event["number"])
 
     def files_before(self) -> WrittenFiles | None:
-        """Return the files that the attempts so far have written, for the next one; None if there can be only one."""
+        """Return a copy of the files that the attempts so far have written, for the attempt that is about to begin.
+
+        Then forget which files are being written, and that an attempt has read a checkpoint. Return None if there can
+        be only one attempt.
+        """
         if self._max_failures == 0 and self.folder is None:
             return None
         found = copy.deepcopy(self.files)
@@ -116,7 +120,7 @@ class RunHistory:
         return max(0, self._max_failures - len(self.failures))
 
     def go_on(self, loss: Loss, place: str, seconds: float, number: int) -> None:
-        """Add ``loss``, after which the present attempt goes on from ``place``, where its output was marked.
+        """Add ``loss``, after which twins go on with the present attempt from ``place``, where its output was marked.
 
         Args:
             seconds: the time since the run was at ``place``.
@@ -151,13 +155,13 @@ class RunHistory:
 
     @property
     def snapshots(self) -> SnapshotPlace | None:
-        """Return where the present attempt keeps snapshots, and the snapshot that it goes on from."""
+        """Return where the present attempt keeps snapshots, and the one that it goes on from; None if it keeps none."""
         if self.folder is None:
             return None
         return SnapshotPlace(self.folder, self.resumed, last_number=self._note_number())
 
     def keep(self, message: Mapping[str, Any]) -> str:
-        """Put the snapshot that a host sent in its place; return an empty text, or why it is not usable."""
+        """Give the snapshot that a host has sent its final name; return an empty text, or why it is not usable."""
         if self.folder is None:
             return "the run keeps none"
         number = message["number"]

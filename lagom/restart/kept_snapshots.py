@@ -18,7 +18,7 @@ from lagom.errors import LagomError
 FOLDER, CALL, SETTINGS, RESULT = "snapshots", "call", "settings", "result"
 _FILES, _CALLS = "files.jsonl", "calls.jsonl"
 FETCHED = "snapshot"
-"""Name under which hosts that do not see the run's folder send a snapshot to the driver, and fetch one."""
+"""Name under which hosts without the run's folder fetch a snapshot; begins the names under which they send some."""
 UNREHEARSED = "not rehearsed: "
 """Begins a reason for having no snapshots that holds for a rehearsal alone."""
 FIRST_MARK = 1 << 40
@@ -30,7 +30,7 @@ _KEPT = 2
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """A complete snapshot: its number in the run, and what its description says."""
+    """A complete snapshot: its folder, its number in the run, and its description."""
 
     folder: str
     number: int
@@ -43,7 +43,7 @@ class Snapshot:
 
     @property
     def place(self) -> str:
-        """Name the place in the program."""
+        """Name the batch of the training that comes next in the program."""
         epoch, step = self.facts["place"]
         return f"batch {(step or 0) + 1} of epoch {epoch or 1}"
 
@@ -66,7 +66,7 @@ class SnapshotFolder:
 
     @property
     def result(self) -> str:
-        """Return the file with the result of a run that has ended."""
+        """Return the file with the result of a run that has returned."""
         return f"{self.path}/{RESULT}"
 
     @property
@@ -111,7 +111,7 @@ class SnapshotFolder:
         return os.access(self.call, os.R_OK) and os.access(self.path, os.W_OK)
 
     def newest(self) -> Snapshot | None:
-        """Return the newest complete snapshot."""
+        """Return the newest complete snapshot; None if there is none."""
         for number in reversed(self._numbers()):
             with suppress(OSError, ValueError):
                 facts = json.loads(Path(f"{self.path}/{_name(number)}.json").read_text())
@@ -120,7 +120,7 @@ class SnapshotFolder:
         return None
 
     def complete(self, number: int, facts: Mapping[str, Any]) -> None:
-        """Make a snapshot of the written state of ``number``; remove all snapshots before the last two."""
+        """Write the description of snapshot ``number``, whose state is written; then as ``put_in_place``."""
         with open(self.partial_facts(number), "w") as file:
             json.dump(dict(facts), file)
             file.flush()
@@ -159,7 +159,7 @@ class SnapshotFolder:
                 os.unlink(f"{self.path}/{_name(number)}.{kind}")
 
     def partial(self, number: int) -> str:
-        """Return the file for the state of ``number`` while it is written, and not yet copied to a URL."""
+        """Return the file for the state of ``number`` while it is written."""
         return f"{self.path}/.{_name(number)}.partial"
 
     def partial_facts(self, number: int) -> str:
@@ -211,6 +211,6 @@ class SnapshotPlace:
     folder: SnapshotFolder
     resumed: Snapshot | None = None
     sha256: str = ""
-    """Digest of the snapshot's state, for hosts that do not see the folder; empty if all do."""
+    """SHA-256 of the state of ``resumed``, for hosts that may have to fetch it; empty if none has to."""
     last_number: int = 0
     """Largest number of a snapshot of the run so far: no number is used twice."""

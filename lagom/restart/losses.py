@@ -13,7 +13,7 @@ class Loss:
     """The loss of a rank, or of a process or machine that held ranks: the rank, its host, the cause and the time."""
 
     rank: int | None
-    """The first rank that was lost; None if a task was lost before its ranks began."""
+    """The first rank that was lost; None if it is not known, or if no rank was lost."""
     host: str
     cause: str
     """A sentence without its full stop: "rank 1 was killed by SIGKILL"."""
@@ -22,7 +22,7 @@ class Loss:
     cut_off: frozenset[str] = frozenset()
     """Names and addresses of the hosts that gave no sign of life; empty if only processes were lost."""
     free_slots: int = 0
-    """Not 0 if nothing was lost: lagom ended the attempt, since there are so many slots for more ranks."""
+    """Number of slots for more ranks, if lagom ended the attempt to use them and nothing was lost; else 0."""
 
 
 def loss_in(reports: Sequence[Mapping[str, Any]], hosts: Mapping[int, str]) -> Loss | None:

@@ -12,7 +12,7 @@ _DEVICES = ("/dev/null", "/dev/zero", "/dev/urandom", "/dev/random")
 _OTHERS = ("anon_inode:[pidfd]", "/dev/shm/torch_")
 """Files of processes, and of a loader's batches, which ``check_process`` checks."""
 _ENDS = 1 << 16
-"""First and last bytes of a growing file that are compared: it has only grown if they are still there."""
+"""Number of the first and of the last bytes of a growing file that are compared: equal ones count as only grown."""
 
 
 class NoTwinError(Exception):
@@ -45,7 +45,10 @@ class OpenFiles:
         self._positions = [one for fd in found if fd not in known and (one := self._position(fd)) is not None]
 
     def have_only_grown(self) -> bool:
-        """Return whether each file that the process writes still begins with its content at the time of this object."""
+        """Return whether each file that the process writes still begins with its content at the time of this object.
+
+        Only the first and the last 64 KB of this content are compared.
+        """
         return all(
             one.size is None or (os.fstat(one.fd).st_size >= one.size and _ends(one.fd, one.size) == one.ends)
             for one in self._positions

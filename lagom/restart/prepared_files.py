@@ -16,7 +16,8 @@ from lagom.restart.written_files import REWRITTEN, Identity, WrittenFiles, besid
 def prepare_files(written: WrittenFiles) -> None:
     """Restore files that were being written, and cut appended files to their length when the run began.
 
-    What is cut off is kept beside each file, for an attempt that goes on from a checkpoint.
+    If the attempt goes on from a snapshot, cut them to their length at the snapshot, and undo renamings since. The
+    longer file is kept beside each file that is cut, for an attempt that goes on from a checkpoint.
     """
     remove_partial(written)
     for one in reversed(written.renamed if written.snapshot_at is not None else ()):
@@ -34,7 +35,7 @@ def prepare_files(written: WrittenFiles) -> None:
 
 
 def put_back(written: WrittenFiles) -> None:
-    """Put back the content that was cut off, unless the last attempt has read or saved a checkpoint."""
+    """Put back the files as they were before they were cut, unless ``written.goes_on``."""
     for path in written.appended:
         with suppress(OSError):
             if not written.goes_on:
@@ -72,8 +73,8 @@ def _restore(path: str, old: str, before: Identity | None) -> None:
 def _cut(path: str, lost: str, begin: int | None, renew: bool) -> None:
     """Move ``path`` to ``lost``, and give ``path`` the first ``begin`` bytes again.
 
-    If ``begin`` is None, ``path`` is removed; if it is REWRITTEN, ``path`` stays. An existing ``lost`` is replaced only
-    with ``renew``.
+    If ``begin`` is None, ``path`` is not made again; if it is REWRITTEN, ``path`` stays and is copied to ``lost``. An
+    existing ``lost`` is replaced only with ``renew``.
     """
     if not os.path.lexists(path):
         return
@@ -103,8 +104,8 @@ def _cut(path: str, lost: str, begin: int | None, renew: bool) -> None:
 #   former in a folder beside, which is removed after a loss; for `open(path, "w")` the version before stays beside the
 #   file until it is closed.
 # - files that are appended to are as long as they were when the run began. If the program then reads a file that a lost
-#   attempt has saved, it goes on from there: they get the length that they had when that file was saved. Lines that the
-#   attempt has written meanwhile follow, unless they repeat the ones that were there.
+#   attempt has saved, the program goes on from there: the appended files get back the length that they had when that
+#   file was saved. Lines that the new attempt has appended before follow, unless they repeat the lines that were there.
 # - `mkdir` and exclusive creation succeed once for what a lost attempt has made.
 # - after a snapshot, what was renamed since has its name of then, unless it has replaced another file; and what was
 #   removed since, or has replaced another file, can be removed or renamed once more.

@@ -15,9 +15,9 @@ from typing import Any
 from lagom.errors import LagomError
 
 RENEWED_S, LASTS_S = 10.0, 60.0
-"""A lease is renewed so often, and holds for so long: clocks of two machines may differ by half a minute."""
+"""Seconds between renewals of a lease, and for which it holds: two machines' clocks may differ by half a minute."""
 SETTLE_S = 0.5
-"""Time after which a process looks whether another one has taken the lease at the same moment."""
+"""Shortest time in seconds after which a process looks whether another one has taken the lease at the same moment."""
 
 _PATIENCE_S = 5.0
 """Longest time to wait for a write of the lease when the run has ended."""
@@ -47,7 +47,8 @@ class RunLease:
         """Take the lease, and renew it from now on.
 
         Raises:
-            LagomError: if another process holds it.
+            LagomError: if another process holds it, or has taken it at the same moment.
+            Exception: the file system's error.
         """
         found = self._read()
         left_s = found.get("until", 0.0) - time.time()
@@ -64,7 +65,7 @@ class RunLease:
         self._thread.start()
 
     def check(self) -> None:
-        """Look whether another process has taken the lease, as after this one was cut off or suspended for a minute."""
+        """Set ``is_lost`` if another process has taken the lease, as while this one was cut off or suspended."""
         if not self.is_lost and self._read().get("id", self._own["id"]) != self._own["id"]:
             self.is_lost = True
             log.warning("another process goes on with the run at %s: this one copies nothing there any more", self._url)
@@ -92,7 +93,7 @@ class RunLease:
         self._system.pipe_file(self._path, json.dumps(self._own | {"until": time.time() + LASTS_S}).encode())
 
     def _read(self) -> dict[str, Any]:
-        """Return the content of the file; empty if there is no file."""
+        """Return the content of the file; an empty dict if there is no file."""
         with contextlib.suppress(FileNotFoundError):
             try:
                 return self._content()

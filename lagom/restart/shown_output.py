@@ -84,7 +84,8 @@ class _Stream:
 class ShownOutput:
     """The output of all attempts, by rank and stream; and the pictures.
 
-    A run is deterministic: a new attempt repeats the lost one's output from the start, or from a checkpoint of its own.
+    A run is deterministic: a new attempt repeats the lost one's output from the start, or from its snapshot or twins.
+    Output is held back until it differs for the first time.
     """
 
     def __init__(self) -> None:
@@ -115,7 +116,7 @@ class ShownOutput:
         return len(self._pictures) if self._num_repeated is None else self._num_repeated
 
     def new_part(self, rank: int, stream: str, data: bytes) -> bytes:
-        """Return the part of ``data`` that is to be shown: what no attempt has shown before.
+        """Return the bytes to show for ``data``: none as long as an attempt before has shown the same, else all.
 
         Output that begins to differ is shown from the beginning of its line.
         """

@@ -40,7 +40,7 @@ _HIDDEN = "the program has threads that are not Python's"
 
 
 class TwinProcess(Protocol):
-    """Rank whose process a twin was forked from, as the twin sees it."""
+    """The process of a rank, as ``TwinForks`` needs it before a fork and in the twin."""
 
     def num_backwards(self) -> int:
         """Return how many backwards all ranks have averaged so far."""
@@ -105,8 +105,10 @@ class TwinForks:
     def point(self, *, begins_pass: bool = False) -> None:
         """Fork a twin if one is due: called where nothing is under way, at the same places on all ranks.
 
+        Rank 0 also plans when the next twins are due.
+
         Args:
-            begins_pass: whether such places are far apart, at the beginning of passes that have workers.
+            begins_pass: whether a pass with workers begins here; such places are far apart.
         """
         if self._ended is not None:
             self._note_end()
@@ -303,33 +305,34 @@ def can_have_twins() -> bool:
 
 # Note [Sleeping twins]
 #
-# A program that has no checkpoint of its own begins anew after a loss, since a running Python function cannot be read
-# and rebuilt. It can be forked: the kernel copies the process as it is, page by page as pages are written. So now and
-# then each rank forks a twin that sleeps. When a rank is killed, the host process kills the others too and wakes all
-# twins, which go on from the batch at which they were forked. Nothing is dealt out anew: the killed rank has a twin.
+# Without a checkpoint or a snapshot, a program begins anew after a loss. But its process can be forked: the kernel
+# copies the process as it is, page by page as pages are written. So now and then each rank forks a twin that sleeps.
+# When a rank is killed, the host process kills the others too and wakes all twins, which go on from the batch at which
+# they were forked. Nothing is dealt out anew: the killed rank has a twin.
 #
 # Point. A twin can only be forked where nothing is under way, and all ranks must fork at the same place of the
 # program: at the first `next` of a loader after backward X, or, if it has workers, which a fork would lack, at the
 # beginning of a pass. Rank 0 chooses X by its clock, as the next backward, and writes it into memory that all ranks of
 # the host have. A rank comes past backward X only after rank 0 has begun it, so it has seen X. At the point each rank
-# asks the host process, which answers when all have come from the same place, and else lets them go on without.
+# asks the host process, which has all ranks fork if they have come to the same place, and else lets them go on without.
 #
-# Twin. It is forked twice, so that it is a child of the host process, which ends it and waits for it: the program's
-# `os.wait` does not see it, only the process between, for some 30 ms, for which a thread waits meanwhile. The twin says
-# that it sleeps once that process has ended. It holds no connection of the rank's but one to the host process.
+# Twin. It is forked twice, so that it is a child of the host process, which ends it and waits for it. The program's
+# `os.wait` does not see the twin. For some 30 ms it may see the process between, for which a thread waits meanwhile; if
+# that process copies batches, the rank itself waits. The twin says that it sleeps once the process between has ended.
 #
 # What a fork lacks or shares. Threads: lagom's own, tqdm's and TensorBoard's are started again, OpenMP's end before the
-# fork; a program with any other has no twins. Memory that ranks share: the communicator joins another segment, as the
-# same object, so that all that refers to it stays. Positions of open files: noted, and restored. Python's `random` is
-# seeded in each fork: restored. Batches of workers that have ended lie in shared memory: copied in the fork. Sockets,
-# child processes, other shared memory, files that are changed in place: no twins.
+# fork, and jemalloc's is not needed; a program with any other has no twins. Memory that ranks share: the communicator
+# joins another segment, as the same object, so that all that refers to it stays. Positions of open files: noted, and
+# restored. Python's `random` is seeded in each fork: restored. Batches of workers that have ended lie in shared memory:
+# copied in the fork. Sockets, child processes, other shared memory, files that are changed in place: no twins.
 #
-# Files. Twins would find files as the lost ranks have left them. So each change of a file ends the twins, but for
-# appending to files that the program has appended to before: those are cut to their length at the point. Rank 0 plans
-# the next point at once then, as far as the time that forks may take allows.
+# Files. Twins would find files as the lost ranks have left them. So each change of a file ends the twins, and rank 0
+# plans the next point, as soon as the time that forks may take allows. Two changes do not end them: appending to files
+# that the program has appended to before, and writing in order to files that were open at the point. These files are
+# cut to their length at the point.
 #
 # Output. The driver marks what ranks had written at the point, and then holds back what is written once more.
 #
 # Cost. A fork copies page tables, and each page that is written afterwards is copied once. Rank 0 measures both (the
 # second as time of the system during the next backwards), and adds the core time of the process between rank 0 and its
-# twin, for which rank 0 does not wait. It forks as often as all this is 1% of the run's time.
+# twin, for which rank 0 does not wait. It forks as often as all this takes 1% of the run's time.

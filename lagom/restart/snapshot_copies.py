@@ -21,7 +21,7 @@ from lagom.restart.run_lease import RunLease, remove
 EVERY_S = 10.0
 _TRIES = 3
 _PARTS = 10
-"""After a copy, wait this many times as long as it took."""
+"""After a copy, wait at least this many times as long as it took."""
 _NAME = re.compile(r"snapshot-(\d+)\.(json|state)")
 
 log = logging.getLogger("lagom")
@@ -48,15 +48,18 @@ class SnapshotCopies:
 
     @contextmanager
     def going_on(self, folder: SnapshotFolder, *, is_new: bool) -> Iterator[None]:
-        """Hold the run's lease in the block, and copy snapshots to the URL; at the end copy what is missing there.
+        """Hold the run's lease in the block, and copy snapshots to the URL.
 
-        If the run has ended, its result is copied to this machine, and nothing else is done.
+        At the end, copy the newest snapshot, or the result in place of all snapshots if the run has returned. After
+        Ctrl-C this last copy is left out. If the run has returned before, only its call and its result are copied to
+        this machine.
 
         Args:
             folder: folder on this machine, which has the call if the run ``is_new``; else it is filled from the URL.
 
         Raises:
             LagomError: if the run has kept no snapshots, or if another process goes on with it.
+            Exception: the file system's error.
         """
         self._folder = folder
         there = set() if is_new else self._names()
@@ -98,7 +101,7 @@ class SnapshotCopies:
         self._finish(thread)
 
     def fetch_newest(self) -> None:
-        """Copy the newest complete snapshot to this machine, unless the run has ended."""
+        """Copy the newest complete snapshot to this machine, unless the run has returned."""
         there = self._names()
         if RESULT not in there and (newest := next(self._complete_ones(there), None)) is not None:
             self._fetch((f"snapshot-{newest}.state", f"snapshot-{newest}.json"))
@@ -113,7 +116,10 @@ class SnapshotCopies:
             os.chmod(f"{self._folder.path}/{name}", 0o600)
 
     def copy_newest(self) -> None:
-        """Copy the newest snapshot to the URL, unless the URL has it; then remove the others there."""
+        """Copy the newest snapshot to the URL, with the files that grow, and remove the other snapshots there.
+
+        Do nothing if the newest snapshot was copied before, or if another process has taken the lease.
+        """
         self._lease.check()
         newest = self._folder.newest()
         if self._lease.is_lost or newest is None or self._sent == (newest.number, newest.facts["at"]):
@@ -205,7 +211,7 @@ class SnapshotCopies:
 
 @contextmanager
 def _held(snapshot: Snapshot) -> Iterator[list[str]]:
-    """Keep the files of a snapshot under other names in the block, in which newer snapshots may replace it."""
+    """Keep the files of a snapshot under other names in the block, since newer snapshots may replace it meanwhile."""
     paths = [snapshot.path, f"{snapshot.path.removesuffix('.state')}.json"]
     held = [f"{snapshot.folder}/.sent-{Path(path).name}" for path in paths]
     try:

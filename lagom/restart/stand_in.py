@@ -8,7 +8,7 @@ _names: dict[int, int] = {}
 
 
 def rank_pid() -> int:
-    """Return the id of the rank's first process: this one's, except in a twin that has taken the rank's place."""
+    """Return the id of this process; in a twin that has taken a rank's place, the id of the rank's first process."""
     pid = os.getpid()
     return _names.get(pid, pid)
 

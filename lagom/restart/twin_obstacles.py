@@ -31,11 +31,11 @@ _SEMAPHORE = "/dev/shm/sem."
 _RESTARTED = {"TMonitor", "_AsyncWriterThread"}
 """Classes of threads that are started again: of tqdm's bars, and of TensorBoard's writers."""
 _FEEDER, _FEEDER_S = "QueueFeederThread", 0.05
-"""Threads of a loader's queues, which end soon after its workers."""
+"""Name of threads of a loader's queues, which end soon after its workers, and the seconds to wait for their end."""
 OF_JEMALLOC = "jemalloc_bg_thd"
 """Name of the thread of jemalloc, the allocator in pyarrow, which does its work itself in a fork."""
 _ENDING_TRIES, _ENDING_S = 5, 0.001
-"""The system lists a thread for a moment after it has ended."""
+"""Number of looks, and seconds between two: the system lists a thread for a moment after it has ended."""
 _HARD = 2  # omp_pause_hard
 _MAP_FIXED = 0x10
 _OPENMP = re.compile(r"/lib[gi]?omp[^/]*\.so[^/]*$")
@@ -72,7 +72,7 @@ def check_process(threads: Collection[int | None], children: Sequence[int]) -> b
 
 
 def has_hidden_threads(threads: Collection[int | None]) -> bool:
-    """Return whether this process has threads that a fork would miss: neither Python's nor in ``threads``."""
+    """Return whether a fork would miss threads of this process: not Python's, not in ``threads``, not jemalloc's."""
     known = {thread.native_id for thread in threading.enumerate()} | {*threads, os.getpid()}
     for _ in range(_ENDING_TRIES):
         if all(int(task) in known or _name(task) in ("", OF_JEMALLOC) for task in os.listdir("/proc/self/task")):
@@ -96,7 +96,7 @@ def end_openmp_threads() -> None:
 
 
 def restart_threads() -> None:
-    """Start tqdm's thread again, which a fork of the process lacks, and give tqdm a lock of its own."""
+    """Let tqdm's next bar start tqdm's thread again, which a fork lacks, and give tqdm a lock of its own."""
     bars: Any = sys.modules.get("tqdm.std")
     if bars is not None:
         bars.tqdm.monitor = None  # the next bar starts another

@@ -7,7 +7,7 @@ import resource
 import time
 
 SHARE = 0.01
-"""Share of the run's time that forks take."""
+"""Largest share of the run's time that forks take."""
 _KEPT = 0.5
 """Part of the share that is kept for forks after a change of files, once there was one."""
 _FIRST_S = 0.01
@@ -17,7 +17,7 @@ MIN_S = 1.0
 _PUT_OFF_S = 1.0
 """Pause after a refused fork; four times as long after each further refusal."""
 _SETTLED = 2
-"""Backwards after a fork during which the pages that both write are copied, as a rule."""
+"""Backwards after a fork, during which most pages that the rank writes are copied."""
 _ENDS = 1.25
 """Cost of a fork, as a multiple of the cost that is counted: the twins before it end, which frees their pages."""
 _TRIES = 5
@@ -42,7 +42,7 @@ class TwinPace:
         """Part of the share for forks that no change of files has asked for."""
 
     def plans(self, num_backwards: int, has_twins: bool) -> bool:
-        """Return whether to fork after the next backward; else set ``next_at``."""
+        """Return whether to fork after the next backward; plan ``next_at`` when the last fork's pages are copied."""
         now = time.perf_counter()
         if num_backwards < self._settled_at:
             return False
@@ -76,7 +76,12 @@ class TwinPace:
             self._cost_s += seconds
 
     def refuse(self, seconds: float, begins_pass: bool = False) -> None:
-        """Note that no twins could be forked, which took ``seconds``, where perhaps a pass with workers begins."""
+        """Note that no twins could be forked.
+
+        Args:
+            seconds: the time that this took.
+            begins_pass: whether a pass with workers begins here.
+        """
         self._cost_s += seconds
         self._settled_at = 0
         if begins_pass and self._num_refused_at_passes < _TRIES_AT_PASSES:

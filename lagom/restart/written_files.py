@@ -15,7 +15,7 @@ from lagom.restart.disks import is_on_shared_disk, this_host
 REWRITTEN = -1
 """In place of a length: the file was there when the run began, and the program itself has emptied it since."""
 _MAX_SAVED = 20_000
-"""Files whose lengths at their saving, and removals and renamings, are kept."""
+"""Most saved files, and most removals and renamings, that are remembered."""
 Identity = tuple[int, int, int]
 """Inode, time of the last change and length of a file: another version differs in one of them."""
 
@@ -25,7 +25,7 @@ class AppendedFile:
     """A file that grows, or that is changed in place."""
 
     begin: int | None
-    """Bytes when the run began; None if it was not there; or REWRITTEN."""
+    """Bytes when the run began, or, after ``go_back``, at the snapshot; None if it was not there; or REWRITTEN."""
     in_place: bool = False
     """Whether the file is changed in place, so that its content at an earlier moment is unknown."""
     host: str = ""
@@ -62,7 +62,8 @@ class WrittenFiles:
     token: str = field(default_factory=lambda: secrets.token_hex(4))
     appended: dict[str, AppendedFile] = field(default_factory=dict)
     changed: set[str] = field(default_factory=set)
-    """Files that were there when the run began, changed in place: they stay as the lost attempt left them."""
+    """Files that stay as the lost attempt left them: it has changed them in place, and they were there when the run
+    began, or it has renamed them while they grew."""
     saved: dict[str, list[SavedVersion]] = field(default_factory=dict)
     """The last two versions of each file that was written whole."""
     writing: dict[str, tuple[str, Identity | None]] = field(default_factory=dict)
@@ -74,7 +75,8 @@ class WrittenFiles:
     tracked: set[str] = field(default_factory=set)
     """Ids of runs that the program has begun in MLflow."""
     goes_on: bool = False
-    """Whether the present attempt has read a checkpoint of an earlier one, or saved one of its own."""
+    """Whether content that was cut off is not to be put back: the present attempt has read a checkpoint, has saved a
+    file while others grow, or began with a snapshot."""
 
     snapshot_at: float | None = None
     """Time of the snapshot from which the present attempt goes on; None without one."""
@@ -95,7 +97,7 @@ class WrittenFiles:
         )
 
     def on_one_disk(self) -> bool:
-        """Return whether a file is, as far as this host knows, on a disk that hosts do not share."""
+        """Return whether a file that was appended to or saved seems to be on a disk that hosts do not share."""
         folders = {os.path.dirname(path) for path in itertools.chain(self.appended, self.saved)}
         return not all(map(is_on_shared_disk, folders))
 

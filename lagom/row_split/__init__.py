@@ -1,6 +1,6 @@
 """Forwards that ranks share by rows, where a probe has shown that each row is computed independently.
 
-Start with ``slicer.py``. ``probe.py`` decides which forwards are shared, with ``backward_probe.py`` for functions that
-have a backward of their own. ``whole_batch.py`` gathers the outputs, and ``row_losses.py`` shares out the losses of
-large outputs. See Note [Probe] in ``probe.py``.
+Start with ``slicer.py``. ``probe.py`` finds out which forwards may be shared, with ``backward_probe.py`` for functions
+that have a backward of their own. ``whole_batch.py`` gathers the outputs, and ``row_losses.py`` shares out the losses
+of large outputs. See Note [Probe] in ``probe.py``.
 """

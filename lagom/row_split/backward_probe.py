@@ -45,7 +45,7 @@ class BackwardProbe:
         self._parts: list[list[Tensor | None]] = []
 
     def look_at(self, outputs: Sequence[Any]) -> None:
-        """Set ``is_needed``: whether the graph of ``outputs`` has a function whose backward is not torch's."""
+        """Set ``is_needed``: whether the graph of ``outputs`` has a function that is neither torch's nor lagom's."""
         self.is_needed = _has_own_function(outputs)
 
     def run_whole(self, candidate: SplitCandidate, inputs: list[Any]) -> None:
@@ -72,7 +72,11 @@ class BackwardProbe:
     def run_block(
         self, outputs: Sequence[Any], factors: Sequence[int | None], inputs: Sequence[Any], block: RowBlock
     ) -> None:
-        """Run the backward of one block."""
+        """Run the backward of one block, if ``is_needed``.
+
+        Args:
+            factors: for each output its rows per row of the batch; None for an output without rows.
+        """
         if self.is_needed:
             roots = [
                 root if root is None or factor is None else block.of(root, factor)
@@ -134,10 +138,10 @@ def _is_own(node: Any) -> bool:
 # Note [Backwards of programs]
 #
 # The gradient of torch's operations is the derivative of what they compute: where the forward works row by row, so does
-# the backward, and a gradient that is multiplied by the number of ranks, as each rank's is (see Note [Whole] in
-# whole_batch.py), gives a result that is multiplied by it. A function of the program's own may clamp a gradient, divide
-# it by a norm over the batch, round it, or add something to it. So if a forward uses such a function, a probe runs
-# backwards too, from random gradients of the outputs. Gradients multiplied or divided by 2**40 (in half precision 2**8)
-# must give results that are multiplied or divided by the same number. The blocks' gradients of parameters must add up
-# to those of the whole batch; their gradients of inputs must be the rows of the whole batch's. A hook that a forward
-# sets on a tensor may store the gradient that it gets, so a forward that sets one is not split by rows.
+# the backward. Each rank's gradient is multiplied by the number of ranks (see Note [Whole] in row_functions.py), and so
+# is the result. A function of the program's own may clamp a gradient, divide it by a norm over the batch, round it, or
+# add something to it. So if a forward uses such a function, a probe runs backwards too, from random gradients of the
+# outputs. Gradients multiplied or divided by 2**40 (2**8 if a tensor is float16) must give results that are multiplied
+# or divided by the same number. The blocks' gradients of parameters must add up to those of the whole batch; their
+# gradients of inputs must be the rows of the whole batch's. A hook that a forward sets on a tensor may store the
+# gradient that it gets, so a forward that sets one is not split by rows.

@@ -35,7 +35,11 @@ def compare(finding: SplitFinding, outputs: list[Any], parts: list[list[Any]], t
 
 
 def are_close(one: Tensor, other: Tensor, tolerance: float) -> bool:
-    """Return whether both have the same shape and almost the same values."""
+    """Return whether both have the same shape and almost the same values; equal values if they are integers.
+
+    Args:
+        tolerance: relative to each value of ``other`` plus its largest finite value.
+    """
     if one.shape != other.shape:
         return False
     if not (one.is_floating_point() or one.is_complex()):

@@ -74,9 +74,11 @@ class Draws(OperationMode):
     """Lets each rank draw the numbers of one process and keep those of its rows, so that generators stay equal.
 
     Args:
+        block: the rank's (or micro-batch's) rows.
         axes: for each kind of draw, the dimension with the rows of the batch (or a multiple); None if there is none.
         reads: values and shapes that the forward read from tensors when it was probed, such as by ``.item()``. If the
-            forward reads others, an ``OtherWayError`` is raised. None: reads are not compared.
+            forward reads others, or draws in another way, an ``OtherWayError`` is raised. None: reads are not compared,
+            and a draw in another way is a ``LagomError``, as it is after ``end``.
         multiples: kinds of draws that had several rows for each row of the batch when the forward was probed.
         remedy: advice at the end of an error.
     """
@@ -115,7 +117,7 @@ class Draws(OperationMode):
             self._stray(str(error))
 
     def axis(self, function: OpOverload, shape: tuple[int, ...]) -> int | None:
-        """Return the dimension of ``shape`` that counts rows of the batch."""
+        """Return the dimension of ``shape`` that counts rows of the batch; None if none does."""
         kind, mine = (str(function), len(shape)), self.block.num_mine
         axis = self.axes.get(kind)
         # A probe that had one row for each row of the batch does not show the order of several.
@@ -196,7 +198,14 @@ def draw_block(
     block: RowBlock,
     find_axis: Callable[[OpOverload, tuple[int, ...]], int | None],
 ) -> Any:
-    """Run ``function`` for the whole batch, and return this block's part of its draw; all of a draw without rows."""
+    """Run ``function`` for the whole batch, and return this block's part of its draw; all of a draw without rows.
+
+    Args:
+        find_axis: returns the dimension with the rows, given ``function`` and the draw's shape; None without rows.
+
+    Raises:
+        UnsupportedDrawError: when the draw depends on the values of its input.
+    """
     shape = draw_shape(function, args, kwargs)
     axis = find_axis(function, shape)
     if axis is None or shape[axis] % block.num_mine:

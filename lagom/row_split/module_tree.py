@@ -36,7 +36,13 @@ class ModuleTree:
         self._found: WeakIdKeyDictionary = WeakIdKeyDictionary(ref_type=ObjectReference)
 
     def modules_in(self, module: nn.Module, *, says: bool = True) -> list[nn.Module]:
-        """Return ``module`` and all modules inside it; an empty list if it has no parameters, or none yet."""
+        """Return ``module`` and all modules inside it; an empty list if it cannot be split.
+
+        It cannot if it has no parameters, lazy parameters or buffers, or TorchScript inside.
+
+        Args:
+            says: whether to log that TorchScript is not split.
+        """
         found = self._found.get(module)
         if found is None or found.structure != _tree_fingerprint([module, *found.others]):
             state = [*module.parameters(), *module.buffers()]
@@ -169,7 +175,7 @@ class CallKind(NamedTuple):
     flags: Any
     modes: tuple[bool, ...]
     is_short: bool
-    """A block may have a single row, whose shape squeeze() changes."""
+    """Whether a block may have a single row, whose shape squeeze() changes."""
 
 
 _SAME = ...

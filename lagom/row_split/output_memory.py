@@ -18,6 +18,12 @@ if TYPE_CHECKING:
 def find_bases(outputs: list[Any], factors: list[int | None], leaves: list[Any]) -> list[int | None]:
     """Return for each output the index of the output that it is a view of; None if it has its own memory.
 
+    None also for an output without rows, and for one that is a leaf of the arguments itself.
+
+    Args:
+        factors: for each output its rows per row of the batch; None without rows.
+        leaves: the leaves of the arguments.
+
     Raises:
         NotByRowsError: if outputs share memory in another way, or share it with the input.
     """
@@ -37,7 +43,11 @@ def find_bases(outputs: list[Any], factors: list[int | None], leaves: list[Any])
 
 
 def view_like(one: Tensor, base: Tensor, whole: Tensor) -> Tensor:
-    """Return the view of ``whole`` that matches the view ``one`` of ``base``, this rank's block of ``whole``."""
+    """Return the view of ``whole`` that matches the view ``one`` of ``base``, this rank's block of ``whole``.
+
+    Raises:
+        LagomError: if ``one`` is no view of ``base``.
+    """
     if storage_of(one)._cdata != storage_of(base)._cdata or one.requires_grad > base.requires_grad:
         raise LagomError(
             "a forward gave an output that is no view of another one, unlike at its first call; use batches='split' "

@@ -88,7 +88,7 @@ def watch_gradient(node: Any) -> None:
 def _invert(node: Any, shape: Shape) -> tuple[Shape, Step | None] | None:
     """Return the shape of an operation's input, and the function for its gradient; None if it may mix samples.
 
-    An operation that keeps the order of elements (a view) has no function: its gradient is reshaped.
+    An operation that keeps the order of elements (a view or a copy) has no function: its gradient is reshaped.
     """
     kind = node.name()
     if kind in _VIEWS:

@@ -59,11 +59,13 @@ def probe(
     *,
     repeated: bool = False,
 ) -> None:
-    """Complete ``finding``: run the module on the whole batch and on its blocks, and compare. Restore all state.
+    """Complete ``finding``: run the module on the whole batch and on its blocks, and compare. Restore the state.
+
+    Set ``finding.sliced`` if all outputs agree; otherwise set ``finding.reason``.
 
     Args:
         statistics: context manager in which BatchNorm uses its argument.
-        repeated: whether one process will run all blocks, so that a run must not change any state.
+        repeated: whether one process will run all blocks (micro-batches), so that a run must not change any state.
 
     Raises:
         ChangedError: when a forward has changed parameters, which cannot be restored: no copy of them is kept.
@@ -165,7 +167,10 @@ def _run_and_compare(
 
 
 def _unchanged_check(finding: SplitFinding, state: ModuleState) -> Callable[[], None]:
-    """Return a function that checks that a run changed no state, and drew as many numbers as the first run."""
+    """Return a function that checks that a run changed no state, and drew as many numbers as the first run.
+
+    It raises a NotByRowsError if not, and sets ``finding.repeats`` when the first run has changed no state.
+    """
     ends: list[dict[str, Any]] = []
 
     def check() -> None:
@@ -260,8 +265,9 @@ def _tensor_versions(leaves: list[Any]) -> list[int | None]:
 # inputs of a kind runs whole, and shows how much work it is. If the work is worth sharing, the module is then called
 # again on a part of the batch. A module that cannot be called twice fails here, after the program's own call. Before
 # the program's second call, every rank runs the forward on the whole batch, and then on the blocks of all ranks, one
-# after the other. The probe exchanges nothing, so all ranks have the same finding, and a forward that fails on a block
-# fails on all ranks. The outputs must agree, and moreover:
+# after the other. (For micro-batches, the probe comes before the first call.) All ranks probe the same blocks without
+# an exchange, so a forward that fails on a block fails on all ranks; then they exchange their findings, and follow the
+# first rank that has a reason against slicing. The outputs must agree, and moreover:
 #
 # - Nothing computed from the input may stay behind in an attribute, a list or a closure, where the program would find a
 #   part of the batch. Weak references to the storages of all results show what is alive after the output is gone.
@@ -277,5 +283,6 @@ def _tensor_versions(leaves: list[Any]) -> list[int | None]:
 #
 # A batch of equal rows (a warm-up with zeros) shows nothing, so the next batch is probed instead. Parameters that are
 # almost zero are enlarged during the probe: a gate that starts closed would hide a coupling of rows that shows later.
-# Random numbers, buffers and attributes are restored. Parameters are not, as a copy might not fit: a module whose own
-# calls change them (momentum encoders) is recognised by its first calls, and not probed.
+# Random numbers, buffers and attributes are restored. Parameters are not, as a copy might not fit. A module whose own
+# calls change them (momentum encoders) is recognised by its first calls, and not probed; if a probe changes them
+# nevertheless, this is an error.

@@ -141,21 +141,26 @@ class BatchStatistics:
 
     def __init__(self) -> None:
         self.noted: list[tuple[Tensor, Tensor]] = []
+        """Mean and biased variance of each BatchNorm in the run on the whole batch."""
         self.running: list[Tensor] = []
-        """Buffers that may differ after the probe, which restores them."""
+        """BatchNorm's running values, which may differ between a block and the batch; the probe restores them."""
         self._replayed: Iterator[tuple[Tensor, Tensor]] | None = None
 
     def replay(self) -> None:
-        """Return the recorded statistics by ``next`` from now on, beginning with the first."""
+        """Let ``next`` return the recorded statistics from now on, beginning with the first."""
         self._replayed = iter(self.noted)
 
     @property
     def replays(self) -> bool:
-        """Return whether a block is run, not the whole batch."""
+        """Return whether statistics are replayed; False in the run on the whole batch, which records them."""
         return self._replayed is not None
 
     def next(self) -> tuple[Tensor, Tensor]:
-        """Return mean and biased variance for the next BatchNorm of a block."""
+        """Return mean and biased variance for the next BatchNorm of a run.
+
+        Raises:
+            NotByRowsError: when the first run had fewer BatchNorms.
+        """
         assert self._replayed is not None
         found = next(self._replayed, None)
         if found is None:
@@ -289,7 +294,7 @@ class BlockRecorder(Recorder):
         """Kinds of draws with several rows for each row of the batch."""
 
     def draw(self, function: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Draw for the whole batch, as the whole run did."""
+        """Draw for the whole batch, as the whole run did, and return the block's part."""
         return draw_block(function, args, kwargs, self._block, self._axis)
 
     def _axis(self, function: OpOverload, shape: tuple[int, ...]) -> int | None:

@@ -16,11 +16,11 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
 SMALL = 1e-3
-"""Parameters up to this size are taken for gates that start closed, and will grow."""
+"""Parameters whose largest absolute value is at most this are taken for gates that start closed, and will grow."""
 
 
 class ModuleState:
-    """Copies of random states, and of the attributes and buffers of modules, made when the object is created."""
+    """Copies of random states and modules' buffers, attributes, and lists and dicts in these, made at creation."""
 
     def __init__(self, inside: Sequence[nn.Module]) -> None:
         self._random = random_states()
@@ -30,7 +30,7 @@ class ModuleState:
         self._lists = [(holder, list(holder)) for holder in holders if isinstance(holder, list)]
 
     def restore(self) -> None:
-        """Restore everything."""
+        """Restore everything that was copied."""
         set_random_states(self._random)
         for held, before in self._dicts:
             held.clear()
@@ -109,7 +109,7 @@ def restore_buffers(copies: Sequence[tuple[Tensor, Tensor]]) -> None:
 
 
 def parameter_checksums(module: nn.Module) -> list[int]:
-    """Return a checksum of each parameter: the sum of the bits of at most a million elements."""
+    """Return a checksum of each strided parameter: the sum of the bits of at most a million elements."""
     marks = []
     for parameter in module.parameters():
         if parameter.layout == torch.strided and not parameter.is_meta and parameter.itemsize in _BITS:

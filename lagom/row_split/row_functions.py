@@ -79,7 +79,10 @@ class EndFunction(Function):
 def gather_blocks(
     blocks: Sequence[Tensor], exchange: RowExchange, factors: Sequence[int], signed: bytes = b"", orders: Orders = ()
 ) -> Sequence[Tensor]:
-    """Gather the whole tensor of each of ``blocks``; the results need gradients if any block does."""
+    """Gather the whole tensor of each of ``blocks``; a collective. The results need gradients if any block does.
+
+    The arguments are those of ``Gatherer.gather`` in whole_batch.py.
+    """
     if torch.is_grad_enabled() and any(block.requires_grad for block in blocks):
         ends = [EndFunction.apply(block) for block in blocks]  # type: ignore[no-untyped-call]
         wholes: tuple[Tensor, ...] = GatherFunction.apply(exchange, factors, signed, orders, ends, *blocks)  # type: ignore[no-untyped-call]
@@ -99,7 +102,7 @@ def slice_rows(whole: Tensor, exchange: RowExchange, factor: int = 1) -> Tensor:
 
 
 def is_batched(tensor: Tensor) -> bool:
-    """Return whether ``tensor`` stands for several, in torch.func or a call with ``is_grads_batched``."""
+    """Return whether ``tensor`` is wrapped by torch.func (``vmap``, ``grad``), or batched by ``is_grads_batched``."""
     wrapped: bool = torch._C._functorch.is_functorch_wrapped_tensor(tensor)
     return wrapped or "Batched" in str(torch._C._dispatch_keys(tensor))
 
@@ -112,8 +115,8 @@ def passes_gather(roots: Sequence[Tensor | GradientEdge]) -> bool:
 # Note [Whole]
 #
 # The program sees whole batches and whole outputs, equal on all ranks, so everything that it computes from them is
-# equal too: any loss, any metric, any branch. Inside the forward of a module, and nowhere else, a rank has only its
-# block of the rows.
+# equal too: any loss, any metric, any branch. Inside the forward of a module, and nowhere else in the program, a rank
+# has only its block of the rows. (Inside torch's losses it may, too: see Note [Losses by rows] in row_losses.py.)
 #
 # With R ranks, write g for the gradient of one process. A whole tensor has the gradient g on every rank. A block has
 # the gradient R g: the gradient of a parameter on a rank covers its block's part of the sum over rows, so the average

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from lagom.session.session import Session
 
 MIN_BYTES = 2**17
-"""Size of scores from which sharing out their loss saves more time than an exchange takes."""
+"""Bytes of scores from which sharing out their loss saves more time than an exchange takes."""
 
 
 @contextmanager
@@ -114,7 +114,11 @@ class _Sharing:
 
 
 def _have_rows(loss: TorchLoss, args: tuple[Any, ...]) -> bool:
-    """Return whether scores and targets alone have a row for each sample, and only scores need a gradient."""
+    """Return whether ``loss`` of these arguments can be computed by rows.
+
+    Scores and targets alone must have a row for each sample, only scores may need a gradient, and sums of losses over
+    ranks must be exact enough for the reduction and the type of the scores.
+    """
     scores, targets = args[:2]
     weights = [args[i] for i in loss.weights if args[i] is not None]
     if targets.requires_grad or not all(isinstance(one, Tensor) and not one.requires_grad for one in weights):

@@ -75,7 +75,7 @@ class SharedLoss:
         self._ranks = RowExchange(exchange.gatherer, RowBlock(block.rank, block.world_size, block.world_size), _PLACE)
 
     def compute(self) -> Tensor | None:
-        """Return the loss; None on all ranks if any rank cannot compute its rows. A collective."""
+        """Return the loss; None on all ranks if any rank cannot compute its rows on a CPU. A collective."""
         scores, targets, *others = self._args
         factor = self._path.factor
         rows = RowsFunction.apply(scores, self._path.gather.block_ends[self._path.index], self._path, self._rows)  # type: ignore[no-untyped-call]

@@ -76,7 +76,7 @@ def _lies_by_rows(mask: Tensor, axis: int) -> bool:
 
 # Note [Skipping]
 #
-# Each rank draws the numbers of one process (see Note [Whole] in row_functions.py), but needs only those of its rows.
+# Each rank draws the numbers of one process (see ``Draws`` in draws.py), but needs only those of its rows.
 # On CPUs torch draws a mask one element after the other, each from two numbers of a Mersenne Twister, which takes 7 to
 # 16 ns. Skipping an element only advances the twister's state, which takes 1 ns. With MKL on Intel's CPUs, torch takes
 # a single number of the twister for the whole mask, and draws the mask by another generator. can_skip finds that out by

@@ -40,7 +40,7 @@ class NewWayError(OtherWayError):
 
 @dataclass(eq=False)
 class SlicedForward:
-    """Holds the rank's share of rows while a sliced forward runs; BatchNorm and random draws ask it for the share."""
+    """Holds the rank's share of rows (for BatchNorm) and the mode for random draws, while a sliced forward runs."""
 
     share: BatchShare
     draws: Draws | None
@@ -85,8 +85,10 @@ class SlicedRuns:
         """Run a forward on this rank's rows; return its outputs for all rows.
 
         Raises:
-            OtherWayError: on all ranks, when the forward takes another way than in its probe; all state is restored.
-                It is a ``NewWayError`` if the new way should be probed too.
+            OtherWayError: on all ranks, when the forward takes another way than in its probe. torch's generators and
+                the buffers are restored. It is a ``NewWayError`` if the new way should be probed too.
+            DivergenceError: on all ranks, when their inputs differ with ``batches="whole"``.
+            LagomError: when the outputs are unlike those of the probe.
         """
         session, group = self._session, self._session.group
         assert group is not None
@@ -123,7 +125,7 @@ class SlicedRuns:
 
 @contextmanager
 def _detour(candidate: SplitCandidate, finding: SplitFinding, draws: Draws | None) -> Iterator[None]:
-    """Find out whether a forward takes another way than in its probe; restore all state if it does.
+    """Find out whether a forward takes another way than in its probe; if so, restore torch's generators and buffers.
 
     Raises:
         OtherWayError: when the forward takes another way.
@@ -167,6 +169,9 @@ def _gather_outputs(
 
     Args:
         passed: the leaves of the program's arguments, by the id of the leaf that the module got instead.
+
+    Raises:
+        LagomError: when an output does not have the rows or the memory that it had in the probe.
     """
     by_rows = [
         (i, factor) for i, factor in enumerate(finding.factors) if factor is not None and id(outputs[i]) not in passed
@@ -211,5 +216,5 @@ def _gather_outputs(
 #
 # Some values that a forward can see are not compared: environment variables, an optimizer's learning rate. Numbers in
 # globals and objects are compared by their sign only. So the autograd nodes that a call adds to the graph are counted
-# too. If there are more or fewer than before with the same shapes, the forward may have begun to mix rows
+# too. If their number is none of those known for the same shapes, the forward may have begun to mix rows
 # (x - x.mean(0) adds two nodes), and is probed again before outputs are exchanged.

@@ -41,7 +41,7 @@ _MAX_WAYS = 16
 
 
 def is_splittable(session: Session, module: nn.Module) -> bool:
-    """Return whether ranks may split a call of ``module`` by rows; if so, they all have the same input."""
+    """Return whether ranks may split a call of ``module`` by rows: they should all have the same input now."""
     if not session.distributed or session.depth or session.is_probing or not session.shares_forwards:
         return False
     if torch._C._functorch.peek_interpreter_stack() is not None or torch.jit.is_tracing():
@@ -62,7 +62,7 @@ class Slicer:
     """Slices the forwards of modules that compute their rows one by one, and runs others whole.
 
     Args:
-        original: ``nn.Module.__call__``.
+        original: ``nn.Module.__call__``, or ``MicroBatches.call``.
         outside: returns a context manager in which called modules count as outermost.
     """
 
@@ -137,7 +137,7 @@ class Slicer:
         return calls
 
     def _record_small(self, module: nn.Module, args: tuple[Any, ...]) -> None:
-        """Let calls of ``module`` run whole without further checks, while its first argument has the same shape."""
+        """Let calls with this shape of the first argument, and this grad mode, run whole without further checks."""
         # Only the first argument is compared: comparing all of them takes longer than a small module.
         self._known(module).small = _dense_shape(args[0]) if args else None, torch.is_grad_enabled()
 

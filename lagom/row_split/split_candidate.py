@@ -67,11 +67,11 @@ class SplitFinding:
     """Facts about a module's forward on inputs of one kind."""
 
     rows: int
-    """Rows of the batch that was probed."""
+    """Rows of the batch of the first call (with micro-batches, of the probe)."""
     flops: float = 0.0
-    """Operations for these rows."""
+    """Floating-point operations for these rows."""
     num_bytes: int = 0
-    """Size of the outputs for these rows."""
+    """Bytes of the outputs for these rows."""
     spec: TreeSpec | None = None
     """Structure of the outputs."""
     factors: list[int | None] = field(default_factory=list)
@@ -95,7 +95,7 @@ class SplitFinding:
     detours: int = 0
     """Number of sliced calls that took another way, less the number of other sliced calls; at least 0."""
     reason: str | None = None
-    """Reason for which the forward runs whole on every rank; None if it is sliced."""
+    """Reason for which the forward runs whole on every rank; None if it is sliced, or not probed yet."""
     failure: str | None = None
     """Reason for which the forward cannot be called again as a probe; None if it can."""
     sliced: bool = False
@@ -123,7 +123,7 @@ class KnownCalls:
 
 
 def like_given(copy: Tensor, leaf: Tensor) -> Tensor:
-    """Return ``copy``; if ``leaf`` needs a gradient, a view that does too, since leaves cannot be changed in place."""
+    """Return ``copy``; if ``leaf`` needs a gradient, a view of it that does too: a leaf cannot be changed in place."""
     return copy.requires_grad_().view_as(copy) if leaf.requires_grad and torch.is_grad_enabled() else copy
 
 
@@ -133,7 +133,7 @@ def is_batch(leaf: Any, rows: int) -> bool:
 
 
 def is_dense(leaf: Any) -> bool:
-    """Return whether ``leaf`` is a tensor whose rows lie one after the other; a sparse or nested one is not."""
+    """Return whether ``leaf`` is a tensor that can be cut into rows: a strided one, neither sparse nor nested."""
     return isinstance(leaf, torch.Tensor) and leaf.layout == torch.strided and not leaf.is_nested
 
 
@@ -162,7 +162,10 @@ def measure_call(candidate: SplitCandidate, call: Callable[[], Any]) -> tuple[An
 
 
 def try_again(candidate: SplitCandidate, num_blocks: int, statistics: Callable[[BatchStatistics], Any]) -> str | None:
-    """Call a module once more on a part of its batch; return the reason for a failure, or None. Restore all state.
+    """Call a module once more on a part of its batch, restore its state, and return the reason for a failure.
+
+    Return None if the call succeeds or lacks memory, or if ``check_call`` refuses it. The state is that of
+    ``restored_state``: parameters are not restored.
 
     A library may refuse to be called twice between two steps (Pyro does). Such a module fails here, after the
     program's own call; a probe before that call would make the program's call fail.
@@ -193,7 +196,7 @@ def describe_failure(error: Exception) -> str:
 
 
 def check_call(candidate: SplitCandidate) -> None:
-    """Check that nothing else would see a part of the batch, such as a hook.
+    """Check that nothing else would see a part of the batch, such as a hook, and that all arguments can be cut.
 
     Raises:
         NotByRowsError: when something would, or might.

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 _MAX_OBJECTS = 2000
 """Largest number of objects that are searched."""
 _MAX_ITEMS = 64
-"""Number of items of a container that are compared."""
+"""Largest number of items of a container, or of attributes, that are searched or compared."""
 _PLAIN = frozenset((bool, int, float, str, type(None)))
 _NAMESPACES = ("Namespace", "SimpleNamespace")
 """Classes of Python's standard library whose objects have attributes that the program chooses."""
@@ -268,8 +268,8 @@ _MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))
 # the forward takes the same way. Attributes of modules are restored, and calls are distinguished by them. But a forward
 # may also count its calls in a global variable, draw from a generator of its own, or ask a config whether to mix rows
 # in this epoch. So all values that its code can reach are collected: attributes of modules; the globals and closures
-# that their methods name; and so on through functions and objects of the program. Objects of libraries count by their
-# values, not by their code.
+# that their methods name; and so on through functions and objects of the program, up to ``_MAX_OBJECTS``. Objects of
+# libraries count by their values, not by their code. Default values of arguments are not looked at.
 #
 # If first calls of a forward change any of these values twice, it is not probed, and runs whole; a single change may
 # fill a cache. Calls that differ in a switch, or in a number's sign, are of different kinds, and each kind is probed.

@@ -31,11 +31,14 @@ ALWAYS = False
 _SPEED = {"cpu": 5e10, "cuda": 2e13}
 """Rough number of operations per second of a busy rank."""
 _LATENCY = {"memory": 4e-4, "cpu": 1.5e-3, "cuda": 5e-5}
-"""Seconds for slicing and the smallest exchange: through shared memory, over gloo, on GPUs."""
+"""Seconds for slicing and the smallest exchange: through shared memory, over sockets or gloo, on GPUs."""
 _BANDWIDTH = {"memory": 2e9, "cpu": 5e8, "cuda": 2e10}
 """Bytes per second of an exchange."""
 _MIN_UNPACKED = 2**18
-"""A tensor of this many bytes is exchanged alone: packing it with others would take longer than an exchange."""
+"""Tensors of at least this many bytes each are not packed for an exchange if all ranks have equally many rows.
+
+Packing would take longer than an exchange for each.
+"""
 
 
 def is_worth_slicing(
@@ -54,7 +57,7 @@ def is_worth_slicing(
 
 @dataclass(frozen=True)
 class RowBlock:
-    """One rank's rows of a batch: consecutive, as many as the other ranks' or one more."""
+    """One rank's rows of a batch: consecutive. The numbers of rows of two ranks differ by at most one."""
 
     rank: int
     world_size: int
@@ -121,7 +124,7 @@ class Gatherer:
             orders: for each result, its dimensions in the order of memory, equal on all ranks; empty: all in order.
 
         Raises:
-            DivergenceError: on all ranks, when they gather different things.
+            DivergenceError: on all ranks, when they gather different things on the CPU; on GPUs this is not checked.
         """
         shapes = [(f * block.num_all, *t.shape[1:]) for t, f in zip(tensors, factors, strict=True)]
         wholes = [
@@ -222,7 +225,7 @@ def _tensor_views(flat: Tensor, tensors: Sequence[Tensor]) -> Iterator[Tensor]:
 
 @dataclass(eq=False)
 class RowExchange:
-    """Gathers the outputs of one sliced forward, and the gradients of its inputs."""
+    """Gathers the outputs of one sliced forward, the gradients of its inputs, and the ranks' parts of a shared loss."""
 
     gatherer: Gatherer
     block: RowBlock

@@ -1,6 +1,7 @@
 """State that a rank keeps about the running program: its batch, leaves, modules and random numbers.
 
-Plain state without patches: ``loader_pass.py`` (current batch and this rank's share), ``batch_origin.py`` (the batch
-that a tensor comes from), ``leaves.py`` (parameters that a backward reaches), ``random_streams.py`` (generators that
-draw the same numbers on all ranks, and generators that draw different ones).
+State without patches: ``loader_pass.py`` (current batch and this rank's share), ``batch_origin.py`` (the batch that a
+tensor comes from), ``leaves.py`` (parameters that a backward reaches), ``random_streams.py`` (generators that draw the
+same numbers on all ranks, and generators that draw different ones). Only ``cuda_device.py`` and ``mixed_devices.py``
+patch torch, for programs that name no GPU.
 """

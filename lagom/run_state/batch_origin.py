@@ -25,7 +25,7 @@ class BatchTracker:
         """Tensor and share by the tensor's id; dead tensors are removed now and then."""
         self._max_shares = _FEW
         self.num_batches = 0
-        """Number of batches that the program has seen."""
+        """Number of training batches that the program has seen."""
         self._sizes: dict[int, float] = {}
         """Weight of each share that the program has seen, by the share's number of samples."""
         self.shapes: set[torch.Size] = set()
@@ -35,7 +35,7 @@ class BatchTracker:
         """
 
     def batch(self, share: BatchShare | None) -> None:
-        """Count another batch, and record the size of ``share``; None if this rank has the whole batch."""
+        """Count another training batch, and record the size of ``share``; None if this rank has the whole batch."""
         self.num_batches += 1
         if share is not None:
             self._sizes[share.num_mine] = share.weight(self._world_size)
@@ -80,7 +80,8 @@ class BatchTracker:
         """Check that ``data``, whose origin is unknown, can come from the batch of ``share``.
 
         Raises:
-            LagomError: when ``data`` has as many rows as another batch, whose share has another weight.
+            LagomError: when ``data`` has as many rows as this rank's share of another batch, and that share has another
+                weight.
         """
         if share is None:
             return

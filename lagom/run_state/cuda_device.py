@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 def move_to_device(data: Any, device: torch.device) -> Any:
-    """Return ``data`` with its tensors on ``device``; containers keep their types, other objects are not changed.
+    """Return ``data`` with its tensors on ``device``; lists, tuples and dicts keep their types, other objects stay.
 
     An object with a method ``to`` is moved by this method: packed sequences, batches of libraries, modules.
     """
@@ -46,7 +46,7 @@ def move_to_device(data: Any, device: torch.device) -> Any:
 
 
 class TrainedModules:
-    """Moves the modules whose parameters optimizers get to ``device``, when the program begins to read a loader.
+    """Moves modules to ``device`` whose parameters an optimizer has got, when the program next reads a loader.
 
     A module that moved only when it is called could have parameters in the graph of a loss already, for example in a
     penalty, or in a forward of rows from elsewhere. Modules that no optimizer knows may belong to a data set, and run
@@ -66,7 +66,7 @@ class TrainedModules:
         self._waiting = WeakIdKeyDictionary()
         """Parameters that optimizers got since the last move."""
         self._optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
-        """Optimizers that got them."""
+        """Optimizers that got these parameters."""
 
     @contextmanager
     def moved(self) -> Iterator[None]:

@@ -92,7 +92,7 @@ class PassTracker:
 
     def __init__(self) -> None:
         self.used: BatchShare | None = None
-        """Share of the batch that a model was last called with; None again when the next batch is seen."""
+        """Share of the batch that a model was last called with; None after the next training batch or a pass's end."""
         self.evaluation: weakref.ref[LoaderPass] = _NONE
         """The pass of the batch that the program saw last, if it is an evaluation; else a dead reference."""
         self.by_mode: weakref.ref[LoaderPass] = _NONE
@@ -157,10 +157,11 @@ class PassTracker:
 
     @property
     def share(self) -> BatchShare | None:
-        """This rank's share of the batch that the program works on; None in an evaluation, where batches are whole.
+        """This rank's share of the batch that the program works on; None if that batch is whole.
 
-        It is the share of the batch with which a model was last called. If this is unknown, it is the share of the
-        latest batch of the innermost unfinished training pass, else of the last training batch.
+        It is the share of the training batch with which a model was last called (``used``). If this is unknown, it is
+        None in an evaluation; else the share of the latest batch of the unfinished training pass that was read last;
+        else the share of the last training batch.
 
         The last share stays valid, since a program may train on ``x, y = next(iter(loader))`` for long. A loss that is
         equal on all ranks may get any share, since the weights of all ranks average to 1.

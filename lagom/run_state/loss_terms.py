@@ -57,7 +57,8 @@ class LossTermWeights:
         """Return the weighted ``gradients`` of ``roots``, and the hooks that weight single terms during the backward.
 
         Args:
-            otherwise: the weight of roots whose graph has no output of a model for a known batch.
+            otherwise: the weight of all roots if their graphs have no output of a model for a known batch, or if every
+                share in any living graph has weight 1. Beside batches of different weights, such a root has weight 1.
         """
         self.may_be_uneven = bool(self._uneven)
         if not self.may_be_uneven:
@@ -180,7 +181,7 @@ def _scale(gradient: torch.Tensor | None, weight: float) -> torch.Tensor | None:
 # over the ranks are means over the batch. A loss may come from several batches: two zipped loaders, or losses summed
 # over an epoch. If their shares differ in weight (in a tail), each term needs its own weight. This is possible for
 # terms that are added up: the graph is walked from the root to the outputs of models, each of which has a tag with its
-# batch's share. At every node that adds up terms of different batches, the gradient of each term is multiplied by the
+# batch's share. At every node where terms of different weights meet, the gradient of each term is multiplied by the
 # weight of its batch. A term without a batch (weight decay) has weight 1. If batches are combined in another way (a
 # contrastive loss), no weight is right, and the user is warned.
 #

@@ -90,7 +90,7 @@ class MixedDevices(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Call ``func`` with all tensors on one device."""
+        """Call ``func``, with all tensors on one device if it needs that."""
         kwargs = kwargs or {}
         kind = self._device.type
         found = _devices(args, kind) | _devices(kwargs.values(), kind) if kwargs else _devices(args, kind)

@@ -12,7 +12,7 @@ _UNITS = {"bytes": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 <
 
 
 def wanted_bytes(error: BaseException) -> int | None:
-    """Return the size of the failed allocation, 0 if the out-of-memory error has no size, None for other errors."""
+    """Return the bytes of the failed allocation, 0 if the out-of-memory error has no size, None for other errors."""
     if isinstance(error, torch.OutOfMemoryError):
         found = _CUDA.search(str(error))
         return int(float(found[1]) * _UNITS.get(found[2], 1)) if found else 0

@@ -141,7 +141,10 @@ class OwnStreams:
                 random.setstate(common)
 
     def swap(self) -> tuple[torch.Tensor, Any]:
-        """Switch torch's generators to the rank's own streams; return the arguments of ``swap_back``."""
+        """Switch torch's generators to the rank's own streams, and acquire ``DRAWING``, which ``swap_back`` releases.
+
+        Return the arguments of ``swap_back``.
+        """
         DRAWING.acquire()
         if self._torch is None:
             self._seed_streams()
@@ -151,7 +154,7 @@ class OwnStreams:
         return common, self._swap_device() if self._on_cuda else None
 
     def swap_back(self, common: torch.Tensor, on_device: Any) -> None:
-        """Switch torch's generators back to the common streams; the arguments are the results of ``swap``."""
+        """Switch back to the common streams, and release ``DRAWING``; the arguments are the results of ``swap``."""
         generator = torch.default_generator
         self._torch = generator.get_state()
         generator.set_state(common)

@@ -20,11 +20,14 @@ def ablate(train: Callable[..., Any], config: AblationConfig) -> AblationResult:
     """Run the trials of an ablation study; on Ctrl-C, return the results so far.
 
     Raises:
-        ValueError: if the study leaves out something that does not exist, or that the program does not take from the
-            config; nothing has been started then.
-        PlanError: if a trial does not fit the cluster.
-        MetricError: if a trial has no metric.
-        Exception: if ``max_failed_trials`` trials in a row have failed, the exception of the last one.
+        ValueError: if the study leaves out nothing, something that the program does not take from the config, or
+            something that, as far as the driver can tell, does not exist; nothing has been started then.
+        PayloadError: if the function, its data or the study cannot be pickled.
+        PlanError: if a trial does not fit the cluster, or a setting (verify, timeline) is for one run only.
+        LagomError: if no slot is left, or the study to resume is another one or still running.
+        MetricError: if a trial has no metric, and no trial has completed before.
+        Exception: if ``max_failed_trials`` trials in a row have failed, the exception of the last one. An AblationError
+            does not count.
     """
     extra = config.extra_arguments()
     found = variants(config.ablation_study, train, provided_arguments(config.of_a_trial()) | extra)

@@ -22,7 +22,7 @@ _SEED_IGNORED = (
 
 
 class AblationResult(SearchResult):
-    """The outcome of an ablation study, read-only; ``effects`` has a row for each component.
+    """The outcome of an ablation study, read-only; ``effects`` has a dict for each variant except the base.
 
     Args:
         effects: the change of the metric without each component.
@@ -62,7 +62,7 @@ class AblationResult(SearchResult):
 
     @property
     def effects(self) -> list[dict[str, Any]]:
-        """One dict for each component, in the order of the study.
+        """One dict for each component, or for each layer that a pattern matches, in the order of the study.
 
         Its keys are "component", "value" (the mean metric without it), "difference" (to the base, the mean over seeds),
         "low" and "high" (ends of the 95% confidence interval of the difference; None with one seed) and "num_seeds".
@@ -71,7 +71,7 @@ class AblationResult(SearchResult):
         return [dataclasses.asdict(effect) for effect in self._effects]
 
     def chart(self) -> str:
-        """Return the differences as an SVG element, the most harmful first; empty if there are none."""
+        """Return the differences as an SVG element, the most harmful omission first; empty if there are none."""
         bars = [Bar(e.component, e.difference, e.low, e.high) for e in self._ordered() if e.difference is not None]
         better = "larger" if self._direction == "max" else "smaller"
         return interval_chart("What leaving out a component changes", bars, f"difference ({better} is better)")

@@ -41,11 +41,12 @@ class AblationTrials:
 
     Args:
         variants: the base, then the variants that are compared with it.
+        seeds: seed of each repetition; None: the random states of the calling process.
         folder: folder of the journal; None keeps the trials in memory.
         end: time (of ``time.monotonic``) after which no more trials begin.
 
     Raises:
-        LagomError: if the journal is another study's.
+        LagomError: if the journal is another study's, or another process has it open.
     """
 
     def __init__(
@@ -109,7 +110,7 @@ class AblationTrials:
             "returned": outcome.returned,
         }
         self._rows[number] = row
-        if outcome.error.startswith(AblationError.__name__):  # the variant fails with every seed: skip the others
+        if outcome.error.startswith(AblationError.__name__):  # the variant fails with every seed: skip the other seeds
             variant = self._all[number].variant
             self._waiting = deque(other for other in self._waiting if self._all[other].variant != variant)
         if self._journal is not None:
@@ -126,7 +127,7 @@ class AblationTrials:
 
     @property
     def kept_trial(self) -> int | None:
-        """Return the number of the base's first trial, if it ran to its end."""
+        """Return the number of the base's first trial, 0; None if that trial did not run to its end."""
         return 0 if self._rows.get(0, {}).get("state") == "complete" else None
 
     @property
@@ -136,11 +137,11 @@ class AblationTrials:
         return statistics.fmean(values.values()) if values else None
 
     def is_seed_ignored(self) -> bool:
-        """Return whether the seeds of a trial make no difference to its metric."""
+        """Return whether the seeds make no difference to the metrics; see ``is_seed_ignored`` in effects.py."""
         return is_seed_ignored([self._values(variant) for variant in self._variants])
 
     def close(self) -> None:
-        """Close the journal."""
+        """Close the journal; the trials can still be read, and ``ask`` gives no more."""
         self._waiting.clear()
         if self._journal is not None:
             self._journal.close()

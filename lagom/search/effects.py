@@ -19,12 +19,12 @@ class Effect:
     value: float | None
     """Mean metric without the component; None if no trial has ended well."""
     difference: float | None = None
-    """Mean over seeds of the metric without the component minus the base's metric; None if no seed has both."""
+    """Mean over seeds of the metric without the component minus the base's metric; None if ``num_seeds`` is 0."""
     low: float | None = None
     high: float | None = None
     """Ends of the confidence interval of ``difference``; None with fewer than two seeds."""
     num_seeds: int = 0
-    """Number of seeds that have both metrics."""
+    """Number of seeds that have both metrics, with a finite difference."""
 
 
 def effect(component: str, base: Values, values: Values, confidence: float = 0.95) -> Effect:
@@ -74,6 +74,6 @@ def _probability(degrees: int, angle: float) -> float:
 
 
 def is_seed_ignored(all_values: Sequence[Values]) -> bool:
-    """Return whether each variant with several seeds has one metric with all of them; False if none has several."""
+    """Return whether seeds never change a variant's metric; False if no variant has metrics for two seeds."""
     several = [set(values.values()) for values in all_values if len(values) > 1]
     return bool(several) and all(len(found) == 1 for found in several)

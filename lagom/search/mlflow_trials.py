@@ -23,8 +23,8 @@ _LOCAL = re.compile(r"(file|sqlite):|(?!databricks)(?!.*:)")
 def mlflow_trials(name: str, metric: str) -> Iterator[MlflowTrials | None]:
     """Yield an object that makes an MLflow run for each trial; None if this process does not use MLflow.
 
-    A process uses MLflow if it has an active run, or has set an experiment. If it has only set an experiment, a new run
-    ``name`` is active in the context.
+    A process uses MLflow if it has imported it, and has an active run or has set an experiment. If it has only set an
+    experiment, a new run ``name`` is active in the context. If MLflow fails to start that run, None is yielded too.
     """
     mlflow: Any = sys.modules.get("mlflow")
     with contextlib.ExitStack() as stack:
@@ -121,9 +121,9 @@ def _warned() -> Iterator[None]:
 # Note [Trials in MLflow]
 #
 # MLFLOW_RUN_ID is MLflow's own way to say which run a process logs to: the first start_run() in it, or the first call
-# that logs, goes on with that run, and later calls make runs of their own. So a trial's process gets the run that the
-# search has made for the trial, and an unmodified program logs to it. If its host cannot reach the store (files of
-# this machine), the process gets no run from the search, and MLflow does what it does in a plain call.
+# that logs, goes on with that run, and a later start_run() makes a new one. So a trial's process gets the run that the
+# search has made for the trial, and an unmodified program logs to it. If the trial's host cannot reach the store (files
+# of this machine), the process gets no run from the search, and MLflow does what it does in a plain call.
 #
 # The hyperparameters are logged when the trial has ended: MLflow refuses a second value of a parameter, and a program
 # that logs its own, perhaps rounded, must not fail for it.

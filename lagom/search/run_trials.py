@@ -34,7 +34,7 @@ Source = TypeVar("Source", bound=KeptTrialSource)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrialsRun:
-    """Facts of a search beside its trials: arguments of ``SearchResult``."""
+    """Facts of a search or study beside its trials: arguments of ``SearchResult``."""
 
     name: str
     seconds: float
@@ -52,12 +52,12 @@ def run_trials(
     searched: Mapping[str, Any] | None = None,
     extra: Mapping[str, Any] | None = None,
 ) -> tuple[Source, TrialsRun]:
-    """Run the trials of a source on all slots; on Ctrl-C, return the trials so far.
+    """Run the trials of a source; return the source and facts of the run, on Ctrl-C with the trials so far.
 
     Args:
         make_source: makes the source, which keeps its trials in the folder that it gets, if any.
         num_trials: the number of trials, if it is known.
-        searched: examples of the hyperparameters that trials have.
+        searched: examples of the hyperparameters that trials have; None for an ablation study.
         extra: arguments of trials beside those that the config provides.
     """
     started, trial = time.monotonic(), config.of_a_trial()

@@ -88,7 +88,7 @@ def space_of(words: Sequence[str]) -> Searchspace:
     """Return the searchspace in words such as ``lr=log:1e-5:1e-1`` and ``act=relu,tanh``.
 
     Raises:
-        ValueError: for a word in no such form.
+        ValueError: for a word in no such form, or without any word.
     """
     space = Searchspace()
     for word in words:
@@ -144,7 +144,7 @@ def resumed(folder: Path) -> tuple[list[str], str]:
     """Return the command-line arguments to resume the search in ``folder``, and its original working directory.
 
     Raises:
-        ValueError: if the records in ``folder`` do not have the whole command line.
+        ValueError: if ``folder`` has no records of a search, or they do not have the whole command line.
     """
     try:
         driver = json.loads((folder / RUN).read_text())["driver"]

@@ -22,13 +22,14 @@ def search(train: Callable[..., Any], config: HyperparameterOptConfig) -> Search
     """Run trials of ``train`` until ``config`` says that there are enough; on Ctrl-C, return the trials so far.
 
     Raises:
-        ValueError: if the function asks for an argument that nothing provides, or a choice is too large for a message;
-            nothing has been started then.
-        PayloadError: if a choice cannot be pickled.
-        PlanError: if a trial does not fit the cluster.
-        LagomError: if Optuna is missing, or no slot is left.
-        MetricError: if a trial has no metric.
-        Exception: the last trial's exception, if ``max_failed_trials`` trials in a row have failed.
+        ValueError: before any start, if the function's parameters do not fit the config, or a choice is too large for a
+            message; later, if a searchspace that is a function suggests or returns something wrong.
+        PayloadError: if the function, its data or a choice cannot be pickled.
+        PlanError: if a trial does not fit the cluster, or a setting (verify, timeline) is for one run only.
+        LagomError: if Optuna is missing, no slot is left, or the search to resume is another one or still running.
+        MetricError: if a trial has no metric, and no trial has completed before.
+        Exception: the last trial's exception, if ``max_failed_trials`` trials in a row have failed; or the exception of
+            a searchspace function.
     """
     _check_choices(config.searchspace)
     study, ran = run_trials(
@@ -77,6 +78,6 @@ def _examples(train: Callable[..., Any], config: HyperparameterOptConfig) -> Map
         return dict.fromkeys(config.searchspace.names())
     if isinstance(config.searchspace, Mapping):
         return dict.fromkeys(config.searchspace)
-    # A searchspace function suggests its hyperparameters only in a trial, so any other parameter may be one of them.
+    # A searchspace function names its hyperparameters only in a trial, so each parameter not in hparams may be one.
     names = inspect.signature(train).parameters
     return {name: None for name in names if name not in config.hparams}

@@ -27,13 +27,17 @@ class _SlotState:
 
     host: str
     since: float
+    """Monotonic time at which the slot joined."""
     number: int | None = None
+    """Number of the trial that the slot runs; None if it is idle."""
     params: Mapping[str, Any] = field(default_factory=dict)
     value: float | None = None
     step: int | None = None
     began: float = 0.0
+    """Monotonic time at which the slot got its last trial."""
     busy_s: float = 0.0
     unsaid: str = ""
+    """Beginning of a line of output that has not ended."""
 
 
 class SearchProgress:
@@ -63,7 +67,7 @@ class SearchProgress:
         self._told_failures: set[str] = set()
         self._began = time.monotonic()
         self.shows_output = False
-        """Show what all trials print, each line after the trial's number."""
+        """Whether to show what rank 0 of each trial prints, each line after the trial's number."""
 
     def take(self, number: int, message: Message) -> None:
         """Update the state by a message from or to slot ``number``; renew the display if that is due."""
@@ -79,7 +83,7 @@ class SearchProgress:
             self._renew()
 
     def ended(self, spec: TrialSpec, outcome: TrialOutcome) -> None:
-        """Count the ended trial ``spec`` by its outcome, and remember the error of a failed one."""
+        """Count the ended trial ``spec`` by its outcome; keep its error, and show the first error of a kind."""
         self._count(spec.number, outcome.state, outcome.value, spec.params)
         if outcome.state == "failed":
             self._failure = f"trial {spec.number} failed: {outcome.error}"

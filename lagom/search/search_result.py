@@ -26,14 +26,15 @@ class SearchResult(Mapping[str, Any]):
     """The outcome of a search, read-only.
 
     As a mapping it has the keys of Maggy's result: "best_id", "best_val", "best_config", "worst_id", "worst_val",
-    "worst_config", "avg" and "metric_list", of the trials that ran to their end, "num_trials" and "early_stopped".
+    "worst_config", "avg" and "metric_list", of the trials that ran to their end, "num_trials" and "early_stopped". If
+    no trial ran to its end, it has only the last three keys, and the others raise a LagomError.
 
     Args:
         trials: one dict for each trial that has ended; see ``trials``.
         direction: "min" or "max".
         hparams: hyperparameters that all trials share.
         metric: name of the metric.
-        logarithmic: hyperparameters that were drawn evenly by their logarithms.
+        logarithmic: names of the hyperparameters with a logarithmic scale.
     """
 
     def __init__(
@@ -68,9 +69,9 @@ class SearchResult(Mapping[str, Any]):
         """One dict for each trial, by number.
 
         Its keys are "number", "params", "value", "state" ("complete", "pruned" or "failed"), "seconds", "started"
-        (seconds since the epoch), "slot", "error", "traceback", "folder" (its output and its files) and "returned"
-        (what the function returned, if that is short as JSON). The value of a pruned trial is the last that it
-        reported.
+        (seconds since the epoch), "slot", "error", "traceback", "folder" (its output and its files; None without
+        records) and "returned" (what the function returned, in types of JSON; None in a search if that takes more than
+        4,096 characters). The value of a pruned trial is the last that it reported.
         """
         return self._trials
 
@@ -90,7 +91,7 @@ class SearchResult(Mapping[str, Any]):
 
     @property
     def best_config(self) -> dict[str, Any]:
-        """All hyperparameters of the best trial, with those that all trials share: ``hparams`` of a config."""
+        """All hyperparameters of the best trial, with those that all trials share, as a config's ``hparams``."""
         return {**self._hparams, **self.best_trial["params"]}
 
     @property
@@ -148,7 +149,7 @@ class SearchResult(Mapping[str, Any]):
         return target
 
     def dataframe(self) -> pandas.DataFrame:
-        """Return ``trials`` as a DataFrame of pandas, with a column for each hyperparameter.
+        """Return the main facts of ``trials`` as a DataFrame of pandas, with a column for each hyperparameter.
 
         Raises:
             LagomError: if pandas is missing.
@@ -215,7 +216,7 @@ class SearchResult(Mapping[str, Any]):
         )
 
     def _page_parts(self) -> list[str]:
-        """Return the HTML parts that ``report`` shows between its title and the records."""
+        """Return the HTML parts that ``report`` shows between its first paragraphs and the settings."""
         from lagom.records.interval_chart import Bar, interval_chart
         from lagom.search.pages.parallel_coordinates import parallel_coordinates
         from lagom.search.pages.search_page import narrow, trial_table, value_charts
@@ -257,7 +258,7 @@ class SearchResult(Mapping[str, Any]):
         return [each for each in self._trials if each["state"] == "complete"]
 
     def _ranked(self) -> list[dict[str, Any]]:
-        """Return all trials, the best first, then pruned ones, then failed ones."""
+        """Return all trials: completed ones, the best first, then pruned ones, then failed ones."""
         sign = -1 if self._direction == "max" else 1
         order = {"complete": 0, "pruned": 1, "failed": 2}
         return sorted(

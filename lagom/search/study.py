@@ -50,7 +50,8 @@ class Study:
         folder: folder of the journal; None keeps the trials in memory.
 
     Raises:
-        LagomError: if Optuna is missing, another process runs this search, or the journal is another search's.
+        LagomError: if Optuna (or SciPy, for "gp") is missing, another process runs this search, or the journal has
+            another direction or searchspace.
     """
 
     def __init__(self, config: HyperparameterOptConfig, folder: Path | None = None) -> None:
@@ -86,7 +87,7 @@ class Study:
 
         Raises:
             ValueError: if the searchspace is a function that returns or suggests something wrong.
-            Exception: the exception of this function, if it raises.
+            Exception: the exception of the searchspace function, if it raises one.
         """
         import optuna
 
@@ -202,8 +203,8 @@ class Study:
         try:
             self.optuna.tell(trial, value, state)
         except RuntimeError:
-            # A sampler that has tried all values, such as the grid's, stops the study, which Optuna allows only in its
-            # own loop, and else raises. Optuna has recorded the trial before.
+            # A sampler that has tried all values, such as the grid's, stops the study. Outside its own loop Optuna then
+            # raises an error, but it has recorded the trial before.
             if not self.optuna.get_trials(deepcopy=False)[trial.number].state.is_finished():
                 raise
             self._stopped = True
@@ -216,7 +217,11 @@ class Study:
 
 
 def _opened(config: HyperparameterOptConfig, journal: TrialJournal | None) -> optuna.Study:
-    """Return a new study of Optuna's, or the one in ``journal``."""
+    """Return a new study of Optuna's, or the one in ``journal``.
+
+    Raises:
+        LagomError: if the study in ``journal`` has another direction or searchspace than ``config``.
+    """
     import optuna
     from optuna.storages import InMemoryStorage, JournalStorage
 

@@ -1,4 +1,7 @@
-"""Files of trials: each trial has a disk of its own, and the best one's files are put in their places at the end."""
+"""Files of trials: each trial writes to a disk of its own, unless it runs inline.
+
+At the end of a search the files of the best trial, or of an ablation study's first trial, are copied to their places.
+"""
 
 from __future__ import annotations
 
@@ -9,14 +12,14 @@ import tarfile
 from pathlib import Path
 
 OUTPUT = "output.txt"
-"""Text that a trial printed."""
+"""Name of the file with the text that rank 0 of a trial printed."""
 PACKED = ".files.tar"
 """Name of the tar archive in which a trial's files arrive from another host."""
 _TAIL = 15  # lines
 
 
 def unpack_files(folder: Path) -> None:
-    """Unpack the files of a trial that another host has sent to ``folder``."""
+    """Unpack and remove the archive ``PACKED`` in the trial's ``folder``, if another host has sent one."""
     if (folder / PACKED).exists():
         with tarfile.open(folder / PACKED) as tar:
             tar.extractall(folder, filter="data")
@@ -24,9 +27,10 @@ def unpack_files(folder: Path) -> None:
 
 
 def put_in_place(folder: Path) -> list[str]:
-    """Copy the files that a trial has written, and ``keep_files`` in ``files/settle.py`` has kept, to their places.
+    """Copy a trial's files from its ``folder`` to the paths at which the trial wrote them.
 
-    Return a sentence for each file that could not be copied. An error here would lose the result of all trials.
+    ``keep_files`` in ``files/settle.py`` has moved them to ``files`` (below the working directory) and ``elsewhere``.
+    Return a sentence for each file that could not be copied: an error here would lose the result of all trials.
     """
     problems = []
     for name, root in (("files", os.getcwd()), ("elsewhere", "")):
@@ -51,7 +55,7 @@ def _put(source: str, place: str) -> list[str]:
 
 
 def last_lines(folder: Path) -> str:
-    """Return the last lines that a trial printed, indented; empty if there are none."""
+    """Return the last lines that rank 0 of a trial printed, indented; "" if there are none."""
     try:
         text = (folder / OUTPUT).read_text(errors="replace")
     except OSError:

@@ -16,6 +16,8 @@ from lagom.errors import LagomError
 class TrialJournal:
     """A backend of Optuna's ``JournalStorage`` with the format of its ``JournalFileBackend``, for one writer.
 
+    An ablation study keeps its trials in such a file too, one JSON object a line, without Optuna.
+
     Optuna's own backend locks the file and waits for the disk (fsync) at each of about ten entries of a trial, which
     takes 20 ms and more. An entry of a ``TrialJournal`` survives a killed process, but may not survive a crash of the
     machine.

@@ -32,7 +32,7 @@ log = logging.getLogger("lagom")
 _TICK_S = 0.5
 _BAD_METRIC = "MetricError"
 _OF_THE_VARIANT = AblationError.__name__
-"""Error of one variant, which says nothing about other trials, and so does not count as a failure in a row."""
+"""Name of the error of one variant: it says nothing about other trials, so it is not counted as a failure in a row."""
 
 
 @dataclass(slots=True)
@@ -46,6 +46,7 @@ class _Slot:
     pruned: bool = False
     last_value: float | None = None
     began: float = 0.0
+    """Time at which the slot got the trial, in seconds since the epoch."""
 
 
 class TrialLoop:
@@ -90,8 +91,8 @@ class TrialLoop:
 
         Raises:
             LagomError: if no slot is left.
-            Exception: the last trial's exception, if ``max_failed`` trials in a row have failed; or the exception of
-                the first trial without a metric, if no trial before has completed.
+            Exception: the last trial's exception, if ``max_failed`` trials in a row have failed; the exception of the
+                first trial without a metric, if no trial before has completed; or an exception of ``source.ask``.
         """
         self._slots = slots
         while True:
@@ -261,7 +262,7 @@ class TrialLoop:
             self._progress.ended(spec, outcome)
 
     def _give_up(self, spec: TrialSpec, outcome: Outcome) -> None:
-        """Raise the exception of a failed trial, with which other trials would fail as well."""
+        """Raise the exception of a failed trial, to end the search: other trials would probably fail as well."""
         try:
             raise_failure([outcome])
         except Exception as error:
@@ -284,7 +285,7 @@ class _Loaded:
         self._data = data
 
     def value(self) -> Mapping[str, Any]:
-        """Unpickle the outcome; empty if it was too large to be sent, or cannot be unpickled here."""
+        """Unpickle the outcome; empty if it was not sent (too large, or no pickle), or cannot be unpickled here."""
         with contextlib.suppress(Exception):  # a class of the program's may raise anything when unpickled
             found: Mapping[str, Any] = unpack(bytearray(self._data))
             return found

@@ -18,9 +18,9 @@ class TrialSpec:
 
     number: int
     params: Mapping[str, Any]
-    """Hyperparameters, as displays show them."""
+    """Hyperparameters, or component and seed of an ablation study; for displays, records and MLflow."""
     change: Callable[[Call], Call]
-    """Makes the trial's call from the one that all trials share; pickled for the ranks."""
+    """Makes the trial's call from the call that all trials share; pickled for the ranks."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -29,9 +29,9 @@ class TrialOutcome:
 
     state: State
     value: float | None = None
-    """The metric that the function returned; for a pruned trial, the value that it reported last."""
+    """The metric, combined over the ranks; the last reported value of a pruned trial; None for a failed trial."""
     returned: Any = None
-    """Value that the function returned, as JSON."""
+    """Value that the function returned, in types of JSON, and shortened if it is large."""
     error: str = ""
     """Type and message of the exception of a failed trial."""
     traceback: str = ""

@@ -23,14 +23,17 @@ class Variant:
     component: int | None = None
     """Index of the component in ``study.components``; None for the base."""
     layers: tuple[str, ...] = ()
+    """Names of the layers to leave out, with patterns resolved; empty if the component has no layers."""
 
 
 def variants(study: AblationStudy, train: Callable[..., Any], provided: Mapping[str, Any]) -> list[Variant]:
-    """Return the base and a variant for each component; a pattern gives a variant for each layer that it matches.
+    """Return the base and a variant for each component.
+
+    A pattern of single layers gives a variant for each layer that it matches; a group of layers gives one variant.
 
     Raises:
-        ValueError: if the study leaves out nothing, or something that does not exist, or that the program does not
-            take from the config.
+        ValueError: if the study leaves out nothing, or something that the program does not take from the config or
+            that, as far as the driver can tell, does not exist.
     """
     if not study.components:
         raise ValueError(
@@ -68,7 +71,14 @@ class _Layers:
         self._read = False
 
     def check_asked(self, component: str) -> None:
-        """Check that the program makes its models from the config's module."""
+        """Check that the program makes its models from the config's module.
+
+        The function must ask for the module; for a class whose layers are left out it need not, since a patch changes
+        the class itself.
+
+        Raises:
+            ValueError: if the config has no module, or the function does not ask for it.
+        """
         from inspect import signature
 
         module = self._provided.get("module")
@@ -86,7 +96,11 @@ class _Layers:
             )
 
     def resolved(self, component: Component) -> list[str]:
-        """Return the names of the layers that ``component`` stands for."""
+        """Return the names of the layers that ``component`` stands for.
+
+        Raises:
+            ValueError: for a name or pattern that matches no layer, or a pattern if the layers are not known here.
+        """
         self.check_asked(str(component))
         names = self._known()
         found: list[str] = []

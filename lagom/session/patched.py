@@ -44,7 +44,12 @@ __all__ = ["patched"]
 def patched(session: Session) -> Iterator[None]:
     """Patch torch for the program of ``session``; undo all patches at the end, also on exceptions.
 
-    With one rank, the patches for several ranks are left out: batches are counted and, on CUDA, moved to the device.
+    With one rank, the patches for several ranks are left out. Batches are still counted and, on CUDA, moved to the
+    device, and settings such as ``mixed_precision`` and ``micro_batches`` still act.
+
+    Raises:
+        LagomError: at the end, if a pass that was split as training was an evaluation.
+        DivergenceError: at the end, in the cases of ``DivergenceMonitor.check_end``.
     """
     distributed = session.world_size > 1
     streams = OwnStreams(session.config.seed, session.rank, session.device)
@@ -102,7 +107,7 @@ def _refuse_known_rank() -> Sequence[tuple[None, None]]:
 
 @contextmanager
 def _patched_for_ranks(session: Session) -> Iterator[None]:
-    """Patch the functions in which several ranks cooperate: backward, optimizer steps, BatchNorm, ``mp.spawn``."""
+    """Patch functions in which several ranks cooperate: backward, optimizers, losses, BatchNorm, ``mp.spawn``."""
     with ExitStack() as stack:
         stack.enter_context(own_mp_spawn(session))
         stack.enter_context(track_modules(session))

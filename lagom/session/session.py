@@ -78,7 +78,7 @@ class Session:
     store: Store | None
     """A torch Store that all ranks reach, for torch's own use; None with a single rank."""
     key: bytes = field(default=b"", repr=False)
-    """Secret that only the ranks of this run know."""
+    """Secret of the run, by which its ranks recognise each other; empty in an inline run."""
     spans: Spans | None = None
     """Record of the program's activities; None without a timeline."""
 
@@ -98,7 +98,7 @@ class Session:
     has_joined: bool = field(default=False, init=False)
     """Whether the program has called ``init_process_group``: it then exchanges by itself, and patches stay off."""
     distributed_part: str = field(default="", init=False)
-    """Description of the parts of the program that lagom distributed before it called ``init_process_group``."""
+    """Description of the first part of the program that lagom distributed, for an error; "" if none."""
     samples_trained: int = field(default=0, init=False)
     num_rehearsed: int = field(default=0, init=False)
     """Number of backwards in a rehearsal so far."""
@@ -130,7 +130,7 @@ class Session:
     synchronised_buffers: WeakIdKeyDictionary = field(default_factory=WeakIdKeyDictionary, init=False)
     """Buffers that lagom's forward keeps equal on all ranks."""
     repeated_inputs: WeakIdKeyDictionary = field(default_factory=WeakIdKeyDictionary, init=False)
-    """Inputs of forwards that a backward recomputes: leaves whose gradients stay the rank's own."""
+    """Leaves whose gradients stay the rank's own, such as inputs of forwards that a backward recomputes."""
     batch_tracker: BatchTracker = field(init=False)
     """Finds the batch that a tensor comes from."""
     plain_leaves: PlainLeaves = field(init=False)
@@ -159,13 +159,13 @@ class Session:
     notes: SealedStore | None = field(default=None, init=False)
     """Store for texts that ranks leave for each other without a collective; None with a single rank."""
     reads_in_threads: bool = field(default=False, init=False)
-    """Whether a thread of the program reads a loader, so that the global generators may advance at any moment."""
+    """Whether a thread other than the main one has read a loader: the global generators may advance at any moment."""
     _thread: int = field(default_factory=threading.get_ident, init=False)
     said: set[str] = field(default_factory=set, init=False)
     """Texts that ``say_once`` has logged."""
     _num_losses: int = field(default=0, init=False)
     has_other_order: bool = field(default=False, init=False)
-    """Whether a sampler of this rank would have drawn another order than that of rank 0, which all ranks follow."""
+    """Whether a sampler of this rank would have drawn another order than rank 0's; False again after the warning."""
     has_sliced: bool = field(default=False, init=False)
     """Whether ranks have split a forward by rows that may have gradients."""
     is_probing: bool = field(default=False, init=False)
@@ -203,7 +203,10 @@ class Session:
 
     @property
     def live(self) -> bool:
-        """Whether patches act: not once ``has_joined``, in forked processes, or for a thread at a debugger's prompt."""
+        """Whether patches act: not once ``has_joined``, in forked processes, or for a thread at a debugger's prompt.
+
+        A sleeping twin, a forked process that takes the rank's place after a loss, sets this to True again.
+        """
         return self._live and (self.typing_thread is None or self.typing_thread != threading.get_ident())
 
     @live.setter
@@ -238,7 +241,7 @@ class Session:
         return self.distributed and not self.may_meet
 
     def check_place(self, place: str) -> None:
-        """Check that all ranks are at ``place`` of the program; else raise a DivergenceError on all ranks."""
+        """Check that all ranks are at ``place`` of the program; else raise a DivergenceError on all; a collective."""
         if self.divergence is not None and self.agreement is not None:
             self.divergence.check_place(self.agreement, place)
 
@@ -257,14 +260,17 @@ class Session:
             self.divergence.count_batch(self.agreement)
 
     def end_pass(self, current: LoaderPass) -> None:
-        """Record that the pass is exhausted."""
+        """Record that the pass is exhausted, and call ``on_pass_end``."""
         self.passes.end_pass(current)
         self.reseed_uneven()
         if self.on_pass_end is not None:
             self.on_pass_end()
 
     def reseed_uneven(self) -> None:
-        """Reseed generators from which ranks drew different amounts; do nothing in a thread that must not exchange."""
+        """Reseed generators from which ranks drew different amounts: a collective, unless all batches were even.
+
+        Do nothing in a thread that must not exchange.
+        """
         if self.may_meet and self.group is not None:
             self.common_streams.reseed_uneven(self.group, self.check_place)
 
@@ -310,7 +316,7 @@ class Session:
         self.plain_leaves.examine(roots, leaves, self.passes.share)
 
     def record_loss(self, roots: Sequence[Any]) -> None:
-        """Record that a backward from ``roots`` is about to run."""
+        """Record that a backward from ``roots`` is about to run, and warn where its loss cannot be averaged exactly."""
         self.evaluation_passes.record_backward(roots)
         self._num_losses += 1
         if self._num_losses in _EXAMINED_LOSSES and self.config.batches != "whole" and self.passes.share is not None:

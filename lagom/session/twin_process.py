@@ -1,4 +1,4 @@
-"""``RankTwins``: the facts and actions of one rank that its sleeping twins need."""
+"""``RankTwins``: the facts and actions of one rank that its sleeping twins need (restart/sleeping_twin.py)."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ class RankTwins:
     Args:
         heart: the thread that reports to the host process.
         fds: descriptors that a twin keeps.
-        outcome_fd: file for the rank's outcome.
-        children: returns the child processes of a process.
+        outcome_fd: descriptor of the file for the rank's outcome.
+        children: returns the ids of the child processes of the process with a given id.
         flush: flushes standard output and error.
         die_with: makes the kernel kill this process when the given parent process ends.
     """

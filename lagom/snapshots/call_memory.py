@@ -13,13 +13,21 @@ _PIECE = 1 << 24
 
 
 class CallMemory:
-    """The call's file as this process has mapped it, and the copy of it in the folder of snapshots."""
+    """Compares buffers with the call's file.
+
+    Args:
+        payload_fd: the file that this process has mapped.
+        kept: path of the kept call, to which snapshots refer; mostly with the same bytes.
+    """
 
     def __init__(self, payload_fd: int, kept: str) -> None:
         self._fd, self._kept = payload_fd, kept
 
     def split(self, buffers: Sequence[memoryview]) -> tuple[list[tuple[int, int] | None], list[memoryview]]:
-        """Return for each buffer its place in the call, or None; and the buffers without one."""
+        """Return for each buffer its offset and size in the kept call, or None; and the buffers without such a place.
+
+        A buffer whose content has changed since it was mapped has no place.
+        """
         ranges, kept = self._ranges(), self._kept_call()
         references: list[tuple[int, int] | None] = []
         own: list[memoryview] = []
@@ -33,7 +41,7 @@ class CallMemory:
         return references, own
 
     def join(self, references: Sequence[Any], own: Sequence[memoryview]) -> list[Any]:
-        """Return all buffers: those at their places in the call, and the others."""
+        """Return all buffers in order: those at their places in the kept call, and ``own`` for references of None."""
         rest = iter(own)
         if all(one is None for one in references):
             return list(rest)

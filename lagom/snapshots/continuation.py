@@ -1,4 +1,4 @@
-"""``Continuation``: the rest of a function from a position on, as a function of its local variables; or of a script.
+"""``continuation_code``, ``script_code``: compile the rest of a function or of a script from a position on.
 
 Of each statement around the position, what is left of it is kept: a loop goes on with its iterator, a ``with`` block
 leaves its manager at its end, a ``try`` still has its handlers. So ``break``, ``else`` and ``return`` mean the same.
@@ -20,7 +20,7 @@ _REST = f"{MARK}rest"
 
 
 class ResumedFrame:
-    """Brings a continuation to its position: holds its variables, and the loops and blocks that it was in."""
+    """Brings the rest of a function, a continuation, to its position: has its variables, iterators and managers."""
 
     FIRST = object()
     """Stands for the item that a loop was at."""
@@ -28,7 +28,7 @@ class ResumedFrame:
     def __init__(self, values: dict[str, Any], call: Callable[[], Any] | None) -> None:
         self._values = values
         self.call = call
-        """Returns the value of the call in progress; None if the call is made again."""
+        """Returns the value of the call in progress; None in the innermost function, which makes its call again."""
         self._passed: set[str] = set()
 
     def take(self, name: str) -> Any:
@@ -36,11 +36,11 @@ class ResumedFrame:
         return self._values.pop(name)
 
     def items(self, iterator: Iterable[Any]) -> Iterator[Any]:
-        """Return the rest of a loop's items: the one that the loop was at, and then the others."""
+        """Return the rest of a loop's items: ``FIRST`` for the one that the loop was at, and then the others."""
         return itertools.chain((self.FIRST,), iterator)
 
     def first(self, place: str) -> bool:
-        """Return True once for each ``place``."""
+        """Return True at the first call for each ``place``, a loop of the function."""
         is_first = place not in self._passed
         self._passed.add(place)
         return is_first
@@ -66,7 +66,11 @@ class EnteredManager:
 def check_continuation(source: SourceFile, function: Function, node: ast.AST, is_innermost: bool) -> set[str]:
     """Check that ``function`` can go on from ``node``; return the variables that have to hold plain values for it.
 
-    A statement has read these before its call, as text or as a condition, so no call may have changed what they hold.
+    The statement at ``node`` has read these variables before its call, in an f-string, a condition, a comparison or a
+    unary operation, and reads them again. So no call may have changed the values that they hold.
+
+    Args:
+        is_innermost: as for ``continuation_code``.
 
     Raises:
         NoSnapshotError: if it cannot.
@@ -87,9 +91,9 @@ def continuation_code(
     """Compile the rest of ``function`` from ``node`` on, as a function of a ``ResumedFrame``.
 
     Args:
-        is_innermost: a call is made again; else it is that of another function which goes on.
+        is_innermost: whether a call at ``node`` is made again; else the function that it has called goes on.
         names: local variables that have a value.
-        cells: variables that it shares with other functions; they become free variables.
+        cells: variables that ``function`` shares with other functions; they become free variables.
     """
     rest = Rest(source, function, node, is_innermost).statements()
     declared: list[ast.stmt] = list(_declarations(function))
@@ -99,7 +103,7 @@ def continuation_code(
         declared.append(ast.copy_location(ast.Nonlocal(shared), function))
     changed: Any = copy.copy(function)
     changed.args = _parameters(*first_parameter(function, cells), HELP)
-    changed.name = _REST  # so that its own name in it, as of a recursive function, is the program's
+    changed.name = _REST  # so that the own name of a recursive function means the program's
     changed.decorator_list, changed.returns = [], None
     changed.body = [
         *declared,
@@ -117,13 +121,13 @@ def continuation_code(
 
 
 def script_code(source: SourceFile, node: ast.AST, is_innermost: bool) -> types.CodeType:
-    """Compile the rest of a script from ``node`` on; ``HELP`` has to be a name of Python's own when it runs."""
+    """Compile the rest of a script from ``node`` on; the code finds its ``ResumedFrame`` as ``HELP`` in builtins."""
     rest = Rest(source, source.tree, node, is_innermost).statements()
     return source.compiled(ast.Module([*_futures(source.tree), *rest], []))
 
 
 def first_parameter(function: ast.FunctionDef, cells: Collection[str]) -> list[str]:
-    """Return the first parameter of a function that calls ``super()``, which needs it there; nothing for others."""
+    """Return the first parameter of a function that uses ``super()``, which reads the first argument; else nothing."""
     given = [*function.args.posonlyargs, *function.args.args]
     return [given[0].arg] if "__class__" in cells and given else []
 
@@ -140,7 +144,7 @@ def _taken(name: str, node: ast.AST) -> ast.stmt:
 
 
 def _with_replaced(source: SourceFile, function: ast.FunctionDef, new: ast.stmt) -> ast.AST:
-    """Return the tree of ``source`` with ``new`` in the place of ``function``; what is not above it is left out."""
+    """Return a tree with ``new`` in place of ``function``; of other top-level statements it has only future imports."""
     child: ast.stmt = function
     replacement: ast.AST = new
     while True:
@@ -150,7 +154,7 @@ def _with_replaced(source: SourceFile, function: ast.FunctionDef, new: ast.stmt)
             above.body = [*_futures(parent), replacement]  # type: ignore[attr-defined]
             return above
         if isinstance(parent, (ast.FunctionDef, ast.ClassDef)):
-            # The names of an enclosing function stay known as its variables: by its other statements.
+            # The other statements of an enclosing function tell Python which names are its variables.
             siblings = [replacement if one is child else one for one in getattr(parent, field)]
             setattr(above, field, siblings)
         else:

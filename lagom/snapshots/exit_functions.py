@@ -1,4 +1,4 @@
-"""``ExitFunctions``: functions that a program has registered for the end of its process, which Python does not tell."""
+"""``ExitFunctions``: functions that a program has registered with ``atexit``, which does not list them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class ExitFunctions:
 
     @contextmanager
     def noticed(self) -> Iterator[None]:
-        """Note the functions that the program registers in the block."""
+        """Note the functions that the program registers in the block, and forget those that it unregisters."""
         register, unregister = atexit.register, atexit.unregister
 
         def note(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Callable[..., Any]:

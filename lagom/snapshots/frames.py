@@ -46,7 +46,7 @@ _PASSED = (
     "/torch/utils/data/dataloader.py",
     "/tqdm/std.py",
 )
-"""Files whose frames may lie between the program's: their state is saved with their iterators."""
+"""Parts of the paths of files whose frames are passed over: they need no state, or it is saved with an iterator."""
 
 
 @dataclass(slots=True)
@@ -58,23 +58,28 @@ class FrameState:
     """The ``__name__`` of its globals."""
     values: dict[str, Any]
     cells: dict[str, types.CellType]
-    """Variables that it shares with functions defined in it or around it."""
+    """Variables that the function shares with functions defined in it or around it."""
     contents: Sequence[tuple[types.CellType, bool, Any]]
     """Each cell, whether it has a value, and the value."""
 
 
 class ProgramFrames:
-    """Frames of the functions in ``sources``, by file, below the frame of ``boundary``."""
+    """Reads the frames of the program: those of functions in ``sources`` that the frame of ``boundary`` has called.
+
+    Args:
+        sources: the program's source files, by name.
+        boundary: code of lagom's function that calls the program.
+    """
 
     def __init__(self, sources: Mapping[str, SourceFile], boundary: types.CodeType) -> None:
         self._sources, self._boundary = sources, boundary
         self._checked: dict[tuple[types.CodeType, int, bool], tuple[Position, set[str]]] = {}
 
     def now(self, frame: types.FrameType | None) -> list[tuple[types.FrameType, Position]]:
-        """Return the frames of the program from ``frame`` outwards, outermost first.
+        """Return the frames of the program from ``frame`` outwards with their positions, outermost first.
 
         Raises:
-            NoSnapshotError: if one of them could not go on in another process.
+            NoSnapshotError: if one of them could not go on in another process, or a library's frame is among them.
         """
         found: list[tuple[types.FrameType, Position]] = []
         while frame is not None and frame.f_code is not self._boundary:
@@ -132,7 +137,7 @@ class ProgramFrames:
     def states(self, frames: Sequence[tuple[types.FrameType, Position]], iterator: Any) -> list[FrameState]:
         """Return the states of ``frames``, the innermost of which is about to take an item of ``iterator``.
 
-        They keep the variables alive, so this is for a fork only.
+        The states keep the program's variables alive.
 
         Raises:
             NoSnapshotError: if a variable that functions share cannot be found, or an item is under way already.
@@ -163,7 +168,7 @@ class ProgramFrames:
         return FrameState(position, frame.f_globals["__name__"], own, cells, cell_contents(cells))
 
     def _own(self, frame: types.FrameType) -> dict[str, Any]:
-        """Return the variables of ``frame``; of a script only those that are not global."""
+        """Return the variables of ``frame``; of a script the iterators and managers, since its variables are global."""
         source = self._sources[frame.f_code.co_filename]
         is_script = isinstance(source.function(frame.f_code), ast.Module)
         return ScriptVariables.kept if is_script else frame.f_locals
@@ -172,7 +177,7 @@ class ProgramFrames:
         """Return a call that goes on with the functions in progress, and returns what the outermost one returns.
 
         Args:
-            module: returns the globals of a name.
+            module: returns the globals of a module by its name.
         """
         call: Callable[[], Any] | None = None
         for state in reversed(states):
@@ -206,11 +211,11 @@ def _go_on(
 
 
 def _reads_next(outer: Any, iterator: Any) -> bool:
-    """Return whether ``outer`` holds nothing back when it asks ``iterator`` for an item."""
+    """Return whether ``outer`` is ``iterator``, or reads it through bars, ``enumerate`` and the first of a ``zip``."""
     while outer is not iterator:
         if isinstance(outer, BarIterator):
             outer = outer.source.iterator
-        elif type(outer) in (enumerate, zip):  # what comes from the first part of a zip is under way at the others
+        elif type(outer) in (enumerate, zip):  # a zip that reads a later part already holds an item
             outer = outer.__reduce__()[1][0]
         else:
             return False
@@ -254,7 +259,7 @@ def _holds(cell: types.CellType, values: Mapping[str, Any], name: str) -> bool:
 
 
 def _is_of(frame: types.FrameType, name: str, cell: types.CellType) -> bool:
-    """Return whether ``cell`` belongs to ``frame``, which then sees a change, and is not another of the same value."""
+    """Return whether ``cell`` is the frame's own, in which ``frame`` sees a change, not another with the same value."""
     is_full = name in frame.f_locals
     before, mark = cell.cell_contents if is_full else None, object()
     try:

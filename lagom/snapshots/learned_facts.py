@@ -26,7 +26,7 @@ class LearnedFacts:
         """Collect the facts of this rank.
 
         Raises:
-            NoSnapshotError: if what a part of lagom holds differs between ranks, as after ``lagom.rank()``.
+            NoSnapshotError: if facts may differ between ranks, as after ``lagom.rank()``.
         """
         try:
             return cls(session.world_size, {name: state() for name, (state, _) in session.learned.items()})
@@ -34,7 +34,7 @@ class LearnedFacts:
             raise NoSnapshotError(str(error)) from error
 
     def reduced(self, kept: Container[int]) -> Any:
-        """Return how to pickle the facts about objects with the ids ``kept``, as ``__reduce_ex__`` does."""
+        """Return how to pickle the facts about the whole program, and those about objects with the ids ``kept``."""
         facts = {
             name: [(one, fact) for one, fact in pairs if one is None or id(one) in kept]
             for name, pairs in self.facts.items()

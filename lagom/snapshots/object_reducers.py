@@ -21,7 +21,11 @@ from lagom.tracking.tensorboard import reduce_event_writer
 
 
 def reduce_object(value: Any) -> Any:
-    """Return how to pickle ``value``, as ``__reduce_ex__`` does; NotImplemented if it pickles as it is."""
+    """Return how to pickle ``value``, as ``__reduce_ex__`` does; NotImplemented to leave that to the pickler.
+
+    Raises:
+        PicklingError: if another process could not go on with ``value``, such as a loader's iterator.
+    """
     if isinstance(value, _BaseDataLoaderIter):
         return reduce_iterator(value)
     if isinstance(value, torch.Generator):

@@ -49,7 +49,7 @@ def _is_empty(saved: Any) -> bool:
 
 
 def with_old_graph(value: torch.Tensor, name: str) -> torch.Tensor:
-    """Return ``value`` as the output of a graph of this name, which is gone."""
+    """Return ``value`` with a ``grad_fn`` called ``name`` in place of its used-up graph; a backward raises an error."""
     kind: Any = type(name, (torch.autograd.Function,), {"forward": _forward, "backward": _backward})
     kind._backward_cls.__name__ = name
     with torch.enable_grad():

@@ -18,7 +18,11 @@ _CUDNN = ("enabled", "benchmark", "deterministic", "allow_tf32")
 
 
 def process_state(before: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings; of loggers, threads and the environment only what differs from ``first_settings``."""
+    """Return the settings; of threads, environment, signals and loggers only what differs from ``before``.
+
+    Args:
+        before: the ``first_settings`` of this process.
+    """
     threads = torch.get_num_threads()
     return {
         "grad": torch.is_grad_enabled(),
@@ -54,7 +58,7 @@ def set_process_state(state: Mapping[str, Any], before: Mapping[str, Any]) -> No
         torch.set_autocast_dtype(kind, dtype)
     for name, value in state["cudnn"].items():
         setattr(torch.backends.cudnn, name, value)
-    RemovableHandle.next_id = max(RemovableHandle.next_id, state["next_hook"])  # another hook of this id is replaced
+    RemovableHandle.next_id = max(RemovableHandle.next_id, state["next_hook"])  # a used id would replace its hook
     for name, value in state["environ"].items():
         if value is None:
             os.environ.pop(name, None)
@@ -85,12 +89,12 @@ def first_settings() -> dict[str, Any]:
 
 
 def _from(first: str, now: str) -> str:
-    """Return a working directory, relative to the ``first`` if inside: some hosts have one for each attempt."""
+    """Return ``now``, relative to ``first`` if it is inside: on some hosts each attempt has another ``first``."""
     return os.path.relpath(now, first) if f"{now}/".startswith(f"{first}/") else now
 
 
 def _handlers() -> dict[int, Any]:
-    """Return the handlers of signals; one that C code has set is not known."""
+    """Return the handlers of signals by number, without those that C code has set."""
     found = {number: signal.getsignal(number) for number in signal.valid_signals()}
     return {number: handler for number, handler in found.items() if handler is not None}
 

@@ -49,11 +49,11 @@ class ProgramState:
 
     frames: list[FrameState]
     variables: dict[str, dict[str, Any]]
-    """Data that is global in the program's modules."""
+    """Global data of the program's modules, by module; of a script and its modules, all that they define."""
     functions: list[tuple[types.FunctionType, dict[str, Any], Any, Any]]
     """Attributes and defaults of functions."""
     classes: list[tuple[type, dict[str, Any]]]
-    """Data that is an attribute of a class."""
+    """Attributes of classes: data, and functions that the program has replaced."""
     process: dict[str, Any]
     settings: Any
     """Settings of libraries."""
@@ -72,8 +72,8 @@ class ProgramInProgress:
     """The program of one rank.
 
     Args:
-        at_home: classes that came with the call, with their ids.
-        settings: returns the settings of libraries, and sets them.
+        at_home: classes that came with the call, with the sender's ids for them.
+        settings: two functions; the first returns the settings of libraries, the second sets them.
     """
 
     def __init__(
@@ -104,13 +104,16 @@ class ProgramInProgress:
         self.services: dict[str, tuple[Callable[[], Any], Callable[[Any], None]]] = {}
         """For each service that the program may use, such as MLflow, functions that return and set its state here."""
         self.found_beside: Any = None
-        """Data that ``beside`` returned for the state from which this process goes on."""
+        """Data that ``beside`` returned for the state from which this process goes on; None if it goes on from none."""
 
     def prepare(self, call: Call, known: Mapping[str, Any]) -> Callable[[], Any] | None:
-        """Have the functions of ``call`` tell their positions; return what is called instead, if it is a script.
+        """Compile the functions of ``call`` anew, so that their positions can be read.
 
         Args:
             known: objects of lagom's that the program may hold, by name.
+
+        Returns:
+            The function that runs a script in place of ``call.function``; None if that is not a script.
         """
         make_known()
         _known.clear()
@@ -147,12 +150,15 @@ class ProgramInProgress:
 
     @contextlib.contextmanager
     def installed(self) -> Iterator[None]:
-        """Have bars give iterators that can be kept, in the block."""
+        """Patch tqdm's bars, ``atexit`` and a script's imports in the block, so that snapshots can keep their state."""
         with resumable_bars(), self._at_exit.noticed(), self._script.imports_noticed():
             yield
 
     def run(self, function: Callable[[], Any]) -> Any:
-        """Call ``function``, the program or its rest; the frames that this method calls are the program's."""
+        """Call ``function``, the program or its rest; before the rest, restore the state of the process.
+
+        The frames that this method calls are the program's.
+        """
         state, self._resumed = self._resumed, None
         if state is not None:
             self._set_library_settings(state.settings)
@@ -171,7 +177,7 @@ class ProgramInProgress:
         self._process = process_state(self._settings)
 
     def frames(self, frame: types.FrameType | None) -> list[tuple[types.FrameType, Position]]:
-        """Return the functions in progress that have called ``frame``.
+        """Return the frames of the functions in progress that have called ``frame``, outermost first.
 
         Raises:
             NoSnapshotError: if one of them could not go on in another process.
@@ -181,14 +187,14 @@ class ProgramInProgress:
     def pickle(
         self, frames: Sequence[tuple[types.FrameType, Position]], iterator: Any
     ) -> tuple[bytes, list[memoryview]]:
-        """Pickle the state of the program; return its large buffers too.
+        """Pickle the state of the program; return the pickle and its large buffers.
 
         Args:
             frames: the functions in progress.
-            iterator: of a loader, of which the innermost of them is about to take a batch.
+            iterator: the loader's iterator from which the innermost function is about to take a batch.
 
         Raises:
-            NoSnapshotError: if a part of it cannot be pickled, with that part's name.
+            NoSnapshotError: if a part of the state cannot be kept; the text names the part.
         """
         imports = self._script.imports()
         state = self._state(frames, iterator)
@@ -202,7 +208,13 @@ class ProgramInProgress:
         return pickle.dumps((imports, pickled)), buffers
 
     def go_on(self, pickled: Any, buffers: Sequence[Any]) -> Callable[[], Any]:
-        """Restore the state that ``pickle`` has returned; return the call for ``run`` that goes on from there."""
+        """Restore the objects that ``pickle`` has pickled; return the call with which ``run`` goes on from there.
+
+        ``run`` restores the rest of the state: settings, iterators of loaders, random states.
+
+        Raises:
+            SnapshotError: if a function in progress is not in its source any more.
+        """
         forget_iterators()
         imports, pickled = unpack_parts([pickled])
         if imports is not None:
@@ -264,7 +276,7 @@ class ProgramInProgress:
             raise NoSnapshotError(str(error)) from error
 
     def _data(self, name: str, variables: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the data among the variables of a module; of a script's all of them."""
+        """Return a module's variables that are data or were replaced; of a script's modules, all that they define."""
         if (all_of_them := self._script.kept(name, variables)) is not None:
             return all_of_them
         return {
@@ -274,7 +286,11 @@ class ProgramInProgress:
         }
 
     def _modules(self, variables: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
-        """Return the variables of the program's modules: those of its functions, and all that these modules use."""
+        """Return the variables of the program's modules by name.
+
+        These are the modules of its functions, those that they import, and all whose objects are in ``variables`` or in
+        the variables of a module found so far.
+        """
         found = dict(self._globals)
         waiting = [*found.values(), *variables, {name: sys.modules.get(name) for name in self._imports}]
         while waiting:
@@ -286,11 +302,11 @@ class ProgramInProgress:
         return found
 
     def _is_changed(self, owner: str | type, name: str, value: Any) -> bool:
-        """Return whether the program has put another function, class or module into a variable."""
+        """Return whether ``name`` of ``owner``, a module or class, had another value or none before the program ran."""
         return owner in self._before and self._before[owner].get(name) is not value
 
     def _attributes(self, kind: type) -> dict[str, Any]:
-        """Return the data among the attributes of a class, and functions that the program has replaced."""
+        """Return a class's attributes that are data or were replaced, and filled caches, which pickling refuses."""
         found = {name: value for name, value in vars(kind).items() if not name.startswith(("__", "_abc_"))}
         return {
             name: value
@@ -324,7 +340,7 @@ class ProgramInProgress:
 
 
 def _own_module(value: Any) -> types.ModuleType | None:
-    """Return the program's module that ``value`` is or comes from; None if it is installed, or lagom's."""
+    """Return the program's module that ``value`` is, or that defines it or its class; None for other modules."""
     if isinstance(value, types.ModuleType):
         name = value.__name__
     else:
@@ -341,7 +357,7 @@ def _file_of(kind: type) -> str:
 
 
 _known: dict[str, Any] = {}
-"""Objects of lagom's that the program of this process may hold."""
+"""Objects of lagom's that the program of this process may hold, by name."""
 
 
 def _known_object(name: str) -> Any:

@@ -30,7 +30,11 @@ class _Source:
 
 
 class BarIterator:
-    """The iterator of a tqdm bar, by ``run``, tqdm's own; can be pickled, as it keeps the iterator of what it shows."""
+    """The iterator of a tqdm bar; can be pickled, since it keeps the iterator that the bar reads.
+
+    Args:
+        run: tqdm's own ``__iter__``.
+    """
 
     def __init__(self, bar: Any, run: Any, source: _Source) -> None:
         self.bar, self._run, self.source = bar, run, source
@@ -52,7 +56,7 @@ class BarIterator:
 
 @contextmanager
 def resumable_bars() -> Iterator[None]:
-    """Have bars of tqdm give iterators that can be pickled."""
+    """Have bars of tqdm, if it is imported already, give iterators that can be pickled."""
     bars: Any = sys.modules.get("tqdm.std")
     if bars is None:
         yield

@@ -24,7 +24,7 @@ from lagom.snapshots.source_code import (
 )
 
 HELP = f"{MARK}resumed"
-"""Local variable of a continuation that holds its ``ResumedFrame``; of a script's, a name of Python's own."""
+"""Parameter of a continuation that holds its ``ResumedFrame``; for the rest of a script, a name in ``builtins``."""
 _ITEM = f"{MARK}item "
 _SIMPLE = (ast.Expr, ast.Assign, ast.AugAssign, ast.AnnAssign, ast.Return, ast.Assert, ast.Raise, ast.Delete)
 
@@ -32,7 +32,8 @@ _SIMPLE = (ast.Expr, ast.Assign, ast.AugAssign, ast.AnnAssign, ast.Return, ast.A
 class _Undeclared(ast.NodeTransformer):
     """Drops a function's declarations, which are moved to its beginning, and the annotations of its variables.
 
-    A variable that is declared nonlocal may have no annotation, and a function does not compute annotations anyway.
+    Python allows no annotation of a nonlocal variable, and a function does not compute annotations anyway. A script
+    keeps its annotations.
     """
 
     def __init__(self, *, is_function: bool) -> None:
@@ -73,7 +74,7 @@ class Rest:
             raise NoSnapshotError(f"{self._name} is inside of a lambda or a class body")
         self._chain: Sequence[ast.AST] = chain
         self.read: set[str] = set()
-        """Variables that have to hold plain values."""
+        """Variables that have to hold plain values; see ``check_continuation``."""
 
     def statements(self) -> list[ast.stmt]:
         return self._block(1)
@@ -86,7 +87,7 @@ class Rest:
         return [*self._statement(depth), *self._whole(getattr(parent, field)[index + 1 :])]
 
     def _whole(self, statements: Sequence[ast.stmt]) -> list[ast.stmt]:
-        """Return ``statements`` as they are, with variables for their iterators and managers."""
+        """Return copies of ``statements`` with variables for their iterators and managers, and without declarations."""
         block = ast.Module([copy.deepcopy(one) for one in statements], [])
         found: list[ast.stmt] = (
             NamedStack(self._stack).visit(_Undeclared(is_function=self._stack is LOCAL).visit(block)).body
@@ -204,7 +205,7 @@ class Rest:
         return ast.copy_location(ast.Attribute(name_at(HELP, node), attribute, ast.Load()), node)
 
     def _with_call(self, statement: ast.AST, depth: int) -> Any:
-        """Return a copy of ``statement`` in which the call in progress is that of the function it called, resumed.
+        """Return a copy of ``statement`` whose call in progress goes on; in the innermost function it is made again.
 
         Raises:
             NoSnapshotError: if the statement has computed something before the call, which would be done once more.
@@ -235,7 +236,7 @@ class Rest:
             raise NoSnapshotError(f"line {call.lineno} would compute the arguments of a call again")
 
     def _is_fixed(self, node: ast.AST) -> bool:
-        """Return whether no call can change the value of an expression."""
+        """Return whether no call can change the value of ``node``; add the variables to ``read`` that must be plain."""
         if isinstance(node, (ast.Tuple, ast.List, ast.JoinedStr)):
             return all(map(self._is_fixed, getattr(node, "elts", None) or getattr(node, "values", [])))
         if isinstance(node, ast.keyword):
@@ -294,6 +295,6 @@ def _evaluated_before(parent: ast.AST, child: ast.AST) -> Iterator[ast.AST]:
 
 
 def _at_head(node: ast.If, loop: ast.stmt) -> ast.If:
-    """Give ``node`` the position of the first line of ``loop``."""
+    """Give ``node`` the position of ``loop``; return it."""
     ast.copy_location(node, loop)
     return node

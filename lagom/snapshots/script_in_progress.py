@@ -48,7 +48,7 @@ class Imports:
     path: Sequence[tuple[int, str]]
     """Entries that it has added to ``sys.path``, with their places."""
     installed: Sequence[str]
-    """Modules of installed packages, in their order."""
+    """Modules of installed packages, in the order of their imports."""
     own: Sequence[ImportedModule]
 
 
@@ -56,8 +56,8 @@ class ScriptInProgress:
     """The script of a call, if it is one, and the modules that it imports.
 
     Args:
-        sources: source files of the program by name, to which theirs are added.
-        variables: variables of the program's modules by the modules' names, to which theirs are added.
+        sources: source files of the program by name, to which those of the script and its modules are added.
+        variables: variables of the program's modules by the modules' names, to which theirs are added as well.
     """
 
     def __init__(self, sources: dict[str, SourceFile], variables: dict[str, dict[str, Any]]) -> None:
@@ -68,7 +68,7 @@ class ScriptInProgress:
         self._newest = newest_module()
 
     def prepare(self, script: Script) -> Callable[[], None]:
-        """Have ``script`` tell its position; return its call."""
+        """Prepare to compile ``script`` so that its position can be read; return the function that runs it."""
         self._script, self._newest = script, newest_module()
         for (name, text), part in zip(script.texts(), script.parts, strict=True):
             self._sources[name] = SourceFile(name, text, is_script=True, flags=part.co_flags & FUTURE_FLAGS)
@@ -91,7 +91,10 @@ class ScriptInProgress:
 
     @contextmanager
     def imports_noticed(self) -> Iterator[None]:
-        """Have the program's own modules that the script imports in the block tell their positions, too."""
+        """Compile the program's own modules that are imported in the block so that their positions can be read, too.
+
+        Do nothing if the program is no script.
+        """
         original = SourceFileLoader.get_code
 
         def get_code(loader: SourceFileLoader, name: str) -> CodeType | None:
@@ -135,7 +138,7 @@ class ScriptInProgress:
         return {key: value for key, value in variables.items() if key not in _OF_IMPORT}
 
     def make_again(self, imports: Imports) -> None:
-        """Make the modules of the script, which are empty, and import the others."""
+        """Make ``__main__`` and the script's own modules, still empty, and import those of installed packages."""
         self._make_main()
         for place, entry in imports.path:
             sys.path.insert(place, entry)

@@ -1,4 +1,4 @@
-"""``SnapshotFiles``: a rank's way to the run's snapshots: its folder, or the driver, if the host sees no folder."""
+"""``SnapshotFiles``: reaches a run's snapshots from a rank: in the run's folder, or by the driver on other hosts."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ class SnapshotFiles:
     """The files of one rank's snapshots.
 
     Args:
-        place: the run's folder, as the driver sees it.
-        host_dir: folder of the run on this host.
-        payload_fd: file of the call, as the driver keeps it.
+        place: the folder of snapshots, by its path on the driver, and the snapshot to go on from.
+        host_dir: folder that the ranks of this host share during the run.
+        payload_fd: file with the pickled call; on a host without the folder a copy of the call in the folder.
     """
 
     def __init__(self, place: SnapshotPlace, spec: RunSpec, host_dir: str, payload_fd: int) -> None:
         self._folder, self._spec, self._host_dir = place.folder, spec, host_dir
         self.resumed = place.resumed
-        """The snapshot that the rank goes on from."""
+        """The snapshot that the rank goes on from; None if it begins from the beginning."""
         self.last_number = place.last_number
         """Largest number of a snapshot of the run so far."""
         self.is_shared = self._folder.is_here()
@@ -42,11 +42,11 @@ class SnapshotFiles:
 
     @property
     def journal(self) -> str | None:
-        """Return the file for the program's calls of services, which a resumed run does not repeat."""
+        """Return the file with the calls of MLflow, for a run that goes on; None if this host does not see it."""
         return self._folder.journal if self.is_shared else None
 
     def obstacle(self, rank: int) -> str:
-        """Return why ``rank`` cannot keep snapshots; an empty text if it can."""
+        """Return why ``rank``, which is this one, can neither write nor read snapshots; an empty text if it can."""
         if self.is_shared or (self._spec.address is not None and self._spec.plan.rehearsal is None):
             return ""
         if self._spec.plan.rehearsal is not None:
@@ -55,16 +55,22 @@ class SnapshotFiles:
         return f"{where} cannot read and write {self._folder.path}; set run_dir to a folder that all hosts share"
 
     def unsent(self) -> str | None:
-        """Return the name of a file in a working directory that only this host has; None if there is none."""
+        """Return the name of a file in the run's own working directory on this host, if there is one; else None."""
         with contextlib.suppress(FileNotFoundError), os.scandir(f"{self._host_dir}/files") as entries:
             return next((entry.name for entry in entries), None)
         return None
 
     def write(self, number: int, parcel: Parcel, facts: Mapping[str, Any]) -> dict[str, Any]:
-        """Write snapshot ``number``; return its size and, if it was sent to the driver, the digests of its files.
+        """Write snapshot ``number``; return a dict with its size ("bytes").
+
+        If it was sent to the driver, the dict also has the digests of its two files ("sha256").
+
+        Args:
+            facts: the description of the snapshot.
 
         Raises:
             LagomError: if the driver does not take the files.
+            OSError: if the files cannot be written.
         """
         if self.is_shared:
             with open(self._folder.partial(number), "wb", opener=_private) as file:
@@ -90,7 +96,7 @@ class SnapshotFiles:
         return digest
 
     def remove_partial(self, number: int) -> None:
-        """Remove the files of snapshot ``number``, which could not be written."""
+        """Remove the files of snapshot ``number``, which could not be written; the driver removes those sent to it."""
         if self.is_shared:
             self._folder.remove_partial(number)
 
@@ -98,7 +104,7 @@ class SnapshotFiles:
         """Return the file with the state that the rank goes on from.
 
         Raises:
-            LagomError: if others than this user can write to the run's folder.
+            LagomError: if this host sees the run's folder, and other users can write to it.
         """
         if not self.is_shared:
             return f"{self._host_dir}/{FETCHED}"
@@ -106,10 +112,10 @@ class SnapshotFiles:
         return snapshot.path
 
     def check_written(self) -> None:
-        """Check that this host sees the files that the program had written before the snapshot that it goes on from.
+        """Check that this host sees the files that lost attempts have saved, or were appending to at the snapshot.
 
         Raises:
-            SnapshotError: if a file is on the disk of another host.
+            SnapshotError: if one of them is on a disk that only another host sees.
         """
         if self.resumed is None or (written := self._spec.files) is None:
             return

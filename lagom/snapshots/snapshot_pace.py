@@ -7,19 +7,20 @@ import resource
 import time
 
 SHARE = 0.01
-"""Largest share of the run's time that rank 0 may spend until it has forked; with "auto", that all may take."""
+"""Largest share of the run's time for rank 0's work up to its forks; with "auto", for the forks' own work too."""
 _AUTO_S = 10.0
 """Shortest time between two snapshots with "auto"."""
 _PUT_OFF_S = 0.02
-"""Time until the next look after a place at which no snapshot could be taken."""
+"""Shortest time until the next try after a place at which no snapshot could be taken, in seconds."""
 
 
 class SnapshotPace:
     """Plans the next snapshot by the time that the earlier ones have taken.
 
     Args:
-        every_s: seconds from one to the next, at least. "auto": 10, or as many more as it takes for the time of rank 0,
-            of the process that writes and of the pages that are copied meanwhile to be 1% of the run's.
+        every_s: least number of seconds from one snapshot to the next; "auto": 10. Snapshots are further apart if rank
+            0's work for them would take more than ``SHARE`` of the run's time. With "auto" the processor time of the
+            process that writes, and that of the pages copied meanwhile, count as well.
     """
 
     def __init__(self, every_s: float | str) -> None:
@@ -45,14 +46,14 @@ class SnapshotPace:
         return now - self.due_at > self.every_s
 
     def fork(self, began: float) -> None:
-        """Note a fork, which rank 0 had prepared since ``began``."""
+        """Note a fork, which rank 0 had prepared since ``began``, by ``time.perf_counter``."""
         now = self.forked_at = time.perf_counter()
         self._cost_s += now - began
         self._system_s = _system_s()
         self._usual = (self._system_s - self._rested_system_s) / max(now - self._rested_at, 1e-3)
 
     def written(self, used_s: float) -> None:
-        """Note that the fork has written the snapshot, which took it ``used_s`` of a core."""
+        """Note that the fork has written the snapshot, with ``used_s`` seconds of processor time."""
         now = time.perf_counter()
         wrote_s = now - self.forked_at
         if self._counts_all:

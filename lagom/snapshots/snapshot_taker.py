@@ -1,4 +1,4 @@
-"""``Snapshots``: keeps the state of the program on disk now and then. See Note [Snapshots]."""
+"""``Snapshots``: writes the program's state to disk now and then, and goes on from it. See Note [Snapshots]."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ if TYPE_CHECKING:
 Pickled = tuple[bytes, list[memoryview]]
 """A pickle, and its large buffers."""
 _LOOK_S, _PATIENCE_S = 0.1, 1800.0
-"""Time between two looks at whether a fork has written its snapshot, and after which it counts as stuck."""
+"""Seconds between two looks at whether a fork has written its snapshot, and after which a fork is killed as stuck."""
 FORKED: tuple[str, ...] = ("cpu",)
-"""Devices whose tensors a fork can read. CUDA does not work in one, so state on GPUs is pickled before the fork."""
+"""Types of devices whose tensors a fork can read. CUDA does not work in a fork: ranks on GPUs pickle, then fork."""
 _THREADS = ("lagom", "QueueFeeder", "GetTelemetryConfig", "MLflowTelemetry")
-"""Beginnings of the names of threads that another process need not go on with."""
+"""Beginnings of the names of threads that a snapshot may leave out: the program does not need them to go on."""
 
 
 class Snapshots:
@@ -49,12 +49,12 @@ class Snapshots:
 
     Args:
         files: the files of the snapshots.
-        payload_fd: file of the call, from which its data is mapped.
+        payload_fd: file with the pickled call, from which the call's data is mapped.
         tell: sends a message to the driver.
         ask: sends a message to the driver and waits for the answer.
-        at_home: classes that came with the call, with their ids.
-        lengths: flushes the program's files, and returns the lengths of the files that it goes on writing.
-        settings: returns the settings of libraries, and sets them.
+        at_home: classes that came with the call, with the sender's ids for them.
+        lengths: flushes the files that the program goes on writing, and returns their lengths by path.
+        settings: two functions; the first returns the settings of libraries, the second sets them.
     """
 
     def __init__(
@@ -81,20 +81,26 @@ class Snapshots:
         self._why = ""
         self._asked: Any = None
         self._refused: Any = None
-        """Start of a pass that can be kept at its first batch alone."""
+        """Start of a pass at whose later batches no snapshot is tried: the workers of a loader have prevented one."""
 
     @property
     def journal(self) -> str | None:
-        """Return the file for the program's calls of services, which a resumed run does not repeat."""
+        """Return the file with the calls of MLflow, for a run that goes on; None if this host does not see it."""
         return self._files.journal
 
     def prepare(self, call: Call, known: Mapping[str, Any]) -> Callable[[], Any] | None:
-        """Have the functions of ``call`` tell their positions; return what is called instead.
-
-        If the run goes on, that is the call of the program's rest. For a script, it is a call that notes its imports.
+        """Compile the functions of ``call`` anew, so that their positions can be read; restore the snapshot, if any.
 
         Args:
             known: objects of lagom's that the program may hold, by name.
+
+        Returns:
+            The function to call instead: the rest of the program, if the run goes on from a snapshot, or a new run of
+            a script; None if the training function itself is to be called.
+
+        Raises:
+            SnapshotError: if the run cannot go on from its snapshot here.
+            LagomError: if other users can write to the snapshot.
         """
         resumed, why = self._files.resumed, self._files.obstacle(self._session.rank)
         if why and resumed is not None:
@@ -108,7 +114,10 @@ class Snapshots:
         return self._go_on(resumed) if resumed is not None else script
 
     def point(self, iterator: Any) -> None:
-        """Take a snapshot if one is due: called before ``iterator`` gives the program a batch."""
+        """Take a snapshot if one is due, or see whether the last one is written; only rank 0 does anything.
+
+        Called before ``iterator``, of a loader, gives the program a batch.
+        """
         if self._session.rank != 0 or time.perf_counter() < self._pace.next_at:
             return
         if self._child is not None:
@@ -151,7 +160,7 @@ class Snapshots:
             self._tell({"type": "snapshot", "what": "none", "why": why})
 
     def _pickle_here(self, frames: Any, iterator: Any) -> Callable[[], Pickled] | None:
-        """Pickle the state here if a fork could not, and return a function that returns the pickle; else None."""
+        """Pickle the state in the rank if a fork could not; return a function that returns the pickle, else None."""
         if self._session.device.type in FORKED:
             return None
         try:
@@ -186,7 +195,7 @@ class Snapshots:
         reader, writer = os.pipe()
         pid = os.fork()
         if pid == 0:
-            random.setstate(state)  # Python seeds it in each fork
+            random.setstate(state)  # Python seeds ``random`` anew in each fork
             self._write_in_fork(number, pickle, writer)
         os.close(writer)
         self._child, self._answer = pid, reader
@@ -194,7 +203,7 @@ class Snapshots:
         self._pace.next_at = self._pace.forked_at + _LOOK_S
 
     def _write_in_fork(self, number: int, pickle: Callable[[], Pickled], writer: int) -> None:
-        """Write the state as it was at the fork, and end."""
+        """Write the snapshot in a fork, send the result to the rank by ``writer``, and end the fork."""
         answer: dict[str, Any] = {"number": number}
         try:
             os.nice(10)
@@ -215,7 +224,7 @@ class Snapshots:
         return self._files.write(number, parcel, self._facts)
 
     def _look(self) -> None:
-        """See whether the fork has written its snapshot."""
+        """See whether the fork has written its snapshot, and tell the driver; kill a fork that is stuck."""
         assert self._child is not None
         try:
             pid, _, usage = os.wait4(self._child, os.WNOHANG)
@@ -254,7 +263,10 @@ class Snapshots:
 
 
 def _let_go(kept: int) -> None:
-    """Close what a fork shares with the rank's connections: they have to end with the rank."""
+    """Close a fork's copies of the rank's sockets and pipes but ``kept``, since these have to end with the rank.
+
+    Standard input, output and error become /dev/null.
+    """
     nothing = os.open(os.devnull, os.O_RDWR)
     for fd in (0, 1, 2):
         os.dup2(nothing, fd)
@@ -278,24 +290,27 @@ def _reason(error: BaseException) -> str:
 # each of them puts it back, and then calls the rest of the program.
 #
 # Point. A snapshot is taken where a loader is about to give a batch: nothing is under way there but functions of the
-# program. A fork of the rank has the state as it is at that moment (copy on write); it pickles it and writes it to the
-# run's folder, while the rank goes on. A fork cannot read what is on a GPU: there the rank makes the pickle, and the
-# fork only writes it. The description of a snapshot is moved to its place last, so a snapshot is there as a whole or
-# not at all.
+# program. A fork of the rank has the state of that moment (copy on write). The fork pickles the state and writes it to
+# the run's folder, or sends it to the driver, while the rank goes on. A fork cannot read tensors on a GPU: there the
+# rank itself pickles the state, and the fork only writes the bytes. The description of a snapshot is moved to its place
+# last, so a snapshot is there as a whole or not at all.
 #
 # Functions in progress. Python tells the instruction that each frame is at, and so the call or the loop in its source,
 # and gives the values of its variables. It does not give the iterators of loops and the managers of `with` blocks,
 # which lie on the stack of values. So functions of the program are compiled anew when the rank has received them, with
-# a variable for each of these (source_code.py); this costs nothing in a loop. To go on, the rest of each function from
-# its position on is built from its source, as a function of its own, from the innermost outwards (continuation.py).
+# a variable for each iterator and manager (source_code.py). This costs time at the begin of a loop or block, and none
+# in each iteration. To go on, the rest of each function from its position on is built from its source, as a function of
+# its own, from the innermost outwards (continuation.py).
 #
 # Objects. One pickle has all variables, so that what was one object stays one: parameters in a model and in its
-# optimizer (state_pickle.py). What does not pickle as it is, is in object_reducers.py. Iterators of loaders are begun
-# again with the random states of their pass, and skip what they had given, by their indices (loader_positions.py).
+# optimizer (state_pickle.py). object_reducers.py has the objects that do not pickle by themselves. Iterators of loaders
+# are begun again with the random states of their pass (loader_positions.py). They skip the indices of the batches that
+# they had given; an iterable data set is read again up to its place.
 #
-# Refused. Where a frame cannot be read (a generator, a library that calls the program back), the snapshot waits for the
-# next batch. What cannot be pickled is named. If no snapshot was possible for as long as two should be apart, the user
-# is told why.
+# Refused. Where a frame cannot be read (a generator, a library that calls the program back), or an object cannot be
+# pickled, the snapshot waits for a later batch. If a snapshot is late by as long as two should be apart, the user is
+# told the reason.
 #
-# Files and output. With a snapshot go the lengths of the files that the program appends to, and a mark in its output: a
-# new attempt finds the files cut to them (WrittenFiles.go_back), and shows only what comes after the mark.
+# Files and output. To a snapshot belong the lengths of the files that the program goes on writing, and a mark in its
+# output. A new attempt finds the files cut to these lengths (WrittenFiles.go_back). Its output is held back as long as
+# it repeats the lost attempt's output after the mark (ShownOutput.go_back).

@@ -1,9 +1,9 @@
-"""``SourceCode``: the user's source files, compiled anew so that the iterators of loops can be read from a frame.
+"""``SourceFile``: a source file of the user, compiled anew so that the iterators of loops can be read from a frame.
 
-The value stack of a running frame cannot be read in Python. The iterator of a ``for`` loop and the manager of a
-``with`` block lie there, and nothing else that a statement in progress needs twice. So each of them gets a local
-variable, whose name no program can have. The iterators and managers of a script's own statements are in a dict beside
-the script's variables: these are global, and a program may list them.
+The value stack of a running frame cannot be read in Python. On it lie the iterator of a ``for`` loop and the manager
+of a ``with`` block, which the rest of the function needs. So each iterator and manager gets a local variable, whose
+name no program can have. Those of a script's own statements are in a dict beside the script's variables: these are
+global, and a program may list them.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def manager_name(block: ast.With, number: int) -> str:
 
 
 def in_words(name: str) -> str:
-    """Return what a variable is for a reader: its name, or the line of the loop or block that it belongs to."""
+    """Describe a variable for the user: by its name, or by the line of the loop or block that it belongs to."""
     return f"loop or block of line {name[len(MARK) :].partition(':')[0]}" if name.startswith(MARK) else name
 
 
@@ -50,7 +50,7 @@ def name_at(name: str, node: ast.AST) -> ast.Name:
 
 
 class HeldIterator:
-    """Gives a loop an iterator whose ``__iter__`` has been called: it may shuffle, so it is not called twice."""
+    """Gives a loop its iterator without a second call of the iterator's ``__iter__``, which may shuffle."""
 
     def __init__(self, iterator: Iterator[Any]) -> None:
         self.iterator = iterator
@@ -60,7 +60,7 @@ class HeldIterator:
 
 
 def held(iterator: Iterator[Any]) -> Iterable[Any]:
-    """Return ``iterator`` for a loop, as a ``HeldIterator`` unless its ``__iter__`` is one of C, which does nothing."""
+    """Return ``iterator`` for a loop, as a ``HeldIterator`` unless its ``__iter__`` is in C, where it has no effect."""
     is_c = isinstance(getattr(type(iterator), "__iter__", None), types.WrapperDescriptorType)
     return iterator if is_c else HeldIterator(iterator)
 
@@ -71,7 +71,7 @@ def iterator_of(value: Any) -> Any:
 
 
 class LocalVariables:
-    """Has iterators and managers in local variables of the function that uses them."""
+    """Makes code that keeps iterators and managers in local variables of the function that uses them."""
 
     def keep(self, name: str, value: ast.expr) -> ast.expr:
         """Return an expression that gives ``name`` the value."""
@@ -87,12 +87,12 @@ class LocalVariables:
         return ast.copy_location(ast.Name(name, ast.Store()), node)
 
     def clear(self, name: str, node: ast.AST) -> ast.stmt:
-        """Return a statement that lets go of what ``name`` holds, which would else live longer than before."""
+        """Return a statement that clears ``name``, whose value would else live longer than in the program itself."""
         return ast.copy_location(ast.Assign([ast.Name(name, ast.Store())], ast.Constant(None)), node)
 
 
 class ScriptVariables(LocalVariables):
-    """Has the iterators and managers of a script's own statements in a dict beside the script's global variables.
+    """Makes code that keeps iterators and managers of a script's own statements in a dict beside its global variables.
 
     So a program that lists its globals does not see them.
     """
@@ -126,14 +126,18 @@ LOCAL, OF_SCRIPT = LocalVariables(), ScriptVariables()
 
 
 def make_known() -> None:
-    """Make builtins of the functions that code with a named stack calls."""
+    """Put lagom's functions and dict that the code of ``NamedStack`` uses into ``builtins``."""
     names = {_ITER: iter, _HELD: held, _KEEP: _keep, _KEPT: ScriptVariables.kept}
     for name, value in names.items():
         setattr(builtins, name, value)
 
 
 class NamedStack(ast.NodeTransformer):
-    """Gives each iterator and each context manager in a function a variable, and in other statements ``variables``."""
+    """Gives each iterator and each context manager a variable.
+
+    In functions it is a local variable, in the file's own statements one of ``variables``, or none without these. The
+    statements of classes, and functions that list their variables, stay as they are.
+    """
 
     def __init__(self, variables: LocalVariables | None = None) -> None:
         self._variables = variables
@@ -205,7 +209,10 @@ def names_in(statements: Iterable[ast.stmt]) -> list[str]:
 
 
 def clear_left(variables: LocalVariables, node: ast.Try | ast.TryStar) -> None:
-    """Have handlers first clear the variables of iterators that an exception has left: generators and workers end."""
+    """Have the handlers of ``node`` first clear the variables of loops and blocks that an exception has left.
+
+    So generators and workers end as in the program itself. A ``finally`` clears the variables too.
+    """
     names = names_in([*node.body, *node.orelse])
     for handler in node.handlers:
         handler.body = [*(variables.clear(name, node) for name in names), *handler.body]
@@ -215,7 +222,7 @@ def clear_left(variables: LocalVariables, node: ast.Try | ast.TryStar) -> None:
 
 
 def _lists_variables(function: ast.AST) -> bool:
-    """Return whether a program sees all variables of ``function``, so that it must not have others."""
+    """Return whether ``function`` lists its variables, as by ``locals()``, so that it must not get others."""
     return isinstance(function, ast.FunctionDef) and any(
         isinstance(node, ast.Call)
         and isinstance(node.func, ast.Name)
@@ -233,9 +240,12 @@ class SourceFile:
     """One source file of the program: its tree, and where each node stands in it.
 
     Args:
-        name: the name that its code has for it.
-        is_script: its own statements are a program, which may be in progress too.
+        name: the file name that its code objects have.
+        is_script: whether the file is a script, whose own statements may be in progress too.
         flags: of ``compile``, for the future imports that hold in it.
+
+    Raises:
+        SyntaxError: if ``text`` cannot be parsed.
     """
 
     def __init__(self, name: str, text: str, is_script: bool = False, flags: int = 0) -> None:
@@ -265,17 +275,17 @@ class SourceFile:
                 self._loops[span(node)] = self._loops[span(node.iter)] = node
 
     def function(self, code: types.CodeType) -> Function | None:
-        """Return the function that ``code`` was compiled from, or the script."""
+        """Return the function that ``code`` was compiled from, or the script; None if the file has none."""
         return self.function_at(code.co_name, code.co_firstlineno)
 
     def function_at(self, name: str, first_line: int) -> Function | None:
-        """Return the function ``name`` that begins at a line, or the script."""
+        """Return the function ``name`` that begins at ``first_line``, or the script; None if the file has none."""
         if name == SCRIPT:
             return self.tree if self.variables is not None else None
         return self._functions.get((name, first_line))
 
     def call_at(self, where: Span) -> ast.Call | None:
-        """Return the call that ends where ``where`` does: its code may begin at the name of a method."""
+        """Return the call that ends where ``where`` ends; its code may begin later, at the name of a method."""
         return self._calls.get(where[2:])
 
     def loop_at(self, where: Span) -> ast.For | None:
@@ -300,13 +310,13 @@ class SourceFile:
 
     @functools.cached_property
     def _plain(self) -> dict[tuple[str, int], types.CodeType]:
-        """The code of each function by name and first line, where the file is compiled as a whole."""
+        """The code of each function by name and first line, as Python compiles the whole file."""
         found = codes(self.compiled(self.tree))
         return {(code.co_qualname, code.co_firstlineno): code for code in found}
 
     @functools.cached_property
     def _apart(self) -> dict[tuple[str, int], types.CodeType]:
-        """The code of each function by name and first line, where the statements of the file are compiled one by one.
+        """The code of each function by name and first line, as Python compiles the statements of the file one by one.
 
         Notebooks compile the statements of a cell so. Python generates other code for the call ``torch.rand()`` where
         it sees ``import torch``.
@@ -323,12 +333,12 @@ class SourceFile:
 
     @functools.cached_property
     def module_code(self) -> types.CodeType:
-        """The code of the file, with these variables."""
+        """The code of the file, with a variable for each iterator and manager."""
         tree = NamedStack(self.variables).visit(ast.parse(self.text, self.name))
         return self.compiled(tree)
 
     def compiled(self, tree: Any) -> types.CodeType:
-        """Compile a tree that was made from the source, which has been compiled before, so without its warnings."""
+        """Compile a tree made from the source, without the warnings that Python has shown for the source before."""
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             fixed = ast.fix_missing_locations(tree)

@@ -1,6 +1,7 @@
-"""``pickle_state`` and ``unpickle_state``: all objects of a program in one pickle, so that they stay the same ones.
+"""``pickle_state``, ``unpickle_state``: all objects of a program in one pickle, so that shared objects stay shared.
 
-Functions of the program, its modules' variables and the data that came with the call are pickled by reference.
+Functions of the program's modules are pickled by name. Those that are defined in a function, in a script or in a module
+beside it are pickled with their code. ``call_memory.py`` leaves out data that came with the call.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ class Programs:
 
     globals: Globals = types.MappingProxyType({})
     kept: Mapping[str, types.ModuleType] = types.MappingProxyType({})
-    """Modules that are kept with their functions and classes."""
+    """Modules whose functions and classes are in the pickle, by name."""
 
 
 _now = Programs()
@@ -50,7 +51,7 @@ _now = Programs()
 def program_globals(
     found: Globals, kept: Mapping[str, types.ModuleType] = types.MappingProxyType({})
 ) -> Iterator[None]:
-    """Have pickles in the block refer to these variables.
+    """Have pickles in the block refer to the variables in ``found`` by the names of their modules.
 
     Args:
         kept: modules whose functions and classes are in the pickle, as the process that reads it has empty ones.
@@ -69,8 +70,11 @@ def pickle_state(
     """Pickle ``state``; return the pickle and its large buffers.
 
     Args:
-        at_home: classes that came with the call, with their ids.
+        at_home: classes that came with the call, with the sender's ids for them.
         reduce: returns how to pickle an object, as ``__reduce_ex__`` does, or NotImplemented.
+
+    Raises:
+        Exception: a PicklingError or an object's own error, if a part of ``state`` cannot be pickled.
     """
     buffers: list[memoryview] = []
 
@@ -164,7 +168,7 @@ class _StatePickler(Pickler):
 
 
 def _tensor_made(make: Callable[..., torch.Tensor], args: tuple[Any, ...], version: int) -> torch.Tensor:
-    """Make a tensor with the original's version, by which lagom notices the tensors that a forward changes."""
+    """Make a tensor with the original's version, by which lagom notices the tensors that a forward changes in place."""
     made = make(*args)
     found = made.data.requires_grad_(made.requires_grad)  # a tensor of version 0
     for _ in range(version):
@@ -276,7 +280,7 @@ def _fill(function: types.FunctionType, state: Any) -> None:
 
 
 def cell_contents(cells: Mapping[str, types.CellType]) -> list[tuple[types.CellType, bool, Any]]:
-    """Return ``cells`` with what they hold, for ``fill_cells``; in a pickle they are empty."""
+    """Return ``cells`` with what they hold, for ``fill_cells``; a cell is pickled without its content."""
     return [(cell, *_content(cell)) for cell in cells.values()]
 
 
@@ -293,14 +297,14 @@ def unpickle_state(pickled: Any, buffers: Sequence[Any]) -> Any:
 
 
 def is_data(value: Any) -> bool:
-    """Return whether a variable of a module or class holds a state of its own, as functions with variables do too."""
+    """Return whether ``value`` has a state of its own: it is no module, class or function without closure variables."""
     if isinstance(value, types.FunctionType):
         return bool(value.__closure__)
     return not isinstance(value, (types.ModuleType, type, types.BuiltinFunctionType))
 
 
 def is_filled_cache(value: Any) -> bool:
-    """Return whether ``value`` is a function under ``functools.cache`` that holds values, which cannot be read."""
+    """Return whether ``value`` is a cached function of the program that holds values, which Python does not show."""
     if type(value) is not functools._lru_cache_wrapper or not value.cache_info().currsize:
         return False
     code = getattr(inspect.unwrap(value), "__code__", None)
@@ -308,7 +312,7 @@ def is_filled_cache(value: Any) -> bool:
 
 
 def standard_streams(value: Any) -> Any:
-    """Return how to pickle a standard stream of this process."""
+    """Return how to pickle a standard stream of this process; NotImplemented for other objects."""
     for name in ("stdin", "stdout", "stderr"):
         if value is getattr(sys, name) or value is getattr(sys, f"__{name}__"):
             return getattr, (sys, name)

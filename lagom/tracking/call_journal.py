@@ -27,7 +27,7 @@ class _Call:
     given: str
     """Arguments, encoded; empty if they cannot be."""
     answer: str | None = None
-    """The answer, encoded; None if the attempt was lost during the call."""
+    """The answer, encoded; empty if it cannot be, None if the attempt was lost during the call: then call again."""
 
     def is_repeated_by(self, name: str, given: str) -> bool:
         """Return whether the program makes the call again."""
@@ -77,8 +77,8 @@ class CallJournal:
         Args:
             given: the arguments, by their names.
             make: makes the call.
-            finish: makes the call during which an attempt was lost, with that attempt's arguments; None if the call
-                may be made twice.
+            finish: makes the call during which an attempt was lost, with that attempt's arguments; None if ``make`` may
+                make the call a second time.
         """
         self.num += 1
         text, lost = _encoded(given), self._lost.pop(self.num, None)
@@ -147,12 +147,13 @@ def _encoded(value: Any) -> str:
 #
 # A store of MLflow cannot be set back to its content at a snapshot: it may be a server, or a database that C code
 # changes. So the program's calls are counted, and written to a journal with their answers: a line before each call, and
-# one behind it. A snapshot has the number of calls. An attempt that goes on from the snapshot finds in the journal the
+# one after it. A snapshot has the number of calls. An attempt that goes on from the snapshot finds in the journal the
 # calls that were made after the snapshot. The program repeats them, and gets the answers from the journal, so that an
 # MLflow run which the lost attempt has begun goes on too. Calls after the last of these reach the store. Neither times
 # nor metric values are compared: another number of ranks rounds values differently, but a step must be logged only
 # once.
 #
-# One call may have been under way when the attempt was lost. It is made again with the times that it had then, and
-# without the metrics that the store has already. If a program makes another call than the lost attempt did, the calls
-# of the lost attempt cannot be undone in the store; a line says so.
+# One call may have been under way when the attempt was lost. It is made again: a log_metric or log_batch with the times
+# that it had then, and without the metrics that the store has already; any other call, perhaps a second time. So is a
+# call whose answer cannot be encoded. If a program makes another call than the lost attempt did, the calls of the lost
+# attempt cannot be undone in the store; a line says so.

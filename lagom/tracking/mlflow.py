@@ -49,7 +49,7 @@ _RUN = "MLFLOW_RUN_ID"
 _DOWNLOADS = ("download_", "get_local_path")
 """Beginnings of methods that every rank calls itself, after rank 0: they give a path on the rank's disk."""
 _TRACES = ("trace", "span")
-"""Parts of names of methods whose arguments have random ids, so that they are not repeated."""
+"""Parts of names of methods that the journal does not keep: random ids in their arguments never match again."""
 _READS = ("get_", "search_", "list_", "find_", "batch_get_", "query_", "calculate_", "load_", *_DOWNLOADS)
 """Beginnings of methods that a rank may call itself if rank 0 does not make the call: they change nothing."""
 
@@ -173,6 +173,10 @@ class _Tracker:
         Args:
             real: the method of the real store.
             make: returns the real store; None if the journal does not keep calls of this store.
+
+        Raises:
+            LagomError: if the call is no read, and rank 0 does not make it, or gets an answer that cannot be sent.
+            Exception: the error of the call on rank 0.
         """
         is_first, is_log, is_fork = self._session.rank == 0, name.startswith(_LOGS), os.getpid() != self._pid
         if not self._is_shared or (is_first and is_fork):
@@ -271,7 +275,7 @@ class _Store:
 
 
 def _end_lost_runs(store: Any) -> None:
-    """Set the runs of attempts that were lost to KILLED: nobody goes on with them."""
+    """Set the status of MLflow runs that lost attempts began to KILLED: no attempt goes on with these runs."""
     for run_id in files.lost_tracked_runs():
         with suppress(Exception):  # of another store, or deleted
             if store.get_run(run_id).info.status == "RUNNING":
@@ -296,7 +300,8 @@ _is_direct = ContextVar("_is_direct", default=False)
 # (./mlruns) are not part of its own disk only: the other ranks of its host see them at once, as they see downloads. If
 # MLflow adds a method, rank 0 answers it until it is listed above.
 #
-# A trial of a search usually has one rank, and always a disk of its own. Its calls reach the real store too: runs of
-# all trials are in one place, as if they had run one after another.
+# A trial of a search usually has one rank, and a disk of its own unless it runs inline. Its calls reach the real store
+# too: runs of all trials are in one place, as if they had run one after another.
 #
-# If only another rank logs something, after the program has asked for its rank, it is not recorded either.
+# If only another rank logs a value, after the program has asked for its rank, the value is not recorded either. If the
+# program has made its own process group, each rank calls the real stores itself.

@@ -32,6 +32,7 @@ class Answer(NamedTuple):
     """The result of a call on rank 0: a value or an error."""
 
     arguments: str
+    """Text of rank 0's arguments; "" if they are not compared."""
     value: Any
     error: Exception | None
 
@@ -40,6 +41,8 @@ class Answers:
     """Sends rank 0's answers to the other ranks, which wait for them; rank 0 does not wait. See Note [Answers].
 
     Args:
+        notes: the ranks' store, through which the answers go.
+        num_readers: number of ranks that read each answer.
         package: the service's package, whose frames are ignored when calls of the program are identified.
     """
 
@@ -90,7 +93,9 @@ class Answers:
         """Return rank 0's answer to the call ``key``; None if it cannot be encoded, or rank 0 does not make the call.
 
         Raises:
-            LagomError: if rank 0 neither makes the call nor ends its program for ``TIMEOUT_S`` seconds.
+            LagomError: if rank 0 neither makes the call nor ends its program for ``TIMEOUT_S`` seconds, unless the
+                program has asked for its rank.
+            CollectiveError: if the ranks' store is gone.
         """
         timeout_s = _ALONE_S if files.has_asked() else TIMEOUT_S
         try:
@@ -117,5 +122,5 @@ class Answers:
 # compared. Arguments of calls that create something may differ (a name may contain the time); rank 0's are used.
 #
 # A rank that gets no answer has taken another path than rank 0. It waits until rank 0's program ends, at most as long
-# as for an exchange; meanwhile the watchdog reports it. If the program has called ``lagom.rank()``, it waits for some
-# seconds only, since the program may make the call on this rank alone.
+# as for an exchange; meanwhile the stall detector (host/stall_detector.py) reports the rank. If the program has called
+# ``lagom.rank()``, the rank waits for some seconds only, since the program may make the call on this rank alone.

@@ -1,4 +1,4 @@
-"""Answers of MLflow's stores as JSON: plain values, and objects and errors of MLflow's own classes."""
+"""Answers of a service as JSON: plain values, objects of MLflow's own classes, and errors of MLflow and Python."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ def encode(value: object) -> str:
     """Encode ``value`` as text.
 
     Raises:
-        TypeError: when it holds an object that is neither plain nor MLflow's.
+        TypeError: when it holds an object that is neither plain (tuples and bytes are not) nor MLflow's, nor an
+            exception of Python's.
     """
     return json.dumps(_encode(value), separators=(",", ":"))
 
 
 def decode(text: str) -> Any:
-    """Decode what ``encode`` returned. Only MLflow's classes and errors are made, and none of their code runs."""
+    """Decode a text of ``encode``. Only objects of MLflow's classes and exceptions are made, without ``__init__``."""
     return json.loads(text, object_hook=_make)
 
 

@@ -69,7 +69,10 @@ def _aside(session: Session, original: Callable[..., None]) -> Callable[..., Non
 
 
 def _followed(session: Session, original: Callable[..., None]) -> Callable[..., None]:
-    """Wrap the constructor of TensorBoard's queue of events, which also restores the queues in a snapshot."""
+    """Wrap the constructor of TensorBoard's queue of events, so that each new queue works in twins.
+
+    Queues that are restored from a snapshot are made by this constructor too.
+    """
 
     @functools.wraps(original)
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -99,7 +102,7 @@ def _restart_in_twins(twins: TwinForks, writer: Any) -> None:
 
 
 def write_queued_events() -> None:
-    """Wait until the threads of all writers have written what the program has logged so far."""
+    """Wait until the threads of TensorBoard's writers (not tensorboardX's) have written all that was logged so far."""
     for thread in threading.enumerate():
         if type(thread).__module__ == _MODULES[0]:
             vars(thread)["_queue"].join()
@@ -109,6 +112,9 @@ def reduce_event_writer(value: Any) -> Any:
     """Reduce TensorBoard's queue of events, which must be empty, for pickle; NotImplemented for other objects.
 
     The writer that the queue belongs to pickles by default; once unpickled, it appends to its file.
+
+    Raises:
+        PicklingError: if the events do not go to a file that Python writes.
     """
     module = sys.modules.get(_MODULES[0])
     if module is None or type(value) is not vars(module)[_QUEUED]:

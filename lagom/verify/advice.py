@@ -11,7 +11,8 @@ def advise(verdict: str, rows: Sequence[ComparisonRow], better: str | None, is_s
     """Return the finding and the advice.
 
     Args:
-        better: a setting with which the ranks do the same as one process; if they do already, a faster setting.
+        better: a setting with which the ranks do the same as one process; if they do already, a faster setting; None if
+            no such setting was found.
         is_shared: whether the ranks do different work.
     """
     if verdict == "agrees":

@@ -17,7 +17,8 @@ def compare(one: Record, ranks: Sequence[Record], again: Record | None = None) -
     Args:
         one: the record of one process.
         ranks: the records of all ranks, in order.
-        again: the record of a second run of one process: values that differ from ``one`` cannot be expected to agree.
+        again: the record of a second run of one process: numbers read, texts, results and errors that differ from
+            ``one`` cannot be expected to agree.
     """
     epsilon = _epsilon(one)
     left_out = {number for rank in ranks for number in one.leaves if _is_own_data(number, one, rank)}

@@ -13,13 +13,16 @@ NUMBER = re.compile(r"0x[0-9a-f]+|[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?")
 
 
 def tolerance(step: int, epsilon: float) -> float:
-    """Return the relative error allowed after ``step`` backwards in that precision: rounding errors grow."""
+    """Return the relative error allowed after ``step`` backwards at machine epsilon ``epsilon``: errors grow."""
     base, most = (1e-9, 1e-4) if epsilon < 1e-12 else (1e-4, 0.05) if epsilon < 1e-5 else (0.02, 0.2)
     return min(base * 1.5**step, most)
 
 
 def is_near(left: float, right: float, relative: float, scale: float, absolute: float = 0.0) -> bool:
-    """Return whether both differ by ``relative`` * (size + ``scale``) at most, or are the same non-finite value."""
+    """Return whether both numbers are almost equal, or the same non-finite value.
+
+    They may differ by ``relative`` * (the larger size + ``scale``) + ``absolute``.
+    """
     if not (math.isfinite(left) and math.isfinite(right)):
         return repr(left) == repr(right)
     return abs(left - right) <= relative * (max(abs(left), abs(right)) + scale) + absolute
@@ -48,7 +51,11 @@ def both_bad(left: Sketch, right: Sketch) -> bool:
 
 
 def same_printed(left: str, right: str, allowed: float) -> bool:
-    """Return whether two texts of a number are equal up to rounding of the last digit; addresses always are."""
+    """Return whether two texts of a number are equal, up to rounding of the last digit; addresses always are.
+
+    Args:
+        allowed: relative error beside the rounding.
+    """
     if left == right or left.startswith("0x"):
         return True
     if right.startswith("0x"):

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 
 class AgreementLevel(enum.IntEnum):
-    """The result of a comparison, the lower the better."""
+    """The result of a comparison, from "nothing to compare" (UNKNOWN) to the worst."""
 
     UNKNOWN = -1
     AGREES = 0

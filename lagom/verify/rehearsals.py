@@ -28,7 +28,7 @@ from lagom.verify.resumption import (
 from lagom.verify.verification import Verification
 
 _PATIENCE_S = 30.0
-"""Seconds after which a rehearsal of one process ends early, so that fewer backwards are compared."""
+"""Seconds after which a rehearsal of one process ends early, after 8 or 24 backwards, so that fewer are compared."""
 
 
 def verify(launcher: Launcher, plan: Plan, call: Call) -> Verification:
@@ -37,7 +37,9 @@ def verify(launcher: Launcher, plan: Plan, call: Call) -> Verification:
     See Note [Rehearsals].
 
     Raises:
-        VerificationError: when the planned run would not give the results of one process; names a setting that would.
+        VerificationError: when the run may not start, as a rule because it would not give the results of one process;
+            names a setting that would, if one was found.
+        PlanError: when snapshots are asked for, and the run has no folder.
     """
     started = time.monotonic()
     with snapshot_folder(plan, call) as snapshots:
@@ -94,7 +96,11 @@ def _is_better(other: _Finding, found: _Finding) -> bool:
 
 
 def _may_run(plan: Plan, found: _Finding, better: Plan | None) -> bool:
-    """Return whether to start the run: it gives the results of one process, or comes as near as any setting does."""
+    """Return whether to start the run.
+
+    Differences by the ranks' own random numbers or shares are accepted with "per_rank"; else only if no better setting
+    was found and the printed texts agree.
+    """
     if found.verdict in ("random", "own"):
         is_shown = any(row.what == "printed" and row.level > AgreementLevel.AGREES for row in found.rows)
         return plan.config.batches == "per_rank" or (better is None and not is_shown)

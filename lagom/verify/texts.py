@@ -15,8 +15,11 @@ _TOKEN = re.compile(rf"{_CLOCK.pattern}|{NUMBER.pattern}|[^\W\d]+|\S")
 def difference(left: str, repeat: str, right: str, allowed: float) -> str | None:
     """Return the first line of ``left`` that differs in ``right`` by more than rounding; None if there is none.
 
+    If only their lengths differ, return the first line that only the longer text has.
+
     Args:
-        repeat: the text of a second run like that of ``left``: parts that differ there are ignored.
+        repeat: the text of a second run like that of ``left``: parts that differ there are ignored. If it has another
+            number of lines, nothing is compared.
         allowed: relative error of numbers.
     """
     mine, repeated, theirs = left.splitlines(), repeat.splitlines(), right.splitlines()

@@ -1,4 +1,4 @@
-"""``DriverClient``: one end of a connection that carries JSON frames, such as a rank's end of the driver's channel."""
+"""``DriverClient``: one end of a connection that carries JSON frames, such as a host process's end of the channel."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from lagom.wire.tls import trusting
 MAX_BACKLOG_BYTES = 64 << 20  # bytes that may wait for a slow driver; offered messages beyond are dropped
 _TRIES = 3
 LOST_AFTER_S = 120.0
-"""Silence after which the driver's machine counts as lost; as long as Spark's limit, since a laptop may sleep."""
+"""Seconds of silence after which the driver's machine is lost; as long as Spark's limit, since a laptop may sleep."""
 _WOULD_WAIT = (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError)
 
 
@@ -59,7 +59,12 @@ class DriverClient:
         return self.socket.fileno()
 
     def send(self, message: Message, timeout_s: float = 10.0) -> None:
-        """Send ``message`` after all queued messages; raise LinkClosed if they are not sent in ``timeout_s``."""
+        """Send ``message`` after all queued messages.
+
+        Raises:
+            LinkClosed: when they are not sent in ``timeout_s``, or the connection has ended.
+            ValueError: when ``message`` is too long for a frame.
+        """
         self._queue(message)
         deadline = time.monotonic() + timeout_s
         while self.flush():
@@ -68,7 +73,11 @@ class DriverClient:
                 raise LinkClosed(f"the driver took nothing for {timeout_s:g} s")
 
     def offer(self, message: Message) -> None:
-        """Queue ``message``, and send as much as possible without waiting; drop and count it if the queue is full."""
+        """Queue ``message``, and send as much as possible without waiting; drop and count it if the queue is full.
+
+        Raises:
+            LinkClosed, ValueError: as ``send``.
+        """
         if len(self._outgoing) > MAX_BACKLOG_BYTES:
             self._dropped += 1
             return
@@ -79,7 +88,7 @@ class DriverClient:
         self.flush()
 
     def flush(self) -> bool:
-        """Write as much as the socket accepts; return whether bytes are left."""
+        """Write as much as the socket accepts; return whether bytes are left; LinkClosed if the connection ended."""
         try:
             while self._outgoing:
                 del self._outgoing[: self.socket.send(self._outgoing[: 1 << 18])]
@@ -116,7 +125,12 @@ class DriverClient:
         return messages
 
     def receive(self, timeout_s: float) -> Message | None:
-        """Return the next message, or None if none arrives in time."""
+        """Return the next message, or None if none arrives in time.
+
+        Raises:
+            LinkClosed: when the other end has closed the connection, or has sent bytes that are not a frame.
+            OSError: when the connection is broken.
+        """
         deadline = time.monotonic() + timeout_s
         while True:
             # Decode one frame at a time: later frames stay for the next call.
@@ -150,12 +164,15 @@ class DriverClient:
 def dial(
     address: tuple[str, int], secret: bytes, hello: Message, timeout_s: float, certificate: str | ssl.SSLContext = ""
 ) -> DriverClient | None:
-    """Connect to the driver at ``address`` and prove the secret; return None if that fails in time.
+    """Connect to the driver, or to a host that serves the payload, and prove the secret.
 
     Args:
         hello: the first message, which says the connection's purpose.
         certificate: the driver's certificate (PEM), the only one that is accepted; "" for no encryption. A TLS context
             for a connection to another host, where both ends show a certificate.
+
+    Returns:
+        The connection; None if ``address`` cannot be reached, or the proofs are not done in ``timeout_s``.
     """
     tls = trusting(certificate) if isinstance(certificate, str) and certificate else certificate
     deadline = time.monotonic() + timeout_s
@@ -209,7 +226,11 @@ def _receive_exactly(connection: socket.socket, size: int, deadline: float) -> b
 def deliver(
     address: tuple[str, int], secret: bytes, name: str, fd: int, timeout_s: float, certificate: str = ""
 ) -> str | None:
-    """Send the file ``fd`` to the driver as ``name``; return its SHA-256, or None if it did not arrive."""
+    """Send the file ``fd`` to the driver as ``name``; return its SHA-256, or None if it did not arrive.
+
+    Args:
+        timeout_s: how long to wait for the connection, for room to send each part, and for the driver's answer.
+    """
     size = os.fstat(fd).st_size
     link = dial(address, secret, {"purpose": "deliver", "name": name, "size": size}, timeout_s, certificate)
     if link is None:

@@ -1,4 +1,4 @@
-"""Frames of JSON between driver and ranks, with a MAC (a seal) on each frame where strangers can connect."""
+"""Frames of JSON between driver, host processes and ranks, with a MAC (a seal) on each where strangers can connect."""
 
 from __future__ import annotations
 
@@ -130,17 +130,18 @@ class FrameDecoder:
 
 # Note [Handshake]
 #
-# The secret of a run travels to its tasks inside Spark's job, never over a socket of lagom's. A connection begins with
+# The secret of a run travels to its tasks inside Spark's job, never over a socket of lagom's. In this Note the end that
+# connects is called the rank: it is a rank or a host process. A connection begins with
 #
 #     driver:  a nonce, 16 bytes
 #     rank:    a nonce, 16 bytes, and its proof, 32 bytes; its frames may follow at once
 #     driver:  its own proof, 32 bytes; its frames follow
 #
-# The driver reads only these 48 bytes of a rank before the rank is proved: it compares the proof in constant time, and
-# parses nothing before. Proofs and keys are HMAC-SHA256 with the secret over a purpose and both nonces. So a recording
-# of one connection is useless on another, and an attacker cannot use one end's proof as the other end's. Both ends
-# prove themselves, so a process that takes over the driver's port after the driver's end cannot tell ranks to stop, or
-# where to connect.
+# The driver looks only at these 48 bytes of a rank before the rank is proved: it compares the proof in constant time,
+# and parses nothing before. Proofs and keys are HMAC-SHA256 with the secret over a purpose and both nonces. So a
+# recording of one connection is useless on another, and an attacker cannot use one end's proof as the other end's. Both
+# ends prove themselves, so a process that takes over the driver's port after the driver's end cannot tell ranks to
+# stop, or where to connect.
 #
 # Frames have seals because an attacker between the two ends could still write into the connection after the handshake.
 # Seals do not encrypt: tls.py does. Files (a large payload, a large outcome) follow a sealed first message without

@@ -24,7 +24,8 @@ class DriverListener:
     """Admits connections whose other end knows ``secret``; Note [Strangers] says how the cost of others is bounded.
 
     ``admit(peer, hello)`` is called for each admitted connection. A connection without a proof and a first message
-    after ``hello_s`` seconds is closed. All methods run in the event loop's thread.
+    after ``hello_s`` seconds is closed; with TLS, its handshake may take ``hello_s`` more. All methods run in the event
+    loop's thread.
     """
 
     def __init__(
@@ -114,8 +115,9 @@ def files_for(num_tasks: int) -> Any:
 #
 # The driver listens on its own address, at a port that every process in the network can find. A connection without a
 # proof of the run's secret (Note [Handshake] in framing.py) costs the driver an open file for at most 5 s, and the time
-# of an HMAC; none of its bytes are parsed or kept. At most 256 such connections are open. Above this number the oldest
-# is closed: a client of this run proves itself within a round trip, so the oldest is most probably a stranger; a client
-# that was closed tries again. Connections are accepted one at a time, between the messages of admitted connections. So
-# a flood of connections delays ranks by no more than the time to accept one. If so many tasks will connect that the
-# process could run out of open files, its limit is raised for the run, and restored afterwards.
+# of an HMAC; lagom parses none of its bytes. With TLS it costs at most 10 s, and a TLS handshake. At most 256 such
+# connections are open. Above this number the oldest is closed: a client of this run proves itself within a few round
+# trips, so the oldest is most probably a stranger; a client that was closed tries again. Connections are accepted one
+# at a time, between the messages of admitted connections. So a flood of connections delays ranks by no more than the
+# time to accept one. If so many tasks will connect that the process could run out of open files, its limit is raised
+# for the run, and restored afterwards.

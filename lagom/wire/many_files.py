@@ -1,4 +1,7 @@
-"""``send_with_files``, ``receive_with_files``: pass a message with any number of descriptors over a Unix socket."""
+"""``send_with_files``, ``receive_with_files``: pass a message with any number of descriptors over a Unix socket.
+
+The socket must keep messages apart (SOCK_SEQPACKET or SOCK_DGRAM).
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``PayloadCopy``: a host's copy of the payload, of which each part may come from the driver or from another host."""
+"""``PayloadCopy``: a host's copy of the payload or a snapshot, whose parts may come from the driver or other hosts."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ class PayloadCopy:
     """A copy in the file ``path``, which is complete once ``take`` has returned without an error.
 
     Args:
-        size: bytes of the payload.
-        sha256: digest of the payload, which came inside Spark's job.
-        name: the sender's name for the file to copy.
+        size: bytes of the file to copy.
+        sha256: digest of this file, which came inside Spark's job.
+        name: the sender's name for this file: "payload" or "snapshot".
     """
 
     def __init__(self, path: str, size: int, sha256: str, name: str = "payload") -> None:
@@ -45,6 +45,7 @@ class PayloadCopy:
         Raises:
             LinkClosed: if bytes do not arrive in time: a later call fetches only the rest. Also if the complete file
                 has another digest: a later call begins again.
+            OSError: if the connection breaks, or the file cannot be written.
         """
         hello = {"purpose": "fetch", "name": self._name, "start": self._position}
         link = dial(address, secret, hello, stall_s, certificate)

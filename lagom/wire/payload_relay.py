@@ -1,4 +1,4 @@
-"""``PayloadRelay``: tells each host, from the driver, from which host or driver to copy the payload."""
+"""``PayloadRelay``: tells each host where to copy the payload from: the driver, or another host."""
 
 from __future__ import annotations
 

@@ -12,7 +12,8 @@ MOST_FROM_DRIVER = 3
 _LEAST_PATIENCE_S = 2.0
 _FIRST_PATIENCE_S = 5.0
 _MOST_FAILURES = 2
-"""Failed copies after which a source is used no more; a host with as many failures gets no more time limits."""
+"""Failed copies in a row after which a host is no source any more; a host whose own copies have failed as often gets no
+more time limits."""
 _SLOW_BYTES_PER_S = 50e6
 """Rate below which the first copies count as slow."""
 _NOBODY = object()
@@ -46,7 +47,7 @@ class PayloadSources:
         self._clock = clock
         self._first_patience_s = _FIRST_PATIENCE_S + size / _SLOW_BYTES_PER_S
         self._waiting: dict[Hashable, set[Hashable]] = {}
-        """Hosts without a source, each with the sources from which it could not copy the payload."""
+        """Hosts that wait for a source, each with the sources from which it could not copy the payload."""
         self._copying: dict[Hashable, tuple[_Copy, set[Hashable]]] = {}
         self._complete: dict[Hashable, Address] = {}
         self._num_served: dict[Hashable | None, int] = {None: 0}
@@ -137,9 +138,10 @@ class PayloadSources:
 # from all hosts that have it have failed.
 #
 # A slow host delays no other host. If a copy takes four times as long as others, its source is free to serve another
-# host meanwhile. After twice this time, or 10 s without a byte, the slow host gives up its source, keeps the bytes that
-# have arrived, and asks for another source, at last the driver. A source that two hosts have given up is used no more.
-# A host that has given up two sources is slow itself, and gets no more time limits.
+# host meanwhile. After twice this time, or 10 s without a byte, the slow host gives up its source (unless this is the
+# driver), keeps the bytes that have arrived, and asks for another source, at last the driver. A source that hosts have
+# given up twice in a row is used no more. A host that has given up two sources is slow itself, and gets no more time
+# limits for a whole copy.
 #
 # Hosts accept connections like the driver (Note [Handshake] in framing.py), by a proof of the run's secret; if Spark
 # encrypts, also by the certificate of the run's ranks (Note [Encryption] in tls.py). A copy is used only if it has the

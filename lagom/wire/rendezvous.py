@@ -13,7 +13,7 @@ from lagom.wire.client import DriverClient, LinkClosed, Message
 WAIT_S = 600.0
 """Longest time in seconds that a task waits for the other tasks to start."""
 LEAVE_S = 1.0
-"""Seconds in which other ranks can end by themselves after a rank has called ``sys.exit``: rank 0 may be writing."""
+"""Seconds in which other ranks can end after one has called ``sys.exit`` or pruned its trial: rank 0 may be writing."""
 WRITE_S = 0.3
 """Seconds in which rank 0 can raise as well and finish its writes, after another rank has raised."""
 
@@ -67,7 +67,9 @@ def join_run(
 
     Raises:
         Stopped: the run ended before it began.
-        LinkClosed: the driver ended while this task waited, or ``gather`` is needed and is None.
+        LinkClosed: the driver ended while this task waited, the other tasks did not start in ``WAIT_S``, or ``gather``
+            is needed and is None.
+        PlanError: as ``peers``, if this task makes the table.
     """
     if link is not None:
         link.send(join)

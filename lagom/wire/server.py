@@ -30,9 +30,9 @@ _LAST_TURNS, _TURN_S = 100, 0.01  # limit for sending the last messages, before 
 class DriverServer:
     """Accepts connections of the tasks of one run, and carries messages between them and the driver.
 
-    The callbacks ``on_message(task, message)``, ``on_close(task)`` and, each second, ``on_silence(task, seconds)`` are
-    called in the channel's own thread. If the machine of a task is silent for ``lost_after_s`` seconds, its connection
-    is closed.
+    The callbacks ``on_message(task, message)``, ``on_close(task)`` and, each second after ``listen``,
+    ``on_silence(task, seconds)`` are called in the channel's own thread. If the machine of a task is silent for
+    ``lost_after_s`` seconds, its connection is closed.
     """
 
     def __init__(
@@ -59,6 +59,7 @@ class DriverServer:
         """
         self.secret = secret or secrets.token_bytes(32)
         self.delivered: dict[str, int] = {}
+        """Descriptor of each received file that is not kept as a snapshot, by the name under which it came."""
         self.digests: dict[str, str] = {}
         """SHA-256 of each received snapshot and description of a snapshot, by the name under which it came."""
         self.addresses: dict[int, str] = {}

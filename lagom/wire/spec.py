@@ -23,17 +23,20 @@ class RunSpec:
     cwd: str
     """The driver's working directory."""
     sys_path: tuple[str, ...]
-    """The driver's ``sys.path``."""
+    """The driver's ``sys.path``; for Spark without folders of installed packages."""
     argv: tuple[str, ...]
     """The driver's ``sys.argv``."""
     python: str
     """The driver's version of Python, such as "3.11"; pickled code needs the same version."""
     token: str
-    """Path of a file by which a host process recognises the driver's own host, where it opens the payload by path."""
+    """Path of a file by which a host process recognises the driver's own host, and finds the payload's path there.
+
+    "" in a local run, whose host process inherits the payload.
+    """
     payload_size: int
     """Bytes of the payload."""
     payload: bytes | None = None
-    """The payload itself, if it is small; else None."""
+    """The payload itself, if it is small or hosts have no other way to get it; None otherwise, and in a local run."""
     payload_sha256: str = ""
     """Digest of a payload that other hosts must fetch; else ""."""
     passes_payload_on: bool = False
@@ -41,11 +44,11 @@ class RunSpec:
     modules_zip: bytes = b""
     """Zip of the user's own modules, for hosts that do not see the driver's files."""
     address: tuple[str, int] | None = None
-    """Address on which the driver listens; None if hosts cannot reach it."""
+    """Address on which the driver listens; None if hosts cannot reach it, and in a local run."""
     secret: bytes = field(default=b"", repr=False)
     """Secret of the run, by which tasks and the driver authenticate each other."""
     files: WrittenFiles | None = None
-    """Files that earlier attempts of this run have written; None if the run begins only once."""
+    """Files that earlier attempts of this run have written; None if there can be no further attempt."""
     certificate: str = ""
     """The driver's certificate (PEM); "" if the channel is not encrypted."""
     rank_certificate: str = field(default="", repr=False)
@@ -53,7 +56,7 @@ class RunSpec:
     snapshots: SnapshotPlace | None = None
     """Folder of rank 0's snapshots, and the snapshot from which ranks resume; None if none are kept."""
     losses_left: int = 0
-    """Number of further losses of ranks after which this run may continue."""
+    """Number of further losses after which sleeping twins may continue this run; 0 on Spark, which has no twins."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -85,7 +88,7 @@ class RankSpec:
     gpu_index: int = 0
     """Index of the rank's own GPU among the devices in ``gpu``."""
     nccl: bool = False
-    """Whether every rank has a GPU to itself: NCCL refuses ranks that share a GPU."""
+    """Whether no two ranks share a GPU, which NCCL refuses; meaningless for ranks on the CPU."""
     twin_fd: int | None = None
     """Connection to the host process for the rank's sleeping twins; None if the rank keeps no twins."""
     twins_due: memoryview | None = None

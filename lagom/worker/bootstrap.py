@@ -46,8 +46,9 @@ from lagom.worker.reporter import Reporter
 from lagom.world import Place, place_set
 
 Returned = dict[str, Any]
-"""Dict with ``value``, the function's return value; ``samples``, the number of samples that this rank trained on; and,
-on rank 0, ``random``, the final states of those random generators that began in the driver's state."""
+"""Dict with ``value``, the function's return value (in a rehearsal its ``Record``); ``samples``, the number of samples
+that this rank trained on; and ``random``, the final states of those random generators that began in the driver's state,
+only on rank 0, and only if there are any."""
 
 
 def run(
@@ -211,7 +212,7 @@ class MadeArguments(Mapping[str, Any]):
 
 
 def run_exit_handlers(give_up: Callable[[], None], patience_s: float = 30.0) -> None:
-    """Do what Python does at the end of a process, for a rank, which ends by ``os._exit`` and so skips it.
+    """Do what Python does at the end of a process: a rank or its fork ends by ``os._exit``, which skips all this.
 
     Like Python, wait for threads and processes that the function has left running. After ``patience_s`` seconds, call
     ``give_up`` from another thread.

@@ -25,7 +25,7 @@ _BY_PACKAGE = {
 """Module to import before each package. A module with ``installed`` replaces the package, from its ``install`` to its
 ``remove``. Its ``leave``, if it has one, is called at the end of each run."""
 _OF_DISTRIBUTED = ("horovod", "sparkdl")
-"""Packages that only programs that are distributed already get; other programs may use Horovod if they find it."""
+"""Packages replaced only for programs that are distributed already; other programs get an installed Horovod itself."""
 
 
 @contextmanager

@@ -22,7 +22,10 @@ _WORDS = ("No space left on device", "Disk quota exceeded", "PytorchStreamWriter
 
 
 class DiskFullReport:
-    """Context manager around the program that adds to the error of a full disk which disk is full; the type stays."""
+    """Context manager around the program that adds to the error of a full disk which disk is full; the type stays.
+
+    With a single rank, the error stays as it is.
+    """
 
     def __init__(self, session: Session) -> None:
         self._session = session

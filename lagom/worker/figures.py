@@ -27,7 +27,8 @@ def shown_pictures(session: Session) -> Iterator[None]:
     """Context manager in which ``plt.show()`` and ``display()`` keep the pictures of rank 0 for the driver.
 
     ``plt.show()`` does so only with a notebook's backend. Figures that are open at the end are shown, as at the end of
-    a notebook's cell. ``display()`` keeps figures, and images that have a PNG representation, such as Pillow's.
+    a notebook's cell. ``display()`` keeps figures, and objects with a PNG representation that fits into a message, such
+    as Pillow's images.
     """
     with ExitStack() as stack:
 
@@ -78,7 +79,10 @@ def _displaying(original: Callable[..., Any], session: Session) -> Callable[...,
 
 
 def _picture(value: Any) -> str:
-    """Return a matplotlib figure, or an object with a PNG representation, as PNG in base64; "" for other objects."""
+    """Return a matplotlib figure, or an object with a PNG representation, as PNG in base64.
+
+    Return "" for other objects, and for an object whose PNG does not fit into a message.
+    """
     figure = getattr(sys.modules.get("matplotlib.figure"), "Figure", None)
     if figure is not None and isinstance(value, figure):
         return _png(value)

@@ -115,7 +115,7 @@ class Heartbeat:
         return answer
 
     def tell(self, message: Mapping[str, Any]) -> None:
-        """Send ``message`` to the driver at once."""
+        """Send ``message`` to the driver at once; drop it if the connection is closed."""
         with self._lock, contextlib.suppress(OSError):
             self._control.send(dict(message))
 

@@ -71,7 +71,7 @@ class HeldMemory(NamedTuple):
 
 
 def held_memory(session: Session) -> HeldMemory:
-    """Return the bytes of all modules and optimizers that exist in this process, without gathering sharded parts."""
+    """Return the bytes of all modules (without buffers) and optimizers in this process; gather no sharded parts."""
     alive = [one for one in gc.get_objects() if issubclass(type(one), (nn.Module, Optimizer))]
     optimizers = [one for one in alive if isinstance(one, Optimizer)]
     parameters = _parameters(alive)
@@ -146,7 +146,10 @@ def _advice(session: Session, wanted: int, limit: AvailableMemory, others: int) 
 
 
 def possible_levels(num_ranks: int) -> list[Level]:
-    """Return, for each ``zero_lvl``, the bytes that a rank would hold for all optimizers that exist in this process."""
+    """Return, for each ``zero_lvl``, the bytes that each of ``num_ranks`` ranks would hold; [] without an optimizer.
+
+    The bytes are those of all modules and optimizers that exist in this process.
+    """
     alive = [one for one in gc.get_objects() if issubclass(type(one), (nn.Module, Optimizer))]
     optimizers = [one for one in alive if isinstance(one, Optimizer)]
     if not optimizers:

@@ -29,7 +29,10 @@ def pack_result(returned: Mapping[str, Any], rank: int, at_home: Mapping[type, s
 
 
 def pack_error(error: BaseException, at_home: Mapping[type, str]) -> tuple[Parcel, Message]:
-    """Pack ``error``, which ended the function; if it cannot be pickled or unpickled, the report alone describes it."""
+    """Pack ``error``, which ended the function.
+
+    The report alone describes a SystemExit, or an error that cannot be pickled or unpickled.
+    """
     cut_own_frames(error)
     text = "".join(traceback.format_exception(error))[-_MAX_TEXT:]
     report = {

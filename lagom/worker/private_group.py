@@ -34,7 +34,11 @@ DEBUGGED_S = 10 * 24 * 3600.0
 def process_group(
     seat: RankSpec, world_size: int, device: torch.device, config: TorchDistributedConfig
 ) -> Iterator[tuple[Group, dist.Store]]:
-    """Connect the ranks, and yield their group and their store. See Note [Private world]."""
+    """Connect the ranks, and yield their group and their store. See Note [Private world].
+
+    Raises:
+        CollectiveError: if the ranks do not connect.
+    """
     timeout_s = TIMEOUT_S if config.debug is None else DEBUGGED_S
     timeout = datetime.timedelta(seconds=timeout_s)
     credentials = (

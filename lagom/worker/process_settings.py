@@ -1,7 +1,8 @@
-"""Settings of the driver's process, as plain values, which ranks apply to their processes; imports no library.
+"""Settings of the driver's process, as plain values, which ranks apply to their processes; reading imports no library.
 
-- torch: default dtype, gradient mode, determinism, precisions, print options.
-- numpy: print options, and the handling of overflows.
+- Python: the recursion limit, which a rank only raises.
+- torch: default dtype, gradient mode, determinism, precisions, anomaly detection, cuDNN, print options.
+- numpy: print options, and the handling of floating-point errors.
 - logging: levels of loggers, and handlers that write to standard output or error.
 - warnings: all filters except those that raise errors, since lagom's own code would raise them too.
 - notebooks: the source of cells, for tracebacks and ``inspect.getsource``, and the name ``display``, which needs no
@@ -40,7 +41,7 @@ def process_settings() -> dict[str, Any]:
 
 
 def library_settings() -> dict[str, Any]:
-    """Return the settings of torch, numpy, warnings and Python: ``process_settings`` without loggers and cells."""
+    """Return ``process_settings`` without loggers and cells; the level of ``logging.disable`` is kept."""
     return process_settings() | {"logging": {"disabled": logging.root.manager.disable, "loggers": {}}, "cells": {}}
 
 

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-import lagom.search.on_rank.change  # noqa: F401  (the change of a trial is of its class: 4 ms in each rank)
+import lagom.search.on_rank.change  # noqa: F401  (a trial's change has its class: 4 ms in each rank otherwise)
 from lagom.call import Call
 from lagom.debugger.rank_debugger import RankDebugger
 from lagom.patching.importers import imported_after, newest_module
@@ -42,7 +42,7 @@ _MAX_IMPORTS = 10_000  # most names of modules, which must fit into a frame
 
 
 class RankCall:
-    """Calls the training function on the rank's overlay disk, and reports to the host process."""
+    """Calls the training function on the rank's own disk, and reports to the host process."""
 
     def __init__(self, spec: RunSpec, seat: RankSpec) -> None:
         self._spec = spec
@@ -75,7 +75,10 @@ class RankCall:
         _end(report, self._heart)
 
     def _enter_disk(self) -> None:
-        """Enter the rank's overlay disk, and never leave it: exit handlers of the program write files too."""
+        """Enter the rank's own disk, and never leave it: exit handlers of the program write files too.
+
+        See Note [A disk of each rank's own] in files/install.py.
+        """
         from lagom.files import asked_for_rank, own_disk
 
         seat, plan, place, begins = self._seat, self._spec.plan, self._spec.snapshots, None
@@ -99,7 +102,7 @@ class RankCall:
         self._disk = stack  # keep a reference: the contexts would end if they were garbage-collected
 
     def _wait_for_trial(self) -> None:
-        """Wait for a trial from the host process, and adopt it. See Note [Ranks that wait] in trial_ranks.py."""
+        """Wait for a trial from the host process, and adopt it. See Note [Ranks that wait] in host/trial_ranks.py."""
         while (trial := self._control.receive(_IDLE_S)) is None:
             pass
         os.environ.update(trial["env"])
@@ -221,7 +224,11 @@ def _is_of_main(value: Any) -> bool:
 
 
 def _end(report: Message, heart: Heartbeat) -> NoReturn:
-    """End the program as Python does, and report the outcome."""
+    """End the program as Python does, and report the outcome.
+
+    After a failure, call exit handlers only if the program called ``sys.exit``, and wait until the host process kills
+    this process.
+    """
     from lagom.files import finish_writes
     from lagom.worker import bootstrap
 
@@ -245,7 +252,7 @@ def _end(report: Message, heart: Heartbeat) -> NoReturn:
 
 
 def _installed_imports(newest: ModuleType) -> list[str]:
-    """Return the names of installed packages' modules that were imported after ``newest``, in order of import."""
+    """Return the names of lagom's and installed packages' modules imported after ``newest``, in order of import."""
     found = []
     for module in reversed(imported_after(newest)):
         name, path = getattr(module, "__name__", None), getattr(module, "__file__", None)

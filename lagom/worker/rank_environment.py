@@ -40,7 +40,11 @@ def set_environment(variables: Mapping[str, str], *, only: bool = True) -> None:
 
 @contextmanager
 def environment(seat: RankSpec | None) -> Iterator[None]:
-    """Context manager that sets CUDA_VISIBLE_DEVICES for the rank and removes torchrun's variables."""
+    """Context manager that sets CUDA_VISIBLE_DEVICES for the rank and removes torchrun's variables.
+
+    Without a ``seat``, in the caller's own process, nothing is changed at first. At the end, the whole environment is
+    restored.
+    """
     before = dict(os.environ)
     if seat is not None:
         for name in _LAUNCHER_VARIABLES:
@@ -59,6 +63,12 @@ def torchrun_variables(place: Place, seat: RankSpec | None, notes: SealedStore |
 
     Without a ``seat``, in the caller's own process, variables that are set already stay. This does not restore the
     variables: ``environment``, the outer context manager, does.
+
+    Args:
+        notes: store in which rank 0 leaves its address and port; None with a single rank.
+
+    Raises:
+        TimeoutError: if rank 0 leaves no address in time.
     """
     if seat is None and "RANK" in os.environ:
         yield

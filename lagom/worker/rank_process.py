@@ -135,10 +135,10 @@ def close_all_but(keep: set[int | None]) -> None:
 
 
 def _adopt_driver_settings(spec: RunSpec, seat: RankSpec, ground: HostWorkspace) -> None:
-    """Set the driver's environment, working directory and module path, and make a new, empty ``__main__``."""
+    """Set the driver's environment, working directory, module path and arguments; make a new, empty ``__main__``."""
     set_environment(spec.env, only=spec.whole_env)
     os.chdir(ground.cwd)
-    own = [sys.path[0]]  # the entry that has lagom; see Note [Worker reuse] in spark_task.py
+    own = [sys.path[0]]  # the entry that has lagom; see Note [Worker reuse] in launchers/spark_task.py
     sys.path[:] = own + [entry for entry in (*ground.sys_path, *sys.path[1:]) if entry not in own]
     importlib.invalidate_caches()
     sys.argv[:] = spec.argv

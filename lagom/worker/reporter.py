@@ -9,7 +9,7 @@ from lagom.session.session import Session
 
 
 class Reporter:
-    """Reports metrics and text while the function runs; does not change the run."""
+    """Reports metrics and text while the function runs; in a search, a report may end the trial."""
 
     def __init__(self, session: Session) -> None:
         self._session = session
@@ -19,7 +19,9 @@ class Reporter:
         """Report the number ``metric`` at ``step``; if ``step`` is None, at the step after that of the last report.
 
         Raises:
-            ValueError: if ``metric`` is not a number, or ``step`` is less than that of the last report.
+            ValueError: if ``metric`` is not a number, or ``step`` is not a whole number of 0 or more, or is less than
+                the step of the last report.
+            TrialPruned: in a search, if the driver ends the trial.
         """
         value = metric.item() if hasattr(metric, "item") and getattr(metric, "size", None) is not None else metric
         if isinstance(value, bool) or not isinstance(value, numbers.Real):
@@ -40,7 +42,7 @@ class Reporter:
         return self._session.trial.logged if self._session.trial is not None else None
 
     def log(self, text: object, verbose: bool = True, *, jupyter: bool = False) -> None:
-        """Print ``text`` once over all ranks; print nothing with ``verbose=False``.
+        """Print ``text``, as the program's own ``print`` does; print nothing if ``verbose`` and ``jupyter`` are False.
 
         Args:
             jupyter: the name of ``verbose`` in later releases of Maggy.

@@ -29,9 +29,10 @@ class ResourceUsage:
     def now(self) -> dict[str, Any]:
         """Return the use of resources since the last call.
 
-        ``cpu`` is the average number of busy CPUs, including loader workers; ``rss`` the resident memory in bytes.
-        ``memory`` is the bytes on the GPU if the rank trains there, else ``rss``. ``gpu`` is the share of the time in
-        which the GPU was busy; None on the CPU, or without NVIDIA's library (nvidia-ml-py).
+        ``cpu`` is the average number of busy CPUs, with those of child processes such as loader workers; ``rss`` the
+        resident memory of this process in bytes. ``memory`` is the bytes that torch has allocated on the GPU if the
+        rank trains there, else ``rss``. ``gpu`` is the share of the time in which the GPU was busy; None on the CPU, or
+        without NVIDIA's library (nvidia-ml-py).
         """
         at, used_s = time.monotonic(), _processor_s()
         before, used_before = self._before

@@ -17,7 +17,7 @@ from pathlib import Path
 from lagom.wire.client import Message
 
 SIGNAL: int | None = getattr(signal, "SIGRTMAX", signal.SIGRTMIN) - 1 if hasattr(signal, "SIGRTMIN") else None
-"""Signal at which a process writes its stacks; no program uses it. None if the system has no such signals."""
+"""Real-time signal at which a process writes its stacks; programs hardly use it. None if the system has none."""
 _OWN = str(Path(__file__).parents[1]) + os.sep
 _CALLERS = (os.path.join(_OWN, "worker") + os.sep, os.path.join(_OWN, "program", "script.py"))
 _LOOP = os.path.join("torch", "utils", "data", "_utils", "worker.py")
@@ -89,7 +89,7 @@ def position(frame: types.FrameType | None) -> int:
 
 
 def of_children(fd: int) -> str:
-    """Return the stacks of child processes that dump them on a signal, such as workers of a data loader.
+    """Return the stacks of up to 8 child processes that dump them on a signal, such as workers of a data loader.
 
     Args:
         fd: file to which they dump.

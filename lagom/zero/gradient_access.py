@@ -1,4 +1,4 @@
-"""``Tensor.grad`` with ``zero_lvl=2``: whole when the program reads it, a shard for torch functions that accept one."""
+"""``Tensor.grad`` with ``zero_lvl`` 2 or 3: whole for the program, a shard for torch functions that accept one."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _importers = Importers(clip_grad, "clip_grad_norm_", "clip_grad_value_")
 
 @contextmanager
 def shard_gradients(session: Session) -> Iterator[GradientShards]:
-    """Patch torch so that every rank keeps only its shard of each gradient, once the optimizer is sharded."""
+    """Patch torch so that ranks keep only shards of gradients. See Note [Parts of gradients] in gradient_shards.py."""
     assert session.group is not None
     gradients = GradientShards(session.group, session.leaves, lambda: session.may_meet, session.say_once)
     with ExitStack() as stack:
@@ -162,7 +162,11 @@ def _combine_norms(norms: list[float], order: float) -> float:
 
 
 def exchange_numbers(session: Session, place: str, mine: list[float]) -> list[list[float]]:
-    """Return the numbers of all ranks, after a check that all are at ``place``."""
+    """Return the numbers ``mine`` of each rank, in rank order; a collective.
+
+    Raises:
+        DivergenceError: on all ranks, if not all are at ``place`` of the program.
+    """
     assert session.group is not None
     session.check_place(place)
     parts = session.group.all_gather_bytes(b" ".join(value.hex().encode() for value in mine))
@@ -171,7 +175,7 @@ def exchange_numbers(session: Session, place: str, mine: list[float]) -> list[li
 
 @contextmanager
 def _stop_at_compilation(session: Session, gradients: GradientShards) -> Iterator[None]:
-    """Keep gradients whole once something is compiled: compiled code may read them past ``Tensor.grad``."""
+    """Keep gradients whole once the main thread compiles anything: compiled code may read them past the property."""
 
     def compiles(*_: object) -> None:
         if session.may_meet:

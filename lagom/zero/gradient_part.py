@@ -30,19 +30,19 @@ def parts_of_parameters(pieces: Sequence[Sequence[ParameterPiece]], num_paramete
 
 
 class ShardedGradient:
-    """State of one sharded gradient on this rank: who keeps which part, this rank's shard, and whether it is whole."""
+    """State of one sharded gradient: which rank keeps which part, this rank's shard, whether the gradient is whole."""
 
     def __init__(self, number: int, parts: list[GradientPart], rank: int) -> None:
         self.number = number
-        """Number of the optimizer that steps the parameter; -1 before its first step."""
+        """Number of the optimizer that steps the parameter; -1 if the gradient was cut before any optimizer's step."""
         self.parts = parts
         self.mine = next((part for part in parts if part.owner == rank), None)
         self.shard: torch.Tensor | None = None
-        """This rank's shard of the gradient; None if it has no elements, or if there is no gradient."""
+        """This rank's shard of the gradient; None if the shard has no elements, or the gradient is whole or missing."""
         self.is_cut = False
         """Whether the gradient is sharded."""
         self.was_shown = False
-        """Whether the program has read the sharded gradient, which is whole since then, at least on this rank."""
+        """Whether the program has read the gradient since its last cut: it is whole then, at least on this rank."""
         self.stays_whole = False
         self.follows_parameter = False
         """Whether the shards are those of the parameter (``zero_lvl=3``), whatever optimizer steps it."""

@@ -46,7 +46,7 @@ class GradientShards:
         """Number of changes of the shards: if it is equal on two ranks, their shards are of the same gradients."""
         self._num_cut = 0
         self._early: list[tuple[ShardedGradient, torch.Tensor | None]] = []
-        """Shards that were cut during a backward, with their gradients; they count only when the backward ends."""
+        """Gradients that were cut while a backward runs, each with the shard to add to it at the backward's end."""
         self._are_hidden = False
         self._are_exposed = False
         self._is_over = False
@@ -131,10 +131,10 @@ class GradientShards:
             self._early.append((entry, self.cut_own_part(leaf, entry)))
 
     def bucket_shard_map(self, leaves: Sequence[torch.Tensor]) -> ShardMap | None:
-        """Return which rank keeps which part of a bucket of averages; None if the average of a leaf must stay whole.
+        """Return which rank gets which part of a bucket's averages; None if each rank must get the whole averages.
 
-        An average stays whole if its parameter is itself sharded (``zero_lvl=3``): peaks of memory were a tenth higher
-        when ranks received only their parts of the sums.
+        Each rank gets, and then cuts, whole averages for parameters that are themselves sharded (``zero_lvl=3``): peaks
+        of memory were a tenth higher when ranks received only their parts of the sums.
         """
         rows: list[Sequence[GradientPart]] = []
         for leaf in leaves:
@@ -147,7 +147,7 @@ class GradientShards:
         return make_shard_map(rows, self._group.rank, self._group.world_size)
 
     def store_part_early(self, leaf: torch.Tensor, part: torch.Tensor | None) -> None:
-        """Store this rank's shard of an average, ``part``, until ``cut_gradients`` adds it; None if it has no shard."""
+        """Remove ``leaf.grad``; keep ``part``, this rank's shard of the average or None, for ``cut_gradients``."""
         _slot.__set__(leaf, None)
         self._early.append((self._entries[leaf], part))
 
@@ -163,7 +163,7 @@ class GradientShards:
     def _add_given(self, leaf: torch.Tensor) -> ShardedGradient | None:
         """Add and return an entry for a parameter that is itself sharded; None if the parameter is not sharded.
 
-        Such a gradient is cut before any optimizer has stepped the parameter.
+        The gradient of such a parameter is cut even before an optimizer has stepped the parameter.
         """
         parts = None if self.parameter_parts is None else self.parameter_parts(leaf)
         if parts is None:
@@ -191,7 +191,7 @@ class GradientShards:
             self._num_cut += 1
 
     def drop(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Remove the gradients of ``parameters``."""
+        """Drop the shards of the gradients of ``parameters``; whole gradients are left to the caller."""
         self._clock += 1
         if self._num_cut:
             for parameter in parameters:
@@ -210,7 +210,10 @@ class GradientShards:
 
     @contextmanager
     def hide_shards(self) -> Iterator[None]:
-        """Read ``grad`` as None where the gradient is sharded, while lagom handles gradients of a backward."""
+        """Read ``grad`` as None where the gradient is sharded, in a block where lagom itself handles gradients.
+
+        If the block raises, the shards that a backward in it has cut early are dropped.
+        """
         before, self._are_hidden = self._are_hidden, True
         try:
             yield
@@ -231,7 +234,12 @@ class GradientShards:
             self._are_exposed = before
 
     def read(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        """Return ``tensor.grad``; gather it first if it is sharded, unless a block hides or exposes shards."""
+        """Return ``tensor.grad``; gather it first if it is sharded, unless a block hides or exposes shards.
+
+        Raises:
+            DivergenceError: on all ranks, if another rank's shards are of an earlier or later gradient.
+            LagomError: if the other ranks cannot be reached here.
+        """
         found: torch.Tensor | None = _slot.__get__(tensor)
         if found is not None or not self._num_cut or self._are_hidden:
             return found
@@ -241,14 +249,18 @@ class GradientShards:
         return entry.shard if self._are_exposed else self._gather_for_program(tensor, entry)
 
     def write(self, tensor: torch.Tensor, value: torch.Tensor | None) -> None:
-        """Set ``tensor.grad`` to ``value``, and drop a shard that it replaces."""
+        """Set ``tensor.grad`` to ``value``, and drop its shard, unless a block hides shards."""
         if self._num_cut and not self._are_hidden and (entry := self._entry_if_cut(tensor)) is not None:
             self._drop_shard(entry)
             self._clock += 1
         _slot.__set__(tensor, value)
 
     def serve(self, number: int, clock: int) -> None:
-        """Take part in another rank's read of the gradient of leaf ``number``."""
+        """Take part in another rank's read of the gradient of leaf ``number``; ``clock`` is that rank's ``_clock``.
+
+        Raises:
+            DivergenceError: on all ranks, if this rank's shards are of an earlier or later gradient.
+        """
         tensor = self._leaves.tensor(number)
         entry = None if tensor is None else self._entries.get(tensor)
         self._gather_gradient(tensor, entry if clock == self._clock else None)
@@ -301,20 +313,22 @@ class GradientShards:
 
 # Note [Parts of gradients]
 #
-# The gradients of an optimizer's parameters are sharded from its first step on. From then on a backward keeps only one
-# part of each averaged gradient: the part by which this rank will step. ``Tensor.grad`` is a property: when a program
-# reads a sharded gradient, lagom gathers the whole gradient, which is then an ordinary one. It stays whole until the
-# program drops it, since the program may hold another reference to it and change it. A read is an exchange: one rank
-# requests it, and the other ranks answer wherever they are; see Note [Asking] in collectives/requests.py. If the
-# shards of another rank have changed since the request, all ranks raise an error. The program never sees a shard.
+# The gradients of an optimizer's parameters are sharded from its first step on; those of parameters that are themselves
+# sharded (``zero_lvl=3``), from the first backward on. A backward then keeps only one part of each averaged gradient:
+# the part by which this rank will step. ``Tensor.grad`` is a property: when a program reads a sharded gradient, lagom
+# gathers the whole gradient, which is then an ordinary one. It stays whole until the program drops it, since the
+# program may hold another reference to it and change it. A read is an exchange: one rank requests it, and the other
+# ranks answer wherever they are; see Note [Asking] in collectives/requests.py. If the shards of another rank belong to
+# an earlier or later gradient (`_clock` differs), all ranks raise an error. Only an optimizer's own `step` sees shards.
 # Operations that treat every element alike, or only need norms, work on shards; each has a patch that knows shards.
 #
-# So a gradient is whole in four cases: before its optimizer's first step; from a read by the program until the program
-# drops it (`was_shown`); if two optimizers step its parameter (`stays_whole`); and if its optimizer is not sharded at
-# all, since its step couples parameters (see `optimizer_group.py`). A backward that adds to a whole gradient leaves it
-# whole: only leaves without a gradient are cut (`without_gradient`, which gradients/backward.py passes to
-# `cut_gradients`). While a backward runs, gradients are whole unless it overlaps: see Note [Overlap] in
-# gradients/overlap.py.
+# So a gradient is whole in these cases: before its optimizer's first step, unless its parameter is itself sharded; from
+# a read by the program until the program drops it (`was_shown`), or until a step that changes gradients; if two
+# optimizers step its parameter (`stays_whole`); if its optimizer does not shard the parameter (see
+# `optimizer_group.py`); if it is sparse, or has a graph (`create_graph`); and once something is compiled (`stop`). A
+# backward that adds to a whole gradient leaves it whole: only leaves without a gradient are cut (`without_gradient`,
+# which gradients/backward.py passes to `cut_gradients`). While a backward runs, gradients are whole unless it overlaps
+# with their reduction: see Note [Overlap] in gradients/overlap.py.
 #
 # `_entries` has weak references to parameters. That is safe: once a parameter is gone here, another rank that runs the
 # same code has no reference to it by which it could request the gradient.

@@ -93,7 +93,7 @@ class OptimizerGroup:
         self._gone: list[int] = []
         """Numbers of optimizers that are gone on this rank since the last step."""
         self._overlapping: set[int] = set()
-        """Ids of parameters that share elements with other parameters; sharded, several ranks would step these."""
+        """Ids of parameters that share memory with others; sharded parts of these could be stepped by several ranks."""
         self._num = 0
         self._num_steps = 0
         self._next_check = 1
@@ -136,7 +136,14 @@ class OptimizerGroup:
         return result
 
     def state(self, optimizer: Optimizer) -> Any:
-        """Return ``optimizer.state``; if it is sharded, gather the whole state from all ranks first."""
+        """Return ``optimizer.state``; if it is sharded, gather the whole state from all ranks first.
+
+        In another thread than the main one, a sharded state is returned as its placeholder, ``ShardedState``.
+
+        Raises:
+            DivergenceError: on all ranks, if a rank cannot give its part.
+            LagomError: if the state has objects that are neither plain values nor tensors.
+        """
         state = vars(optimizer)["state"]
         if not isinstance(state, ShardedState):
             return state
@@ -155,7 +162,7 @@ class OptimizerGroup:
         return None if sharded is None else sharded.num_bytes()
 
     def end(self) -> None:
-        """Gather the whole state of each optimizer that still exists; a collective.
+        """Gather the whole state of each optimizer that still exists on all ranks; a collective.
 
         Call this at the end of the user's function, which may return an optimizer or its state.
         """
@@ -209,7 +216,7 @@ class OptimizerGroup:
         if self._weights is not None:
             for p in parameters:
                 if self._weights.parts(p) is None:
-                    self._weights.release(p)  # it shares another parameter's memory
+                    self._weights.release(p)  # a view into sharded memory; otherwise this does nothing
             parameters = [p for p in parameters if self._weights.parts(p) is None]
         self._overlapping.update(find_overlapping(parameters))
         number = self._num if before is None else before.number
@@ -227,7 +234,11 @@ class OptimizerGroup:
         return found
 
     def _log_kind(self, name: str, finding: OptimizerFinding) -> None:
-        """Log how an optimizer is stepped, unless it is stepped element by element."""
+        """Log how an optimizer is stepped, unless it is stepped element by element.
+
+        Raises:
+            LagomError: with ``zero_lvl=3``, if the optimizer steps by whole parameters.
+        """
         if finding.kind is ShardingKind.COUPLED:
             self._say(
                 f"{name} is not shared out over the ranks, but stepped whole on each: what it makes of a parameter "
@@ -257,7 +268,8 @@ class OptimizerGroup:
     ) -> ShardedOptimizer:
         """Shard the optimizer's parameters that have gradients, or optimizer state.
 
-        The second time, shard all parameters, since parameters without a gradient now may get one later.
+        If ``before`` has the optimizer's earlier shards, shard all parameters that can be sharded: those without a
+        gradient now may get one later.
         """
         state, weights = self.state(optimizer), self._weights
         every = [p for group in optimizer.param_groups for p in group["params"]]
@@ -285,7 +297,7 @@ class OptimizerGroup:
             self._busy = before
 
     def _check_step(self, optimizer: Optimizer, sharded: ShardedOptimizer) -> None:
-        """Check that all ranks are about to step ``optimizer``; now and then also that their gradients are equal."""
+        """Check that all ranks are about to make the same step; now and then also that whole gradients are equal."""
         self._num_steps += 1
         sums: dict[int, tuple[str, int]] | None = None
         if self._num_steps >= self._next_check:

@@ -289,14 +289,15 @@ def _constant_closure() -> torch.Tensor:
 #
 # A list of names would say nothing about a third party's optimizer, and a wrong guess silently gives wrong weights:
 # half of a matrix factors differently from the whole matrix (Adafactor), has another norm (LARS), and has other
-# singular vectors (Muon). So lagom runs copies of the optimizer, with all its settings and attributes, for a dozen
-# steps on small parameters: first a copy that steps all parameters whole; then two copies that step the first and the
-# second half of each parameter's memory, as flat tensors, like two ranks; then two copies that step every other
-# parameter. If the halves give the results of the first copy, and change nothing else, the optimizer is sharded by
-# element; otherwise, if every other parameter does, by whole parameter. This assumes that the method does not change
-# after more steps or with larger sizes; sizes up to 256 by 256 are tried unshortened. State must be one value per
-# element, or equal for both halves, so that it can be gathered.
+# singular vectors (Muon). So lagom runs copies of the optimizer, with its settings (but a learning rate of 0.01) and
+# attributes, for a dozen steps on small parameters: first a copy that steps all parameters whole; then one that steps
+# none, since a rank may have no part of a group; then two copies that step the first and the second half of each
+# parameter's memory, as flat tensors, like two ranks; then two copies that step every other parameter. If the halves
+# give the results of the first copy, and change nothing else, the optimizer is sharded by element; otherwise, if every
+# other parameter does, by whole parameter. This assumes that the method does not change after more steps or with larger
+# sizes; sizes up to 256 by 256 are tried unshortened. To be sharded by element, an optimizer must have state with one
+# value per element, or equal for both halves, so that the state can be gathered.
 #
 # An optimizer is coupled if it draws random numbers (ranks would draw different amounts), cannot be copied, raises when
-# it is stepped in parts, or holds its parameters elsewhere than in its groups (LBFGS). A coupled optimizer gives the
-# right results, and saves nothing.
+# it is stepped in parts, changes no parameter of the copy, drops gradients, is differentiable, or holds its parameters
+# elsewhere than in its groups (LBFGS). A coupled optimizer gives the right results, and saves nothing.

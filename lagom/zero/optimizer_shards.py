@@ -20,11 +20,11 @@ if TYPE_CHECKING:
 
 
 class OptimizerShards:
-    """Tensors for this rank's pieces of an optimizer's parameters; its groups hold them while it steps.
+    """Tensors for this rank's pieces of an optimizer's parameters; the optimizer's groups hold them during its step.
 
     Args:
         parameters: the sharded parameters of the optimizer.
-        given: start and end of each rank's part, by index, of the parameters that are themselves sharded.
+        given: for each parameter that is itself sharded, by its index: start and end of each rank's part, in elements.
         finding: whether parameters are cut into parts, or each assigned to one rank.
     """
 

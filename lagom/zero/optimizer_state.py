@@ -31,7 +31,7 @@ class HeldState(NamedTuple):
     cut: bool
     """Whether the tensor has one element for each element of the piece, in the order of memory."""
     on_device: bool
-    """Whether the tensor is on the parameter's device; step counts, for example, are on the CPU."""
+    """Whether the tensor is not on the CPU; step counts, for example, may be there while the parameter is on a GPU."""
 
 
 def cut_state(state: Mapping[str, Any], parameter: torch.Tensor, piece: ParameterPiece) -> dict[str, Any]:
@@ -54,7 +54,7 @@ def gather_states(
     *,
     keep: bool,
 ) -> list[dict[str, Any] | None]:
-    """Return the whole state of each of ``parameters``; a collective.
+    """Return the whole state of each of ``parameters``, None for one without state; a collective.
 
     Args:
         pieces: the pieces of each rank.

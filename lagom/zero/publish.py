@@ -104,7 +104,7 @@ class ParameterPublisher:
         return True
 
     def _rows_of_frame(self) -> list[tuple[torch.Tensor, memoryview | None]] | None:
-        """Return the packed pieces of each rank in one tensor; None if too large for the frame, or on a GPU."""
+        """Return each rank's packed pieces as a tensor and its memory; None if too large for the frame, or on a GPU."""
         rows = []
         for rank in range(self._group.world_size):
             own = [places for owner, places in self._small if owner == rank]

@@ -56,7 +56,7 @@ class ShardedOptimizer:
         self.clock = 0
         """Number of steps begun plus steps published: equal on two ranks whose shards belong to the same state."""
         self.part: Any = defaultdict(dict)
-        """The optimizer's state during its step: the state of this rank's pieces, and of all unsharded parameters."""
+        """The optimizer state that this rank keeps: that of this rank's pieces, and of all unsharded parameters."""
         self._group = group
         self._frame = frame
         self._weights = weights
@@ -128,7 +128,7 @@ class ShardedOptimizer:
         if self._gradients is None:
             for parameter in self.parameters:
                 # Read every gradient, in the same order on all ranks: a read may be an exchange between the ranks.
-                # See Note [Accumulation] in accumulation.py.
+                # See Note [Accumulation] in gradients/accumulation.py.
                 _ = parameter.grad
         elif self._changes_gradients:
             self._gradients.cut_gradients(self.parameters)
@@ -189,7 +189,10 @@ class ShardedOptimizer:
         return {i: g for i, p in enumerate(self.parameters) if (g := own_whole(p)) is not None}
 
     def publish(self, place: str) -> bool:
-        """Send this rank's pieces to all ranks if all are at ``place``, and return whether all are; a collective."""
+        """Send this rank's pieces to all ranks if all are at ``place``, and return whether all are; a collective.
+
+        At level 1, gradients that the step may have changed are sent too.
+        """
         if self._publisher is None or not self._publisher.is_current:
             whole = [i for i in range(len(self.parameters)) if i not in self._given]
             number = {i: number for number, i in enumerate(whole)}
@@ -244,6 +247,7 @@ class ShardedOptimizer:
 
         Raises:
             DivergenceError: on all ranks, when a rank does not have its part of the state.
+            LagomError: when the state has objects that are neither plain values nor tensors.
         """
         states = self._gather_states(keep=True)
         found = defaultdict(self.part.default_factory) if isinstance(self.part, defaultdict) else type(self.part)()
@@ -271,20 +275,20 @@ class ShardedOptimizer:
 
 
 def _shape_like(line: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-    """Return the flat ``line`` in the shape of ``parameter`` if it has all elements of it; else return it flat."""
+    """Return ``line`` in the shape of ``parameter`` if both have as many elements; else return ``line`` flat."""
     return line.as_strided(parameter.shape, parameter.stride()) if len(line) == parameter.numel() else line
 
 
 # Note [Stepping a part]
 #
 # The optimizer stays the object that schedulers, scalers and the program hold. If it works element by element, its
-# sharded parameters, laid end to end, are cut into a range for each rank; else each rank gets whole parameters. During
-# a step, the lists in its groups hold this rank's pieces, and the parameters that are not sharded. A parameter that is
-# wholly inside the rank's range is in the list itself; one that is partly inside is replaced by a view of its memory,
-# with a view of its gradient. The optimizer's state is the state of these pieces. After the step, the lists hold the
-# program's parameters again, and each rank sends its changes to all others, directly into the parameters' memory; at
-# level 3, parameters that are sharded themselves are not sent. For a closure, the lists and the state are put back
-# while the closure runs.
+# sharded parameters, laid end to end, are cut into a range for each rank; else each rank gets whole parameters. (At
+# level 3, a parameter that is sharded itself keeps its parts.) During a step, the lists in the optimizer's groups hold
+# this rank's pieces, and the parameters that are not sharded. A parameter that is wholly inside the rank's range is in
+# the list itself; one that is partly inside is replaced by a view of its memory, with the same part of its gradient.
+# The optimizer's state is the state of these pieces. After the step, the lists hold the program's parameters again, and
+# each rank sends its changes to all others, directly into the parameters' memory; at level 3, parameters that are
+# sharded themselves are not sent. For a closure, the lists and the state are put back while the closure runs.
 #
 # Before a step, the ranks check that all of them are about to make the same step. So outside of a step all ranks have
 # made the same number of steps, and any rank may request the whole state at any time. See Note [Asking] in

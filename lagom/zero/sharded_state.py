@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class ShardedState:
-    """Stands in for the state of an optimizer while each rank has a part of it; any use raises a ``LagomError``."""
+    """Stands in for the state of an optimizer while each rank has a part of it; any read raises a ``LagomError``."""
 
     def __init__(self, sharded: ShardedOptimizer) -> None:
         vars(self)["sharded"] = sharded

@@ -30,7 +30,7 @@ class StepSignature(NamedTuple):
 
 
 def group_settings(optimizer: Optimizer) -> list[dict[str, Any]]:
-    """Return each group's settings: the learning rate and every other one for which the optimizer has a default."""
+    """Return each group's comparable settings for which the optimizer has a default, such as the learning rate."""
     return [
         {name: value for name in optimizer.defaults if (value := _comparable_setting(group.get(name))) is not None}
         for group in optimizer.param_groups

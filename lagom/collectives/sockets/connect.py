@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from lagom.collectives.sockets.encryption import Connection, Credentials
 
 _TIMEOUT_S = 60.0
-"""Seconds in which ranks must connect, once all are known to be alive."""
+"""Seconds that a rank waits for its next connection with another rank, once all are known to be alive."""
 _PAUSE_MS = 20, 100
 """Shortest and longest pause before the next try."""
 
@@ -135,7 +135,7 @@ def reach(
 
 
 def host_identity() -> bytes:
-    """Return a text that is equal in two processes if abstract Unix sockets can connect them.
+    """Return a text that is equal in two processes of one user if abstract Unix sockets can connect them.
 
     Abstract names belong to a network namespace.
     """

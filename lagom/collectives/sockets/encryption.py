@@ -66,7 +66,7 @@ class EncryptedSocket:
         return self._connection.fileno()
 
     def settimeout(self, timeout_s: float | None) -> None:
-        """Set how long calls wait; None: without a limit, 0: not at all."""
+        """Set how long calls wait before they raise a BlockingIOError; None: without a limit, 0: not at all."""
         self._timeout_s = timeout_s
 
     def setblocking(self, flag: bool) -> None:
@@ -75,6 +75,8 @@ class EncryptedSocket:
 
     def sendmsg(self, parts: Sequence[bytes | memoryview], ancillary: Sequence[object] = (), flags: int = 0) -> int:
         """Send at most the first 64 KB of ``parts`` without waiting; return the number of bytes sent.
+
+        ``ancillary`` and ``flags`` are ignored.
 
         Raises:
             BlockingIOError: when the kernel's buffer has no room for all these bytes. The next call must begin with the

@@ -36,7 +36,7 @@ def introduce(connection: socket.socket, key: bytes, rank: int, timeout_s: float
     """Prove to the listener that this is ``rank``, check the listener's proof, and return ``connection``.
 
     Raises:
-        Stranger: when the listener's proof is wrong, or the listener hangs up.
+        Stranger: when the listener is another user's process, has a wrong proof, or hangs up (``HungUp``).
         OSError: when the listener takes longer than ``timeout_s``.
     """
     deadline = time.monotonic() + timeout_s
@@ -52,7 +52,7 @@ def introduce(connection: socket.socket, key: bytes, rank: int, timeout_s: float
 
 
 def admit(listeners: Sequence[socket.socket], key: bytes, timeout_s: float) -> Iterator[tuple[int, socket.socket]]:
-    """Yield each rank that connects and proves itself, with its connection, in the order of their proofs.
+    """Yield each rank that connects and proves itself, with its connection, which does not block.
 
     Strangers do not delay ranks: their proofs are awaited at the same time, each for ``HELLO_S``.
 
@@ -185,9 +185,9 @@ def _exactly(connection: socket.socket, size: int, deadline: float) -> bytes:
 
 # Note [Proofs of ranks]
 #
-# The handshake is that of Note [Handshake] in wire/framing.py: the listener sends a nonce; the other end sends its rank
-# number, a nonce and a proof; the listener sends its proof. The listener reads 52 bytes from a stranger, in any number
-# of pieces, and compares the proof in constant time before it uses the rank number. On a Unix socket the kernel also
-# says which user runs the process at the other end; the connection of another user is closed at once. Between hosts,
-# later messages are encrypted if Spark encrypts (Note [Encryption between hosts] in encryption.py); otherwise they are
-# neither encrypted nor authenticated.
+# The handshake is like that of Note [Handshake] in wire/framing.py: the listener sends a nonce; the other end sends its
+# rank number, a nonce and a proof; the listener sends its proof. The listener reads 52 bytes from a stranger, in any
+# number of pieces, and compares the proof in constant time before it uses the rank number. On a Unix socket the kernel
+# also says which user runs the process at the other end; the connection of another user is closed at once. Between
+# hosts, later messages are encrypted if Spark encrypts (Note [Encryption between hosts] in encryption.py); otherwise
+# they are neither encrypted nor authenticated.

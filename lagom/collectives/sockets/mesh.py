@@ -1,4 +1,4 @@
-"""``Mesh``: connections between all pairs of ranks, over which each rank sends messages to all others."""
+"""``Mesh``: a rank's connections with all other ranks, or with some of them, for exchanges of messages."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class Mesh:
     def deal(self, bodies: Sequence[memoryview]) -> list[memoryview]:
         """Send ``bodies[i]`` to rank i, and return each rank's message to this rank; lengths may differ.
 
-        Views and errors are as in ``exchange``.
+        This rank's own entry is empty. Views and errors are as in ``exchange``.
         """
         return self._with_all([_parts(body) for body in bodies], sum(map(len, bodies)), b"")
 
@@ -194,8 +194,8 @@ os.register_at_fork(after_in_child=_close_all)
 #
 # Most exchanges are small: gradients of a small model, statistics of a BatchNorm layer, signatures. Most of their time
 # goes into waking threads. A collective of gloo passes the work to a thread of gloo, which sends to another thread on
-# the other side, in two hops or more. Here the calling thread writes to its peers' sockets and reads from them; it
-# sleeps once at most. Messages may differ in length, so that a rank whose message differs from the others' is not an
-# error of the exchange: the caller compares messages.
+# the other side, in two hops or more. Here the calling thread writes to its peers' sockets and reads from them; as a
+# rule it sleeps at most once for each peer. Messages may differ in length, so that a rank whose message differs from
+# the others' is not an error of the exchange: the caller compares messages.
 #
 # A connection is a Unix socket between processes of one host, and TCP or TLS between hosts.

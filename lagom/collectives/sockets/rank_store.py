@@ -102,5 +102,5 @@ def _as_bytes(value: str | bytes) -> bytes:
 # like those of exchanges: both ends prove themselves, and encrypt if Spark encrypts. Rank 0 listens only until all
 # ranks have connected. One connection serves all threads of a rank: each request has a number, and a request for a
 # value that is not set is answered when the value is set. So a thousand ranks that wait for each other while they join
-# send one request each and need not poll. Other features of torch's stores (queues, ``append``, a list of keys) are
-# errors here.
+# need not poll: each sends one request in 20 s (``HELD_S``). Other features of torch's stores (queues, ``append``, a
+# list of keys) are errors here.

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 HEAD = struct.Struct("<QQBBII")
 """The header of a message; its second number is the message's size."""
 BLOCK = 1 << 17
-"""Bytes that are received and added at once. Only the last block of a message is sent on with fewer bytes."""
+"""Most bytes that are added at once, and fewest bytes for which a send begins, unless the message has fewer left."""
 _GRAIN = 1 << 15
 """Most numbers that one addition of torch adds in the calling thread alone, without its thread pool."""
 LATE = "another host did not answer in time"
@@ -113,7 +113,7 @@ class RingStream:
             elif outs or backs:
                 sent = self._wait(bool(outs) and not outs[0].waits, bool(backs), deadline)
                 is_late = sent is None
-                comes = is_late or bool(sent)  # after a timeout try once more: fewer bytes than a block may be there
+                comes = is_late or bool(sent)  # after a timeout try once more, as csrc/ring.cpp does
 
     def _wait(self, sends: bool, receives: bool, deadline: float) -> bool | None:
         """Wait until bytes can be received or sent; return whether they can be received, None at the deadline."""

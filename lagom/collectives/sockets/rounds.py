@@ -53,7 +53,7 @@ def rounds(num_hosts: int, host: int) -> list[Round]:
 
 @cache
 def _best_cut(num_hosts: int, num_rounds: int) -> tuple[float, int]:
-    """Return the least number of messages that a host sends in ``num_rounds``, estimated, and its number of blocks."""
+    """Return an estimate of a host's fewest messages in ``num_rounds``, and the number of blocks that takes so few."""
     if num_hosts == 1:
         return 0.0, 1
     best = inf, 1

@@ -22,7 +22,7 @@ class ValueClient:
     Args:
         address: address at which the server listens.
         rank: number of this rank.
-        timeout_s: how long to wait for the server, and for each answer that it does not hold back.
+        timeout_s: how long to wait for the server. For an answer it is ``HELD_S`` more.
 
     Raises:
         OSError: when the server cannot be reached.

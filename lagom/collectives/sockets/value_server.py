@@ -30,7 +30,7 @@ ANSWER = struct.Struct("<IBQ")
 NOTHING, VALUE, REFUSAL = range(3)
 """Kinds of answers."""
 HELD_S = 20.0
-"""Most seconds for which the server holds a request for a value that is not set, so that clients notice its death."""
+"""Most seconds for which a request for a value that is not set is held, so that clients notice the server's end."""
 _LENGTH = struct.Struct("<Q")
 _PIECE = 1 << 16
 
@@ -87,7 +87,7 @@ class ValueServer:
         threading.Thread(target=self._run, name="lagom-store", daemon=True).start()
 
     def ask(self, what: Ask, name: str, data: bytes = b"") -> bytes | None:
-        """Run a request of this rank, and return the answer; None if there is no value of this name.
+        """Run a request, and return the answer; None if there is no value of this name.
 
         Raises:
             ValueError: when a number is to be added to a value that is not a number.

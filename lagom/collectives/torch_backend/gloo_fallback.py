@@ -1,4 +1,4 @@
-"""gloo for the tensors and reductions that the transport of a process group does not carry."""
+"""gloo for the collectives, tensors and reductions that the transport of a process group does not carry."""
 
 from __future__ import annotations
 
@@ -32,7 +32,8 @@ def run_by_gloo(
 ) -> None:
     """Run a collective over gloo, with one call per tensor: gloo would add up tensors that are passed together.
 
-    Ranks first agree on gloo. Otherwise a rank whose tensor goes through shared memory would wait there for ever.
+    On one host, ranks first agree on gloo. Otherwise a rank whose tensor goes through shared memory would wait there
+    for the others until its timeout.
     """
     moves.agree(f"{name} over gloo")
     for given in zip(*tensors, strict=True):

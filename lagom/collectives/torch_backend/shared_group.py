@@ -35,7 +35,7 @@ class SharedProcessGroup(_Base):  # type: ignore[misc]
     See Note [Order of collectives].
 
     Raises:
-        RuntimeError: from every method or its work, when the exchange fails; all later exchanges fail as well.
+        RuntimeError, OSError: from every method or its work, when the exchange fails; all later exchanges fail as well.
     """
 
     def __init__(self, gloo: Any, transport: Transport, rank: int, size: int, timeout: timedelta) -> None:
@@ -152,7 +152,10 @@ class SharedProcessGroup(_Base):  # type: ignore[misc]
         return self._gloo.barrier(*handed_on(opts)) if memory is None else self._start("barrier", memory.barrier, opts)
 
     def monitored_barrier(self, timeout: Any = None, wait_all_ranks: bool = False) -> None:
-        """Wait for all ranks within ``timeout``; the error names one missing rank, or all of them over gloo."""
+        """Wait for all ranks within ``timeout``.
+
+        The error names one missing rank; over gloo, all of them if ``wait_all_ranks``.
+        """
         memory, limit, usual = self._transport.memory, timeout or self._timeout, self._timeout
         if memory is None:
             self._gloo.monitored_barrier(limit, wait_all_ranks)

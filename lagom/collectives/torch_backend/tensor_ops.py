@@ -22,7 +22,7 @@ class TensorCollectives:
 
     Raises:
         ValueError: when sizes or types of this rank's tensors do not fit together.
-        RuntimeError: when ranks make different calls, or a rank is gone.
+        RuntimeError, OSError: when ranks make different calls, or a rank is gone.
     """
 
     def __init__(self, transport: Transport, rank: int, size: int) -> None:
@@ -126,7 +126,7 @@ class TensorCollectives:
             one.detach().copy_(part.clone().view(one.dtype).view(one.shape))
 
     def all_to_all_single(self, output: Tensor, tensor: Tensor, to_here: Sequence[int], to_all: Sequence[int]) -> None:
-        """Send rows to each rank, and receive rows from each; equal parts if the sizes are empty."""
+        """Send ``to_all[i]`` rows to rank i, and receive ``to_here[i]`` from it; equal parts if the sizes are empty."""
         fit("all_to_all_single", 0, 0, output, tensor)
         given, flat = plain_contiguous(tensor), plain_contiguous(output)
         to, back = self._split(given, to_all), self._split(flat, to_here)
@@ -134,7 +134,13 @@ class TensorCollectives:
         put(output, flat)
 
     def agree(self, what: str) -> None:
-        """Check that all ranks make the call ``what``, for calls that shared memory does not compare itself."""
+        """Check that all ranks make the call ``what``, for calls that shared memory does not compare itself.
+
+        Without memory of all ranks, do nothing.
+
+        Raises:
+            RuntimeError: on all ranks, when they make different calls.
+        """
         memory = self._transport.memory
         if memory is None:
             return
@@ -198,7 +204,7 @@ def plain_contiguous(tensor: Tensor) -> Tensor:
 
 
 def put(tensor: Tensor, flat: Tensor) -> None:
-    """Copy ``flat``, which ``plain_contiguous`` returned, into ``tensor`` if it is a copy."""
+    """Copy ``flat``, which ``plain_contiguous(tensor)`` returned, into ``tensor`` unless it has the same memory."""
     if flat is not tensor and flat.data_ptr() != tensor.data_ptr():
         tensor.detach().copy_(flat)  # ``detach`` allows a copy into a parameter, which gloo allows too
 

@@ -65,7 +65,8 @@ class SharedWork(dist.Work):
         """Wait until the exchange is done.
 
         Raises:
-            RuntimeError: when the exchange failed, or is not done within ``timeout``. Zero means the group's timeout.
+            RuntimeError: when the exchange is not done within ``timeout``. Zero means the group's timeout.
+            Exception: the error of the exchange, when it failed.
         """
         if self._done is not None and not self._done.wait(timeout.total_seconds() or None):
             raise RuntimeError(f"the exchange was not done within {timeout.total_seconds():g} s")

@@ -1,8 +1,8 @@
 """Runs programs written for Horovod: after this import ``import horovod.torch as hvd`` works, without Horovod.
 
 ``horovod``, ``horovod.torch``, ``horovod.spark`` and ``sparkdl`` are then found in lagom, unless they are installed;
-``install(force=True)`` serves lagom's modules even then. Within a lagom run, the program's own import of one of these
-modules imports this package. docs/horovod.md lists the names that are served.
+``install(force=True)`` serves lagom's modules even then. Within a lagom run of a program whose own code names Horovod,
+the program's import of one of these modules imports this package. docs/horovod.md lists the names that are served.
 
 Start reading in torch.py, the names that programs use. A call goes from differentiable.py (or distributed_optimizer.py)
 to asynchronous.py, which makes requests; negotiation.py waits until all ranks have asked, by the rules in matching.py;
@@ -26,7 +26,7 @@ install()
 
 
 def leave() -> None:
-    """Shut down the exchanges that ``hvd.init`` has begun in this process; called at the end of the run."""
+    """Shut Horovod down if the program called ``hvd.init`` in this lagom run; called at the end of the run."""
     if (topology := sys.modules.get("lagom.compat.horovod.topology")) is not None:
         topology.leave()
 

@@ -1,4 +1,4 @@
-"""Exchanges that return a handle at once, in place or not, for one tensor or several."""
+"""Exchanges that return a handle at once, in place or not, for one tensor or several; and ``barrier`` and ``join``."""
 
 from __future__ import annotations
 
@@ -77,11 +77,16 @@ def grouped_allreduce_async(
     in_place: bool = False,
     read: _Read = _read_all,
 ) -> Handle:
-    """Start to reduce several tensors over all ranks.
+    """Start to reduce several tensors over the ranks of ``process_set``.
 
     Args:
+        average: Horovod's older spelling of ``op``: True for ``Average``, False for ``Sum``.
         op: ``Average`` if not given.
-        average: Horovod's older spelling of ``op``.
+        read: turns the finished entries into the result of ``synchronize``.
+
+    Raises:
+        ValueError: for a wrong ``op`` or process set, for tensors that cannot be reduced, or before ``init``.
+        HorovodInternalError: if an exchange of this name is under way, or this rank is not in ``process_set``.
     """
     op = choose_op(op, average)
     if op == Adasum and not all(tensor.is_floating_point() for tensor in tensors):
@@ -91,17 +96,17 @@ def grouped_allreduce_async(
 
 
 def grouped_allreduce_async_(tensors: Sequence[Tensor], *args: Any, **kwargs: Any) -> Handle:
-    """Reduce in place; arguments are those of ``grouped_allreduce_async``."""
+    """Start to reduce in place; arguments are those of ``grouped_allreduce_async``."""
     return grouped_allreduce_async(tensors, *args, **kwargs, in_place=True)
 
 
 def allreduce_async(tensor: Tensor, *args: Any, **kwargs: Any) -> Handle:
-    """Reduce one tensor; other arguments are those of ``grouped_allreduce_async``."""
+    """Start to reduce one tensor; other arguments are those of ``grouped_allreduce_async``."""
     return grouped_allreduce_async([tensor], *args, **kwargs, read=_read_first)
 
 
 def allreduce_async_(tensor: Tensor, *args: Any, **kwargs: Any) -> Handle:
-    """Reduce one tensor in place; other arguments are those of ``grouped_allreduce_async``."""
+    """Start to reduce one tensor in place; other arguments are those of ``grouped_allreduce_async``."""
     return grouped_allreduce_async([tensor], *args, **kwargs, in_place=True, read=_read_first)
 
 
@@ -137,12 +142,12 @@ def grouped_allgather_async(
     *,
     read: _Read = _read_all,
 ) -> Handle:
-    """Start to concatenate the tensors of all ranks; first dimensions may differ."""
+    """Start to concatenate the tensors of all ranks along the first dimension, in which they may differ."""
     return _start("allgather", tensors, name, process_set, read)
 
 
 def allgather_async(tensor: Tensor, *args: Any, **kwargs: Any) -> Handle:
-    """Gather one tensor; other arguments are those of ``grouped_allgather_async``."""
+    """Start to gather one tensor; other arguments are those of ``grouped_allgather_async``."""
     return grouped_allgather_async([tensor], *args, **kwargs, read=_read_first)
 
 
@@ -154,7 +159,11 @@ def broadcast_async(
     *,
     in_place: bool = False,
 ) -> Handle:
-    """Start to send the tensor of ``root_rank``, a global rank, to all."""
+    """Start to send the tensor of ``root_rank``, a global rank, to all.
+
+    Raises:
+        ValueError: if ``root_rank`` is not in ``process_set``.
+    """
     negotiator_of(process_set)
     if root_rank not in process_set.ranks:
         raise ValueError(f"root_rank is {root_rank}; want one of the ranks {process_set.ranks}")
@@ -162,7 +171,7 @@ def broadcast_async(
 
 
 def broadcast_async_(tensor: Tensor, *args: Any, **kwargs: Any) -> Handle:
-    """Broadcast in place; arguments are those of ``broadcast_async``."""
+    """Start to broadcast in place; arguments are those of ``broadcast_async``."""
     return broadcast_async(tensor, *args, **kwargs, in_place=True)
 
 
@@ -193,7 +202,11 @@ def grouped_reducescatter_async(
     *,
     read: _Read = _read_all,
 ) -> Handle:
-    """Start to reduce several tensors; each rank gets its rows, the first ranks one more if the rows do not divide."""
+    """Start to reduce several tensors; each rank gets its rows, the first ranks one more if the rows do not divide.
+
+    Raises:
+        ValueError: for another ``op`` than ``Average`` and ``Sum``.
+    """
     if op not in (Average, Sum):
         raise ValueError(f"reducescatter with op={op!r}; want hvd.Average or hvd.Sum")
     factors = {"prescale": float(prescale_factor), "postscale": float(postscale_factor)}
@@ -201,7 +214,7 @@ def grouped_reducescatter_async(
 
 
 def reducescatter_async(tensor: Tensor, *args: Any, **kwargs: Any) -> Handle:
-    """Reduce one tensor; other arguments are those of ``grouped_reducescatter_async``."""
+    """Start to reduce one tensor; other arguments are those of ``grouped_reducescatter_async``."""
     return grouped_reducescatter_async([tensor], *args, **kwargs, read=_read_first)
 
 

@@ -182,6 +182,7 @@ def reducescatter(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
 
 # Note [Gradients]
 #
-# Gradients have the same numbers as in Horovod. The gradient of an allreduce is the allreduce of the gradients by the
-# same op. The gradient of an allgather or a broadcast is the mean over the ranks, although the derivative of the losses
-# of all ranks together would be the sum: programs for Horovod have learning rates that fit the mean.
+# Gradients have the same numbers as in Horovod. The gradient of an allreduce by Average or Sum is the allreduce of the
+# gradients by the same op. For Min, Max, Product and Adasum that would not be the gradient, so the backward raises
+# NotImplementedError. The gradient of an allgather or a broadcast is the mean over the ranks, although the derivative
+# of the losses of all ranks together would be the sum: programs for Horovod have learning rates that fit the mean.

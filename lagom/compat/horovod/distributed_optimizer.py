@@ -45,12 +45,14 @@ def DistributedOptimizer(
         op: ``Average``, ``Sum``, or ``Adasum``, which reduces the changes of a step instead of the gradients.
         gradient_predivide_factor: divides gradients before the sum; the rest of the division comes after it.
         num_groups: older spelling of ``groups``.
-        groups: gradients that are to travel together; only checked, since all gradients that are ready travel together.
+        groups: a number, or lists of the parameters whose gradients are to travel together; only checked, since all
+            gradients that are ready travel together.
         sparse_as_dense: send sparse gradients as dense ones.
         process_set: the ranks that reduce.
 
     Raises:
-        ValueError: for parameters without a name, names that are not unique, or settings that do not go together.
+        ValueError: for parameters without a name, names that are not unique, settings that do not go together, or LBFGS
+            on several ranks.
     """
     if gradient_predivide_factor != 1.0 and op != Average:
         raise ValueError(f"gradient_predivide_factor is {gradient_predivide_factor}, which wants op=hvd.Average")
@@ -217,7 +219,10 @@ class _ReducingMixin:
             self._should_synchronize = True
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Synchronize, unless inside ``skip_synchronize``, and step; with a ``closure``, after each call of it."""
+        """Synchronize, unless inside ``skip_synchronize``, and step.
+
+        With a ``closure``, synchronize after each call of the closure instead.
+        """
         if self._should_synchronize and closure is None:
             if self._has_synchronized:
                 warnings.warn(
@@ -252,7 +257,11 @@ class _ReducingMixin:
         super().load_state_dict(*args, **kwargs)  # type: ignore[misc]
 
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
-        """Clear gradients, which must not be under way."""
+        """Clear gradients.
+
+        Raises:
+            AssertionError: between a backward and the ``step`` or ``synchronize`` after it.
+        """
         if self._under_way:
             raise AssertionError(
                 "optimizer.zero_grad() was called after loss.backward() but before optimizer.step() or "

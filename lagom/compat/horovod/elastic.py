@@ -21,7 +21,7 @@ __path__: list[str] = []  # horovod.torch.elastic.state and sampler are found be
 
 
 def run(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Broadcast the state before ``function(state, ...)``."""
+    """Return ``function(state, ...)`` as a function that first calls ``state.sync()``, to start from rank 0's state."""
 
     @functools.wraps(function)
     def running(state: Any, *args: Any, **kwargs: Any) -> Any:

@@ -30,7 +30,7 @@ class Entry:
 
     Args:
         tensor: this rank's input.
-        in_place: also write the result into ``tensor``.
+        in_place: write the result into ``tensor``, and not into a new tensor.
     """
 
     def __init__(self, request: Request, tensor: Tensor, in_place: bool = False) -> None:
@@ -76,7 +76,7 @@ class Ranks:
 
     Args:
         members: global ranks, in order.
-        rank: place of this process among them; -1 outside.
+        rank: place of this process among them.
         group: torch's process group; None for a single rank.
     """
 

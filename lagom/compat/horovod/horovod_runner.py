@@ -44,7 +44,13 @@ class HorovodRunner:
         self.driver_log_verbosity = driver_log_verbosity
 
     def run(self, main: Callable[..., Any], **kwargs: Any) -> Any:
-        """Call ``main(**kwargs)`` on every rank and return the value of rank 0."""
+        """Call ``main(**kwargs)`` on every rank and return the value of rank 0.
+
+        Raises:
+            ValueError: if ``main`` is not callable.
+            LagomError: on a rank of a run on several ranks.
+            Exception: as ``experiment.lagom``.
+        """
         launcher: Literal["auto", "local"] = "local" if self.num_processor < 0 else "auto"
         shows_all = self.driver_log_verbosity == "all"
         return _call_on_ranks(main, (), kwargs, abs(self.num_processor) or None, launcher, shows_all)[0]
@@ -69,6 +75,7 @@ def run(
 
     Raises:
         NotImplementedError: for a setting that lagom does not serve.
+        Exception: as ``HorovodRunner.run``.
     """
     _refuse(others)
     return _call_on_ranks(fn, args, kwargs or {}, num_proc, "auto", verbose > 1, env)
@@ -84,7 +91,16 @@ def local_run(
     verbose: int | None = None,
     **others: Any,
 ) -> list[Any]:
-    """Call ``func(*args, **kwargs)`` on ranks of this machine, like ``horovod.run``; return all values in order."""
+    """Call ``func(*args, **kwargs)`` on ranks of this machine, like ``horovod.run``; return all values in order.
+
+    Args:
+        num_proc: number of ranks, as ``np``; 1 if neither is given.
+        verbose: shows the output of all ranks, otherwise that of rank 0.
+
+    Raises:
+        NotImplementedError: for a setting that lagom does not serve, such as another machine in ``hosts``.
+        Exception: as ``HorovodRunner.run``.
+    """
     _refuse(others)
     for host in (hosts or "localhost").split(","):
         if (name := host.partition(":")[0]) not in ("localhost", "127.0.0.1", socket.gethostname()):
@@ -95,7 +111,7 @@ def local_run(
 
 
 def log_to_driver(message: object) -> None:
-    """Print at most 4000 characters. The output of rank 0 reaches the driver; with log="all" that of all ranks does."""
+    """Print at most 4000 characters. The driver shows the output of rank 0; with log="all" that of all ranks."""
     sys.stdout.write(str(message)[:4000] + "\n")
     sys.stdout.flush()
 

@@ -30,7 +30,10 @@ _DEADLOCK_S = 2.0
 
 
 class Negotiator:
-    """Matches this rank's requests with the other ranks' requests, and does the exchanges, in a thread of its own."""
+    """Matches this rank's requests with the other ranks' requests, and does the exchanges, in a thread of its own.
+
+    A single rank does them in the thread that asks.
+    """
 
     def __init__(self, ranks: Ranks, notices: Notices) -> None:
         self._ranks = ranks
@@ -85,7 +88,11 @@ class Negotiator:
         entry.settle()
 
     def join(self) -> int:
-        """Contribute zeros until all ranks have joined; return the global rank that joined last."""
+        """Contribute zeros until all ranks have joined; return the global rank that joined last.
+
+        Raises:
+            HorovodInternalError: when the negotiator is or was closed, or a rank has ended.
+        """
         joined = threading.Event()
         with self._changed:
             self._check_open()
@@ -175,7 +182,7 @@ class Negotiator:
         return RankMessage(requests, self._joined is not None, stuck_s)
 
     def _serve(self, messages: list[RankMessage]) -> bool:
-        """Do all exchanges that every rank has asked for; return False if there is none."""
+        """Do all exchanges that every rank has asked for, or end a join or a deadlock; return whether there was any."""
         joining = {rank for rank, message in enumerate(messages) if message.has_joined} - self._have_joined
         if joining:
             self._have_joined |= joining
@@ -236,8 +243,8 @@ class Negotiator:
 # become final in another order on each rank, and a rank that has joined must answer for names that it never asks for.
 #
 # So a thread of each rank sends the names that its rank has asked for, and that are not done, in rounds of one small
-# all-gather. From all messages every rank computes which exchanges are complete, in one order, and does them;
-# reductions of one kind travel together in one flat tensor. A rank without requests sleeps and takes part in no round;
+# all-gather. From all messages every rank computes which exchanges all ranks have asked for, and does these, in one
+# order; reductions of one kind travel together in one flat tensor. A rank without requests sleeps and joins no round;
 # other ranks, whose round has begun, wait for it. A round begins when the program waits for something, or
 # HOROVOD_CYCLE_TIME (1 ms) after a request, so that the gradients of a small model are one round. A single rank serves
 # its own message at once.

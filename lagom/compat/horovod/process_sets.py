@@ -15,6 +15,9 @@ class ProcessSet:
 
     Args:
         ranks_or_comm: global ranks.
+
+    Raises:
+        ValueError: for anything but a list of ranks.
     """
 
     def __init__(self, ranks_or_comm: Sequence[int]) -> None:
@@ -55,11 +58,16 @@ def init(comm: Any = None, process_sets: Any = None) -> None:
     """Join the other ranks; further calls change nothing.
 
     In a lagom run this is ``torch.distributed.init_process_group``: lagom steps back, because the program is
-    distributed by itself. A process that nobody launched is a world of one.
+    distributed by itself. Outside of a run, it is the same if RANK and WORLD_SIZE are set, as by torchrun. A process
+    that nobody launched is a world of one.
 
     Args:
         comm: None, or a list of all ranks.
         process_sets: ``ProcessSet`` objects to register, or "dynamic", which changes nothing.
+
+    Raises:
+        NotImplementedError: for another ``comm``.
+        ValueError: as ``add_process_set``.
     """
     if topology.is_initialized():
         return

@@ -174,13 +174,13 @@ def is_homogeneous() -> bool:
 
 
 def is_available(verbose: bool = False) -> bool:
-    """Answer for gloo, which programs ask about to know whether exchanges work on the CPU."""
+    """Return True, for gloo: programs ask about gloo to know whether exchanges work on the CPU."""
     del verbose
     return True
 
 
 def is_unavailable(verbose: bool = False) -> bool:
-    """Answer for MPI, DDL, oneCCL, ROCm and NCCL; see Note [nccl_built]."""
+    """Return False, for MPI, DDL, oneCCL, ROCm and NCCL; see Note [nccl_built]."""
     del verbose
     return False
 

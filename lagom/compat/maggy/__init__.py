@@ -20,9 +20,10 @@ install()
 # Both are one class here. A Maggy program is a driver program: it starts the ranks itself, by `experiment.lagom`, so
 # `lagom run` runs it once, in its own process, and not on every rank.
 #
-# Differences from a program for lagom, as in Maggy: a batch size is each rank's own (batches="per_rank"); a data set
-# that the config lacks reaches the function as None; the stage in deepspeed_config is used if zero_lvl is 0. Without
-# GPUs, forwards run in bf16 if DeepSpeed's config asks for fp16, which DeepSpeed has for GPUs only.
+# Differences from a program for lagom, as in Maggy: a batch size is each rank's own (batches="per_rank"), except in
+# trials; a data set that the config lacks reaches the function as None; the stage in deepspeed_config is used if
+# zero_lvl is 0. Without GPUs, forwards run in bf16 if DeepSpeed's config asks for fp16, which DeepSpeed has for GPUs
+# only.
 #
 # Differences from Maggy: test sets are evaluated exactly, not padded; a loader with shuffle=True has a new order in
 # each epoch; loader workers work; a function may return anything.

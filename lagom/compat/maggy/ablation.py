@@ -20,7 +20,8 @@ class AblationConfig(SettableTrials, config.AblationConfig):
     As in Maggy, fields may be passed by position, and set afterwards.
 
     Args:
-        positional: the fields in Maggy's order, which ends with ``model`` and ``dataset``.
+        positional: the fields in Maggy's order, which ends with ``model`` and ``dataset``, or before Maggy 1.1 with
+            ``model``, ``train_set`` and ``test_set``.
         given: fields of lagom's config, and ``model`` for ``module``. ``dataset`` may be a list of any length.
     """
 

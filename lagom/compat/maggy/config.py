@@ -40,8 +40,8 @@ class TorchDistributedConfig(Settable, config.TorchDistributedConfig):
 
     Args:
         module: lagom's field.
-        positional: the fields after ``module``, in the order of Maggy 1.1 if the first is a list (of data sets), else
-            in the order of Maggy 1.0.
+        positional: the fields after ``module``. They are in the order of Maggy 1.1 if the first is a list of data sets,
+            or None before a dict of hyperparameters; else in the order of Maggy 1.0.
         given: fields of lagom's config. ``dataset`` may be a list of any length.
     """
 
@@ -76,7 +76,7 @@ class TorchDistributedConfig(Settable, config.TorchDistributedConfig):
         return found
 
     def with_defaults(self, given: Mapping[str, Any]) -> TorchDistributedConfig:
-        """Return a copy that takes from ``given`` the fields that have their default values."""
+        """Return a copy in which fields that have default values take the values in ``given``, if they are there."""
         plain = TorchDistributedConfig()
         return self.replace({n: value for n, value in given.items() if getattr(self, n) == getattr(plain, n)})
 

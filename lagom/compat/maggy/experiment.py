@@ -28,11 +28,12 @@ def lagom(
 ) -> Result | SearchResult:
     """Run ``train_fn`` on every rank, or in trials of a search or an ablation study, like ``lagom.experiment.lagom``.
 
-    ``module``, ``model``, ``train_set``, ``test_set`` and ``dataset`` are None for a function that asks for them if the
-    config lacks them.
+    If ``train_fn`` has a parameter ``module``, ``model``, ``train_set``, ``test_set`` or ``dataset`` without a default,
+    and the config lacks that field, the parameter gets None. ``model`` gets the config's module.
 
     Args:
-        search: arguments of releases before 1.0, which are fields of ``HyperparameterOptConfig`` or
+        config: None for a run of one rank; in releases before 1.0 the name of the experiment.
+        search: arguments of releases before 1.0: ``experiment_type``, and fields of ``HyperparameterOptConfig`` or
             ``AblationConfig``.
     """
     if search or isinstance(config, str):

@@ -48,9 +48,11 @@ class SettableTrials(Settable):
         return self.module  # type: ignore[attr-defined]  # the config's
 
     def with_defaults(self, given: Mapping[str, Any]) -> Self:
-        """Return a copy that takes from ``given``, the fields of a run, the fields with default values in this config.
+        """Return a copy in which fields that have a run's default values take the values in ``given``.
 
-        ``world_size`` gives ``num_slots``, the number of trials at a time.
+        Args:
+            given: fields of ``TorchDistributedConfig``. ``world_size`` gives ``num_slots``, the number of trials at a
+                time, unless this config has it.
         """
         own = {each.name: getattr(self, each.name) for each in fields(self)}  # type: ignore[arg-type]
         plain = config.TorchDistributedConfig()

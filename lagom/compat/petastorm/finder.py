@@ -53,7 +53,11 @@ class _Finder(importlib.abc.MetaPathFinder):
 
 
 def _find_package() -> ModuleSpec | None:
-    """Find petastorm; skip a script of that name, whose folder stands first on ``sys.path``."""
+    """Find petastorm; skip a script of that name, whose folder stands first on ``sys.path``.
+
+    Raises:
+        ImportError: if another release than 0.12 is installed.
+    """
     for entry in sys.path:
         spec = PathFinder.find_spec(_PACKAGE, [entry]) if os.path.basename(entry) != SHIM else None
         if spec is not None and spec.submodule_search_locations is not None:
@@ -77,7 +81,7 @@ def _check_version() -> None:
 
 
 class _Loader(SourceFileLoader):
-    """Runs a module of petastorm with an ``__import__`` of its own."""
+    """Runs a module of petastorm with an ``__import__`` of its own, and then changes it by ``mending.mend``."""
 
     def exec_module(self, module: ModuleType) -> None:
         vars(module)["__builtins__"] = {**vars(builtins), "__import__": _import}

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def local_type() -> Any:
-    """Return fsspec's class of local file systems, with the methods of the class that pyarrow has no longer."""
+    """Return fsspec's class of local file systems, which has the methods of the class that pyarrow has dropped."""
     from fsspec.implementations.local import LocalFileSystem
 
     return LocalFileSystem
@@ -90,7 +90,11 @@ class ParquetPartitions:
         return self.levels[level]
 
     def get_index(self, level: int, name: str, key: str) -> int:
-        """Return the number of a partition value at a level."""
+        """Return the number of a partition value at a level.
+
+        Raises:
+            ValueError: if the level has another name.
+        """
         if level == len(self.levels):
             self.levels.append(PartitionSet(name))
             self.partition_names.add(name)
@@ -145,7 +149,11 @@ class ParquetDatasetPiece:
         partitions: ParquetPartitions | None = None,
         **options: Any,
     ) -> Any:
-        """Read the rows as a table, with a dictionary column for each partition."""
+        """Read the rows as a table, with a dictionary column for each partition.
+
+        Raises:
+            ValueError: if this piece has partition keys, and ``partitions`` is None.
+        """
         names = None if columns is None else list(columns)
         with self._source() as source:
             file = pq.ParquetFile(source, **self.file_options)
@@ -163,7 +171,16 @@ class ParquetDatasetPiece:
 
 
 class ParquetDataset:
-    """Lists the files of a folder or a list, without reading them."""
+    """Lists the files of a folder or a list; reads only ``_metadata`` and ``_common_metadata`` of a folder.
+
+    Args:
+        filters: conditions on partitions, by which files are chosen: a list of (name, operator, value), which must all
+            hold, or a list of such lists, of which one must hold.
+
+    Raises:
+        OSError: if a file does not exist.
+        ValueError: for a filter on a column that is no partition.
+    """
 
     def __init__(
         self,

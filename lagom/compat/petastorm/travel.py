@@ -40,9 +40,9 @@ def ship(context: Any) -> None:
 
 @functools.cache
 def archive() -> str:
-    """Make an archive that makes ``import petastorm`` work from ``sys.path``; return its path.
+    """Return the path of an archive that makes ``import petastorm`` work from ``sys.path``.
 
-    It is deleted when this process ends.
+    Make the archive unless it is on ``sys.path`` already, and delete it when this process ends.
     """
     for entry in sys.path:
         if os.path.basename(entry) == SHIM and os.path.exists(entry):

@@ -37,7 +37,8 @@ class CellColumn:
         Args:
             ragged: how a batch shows cells of different shapes: "error", "pad" or "list".
             name: the column's name, for errors.
-            shape: shape of every cell; None if shapes differ.
+            shape: shape of every cell; None if shapes may differ.
+            dtype: type of the column if all cells are null.
         """
         self.cells = cells
         self.ragged = ragged
@@ -57,10 +58,10 @@ class CellColumn:
         return torch.from_numpy(self.dense())
 
     def dense(self) -> NDArray[Any]:
-        """Return the rows as one array, with zeros for nulls.
+        """Return the rows as one array, with zeros for nulls and, if ``ragged`` is "pad", after the ends of cells.
 
         Raises:
-            DataError: if cells have different shapes and ``ragged`` is "error", or all cells are null and no shape is
+            DataError: if cells have different shapes and ``ragged`` is not "pad", or all cells are null and no shape is
                 known.
         """
         there = [cell for cell in self.cells if cell is not None]
@@ -104,6 +105,7 @@ class Encoded:
     def __init__(
         self, array: Any, origins: NDArray[np.int64], decoder: Callable[[Any, NDArray[np.int64]], CellColumn]
     ) -> None:
+        """Make a column of the cells in the Arrow array ``array``; ``Where.origins`` makes ``origins``."""
         self.array = array
         self.origins = origins
         self.decoder = decoder

@@ -14,10 +14,11 @@ if TYPE_CHECKING:
 
 
 def decode(cell: Any) -> NDArray[Any]:
-    """Decode an image into an array: height, width, and red, green and blue unless it is grey.
+    """Decode an image into an array of shape ``(height, width, 3)`` (RGB), or ``(height, width)`` if it is grey.
 
     Raises:
         LagomError: if neither OpenCV nor pillow is installed.
+        ValueError: if the image is damaged, or has another number of channels.
     """
     try:
         import cv2
@@ -33,7 +34,13 @@ def decode(cell: Any) -> NDArray[Any]:
 
 
 def decode_by_pillow(cell: Any) -> NDArray[Any]:
-    """Decode an image as ``decode`` does, without OpenCV."""
+    """Decode an image as ``decode`` does, without OpenCV.
+
+    Raises:
+        LagomError: if pillow is not installed.
+        ValueError: for a PNG with 16 bits a colour, and for other modes than grey and RGB.
+        OSError: if the image is damaged.
+    """
     try:
         from PIL import Image
     except ImportError as error:

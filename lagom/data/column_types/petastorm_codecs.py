@@ -84,7 +84,10 @@ class NumpySaved:
     def convert(self, array: Any, path: Path, where: Where) -> Values:
         """Return one array for all rows, or one for each row if the field's shape differs from row to row.
 
-        One array is made without a loop over rows if all headers are equal.
+        One array is made without a loop over rows if all headers are equal and no row is null.
+
+        Raises:
+            DataError: for a cell that is no saved array, or does not fit the field.
         """
         ragged = None in self.field.shape
         if not ragged and not array.null_count:
@@ -131,6 +134,7 @@ class Decoder:
 
         Raises:
             DataError: for a cell that cannot be decoded.
+            LagomError: if no installed package decodes images.
         """
 
         def one(place: int) -> NDArray[Any] | None:
@@ -147,7 +151,7 @@ class Decoder:
         def some(places: range) -> list[NDArray[Any] | None]:
             return [one(place) for place in places]
 
-        # Each thread gets a run of cells, since handing out one cell takes as long as decoding a small one.
+        # Each thread gets consecutive cells, since handing out one cell takes as long as decoding a small one.
         worth = min(len(array), max(len(array) // _CELLS, array.nbytes // _BYTES))
         threads = max(1, min(torch.get_num_threads(), worth))
         bounds = [len(array) * number // threads for number in range(threads + 1)]
@@ -266,7 +270,7 @@ class _Buffers:
 
 
 def _alike(cells: _Buffers, field: UnischemaField, memory: ReusedArrays | None) -> NDArray[Any] | None:
-    """Return cells with equal headers as one array; None if headers differ or do not fit ``field``.
+    """Return cells with equal headers as one array; None if headers differ or a cell does not fit ``field`` or int64.
 
     Args:
         memory: gives memory for a copy; None to return a view.

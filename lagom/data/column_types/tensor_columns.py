@@ -40,12 +40,12 @@ class Where:
     number: int
     """Number of the row group in the table."""
     first: int
-    """Index in the row group of the first row."""
+    """Index of the first row in the row group, among the rows that pass the table's filter."""
     memory: ReusedArrays | None = None
     """Gives memory for converted values; None if these are copied later anyway."""
 
     def error(self, path: Path, row: int, why: str) -> DataError:
-        """Return an error that names file, row group, column and row."""
+        """Return an error that names file, row group, column and row; ``row`` is counted from ``first``."""
         group = self.table.groups[self.number]
         file = self.table.files[group.file].path
         return DataError(f"{file}, row group {group.index}, column {'.'.join(path)!r}, row {self.first + row}: {why}")
@@ -176,7 +176,7 @@ class ColumnEntry:
 def column_entries(field: Any, nulls: Policy, ragged: str, codec: Codec | None = None) -> list[ColumnEntry]:
     """Return the entries of a batch that an Arrow field becomes: one, or for a struct one for each inner field.
 
-    ``unsupported_part`` in ``launchers/dataframes.py`` refuses the types of a Spark DataFrame before the run.
+    ``unsupported_part`` in ``launchers/dataframes.py`` refuses such types in a Spark DataFrame before the run.
 
     Raises:
         ValueError: if the field has a type that cannot become a tensor.

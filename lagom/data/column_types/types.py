@@ -72,7 +72,7 @@ def is_number(kind: Any) -> bool:
 
 
 def can_be_tensor(kind: Any) -> bool:
-    """Return whether a column of ``kind`` can be an entry of a batch: numbers, lists of numbers, and texts.
+    """Return whether a column of ``kind`` can be an entry of a batch: numbers, lists of numbers, texts and bytes.
 
     ``tensor_columns.column_entries`` refuses all others, but for structs and Spark ML's vectors.
     """
@@ -106,7 +106,7 @@ def numpy_type(kind: Any) -> np.dtype[Any]:
 def as_stored(kind: Any) -> np.dtype[Any] | None:
     """Return the numpy type of numbers that torch can use in Arrow's memory, unconverted; None for other types.
 
-    ``number`` in ``data/decoders/page_decoder.py`` decodes no others.
+    ``number`` in ``data/decoders/page_decoder.py`` accepts no others for lagom's own decoder.
     """
     import pyarrow.types as t
 

@@ -156,5 +156,6 @@ class _Unpickler(pickle.Unpickler):
 #
 # Petastorm stores a pickle of its Unischema in the key-value metadata of the file _common_metadata. Ordinary unpickling
 # would run any code that somebody put there; petastorm's own unpickler allows all of builtins, with eval. lagom's
-# unpickler resolves petastorm's names to classes that do nothing, and allows numpy's scalar types, OrderedDict and
+# unpickler resolves the names of petastorm's and Spark's classes to classes that do nothing, and those of two functions
+# that rebuild objects to functions of its own. It allows numpy's dtype and scalar types, object, OrderedDict and
 # Decimal; any other name is an error. The few callables that a pickle can reach only make such objects.

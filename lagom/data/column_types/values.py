@@ -41,9 +41,10 @@ class Values(Protocol):
     def joined(
         parts: Sequence[Any], index: NDArray[np.int64] | None, memory: ReusedArrays | None, pool: Executor | None = None
     ) -> Values:
-        """Copy all rows of ``parts``, or only the rows at ``index`` if it is not None.
+        """Join all rows of ``parts``, or only the rows at ``index`` if it is not None.
 
         Args:
+            index: numbers of rows, counted through all ``parts``.
             memory: gives memory for the copy, if not None.
             pool: threads that share the work, if not None.
         """
@@ -188,11 +189,12 @@ def joined(
     memory: ReusedArrays | None = None,
     pool: Executor | None = None,
 ) -> Block:
-    """Copy all rows of ``blocks``, or only the rows at ``index`` if it is not None, into one block.
+    """Join all rows of ``blocks``, or only the rows at ``index`` if it is not None, in one block.
 
     The rows of a column must have the same shape in all blocks.
 
     Args:
+        index: numbers of rows, counted through all ``blocks``.
         memory: gives memory for the copy, if not None.
         pool: threads that share the work, if not None.
     """
@@ -223,7 +225,7 @@ def filled(span: RowSpan, constants: Mapping[str, Any]) -> RowSpan:
     """Return the rows of ``span``, with the columns in ``constants`` set to one value, and their masks to True.
 
     Raises:
-        ValueError: for a column that is a list in a batch, of tensors of different shapes.
+        ValueError: for a column that is a list in a batch, unless its new value is a text or bytes.
     """
     block = dict(span.cut())
     for path, rows in block.items():

@@ -1,4 +1,4 @@
-"""Decoders of plain Parquet pages in lagom's own C++; Arrow reads all other pages.
+"""Decoders, in lagom's own C++, of the Parquet pages that usual writers make; Arrow reads all other pages.
 
 Start with ``page_decoder.py``.
 """

@@ -54,7 +54,7 @@ class FastColumns:
             self._kinds[number] = kind
 
     def reader(self) -> FastReader:
-        """Make a reader for one cursor; it reuses the memory of a closed reader."""
+        """Make a reader for one cursor, with the memory of a closed reader if there is one."""
         try:
             return FastReader(self, self._spare.pop())
         except IndexError:
@@ -75,8 +75,8 @@ class FastColumns:
         """Return the chunks of the fast columns in row group number ``group``, by column.
 
         Args:
-            threads: whether Arrow decodes in several threads. It then gets the columns of numbers, for which it is
-                faster, unless the table has only one column.
+            threads: whether Arrow decodes in several threads. If so, Arrow gets the columns of numbers, for which it
+                is faster, unless the table has only one column.
         """
         known = self._known  # another thread may replace the dict when it drops a column
         chunks = known.get((group, threads))
@@ -153,7 +153,11 @@ class FastReader:
         return self._chunks
 
     def read(self, count: int) -> Mapping[int, NDArray[Any]] | None:
-        """Decode the next ``count`` rows; return None if Arrow must read the row group from here on."""
+        """Decode the next ``count`` rows; return None if Arrow must read the row group from here on.
+
+        Raises:
+            DataError: if the file was overwritten meanwhile.
+        """
         try:
             found = self._decoder.read(count)
         except (OSError, ValueError):

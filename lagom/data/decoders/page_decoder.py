@@ -115,7 +115,7 @@ class PageDecoder:
         self._whole = np.empty(0, np.uint8)
 
     def begin(self, file: Any, chunks: Mapping[int, ColumnChunk]) -> None:
-        """Begin to decode ``chunks`` of ``file``; ``chunks`` has one chunk for each column number."""
+        """Begin to decode ``chunks``, the column chunks of one row group in ``file`` by number of the column."""
         from lagom.collectives.native import native
 
         self._chunks = chunks
@@ -253,7 +253,8 @@ def _at_least(array: NDArray[np.uint8], size: int) -> NDArray[np.uint8]:
 # unpacks and looks up indices in one pass, for all columns of a row group, without the GIL.
 #
 # The decoder handles only the usual content of such files: top-level columns without nulls, PLAIN or dictionary
-# encoding, pages of both versions, uncompressed or with snappy, and cells with one header. If a row group has anything
-# else, Arrow reads the row group from the row that was reached on, and reads these columns in all later row groups. So
-# Arrow alone raises errors, also for files that cannot be read. The decoder checks page headers as Thrift requires, and
-# sizes, counts and indices against the bytes present: a damaged file gives the rows that Arrow gives, or Arrow's error.
+# encoding, pages of both versions, uncompressed or with snappy, and cells with one header. If the footer shows anything
+# else in a column chunk, Arrow reads that chunk. If a page shows it, Arrow reads the row group from the row that was
+# reached on, and reads the columns that lagom decoded there in all later row groups. So Arrow alone raises errors, also
+# for files that cannot be read. The decoder checks page headers as Thrift requires, and sizes, counts and indices
+# against the bytes present: a damaged file gives the rows that Arrow gives, or Arrow's error.

@@ -20,13 +20,13 @@ if TYPE_CHECKING:
     from lagom.data.parquet.table import Table
 
 _UNSHUFFLED_BYTES = 8 << 20
-"""Bytes of rows that are decoded at a time in an epoch that is not shuffled."""
+"""Most bytes of rows that are decoded at a time in an epoch that is not shuffled."""
 _UNSHUFFLED_BLOCKS = 3 + AHEAD
 """Blocks of unshuffled rows in memory: one in use, ``AHEAD`` that wait, and two that are being decoded."""
 _ROUNDS = 4
-"""Rounds of shuffled rows in memory: in use, read ahead, being shuffled, and being decoded."""
+"""Rounds (one window of each stream) in memory: in use, read ahead, being shuffled, and being decoded."""
 _TOLD_BYTES = 64 << 20
-"""A warning is shown if decoding takes more than these bytes and does not fit into ``window_bytes``."""
+"""A warning is shown if decoding takes more than these bytes and leaves less than a quarter of ``window_bytes``."""
 _numbers = itertools.count()
 
 
@@ -124,7 +124,7 @@ class TableBatchSampler(Sampler[Any]):
         """Let the next pass continue from ``state``; batch size and number of ranks may differ.
 
         Raises:
-            ValueError: if the state belongs to other data, or is not a state.
+            ValueError: if the state belongs to other data, another version or another ``shuffle``, or is not a state.
         """
         if not isinstance(state, dict) or "version" not in state:
             raise ValueError(f"the state is {state!r:.80}; it is what state_dict() of such a loader gave")
@@ -159,7 +159,8 @@ class TableBatchSampler(Sampler[Any]):
 def _left_of(window_bytes: int, table: Table, streams: int) -> int:
     """Return the bytes of ``window_bytes`` that are left for rows while ``streams`` row groups are decoded.
 
-    Warn if decoding takes so much that less than a quarter is left.
+    The result is at least a quarter of ``window_bytes``. Warn if less than that is left, and decoding takes more than
+    ``_TOLD_BYTES``.
     """
     decoded = min(MOST, max(table.counts, default=0)) * table.row_bytes
     decoding = streams * (table.page_bytes + decoded)

@@ -63,11 +63,15 @@ class RowGroupCursor:
         self._rest: RowGroupPart | None = None
 
     def close(self) -> None:
-        """Leave the decoder's memory to the next cursor."""
+        """Leave the memory of lagom's decoder to the next cursor, and let the decoder release its file."""
         self._fast.close()
 
     def read(self, piece: RowPiece) -> Iterator[Block]:
-        """Yield the rows of ``piece``, in one or more blocks."""
+        """Yield the rows of ``piece``, in one or more blocks.
+
+        Raises:
+            DataError: if the file has changed or cannot be read, or a row cannot be a tensor.
+        """
         if piece.group != self._group or piece.start < self._at:
             self._begin(piece.group)
         while self._at < piece.stop:

@@ -26,6 +26,7 @@ class CollectedFrame:
     content: Any
     """The bytes of a Parquet file, as an array, since arrays travel outside of the pickle."""
     digest: str
+    """Hash of the bytes, which names their file in the in-memory file system."""
 
     def __call__(self) -> Any:
         """Return a ``ParquetDataset`` of the bytes, which are kept in an in-memory file system."""

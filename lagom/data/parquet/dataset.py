@@ -62,7 +62,7 @@ class Origin(NamedTuple):
 
 
 class ParquetDataset(Dataset[Any]):
-    """Rows of Parquet files, in the order of the files' names.
+    """Rows of Parquet files, in the order of the sources, and within a folder of the files' names.
 
     ``DataLoader(dataset, batch_size=64)`` yields dicts of tensors by column, made without a loop over rows. To train on
     a table that does not fit into ``window_bytes``, use ``ParquetLoader(dataset, 64, shuffle=True)``, which reads each
@@ -80,13 +80,14 @@ class ParquetDataset(Dataset[Any]):
             (a list of tensors), or a dict of these by column.
         window_bytes: memory of each process for rows that are shuffled together, and for the pages of the row groups
             that are being decoded, one for each stream. More memory shuffles better.
-        streams: number of places of the table from which a shuffled batch takes rows. If the number of ranks divides
-            it, each row group is read once.
+        streams: number of places of the table from which a shuffled batch takes rows. If batches are split over ranks
+            whose number divides ``streams``, one rank reads each row group; docs/data.md says more.
         filesystem: pyarrow's or fsspec's file system; then ``source`` is a path in it.
 
     Raises:
-        DataError: if there is nothing to read, or files do not fit together.
-        ValueError: for a column that does not exist, or whose type cannot become a tensor.
+        DataError: if there is nothing to read, or files cannot be read or do not fit together.
+        LagomError: if pyarrow is not installed, or for a Delta table deltalake.
+        ValueError: for a wrong setting, such as a column that does not exist or whose type cannot become a tensor.
     """
 
     origin: Origin
@@ -125,7 +126,7 @@ class ParquetDataset(Dataset[Any]):
         self.constants: dict[str, Any] = dict(source.constants) if isinstance(source, ParquetDataset) else {}
         """Columns that have one value in all rows, whatever the files have."""
         self.transform: Callable[[Rows], Any] | None = None
-        """Function that a loader applies to rows before it collates them."""
+        """Function that is applied to the rows of each batch before a loader collates them."""
         self._reader: tuple[int, TableReader] | None = None
         self._generation = _generation
 
@@ -143,12 +144,17 @@ class ParquetDataset(Dataset[Any]):
         return self._num_rows
 
     def __getitem__(self, index: int) -> Any:
-        """Return the row at ``index``: values by column."""
+        """Return the row at ``index``: values by column, or what the transform makes of it."""
         row = self.__getitems__([index])[0]
         return row.dict() if isinstance(row, Row) else row
 
     def __getitems__(self, index: Positions | Sequence[int]) -> Any:
-        """Return the rows at ``index``, or at positions in an epoch of ``batches()``."""
+        """Return the rows at ``index``, or at positions in an epoch of ``batches()``, transformed.
+
+        Raises:
+            DataError: if a file has changed or cannot be read, or a row cannot be a tensor.
+            IndexError: if the table has no such row.
+        """
         spans = self._spans(index)
         rows = Rows([filled(span, self.constants) for span in spans] if self.constants else spans)
         return rows if self.transform is None else self.transform(rows)

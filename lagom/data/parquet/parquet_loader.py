@@ -21,8 +21,8 @@ class ParquetLoader(DataLoader[Any]):
     """Loads batches of a ``ParquetDataset``: dicts of tensors by column.
 
     With ``shuffle``, an epoch takes rows from ``streams`` places of the table at the same time, and shuffles them
-    within ``window_bytes``. Each row comes once, and each row group is read once. A thread reads ahead. Use
-    ``num_workers`` only if rows are transformed in Python, since every worker reads all rows.
+    within ``window_bytes``. Each row comes once, and a process reads a row group only once. A thread reads ahead. Use
+    ``num_workers`` only if rows are transformed in Python, since every worker reads all rows of its rank.
 
     Args:
         dataset: a ``ParquetDataset``, or a path, a URL or a list of these.
@@ -33,7 +33,8 @@ class ParquetLoader(DataLoader[Any]):
         options: further options of torch's ``DataLoader``.
 
     Raises:
-        ValueError: if a sampler is passed.
+        ValueError: if a sampler is passed, or ``batch_size`` is no number of rows.
+        Exception: as ``ParquetDataset``, if ``dataset`` is not one.
     """
 
     def __init__(
@@ -58,7 +59,7 @@ class ParquetLoader(DataLoader[Any]):
 
     @property
     def _index_sampler(self) -> Any:
-        # Uses torch's property, which lagom replaces by one that gives each rank its share.
+        # Uses torch's property, which lagom replaces in a run by one that gives each rank its share.
         source = DataLoader._index_sampler.fget(self)  # type: ignore[attr-defined]
         return _Noting(self, source)
 
@@ -77,7 +78,7 @@ class ParquetLoader(DataLoader[Any]):
         """Let the next pass continue from ``state`` in the same order, on any number of ranks and workers.
 
         Raises:
-            ValueError: if the state belongs to other data.
+            ValueError: if the state belongs to other data or another ``shuffle``, or is not a state.
         """
         self._batches.load(state)
         self._state = (state["epoch"], state["rows"])

@@ -63,14 +63,19 @@ class PetastormDataLoader(ParquetLoader):
         dataset: a path, a URL or a list of these, or a ``ParquetDataset`` (a DataFrame in the config becomes one). If
             petastorm wrote the data set, cells are decoded by its schema.
         batch_size: rows of a batch.
-        transform_spec: a function or a ``TransformSpec``, also petastorm's own. The function gets None for nulls.
+        transform_spec: a function or a ``TransformSpec``, also petastorm's own. The function gets None for nulls,
+            unless ``nulls`` is set, here or in the data set.
         schema_fields: names of the fields to read, or regular expressions that match them.
         shuffle: whether each epoch has another order; True by default, as in petastorm.
         shuffle_row_groups: petastorm's option. If row groups are not shuffled and there is no queue
             (``shuffling_queue_capacity``), rows come in the order of the files.
         options: further options: ``collate_fn`` makes a batch from a list of rows, each a dict; ``seed`` and
             ``drop_last`` as for ``ParquetLoader``; ``filters``, ``nulls``, ``ragged``, ``window_bytes`` and ``streams``
-            as for ``ParquetDataset``; all options of torch's ``DataLoader``.
+            as for ``ParquetDataset``; all options of torch's ``DataLoader``. With a function, ``ragged`` is "list" if
+            it is not set.
+
+    Raises:
+        Exception: as ``ParquetLoader`` and ``ParquetDataset``.
     """
 
     def __init__(

@@ -37,6 +37,7 @@ class TableReader:
     """Reads a table for one process."""
 
     lagom_cache = True
+    """Tells lagom's loaders that the parts of this object do not change its results."""
 
     def __init__(self, table: Table, entries: Sequence[tuple[str, Sequence[ColumnEntry]]], most_bytes: int) -> None:
         self._table = table
@@ -52,7 +53,7 @@ class TableReader:
         """Return the rows at positions ``places`` of ``epoch``, in order.
 
         Raises:
-            DataError: if a file cannot be read.
+            DataError: if a file has changed or cannot be read, or a row cannot be a tensor.
         """
         narrow = rank_lane(places, epoch.streams)
         current = self.passes.get(epoch)

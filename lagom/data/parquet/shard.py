@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 DEFAULT_STREAMS = 8
-"""Streams of a shuffled epoch. If the number of ranks divides it, each row group is read once. See Note [Streams]."""
+"""Streams of a shuffled epoch. If the number of ranks divides it, one rank reads a row group. See Note [Streams]."""
 
 
 class RowPiece(NamedTuple):
@@ -191,10 +191,11 @@ def rank_lane(places: range, streams: int) -> RankLane:
 # the epoch is row i // C of stream i % C. Within a stream, rows are shuffled in windows. The order depends only on the
 # table's row counts, the seed, C and the window: not on ranks, workers or batches.
 #
-# Rank r of W gets from each batch the positions i with i % W == r, so the shares of ranks differ by at most one row. If
-# W divides C, these positions are in C / W streams. Then each rank reads row groups of its own, and two ranks read the
-# same row group only if two streams meet in it. If W does not divide C, a rank reads the streams with the same
-# remainder modulo gcd(W, C), and does not use all of their rows. Shares are still even, and each row comes once.
+# Where batches are split, rank r of W gets the positions i with i % W == r of each batch, so the shares of ranks differ
+# by at most one row. If W divides C, these positions are in C / W streams. Then each rank reads row groups of its own,
+# and two ranks read the same row group only if two streams meet in it. If W does not divide C, a rank reads the streams
+# with the same remainder modulo gcd(W, C), and does not use all of their rows. Shares are still even, and each row
+# comes once.
 #
 # Streams alternate row by row, so a batch of at least C rows has rows from C places of the table, and the window mixes
 # further. The usual alternative, a list of row groups for each rank, has another order for each world size.

@@ -121,7 +121,7 @@ def blocks(source: Source, order: EpochOrder, lane: RankLane, at: int, size: int
 
     Args:
         at: position in the lane from which rows are needed; the first block may begin earlier.
-        size: rows of a batch. Unshuffled blocks end where batches end.
+        size: rows of the lane in a batch. Unshuffled blocks end where batches end.
     """
     if order.is_plain:
         return _in_order(source, order, at, size)
@@ -183,7 +183,7 @@ def _row_groups(source: Source, order: EpochOrder, at: int) -> Generator[Block, 
 
 def _shuffled(source: Source, order: EpochOrder, lane: RankLane, at: int) -> Blocks:
     streams = range(lane.first, order.streams, lane.step)
-    # With this limit, rows that are decoded but not used yet take no more memory than one round.
+    # With this limit, rows that are decoded but not used yet take less memory than two rounds.
     most = min(MOST, 2 * order.window)
     is_alone = len(streams) == 1
     size = order.window * len(streams)

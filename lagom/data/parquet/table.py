@@ -58,7 +58,7 @@ class Table:
     also: tuple[Any, ...]
     """Arrow's fields of columns that only the filter needs."""
     partitions: tuple[str, ...]
-    """Names of the partition columns, whose values are in the names of folders."""
+    """Names of the partition columns, whose values are in the names of folders, or in the log of a Delta table."""
     filter: Any
     """An expression of pyarrow.compute, or None."""
     groups: tuple[RowGroup, ...]
@@ -67,7 +67,7 @@ class Table:
     num_stored: int
     """Number of rows before the filter."""
     page_bytes: int
-    """Largest number of bytes of open pages while one row group is decoded."""
+    """Estimated largest number of bytes of open pages while one row group is decoded."""
     chunk_bytes: int
     """Stored bytes of the largest column chunk."""
     schema: Mapping[str, unischema.UnischemaField] | None
@@ -76,7 +76,7 @@ class Table:
 
     @cached_property
     def counts(self) -> tuple[int, ...]:
-        """Number of rows of each row group."""
+        """Number of rows of each row group that pass the filter."""
         return tuple(group.num_rows for group in self.groups)
 
     @cached_property
@@ -86,13 +86,17 @@ class Table:
 
     @cached_property
     def fingerprint(self) -> str:
-        """Hash of the rows and their order; equal on all ranks if they see the same data set."""
+        """Hash of files (names, sizes), columns, filter and row counts; equal on ranks that see the same data set."""
         told = [(file.name, file.size, file.partition) for file in self.files]
         text = repr((told, [str(field) for field in self.fields], str(self.filter), self.groups))
         return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
     def open(self, file: int, footer: Any = None) -> OpenedTable:
-        """Open the Parquet file number ``file``; a known ``footer`` is not read again."""
+        """Open the Parquet file number ``file``; a known ``footer`` is not read again.
+
+        Raises:
+            DataError: if the file has changed or cannot be opened.
+        """
         self.stamps.look(self.home, self.files[file].path)
         source, opened = open_file(self.home, self.files[file], footer, whole=self.chunk_bytes <= PAGE_BYTES)
         return OpenedTable(opened, source)
@@ -100,7 +104,7 @@ class Table:
     def batches(
         self, opened: Any, group: int, most: int, *, threads: bool, without: Collection[int] = ()
     ) -> Iterator[Any]:
-        """Yield the rows of a row group as record batches of ``fields``.
+        """Yield the rows of a row group that pass the filter, as record batches of ``fields``.
 
         Args:
             opened: the ``ParquetFile`` of the row group's file.
@@ -110,7 +114,7 @@ class Table:
             without: numbers of fields that are not read.
 
         Raises:
-            DataError: if the file cannot be read.
+            DataError: if the file has changed or cannot be read.
         """
         found = self.groups[group]
         file = self.files[found.file]
@@ -171,7 +175,8 @@ def table(sources: Sequence[str], columns: Columns | None, filters: Any, filesys
         filesystem: pyarrow's or fsspec's file system; None to choose it by URL.
 
     Raises:
-        DataError: if files do not fit together, or no row is left.
+        DataError: if files are missing, cannot be read or do not fit together, or no row is left.
+        LagomError: if pyarrow is not installed, or for a Delta table deltalake.
         ValueError: for a column that does not exist, or a wrong filter.
     """
     arrow()
@@ -263,7 +268,7 @@ def _expression(filters: Any) -> tuple[Any, list[str]]:
 
 
 def _counted(made: Table) -> list[RowGroup]:
-    """Count the rows of each row group that pass the filter, by reading the filter's columns once."""
+    """Return the row groups with rows that pass the filter, and the counts of such rows; reads the filter's columns."""
     import pyarrow as pa
     import pyarrow.dataset as ds
 

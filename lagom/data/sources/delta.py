@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 LOG = "_delta_log"
 _FEATURES = {"columnMapping", "deletionVectors", "timestampNtz", "v2Checkpoint", "vacuumProtocolCheck"}
-"""Reader features that lagom knows. Tables that really use one of the first two are refused."""
+"""Reader features that lagom knows. Tables that really use column mapping or deletion vectors are refused."""
 _WANTED = ("path", "size_bytes", "partition")
 _REMEDY = "have Spark write the current rows as Parquet, or give the list of current files"
 
@@ -138,7 +138,7 @@ def _snapshot(folder: str, table: Any) -> DeltaSnapshot:
 
 
 def _text(value: Any) -> str | None:
-    """Return a partition's value as text, as Spark writes it in the log."""
+    """Return a partition's value as text, without a time zone; None for null."""
     if isinstance(value, datetime.datetime):
         value = value.replace(tzinfo=None)
     return None if value is None else str(value)

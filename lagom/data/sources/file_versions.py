@@ -12,7 +12,7 @@ class FileVersions:
     """Modification times of a data set's files, from the time when the data set was made.
 
     The times travel to other processes of this host with the pickle. Another host may have its own copies of local
-    files, so there a file's time is taken when it is first read.
+    files, so there a file's time is taken when the file is first opened.
     """
 
     def __init__(self) -> None:

@@ -37,7 +37,7 @@ class DataFile:
     size: int
     """Size in bytes."""
     partition: tuple[tuple[str, str | None], ...]
-    """Names and values of the partition columns, from the names of its folders."""
+    """Names and values of the partition columns, from the names of the file's folders or from a Delta log."""
 
 
 def arrow() -> Any:
@@ -62,7 +62,7 @@ class Location:
     folder: str | None
     """The folder, if the data set is a single folder; else None."""
     files: list[DataFile]
-    """The files, in the order of their names."""
+    """The files, source by source, and within a folder in the order of their names."""
     kinds: Mapping[str, UnischemaField]
     """Types of partition columns, if a Delta log gives them; else empty."""
     names: list[str] | None
@@ -76,8 +76,10 @@ def locate(sources: list[str], filesystem: Any = None) -> Location:
         filesystem: pyarrow's or fsspec's file system; None to choose it by the URL.
 
     Raises:
-        DataError: if a source does not exist, cannot be reached or is empty, or is a Hudi or Iceberg table.
-        ValueError: if the sources are in two file systems, or are several Delta tables.
+        DataError: if a source does not exist, cannot be reached or is empty, or is a table that lagom cannot read: of
+            Hudi or Iceberg, with unsupported features of Delta, or a folder inside a Delta table.
+        LagomError: for a Delta table, if deltalake is not installed.
+        ValueError: if the sources are in two file systems, or one of several is a Delta table.
     """
     from pyarrow import ArrowException
 
@@ -112,7 +114,11 @@ def _located(sources: list[str], filesystem: Any) -> Location:
 
 
 def file_system_of(source: str, filesystem: Any = None) -> tuple[Any, str]:
-    """Return the file system of ``source``, which is ``filesystem`` if given, and the path in it."""
+    """Return the file system of ``source``, which is ``filesystem`` if given, and the path in it.
+
+    Raises:
+        DataError: if neither pyarrow nor fsspec can open the URL.
+    """
     from pyarrow import fs
 
     if filesystem is not None:
@@ -171,7 +177,7 @@ def _files(home: Any, path: str, source: str) -> list[DataFile]:
 
 
 def _as_pyarrow_says(source: str) -> str:
-    """Return the URL ``source`` in pyarrow's spelling; Spark has other schemes."""
+    """Return the URL ``source`` in pyarrow's spelling (Spark has other schemes); limit retries in Google's store."""
     source = re.sub(r"^s3[an]://", "s3://", source)
     source = re.sub(r"^dbfs:/+", "/dbfs/", source)
     if urlsplit(source).scheme in ("gs", "gcs") and "retry_limit_seconds" not in source:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 PAGE_BYTES = 1 << 20
 """Approximate size of a page, by the defaults of programs that write Parquet."""
 _BUFFER = 1 << 16
-"""Bytes that Arrow reads ahead in a column chunk that is larger than a page."""
+"""Bytes that Arrow reads at a time from a column chunk, in tables with a column chunk larger than a page."""
 
 
 def open_file(home: Any, file: DataFile, footer: Any = None, *, whole: bool = False) -> tuple[Any, Any]:
@@ -27,11 +27,11 @@ def open_file(home: Any, file: DataFile, footer: Any = None, *, whole: bool = Fa
 
     Args:
         footer: the file's metadata, if known, so that it is not read again.
-        whole: whether to read a column chunk at once. Otherwise it is read page by page, since it may be large, and
-            only its beginning may be needed.
+        whole: whether to read a column chunk at once. Otherwise it is read piece by piece (``_BUFFER``), since it may
+            be large, and only its beginning may be needed.
 
     Raises:
-        DataError: if the file is gone, has another size than before, or is not a Parquet file.
+        DataError: if the file is gone or cannot be opened, has another size than before, or is not a Parquet file.
     """
     import pyarrow.parquet as pq
 
@@ -81,7 +81,7 @@ class Footer:
         self._names = set(self.schema.names)
 
     def num_bytes(self, names: set[str]) -> int:
-        """Return the bytes of the columns ``names`` after decoding."""
+        """Estimate the bytes of the columns ``names`` after decoding: by type, or else by their uncompressed size."""
         names = names & self._names
         stored = dict.fromkeys(names, 0)
         for index in range(self.metadata.num_row_groups):
@@ -96,11 +96,11 @@ class Footer:
         return sum(rows * width if width else stored[name] for name, width in widths.items())
 
     def page_bytes(self, names: set[str]) -> int:
-        """Return the largest number of bytes of open pages, stored and decoded, while these columns are read."""
+        """Estimate the most bytes of open pages, stored and decoded, while the columns ``names`` are read."""
         return max((sum(map(_page_bytes, group)) for group in self._chunks(names)), default=0)
 
     def chunk_bytes(self, names: set[str]) -> int:
-        """Return the stored bytes of the largest column chunk of these columns."""
+        """Return the stored bytes of the largest column chunk of the columns ``names``."""
         return max((chunk.total_compressed_size for group in self._chunks(names) for chunk in group), default=0)
 
     def _chunks(self, names: set[str]) -> Iterator[list[Any]]:
@@ -118,7 +118,7 @@ class Footer:
 
 
 def _page_bytes(chunk: Any) -> int:
-    """Return the bytes of a chunk's open page, stored and decoded, plus its decoded dictionary."""
+    """Estimate the bytes of a chunk's open page, stored and decoded, plus its decoded dictionary."""
     whole: int = chunk.total_uncompressed_size
     stored: int = max(chunk.total_compressed_size, 1)
     dictionary = 0
@@ -145,7 +145,7 @@ def partitions_of(files: list[DataFile]) -> list[str]:
 
 
 def check_names(files: list[DataFile], footers: list[Footer], added: Collection[str]) -> None:
-    """Check that all files have the same columns, except those that were ``added`` to the table later.
+    """Check that all files have the same columns, except those in ``added``, which may be newer than some files.
 
     Raises:
         DataError: if a column is missing in a file, or occurs twice.
@@ -176,11 +176,11 @@ def common_field(
     Args:
         partitions: names of the partition columns.
         told: types of partition columns, if known.
-        added: columns that were added to the table later, so that older files lack them.
+        added: columns that may have been added to the table later, so that older files lack them.
 
     Raises:
-        DataError: if files have the column with different types, or lack it.
-        ValueError: if the first file has no such column.
+        DataError: if files have the column with different types, or lack a column that is not in ``added``.
+        ValueError: if the first file has no such column; for one in ``added``, if no file has it.
     """
     if name in partitions:
         return _partition_field(name, files, told[name].dtype if name in told else None)

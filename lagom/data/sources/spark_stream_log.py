@@ -18,14 +18,14 @@ _BATCH = re.compile(rf"{LOG}/(\d+)(\.compact)?")
 
 
 def committed_files(home: Any, folder: str, names: set[str]) -> set[str] | None:
-    """Return the data files that the log in ``folder`` names; None if there is no log.
+    """Return the paths below ``folder`` of the data files that its log names as committed; None if there is no log.
 
     Args:
         home: pyarrow's file system.
         names: paths of all files below ``folder``.
 
     Raises:
-        DataError: if the log is incomplete, or names a file that does not exist.
+        DataError: if the log is incomplete or cannot be read, or names a file that does not exist.
     """
     if LOG not in {name.split("/")[0] for name in names}:
         return None

@@ -64,7 +64,7 @@ class ShardMap(NamedTuple):
     counts: list[int]
     """Number of elements that each rank needs."""
     pieces: list[tuple[int, int, int]]
-    """Pieces of leaves, in rank order: index of the leaf in the bucket, first element, end."""
+    """Pieces of leaves, ordered by the rank that needs them: index of the leaf in the bucket, first element, end."""
     own: list[tuple[int, int]]
     """This rank's pieces: index of the leaf in the bucket, and number of elements."""
 

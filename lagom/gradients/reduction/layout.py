@@ -30,13 +30,13 @@ class LayoutEntry(NamedTuple):
 
 @dataclass(frozen=True)
 class Bucket:
-    """Gradients of one type that travel together."""
+    """Gradients of one type and kind of device that travel together, by their indices in the layout."""
 
     indices: list[int]
 
 
 class Layout:
-    """Sorts gradients by their way: with the signature (small), in a bucket (large), or alone (sparse).
+    """Sorts gradients by their way: with the signature (small), in a bucket (any others), or alone (sparse).
 
     Args:
         kind: name of the exchange.

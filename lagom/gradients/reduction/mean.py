@@ -22,7 +22,7 @@ class Reduction(Protocol):
     is_linear: bool
     """Whether the reduction of a sum is the sum of reductions, except for rounding."""
     overlaps: bool
-    """Whether the reduction is a plain sum, so that buckets may be summed while the backward runs."""
+    """Whether the reduction is a plain mean, so that buckets may be summed while the backward runs."""
 
     def frame_bytes(self, room: int) -> int:
         """Return how many of the ``room`` bytes in the message with the signature gradients may use."""
@@ -34,7 +34,7 @@ class Reduction(Protocol):
         """Return whether a gradient must travel in a bucket, however small it is."""
 
     def reduce(self, layout: Layout, gradients: Sequence[torch.Tensor]) -> None:
-        """Combine the gradients in ``layout.buckets``; a collective."""
+        """Combine the gradients in ``layout.buckets``, in place; a collective if there are any."""
 
     def forget(self, is_alive: Callable[[int], bool]) -> None:
         """Drop the state of leaves for whose numbers ``is_alive`` is False."""
@@ -66,7 +66,7 @@ class Mean:
         self.average(layout.buckets, gradients)
 
     def average(self, buckets: Sequence[Bucket], gradients: Sequence[torch.Tensor]) -> None:
-        """Average the gradients in ``buckets``; all buckets travel at the same time, since each often waits."""
+        """Average the gradients in ``buckets``. All travel at the same time, since an exchange is mostly waiting."""
         world_size = self._group.world_size
         moving = [
             start_all_reduce([gradients[i] for i in bucket.indices], self._group.all_reduce_later, world_size)
@@ -80,9 +80,10 @@ class Mean:
 
 
 def make_reduction(group: Group, compression: str | None, adaptive: bool) -> Reduction:
-    """Return the reduction for a config's ``gradient_compression``.
+    """Return the reduction for a config.
 
     Args:
+        compression: the config's ``gradient_compression``.
         adaptive: whether the config has ``reduction="adasum"``.
     """
     if compression is None and not adaptive:
@@ -100,8 +101,10 @@ def make_reduction(group: Group, compression: str | None, adaptive: bool) -> Red
 
 # Note [Reductions]
 #
-# All gradients of backwards are averaged in one place, `TensorAverager.average`: those of ordinary and steady
-# backwards, postponed sums of accumulation, and gradients that ZeRO cuts afterwards. There a `Reduction` chooses in
-# which type gradients travel, which of them travel with the signature, and how the others are combined. It does not
-# change signatures and agreement. The checksums of parameters are compared as ever, so a reduction must give the same
-# bits on all ranks. Gradients of torch.autograd.grad, statistics and buffers are averaged without a reduction.
+# Gradients of backwards are averaged in one place, `TensorAverager.average`: those of ordinary and cached backwards,
+# postponed sums of accumulation, and gradients that ZeRO cuts afterwards. Only buckets that are sent while a backward
+# runs are not (`bucket_pipeline.py`); they need a `Reduction` that `overlaps`. The `Reduction` chooses in which type
+# gradients travel, which of them travel with the signature, and how the others are combined. It does not change
+# signatures and agreement. The checksums of parameters are compared as ever, so a reduction must give the same bits on
+# all ranks. Sparse gradients (which Adasum refuses), gradients of torch.autograd.grad and statistics are averaged by
+# the mean in any case. Buffers are copied from rank 0.

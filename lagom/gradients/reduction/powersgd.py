@@ -27,7 +27,7 @@ class _CompressionState(NamedTuple):
     second: torch.Tensor
     """The second thin matrix of shape (columns, ``RANK``), equal on all ranks; the next step begins with it."""
     error: torch.Tensor
-    """This rank's gradient minus the last result, of the matrix's shape."""
+    """This rank's last gradient and error, minus the result; of the matrix's shape."""
 
 
 class PowerSGD:
@@ -87,7 +87,7 @@ class PowerSGD:
         seconds = self._average([matrix.T @ base for matrix, base in zip(matrices, bases, strict=True)])
         for i, (gradient, matrix) in enumerate(zip(gradients, matrices, strict=True)):
             if not bool(firsts[i].isfinite().all()) or not bool(seconds[i].isfinite().all()):
-                # Equal on all ranks. A loss scaler skips this step, and its values must not enter the kept error.
+                # Equal on all ranks. A loss scaler skips this step, and the gradient must not enter the kept error.
                 gradient.fill_(torch.nan)
                 continue
             result = bases[i] @ seconds[i].T
@@ -140,7 +140,7 @@ def _orthonormalise(matrix: torch.Tensor) -> torch.Tensor:
 #     P = mean(M Q), made orthonormal;  Q = mean(M' P);  the result is P Q', and each rank keeps M - P Q'.
 # Two sums with (rows + columns) * RANK elements in all are sent instead of rows * columns. The kept errors make
 # up for the loss: the sum of the results of all steps is the sum of all averages, minus the mean of the last errors.
-# Vectors, and matrices that would not become half as small, are averaged without compression.
+# Vectors, and matrices that would not shrink to half, are averaged without compression.
 #
 # torch.distributed has PowerSGD as a hook of DDP. The hook needs DDP's buckets and a process group of torch. lagom's
 # gradients are identified by the leaves' numbers and travel through shared memory, so both would have to be imitated.

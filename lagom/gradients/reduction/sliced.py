@@ -57,12 +57,12 @@ class _SlicedReduction:
         self._half = half
 
     def wire_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """Return the half-precision type if one was asked for, else the type that can be added."""
+        """Return the half-precision type, if one was asked for and is shorter, else the type that can be added."""
         own = wire_dtype(dtype)
         return own if self._half is None or own.itemsize <= self._half.itemsize else self._half
 
     def travels_alone(self, entry: LayoutEntry) -> bool:
-        """Return False: any small gradient may travel with the signature."""
+        """Return False: any small gradient may travel with the signature, if ``frame_bytes`` leaves room."""
         return False
 
     def forget(self, is_alive: Callable[[int], bool]) -> None:

@@ -1,4 +1,4 @@
-"""``BatchBroadcast``: rank 0 gives any value to all ranks."""
+"""``BatchBroadcast``: rank 0 gives any value that can be pickled to all ranks."""
 
 from __future__ import annotations
 
@@ -52,6 +52,7 @@ class BatchBroadcast:
 
         Raises:
             DivergenceError: on all ranks, if one is at another place of the program.
+            Exception: any error of unpickling the value on this rank.
         """
         row = self._exchange(None)
         start = 8 + int.from_bytes(row[:8], "little")

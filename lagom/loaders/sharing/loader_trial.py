@@ -70,7 +70,7 @@ class LoaderTrial:
     Args:
         shared: the workers to be shared, if the trial finds this harmless.
         agree: returns, on all ranks, whether all ranks have passed True; a collective.
-        num_batches: number of batches that are compared.
+        num_batches: number of batches to compare; at most 16 are compared.
     """
 
     def __init__(self, shared: SharedWorkers, agree: Callable[[bool], bool], num_batches: int) -> None:
@@ -107,8 +107,8 @@ class LoaderTrial:
         """Receive the results of all outstanding tasks of ``iterator``, one by each ``fetch``; a collective.
 
         Return whether all ranks succeeded, so that rank 0's workers can do all further tasks. A rank fails if the
-        stream of a worker ends, or if a task takes long: the program may have to feed the workers first, or may never
-        ask for that batch.
+        stream of a worker ends or has ended, or if a task takes long: the program may have to feed the workers first,
+        or may never ask for that batch. An error of ``fetch`` is raised after ranks have agreed.
         """
         running = set(iterator._workers_status)
         is_drained = len(running) == 1
@@ -178,5 +178,5 @@ def _end_worker(iterator: Any, worker: int) -> None:
 # workers can replace a rank's own even if they have state. Otherwise each rank keeps its workers.
 #
 # Later iterators over the same data set with the same functions follow the finding without a trial. The watch goes on:
-# it is an error if a worker asks for its rank later. If a worker changes files later, the user is warned, and later
-# iterators no longer share workers.
+# it is an error if a worker asks for its rank later. If a worker changes files, maps shared memory or starts a program
+# later, the user is warned, and later iterators no longer share workers.

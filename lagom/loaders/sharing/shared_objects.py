@@ -29,7 +29,7 @@ _CORE = frozenset(("torch", "numpy", "lagom", "builtins"))
 
 
 def reach_shared_memory(roots: Iterable[object]) -> bool:
-    """Return whether memory, pipes or files that processes share can be reached from ``roots``."""
+    """Return whether shared memory, pipes or writable files are among the ``reachable`` objects of ``roots``."""
     return any(_is_shared(value) for value in reachable(roots))
 
 

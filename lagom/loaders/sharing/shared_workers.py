@@ -26,7 +26,7 @@ class SharedWorkers:
 
     Args:
         cores: the cores that each rank may use.
-        watch: watches the workers; None on other ranks, or where they cannot be watched.
+        watch: watches the workers; None on ranks other than 0, or where workers cannot be watched.
         remember: remembers for later iterators whether workers are shared.
     """
 
@@ -57,7 +57,11 @@ class SharedWorkers:
         self.place(iterator)
 
     def get(self, original: Callable[[Any], Any], iterator: Any) -> Any:
-        """Return what ``original(iterator)`` returns on rank 0, or raise its error; a collective."""
+        """Return what ``original(iterator)`` returns on rank 0, or raise its error; a collective.
+
+        Raises:
+            LagomError: on all ranks, if a worker has asked for its rank.
+        """
         self.has_given = True
         forget_tasks(iterator)
         if not self._session.rank:
@@ -79,7 +83,7 @@ class SharedWorkers:
             if self.watch is not None and self.watch.has_asked:
                 raise LagomError(_ASKED)
         except Exception as error:
-            # A worker has died or timed out. Errors of the data set are not raised here: torch returns them as data.
+            # A worker has died, timed out or asked for its rank. torch returns errors of the data set as data.
             try:
                 send((None, InParts(error), iterator._workers_status, False))
             except PayloadError:

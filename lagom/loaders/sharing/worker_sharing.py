@@ -45,7 +45,7 @@ _BATCHES_PER_WORKER = 2
 def share_workers(
     session: Session, pass_of: Callable[[Any], LoaderPass | None], knows_rank: Callable[[], bool]
 ) -> Iterator[None]:
-    """Patch torch's iterator: if all ranks see the same batches, rank 0 alone starts a loader's workers.
+    """Patch torch's iterator: if all ranks see the same batches, they may share the workers of rank 0.
 
     Args:
         pass_of: returns the pass of a loader's iterator.
@@ -134,9 +134,9 @@ class WorkerSharing:
         self._alarms = [signal.getsignal(one) for one in _ALARMS]
 
     def begin(self, iterator: Any, loader: DataLoader[Any], context: Any) -> tuple[bool, WorkerWatch | None]:
-        """Return whether this rank has no workers because rank 0's serve it, and the watch of its workers or None.
+        """Return whether this rank has no workers because rank 0's serve it, and a ``WorkerWatch`` or None.
 
-        A collective, if all ranks see the same batches of this pass. Only rank 0 has a watch.
+        A collective, if ``_can_meet``. Only rank 0 has a watch, and only of forked workers.
         """
         session = self.session
         if not self._can_meet(iterator, loader):
@@ -155,7 +155,7 @@ class WorkerSharing:
         return False, watch
 
     def _can_meet(self, iterator: Any, loader: DataLoader[Any]) -> bool:
-        """Return whether all ranks see the same batches of this pass, at the same places of the program.
+        """Return whether all ranks see the same batches of this pass, in a loader whose workers they may share.
 
         The answer is the same on all ranks.
         """
@@ -212,7 +212,7 @@ _THREAD = (
 # would have R times as many workers as one process, and decode every sample R times. So only rank 0 has workers, with
 # the same number, seeds, tasks and order as in one process. The iterators of the other ranks do everything else that
 # one process does (draw from samplers, count tasks), with absent workers. An iterator receives from its workers by one
-# method, `_get_data`. It becomes a collective: a value or an exception on rank 0 is returned or raised on all ranks. So
+# method, `_get_data`. This method becomes a collective: a value or an error on rank 0 is returned or raised on all. So
 # errors, dead workers, timeouts, streams that end and workers that resume need no code of their own. Each rank may
 # change its batches in place, since it gets a copy through the memory that ranks share.
 #
@@ -225,7 +225,10 @@ _THREAD = (
 # - The program has asked for its rank.
 # - A data set, a collate function or an object that these use holds memory, pipes or files that workers share with the
 #   process that starts them (shared_objects.py): a worker might pass data to the program through these.
-# - The loader pins memory, or has an iterator class of its own.
+# - The loader pins memory, has an iterator class of its own, or reads a data set that shards itself.
+# - The loader keeps its workers (persistent_workers), and training and evaluation do not both see whole batches.
+# - Ranks use GPUs, and the loader names a multiprocessing context: its workers may make tensors on a GPU.
+# - share_workers is False; or it is True, and the loader does not collate samples into batches.
 # - A thread of the program reads the loader. If the main thread has begun the iteration with iter(), the absent workers
 #   start when the thread first reads.
 #

@@ -20,7 +20,7 @@ _READ, _COPY = 1, 3
 
 
 def _is_local(address: Any) -> bool:
-    """Return whether a socket's ``address`` is on this host, where the program itself may serve it."""
+    """Return whether a socket's ``address`` may be on this host, where the program itself may serve it."""
     host = address[0] if isinstance(address, tuple) and address else address
     return not isinstance(host, str) or host.startswith(("/", "\0", "127.", "::1", "localhost"))
 

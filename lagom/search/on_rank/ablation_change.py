@@ -28,7 +28,7 @@ class AblationChange:
     """None: the random states of the calling process."""
 
     def __call__(self, call: Call) -> Call:
-        """Return ``call`` without the component, and with the seed of this variant."""
+        """Return ``call`` without the component, with the seed, and with its arguments under Maggy's names too."""
         study: AblationStudy = call.provided[STUDY]
         changed = call
         if self.component is not None:
@@ -99,7 +99,10 @@ def _made(data: Any) -> Any:
 
 
 def _seeded(call: Call, seed: int) -> Call:
-    """Return ``call`` with the random states of ``seed``, and with ``seed`` in ``hparams`` if the function uses it."""
+    """Return ``call`` with the random states of ``seed``.
+
+    The seed is also set in ``hparams``, if these have a "seed" or the function has a parameter ``seed``.
+    """
     from lagom.run_state.random_streams import seed_everything
 
     before = random_states()

@@ -19,10 +19,10 @@ from lagom.search.on_rank.feature_columns import (
 
 
 class SampleChange:
-    """Replaces or drops features of a sample: of a dict, a tensor, or a tuple whose first part is one of these."""
+    """Replaces or drops features of a sample: a dict, a tensor or array, or a tuple or list whose first part is one."""
 
     def __init__(self, constants: Mapping[Feature, Any], drop: bool) -> None:
-        """``constants`` has a value for each feature (None: zeros); with ``drop``, the features are removed instead."""
+        """``constants`` has a value for each feature (None: zero of its type); with ``drop``, features are removed."""
         self._constants = dict(constants)
         self._drop = drop
 
@@ -30,7 +30,7 @@ class SampleChange:
         """Return a changed copy of ``sample``.
 
         Raises:
-            ValueError: if ``sample`` lacks one of the features, or is of another type.
+            ValueError: if ``sample`` lacks one of the features, is of another type, or has a value without a zero.
         """
         if isinstance(sample, Mapping):
             return self._entries(sample)
@@ -102,7 +102,11 @@ class ChangedIterable(IterableDataset[Any]):
 
 
 def _attribute(owner: Any, name: str) -> Any:
-    """Return an attribute of the data set itself, such as ``classes``, unless it may hold the features."""
+    """Return an attribute of the data set itself, such as ``classes``.
+
+    Raises:
+        AttributeError: for a private name; and for a tensor or array, which may hold the features.
+    """
     if name.startswith("_"):
         raise AttributeError(name)
     found = getattr(owner._data, name)

@@ -1,4 +1,4 @@
-"""One column of data: checked by name, set to one value, or dropped."""
+"""Columns of data: checked by name, set to one value, or dropped."""
 
 from __future__ import annotations
 
@@ -16,6 +16,9 @@ _MANY = 12
 
 def check_feature(feature: Feature, columns: Sequence[Feature], where: str) -> None:
     """Check that ``feature`` is one of ``columns``.
+
+    Args:
+        where: kind of the data, for the error's text.
 
     Raises:
         ValueError: if it is not, with the nearest name.
@@ -50,7 +53,9 @@ def without_columns(array: Any, numbers: Sequence[int], axis: int) -> Any:
 
 
 def constant(old: Any, value: Any) -> Any:
-    """Return a value of the type and shape of ``old`` that has ``value`` everywhere; with None, zeros.
+    """Return the value that replaces ``old``; if ``value`` is None, zeros of the type and shape of ``old``.
+
+    Otherwise tensors, arrays and lists keep their shape, and have ``value`` everywhere; all else becomes ``value``.
 
     Raises:
         ValueError: if ``value`` is None and there is no zero of that type.

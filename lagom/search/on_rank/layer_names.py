@@ -1,4 +1,4 @@
-"""Names of layers: patterns, prefixes, and errors with the nearest name."""
+"""Names of layers: patterns, outermost layers, and errors with the nearest name."""
 
 from __future__ import annotations
 

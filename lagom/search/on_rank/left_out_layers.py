@@ -55,7 +55,7 @@ def _left(name: str, layer: nn.Module) -> nn.Module:
 def without_layers(
     function: Callable[..., Any], module: Any, layers: Sequence[str], replacement: Replacement
 ) -> tuple[Callable[..., Any], Any]:
-    """Return ``function`` and ``module``, changed so that models which the function makes from it lack ``layers``.
+    """Return ``function`` and ``module``, so changed that ``function`` makes models of ``module`` without ``layers``.
 
     A class stays the same object, with another ``__init__`` while the function runs, since the program may use its
     name, or ``isinstance(model, module)``. A factory is wrapped in another function.
@@ -64,6 +64,7 @@ def without_layers(
         module: a class, a factory, or a list of these; then layers are named as in an ``nn.ModuleList``: "0.fc".
 
     Raises:
+        ValueError: for a name that fits no module of a list; from the function, as ``leave_out``.
         AblationError: from the function, if it has not made a model from the module.
     """
     if not isinstance(module, (list, tuple)):

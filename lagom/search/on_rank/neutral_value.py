@@ -37,7 +37,7 @@ def neutral_value(values: Any) -> Any:
 
 
 def is_number(values: Any) -> bool:
-    """Return whether ``values`` are numbers: a tensor, an array or list of numbers, or one of these."""
+    """Return whether ``values`` are numbers: one number, an array or list of numbers, a tensor or a list of tensors."""
     if isinstance(values, (list, tuple)) and values and isinstance(values[0], torch.Tensor):
         return True
     return isinstance(values, torch.Tensor) or np.asarray(values).dtype.kind in "biufc"

@@ -20,7 +20,10 @@ if TYPE_CHECKING:
 
 @contextmanager
 def record_pass_losses(session: Session, report: Callable[[float], None]) -> Iterator[None]:
-    """Call ``report`` with the mean loss of each training pass, once the next pass begins. See Note [Pass losses]."""
+    """Call ``report`` with the mean loss of each training pass but the last, at the first backward of the next pass.
+
+    See Note [Pass losses].
+    """
     losses = _PassLosses(session, report)
     original, scale = torch.autograd._engine_run_backward, vars(torch.amp.GradScaler)["scale"]
 
@@ -54,7 +57,7 @@ class _PassLosses:
         self.are_one = session.world_size == 1 or session.config.batches == "whole"
         """Whether each batch has had one loss so far, equal on all ranks."""
         self.unscaled: tuple[weakref.ref[Tensor], Tensor] | None = None
-        """A loss that a GradScaler of the program has scaled, and its value."""
+        """The loss that a GradScaler has scaled last, as a reference to the scaled tensor, and the unscaled loss."""
         self._at: tuple[int, int] = (0, 0)
         self._total: float | Tensor = 0.0
         self._num = 0
@@ -90,8 +93,8 @@ class _PassLosses:
 # Note [Pass losses]
 #
 # The loss of a pass is the mean, over its batches, of the tensor on which the program calls `backward`. Most programs
-# print the same number. It is reported at the first backward of the next pass: by then a program that logs the metric
-# itself has done so, and its values count.
+# print the same number. The loss is reported at the first backward of the next pass: by then a program that logs the
+# metric itself has done so, and its values count. The loss of the last pass is not reported: nothing is left to prune.
 #
 # No loss is reported where the mean would not be "the loss": with several backwards for a batch (adversarial networks,
 # LBFGS), with a backward from anything but one number, without a loader, with batches that are split between ranks

@@ -22,7 +22,10 @@ if TYPE_CHECKING:
 
 @contextmanager
 def report_logged_values(session: Session, trial: Trial) -> Iterator[None]:
-    """Report the values that the program logs as the trial's metric, to MLflow, TensorBoard or a tqdm bar."""
+    """Report the values that the program logs as the trial's metric, to MLflow, TensorBoard or a tqdm bar.
+
+    If the plan says so, the mean loss of each pass counts for a program that logs none.
+    """
     reports = _Reports(session, trial)
     session.on_pass_end = reports.end_pass
     with ExitStack() as stack:
@@ -52,7 +55,7 @@ class _Reports:
         self._epoch = 0
 
     def log(self, source: str, name: str, value: Any, step: Any = None) -> None:
-        """Report ``value``, which ``source`` has logged as ``name`` at ``step``.
+        """Report ``value``, which ``source`` has logged as ``name`` at ``step``; skip other metrics and other sources.
 
         A missing step, or one that is not later than the last step, becomes the step after the last.
         """
@@ -151,9 +154,10 @@ def _number(value: Any) -> float | None:
 
 # Note [Reports]
 #
-# A trial reports values of one source: reporter.broadcast, or the first method below that logs a value under the
-# name of the metric (its full name, or the last part of a path such as "val/loss"). Values that other sources log under
-# the name are another series (a training loss beside a test loss), and cannot be compared with the first.
+# A trial reports values of one source, the first that has one: reporter.broadcast; a method in _LOGGERS that logs a
+# value under the name of the metric (its full name, or the last part of a path such as "val/loss"); or the mean losses
+# of passes (pass_losses.py). Values that other sources log under the name are another series (a training loss beside a
+# test loss), and cannot be compared with the first.
 #
 # MLflow and TensorBoard count as the program calls them. A bar shows many values in a pass; the last counts, when the
 # pass over the loader has ended. On all ranks the same calls are made in the same order, and rank 0's values count: the

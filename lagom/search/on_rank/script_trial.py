@@ -18,12 +18,12 @@ from lagom.world import place_in_run
 
 _NUMBER = r"[-+]?(?:(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?|(?:nan|inf)(?!\w))"
 _END_OF_LINE = re.compile(r"\r\n|\r|\n")
-_LONGEST = 10_000  # characters of a line that are searched
+_LONGEST = 10_000  # last characters that are kept of a line that is written in pieces
 
 
 @dataclass(frozen=True, slots=True)
 class ScriptTrial(Script):
-    """A script that trials call with their hyperparameters; it returns the last value of ``metric`` that it prints."""
+    """A script that trials call with their hyperparameters; it returns the last ``metric`` that it prints, or None."""
 
     metric: str = "loss"
 
@@ -62,12 +62,12 @@ def options(params: Mapping[str, Any]) -> list[str]:
 
 
 class PrintedMetric:
-    """Finds the values of a metric in the lines that this process prints, on standard output and error.
+    """Finds the values of a metric in the lines that this process writes to ``sys.stdout`` and ``sys.stderr``.
 
     Args:
         name: name of the metric; its value follows after a colon or an equals sign.
-        report: is called with the last value in each complete line. A line that ends with a carriage return, as of a
-            progress bar, is not reported: the number of such lines is chance.
+        report: is called with the last value in each complete line that the thread that made this object prints. A line
+            that ends with a carriage return, as of a progress bar, is not reported: the number of such lines is chance.
     """
 
     def __init__(self, name: str, report: Callable[[float], None]) -> None:

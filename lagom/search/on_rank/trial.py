@@ -22,7 +22,7 @@ class Trial:
         self._ask = ask
         self.metric = metric
         self.logged: float | None = None
-        """The last value that the program has logged itself: the metric, if the function returns nothing."""
+        """The last value logged by the reporter, MLflow or TensorBoard: the metric, if the function returns nothing."""
         self._source = ""
         self._pruned = False
 
@@ -47,7 +47,8 @@ class Trial:
 def metric_of(value: Any, key: str, logged: float | None = None) -> float:
     """Return the metric in the function's return ``value``: the number itself, or the entry ``key`` of a dict.
 
-    If the function returns None, the metric is ``logged``, the value that the program has logged last.
+    A tensor or array of one element is a number too. If the function returns None, the metric is ``logged``, the value
+    that the program has logged last.
 
     Raises:
         MetricError: if there is no such number.

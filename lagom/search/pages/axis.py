@@ -1,4 +1,4 @@
-"""``Axis``: places values on a line: linearly, by their logarithms, or one after another if they are no numbers."""
+"""``Axis``: places values on a line: linearly, by their logarithms, or, if few or no numbers, one after another."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Axis:
     high: float
     is_log: bool = False
     labels: Sequence[str] = ()
-    """Texts of the values, if they are no numbers."""
+    """``repr`` of the values that are placed one after another; empty if they are placed by size."""
 
     @classmethod
     def of_numbers(cls, values: Sequence[float], *, whole: bool = False) -> Axis:
@@ -54,7 +54,7 @@ class Axis:
 
     @classmethod
     def of_values(cls, values: Sequence[Any], *, is_log: bool = False) -> Axis:
-        """Return an axis for values of any kind; more than six numbers are placed by size, else one after another.
+        """Return an axis for any values: more than six different numbers placed by size, else one after another.
 
         Args:
             is_log: whether numbers are placed by their logarithms, if all are positive.

@@ -75,7 +75,7 @@ def trial_tooltip(trial: Mapping[str, Any]) -> str:
 
 
 def short_error(trial: Mapping[str, Any]) -> str:
-    """Return the error of a failed trial on one line."""
+    """Return the beginning of a failed trial's error, at most 100 characters on one line."""
     return " ".join(str(trial.get("error") or "").split())[:100]
 
 

@@ -38,9 +38,10 @@ class SlotRow:
 
 
 def live_table(title: str, lines: Sequence[str], done: float | None, failure: str, rows: Sequence[SlotRow]) -> str:
-    """Return the HTML of a running search; of slots that the table has no room for, only the number is shown.
+    """Return the HTML of a running search; slots that the table has no room for are only counted.
 
     Args:
+        title: HTML of the first line.
         lines: texts below the title.
         done: fraction of the trials that have ended; None if the number of trials is not known.
         failure: error of the trial that failed last; "" if none has.

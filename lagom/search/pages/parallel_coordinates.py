@@ -25,10 +25,11 @@ def parallel_coordinates(
 ) -> str:
     """Return an SVG element, the better a trial the darker its line; empty with fewer than two trials.
 
-    Trials without a finite metric, and beyond the best 300, are left out.
+    Only trials that ran to their end with a finite metric are shown, the best 300, with 12 hyperparameters at most. The
+    best one has a colour of its own.
 
     Args:
-        logarithmic: hyperparameters that were drawn evenly by their logarithms.
+        logarithmic: names of the hyperparameters with a logarithmic scale.
     """
     sign = -1 if direction == "max" else 1
     shown = [one for one in trials if one["state"] == "complete" and math.isfinite(one["value"])]

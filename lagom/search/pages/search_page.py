@@ -17,7 +17,7 @@ _LONGEST = 24  # characters of a hyperparameter
 
 
 def search_page(title: str, facts: Sequence[str], parts: Sequence[str], folder: Path | None) -> str:
-    """Return the page: ``facts`` are paragraphs, and ``parts`` HTML; the records in ``folder`` are added, if any."""
+    """Return the page: ``facts`` are paragraphs, ``parts`` HTML; the settings in ``folder``, if any, come last."""
     head = f"<h1>{html.escape(title)}</h1>" + "".join(f"<p>{html.escape(fact)}</p>" for fact in facts)
     return page(f"lagom: {title}", [head, *parts, *(settings_sections(folder) if folder is not None else ())])
 
@@ -41,7 +41,7 @@ def narrow(chart: str) -> str:
 
 
 def trial_table(trials: Sequence[Mapping[str, Any]], names: Sequence[str]) -> str:
-    """Return HTML with a row for each of ``trials``, in their order; ``names`` are the hyperparameters' names."""
+    """Return HTML with a row for each of the first 1,000 ``trials``; ``names`` are the hyperparameters' names."""
     head = ["trial", "value", *names, "seconds", "slot", "state"]
     rows = [
         [

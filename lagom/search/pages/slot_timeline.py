@@ -11,11 +11,11 @@ from lagom.search.pages.best_value_chart import COLOURS, svg, trial_tooltip
 _WIDTH, _LEFT, _RIGHT, _ROW, _TOP = 1000, 70, 70, 20, 30
 _MAX_SLOTS = 64
 _PAUSE_S = 60.0
-"""Longest gap without any trial that is shown; longer ones, as before a search was resumed, are left out."""
+"""Longest time without any trial that is shown; longer ones, as before a search was resumed, are left out."""
 
 
 def slot_timeline(trials: Sequence[Mapping[str, Any]]) -> str:
-    """Return an SVG element with a row for each slot; empty if no trial has a start time."""
+    """Return an SVG element with a row for each slot, at most 64; empty if no trial has a start time."""
     timed = [one for one in trials if one.get("started") is not None and one.get("seconds") is not None]
     if not timed:
         return ""
@@ -43,7 +43,7 @@ def slot_timeline(trials: Sequence[Mapping[str, Any]]) -> str:
 
 
 def starts(trials: Sequence[Mapping[str, Any]]) -> dict[int, float]:
-    """Return the start of each trial, in seconds from the first; long gaps without any trial are left out."""
+    """Return the start of each trial by number, in seconds from the first; gaps above ``_PAUSE_S`` are left out."""
     found: dict[int, float] = {}
     skipped, busy_until = 0.0, float("inf")
     for one in sorted(trials, key=lambda trial: float(trial["started"])):

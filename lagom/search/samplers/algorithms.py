@@ -83,7 +83,11 @@ def pruner(config: HyperparameterOptConfig) -> BasePruner:
 
 
 def grid(config: HyperparameterOptConfig) -> dict[str, list[Any]]:
-    """Return all values of each hyperparameter that a grid search tries."""
+    """Return all values of each hyperparameter that a grid search tries.
+
+    Raises:
+        ValueError: for a range without a step.
+    """
     space = config.searchspace
     if isinstance(space, Searchspace):
         return {each.name: each.grid() for each in space.parameters}
@@ -106,7 +110,11 @@ def space_as_json(config: HyperparameterOptConfig) -> str | None:
 
 
 def suggest(config: HyperparameterOptConfig, trial: Trial | FrozenTrial) -> dict[str, Any]:
-    """Return the hyperparameters of ``trial``, as the function gets them."""
+    """Return the hyperparameters of ``trial``, as the training function gets them.
+
+    Raises:
+        ValueError: if the searchspace is a function, and returns or suggests something wrong.
+    """
     space = config.searchspace
     if isinstance(space, Searchspace):
         return {each.name: each.value(_label(trial, each)) for each in space.parameters}
@@ -141,7 +149,7 @@ def importances(study: Study) -> dict[str, float]:
         warnings.simplefilter("ignore")
         try:
             found = get_param_importances(study, evaluator=PedAnovaImportanceEvaluator())
-        except (RuntimeError, ValueError):  # no hyperparameter is in all trials, or all have one value
+        except (RuntimeError, ValueError):  # Optuna cannot assess these trials
             return {}
     return {name: share for name, share in found.items() if math.isfinite(share)}
 

@@ -16,7 +16,10 @@ log = logging.getLogger("lagom")
 
 
 def num_slots(plan: Plan, cluster: Cluster, wanted: int | None, num_trials: int | None) -> int:
-    """Return how many trials of ``plan`` run at a time: ``wanted``, or as many as the cluster has room for."""
+    """Return how many trials of ``plan`` run at a time: ``wanted``, or as many as the cluster has room for.
+
+    At most ``num_trials`` run at a time. ``wanted`` may exceed the room only on CPUs of this machine.
+    """
     room = max(1, cluster.slots // plan.num_slots if cluster.launcher != "local" else cluster.slots // plan.world_size)
     found = min(wanted or room, num_trials or wanted or room)
     if found > room and (cluster.launcher != "local" or plan.gpu):

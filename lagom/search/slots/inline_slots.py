@@ -45,7 +45,7 @@ class InlineSlots:
             self._answer = message
 
     def serve(self, take: Callable[[int, Message], None], timeout_s: float) -> None:
-        """Run the trial that was sent, if any; see ``TrialSlots.serve``."""
+        """Pass on the join message, or run the trial that was sent, if any; see ``TrialSlots.serve``."""
         for message in [self._waiting.pop(0)] if self._waiting else []:
             if message["type"] == "trial":
                 self._run(message, take)

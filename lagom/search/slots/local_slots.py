@@ -20,7 +20,7 @@ from lagom.wire.client import Message
 from lagom.wire.server import anonymous_file
 
 _END_S = 1.5  # time for slots to end trials that still run
-_MOST_LOST = 3  # a search fails after this many ends per slot without a join in between
+_MOST_LOST = 3  # a search fails after this many lost processes per slot without a join of any slot in between
 
 
 class LocalSlots(SlotChannel):

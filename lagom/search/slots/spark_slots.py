@@ -32,8 +32,8 @@ _AGAIN_S = 0.3  # between two attempts to cancel: Spark ignores an attempt that 
 class SparkSlots(SlotChannel):
     """Tasks without a barrier: each begins when Spark has room for it, and Spark starts a lost task again.
 
-    A trial of several ranks takes as many tasks of one host. The first task to join runs the trial; the others only
-    occupy their slots.
+    A trial takes ``plan.num_slots`` tasks of one host: one for each rank, or fewer if tasks have several GPUs. The
+    first task to join runs the trial; the others only occupy their slots.
     """
 
     def __init__(self, facts: SparkFacts, plan: Plan, call: Call, num_slots: int) -> None:
@@ -55,7 +55,7 @@ class SparkSlots(SlotChannel):
         """Start the job.
 
         Raises:
-            LagomError: if executors cannot reach this process.
+            LagomError: if executors cannot reach this process, or encryption is on and no certificate can be made.
         """
         self._stack.enter_context(self.channel)
         address = self._address()
@@ -138,7 +138,11 @@ class SparkSlots(SlotChannel):
         )
 
     def _gather(self, slot: int, join: Message) -> SlotEvent | None:
-        """Combine waiting tasks of one host into a slot; return its join message, or None if there are too few."""
+        """Combine waiting tasks of one host into a slot; return its join message, or None if there are too few.
+
+        Raises:
+            PlanError: if all tasks have joined, and no host has enough of them for a trial.
+        """
         self._joined[slot] = join
         self._begun.add(slot)
         spare = self._spare.setdefault(join["host"], [])

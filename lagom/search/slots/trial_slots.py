@@ -1,4 +1,4 @@
-"""``TrialSlots``: the slots of a search, each a host process that runs one trial after another."""
+"""``TrialSlots``: the slots of a search, each of which runs one trial after another."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from lagom.wire.server import DriverServer
 
 
 class SlotEvent(NamedTuple):
-    """Pairs a message with the number of the slot that sent it."""
+    """Pairs a message with the number of its slot; -1 for the end of Spark's job."""
 
     slot: int
     message: Message
@@ -47,7 +47,12 @@ class TrialSlots(Protocol):
 
 
 class SlotChannel:
-    """Base of slots in other processes: a channel to them, and a queue of their messages."""
+    """Base of slots in other processes: a channel to them, and a queue of their messages.
+
+    Args:
+        payload_fd: file with the call, for hosts that fetch it; None if they inherit it.
+        lost_s: seconds of silence after which a slot's machine counts as lost.
+    """
 
     def __init__(self, payload_fd: int | None = None, lost_s: float = 20.0) -> None:
         self.events: queue.SimpleQueue[SlotEvent] = queue.SimpleQueue()

@@ -32,7 +32,8 @@ class LoaderPasses:
     def begin_pass(self, iterator: Any, loader: Any) -> None:
         """Note the states with which ``iterator`` begins a pass over ``loader``."""
         held = vars(iterator)
-        # Workers end when both are dropped, so a loader that keeps its iterator is not held by it.
+        # Workers end when loader and iterator are dropped. A loader with persistent workers holds its iterator, so the
+        # iterator does not hold the loader.
         held[LOADER] = weakref.ref(loader) if loader.persistent_workers else lambda: loader
         held[PASS_START] = pass_start(loader)
         is_first = held.setdefault(MADE, held[PASS_START]) is held[PASS_START]
@@ -45,7 +46,7 @@ class LoaderPasses:
     def take_batch(self, iterator: Any) -> None:
         """Note the random states before ``iterator`` takes its first batch, when its sampler draws the order.
 
-        With workers the order was drawn before; then notes of the workers begin here.
+        With workers the order was drawn before; then notes of the workers begin here, on rank 0.
         """
         if iterator._num_yielded:
             return
@@ -60,7 +61,7 @@ class LoaderPasses:
             vars(iterator)[NOTES].end_pass(iterator)
 
     def gave_batch(self, iterator: Any, data: Any) -> None:
-        """Note the batch that ``iterator`` has given, if it has to be read again."""
+        """Keep the last batch that ``iterator`` has given, for its digest, if the data set is iterable."""
         if iterator._dataset_kind == _DatasetKind.Iterable:
             vars(iterator)[LAST_BATCH] = data
 
@@ -81,7 +82,11 @@ class LoaderPasses:
         self._session.ticks += 1
 
     def go_on(self, progress: Any) -> None:
-        """Begin the passes of a snapshot again, now that all else is put back: workers begin with all of it."""
+        """Begin the passes of a snapshot again, after the program's objects are restored, with which workers begin.
+
+        Raises:
+            SnapshotError: if a loader cannot go on, or gives other batches than before.
+        """
         try:
             passes = begin_iterators(self)
         except LagomError:

@@ -1,4 +1,4 @@
-"""Positions of loaders: a pass is begun again with the random states that it began with, and skips what was taken."""
+"""Positions of loaders: a pass begins again with its first random states, and skips or repeats the batches so far."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
 LOADER, MADE = "_lagom_loader", "_lagom_made"
-"""Attributes of an iterator: its loader; generators' states when it was made."""
+"""Attributes of an iterator: a function that returns its loader; generators' states when the iterator was made."""
 PASS_START, FIRST_BATCH, LAST_BATCH = "_lagom_pass_start", "_lagom_first_batch", "_lagom_last_batch"
 """Attributes of an iterator: generators' states at the start of its pass and when its first batch was asked for; its
 last batch."""
@@ -50,7 +50,7 @@ _SAMPLERS = (SequentialSampler, RandomSampler, SubsetRandomSampler, WeightedRand
 
 @dataclass(slots=True)
 class PassStart:
-    """States that a pass over a loader may change: of generators, and of a table's sampler, which counts epochs."""
+    """States that a pass may change: of generators, and of samplers with ``lagom_common``, such as a table's."""
 
     common: Mapping[str, Any]
     own: Sequence[tuple[Any, Any]]
@@ -70,7 +70,7 @@ class PassStart:
 
 
 def pass_start(loader: DataLoader[Any]) -> PassStart:
-    """Return the states of the generators of ``loader`` and its samplers now."""
+    """Return the present states of the global generators, and of the generators and such samplers of ``loader``."""
     batch_sampler = getattr(loader, "batch_sampler", None)
     holders = (loader, getattr(loader, "sampler", None), batch_sampler, getattr(batch_sampler, "sampler", None))
     own: list[Any] = [
@@ -95,19 +95,23 @@ class Position:
     start: PassStart
     """States when its pass began."""
     first: PassStart | None
-    """States when the first batch of the pass was asked for, without workers."""
+    """States when the first batch of the pass was asked for; None before, and with workers."""
     taken: int
     """Batches that it has given."""
     ended: bool
     training: bool
     by_mode: bool
     last: bytes
-    """Digest of the last batch, if batches are read again."""
+    """Digest of the last batch of an iterable data set, whose batches are read again; else empty."""
     workers: WorkerNotes | None
 
 
 def reduce_iterator(iterator: Any) -> Any:
-    """Return how to pickle an iterator of a loader: as its position."""
+    """Return how to pickle a loader's iterator: as its position; as an empty iterator if its pass has ended.
+
+    Raises:
+        PicklingError: if another process could not go on with the pass.
+    """
     held = vars(iterator)
     start = held.get(PASS_START)
     loader = held[LOADER]() if start is not None else None
@@ -166,7 +170,7 @@ def forget_iterators() -> None:
 
 
 class Rank(Protocol):
-    """Begins iterators again on one rank."""
+    """The rank on which iterators begin again; ``LoaderPasses`` implements this."""
 
     @property
     def takes_notes(self) -> bool: ...
@@ -175,7 +179,7 @@ class Rank(Protocol):
 
 
 def begin_iterators(rank: Rank) -> list[Any]:
-    """Begin again all iterators of the snapshot that was read; return their passes.
+    """Begin again all iterators of the snapshot that was read; return their unfinished passes.
 
     Raises:
         SnapshotError: if a data set does not give what it gave before.
@@ -237,7 +241,11 @@ def _read_again(iterator: Any, position: Position) -> None:
 
 
 def _go_on_with_workers(iterator: Any, position: Position, rank: Rank, *, from_start: bool) -> bool:
-    """Begin ``iterator`` again, with its workers; return whether all ranks found the batches so far unchanged."""
+    """Begin ``iterator`` again, with its workers; return whether no rank found a batch that is not as before.
+
+    Args:
+        from_start: whether workers begin at the first batch of the pass; else at their last notes.
+    """
     samplers = _make(iterator, position, is_shut=True)
     samplers[-1].is_shut = False
     iterator._sampler_iter = samplers[-1].passes[0]
@@ -263,7 +271,7 @@ def _prime(iterator: Any, position: Position) -> None:
 
 
 class _Skipping:
-    """An index sampler whose passes can skip batches, after the loader's iterator has drawn its own random numbers."""
+    """An index sampler that gives access to its last pass, so that batches of the pass can be skipped."""
 
     def __init__(self, source: Any, is_shut: bool) -> None:
         self._source, self.is_shut = source, is_shut
@@ -283,7 +291,7 @@ def _index_samplers(*, is_shut: bool) -> Iterator[list[_Skipping]]:
     """Have iterators of loaders that are made in the block leave their index samplers in a list.
 
     Args:
-        is_shut: have them give nothing yet.
+        is_shut: whether the index samplers give no batches, so that workers get no tasks yet.
     """
     original, made = vars(DataLoader)["_index_sampler"].fget, list[_Skipping]()
 

@@ -36,11 +36,11 @@ _WORKERS_SHARE, _OWN_SHARE = 0.005, 0.002
 
 
 NOTES, USED = "_lagom_notes", "_lagom_used"
-"""Attributes of an iterator: notes of its workers; objects that these have begun with."""
+"""Attributes of an iterator: its ``NoteTaker``; the state of the objects with which its workers have begun."""
 
 
 class WorkersInPassError(pickle.PicklingError):
-    """A pass cannot be kept because of the workers of its loader; at its first batch it can."""
+    """A pass cannot be kept because of the loader's workers; the workers' first pass can, before its first batch."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +60,7 @@ class WorkerNotes:
     start: list[WorkerState | None]
     """States before the pass; None for workers that have begun with it."""
     first_prints: list[bytes | None]
-    """Prints after the first batch of all."""
+    """Prints (``WorkerState``) in each worker's first answer, mostly after its first batch; None before this answer."""
     notes: list[list[Note]]
     """The last note of a batch that the program has, and later ones."""
     ended: list[WorkerState | None] | None = None
@@ -90,7 +90,10 @@ class WorkerNotes:
         return found
 
     def first_tasks(self, *, from_start: bool) -> list[Note]:
-        """Return for each worker where it has to begin again: at its last note, if its data set has not changed."""
+        """Return for each worker where it has to begin again.
+
+        This is its last note; or the first batch of the pass, with ``from_start`` or if its data set has changed.
+        """
         return [self._first(worker, from_start) for worker in range(len(self.start))]
 
     def _first(self, worker: int, from_start: bool) -> Note:
@@ -102,16 +105,16 @@ class WorkerNotes:
 
 
 class NoteTaker:
-    """Takes notes of the workers of an iterator: stands for its queues.
+    """Takes notes of the workers of an iterator, whose queues it wraps for this.
 
     Args:
-        notes: of the workers so far.
+        notes: the notes so far.
     """
 
     def __init__(self, iterator: Any, notes: WorkerNotes) -> None:
         self._num_workers, self.notes, self._iterator = iterator._num_workers, notes, weakref.ref(iterator)
         self.has_failed = False
-        """A batch could not be made, or a worker could not answer."""
+        """Whether a batch could not be made, or a worker could not answer."""
         self._due_at = [0.0] * self._num_workers
         taken = iterator._num_yielded
         self.open = {} if taken else {number: Note(number, notes.start[number]) for number in range(self._num_workers)}
@@ -132,7 +135,7 @@ class NoteTaker:
         self.has_failed = self.has_failed or None in self.notes.ended
 
     def question(self, worker: int, task: int) -> Question | None:
-        """Return what ``worker`` should be asked before its batch ``task``."""
+        """Return what ``worker`` should be asked before its batch ``task``; None for no question."""
         if task < self._num_workers:
             self.open[task] = Note(task, self.notes.start[worker])
             return None
@@ -153,7 +156,7 @@ class NoteTaker:
             self.notes.first_prints[worker] = answer.state.prints
 
     def received(self, task: int, data: Any) -> None:
-        """Note the batch ``task``."""
+        """Note the digest of the batch ``task``, if the state of its worker before the batch is known."""
         note = self.open.pop(task, None)
         if isinstance(data, ExceptionWrapper):
             self.has_failed = True
@@ -171,10 +174,10 @@ class NoteTaker:
 
 
 def ask_workers(iterator: Any, states: Sequence[WorkerState | None] = ()) -> list[WorkerState | None]:
-    """Return the states of all workers, once they have done their tasks, which are dropped; None if unknown.
+    """Return the states of all workers after their queued tasks, whose results are dropped; None for unknown states.
 
     Args:
-        states: have workers take these first.
+        states: random states that the workers take first.
     """
     waiting = {worker for worker, process in enumerate(iterator._workers) if process.is_alive()}
     for worker in waiting:
@@ -195,7 +198,7 @@ def ask_workers(iterator: Any, states: Sequence[WorkerState | None] = ()) -> lis
 
 
 def set_workers(iterator: Any, states: Sequence[WorkerState | None]) -> bool:
-    """Have workers take ``states``; return whether all that are of this rank have done so."""
+    """Have workers take ``states``; return whether all have done so. True on a rank whose workers are rank 0's."""
     found = ask_workers(iterator, states)
     return None not in found or not any(process.is_alive() for process in iterator._workers)
 
@@ -203,11 +206,12 @@ def set_workers(iterator: Any, states: Sequence[WorkerState | None]) -> bool:
 def replay(
     iterator: Any, firsts: Sequence[Note], checks: Sequence[Note], taken: int, made_batch: Callable[[], None]
 ) -> bool:
-    """Have workers make again what they made after ``firsts``, up to the batch ``taken``; drop it.
+    """Have each worker make its batches from its note of ``firsts`` on again, up to ``taken``; drop them.
 
-    Return whether it is as it was, as far as ``checks`` tell.
+    Return whether the batches of which ``checks`` has notes are as they were.
 
     Args:
+        taken: number of batches that the program has taken.
         made_batch: called for each batch.
     """
     wanted, under_way, is_same = {note.task: note.digest for note in checks}, 0, True
@@ -247,13 +251,13 @@ def note_workers(iterator: Any, notes: WorkerNotes | None = None) -> NoteTaker |
 
 
 def notes_in_pass(iterator: Any, loader: DataLoader[Any], current: LoaderPass, *, is_first: bool) -> WorkerNotes | None:
-    """Return the notes of the workers of ``iterator`` that are needed to go on with its pass.
+    """Return the notes of the workers of ``iterator`` that are needed to go on with its pass; None if none are needed.
 
     Args:
         is_first: whether the pass ``current`` is the first of these workers.
 
     Raises:
-        WorkersInPassError: if there are no such notes.
+        WorkersInPassError: if the pass cannot go on with these workers.
     """
     held = vars(iterator)
     notes: NoteTaker | None = held.get(NOTES)

@@ -1,6 +1,6 @@
 """``WorkerState``: the random numbers of a loader's worker, and a print of what its data set holds.
 
-``Question`` asks a worker for it, through the queue of its tasks. See Note [Workers in a snapshot].
+``Question`` asks a worker for its state, through the queue of its tasks. See Note [Workers in a snapshot].
 """
 
 from __future__ import annotations
@@ -38,25 +38,28 @@ class WorkerState:
     numbers: bytes
     """States of the generators: the global ones, and those that the data set and functions hold."""
     prints: bytes
-    """Changes when a number or text that they hold changes, or the size of a container."""
+    """Text that changes with numbers, texts and sizes of containers in the data set and functions.
+
+    Only the first ``_MOST`` objects, the first items of containers and small tensors are looked at.
+    """
 
 
 @dataclass(frozen=True)
 class Answer(_ResumeIteration):
-    """Answer of a worker, which sends it back as it does when its iteration begins again."""
+    """Answer of a worker: a message of torch's which a worker sends back unchanged."""
 
     task: int = -1
     state: WorkerState | None = None
     seconds: float = 0.0
     why: str = ""
-    """The reason if the worker could not take a state."""
+    """The reason if the worker could not tell or take a state."""
 
 
 class Question:
-    """Asks a worker for its state, or has it take one; answered when the worker takes it from its queue.
+    """Asks a worker for its state, after the worker has taken ``state``, if given. Unpickled, it is the answer.
 
     Args:
-        task: the next task of the worker.
+        task: the next task of the worker; or -1 - w for worker w in ``ask_workers``.
         state: the state that the worker is to take, if any.
     """
 
@@ -81,10 +84,11 @@ def _answer(task: int, state: WorkerState | None) -> Answer:
 
 
 def worker_state(roots: Iterable[object], *, of_process: bool = True) -> WorkerState:
-    """Return the state of this process as far as batches depend on it that are made by ``roots``.
+    """Return the state of this process on which the batches depend that ``roots`` make.
 
     Args:
-        of_process: with the global generators.
+        roots: the data set, collate function and so on.
+        of_process: whether the global generators count.
     """
     generators, prints = list[Any](), list[str]()
     for value in reachable(roots, _MOST):
@@ -99,7 +103,7 @@ def worker_state(roots: Iterable[object], *, of_process: bool = True) -> WorkerS
 
 
 def first_difference(before: bytes, now: bytes) -> str:
-    """Name the kind of the object in which two prints differ first."""
+    """Name the class of the object in which two prints differ first."""
     pairs = zip(json.loads(before), json.loads(now), strict=False)
     return next((one.partition(" ")[0] for one, other in pairs if one != other), "data set")
 
@@ -126,7 +130,7 @@ def _roots() -> list[Any]:
 
 
 def _is_generator(value: Any) -> bool:
-    """Return whether ``value`` is a generator of the program's own."""
+    """Return whether ``value`` is a random generator of the program's own."""
     numpys = np.random.Generator, np.random.RandomState, np.random.BitGenerator
     return isinstance(value, (torch.Generator, random.Random, *numpys)) and not any(value is one for one in _GLOBAL)
 
@@ -178,17 +182,17 @@ def _plain(value: Any) -> Iterable[Any]:
 # Note [Workers in a snapshot]
 #
 # A worker's next batch depends on its random numbers, and on what its data set remembers. Rank 0 asks a worker now and
-# then, by a message among its tasks, which the worker answers as it takes it from its queue: between two batches. The
-# message is one of torch's, `_ResumeIteration`, which a worker sends back, in a class of its own: when it is unpickled
-# in the worker, it becomes the answer. With map-style data this does nothing else. Rank 0 keeps the answer, and a
-# digest of the batch that the worker made next. A snapshot has the last ones of each worker (WorkerNotes).
+# then, by a message (Question) among its tasks. The worker takes the message from its queue between two batches. When
+# the message is unpickled there, it becomes the answer. The class of the answer is derived from torch's
+# `_ResumeIteration`, which a worker sends back; with map-style data this does nothing else. Rank 0 keeps the answer,
+# and a digest of the batch that the worker made next. A snapshot has the last ones of each worker (WorkerNotes).
 #
-# To go on, workers are begun with the seeds that they had, take the random numbers of their answer by another such
-# message, and make the batches since then again, which are dropped; the first of them is compared by its digest. Then
-# the sampler, which has skipped as many batches, gives the tasks that follow (loader_positions.py).
+# To go on, workers are begun with the seeds that they had, and take the random numbers of their last answers, by
+# another Question. They make the batches since then again, which are dropped. The first of these is compared by its
+# digest. Then the sampler, which has skipped as many batches, gives the tasks that follow (loader_positions.py).
 #
 # An answer also has a print of the data set: its numbers and texts, and the sizes of its containers, as far as they are
-# found. If it is another than after the worker's first batch, the data set has a state of its own. Then, or if a batch
-# is not as it was, workers begin at the first batch of the pass: there the data set was as the program has it.
-# Persistent workers have no such place from their second pass on, so there a data set that changes is refused. The
-# program's own copy of the data set must not have changed since workers got it.
+# found. If the print differs from that in the worker's first answer, the data set has a state of its own. Then, or if a
+# batch is not as it was, workers begin at the first batch of the pass: there the data set was as the program has it.
+# For persistent workers this holds in their first pass only, so from the end of that pass on a data set that changes
+# is refused. The program's own copy of the data set must not have changed since workers got it.

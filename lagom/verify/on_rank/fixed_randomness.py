@@ -1,4 +1,4 @@
-"""``fixed_randomness``: gives all ranks the random numbers of one process, to compare everything else."""
+"""``fixed_randomness``: makes random numbers equal in one process and on ranks, to compare everything else."""
 
 from __future__ import annotations
 
@@ -26,7 +26,11 @@ _DROPOUTS = ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", 
 
 @contextmanager
 def fixed_randomness(session: Session) -> Iterator[None]:
-    """Switch dropout off, and seed the generators with a sample's index before its fetch; in loader workers too."""
+    """Switch dropout off, and seed the generators with a sample's index before its fetch; in loader workers too.
+
+    Samples of iterable data sets, samples that a data set fetches together, and those of loaders without batches are
+    not seeded.
+    """
     seed = session.config.seed or 0
     attention = F.scaled_dot_product_attention
 

@@ -6,10 +6,10 @@ from dataclasses import dataclass, field
 from typing import TypeAlias
 
 Sketch: TypeAlias = tuple[float, ...]
-"""A few signed sums of a tensor's elements, with a fixed sign for each place.
+"""A few signed sums of a tensor's elements, with a fixed sign for each place; the elements if there are at most 64.
 
-The sketch of a difference is the difference of the sketches, and has about the norm of the difference: 64 sums give
-this norm to within 20%, and tell for certain whether there is a difference.
+The sketch of a difference is the difference of the sketches, and has about the norm of the difference: 64 sums mostly
+give this norm to within 20%, and nearly always tell whether there is a difference.
 """
 
 
@@ -18,11 +18,11 @@ class RecordedStep:
     """Records the loss and the gradients of one backward."""
 
     loss: float
-    """Sum of the backward's roots on this rank."""
+    """Sum over the backward's roots on this rank, each times the gradient that the program gives for it."""
     weight: float
     """Weight of the loss on this rank: the average of weight times loss over the ranks is the loss of the batch."""
     gradients: dict[int, Sketch]
-    """Gradients by number of the leaf, after the backward."""
+    """Sketches of gradients by number of the leaf, after the backward."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -37,7 +37,7 @@ class RecordedLeaf:
     epsilon: float
     """Machine epsilon of the tensor's dtype, or of the coarser dtype that autocast computes in."""
     start: Sketch
-    """Sketch before the first backward that reached the tensor."""
+    """Sketch before the first backward that reached the tensor; for a Parameter, the first one since it was made."""
     end: Sketch = ()
 
 
@@ -61,7 +61,7 @@ class RecordedBatch:
     number: tuple[int, int]
     """Numbers of the pass, and of the batch in the pass."""
     rows: tuple[bytes, ...]
-    """A digest for each sample that counts."""
+    """A digest for each sample; empty if this rank has no sample of the batch."""
     shared: bool
     """Whether the batch is split, so that the other ranks have its other samples."""
     shapes: tuple[tuple[int, ...], ...] = ()

@@ -77,7 +77,7 @@ class RecordInProgress:
         return self.record, leaves, self.begun, self.num_runs, self.epsilon, self._printed.getvalue()
 
     def begin(self) -> None:
-        """Count a backward that is about to begin."""
+        """Count a backward that is about to begin; raise ``Enough`` if the rehearsal ends here."""
         is_late = self.begun in _MAY_END and self._deadline is not None and time.monotonic() > self._deadline
         if is_late or self.begun >= self.rehearsal.num_backwards:
             self.num_enough += 1
@@ -88,7 +88,7 @@ class RecordInProgress:
         self.session.num_rehearsed = self.begun
 
     def starts(self, leaves: Sequence[Tensor]) -> list[int]:
-        """Return the numbers of ``leaves``; record these and all parameters the first time that they are seen.
+        """Return the numbers of ``leaves``; record these and all trained parameters the first time that they are seen.
 
         All parameters are recorded, since another rank may reach other ones: by a branch on the data, or in a mixture
         of experts.
@@ -118,7 +118,7 @@ class RecordInProgress:
         return name.removeprefix("the parameter ") if "parameter" in name else f"tensor {number} {tuple(leaf.shape)}"
 
     def step(self, loss: float, weight: float, reached: list[int]) -> None:
-        """Record the end of a backward that reached these leaves."""
+        """Record the end of a backward; ``reached`` has the numbers of the leaves that it reached."""
         wanted = dict.fromkeys(reached) | dict.fromkeys(
             n for n, leaf in self.record.leaves.items() if leaf.is_parameter
         )

@@ -65,7 +65,8 @@ def rehearse(
         output: from ``kept_output``, if that has begun already.
 
     Raises:
-        Exception: the function's error, if there are other ranks: they may wait for this one.
+        BaseException: the function's error, if there are other ranks, which may wait for this one; but not an error of
+            the type with which one process ended.
     """
     rehearsal = session.plan.rehearsal
     assert rehearsal is not None

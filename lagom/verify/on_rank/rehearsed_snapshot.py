@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from lagom.snapshots.snapshot_files import SnapshotFiles
 
 _PATIENCE_S = 60.0
-"""Time after which no further snapshot is tried: a large state mostly fails to be written for the same reason again."""
+"""Seconds spent on attempts after which none follows: a large state mostly fails again for the same reason."""
 _LOOK_S = 0.01
 
 

@@ -27,7 +27,7 @@ _OURS = os.path.dirname(os.path.dirname(os.path.dirname(__file__))) + os.sep
 
 @contextmanager
 def recorded_reads(session: Session, note: Note) -> Iterator[None]:
-    """Call ``note`` for every number that the program, not torch itself, reads from a floating-point tensor.
+    """Call ``note`` for every number that the program, not torch or lagom, reads from a floating-point tensor.
 
     ``tensor.item()`` returns a ``Number``, which records comparisons with it, as do the numbers computed from it.
     """
@@ -150,7 +150,7 @@ for _name in ("__lt__", "__le__", "__gt__", "__ge__"):
 
 
 def _place() -> str | None:
-    """Return file and line of the program's read; None if torch itself reads, as an optimizer does."""
+    """Return file and line of the program's read; None if torch or lagom itself reads, as an optimizer does."""
     frame = sys._getframe(2)
     name = frame.f_code.co_filename
     return None if name.startswith((_TORCH, _OURS)) else f"{os.path.basename(name)}:{frame.f_lineno}"

@@ -54,8 +54,8 @@ def flat(value: Any) -> list[object]:
     """Return ``value`` as a list, whatever its type.
 
     Types and places of parts are bytes; a place is empty, or begins with "[" or ".". A float of the program's own
-    return value, which ``aggregate`` averages, is a float. Other fractional numbers, tensors and arrays are sketches.
-    Whole numbers are ints, and everything else is a text.
+    return value, which ``aggregate`` averages, is a float. Other fractional numbers, tensors and arrays are sketches; a
+    digest of the places of non-finite numbers, as bytes, comes before. Whole numbers are ints, everything else a text.
     """
     return list(_flat(value, "", 0, True, set()))
 
@@ -125,6 +125,6 @@ def digests(data: Any) -> tuple[bytes, ...]:
 
 
 def row_shapes(data: Any) -> tuple[tuple[int, ...], ...]:
-    """Return the shape of one sample's row in each tensor of a batch."""
+    """Return the shape of one sample's row in each tensor of a batch that has a row for each sample."""
     count = count_samples(data)
     return tuple(tuple(tensor.shape[1:]) for tensor in tensors(data) if tensor.dim() and len(tensor) == count)

@@ -19,12 +19,15 @@ if TYPE_CHECKING:
     from lagom.session.session import Session
 
 _LONGEST = 1_000_000
-"""Most batches that are skipped to reach the last one, so that an endless sampler ends too."""
+"""Length of a sampler up to which its real last batch is found; else the next batch counts as the last."""
 
 
 @contextmanager
 def truncated_passes(session: Session) -> Iterator[None]:
-    """End every pass over a loader after a few batches; to be entered before loaders are patched."""
+    """End every pass over a loader after a few batches; to be entered before loaders are patched.
+
+    If the rehearsal says so, also fix random numbers, and let clocks jump.
+    """
     rehearsal = session.plan.rehearsal
     assert rehearsal is not None
     session.num_rehearsed = rehearsal.num_before

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from lagom.zero.parameters.shards import ParameterShards
 
 _LOW = 1 << 36
-"""Tensors at lower addresses may have freed memory: such a tensor is at address 0, and a view of it at its offset."""
+"""Tensors at lower addresses may have freed memory: freed memory is at address 0, and a view of it at an offset."""
 _aten = torch.ops.aten
 _NO_VALUES = {
     _aten.detach.default,
@@ -59,7 +59,7 @@ _address = torch._C.TensorBase.data_ptr
 
 
 class ParameterUses(TorchDispatchMode):
-    """Makes parameters whole before each operation of torch runs. See Note [Parts of parameters] in shards.py."""
+    """Makes parameters whole before an operation of torch uses them. See Note [Parts of parameters] in shards.py."""
 
     supports_higher_order_operators = True
 
@@ -67,7 +67,7 @@ class ParameterUses(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self._weights = weights
         self._is_other_thread = apart
-        """Whether this is a thread that does not train, in which a parameter may lose its memory at any time."""
+        """Whether this mode is for a thread that does not train, where a parameter may lose its memory at any time."""
         self._written: dict[Any, tuple[int | str, ...]] = {}
 
     @classmethod
@@ -106,7 +106,7 @@ class ParameterUses(TorchDispatchMode):
         return result
 
     def _blank(self, function: Any, args: tuple[Any, ...]) -> list[ParameterStorage]:
-        """Return a list with the parameter that the operation overwrites as a whole without reading it, or empty."""
+        """Return a list with the parameter that the operation overwrites as a whole without reading it; [] if none."""
         if function not in _OVERWRITE:
             return []
         unit = self._weights.find_storage(args[0])

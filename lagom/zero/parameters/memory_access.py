@@ -79,7 +79,10 @@ def _make_share_memory(weights: ParameterShards, original: Callable[..., Any]) -
 def _make_exposing_method(
     weights: ParameterShards, original: Callable[..., Any], *, for_good: bool = False
 ) -> Callable[..., Any]:
-    """Return a method that exposes the address of the tensor's values, and pins the memory first."""
+    """Return a method that exposes the address of a tensor's values, and first keeps a sharded parameter in place.
+
+    The parameter stays in place until the next step, or, with ``for_good``, for good.
+    """
 
     @functools.wraps(original)
     def method(self: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -103,7 +106,10 @@ def _make_reading_method(weights: ParameterShards, original: Callable[..., Any])
 
 
 def _make_reduce(weights: ParameterShards, original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a ``__reduce_ex__`` that pickles a copy of a tensor with sharded memory, which may be read much later."""
+    """Return a ``__reduce_ex__`` that pickles a copy of a tensor with sharded memory, if it is no Parameter itself.
+
+    The copy is needed since the pickler may read the values much later.
+    """
 
     @functools.wraps(original)
     def reduce(self: Tensor, protocol: Any) -> Any:

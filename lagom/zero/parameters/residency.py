@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 ROOM = 4 << 20
 """Lower bound, in bytes, of the limit up to which whole parameters are kept for their next use."""
 TIMES = 3
-"""After this many all-gathers in one forward or backward, keep the full parameter until it ends."""
+"""After this many all-gathers of a parameter in one forward or backward, raise the limit by its bytes until the end."""
 SHARE_KEPT = 16
 """Divisor: the limit is the bytes of all sharded parameters divided by this number, or ``ROOM`` if that is more."""
 
@@ -21,7 +21,8 @@ class ParameterResidency:
     """Tracks which parameters are whole, and frees those that were whole for longest when a limit is exceeded.
 
     Args:
-        settle: updates this rank's shard of a unit from the whole parameter, before the unit is freed.
+        settle: updates this rank's shard of a unit (the storage of one parameter) from the whole parameter, before the
+            unit is freed.
     """
 
     def __init__(self, settle: Callable[[ParameterStorage], None]) -> None:
@@ -73,7 +74,10 @@ class ParameterResidency:
         self._num_bytes -= unit.num_bytes
 
     def make_room(self, coming: int, keep: Sequence[ParameterStorage] = ()) -> bool:
-        """Free the units that were whole for longest, until ``coming`` bytes fit; return whether any was freed."""
+        """Free the units that were whole for longest, until ``coming`` bytes fit into the limit.
+
+        Units of ``keep``, and units that must stay in place, are not freed. Return whether any unit was freed.
+        """
         room = max(ROOM, self._num_all // SHARE_KEPT) + self._more - coming
         before = self._num_bytes
         for unit in list(self._units.values()):

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 WEIGHTS = b"weights"
 MIN_ELEMENTS = 1 << 12
-"""A parameter with at least this many elements is sharded; for smaller ones an exchange costs more than the memory."""
+"""Fewest elements of a sharded parameter: for smaller ones, an exchange would cost more than their memory is worth."""
 
 
 class ParameterShards:
@@ -45,7 +45,7 @@ class ParameterShards:
         self._may_meet = may_meet
         self._say = say
         self.units: dict[int, ParameterStorage] = {}
-        """Sharded units by the address of their storage."""
+        """Sharded units (each is the storage of one parameter) by the address of their storage."""
         self.is_busy = False
         """Whether lagom itself works with tensors now, so that operations make no parameter whole."""
         self._by_key: dict[bytes, ParameterStorage] = {}
@@ -146,8 +146,8 @@ class ParameterShards:
     ) -> list[ParameterStorage]:
         """Gather the values of ``units`` that are not whole.
 
-        Units of ``blank``, which the caller overwrites, get memory without values; those of them that were not whole
-        are returned.
+        Units of ``blank``, which the caller overwrites, get memory without values. Return the units of ``blank`` that
+        were not whole.
 
         Raises:
             DivergenceError: on all ranks, when a rank cannot give its part, or its part is of other values.
@@ -182,7 +182,7 @@ class ParameterShards:
             unit.is_changed = True
 
     def pin(self, unit: ParameterStorage, *, for_good: bool = False) -> None:
-        """Keep the unit's memory in place until the next step, or ``for_good``."""
+        """Make the unit whole, and keep its memory in place until the next step, or, with ``for_good``, for good."""
         unit.is_shown = unit.is_shown or for_good
         self.make_whole([unit])
         self._update_shard(unit)
@@ -196,7 +196,13 @@ class ParameterShards:
                 self._update_shard(unit)
 
     def count_step(self, tensors: Sequence[torch.Tensor], changed: Sequence[torch.Tensor]) -> None:
-        """Count a step on the shards of ``tensors``, of which ``changed`` had gradients, and free whole parameters."""
+        """Count a step on the shards of ``tensors``, and free those that are whole.
+
+        A parameter that must stay in place gets its new values instead; a collective then.
+
+        Args:
+            changed: the tensors that had gradients; their version counters are raised.
+        """
         found = dict.fromkeys(unit for tensor in tensors if (unit := self.find_storage(tensor)) is not None)
         for unit in found:
             unit.version = unit.version._replace(num_steps=unit.version.num_steps + 1)
@@ -233,7 +239,11 @@ class ParameterShards:
                 del self._by_key[unit.key]
 
     def serve(self, key: bytes, total: int, num_steps: int) -> None:
-        """Take part in another rank's all-gather."""
+        """Take part in another rank's all-gather of the unit ``key`` at the version (``total``, ``num_steps``).
+
+        Raises:
+            DivergenceError: on all ranks, when a rank cannot give its part, or its part is of another version.
+        """
         unit = self._by_key.get(key)
         if unit is not None and unit.is_alive:
             self._update_shard(unit)
@@ -353,8 +363,9 @@ _APART = (
 # torch before it runs: in a forward, in a backward, in a checkpoint that repeats a forward, and between them, also in
 # the program's own operations. When an argument has no memory, the operation's parameters are made whole. To make room
 # for them, other parameters are freed, the longest whole first. So few parameters are whole at a time, and after a
-# backward none. A parameter to which an operation writes is marked; when it is freed, each rank keeps its part of the
-# new values. Functions that read values without an operation (numpy(), data_ptr(), pickle) have their own patches.
+# backward only those whose address the program has. A parameter to which an operation writes is marked; when it is
+# freed, each rank keeps its part of the new values. Functions that read values without an operation (numpy(),
+# data_ptr(), pickle) have their own patches.
 #
 # To make a parameter whole, a rank sends a request (see Note [Asking] in collectives/requests.py), so a rank may do so
 # alone. When all ranks request the same parameter at once, the only other exchange is the all-gather of the values.

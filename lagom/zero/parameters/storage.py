@@ -27,7 +27,7 @@ class ParameterStorage:
     """Keeps this rank's part of one parameter's memory, which is cut into ``chunk`` bytes for each rank.
 
     Args:
-        key: name of the unit, equal on all ranks.
+        key: name of this storage (a "unit"), equal on all ranks.
     """
 
     def __init__(self, key: bytes, tensor: torch.Tensor, world_size: int) -> None:
@@ -36,6 +36,7 @@ class ParameterStorage:
         self.num_bytes = storage.nbytes()
         self.chunk = -(-self.num_bytes // (world_size * _ALIGNED)) * _ALIGNED
         self.room = self.chunk * world_size
+        """Bytes of the chunks of all ranks: ``num_bytes``, rounded up."""
         self.place = storage._cdata
         self.shard: torch.Tensor | None = None
         """This rank's part in bytes; None until it is cut from the whole parameter for the first time."""
@@ -71,7 +72,7 @@ class ParameterStorage:
         return tensor.storage_offset() == 0 and tensor.nbytes == self.num_bytes and is_dense(tensor)
 
     def bytes(self, num_bytes: int) -> torch.Tensor:
-        """Return the first ``num_bytes`` bytes of the whole."""
+        """Return the first ``num_bytes`` bytes of the storage, as a tensor of uint8 that shares its memory."""
         storage = self.storage()
         empty = torch.empty(0, dtype=torch.uint8, device=storage.device)
         return empty.set_(storage, 0, (num_bytes,), (1,))
