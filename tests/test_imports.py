@@ -36,7 +36,7 @@ ROOMS = {
     "debugger": "config errors monitor patching plan random_states restart row_split wire",
     "wire": "errors plan restart cryptography",
     "monitor": "wire",
-    "records": "errors monitor wire fsspec pyarrow",
+    "records": "errors monitor restart wire fsspec pyarrow",
     # The driver.
     "aggregate": "contents",
     "result": "config monitor records",
