@@ -104,8 +104,8 @@ def run_records(
         if records is not None:
             cause = error.__cause__ if isinstance(error.__cause__, RankTraceback) else None
             told = {"error": type(error).__name__, "message": message_of(error)}
-            where = {"rank": cause.rank, "traceback": str(cause)} if cause else {"rank": None, "traceback": None}
-            records.ended({"outcome": "raised", **told, **where})
+            of_rank = {"rank": cause.rank, "traceback": str(cause)} if cause else {"rank": None, "traceback": None}
+            records.ended({"outcome": "raised", **told, **of_rank})
         raise
     finally:
         if records is not None:
