@@ -63,8 +63,8 @@ def test_a_fork_that_fails_after_an_hour_costs_no_more_than_its_own_time(monkeyp
     monkeypatch.setattr(time, "perf_counter", lambda: clock[0])
     pace = SnapshotPace(10.0)
     while clock[0] < 3600.0:
-        clock[0] = max(clock[0], pace.next_at) + 0.1
-        pace.fork(clock[0] - 0.1)
+        clock[0] = max(clock[0], pace.next_at) + 0.2
+        pace.fork(clock[0] - 0.2)
         clock[0] += 0.5
         pace.written(0.3)
     clock[0] = pace.next_at + 0.2
