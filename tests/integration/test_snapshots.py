@@ -99,8 +99,9 @@ def test_a_run_that_loses_an_executor_goes_on_at_once_and_later_with_the_new_one
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="needs the columns of code")
 @pytest.mark.parametrize("spark", ["local[2]", "standalone"], indirect=True, scope="session")
 def test_a_run_whose_driver_was_killed_goes_on_on_spark(
-    spark: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    spark: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("PYSPARK_PYTHON", sys.executable)  # the command sets it, for its own process
     for name in ("whole", "lost"):
         (tmp_path / name).mkdir()
     wanted = experiment.lagom(train, config(tmp_path / "whole", world_size=2)).value
