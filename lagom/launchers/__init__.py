@@ -33,7 +33,7 @@ def choose(name: LauncherName) -> Launcher:
 
 
 def active_session() -> Any:
-    """Return the running SparkSession of this process (Connect: of this thread) or None; do not import pyspark."""
+    """Return the running SparkSession of this process, classic or Connect, or None; do not import pyspark."""
     for name in ("pyspark.sql.session", "pyspark.sql.connect.session"):
         module = sys.modules.get(name)
         session = module.SparkSession.getActiveSession() if module else None

@@ -69,9 +69,11 @@ class _Attempts:
             self._say(f"the run goes on from {history.resumed.place}")
             if self._records is not None:
                 self._records.goes_on(history.resumed.place)
-        while isinstance(found := self._run_once(), LagomError):
-            if self._smaller is not None and self._has_not_begun(found):
+        while isinstance(found := self._run_once(), Exception):
+            if self._smaller is not None and history.loss is None and not history.has_newer_snapshot():
                 self._go_on_smaller(self._smaller, found)
+            elif not isinstance(found, LagomError):
+                raise found
             elif isinstance(found, SnapshotError) and history.resumed is not None:
                 if not history.failures:
                     raise found  # the user resumes a run, perhaps on the wrong machine: keep the snapshots
@@ -85,11 +87,11 @@ class _Attempts:
                 self._begin_again(history.loss, found)
         return found
 
-    def _run_once(self) -> list[Outcome] | LagomError:
+    def _run_once(self) -> list[Outcome] | Exception:
         """Return the outcomes of an attempt, or its LagomError; a loss is then in the history.
 
         Raises:
-            Exception: the program's own error, unless that is a LagomError.
+            Exception: the program's own error; it is returned if the attempt before had fewer ranks.
         """
         history = self.history
         try:
@@ -98,6 +100,10 @@ class _Attempts:
             history.loss = history.loss or loss_in(reports, {})
             raise_failure(outcomes)
         except LagomError as error:
+            return error
+        except Exception as error:
+            if self._smaller is None:
+                raise
             return error
         return outcomes
 
@@ -139,15 +145,17 @@ class _Attempts:
     def _go_on_larger(self, free_slots: int) -> None:
         self.history.prepare()
         self._smaller = self._now
-        slots = self._now.num_slots + free_slots
+        slots = min(self._now.num_slots + free_slots, self._launcher.slots_again(self._plan.num_slots))
+        slots = max(slots, self._now.num_slots)
         now = _with_ranks(self._plan, min(self._plan.world_size, slots * self._plan.ranks_per_slot))
         what = f"the run {_goes_on(self.history)}, with {now.world_size} ranks"
         self._prepare(now, f"there is room for more ranks; {what}")
 
-    def _go_on_smaller(self, smaller: Plan, error: LagomError) -> None:
+    def _go_on_smaller(self, smaller: Plan, error: Exception) -> None:
         self.history.prepare()
         self._smaller = None
-        self._prepare(smaller, f"{error}; the run {_goes_on(self.history)}, with the ranks that it had before")
+        what = str(error) if isinstance(error, LagomError) else f"{type(error).__name__} on more ranks"
+        self._prepare(smaller, f"{what}; the run {_goes_on(self.history)}, with the ranks that it had before")
         self.history.free_slots = lambda: 0
 
     def _prepare(self, now: Plan, text: str) -> None:
@@ -159,13 +167,10 @@ class _Attempts:
 
     def _free_slots(self) -> int:
         """Return the number of free slots for which to end the present attempt; 0 if it is to go on."""
-        if self.history.num_left == 0 or not self._launcher.free_slots(one_host=False):
+        running = self._now.num_slots
+        if self.history.num_left == 0 or not self._launcher.free_slots(running, one_host=False):
             return 0  # a run that may not be lost again keeps to the hosts that it has
-        return self._launcher.free_slots(one_host=self.history.files.on_one_disk())
-
-    def _has_not_begun(self, error: LagomError) -> bool:
-        """Return whether ``error`` ended the present attempt before its ranks began, or went on from the snapshot."""
-        return isinstance(error, SnapshotError) or (self.history.loss is None and not self.history.has_begun)
+        return self._launcher.free_slots(running, one_host=self.history.files.on_one_disk())
 
     def _say(self, text: str) -> None:
         """Tell the user ``text``, and record it."""
@@ -223,5 +228,6 @@ def _announced(loss: Loss, history: RunHistory, size: int, plan: Plan) -> str:
 #
 # More ranks must not cost the run anything that it would otherwise have kept. So no slots are used that run other jobs;
 # none if the program has written files to the disk of one host, and executors are on several hosts; none if the next
-# loss would end the run; and if the larger attempt cannot begin, for example because the new executor lacks a package,
-# the run goes on with the ranks that it had.
+# loss would end the run. If the larger attempt ends with an error before it has kept a snapshot, for example because
+# the new executor lacks a package, the run goes on with the ranks that it had. An error of the program then comes
+# again.

@@ -42,7 +42,7 @@ class InlineLauncher:
         """Return ``wanted``; there is no new attempt, since the loss of this process ends the caller too."""
         return wanted
 
-    def free_slots(self, *, one_host: bool) -> int:
+    def free_slots(self, running: int, *, one_host: bool) -> int:
         """Return 0: a run never has fewer ranks than it was to have."""
         return 0
 

@@ -70,7 +70,7 @@ class LocalLauncher:
         """Return ``wanted``: a new attempt can always start its processes on this machine."""
         return wanted
 
-    def free_slots(self, *, one_host: bool) -> int:
+    def free_slots(self, running: int, *, one_host: bool) -> int:
         """Return 0: a run never has fewer ranks than it was to have."""
         return 0
 

@@ -49,10 +49,11 @@ class Launcher(Protocol):
             cut_off: names and addresses of unreachable hosts, on which no task must start.
         """
 
-    def free_slots(self, *, one_host: bool) -> int:
+    def free_slots(self, running: int, *, one_host: bool) -> int:
         """Return the number of slots in which no task runs now; 0 where a run cannot grow, or slots cannot be counted.
 
         Args:
+            running: number of slots that the run itself uses.
             one_host: return 0 if executors are on several hosts.
         """
 

@@ -160,7 +160,7 @@ class RunView:
                     self._display.waiting(len(self._joins), self._num_tasks)
                 continue
             self._display.show(event)
-            if self._history.has_kept(event) and (free := self._history.free_slots()):
+            if self._history.has_kept(event) and (free := self._history.free_slots()) > 0:
                 self.channel.call_later(0.0, partial(self._make_room, free))
             over = over or event["type"] == "over"
             if len(self._done) >= self._num_tasks or (over and self._connected <= self._done):

@@ -75,9 +75,13 @@ class SparkLauncher:
         with plain_interrupt():
             return self.facts.slots_again(wanted, wait_s, cut_off)
 
-    def free_slots(self, *, one_host: bool) -> int:
+    def free_slots(self, running: int, *, one_host: bool) -> int:
         """See ``Launcher.free_slots``."""
-        return self.facts.free_slots(one_host=one_host)
+        try:
+            return self.facts.free_slots(running, one_host=one_host)
+        except Exception as error:  # Spark may refuse to tell, or its JVM may be gone, which the job shows as well
+            log.info("Spark's free slots are not known: %s", str(error).partition("\n")[0])
+            return 0
 
     def run(
         self, plan: Plan, call: Call, records: RunRecords | None = None, history: RunHistory | None = None

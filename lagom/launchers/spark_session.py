@@ -94,7 +94,7 @@ class SparkFacts:
         """Return ``wanted``: a Connect client cannot ask for the number of slots. See ``Launcher.slots_again``."""
         return wanted
 
-    def free_slots(self, *, one_host: bool) -> int:
+    def free_slots(self, running: int, *, one_host: bool) -> int:
         """Return 0: a Connect client cannot ask for the number of slots. See ``Launcher.free_slots``."""
         return 0
 
@@ -197,14 +197,16 @@ class ClassicFacts(SparkFacts):
             time.sleep(0.05)
         return min(slots, wanted)
 
-    def free_slots(self, *, one_host: bool) -> int:
+    def free_slots(self, running: int, *, one_host: bool) -> int:
         """See ``Launcher.free_slots``; return 0 with dynamic allocation."""
         jsc = self._context._jsc.sc()
         executors = list(_executor_list(jsc))
         if self.dynamic or (one_host and len({host for _, host, _ in executors}) > 1):
             return 0
         profile = jsc.resourceProfileManager().defaultResourceProfile()
-        return int(jsc.maxNumConcurrentTasks(profile)) - sum(running for _, _, running in executors)
+        # Spark counts running tasks late, and those of executors whose end it has not noticed.
+        busy = max(running, sum(tasks for _, _, tasks in executors))
+        return max(0, int(jsc.maxNumConcurrentTasks(profile)) - busy)
 
     def _executors(self) -> int:
         return int(self._context._jsc.sc().getExecutorIds().size())

@@ -7,6 +7,7 @@ import datetime
 import os
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Any
 
 from lagom.restart.kept_snapshots import FIRST_MARK, Snapshot, SnapshotFolder, SnapshotPlace
@@ -65,11 +66,6 @@ class RunHistory:
         """Return the number of the present attempt: one more than the losses so far."""
         return len(self.failures) + 1
 
-    @property
-    def has_begun(self) -> bool:
-        """Return whether ranks of the present attempt have begun."""
-        return self._joined is not None
-
     def ranks_began(self) -> None:
         """Note that the ranks of the present attempt have begun.
 
@@ -97,9 +93,18 @@ class RunHistory:
 
     def has_kept(self, event: Mapping[str, Any]) -> bool:
         """Return whether ``event`` tells of the run's newest snapshot."""
-        if event["type"] != "snapshot" or event["what"] != "kept" or self.folder is None:
-            return False
-        return (newest := self.folder.newest()) is not None and bool(newest.number == event["number"])
+        return event["type"] == "snapshot" and event["what"] == "kept" and self._newest_number() == event["number"]
+
+    def has_newer_snapshot(self) -> bool:
+        """Return whether the present attempt has kept a snapshot."""
+        return self._newest_number() > (self.resumed.number if self.resumed is not None else 0)
+
+    def _newest_number(self) -> int:
+        """Return the number of the run's newest snapshot; 0 if there is none."""
+        with suppress(OSError):  # the folder may be gone
+            if self.folder is not None and (newest := self.folder.newest()) is not None:
+                return newest.number
+        return 0
 
     def files_before(self) -> WrittenFiles | None:
         """Return a copy of the files that the attempts so far have written, for the attempt that is about to begin.

@@ -97,8 +97,8 @@ class WrittenFiles:
         )
 
     def on_one_disk(self) -> bool:
-        """Return whether a file that was appended to or saved seems to be on a disk that hosts do not share."""
-        folders = {os.path.dirname(path) for path in itertools.chain(self.appended, self.saved)}
+        """Return whether a file that the run has written seems to be on a disk that hosts do not share."""
+        folders = {os.path.dirname(path) for path in [*self.appended, *self.saved, *self.changed]}
         return not all(map(is_on_shared_disk, folders))
 
     def take(self, message: Mapping[str, Any]) -> None:

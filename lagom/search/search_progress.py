@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+import math
 import sys
 import time
 from collections import Counter
@@ -99,7 +100,7 @@ class SearchProgress:
 
     def _count(self, number: int, state: str, value: float | None, params: Mapping[str, Any]) -> None:
         self._counts[state] += 1
-        if state == "complete" and value is not None:
+        if state == "complete" and value is not None and not math.isnan(value):
             sign = 1 if self._direction == "max" else -1
             if self._best is None or sign * value > sign * self._best[0]:
                 self._best, self._best_params = (value, number), params

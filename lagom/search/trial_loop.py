@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import contextlib
 import logging
-import math
 import shutil
 import sys
 import time
@@ -186,26 +185,21 @@ class TrialLoop:
         self._slots.send(number, {"type": "answer", "prune": slot.pruned})
 
     def _lose(self, number: int, spec: TrialSpec) -> None:
-        """Queue the trial of a lost slot for any slot; after too many losses, count it as failed."""
+        """Queue the trial of a lost slot for any slot; after too many losses, count it as failed.
+
+        Raises:
+            LagomError: if too many trials have failed in a row.
+        """
         lost = self._num_lost[spec.number] = self._num_lost.get(spec.number, 0) + 1
         if lost <= self._plan.config.max_failures:
             self._again.append(spec)
             return
         error = f"RankError: the processes that ran this trial were lost {lost} times"
-        self._fail(spec, error, {"slot": number, "folder": self.folder_of(spec.number)})
-
-    def _fail(self, spec: TrialSpec, error: str, facts: Mapping[str, Any]) -> None:
-        """Count a trial as failed without an exception of its function.
-
-        Raises:
-            LagomError: if too many trials have failed in a row.
-        """
-        self._tell(spec, TrialOutcome(state="failed", error=error, **facts))
+        folder = self.folder_of(spec.number)
+        self._tell(spec, TrialOutcome(state="failed", error=error, slot=number, folder=folder))
         if self._num_failed >= self._max_failed:
-            many = (
-                f"{self._num_failed} trials failed one after another, the last" if self._num_failed > 1 else "a trial"
-            )
-            raise LagomError(f"{many} with {dict(spec.params)}: {error} ({self.folder_of(spec.number)})")
+            many = f"{self._num_failed} trials failed one after another" if self._num_failed > 1 else "a trial failed"
+            raise LagomError(f"{many}, the last with {dict(spec.params)}: {error} ({folder})")
 
     def _end(self, number: int, slot: _Slot, message: Message) -> None:
         spec, slot.running = slot.running, None
@@ -234,9 +228,6 @@ class TrialLoop:
         else:
             told = [report for report in reports if report["metric"] is not None]  # rank 0's, at least
             value = self._metric_of(spec, [report["metric"] for report in told], [report["samples"] for report in told])
-            if math.isnan(value):
-                self._fail(spec, "ValueError: the metric is nan, which ranks no trial", facts)
-                return
             returned = as_json(loaded.value().get("value"))
             self._tell(spec, TrialOutcome(state="complete", value=value, returned=returned, **facts))
 

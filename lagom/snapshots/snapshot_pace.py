@@ -30,7 +30,8 @@ class SnapshotPace:
         self._first_at = self.due_at = self.next_at = now + self.every_s
         """Times at which the first snapshot and the next one are due, and the time of the next look."""
         self.forked_at = 0.0
-        self._cost_s = 0.0
+        self._forking_s, self._cost_s = 0.0, 0.0
+        """Seconds that rank 0 spent on the last fork, and the cost of all snapshots."""
         self._rested_at, self._rested_system_s = now, _system_s()
         self._system_s, self._usual = 0.0, 0.0
 
@@ -38,17 +39,19 @@ class SnapshotPace:
         """Note that no snapshot could be taken; return whether the due one is late by ``every_s``.
 
         Args:
-            seconds: the time that this has taken; None if a fork failed, whose time counts already.
+            seconds: the time that this has taken; None: the time of the fork, which has failed.
         """
         now = time.perf_counter()
-        paid_at = self._first_at + self._cost_s / SHARE if seconds is None else now + seconds / SHARE
-        self.next_at = max(now + _PUT_OFF_S, paid_at)
+        if seconds is None:
+            seconds = self._forking_s + (now - self.forked_at if self._counts_all else 0.0)
+        self.next_at = now + max(_PUT_OFF_S, seconds / SHARE)
         return now - self.due_at > self.every_s
 
     def fork(self, began: float) -> None:
         """Note a fork, which rank 0 had prepared since ``began``, by ``time.perf_counter``."""
         now = self.forked_at = time.perf_counter()
-        self._cost_s += now - began
+        self._forking_s = now - began
+        self._cost_s += self._forking_s
         self._system_s = _system_s()
         self._usual = (self._system_s - self._rested_system_s) / max(now - self._rested_at, 1e-3)
 

@@ -225,11 +225,14 @@ class Growing(Shrinking):
         ends: the ends of the attempts: a loss or an error.
     """
 
-    def __init__(self, *ends: Loss | LagomError) -> None:
-        super().__init__(2, 2, 2)
+    def __init__(self, *ends: Loss | Exception) -> None:
+        super().__init__()
         self.ends = list(ends)
 
-    def free_slots(self, *, one_host: bool) -> int:
+    def slots_again(self, wanted: int, wait_s: float = 0.0, cut_off: Set[str] = frozenset()) -> int:
+        return 2 if wait_s else wanted  # after a loss, and for more ranks
+
+    def free_slots(self, running: int, *, one_host: bool) -> int:
         return 1
 
     def run(self, plan: Plan, call: Call, records: Any, history: RunHistory) -> list[Outcome]:
@@ -238,7 +241,7 @@ class Growing(Shrinking):
         if not self.ends:
             return [Outcome(rank=rank, report={"ok": True}, load=dict) for rank in range(plan.world_size)]
         end = self.ends.pop(0)
-        if isinstance(end, LagomError):
+        if isinstance(end, Exception):
             raise end
         history.loss = end
         raise LagomError(end.cause)
@@ -261,9 +264,19 @@ def more_room(slots: int) -> Loss:
         ([LOST, more_room(2), LOST], [4, 2, 4, 2], 1),
         ([LOST, more_room(2), SnapshotError("a file is on another host")], [4, 2, 4, 2], 0),
         ([LOST, more_room(2), PlanError("it has no torch")], [4, 2, 4, 2], 0),
+        ([LOST, more_room(2), ModuleNotFoundError("no timm")], [4, 2, 4, 2], 0),
         ([LOST, LOST, LOST], [4, 2, 2, 2], 0),
     ],
-    ids=["a loss", "one more", "all again", "another loss", "no snapshot there", "no start there", "the last attempt"],
+    ids=[
+        "a loss",
+        "one more",
+        "all again",
+        "another loss",
+        "no snapshot there",
+        "no start there",
+        "a package less",
+        "the last attempt",
+    ],
 )
 def test_a_run_takes_free_slots_that_it_can_use(ends: list[Any], sizes: list[int], free: int) -> None:
     launcher = Growing(*ends)
@@ -280,14 +293,31 @@ def test_the_error_says_how_a_run_with_snapshots_goes_on(tmp_path: Path) -> None
         attempts(Growing(LOST, LOST), snapshots, max_failures=1)
 
 
-def test_an_error_of_a_larger_attempt_whose_ranks_had_begun_ends_the_run() -> None:
-    class Begun(Growing):
+def test_an_error_of_the_program_ends_the_run_when_it_comes_again() -> None:
+    launcher = Growing(LOST, more_room(2), ZeroDivisionError("first"), ZeroDivisionError("second"))
+    with pytest.raises(ZeroDivisionError, match="second"):
+        attempts(launcher)
+    assert launcher.sizes == [4, 2, 4, 2]
+
+
+def test_a_larger_attempt_that_has_kept_a_snapshot_ends_the_run_with_its_error(tmp_path: Path) -> None:
+    snapshots = SnapshotFolder(str(tmp_path / "snapshots"))
+    snapshots.make()
+
+    class Keeping(Growing):
         def run(self, plan: Plan, call: Call, records: Any, history: RunHistory) -> list[Outcome]:
-            history.ranks_began()
+            number = len(self.sizes) + 1
+            Path(snapshots.partial(number)).write_text("state")
+            snapshots.complete(number, {"bytes": 5, "place": [1, number], "at": 0.0, "lengths": {}})
             return super().run(plan, call, records, history)
 
+        def slots_again(self, wanted: int, wait_s: float = 0.0, cut_off: Set[str] = frozenset()) -> int:
+            return 2 if len(self.sizes) == 1 else wanted
+
+    launcher = Keeping(LOST, more_room(2), StallError("it stalls", 0))
     with pytest.raises(StallError):
-        attempts(Begun(LOST, more_room(2), StallError("it stalls", 0)))
+        attempts(launcher, snapshots)
+    assert launcher.sizes == [4, 2, 4]
 
 
 def attempts(launcher: Any, snapshots: SnapshotFolder | None = None, **settings: Any) -> list[int]:

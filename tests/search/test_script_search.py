@@ -206,6 +206,7 @@ def test_ctrl_c_prints_the_best_so_far(tmp_path: Path) -> None:
         ("10%|#  | 1/10 [loss=4]\r20%|#  | 2/10 [loss=5]", 5.0),
         ("loss: 1\nval_loss: 2\nlosses: 3\nlossy=4\nloss 5\n", 1.0),
         ("loss: inf\n", float("inf")),
+        ("loss: 1\nloss: info\nloss: nano\n", 1.0),
         ("Loss: 1\n", None),
     ],
 )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
-import math
 import os
 import signal
 import sys
@@ -217,19 +216,6 @@ def test_too_many_failures_in_a_row_raise_the_last_ones_error(tmp_path: Path, la
         run(train, source, tmp_path, launcher=launcher, slots=1, max_failed=3)
     assert [source.outcomes[n].state for n in range(4)] == ["complete", "failed", "failed", "failed"]
     assert "3 trials failed" in raised.value.__notes__[-1]
-
-
-@pytest.mark.parametrize("launcher", ["local", "inline"])
-def test_metrics_that_are_no_numbers_are_failures_in_a_row(tmp_path: Path, launcher: str) -> None:
-    source = ListSource([{"number": n} for n in range(9)])
-    told = r"2 trials failed one after another, the last with \{'number': 2\}: ValueError: the metric is nan"
-    with pytest.raises(LagomError, match=told):
-        run(lambda number: math.nan if number else 1.0, source, tmp_path, launcher=launcher, slots=1, max_failed=2)
-    assert [(source.outcomes[n].state, source.outcomes[n].value) for n in range(3)] == [
-        ("complete", 1.0),
-        ("failed", None),
-        ("failed", None),
-    ]
 
 
 @pytest.mark.parametrize(

@@ -62,12 +62,13 @@ def test_a_run_with_fewer_ranks_has_more_again_when_there_is_room(
     whole: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """It goes on with them from the first snapshot that is kept after this."""
-    slowly = tmp_path / "slowly"
+    slowly, sizes = tmp_path / "slowly", list[int]()
 
     def slots_again(launcher: LocalLauncher, wanted: int, wait_s: float = 0.0, cut_off: Set[str] = frozenset()) -> int:
         assert wait_s == 0.0
+        sizes.append(1 if not sizes else wanted)  # after the loss, and for more ranks
         slowly.write_text("1.0")
-        return 1
+        return sizes[-1]
 
     def begin_again(records: RunRecords, world_size: int) -> None:
         if world_size == 2:
@@ -77,7 +78,7 @@ def test_a_run_with_fewer_ranks_has_more_again_when_there_is_room(
     begin = RunRecords.begin_again
     monkeypatch.setattr(RunRecords, "begin_again", begin_again)
     monkeypatch.setattr(LocalLauncher, "slots_again", slots_again)
-    monkeypatch.setattr(LocalLauncher, "free_slots", lambda launcher, one_host: 3)
+    monkeypatch.setattr(LocalLauncher, "free_slots", lambda launcher, running, one_host: 3)
     slowly.touch()
     with killed(tmp_path, 1):
         result = experiment.lagom(train, config(tmp_path, world_size=2, snapshot_every_s=0.1, timeline=True))

@@ -58,19 +58,24 @@ def test_with_auto_small_ones_are_10_s_apart(monkeypatch: pytest.MonkeyPatch) ->
     assert taken("auto", 1000.0, monkeypatch) == pytest.approx(100, abs=2)
 
 
-def test_a_fork_that_fails_after_an_hour_costs_no_more_than_its_own_time(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("every_s", "wanted_s"), [(10.0, 0.005 / SHARE), ("auto", 0.105 / SHARE)])
+def test_a_fork_that_fails_is_paid_for_before_the_next(
+    every_s: float | str, wanted_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also after an hour in which the share was not used up, or was."""
     clock = [0.0]
     monkeypatch.setattr(time, "perf_counter", lambda: clock[0])
-    pace = SnapshotPace(10.0)
+    pace = SnapshotPace(every_s)
     while clock[0] < 3600.0:
-        clock[0] = max(clock[0], pace.next_at) + 0.2
-        pace.fork(clock[0] - 0.2)
-        clock[0] += 0.5
+        clock[0] = max(clock[0], pace.next_at) + 0.005
+        pace.fork(clock[0] - 0.005)
+        clock[0] += 0.1
         pace.written(0.3)
-    clock[0] = pace.next_at + 0.2
-    pace.fork(clock[0] - 0.2)
+    clock[0] = pace.next_at + 0.005
+    pace.fork(clock[0] - 0.005)
+    clock[0] += 0.1
     pace.put_off(None)
-    assert pace.next_at - clock[0] == pytest.approx(0.2 / SHARE, abs=1.0)
+    assert pace.next_at - clock[0] == pytest.approx(wanted_s)
 
 
 def test_after_a_refusal_it_is_looked_again_soon_and_told_when_none_was_for_too_long(
