@@ -93,7 +93,8 @@ class RunHistory:
 
     def has_kept(self, event: Mapping[str, Any]) -> bool:
         """Return whether ``event`` tells of the run's newest snapshot."""
-        return event["type"] == "snapshot" and event["what"] == "kept" and self._newest_number() == event["number"]
+        is_kept = event["type"] == "snapshot" and event["what"] == "kept"
+        return is_kept and self._newest_number() == int(event["number"])
 
     def has_newer_snapshot(self) -> bool:
         """Return whether the present attempt has kept a snapshot."""
