@@ -18,10 +18,11 @@ STUDY = "ablation_study"
 @explain_fields
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class AblationConfig(TrialsConfig):
-    """Settings of an ablation study: ``lagom`` trains a function without each feature or layer, and compares.
+    """Settings of an ablation study: it trains a function with and without each component, and compares the metrics.
 
-    Fields that ``TorchDistributedConfig`` has as well apply to each trial, but ``timeout_s``, ``name``, ``description``
-    and ``run_dir`` to the study. ``verify``, ``timeline``, ``debug`` and ``snapshot_every_s`` are not for trials.
+    A component is, for example, a feature of the data or a layer of the model. The fields of ``TorchDistributedConfig``
+    apply to each trial, except ``timeout_s``, ``name``, ``description`` and ``run_dir``, which apply to the study.
+    ``world_size``, ``verify``, ``timeline``, ``debug`` and ``snapshot_every_s`` must keep their default values.
 
     Raises:
         ValueError: when a field has a value it cannot have; nothing has been started then.

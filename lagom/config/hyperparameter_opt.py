@@ -22,8 +22,9 @@ _MAGGYS_NAMES = {"randomsearch": "random", "gridsearch": "grid"}
 class HyperparameterOptConfig(TrialsConfig):
     """Settings of a search for the best hyperparameters of a training function, by several trials at a time.
 
-    Fields that ``TorchDistributedConfig`` has as well apply to each trial, but ``timeout_s``, ``name``, ``description``
-    and ``run_dir`` to the search. ``verify``, ``timeline``, ``debug`` and ``snapshot_every_s`` are not for trials.
+    The fields of ``TorchDistributedConfig`` apply to each trial, except ``timeout_s``, ``name``, ``description`` and
+    ``run_dir``, which apply to the search. ``world_size``, ``verify``, ``timeline``, ``debug`` and
+    ``snapshot_every_s`` must keep their default values.
 
     Raises:
         ValueError: when a field has a value it cannot have; nothing has been started then.

@@ -23,8 +23,9 @@ _DIRECTIONS = {"min": "min", "minimize": "min", "max": "max", "maximize": "max"}
 class TrialsConfig(TorchDistributedConfig):
     """Settings of many trials of a training function, several at a time.
 
-    Fields that ``TorchDistributedConfig`` has as well apply to each trial, but ``timeout_s``, ``name``, ``description``
-    and ``run_dir`` to all together. ``verify``, ``timeline``, ``debug`` and ``snapshot_every_s`` are not for trials.
+    The fields of ``TorchDistributedConfig`` apply to each trial, except ``timeout_s``, ``name``, ``description`` and
+    ``run_dir``, which apply to all trials together. ``world_size``, ``verify``, ``timeline``, ``debug`` and
+    ``snapshot_every_s`` must keep their default values.
     """
 
     optimization_key: str = "Metric"

@@ -17,10 +17,11 @@ _UNNAMED = getattr(os, "O_TMPFILE", os.O_DIRECTORY)
 
 
 class Overlay(View):
-    """Changes a rank's own view of the disk: a file is copied to the rank's folder before its first change.
+    """Makes a rank's file changes in the rank's own folder; a file is copied there before its first change.
 
-    Each method changes ``key`` as the function of ``os`` would, with the same errors. The base class ``View``
-    (``view.py``) finds the place where a file is read. The caller sets the names of files in the exceptions.
+    ``key`` is the absolute path by which the program knows a file (see ``view.py``). A method with the name of a
+    function of ``os`` has the same effect on the rank's view of the disk, and raises the same errors; the caller puts
+    the program's file names into these. The base class ``View`` finds the place where a file is read.
     """
 
     def open(self, key: str, flags: int, mode: int) -> int:

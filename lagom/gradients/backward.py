@@ -37,9 +37,10 @@ if TYPE_CHECKING:
 def synchronise_backward(session: Session, knows_rank: Callable[[], bool]) -> Iterator[None]:
     """Patch autograd so that backwards and ``torch.autograd.grad`` average gradients over the ranks.
 
-    ``Tensor.backward``, ``torch.autograd.backward`` and ``torch.autograd.grad`` call ``_engine_run_backward`` with
-    arguments in one form. So the patch of this function works however the program imported them. The option
-    ``accumulate_grad`` is False in a call from ``torch.autograd.grad``.
+    ``Tensor.backward``, ``torch.autograd.backward`` and ``torch.autograd.grad`` all call
+    ``torch.autograd._engine_run_backward``. So a patch of this one function works, however the program imported the
+    three. Its arguments begin with the outputs, their gradients, ``retain_graph``, ``create_graph`` and the inputs, in
+    this order. The option ``accumulate_grad`` is False in a call from ``torch.autograd.grad``.
 
     Args:
         knows_rank: tells whether the program has asked for its rank.

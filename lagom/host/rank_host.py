@@ -89,10 +89,12 @@ def run_task_ranks(
 
 
 def allow_files(num_ranks: int) -> None:
-    """Allow this process, and the ranks that it will fork, as many open files as ``num_ranks`` take.
+    """Raise this process's limit of open files (RLIMIT_NOFILE) if it is too low for ``num_ranks`` ranks.
+
+    The ranks, which are forked later, inherit the limit.
 
     Raises:
-        LagomError: if the system allows fewer.
+        LagomError: if the hard limit is too low.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = _FILES + _FILES_OF_RANK * num_ranks

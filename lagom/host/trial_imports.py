@@ -34,10 +34,12 @@ class TrialImports:
         set_environment(spec.env, only=spec.whole_env)
 
     def add(self, names: Sequence[str]) -> bool:
-        """Import ``names``, modules of installed packages that a trial has imported; return whether they were imported.
+        """Import ``names``, modules of installed packages that a trial has imported; return whether this was done.
 
-        A child imports them first. If that starts threads, which do not survive a fork, draws random numbers, fails or
-        takes more than ``_LIMIT_S``, the modules are left to the trials; so are fewer than ``_MANY`` new modules.
+        A child process imports them first. If the child crashes, takes more than ``_LIMIT_S``, draws random numbers or
+        starts threads (which do not survive a fork), this process imports nothing, and the trials import the modules
+        themselves. So they do if fewer than ``_MANY`` modules are new. No module is tried twice. A module whose import
+        raises an error is left out.
         """
         new = [name for name in names if name not in sys.modules and name not in self._tried]
         self._tried.update(new)

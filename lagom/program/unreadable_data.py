@@ -74,10 +74,12 @@ def _is_path(data: object) -> bool:
 
 
 def _loaders_of(train: Callable[..., Any], name: str) -> list[dict[str, Any]]:
-    """Return the arguments of each ``DataLoader(name, ...)`` that ``train`` certainly makes.
+    """Return the arguments of each ``DataLoader(name, ...)`` that ``train`` certainly makes, as syntax trees by name.
 
-    Return none if ``train`` also uses ``name`` in another way (except by ``len``) or inside a condition, if it is
-    decorated or no ``def``, or if its source cannot be read. Loaders after a conditional return or raise are left out.
+    Return an empty list if ``train`` uses the variable ``name`` for anything but loaders and ``len``, or where the use
+    may be skipped (a condition, a ``while`` or ``try`` statement, an inner function). Also if ``train`` is decorated,
+    is no ``def``, or has no readable source. Loaders after a conditional ``return``, or after a ``raise``, are left
+    out.
     """
     try:
         tree = ast.parse(textwrap.dedent(inspect.getsource(train))).body[0]

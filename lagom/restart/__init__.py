@@ -1,4 +1,5 @@
-"""Runs that go on after a loss: what counts as a loss, and what the next attempt must know of the lost one.
+"""Restart of runs after the loss of a rank, an executor or a host: history, files and snapshots of earlier attempts.
 
-Start with ``history.py``; with ``sleeping_twin.py`` for runs that go on in forks of the ranks.
+Start with ``history.py`` for runs that begin a new attempt, and with ``sleeping_twin.py`` for runs in which forks of
+the ranks go on.
 """

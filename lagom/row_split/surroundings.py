@@ -264,15 +264,16 @@ _MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))
 
 # Note [Surroundings]
 #
-# A probe runs a forward more often than the program does (see Note [Probe] in probe.py), and its finding holds while
-# the forward takes the same way. Attributes of modules are restored, and calls are distinguished by them. But a forward
-# may also count its calls in a global variable, draw from a generator of its own, or ask a config whether to mix rows
-# in this epoch. So all values that its code can reach are collected: attributes of modules; the globals and closures
-# that their methods name; and so on through functions and objects of the program, up to ``_MAX_OBJECTS``. Objects of
-# libraries count by their values, not by their code. Default values of arguments are not looked at.
+# A probe runs a forward more often than the program does (see Note [Probe] in probe.py), and its finding holds as long
+# as the forward takes the same branches. Attributes of modules are restored, and calls are distinguished by them. But a
+# forward may also count its calls in a global variable, draw from a generator of its own, or ask a config whether to
+# mix rows in this epoch. So the values that its code can reach are collected, up to ``_MAX_OBJECTS``: attributes of
+# modules; the globals and closures that their methods name; default values of arguments, except numbers, texts and
+# tensors; and so on through functions and objects of the program. Objects of libraries count by their values, not by
+# their code.
 #
-# If first calls of a forward change any of these values twice, it is not probed, and runs whole; a single change may
-# fill a cache. Calls that differ in a switch, or in a number's sign, are of different kinds, and each kind is probed.
-# Numbers count by their sign only, since a loop's counters and schedules are among them, and otherwise each value would
-# be probed. A forward that opens a file for writing, or logs, in its first call runs whole too. State inside C code is
-# not seen.
+# A call that changes one of these values may have filled a cache, so the next call is examined like a first one. After
+# two such calls the module is not probed, and runs whole. Calls that differ in a switch (a bool, a text or None), or in
+# the sign of a number, are of different kinds, and each kind is probed. Numbers count by their sign only, since
+# counters and schedules of a loop are among them: otherwise each value would be probed. A forward that opens a file for
+# writing, or logs, in its first call runs whole too. State inside C code is not seen.

@@ -281,14 +281,20 @@ def _shape_like(line: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
 
 # Note [Stepping a part]
 #
-# The optimizer stays the object that schedulers, scalers and the program hold. If it works element by element, its
-# sharded parameters, laid end to end, are cut into a range for each rank; else each rank gets whole parameters. (At
-# level 3, a parameter that is sharded itself keeps its parts.) During a step, the lists in the optimizer's groups hold
-# this rank's pieces, and the parameters that are not sharded. A parameter that is wholly inside the rank's range is in
-# the list itself; one that is partly inside is replaced by a view of its memory, with the same part of its gradient.
-# The optimizer's state is the state of these pieces. After the step, the lists hold the program's parameters again, and
-# each rank sends its changes to all others, directly into the parameters' memory; at level 3, parameters that are
-# sharded themselves are not sent. For a closure, the lists and the state are put back while the closure runs.
+# The optimizer stays the object that schedulers, scalers and the program hold, but its step is divided over the ranks.
+# If it works element by element, the parameters are laid end to end and cut into one range of elements for each rank.
+# Otherwise each parameter is assigned whole to one rank. (With zero_lvl=3, a parameter whose memory is sharded keeps
+# its parts.) Parameters that are not divided are stepped on every rank.
+#
+# During a step, the optimizer's groups hold the tensors that this rank steps. A parameter that is wholly inside the
+# rank's range is in the group itself. One that is partly inside is replaced by a tensor with the rank's elements (a
+# view of the parameter's memory, or its shard with zero_lvl=3), and with the same elements of the gradient. The
+# optimizer's state is the state of these tensors.
+#
+# After the step, the groups hold the program's parameters again. Each rank sends the new values of its elements to all
+# others, which write them into their parameters. Parameters whose memory is sharded are not sent. A closure sees the
+# program's parameters: before it runs, groups and state are put back and the values so far are sent; after it has run,
+# the groups hold this rank's tensors again.
 #
 # Before a step, the ranks check that all of them are about to make the same step. So outside of a step all ranks have
 # made the same number of steps, and any rank may request the whole state at any time. See Note [Asking] in

@@ -194,8 +194,9 @@ def _first_block(parts: Sequence[bytes | memoryview]) -> bytes | memoryview:
 
 # Note [Encryption between hosts]
 #
-# If Spark encrypts its traffic, ranks encrypt their connections to other hosts, by TLS 1.3 (Python's ssl). The driver
-# makes one key and one certificate for all ranks of the run, which travel with the run's secret inside Spark's job.
+# If Spark's encryption is set, and ``allow_unencrypted_collectives`` is False, ranks encrypt their connections to other
+# hosts, by TLS 1.3 (Python's ssl). The driver makes one key and one certificate for all ranks of the run, which travel
+# with the run's secret inside Spark's job.
 # Each end of a connection shows the certificate, proves that it has the key, and accepts no other certificate. The
 # proofs of Note [Proofs of ranks] in handshake.py come first, unencrypted: a stranger fails there as it does without
 # encryption, and reaches no code of OpenSSL. A man in the middle can pass on the proofs of two ranks, but then lacks

@@ -189,5 +189,5 @@ def _exactly(connection: socket.socket, size: int, deadline: float) -> bytes:
 # rank number, a nonce and a proof; the listener sends its proof. The listener reads 52 bytes from a stranger, in any
 # number of pieces, and compares the proof in constant time before it uses the rank number. On a Unix socket the kernel
 # also says which user runs the process at the other end; the connection of another user is closed at once. Between
-# hosts, later messages are encrypted if Spark encrypts (Note [Encryption between hosts] in encryption.py); otherwise
-# they are neither encrypted nor authenticated.
+# hosts, later messages are encrypted if Spark's encryption is set, unless ``allow_unencrypted_collectives`` is True
+# (Note [Encryption between hosts] in encryption.py). All other later messages are neither encrypted nor authenticated.

@@ -20,9 +20,11 @@ _TAKEN = ("batch_sampler", "sampler")
 class ParquetLoader(DataLoader[Any]):
     """Loads batches of a ``ParquetDataset``: dicts of tensors by column.
 
-    With ``shuffle``, an epoch takes rows from ``streams`` places of the table at the same time, and shuffles them
-    within ``window_bytes``. Each row comes once, and a process reads a row group only once. A thread reads ahead. Use
-    ``num_workers`` only if rows are transformed in Python, since every worker reads all rows of its rank.
+    With ``shuffle``, an epoch takes rows from several places of the table (streams) at the same time, and shuffles them
+    within a window. ``streams`` and ``window_bytes`` of the ``ParquetDataset`` set the number of places and the size of
+    the window. No row comes twice in an epoch. A process reads each row group once, except a row group in which one
+    stream ends and the next begins. A thread reads ahead. Use ``num_workers`` only if rows are transformed in Python,
+    since every worker reads all rows of its rank.
 
     Args:
         dataset: a ``ParquetDataset``, or a path, a URL or a list of these.

@@ -66,13 +66,14 @@ class PetastormDataLoader(ParquetLoader):
         transform_spec: a function or a ``TransformSpec``, also petastorm's own. The function gets None for nulls,
             unless ``nulls`` is set, here or in the data set.
         schema_fields: names of the fields to read, or regular expressions that match them.
-        shuffle: whether each epoch has another order; True by default, as in petastorm.
-        shuffle_row_groups: petastorm's option. If row groups are not shuffled and there is no queue
-            (``shuffling_queue_capacity``), rows come in the order of the files.
-        options: further options: ``collate_fn`` makes a batch from a list of rows, each a dict; ``seed`` and
-            ``drop_last`` as for ``ParquetLoader``; ``filters``, ``nulls``, ``ragged``, ``window_bytes`` and ``streams``
-            as for ``ParquetDataset``; all options of torch's ``DataLoader``. With a function, ``ragged`` is "list" if
-            it is not set.
+        shuffle: whether each epoch has another order; True by default, as petastorm shuffles by default.
+        shuffle_row_groups: petastorm's option; see ``shuffling_queue_capacity``.
+        shuffling_queue_capacity: petastorm's option; it matters only whether it is 0. If it is 0 and
+            ``shuffle_row_groups`` is False, rows come in the order of the files, also with ``shuffle=True``.
+        seed: as for ``ParquetLoader``, like ``drop_last``.
+        filters: as for ``ParquetDataset``, like ``nulls``, ``ragged``, ``window_bytes`` and ``streams``. With a
+            function, ``ragged`` is "list" if it is not set.
+        options: further options of torch's ``DataLoader``; ``collate_fn`` gets the rows of a batch, each a mapping.
 
     Raises:
         Exception: as ``ParquetLoader`` and ``ParquetDataset``.

@@ -84,11 +84,11 @@ def _answer(task: int, state: WorkerState | None) -> Answer:
 
 
 def worker_state(roots: Iterable[object], *, of_process: bool = True) -> WorkerState:
-    """Return the state of this process on which the batches depend that ``roots`` make.
+    """Return the state of this process that determines its next batches.
 
     Args:
-        roots: the data set, collate function and so on.
-        of_process: whether the global generators count.
+        roots: the data set, the collate function and so on; generators and values are searched in these.
+        of_process: whether to include the global random generators.
     """
     generators, prints = list[Any](), list[str]()
     for value in reachable(roots, _MOST):
