@@ -10,7 +10,7 @@ import sys
 
 from lagom.call import Call
 from lagom.errors import LagomError, SnapshotError
-from lagom.launchers.failure import raise_failure
+from lagom.launchers.failure import message_of, raise_failure
 from lagom.launchers.protocol import Launcher, Outcome
 from lagom.plan import Plan
 from lagom.records.run_dir import RunRecords
@@ -154,8 +154,9 @@ class _Attempts:
     def _go_on_smaller(self, smaller: Plan, error: Exception) -> None:
         self.history.prepare()
         self._smaller = None
-        what = str(error) if isinstance(error, LagomError) else f"{type(error).__name__} on more ranks"
-        self._prepare(smaller, f"{what}; the run {_goes_on(self.history)}, with the ranks that it had before")
+        what = f"{type(error).__name__}: {message_of(error)}".partition("\n")[0]
+        does = f"the run {_goes_on(self.history)}, with the ranks that it had before"
+        self._prepare(smaller, f"with more ranks it failed: {what}; {does}")
         self.history.free_slots = lambda: 0
 
     def _prepare(self, now: Plan, text: str) -> None:

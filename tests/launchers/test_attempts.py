@@ -293,11 +293,15 @@ def test_the_error_says_how_a_run_with_snapshots_goes_on(tmp_path: Path) -> None
         attempts(Growing(LOST, LOST), snapshots, max_failures=1)
 
 
-def test_an_error_of_the_program_ends_the_run_when_it_comes_again() -> None:
+def test_an_error_of_the_program_ends_the_run_when_it_comes_again(capsys: pytest.CaptureFixture[str]) -> None:
     launcher = Growing(LOST, more_room(2), ZeroDivisionError("first"), ZeroDivisionError("second"))
     with pytest.raises(ZeroDivisionError, match="second"):
         attempts(launcher)
     assert launcher.sizes == [4, 2, 4, 2]
+    said = (
+        "with more ranks it failed: ZeroDivisionError: first; the run begins again, with the ranks that it had before"
+    )
+    assert said in capsys.readouterr().err
 
 
 def test_a_larger_attempt_that_has_kept_a_snapshot_ends_the_run_with_its_error(tmp_path: Path) -> None:
