@@ -1,12 +1,31 @@
-"""``use_huge_pages``: makes this process cheap to fork."""
+"""``use_huge_pages``: makes this process cheap to fork. ``has_huge_pages``: whether ranks have them."""
 
 from __future__ import annotations
 
 import ctypes
+import platform
 import sys
 from pathlib import Path
 
 _MADV_COLLAPSE = 25
+_SETTING = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+
+
+def has_huge_pages() -> bool:
+    """Whether this system gives pages of 2 MB to those who ask, and the C library of this machine asks for them."""
+    library, version = platform.libc_ver()
+    is_given = _SETTING.exists() and "[never]" not in _SETTING.read_text()
+    return is_given and library == "glibc" and tuple(map(int, version.split("."))) >= (2, 35)
+
+
+def can_collapse() -> bool:
+    """Whether this system has huge pages, and joins small ones when it is asked to."""
+    return has_huge_pages() and tuple(int(part) for part in platform.release().split(".")[:2]) >= (6, 1)
+
+
+def only_if_asked() -> bool:
+    """Whether memory is in huge pages only if the program asks for them."""
+    return has_huge_pages() and "[madvise]" in _SETTING.read_text()
 
 
 def use_huge_pages() -> None:

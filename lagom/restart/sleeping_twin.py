@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from lagom.restart.open_files import NoTwinError, OpenFiles
+from lagom.restart.split_pages import SplitPages
 from lagom.restart.stand_in import rank_pid, stand_in_for
 from lagom.restart.twin_obstacles import (
     check_process,
@@ -30,7 +31,7 @@ from lagom.restart.twin_obstacles import (
     has_hidden_threads,
     restart_threads,
 )
-from lagom.restart.twin_pace import TwinPace
+from lagom.restart.twin_pace import SETTLED, TwinPace
 
 log = logging.getLogger("lagom")
 
@@ -95,6 +96,8 @@ class TwinForks:
         self._grown: set[str] = set()
         """Files in ``_known`` that the program has opened to append to them since the last fork."""
         self._pace = TwinPace()
+        self._pages, self._join_at = SplitPages(), math.inf
+        """Huge pages that a fork splits, and the number of backwards after which they are joined again."""
         self._waiting: threading.Thread | None = None
         """Waits for the end of the process that forks the last twin."""
         self._ended: tuple[int, float] | None = None
@@ -112,6 +115,9 @@ class TwinForks:
         """
         if self._ended is not None:
             self._note_end()
+        if self._join_at < math.inf and self._process.num_backwards() >= self._join_at:
+            self._pages.join()
+            self._join_at = math.inf
         if self._due[0] > self._taken and self._process.num_backwards() >= self._due[0]:
             self._taken = self._due[0]
             try:
@@ -194,6 +200,8 @@ class TwinForks:
                     continue
                 break
         self._armed, self._grown = True, set()
+        self._pages.copy_written()
+        self._join_at = self._process.num_backwards() + SETTLED
         self._pace.fork(own_s + time.perf_counter() - start, self._process.num_backwards())
 
     def _fork(self, number: int, files: OpenFiles, has_batches: bool) -> bool:
@@ -201,6 +209,7 @@ class TwinForks:
         state, first = random.getstate(), rank_pid()
         end_openmp_threads()
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._pages.before_fork()
         pid = os.fork()
         if pid == 0:
             try:
@@ -335,4 +344,5 @@ def can_have_twins() -> bool:
 #
 # Cost. A fork copies page tables, and each page that is written afterwards is copied once. Rank 0 measures both (the
 # second as time of the system during the next backwards), and adds the core time of the process between rank 0 and its
-# twin, for which rank 0 does not wait. It forks as often as all this takes 1% of the run's time.
+# twin, for which rank 0 does not wait. It forks as often as all this takes 1% of the run's time. Note [Split pages]
+# (split_pages.py) has what a fork does to huge pages.

@@ -16,7 +16,7 @@ MIN_S = 1.0
 """Shortest time between two forks that no change of files has asked for."""
 _PUT_OFF_S = 1.0
 """Pause after a refused fork; four times as long after each further refusal."""
-_SETTLED = 2
+SETTLED = 2
 """Backwards after a fork, during which most pages that the rank writes are copied."""
 _ENDS = 1.25
 """Cost of a fork, as a multiple of the cost that is counted: the twins before it end, which frees their pages."""
@@ -66,7 +66,7 @@ class TwinPace:
         """Note a fork that took this rank ``seconds``; copies of pages come on top of that."""
         self._last_s = seconds
         self._num_refused = self._num_refused_at_passes = 0
-        self._settled_at, self._system_s = num_backwards + _SETTLED, _system_s()
+        self._settled_at, self._system_s = num_backwards + SETTLED, _system_s()
         self.next_at = 0.0
 
     def add(self, seconds: float) -> None:

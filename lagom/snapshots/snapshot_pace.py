@@ -55,6 +55,11 @@ class SnapshotPace:
         self._system_s = _system_s()
         self._usual = (self._system_s - self._rested_system_s) / max(now - self._rested_at, 1e-3)
 
+    def add(self, seconds: float) -> None:
+        """Add time, of the system, that rank 0 itself has taken for the snapshot since the fork."""
+        self._cost_s += seconds
+        self._system_s += seconds
+
     def written(self, used_s: float) -> None:
         """Note that the fork has written the snapshot, with ``used_s`` seconds of processor time."""
         now = time.perf_counter()

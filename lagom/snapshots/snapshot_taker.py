@@ -21,6 +21,7 @@ from lagom.call import Call
 from lagom.errors import LagomError, SnapshotError
 from lagom.payload import Parcel, parts_of
 from lagom.restart.kept_snapshots import Snapshot
+from lagom.restart.split_pages import SplitPages
 from lagom.restart.twin_obstacles import is_restarted
 from lagom.snapshots.call_memory import CallMemory
 from lagom.snapshots.frame_position import NoSnapshotError
@@ -73,6 +74,7 @@ class Snapshots:
         self._memory = CallMemory(payload_fd, files.call)
         self._lengths = lengths
         self._pace = SnapshotPace(session.config.snapshot_every_s or 0.0)
+        self._pages = SplitPages()
         self._number = files.last_number
         self._facts: dict[str, Any] = {}
         """The description of the snapshot that is being written."""
@@ -193,12 +195,14 @@ class Snapshots:
         }
         state = random.getstate()
         reader, writer = os.pipe()
+        self._pages.before_fork()
         pid = os.fork()
         if pid == 0:
             random.setstate(state)  # Python seeds ``random`` anew in each fork
             self._write_in_fork(number, pickle, writer)
         os.close(writer)
         self._child, self._answer = pid, reader
+        self._pages.copy_written()
         self._pace.fork(start)
         self._pace.next_at = self._pace.forked_at + _LOOK_S
 
@@ -231,6 +235,9 @@ class Snapshots:
             used_s = usage.ru_utime + usage.ru_stime
         except ChildProcessError:  # the program has waited for it
             pid, used_s = self._child, 0.0
+        start = time.perf_counter()
+        self._pages.join()
+        self._pace.add(time.perf_counter() - start)
         if pid == 0:
             self._pace.next_at = time.perf_counter() + _LOOK_S
             if self._pace.next_at - self._pace.forked_at > _PATIENCE_S:

@@ -7,7 +7,6 @@ import ctypes
 import gc
 import importlib.metadata
 import os
-import platform
 import random
 import signal
 import subprocess
@@ -28,6 +27,7 @@ from lagom.config import TorchDistributedConfig
 from lagom.errors import LagomError, PayloadError, RankError, RankTraceback
 from lagom.launchers import local
 from lagom.result import Result
+from tests.huge_pages import has_huge_pages
 from tests.launchers.huge_megabytes import huge_megabytes
 
 ROOT = Path(__file__).parents[2]
@@ -264,14 +264,6 @@ def test_the_cores_are_shared_by_the_ranks_unless_the_user_says_otherwise(monkey
     assert run(lambda: torch.get_num_threads()).value == max(1, cores // 2)
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
     assert run(lambda: torch.get_num_threads()).value == 3
-
-
-def has_huge_pages() -> bool:
-    """Whether this system gives pages of 2 MB to those who ask, and the C library of this machine asks for them."""
-    chosen = Path("/sys/kernel/mm/transparent_hugepage/enabled")
-    library, version = platform.libc_ver()
-    is_given = chosen.exists() and "[never]" not in chosen.read_text()
-    return is_given and library == "glibc" and tuple(map(int, version.split("."))) >= (2, 35)
 
 
 @pytest.mark.skipif(not has_huge_pages(), reason="this system has no huge pages for those who ask")
