@@ -19,8 +19,9 @@ def has_huge_pages() -> bool:
 
 
 def can_collapse() -> bool:
-    """Whether this system has huge pages, and joins small ones when it is asked to."""
-    return has_huge_pages() and tuple(int(part) for part in platform.release().split(".")[:2]) >= (6, 1)
+    """Whether this system has huge pages of 2 MB, and joins small ones when it is asked to."""
+    is_usual = has_huge_pages() and int((_SETTING.parent / "hpage_pmd_size").read_text()) == 2 << 20
+    return is_usual and tuple(int(part) for part in platform.release().split(".")[:2]) >= (6, 1)
 
 
 def only_if_asked() -> bool:

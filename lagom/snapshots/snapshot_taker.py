@@ -37,8 +37,9 @@ if TYPE_CHECKING:
 
 Pickled = tuple[bytes, list[memoryview]]
 """A pickle, and its large buffers."""
-_LOOK_S, _PATIENCE_S = 0.1, 1800.0
-"""Seconds between two looks at whether a fork has written its snapshot, and after which a fork is killed as stuck."""
+_FIRST_LOOK_S, _LOOK_S, _PATIENCE_S = 0.02, 0.1, 1800.0
+"""Seconds until the first look at whether a fork has written its snapshot, between two looks, and after which a fork is
+killed as stuck."""
 FORKED: tuple[str, ...] = ("cpu",)
 """Types of devices whose tensors a fork can read. CUDA does not work in a fork: ranks on GPUs pickle, then fork."""
 _THREADS = ("lagom", "QueueFeeder", "GetTelemetryConfig", "MLflowTelemetry")
@@ -202,9 +203,14 @@ class Snapshots:
             self._write_in_fork(number, pickle, writer)
         os.close(writer)
         self._child, self._answer = pid, reader
-        self._pages.copy_written()
         self._pace.fork(start)
-        self._pace.next_at = self._pace.forked_at + _LOOK_S
+        self._counted(self._pages.copy_written)
+        self._pace.next_at = self._pace.forked_at + _FIRST_LOOK_S
+
+    def _counted(self, call: Callable[[], None]) -> None:
+        start = time.perf_counter()
+        call()
+        self._pace.add(time.perf_counter() - start)
 
     def _write_in_fork(self, number: int, pickle: Callable[[], Pickled], writer: int) -> None:
         """Write the snapshot in a fork, send the result to the rank by ``writer``, and end the fork."""
@@ -235,9 +241,7 @@ class Snapshots:
             used_s = usage.ru_utime + usage.ru_stime
         except ChildProcessError:  # the program has waited for it
             pid, used_s = self._child, 0.0
-        start = time.perf_counter()
-        self._pages.join()
-        self._pace.add(time.perf_counter() - start)
+        self._counted(partial(self._pages.join, is_over=pid != 0))
         if pid == 0:
             self._pace.next_at = time.perf_counter() + _LOOK_S
             if self._pace.next_at - self._pace.forked_at > _PATIENCE_S:

@@ -13,7 +13,7 @@ import pytest
 from tests.huge_pages import can_collapse, only_if_asked
 
 PROGRAM = """
-import json, os, signal
+import json, mmap, os
 from pathlib import Path
 import numpy as np
 from lagom.restart.split_pages import SplitPages
@@ -38,26 +38,44 @@ for number in range(4):
         os.write(answered, json.dumps(sums).encode())
         os._exit(0)
     os.close(ours)
+    os.close(answered)
     before = [float(array.sum()) for array in (written, read, sparse)]
     pages.copy_written()
     early = megabytes("Private")
     written += 1
     sparse[:: MB // 2] += 1
     split = megabytes("AnonHuge")
-    pages.join()
+    for _ in range(2):  # as for a snapshot that takes long to write
+        pages.join()
     joined, kept = megabytes("AnonHuge"), megabytes("Private")
     os.close(theirs)
     sums = json.loads(os.read(answer, 1000))
     os.waitpid(fork, 0)
+    os.close(answer)
     facts.append({"sums": sums == before, "early": early, "split": split, "joined": joined, "private": kept})
+plain = mmap.mmap(-1, 32 * MB, flags=mmap.MAP_PRIVATE)
+plain[:] = bytes([1]) * len(plain)
+ended = []
+for pages in (SplitPages(), pages):
+    pages.before_fork()
+    if (fork := os.fork()) == 0:
+        os._exit(0)
+    os.waitpid(fork, 0)
+    pages.copy_written()
+    plain[:] = bytes([2]) * len(plain)
+    before = megabytes("AnonHuge")
+    pages.join(is_over=True)
+    ended.append(megabytes("AnonHuge") - before)
 values = [float(array.min()) for array in (written, read)] + [float(array.max()) for array in (written, sparse)]
-print(json.dumps({"facts": facts, "values": values}))
+print(json.dumps({"facts": facts, "values": values, "ended": ended}))
 """
 
 
-def facts(tunables: str) -> dict[str, Any]:
+def facts(tunables: str, before: str = "") -> dict[str, Any]:
     env = {**os.environ, "GLIBC_TUNABLES": tunables, "NUMPY_MADVISE_HUGEPAGE": "0"}
-    done = subprocess.run([sys.executable, "-c", PROGRAM], env=env, capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", f"{before}\n{PROGRAM}"], env=env, capture_output=True, text=True, check=True
+    )
     found: dict[str, Any] = json.loads(done.stdout)
     return found
 
@@ -78,6 +96,21 @@ def test_what_is_written_is_in_huge_pages_again_and_what_is_read_stays_shared() 
         assert is_noted == (one["split"] > 64)  # of 96 MB: 32 are written, and some blocks of others
         assert one["joined"] > 64
         assert one["private"] < 32 + 24  # without the data that is read, and the blocks of single values
+
+
+@pytest.mark.skipif(not can_collapse(), reason="this system cannot join pages")
+def test_nothing_is_joined_when_the_fork_has_ended_before_it_was_seen_what_is_written() -> None:
+    assert max(facts("glibc.malloc.hugetlb=1")["ended"]) < 8
+
+
+def test_a_system_that_hides_a_process_s_pages_changes_nothing() -> None:
+    hidden = """
+import builtins
+real = open
+builtins.open = lambda path, *args, **settings: real(str(path).replace("pagemap", "missing"), *args, **settings)
+"""
+    found = facts("glibc.malloc.hugetlb=1", hidden)
+    assert all(one["sums"] for one in found["facts"])
 
 
 @pytest.mark.skipif(not only_if_asked(), reason="this system has huge pages for all programs, or for none")
