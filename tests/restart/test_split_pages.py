@@ -6,11 +6,15 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from lagom import experiment
+from lagom.config import TorchDistributedConfig
 from tests.huge_pages import can_collapse, only_if_asked
+from tests.restart.twin_programs import large
 
 PROGRAM = """
 import json, mmap, os
@@ -116,3 +120,14 @@ builtins.open = lambda path, *args, **settings: real(str(path).replace("pagemap"
 @pytest.mark.skipif(not only_if_asked(), reason="this system has huge pages for all programs, or for none")
 def test_who_has_chosen_small_pages_keeps_them() -> None:
     assert all(one["joined"] == one["split"] == 0 for one in facts("glibc.malloc.hugetlb=0")["facts"])
+
+
+@pytest.mark.skipif(not can_collapse() or sys.version_info < (3, 11), reason="this system cannot join pages")
+@pytest.mark.parametrize(
+    "settings", [{"world_size": 2, "sleeping_twins": True}, {"world_size": 1, "snapshot_every_s": 1.0}]
+)
+def test_a_rank_has_its_state_in_huge_pages_after_forks_as_before(tmp_path: Path, settings: dict[str, Any]) -> None:
+    config = TorchDistributedConfig(launcher="local", run_dir=tmp_path, hparams={"num_forks": 3}, **settings)
+    first, last = experiment.lagom(large, config).per_rank[0]
+    assert first >= 44  # weights, gradients, momentum
+    assert last >= first - 8

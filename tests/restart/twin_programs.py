@@ -361,3 +361,37 @@ def starts_a_program(folder: str) -> dict[str, Any]:
             subprocess.run(["touch", f"{folder}/made"], check=True)
             os.kill(os.getpid(), signal.SIGKILL)
     return {}
+
+
+def large(num_forks: int) -> tuple[int, int]:
+    """Train 16 MB of weights with as much momentum; return the huge pages before the first fork and after some, in MB.
+
+    Args:
+        num_forks: after so many forks and four more steps the program ends.
+    """
+    from lagom.snapshots import snapshot_pace
+
+    twin_pace.SHARE = snapshot_pace.SHARE = 1.0
+    forked, fork = [], os.fork
+
+    def noted() -> int:
+        forked.append(0)
+        return fork()
+
+    os.fork = noted
+    model = nn.Linear(2048, 2048, bias=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-9, momentum=0.9)
+    first, steps_left = 0, 4
+    while steps_left:
+        for (x,) in DataLoader(TensorDataset(torch.rand(64, 2048)), batch_size=8):
+            optimizer.zero_grad(set_to_none=False)
+            model(x).square().mean().backward()
+            optimizer.step()
+            first = first if forked else huge_megabytes()
+            steps_left -= bool(len(forked) >= num_forks and steps_left)
+    return first, huge_megabytes()
+
+
+def huge_megabytes() -> int:
+    lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
+    return sum(int(line.split()[1]) for line in lines if line.startswith("AnonHugePages")) >> 10
