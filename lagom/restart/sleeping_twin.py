@@ -182,10 +182,12 @@ class TwinForks:
             end_openmp_threads()
             if has_hidden_threads(self._process.threads()):
                 raise NoTwinError(_HIDDEN)
-            files = OpenFiles([*self._process.own_fds(), self._channel.fileno()], self._host_dir)
         except (NoTwinError, OSError) as error:
             obstacle = str(error)
         with self._process.still():
+            if obstacle is None:
+                # Not before: a thread of lagom's may have had a file open for a moment, which a twin would look for.
+                files, obstacle = self._open_files()
             own_s = time.perf_counter() - start
             while True:
                 place = [self._taken, *self._process.position()]
@@ -203,6 +205,13 @@ class TwinForks:
         self._pages.copy_written()
         self._join_at = self._process.num_backwards() + SETTLED
         self._pace.fork(own_s + time.perf_counter() - start, self._process.num_backwards())
+
+    def _open_files(self) -> tuple[OpenFiles | None, str | None]:
+        """Return the open files of this process; or None, and why it cannot have a twin."""
+        try:
+            return OpenFiles([*self._process.own_fds(), self._channel.fileno()], self._host_dir), None
+        except (NoTwinError, OSError) as error:
+            return None, str(error)
 
     def _fork(self, number: int, files: OpenFiles, has_batches: bool) -> bool:
         """Fork a twin; return False in this process, and True in the twin when it goes on."""

@@ -219,6 +219,11 @@ def test_a_batch_that_workers_have_shared_is_the_twins_own(tmp_path: Path) -> No
     assert all(same(one, other) for one, other in zip(whole.per_rank, killed.per_rank, strict=True))
 
 
+def test_a_file_of_lagom_s_own_that_is_open_for_a_moment_is_not_the_program_s(tmp_path: Path) -> None:
+    killed, _ = run(programs.reports_slowly, tmp_path, 2, [1, 0], hb_interval=0.005)
+    assert [failure["resumed_from"] == BEGINNING for failure in killed.failures] == [False, False]
+
+
 def test_twins_that_could_not_be_forked_are_told_of(tmp_path: Path) -> None:
     assert without_twins(programs.cannot_fork_twice, tmp_path)[1] == "it could not be forked"
 

@@ -363,6 +363,19 @@ def starts_a_program(folder: str) -> dict[str, Any]:
     return {}
 
 
+def reports_slowly(folder: str) -> dict[str, Any]:
+    """Count, while lagom's thread, which reports on the rank, has a file open most of the time."""
+    from lagom.worker import resource_usage
+
+    def slowly() -> int:
+        with open("/proc/self/statm") as file:
+            time.sleep(0.05)
+            return len(file.read())
+
+    resource_usage._resident = slowly
+    return evaluates(folder)
+
+
 def large(num_forks: int) -> tuple[int, int]:
     """Train 16 MB of weights with as much momentum; return the huge pages before the first fork and after some, in MB.
 
