@@ -365,14 +365,16 @@ def starts_a_program(folder: str) -> dict[str, Any]:
 
 def reports_slowly(folder: str) -> dict[str, Any]:
     """Count, while lagom's thread, which reports on the rank, has a file open most of the time."""
-    from lagom.worker import resource_usage
+    from lagom.worker.resource_usage import ResourceUsage
 
-    def slowly() -> int:
-        with open("/proc/self/statm") as file:
+    now = ResourceUsage.now
+
+    def slowly(usage: ResourceUsage) -> dict[str, Any]:
+        with open("/proc/self/statm"):
             time.sleep(0.05)
-            return len(file.read())
+            return now(usage)
 
-    resource_usage._resident = slowly
+    ResourceUsage.now = slowly  # type: ignore[assignment,method-assign]  # the rank's process ends with the run
     return evaluates(folder)
 
 
