@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import resource
 import time
+from types import SimpleNamespace
 
 import pytest
 
@@ -47,6 +49,28 @@ def test_forks_take_their_share_of_the_time(clock: list[float]) -> None:
 
 def test_what_another_process_takes_for_them_counts(clock: list[float]) -> None:
     assert forks(clock, 1000, changes=False, elsewhere_s=0.08) == pytest.approx(1000 * SHARE / FORK_S, abs=5)
+
+
+def test_time_of_the_system_that_steps_take_anyway_does_not_count(
+    clock: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Here it is a third of all time, and pages are copied for 0.1 s after each fork."""
+    copied, last = [0.0], [0]
+
+    def usage(_: int) -> SimpleNamespace:
+        return SimpleNamespace(ru_stime=clock[0] / 3 + copied[0])
+
+    monkeypatch.setattr(resource, "getrusage", usage)
+    pace = TwinPace()
+    number = 0
+    for step in range(10_000):
+        clock[0] += 0.1
+        if step == last[0] + 1:
+            copied[0] += 0.1
+        if clock[0] >= pace.next_at and pace.plans(step, has_twins=True):
+            pace.fork(0.1, step)
+            number, last[0] = number + 1, step
+    assert number == pytest.approx(1000 * SHARE / (2 * FORK_S), abs=2)
 
 
 def test_changes_of_files_do_not_make_them_take_more(clock: list[float]) -> None:
