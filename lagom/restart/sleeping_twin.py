@@ -353,5 +353,5 @@ def can_have_twins() -> bool:
 #
 # Cost. A fork copies page tables, and each page that is written afterwards is copied once. Rank 0 measures both (the
 # second as time of the system during the next backwards), and adds the core time of the process between rank 0 and its
-# twin, for which rank 0 does not wait. It forks as often as all this takes 1% of the run's time. Note [Split pages]
-# (split_pages.py) has what a fork does to huge pages.
+# twin, for which rank 0 does not wait. It forks as often as all this takes 1% of the run's time. What a fork
+# does to huge pages: Note [Split pages] in split_pages.py.
