@@ -168,7 +168,7 @@ def _num_faults() -> int:
 #
 # A rank's large tensors are in huge pages, mostly of 2 MB (docs/decisions/072-huge-pages.md). A fork shares them. When
 # the rank then writes to one, Linux maps it in small pages and copies these one by one as they are written. They stay
-# small, also when the fork has ended: steps with 100 MB of state took a tenth more time from the first fork on.
+# small, also when the fork has ended: steps with 100 MB of state took 2 to 12% more time from then on.
 #
 # MADV_COLLAPSE copies a block of small pages into a huge page, in the kernel, so no other thread can come in between.
 # It is called for blocks that the process has mostly written since the fork (`join`), so it needs next to no additional
