@@ -129,5 +129,4 @@ def test_who_has_chosen_small_pages_keeps_them() -> None:
 def test_a_rank_has_its_state_in_huge_pages_after_forks_as_before(tmp_path: Path, settings: dict[str, Any]) -> None:
     config = TorchDistributedConfig(launcher="local", run_dir=tmp_path, hparams={"num_forks": 3}, **settings)
     first, last = experiment.lagom(large, config).per_rank[0]
-    assert first >= 44  # weights, gradients, momentum
-    assert last >= first - 8
+    assert last < first + 24  # of 48 MB: weights, gradients, momentum

@@ -379,7 +379,7 @@ def reports_slowly(folder: str) -> dict[str, Any]:
 
 
 def large(num_forks: int) -> tuple[int, int]:
-    """Train 16 MB of weights with as much momentum; return the huge pages before the first fork and after some, in MB.
+    """Train 16 MB of weights with as much momentum; return the MB in small pages before forks and after some.
 
     Args:
         num_forks: after so many forks and four more steps the program ends.
@@ -402,11 +402,13 @@ def large(num_forks: int) -> tuple[int, int]:
             optimizer.zero_grad(set_to_none=False)
             model(x).square().mean().backward()
             optimizer.step()
-            first = first if forked else huge_megabytes()
+            first = first if forked else small_megabytes()
             steps_left -= bool(len(forked) >= num_forks and steps_left)
-    return first, huge_megabytes()
+    return first, small_megabytes()
 
 
-def huge_megabytes() -> int:
+def small_megabytes() -> int:
+    """Return the memory of this process, not of files, that is in small pages, in MB."""
     lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
-    return sum(int(line.split()[1]) for line in lines if line.startswith("AnonHugePages")) >> 10
+    found = {name: int(line.split()[1]) for line in lines if (name := line.split()[0]).startswith("Anon")}
+    return (found["Anonymous:"] - found["AnonHugePages:"]) >> 10
