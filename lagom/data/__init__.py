@@ -1,6 +1,6 @@
-"""Parquet tables as data sets of torch, shuffled at the speed of the disk; their rows are split evenly over ranks.
+"""Parquet tables as data sets of torch, shuffled at the speed of the disk.
 
-Rows are split where the config splits batches; with ``batches="whole"`` every rank gets all rows.
+With ``batches="split"`` or "per_rank", training rows are split evenly over ranks; with "whole" each rank gets all rows.
 """
 
 from __future__ import annotations

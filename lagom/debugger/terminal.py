@@ -60,7 +60,7 @@ class DebugTerminal:
             self._end_turns(1)
 
     def _end_turns(self, num: int | None = None) -> None:
-        """End the first ``num`` turns, or all of them, and give the next rank its turn."""
+        """End the first ``num`` turns, or all; then give the next rank its turn, or let the run go on."""
         del self._turns[:num]
         if self._turns:
             self._give_turn()

@@ -1,4 +1,4 @@
-"""``findings``: judges the facts that ranks report. Each finding passes, warns or fails, and names a remedy."""
+"""``findings``: judges the facts that ranks report. A finding passes, or warns or fails and names a remedy."""
 
 from __future__ import annotations
 

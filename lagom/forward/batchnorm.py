@@ -93,13 +93,14 @@ class WholeBatchStatistics:
     ) -> Tensor:
         """Run ``F.batch_norm(training=True)`` with statistics of the whole batch; update the running statistics.
 
-        Without a share of a batch, the statistics are those of ``input``, as in torch.
+        Without a share of a batch, or if the class of ``input`` has a ``__torch_function__`` of its own, the statistics
+        are those of ``input``, as in torch.
 
         Args:
             running: running mean, running variance and momentum.
 
         Raises:
-            ValueError: if the whole batch has one value per channel.
+            ValueError: if the whole batch has one value per channel (on a GPU only if it is one sample).
             DivergenceError: on all ranks, unless all are at the same BatchNorm.
         """
         if self._session.probe_statistics is not None:

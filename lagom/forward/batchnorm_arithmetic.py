@@ -24,7 +24,7 @@ class BatchNormCall:
     """Sums a float64 tensor over the ranks, in place."""
     eps: float
     counted: bool
-    """Whether the rank's input is part of the batch; False for the copy that a rank without a sample runs."""
+    """Whether the rank's input is part of the batch; False for the copied sample that a rank without one runs."""
     count: Tensor
     """Elements per channel, over all ranks."""
 

@@ -56,7 +56,7 @@ class Precision:
         self._scaled_leaves: set[int] = set()
         """Ids of leaves that have a hook that divides gradients by the scale."""
         self._own: WeakIdKeyDictionary = WeakIdKeyDictionary(ref_type=ObjectReference)
-        """For each module, whether it has parameters, all of them in float32."""
+        """For each module, whether it had parameters, all of them in float32, at its first call."""
 
     @contextmanager
     def convert_outputs(self) -> Iterator[None]:
@@ -265,13 +265,14 @@ def _are_finite(gradients: Iterable[Tensor | None]) -> bool:
 #
 # The forward of an outermost module runs under torch.autocast, and its outputs are converted to float32, so a loss that
 # the program computes itself has all digits. Parameters, gradients and optimizer state stay in float32. Modules without
-# parameters (usually losses) run unchanged, and so do modules that the program itself has converted to double or half.
-# A program that enters autocast outside of forwards, or makes a GradScaler, manages precision itself: lagom then
-# changes nothing.
+# parameters (usually losses) run unchanged, and so do modules that the program has converted to double or half before
+# their first call. A program that enters autocast outside of forwards, or makes a GradScaler, manages precision itself:
+# lagom then changes nothing.
 #
 # In fp16 small gradients vanish, so the roots of a backward are multiplied by a scale. Each leaf divides by it before
-# it accumulates, by a hook that runs before all others. So gradients have their true size whenever the program clips,
-# adds up or looks at them. When some are not finite, the optimizer's next step is skipped and the scale is halved;
-# after 2000 good steps it is doubled, as by torch.amp.GradScaler. Gradients are averaged before this decision, or, if
-# gradients are sharded, ranks exchange their decisions, so all ranks decide equally. Results of torch.autograd.grad are
-# not scaled, and a closure's gradients are not checked.
+# it accumulates, by a hook that runs before all others. So gradients of leaves have their true size whenever the
+# program clips, adds up or looks at them; gradients of activations (hooks, retain_grad) are scaled. When some are not
+# finite, the optimizer's next step is skipped and the scale is halved; after 2000 good steps it is doubled, as by
+# torch.amp.GradScaler. Gradients are averaged before this decision, or, if gradients are sharded, ranks exchange their
+# decisions, so all ranks decide equally. Results of torch.autograd.grad are not scaled, and a closure's gradients are
+# not checked.

@@ -114,7 +114,7 @@ class Accumulation:
         self._owed.update((id(leaf), leaf) for leaf in leaves if isinstance(leaf, nn.Parameter))
 
     def add_owed_inside(self, leaves: Iterable[Tensor]) -> None:
-        """Record leaves that an inner backward (of a checkpoint) adds to inside a postponed one; postpone no more."""
+        """Record leaves to which a checkpoint's backward adds inside a postponed backward; postpone no more."""
         self.add_owed(leaves)
         self._over = True  # such leaves are unknown before the outer backward runs
 
@@ -290,9 +290,9 @@ def _is_compiled() -> bool:
 # Reads are noticed by the attribute `grad`, which becomes a property when a backward is first about to add to a
 # gradient. The program cannot hold a reference to a gradient that it has never read. So a cycle begins only when no
 # parameter has a gradient (and therefore never after zero_grad(set_to_none=False)). Compiled code and TorchScript read
-# gradients without the attribute. So nothing is postponed if there is any when `grad` would become a property, or once
-# Dynamo compiles. Hooks of parameters need the gradient of each backward: if there are any, nothing is postponed
-# either.
+# gradients without the attribute. So nothing is postponed if there is such code when `grad` would become a property, or
+# once Dynamo compiles. Hooks of parameters need the gradient of each backward: if a parameter has a hook, nothing is
+# postponed either.
 #
 # The prediction: a cycle has as many backwards as the longer of the last two cycles on which the ranks agreed. The last
 # backward of a cycle averages the postponed sums together with its own gradients. If the program reads a gradient
@@ -301,6 +301,7 @@ def _is_compiled() -> bool:
 #
 # All ranks must decide alike. So a cycle begins by values that are equal on all ranks as long as they take the same
 # path: the numbers of backwards between reads, and which of all parameters have gradients and hooks. The leaves that
-# this rank's batch reaches decide only if one is no Parameter, or has got a hook since. The signature of each reduction
-# has the number of its backwards and the rank's last cycle lengths. If the lengths ever differ between ranks (one rank
-# may have read gradients because its own loss was large), nothing is postponed any more.
+# this rank's batch reaches decide only if a leaf is no Parameter, or has got a hook or a gradient of the program's
+# since. The signature of each reduction has the number of its backwards and the rank's last cycle lengths. If the
+# lengths ever differ between ranks (one rank may have read gradients because its own loss was large), nothing is
+# postponed any more.

@@ -52,7 +52,7 @@ class AutogradGradAverager:
 
         Args:
             weight: weight of this rank's share, by which ``gradients`` were multiplied; a rank's own gradient is
-                divided by the weight again.
+                divided by the weight again, unless it is 0.
 
         Raises:
             DivergenceError: on all ranks, if they ask for gradients of different parameters, or parameters or places in
@@ -177,15 +177,15 @@ class AverageFunction(Function):
 
 
 def is_averaged(one: Tensor, likeness: Likeness, *, shared_out: bool) -> bool:
-    """Return whether ``torch.autograd.grad`` averages gradients with respect to ``one``, as to a value common to ranks.
+    """Return whether ``torch.autograd.grad`` averages gradients of ``one``, since all ranks have the same values.
 
-    Parameters count as common, and tensors computed from them by elementwise arithmetic alone (the fast weights of
-    MAML). Samples and activations do not. A plain leaf (no Parameter) may be common; its values are compared later.
+    Parameters count as equal, and tensors computed from them by elementwise arithmetic alone (the fast weights of
+    MAML). Samples and activations do not. A plain leaf (no Parameter) may be equal; its values are compared later.
 
     Args:
         likeness: how closely ``one`` resembles data of the batch.
         shared_out: whether ranks may compute different parts of a batch. If not, gradients of plain leaves are taken to
-            be equal without averaging.
+            be equal, and are not averaged.
     """
     if isinstance(one, nn.Parameter) or _is_made_of_parameters(one):
         return True
@@ -228,8 +228,8 @@ def _is_made_of_parameters(one: Tensor) -> bool:
 
 # Note [Gradients of gradients]
 #
-# A gradient that torch.autograd.grad returns for a parameter is weighted like a gradient that a backward accumulates:
-# the root is multiplied by the weight of this rank's share. Ranks average it by the mean, whatever the run's reduction.
+# A gradient that torch.autograd.grad returns for a parameter is weighted: all roots are multiplied by the weight of the
+# rank's current share (a backward may weight single terms). Ranks average it by the mean, whatever the run's reduction.
 # With create_graph=True the program may differentiate the average. Let L_r be the weighted objective of rank r, and g_r
 # its gradient. The program gets g = mean(g_r) on every rank, and computes an objective M_r(g). lagom averages gradients
 # in the end, so the result must be the derivative of mean(M_r). With u_r = dM_r/dg and H_r the derivative of g_r, this

@@ -95,7 +95,9 @@ class _Backwards:
         self._grads = AutogradGradAverager(session.group, session.leaves, session.divergence, session.gradient_averager)
         self.grad_calls = GradCalls(session, original, self._grads)
         self._pending: BackwardGradients | None = None
+        """Gradients of the backward that runs now, to which a backward inside it adds its leaves; else None."""
         self._keeps = False
+        """Whether a backward runs whose averaging is postponed."""
         self._cache = BackwardCache(session.leaves)
         self._replicas = Replicas(session, session.gradient_averager, knows_rank)
         session.gradient_averager.set_comparison(self._replicas.compare)

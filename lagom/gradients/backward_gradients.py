@@ -46,7 +46,7 @@ class BackwardGradients:
         self._over = False
 
     def expect(self, leaves: Iterable[torch.Tensor]) -> None:
-        """Put aside the gradients and hooks of ``leaves``, which the backward will reach here or has reached elsewhere.
+        """Put aside gradients and hooks of ``leaves`` that the backward will reach, or has reached on another rank.
 
         After ``restore_hooks``, put aside gradients only. A leaf that is expected already is left as it is; see Note
         [Shared parameters].
@@ -71,7 +71,7 @@ class BackwardGradients:
 
     @property
     def leaves(self) -> list[torch.Tensor]:
-        """All leaves whose gradients are averaged: of this backward, of postponed sums, and of other ranks alone."""
+        """All leaves to average: of this backward, of postponed sums, and those that only other ranks have reached."""
         return [leaf for leaf, _ in self._before.values()]
 
     @property
@@ -187,9 +187,9 @@ def run_hooks(leaf: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
 
 
 def _accumulate(leaf: torch.Tensor, before: torch.Tensor) -> None:
-    """Add ``before`` to ``leaf.grad`` as autograd does: into ``before``, where this is possible.
+    """Add ``before`` to ``leaf.grad`` as autograd does: in place, into ``before``, where this is possible.
 
-    It is not if grad mode is on, since the gradient may be differentiated, or if only ``before`` is sparse.
+    A new tensor is made if grad mode is on, since the gradient may be differentiated, or if only ``before`` is sparse.
     """
     new = leaf.grad
     assert new is not None

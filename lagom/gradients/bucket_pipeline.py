@@ -77,7 +77,7 @@ class BucketPipeline:
         return id(leaf) in self._place
 
     def delay_leaves(self, leaves: Sequence[torch.Tensor]) -> None:
-        """Send the buckets of ``leaves``, and all later ones, only when the backward ends: an inner one adds to them.
+        """Send the buckets of ``leaves``, to which an inner backward adds, and all later buckets only at the end.
 
         Raises:
             LagomError: if one of these buckets has been sent already.

@@ -25,8 +25,8 @@ Key = tuple[int, str]
 class BufferSync:
     """Finds buffers, and copies those of rank 0 to the other ranks.
 
-    BatchNorm registers its buffers in ``Session.synchronised_buffers``. The buffers of a module with a registered one
-    are not copied, only compared. See Note [Divergence] in divergence.py.
+    BatchNorm registers its buffers in ``Session.synchronised_buffers``. If a module has such a buffer, none of its
+    buffers is copied; they are only compared. See Note [Divergence] in divergence.py.
 
     Args:
         modules: returns all modules of the program.
@@ -48,9 +48,13 @@ class BufferSync:
         self._synchronised = synchronised
         self._owners: dict[Key, tuple[weakref.ref[nn.Module], str]] = {}
         self._followers: dict[Key, tuple[weakref.ref[nn.Module], str]] = {}
+        """Module and name of each buffer that follows rank 0's."""
         self._seen: dict[Key, tuple[weakref.ref[torch.Tensor], int]] = {}
+        """Each such buffer, and its version when it was last copied."""
         self._restless: set[Key] = set()
+        """Buffers to copy after every backward, since they change without a new version."""
         self._agreed: list[Key] | None = None
+        """Buffers to copy next, after ranks have exchanged which ones changed; else None."""
 
     def find_buffers(self, trained: set[int]) -> None:
         """Find the buffers of outermost modules with a trained parameter; ``trained`` has parameters' numbers."""

@@ -85,7 +85,7 @@ def can_repeat(leaves: Sequence[torch.Tensor]) -> bool:
 
 
 def is_small(layout: Layout) -> bool:
-    """Return whether gradients of ``layout`` are dense, and those on the CPU too few to travel in a backward."""
+    """Return whether gradients of ``layout`` are dense, and too small on the CPU to be sent while a backward runs."""
     return not layout.sparse and layout.on_cpu < MIN_BYTES
 
 

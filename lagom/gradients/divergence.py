@@ -71,6 +71,7 @@ class DivergenceMonitor:
         self.reached: set[int] = set()
         """Numbers of the leaves whose gradients were averaged in this run."""
         self._differentiated: set[int] = set()
+        """Numbers of parameters that the program may update from gradients that were not averaged."""
         self._seen: dict[int, tuple[str, int]] = {}
         self._group = group
         self._leaves = leaves
@@ -78,6 +79,7 @@ class DivergenceMonitor:
         self._buffers = BufferSync(group, leaves, modules, synchronised)
         self._due = False
         self._is_stale = True
+        """Whether the buffers of trained modules must be found again."""
         self._num_steps = 0
         self._next_step = 1
         self._num_batches = 0

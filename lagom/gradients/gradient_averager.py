@@ -52,7 +52,7 @@ class GradientAverager:
         leaves: gives leaves numbers that are equal on all ranks.
         divergence: compares parameters now and then.
         frame: the exchange of signatures; it has no room for gradients if these are on GPUs.
-        likeness: returns whether a leaf looks like data.
+        likeness: returns how closely a leaf resembles data.
         name: returns the name of a leaf for an error.
         reduction: how the gradients of backwards are combined; None for the mean.
     """
@@ -76,6 +76,7 @@ class GradientAverager:
         self._averager = TensorAverager(group, frame, self._forget_dead_leaves, self.reduction)
         self.overlap = OverlappedBackward(group, leaves, divergence, frame, allowed=self.reduction.overlaps)
         self._inputs: set[int] = set()
+        """Numbers of leaves with a row for each of this rank's samples: data, if their values differ between ranks."""
         self.agreed_layout: Layout | None = None
         """Layout of the last reduction, if the ranks agreed on it at once."""
 

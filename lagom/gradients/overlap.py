@@ -56,7 +56,9 @@ class OverlappedBackward:
         self._known: dict[Key, tuple[bytes, list[list[int]]]] = {}
         """Signature and buckets of each set of leaves that a backward with large gradients has reached on all ranks."""
         self._pause = 0
+        """Backwards that still run without the exchange at their start."""
         self._patience = 1
+        """Length of the next pause."""
         self._running: BucketPipeline | None = None
         self._abandoned: list[AllReduceBucket | ReduceScatterBucket | None] = []
         self.shard_store: ShardStore | None = None

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 _MAX_KINDS = 64
 """Number of kinds of calls of one module after which new kinds are no longer probed."""
 _CLOSED = "has a parameter that is all but zero still, behind which rows may be mixed"
-_slot: Any = vars(torch._C.TensorBase)["grad"]
+_slot: Any = vars(torch._C.TensorBase)["grad"]  # the attribute would count as a read by the program
 
 
 class MicroBatches:
@@ -51,7 +51,7 @@ class MicroBatches:
         self._alone = alone
         self._is_auto = asked == "auto"
         self._num = asked if asked != "auto" else 1
-        """Number of micro-batches for a call; with "auto" only of modules inside the running one."""
+        """Number of micro-batches of a call; with "auto", it is used only for modules inside the running one."""
         self.descends = False
         """Whether modules inside the running module may run in micro-batches by themselves."""
         self._runner = MicroBatchRunner(session, self._left_alone)
@@ -61,7 +61,7 @@ class MicroBatches:
         self._learnt: WeakIdKeyDictionary = WeakIdKeyDictionary(ref_type=ObjectReference)
         """Number of micro-batches that a module needs, for each module that has run out of memory."""
         self._fitted: WeakIdKeyDictionary = WeakIdKeyDictionary(ref_type=ObjectReference)
-        """For each module, the largest number of rows whose forward left enough memory for a backward."""
+        """For each module, the most rows whose forward left memory for a backward, or that cannot be split anyway."""
 
     def call(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """Return ``module(*args, **kwargs)``."""
@@ -239,9 +239,9 @@ def _is_single_layer(module: nn.Module) -> bool:
 # through it. The program sees one call, one output and one backward; gradients of parameters are the sum over the
 # parts, which is the sum over the rows. The cost is one more forward.
 #
-# Unlike slicing, micro-batches run a forward several times, so the forward must not change state: no buffer, attribute
-# or BatchNorm statistics. Every part draws the random numbers of the whole batch, and keeps those of its rows. All
-# generators begin anew for each part, so dropout is as in the whole batch, in the backward too.
+# Unlike the row split, micro-batches run a forward several times, so the forward must not change state: no buffer,
+# attribute or BatchNorm statistics. Every part draws the random numbers of the whole batch, and keeps those of its
+# rows. All generators begin anew for each part, so dropout is as in the whole batch, in the backward too.
 #
 # With "auto", a call runs whole first, and again in parts if it runs out of memory. This is exact: there was no step in
 # between, the generators are restored, and a probe shows first that the forward changes no state. The number of parts

@@ -74,7 +74,7 @@ def table(
     together: Callable[[Iterable[float]], float] = sum,
     stalled: Collection[int] = (),
 ) -> str:
-    """Return HTML of the ranks' last reports; of many ranks, those that are farthest behind."""
+    """Return HTML of the ranks' last reports; of more than 16 ranks, the 16 that are farthest behind."""
     behind = sorted(sorted(ranks, key=lambda rank: (ranks[rank].get("samples", 0), rank))[:_SHOWN])
     held = held_up(ranks)
     rows = [_row(rank, ranks[rank], held[rank], rank in stalled) for rank in behind]
@@ -116,7 +116,7 @@ def _framed(inside: str, colour: str) -> str:
 
 
 def left(ranks: Mapping[int, Message]) -> str:
-    """Return the remaining time of the pass at the slowest rank's rate, as text; empty if it is unknown or short."""
+    """Return the time until the last rank ends its pass, as text; empty if it is unknown or less than a second."""
     slowest = 0.0
     for one in ranks.values():
         step, steps, speed = one.get("step") or 0, one.get("steps"), one.get("steps_s")

@@ -135,7 +135,7 @@ class Progress:
             self.line.renew(self._text)
 
     def _text(self, width: int, ended: str = "") -> str:
-        """Return the first ranks and the one that is farthest behind, as many as there is room for."""
+        """Return a line with the first ranks that ``width`` has room for, and the rank that is farthest behind."""
         last = min(self._ranks, key=lambda rank: (self._ranks[rank].get("samples", 0), rank))
         text = ""
         for number in range(_SHOWN, -1, -1):

@@ -1,4 +1,4 @@
-"""Optimizers: each rank steps a part of the parameters, and the state that a program sees is whole."""
+"""``shard_steps``: lets each rank step a part of the parameters; the program still sees the whole optimizer state."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ if TYPE_CHECKING:
 def shard_steps(session: Session) -> Iterator[None]:
     """Patch the ``step`` of every optimizer class to step this rank's part, and ``Optimizer.state`` to be whole.
 
-    At levels 2 and 3 also shard gradients and parameters. When the block ends without an error, gather the state of all
-    optimizers: a collective. Torch wraps the ``step`` of a class for hooks when it makes the first instance; the hooks
-    stay outermost.
+    Also shard gradients from level 2 on, and parameters at level 3. When the block ends without an error, gather the
+    state of all optimizers: a collective, left out if the program has a process group of its own. Torch wraps the
+    ``step`` of a class for hooks when it makes the first instance; the hooks stay outermost.
     """
     assert session.group is not None
     assert session.agreement is not None

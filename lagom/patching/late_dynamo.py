@@ -31,7 +31,7 @@ def put_off_dynamo() -> None:
 
 
 def import_dynamo_if_used() -> bool:
-    """Import Dynamo for later forks, if a process forked from this one has; return whether it was imported now."""
+    """Import Dynamo for later forks, if a process forked from this one did; return whether it was imported now."""
     stand_in = sys.modules[_NAME]
     if not isinstance(stand_in, _LateDynamo) or not stand_in.used[0]:
         return False
@@ -58,7 +58,7 @@ def set_deterministic(enabled: bool, warn_only: bool) -> None:
 def at_compilation(callback: Callable[..., None]) -> Iterator[None]:
     """Context manager in which ``callback`` is called at the start of each compilation.
 
-    torch 2.6 passes no argument, later versions one.
+    torch 2.6 calls it without an argument, later versions with one.
     """
     name = f"{_NAME}.callback"
     with on_import({name: lambda module: module.callback_handler.register_start_callback(callback)}):

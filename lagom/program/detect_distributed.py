@@ -24,7 +24,7 @@ _DRIVES = ("maggy.experiment",)
 _GPU = frozenset({"cuda", "gpu", "gpus", "accelerator"})
 """Words for GPUs: code that moves tensors to a GPU contains at least one of them, unless it gives a number only."""
 _PACKAGE = "horovod"
-"""Package whose programs count as distributed. It is also a part of the name of lagom's stand-in for the package."""
+"""Package whose programs count as distributed. Module names of lagom's stand-in for the package contain it, too."""
 
 
 @dataclass(frozen=True)

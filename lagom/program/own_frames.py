@@ -46,7 +46,7 @@ def _cut(error: BaseException) -> types.TracebackType | None:
 
 
 def _parts(trace: types.TracebackType | None) -> tuple[list[types.TracebackType], list[bool]]:
-    """Return the entries of a traceback, and for each whether it is lagom's, or of ``_AROUND_MODES`` beside one."""
+    """Return the entries of ``trace``, and for each whether it is lagom's, or in ``_AROUND_MODES`` next to lagom's."""
     parts = []
     while trace is not None:
         parts.append(trace)

@@ -92,7 +92,7 @@ def _needed(function: Callable[..., Any]) -> list[str]:
 
 
 def unread_hparams(function: Callable[..., Any], hparams: Mapping[str, Any]) -> list[str]:
-    """Return a hint for each name in ``hparams`` that nothing reads, but that resembles a parameter not in it."""
+    """Return a hint for each name in ``hparams`` that nothing reads, but that resembles an unset parameter."""
     parameters = _signature(function).parameters
     if "hparams" in parameters or any(each.kind is each.VAR_KEYWORD for each in parameters.values()):
         return []

@@ -18,7 +18,7 @@ from lagom.errors import LagomError
 FOLDER, CALL, SETTINGS, RESULT = "snapshots", "call", "settings", "result"
 _FILES, _CALLS = "files.jsonl", "calls.jsonl"
 FETCHED = "snapshot"
-"""Name under which hosts without the run's folder fetch a snapshot; begins the names under which they send some."""
+"""Name under which hosts without the run's folder fetch a snapshot; begins the names of snapshots that they send."""
 UNREHEARSED = "not rehearsed: "
 """Begins a reason for having no snapshots that holds for a rehearsal alone."""
 FIRST_MARK = 1 << 40
@@ -120,7 +120,7 @@ class SnapshotFolder:
         return None
 
     def complete(self, number: int, facts: Mapping[str, Any]) -> None:
-        """Write the description of snapshot ``number``, whose state is written; then as ``put_in_place``."""
+        """Write the description of snapshot ``number``, whose state is written; then put both in place."""
         with open(self.partial_facts(number), "w") as file:
             json.dump(dict(facts), file)
             file.flush()

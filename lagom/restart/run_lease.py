@@ -123,5 +123,5 @@ def _machine() -> str:
 
 
 def _has_ended(found: dict[str, Any]) -> bool:
-    """Return whether the process that wrote ``found`` has certainly ended: it ran on this machine."""
+    """Return whether the process that wrote ``found`` ran on this machine and has ended."""
     return found.get("on") == _machine() != "" and not os.path.exists(f"/proc/{found['pid']}")

@@ -53,7 +53,7 @@ class TwinProcess(Protocol):
         """Raise a NoTwinError if the rank cannot have twins."""
 
     def threads(self) -> Collection[int | None]:
-        """Return the system's numbers of lagom's own threads, which ``go_on`` starts again."""
+        """Return the system's ids of lagom's own threads, which ``go_on`` and ``meet`` start again."""
 
     def children(self) -> Sequence[int]:
         """Return the rank's child processes."""

@@ -51,7 +51,7 @@ class SnapshotCopies:
         """Hold the run's lease in the block, and copy snapshots to the URL.
 
         At the end, copy the newest snapshot, or the result in place of all snapshots if the run has returned. After
-        Ctrl-C this last copy is left out. If the run has returned before, only its call and its result are copied to
+        Ctrl-C this last copy is left out. If the run has returned before, only copy its call, settings and result to
         this machine.
 
         Args:

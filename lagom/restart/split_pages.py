@@ -77,7 +77,7 @@ class SplitPages:
             self._noted.clear()
 
     def join(self, *, is_over: bool = False) -> None:
-        """Give huge pages to the blocks of which at least half have been written since the fork.
+        """Give a huge page to each block of which at least half has been written since the fork.
 
         Args:
             is_over: the fork has ended. As long as it lives, the first call alone does something: looking takes time.

@@ -1,4 +1,4 @@
-"""``BackwardProbe``: compare backwards of blocks with one of the whole batch. See Note [Backwards of programs]."""
+"""``BackwardProbe``: compares blocks' backwards with the whole batch's. See Note [Backwards of programs]."""
 
 from __future__ import annotations
 

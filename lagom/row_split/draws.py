@@ -75,7 +75,7 @@ class Draws(OperationMode):
 
     Args:
         block: the rank's (or micro-batch's) rows.
-        axes: for each kind of draw, the dimension with the rows of the batch (or a multiple); None if there is none.
+        axes: for each kind of draw, the dimension with the batch's rows, or a multiple of them; None if there is none.
         reads: values and shapes that the forward read from tensors when it was probed, such as by ``.item()``. If the
             forward reads others, or draws in another way, an ``OtherWayError`` is raised. None: reads are not compared,
             and a draw in another way is a ``LagomError``, as it is after ``end``.
@@ -198,7 +198,7 @@ def draw_block(
     block: RowBlock,
     find_axis: Callable[[OpOverload, tuple[int, ...]], int | None],
 ) -> Any:
-    """Run ``function`` for the whole batch, and return this block's part of its draw; all of a draw without rows.
+    """Run ``function`` for the whole batch, and return this block's part of its draw; the whole draw if it has no rows.
 
     Args:
         find_axis: returns the dimension with the rows, given ``function`` and the draw's shape; None without rows.

@@ -38,7 +38,7 @@ class ModuleTree:
     def modules_in(self, module: nn.Module, *, says: bool = True) -> list[nn.Module]:
         """Return ``module`` and all modules inside it; an empty list if it cannot be split.
 
-        It cannot if it has no parameters, lazy parameters or buffers, or TorchScript inside.
+        It cannot be split without parameters, with lazy parameters or buffers, or with TorchScript inside.
 
         Args:
             says: whether to log that TorchScript is not split.

@@ -64,7 +64,7 @@ def probe(
     Set ``finding.sliced`` if all outputs agree; otherwise set ``finding.reason``.
 
     Args:
-        statistics: context manager in which BatchNorm uses its argument.
+        statistics: returns a context manager in which BatchNorm records, or uses, the given statistics.
         repeated: whether one process will run all blocks (micro-batches), so that a run must not change any state.
 
     Raises:
@@ -271,7 +271,8 @@ def _tensor_versions(leaves: list[Any]) -> list[int | None]:
 #
 # - Nothing computed from the input may stay behind in an attribute, a list or a closure, where the program would find a
 #   part of the batch. Weak references to the storages of all results show what is alive after the output is gone.
-# - A row of NaN must not change other rows. NaN spreads even through a mean over rows whose weight is still zero.
+# - A row of NaN in floating-point inputs must not change other rows. NaN spreads even through a mean over rows whose
+#   weight is still zero.
 # - The forward must not read numbers of its input (item(), numpy(), masks that select), since it might branch on them,
 #   and take another way with another batch. Nor may it draw from Python's or numpy's generators. Other numbers that it
 #   reads (a buffer's, or torch's random numbers) must be the same at each sliced call; see Note [Other ways] in

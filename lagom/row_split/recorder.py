@@ -152,7 +152,7 @@ class BatchStatistics:
 
     @property
     def replays(self) -> bool:
-        """Return whether statistics are replayed; False in the run on the whole batch, which records them."""
+        """Return whether statistics are replayed; False in the first run, which records them."""
         return self._replayed is not None
 
     def next(self) -> tuple[Tensor, Tensor]:

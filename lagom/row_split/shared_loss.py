@@ -111,7 +111,7 @@ class SharedLoss:
         return gather_blocks([found], self._rows, [factor])[0]
 
     def _reduce(self, losses: Tensor) -> Tensor:
-        """Return the sum or mean of all losses, added by torch's own operation, so that it has the same bits."""
+        """Return the sum or mean of all losses, added by torch's own operation: the bits are those of one process."""
         targets, weight = self._args[1:3]
         total = self._add(losses)
         if self._reduction == MEAN:

@@ -36,7 +36,7 @@ def draw_own_rows(
     mask: Tensor = args[0]
     if function is not torch.ops.aten.bernoulli_.float or not mask.is_cpu or not _lies_by_rows(mask, axis):
         return False
-    # With micro-batches in a sliced forward, ``Draws`` is active here, for which these rows are not the whole mask.
+    # With micro-batches in a sliced forward, the forward's own ``Draws`` is active here: it must see the whole draw.
     if torch._C._len_torch_dispatch_stack() or not can_skip(mask.dtype):
         return False
     generator = kwargs.get("generator") or torch.default_generator

@@ -26,8 +26,8 @@ def ablate(train: Callable[..., Any], config: AblationConfig) -> AblationResult:
         PlanError: if a trial does not fit the cluster, or a setting (verify, timeline) is for one run only.
         LagomError: if no slot is left, or the study to resume is another one or still running.
         MetricError: if a trial has no metric, and no trial has completed before.
-        Exception: if ``max_failed_trials`` trials in a row have failed, the exception of the last one. An AblationError
-            does not count.
+        Exception: if ``max_failed_trials`` trials in a row have failed, the exception of the last one (a LagomError if
+            its processes were lost). An AblationError does not count.
     """
     extra = config.extra_arguments()
     found = variants(config.ablation_study, train, provided_arguments(config.of_a_trial()) | extra)

@@ -43,7 +43,7 @@ def mlflow_trials(name: str, metric: str) -> Iterator[MlflowTrials | None]:
 
 
 class MlflowTrials:
-    """Makes, and ends, the runs of trials.
+    """Makes and ends the MLflow runs of trials.
 
     Args:
         parent: MLflow's ``RunInfo`` of the search's own run.

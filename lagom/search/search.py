@@ -28,8 +28,8 @@ def search(train: Callable[..., Any], config: HyperparameterOptConfig) -> Search
         PlanError: if a trial does not fit the cluster, or a setting (verify, timeline) is for one run only.
         LagomError: if Optuna is missing, no slot is left, or the search to resume is another one or still running.
         MetricError: if a trial has no metric, and no trial has completed before.
-        Exception: the last trial's exception, if ``max_failed_trials`` trials in a row have failed; or the exception of
-            a searchspace function.
+        Exception: the last trial's exception (a LagomError if its processes were lost), if ``max_failed_trials`` trials
+            in a row have failed; or the exception of a searchspace function.
     """
     _check_choices(config.searchspace)
     study, ran = run_trials(

@@ -37,6 +37,7 @@ class _SlotState:
     began: float = 0.0
     """Monotonic time at which the slot got its last trial."""
     busy_s: float = 0.0
+    """Seconds for which the slot has run trials that are over."""
     unsaid: str = ""
     """Beginning of a line of output that has not ended."""
 

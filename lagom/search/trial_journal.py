@@ -79,6 +79,7 @@ class TrialJournal:
         self._file.seek(0, os.SEEK_END)
 
     def __reduce__(self) -> tuple[Any, ...]:
+        """Let a pickled study go on with Optuna's own backend of the same file."""
         from optuna.storages.journal import JournalFileBackend
 
         return JournalFileBackend, (str(self._path),)

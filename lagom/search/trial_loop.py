@@ -41,7 +41,6 @@ class _Slot:
     join: Message
     running: TrialSpec | None = None
     parts: list[bytes] = field(default_factory=list)
-    """Pieces of the outcome that have arrived."""
     pruned: bool = False
     last_value: float | None = None
     began: float = 0.0
@@ -89,7 +88,7 @@ class TrialLoop:
         """Run trials on ``slots`` until the source has no more, or too many have failed in a row.
 
         Raises:
-            LagomError: if no slot is left.
+            LagomError: if no slot is left, or the last of ``max_failed`` trials was lost with its processes.
             Exception: the last trial's exception, if ``max_failed`` trials in a row have failed; the exception of the
                 first trial without a metric, if no trial before has completed; or an exception of ``source.ask``.
         """

@@ -73,11 +73,11 @@ class _Layers:
     def check_asked(self, component: str) -> None:
         """Check that the program makes its models from the config's module.
 
-        The function must ask for the module; for a class whose layers are left out it need not, since a patch changes
-        the class itself.
+        The function must have a parameter for the module, except where layers of a class are left out: there a patch
+        changes the class itself.
 
         Raises:
-            ValueError: if the config has no module, or the function does not ask for it.
+            ValueError: if the config has no module, or the function has no such parameter.
         """
         from inspect import signature
 

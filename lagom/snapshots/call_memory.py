@@ -17,7 +17,7 @@ class CallMemory:
 
     Args:
         payload_fd: the file that this process has mapped.
-        kept: path of the kept call, to which snapshots refer; mostly with the same bytes.
+        kept: path of the kept call, to which snapshots refer; its bytes are mostly those of the mapped file.
     """
 
     def __init__(self, payload_fd: int, kept: str) -> None:

@@ -1,7 +1,7 @@
 """``continuation_code``, ``script_code``: compile the rest of a function or of a script from a position on.
 
-Of each statement around the position, what is left of it is kept: a loop goes on with its iterator, a ``with`` block
-leaves its manager at its end, a ``try`` still has its handlers. So ``break``, ``else`` and ``return`` mean the same.
+What is left of each statement around the position is kept: a loop goes on with its iterator, a ``with`` block leaves
+its manager at its end, a ``try`` still has its handlers. So ``break``, ``else`` and ``return`` mean the same.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _REST = f"{MARK}rest"
 
 
 class ResumedFrame:
-    """Brings the rest of a function, a continuation, to its position: has its variables, iterators and managers."""
+    """Gives the rest of a function (its continuation) the function's variables, iterators, managers and inner call."""
 
     FIRST = object()
     """Stands for the item that a loop was at."""

@@ -140,7 +140,7 @@ class ProgramFrames:
         The states keep the program's variables alive.
 
         Raises:
-            NoSnapshotError: if a variable that functions share cannot be found, or an item is under way already.
+            NoSnapshotError: if the innermost takes it by more than bars, ``enumerate`` and the first part of a ``zip``.
         """
         found = [self._state(frame, position) for frame, position in frames]
         frame, position = frames[-1]

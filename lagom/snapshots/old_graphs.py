@@ -1,4 +1,4 @@
-"""``has_live_graph`` and ``with_old_graph``: tensors whose autograd graph is used up, and their stand-ins elsewhere."""
+"""``has_live_graph``, ``with_old_graph``: find used-up autograd graphs, and stand in for them in another process."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ from typing import Any
 from lagom.patching.replace import replaced
 
 _SHOWN = ("fp", "sp")
-"""Attributes that hold the stream, and what writes to it."""
+"""Attributes that hold the stream, and the function that writes to it."""
 
 
 class _Source:

@@ -161,7 +161,7 @@ class ScriptInProgress:
                 setattr(importlib.import_module(package), last, sys.modules[one.name])
 
     def rest(self, call: Callable[[], Any], file: str) -> Callable[[], None]:
-        """Return the call of the script that goes on with ``call``, the rest of its part in ``file``."""
+        """Return a function that runs ``call``, the rest of the script's part in ``file``, and then the later parts."""
         assert self._script is not None
         later = [name for name, _ in self._script.texts()].index(file) + 1
         return functools.partial(self._script.run, [call, *self._parts(later)])

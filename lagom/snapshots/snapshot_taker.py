@@ -53,7 +53,7 @@ class Snapshots:
         files: the files of the snapshots.
         payload_fd: file with the pickled call, from which the call's data is mapped.
         tell: sends a message to the driver.
-        ask: sends a message to the driver and waits for the answer.
+        ask: sends a message to the host process and waits for the answer.
         at_home: classes that came with the call, with the sender's ids for them.
         lengths: flushes the files that the program goes on writing, and returns their lengths by path.
         settings: two functions; the first returns the settings of libraries, the second sets them.

@@ -135,8 +135,8 @@ def make_known() -> None:
 class NamedStack(ast.NodeTransformer):
     """Gives each iterator and each context manager a variable.
 
-    In functions it is a local variable, in the file's own statements one of ``variables``, or none without these. The
-    statements of classes, and functions that list their variables, stay as they are.
+    In functions it is a local variable, in the file's own statements one of ``variables``. The file's own statements
+    stay as they are if ``variables`` is None; those of classes, and functions that list their variables, always do.
     """
 
     def __init__(self, variables: LocalVariables | None = None) -> None:

@@ -94,7 +94,7 @@ def pickle_state(
 
 _LARGE = 1 << 16
 _MAX_VERSION = 1000
-"""Largest version of a tensor that is restored, since each change is counted up one by one."""
+"""Largest version that a restored tensor gets, since versions are counted up one by one."""
 
 
 class _Gradients:
@@ -297,7 +297,7 @@ def unpickle_state(pickled: Any, buffers: Sequence[Any]) -> Any:
 
 
 def is_data(value: Any) -> bool:
-    """Return whether ``value`` has a state of its own: it is no module, class or function without closure variables."""
+    """Return whether ``value`` is no module, class, built-in function, or function without closure variables."""
     if isinstance(value, types.FunctionType):
         return bool(value.__closure__)
     return not isinstance(value, (types.ModuleType, type, types.BuiltinFunctionType))

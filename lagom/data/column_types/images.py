@@ -19,6 +19,7 @@ def decode(cell: Any) -> NDArray[Any]:
     Raises:
         LagomError: if neither OpenCV nor pillow is installed.
         ValueError: if the image is damaged, or has another number of channels.
+        OSError: if the image is damaged, and decoded by pillow.
     """
     try:
         import cv2

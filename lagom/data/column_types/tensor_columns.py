@@ -176,10 +176,9 @@ class ColumnEntry:
 def column_entries(field: Any, nulls: Policy, ragged: str, codec: Codec | None = None) -> list[ColumnEntry]:
     """Return the entries of a batch that an Arrow field becomes: one, or for a struct one for each inner field.
 
-    ``unsupported_part`` in ``launchers/dataframes.py`` refuses such types in a Spark DataFrame before the run.
-
     Raises:
-        ValueError: if the field has a type that cannot become a tensor.
+        ValueError: if the field has a type that cannot become a tensor. In a Spark DataFrame ``unsupported_part`` in
+            ``launchers/dataframes.py`` refuses such a type before the run.
     """
     import pyarrow as pa
 

@@ -32,7 +32,7 @@ class Values(Protocol):
     def __len__(self) -> int: ...
 
     def cut(self, start: int, stop: int, step: int = 1) -> Values:
-        """Return the rows ``start``, ``start + step``, ... before ``stop``, without a copy."""
+        """Return the rows ``start``, ``start + step``, ... before ``stop``; only Arrow copies, if ``step`` is not 1."""
 
     def batch(self) -> Any:
         """Return the rows as in the program's batch: a writable tensor, or a list if rows cannot be a tensor."""
@@ -179,7 +179,7 @@ def num_rows(block: Block) -> int:
 
 
 def cut(block: Block, start: int, stop: int, step: int = 1) -> Block:
-    """Return the rows ``start``, ``start + step``, ... before ``stop`` of ``block``, without a copy."""
+    """Return the rows ``start``, ``start + step``, ... before ``stop`` of ``block``, cut by ``Values.cut``."""
     return {path: values.cut(start, stop, step) for path, values in block.items()}
 
 
@@ -217,7 +217,7 @@ class RowSpan(NamedTuple):
     step: int
 
     def cut(self) -> Block:
-        """Return the rows as a block, without a copy."""
+        """Return the rows as a block."""
         return cut(self.block, self.start, self.stop, self.step)
 
 

@@ -254,7 +254,7 @@ def _at_least(array: NDArray[np.uint8], size: int) -> NDArray[np.uint8]:
 #
 # The decoder handles only the usual content of such files: top-level columns without nulls, PLAIN or dictionary
 # encoding, pages of both versions, uncompressed or with snappy, and cells with one header. If the footer shows anything
-# else in a column chunk, Arrow reads that chunk. If a page shows it, Arrow reads the row group from the row that was
-# reached on, and reads the columns that lagom decoded there in all later row groups. So Arrow alone raises errors, also
-# for files that cannot be read. The decoder checks page headers as Thrift requires, and sizes, counts and indices
-# against the bytes present: a damaged file gives the rows that Arrow gives, or Arrow's error.
+# else in a column chunk, Arrow reads that chunk. If a page shows it, Arrow reads the rest of this row group, and in all
+# later row groups the columns that lagom decoded in this one. So Arrow alone raises errors, also for files that cannot
+# be read. The decoder checks page headers as Thrift requires, and sizes, counts and indices against the bytes present:
+# a damaged file gives the rows that Arrow gives, or Arrow's error.

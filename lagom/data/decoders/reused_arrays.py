@@ -38,7 +38,7 @@ class ReusedArrays:
             if sys.getrefcount(self._owners[place]) == _SPARE:
                 if size <= self._owners[place].nbytes <= 2 * size:
                     return place
-                # Its size does not fit: it belonged to another table's column, or to a larger round. So free it.
+                # The size does not fit: the array was for another column, or for more or fewer rows. So free it.
                 del self._owners[place]
         return None
 
@@ -47,5 +47,5 @@ class ReusedArrays:
 #
 # New memory costs more than writing to it: the kernel clears each page when it is first touched. Joining and shuffling
 # 20 columns of 0.8 million floats took 122 ms of processor time in new memory and 43 ms in used memory. The program's
-# batches are views of a round's arrays. Views of numpy and torch hold a reference to the array that owns the memory, so
+# batches are views of such arrays. Views of numpy and torch hold a reference to the array that owns the memory, so
 # its reference count shows when the last view is gone. After that, only the list can make new views.

@@ -66,7 +66,7 @@ class ParquetDataset(Dataset[Any]):
 
     ``DataLoader(dataset, batch_size=64)`` yields dicts of tensors by column, made without a loop over rows. To train on
     a table that does not fit into ``window_bytes``, use ``ParquetLoader(dataset, 64, shuffle=True)``, which reads each
-    row group once. ``DataLoader(dataset, shuffle=True)`` would read single rows from the whole table.
+    row group once. ``DataLoader(dataset, shuffle=True)`` would decode row groups again and again for single rows.
 
     Args:
         source: a folder or file, or a list of these: paths, or URLs that pyarrow or fsspec know (s3:, gs:, hdfs:, ...).
@@ -78,10 +78,10 @@ class ParquetDataset(Dataset[Any]):
             a dict of these by column.
         ragged: how to treat lists of different lengths: "error", "pad" (with zeros, to the longest of a batch), "list"
             (a list of tensors), or a dict of these by column.
-        window_bytes: memory of each process for rows that are shuffled together, and for the pages of the row groups
-            that are being decoded, one for each stream. More memory shuffles better.
+        window_bytes: memory of each process for the rows that are shuffled together and for the open pages of one row
+            group per stream, or for rows that stay in memory when they are read by index. More shuffles better.
         streams: number of places of the table from which a shuffled batch takes rows. If batches are split over ranks
-            whose number divides ``streams``, one rank reads each row group; docs/data.md says more.
+            whose number divides ``streams``, only one rank reads a row group, as a rule; docs/data.md says more.
         filesystem: pyarrow's or fsspec's file system; then ``source`` is a path in it.
 
     Raises:
@@ -144,12 +144,12 @@ class ParquetDataset(Dataset[Any]):
         return self._num_rows
 
     def __getitem__(self, index: int) -> Any:
-        """Return the row at ``index``: values by column, or what the transform makes of it."""
+        """Return the row at ``index``: values by column, or the transform's result for it."""
         row = self.__getitems__([index])[0]
         return row.dict() if isinstance(row, Row) else row
 
     def __getitems__(self, index: Positions | Sequence[int]) -> Any:
-        """Return the rows at ``index``, or at positions in an epoch of ``batches()``, transformed.
+        """Return the transformed rows at ``index``: numbers of rows, or positions in an epoch of ``batches()``.
 
         Raises:
             DataError: if a file has changed or cannot be read, or a row cannot be a tensor.

@@ -87,7 +87,7 @@ class ParquetLoader(DataLoader[Any]):
 
 
 class _Noting:
-    """Wraps a loader's sampler, and records for each batch how many rows of the epoch are used after it."""
+    """Wraps a loader's sampler, and records for each batch the number of rows of the epoch up to its end."""
 
     def __init__(self, loader: ParquetLoader, source: Any) -> None:
         self._loader = loader

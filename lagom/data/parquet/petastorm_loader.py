@@ -231,7 +231,7 @@ def collate(rows: list[dict[str, Any]]) -> Any:
     """Make a batch from rows that are dicts: a dict of tensors, and lists of texts.
 
     Raises:
-        DataError: if a field is None in a row, or shapes differ.
+        DataError: if a field is None in a row, shapes or types do not fit together, or a uint64 exceeds int64.
     """
     for row in rows:
         for name, value in row.items():

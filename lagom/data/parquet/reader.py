@@ -37,7 +37,7 @@ class TableReader:
     """Reads a table for one process."""
 
     lagom_cache = True
-    """Tells lagom's loaders that the parts of this object do not change its results."""
+    """Tells lagom's loaders that this object is a cache, whose content does not change its results."""
 
     def __init__(self, table: Table, entries: Sequence[tuple[str, Sequence[ColumnEntry]]], most_bytes: int) -> None:
         self._table = table
@@ -91,7 +91,7 @@ class TableReader:
     def pick(self, index: NDArray[np.int64], *, is_asked: bool = True) -> list[RowSpan]:
         """Return the rows at ``index``, counted in the order of the table.
 
-        The last row groups stay in memory, as many as fit; if the whole table fits, it becomes one block.
+        The row groups that were used last stay in memory, as many as fit; if the whole table fits, it is one block.
 
         Args:
             is_asked: whether the program asked for these rows; if so, a warning is shown once when row groups are

@@ -1,4 +1,4 @@
-"""``EpochOrder``: computes which rank reads which rows of a table, and in which order, from row counts alone."""
+"""``EpochOrder``: computes which rank reads which rows of a table, and in which order, from row counts and a seed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 DEFAULT_STREAMS = 8
-"""Streams of a shuffled epoch. If the number of ranks divides it, one rank reads a row group. See Note [Streams]."""
+"""Number of streams of a shuffled epoch. If the number of ranks divides it, ranks share few row groups.
+
+See Note [Streams].
+"""
 
 
 class RowPiece(NamedTuple):
@@ -63,7 +66,7 @@ class EpochOrder:
 
     @cached_property
     def _starts(self) -> NDArray[np.int64]:
-        """Position of the first row of each of ``_groups`` when these are concatenated; at last, the number of rows."""
+        """Position of the first row of each of ``_groups`` when these are concatenated; last, the number of rows."""
         return np.concatenate([[0], np.cumsum(np.array(self.counts, np.int64)[self._groups])])
 
     def length(self, stream: int) -> int:
@@ -113,7 +116,7 @@ class Epoch:
     """One pass over a table. Together with the table it determines the order of rows."""
 
     source: int
-    """Number of the sampler to which the pass belongs."""
+    """Number of the sampler to which the pass belongs; -1 for rows that are read by index, without a sampler."""
     number: int
     """Number of the pass, unique in its process."""
     index: int
@@ -157,7 +160,7 @@ class Positions:
 
     @property
     def end(self) -> int:
-        """Number of rows of the epoch that are used after the whole batch."""
+        """Number of rows of the epoch up to the end of the whole batch."""
         return self._whole.stop
 
     def deal(self, rank: int, world_size: int) -> Positions:

@@ -1,4 +1,4 @@
-"""``ShuffleWindow``: shuffles one round of rows while they are decoded. See Note [Wide rows]."""
+"""``ShuffleWindow``: shuffles one window of rows of each stream while they are decoded. See Note [Wide rows]."""
 
 from __future__ import annotations
 
@@ -83,6 +83,6 @@ def _cells(array: NDArray[Any]) -> NDArray[Any]:
 # Note [Wide rows]
 #
 # Shuffling copies rows. Columns with rows of a few bytes are joined and then gathered: the result is written in order,
-# and the reads come from the cache. A row of 100 bytes or more fills cache lines of its own in any case. So the thread
+# and the reads come from the cache. A row of 128 bytes or more fills cache lines of its own in any case. So the thread
 # that has just decoded a wide row copies it to its place at once: for 26 MB in lists of 64 floats, this takes 2.4 ms in
 # two threads, and joining and gathering 4.1 ms.

@@ -35,7 +35,7 @@ MOST = 1 << 16
 AHEAD = 3
 """Number of unshuffled blocks that may be read ahead of the program; these blocks are small."""
 _AT_ONCE = 2
-"""Number of windows of rows that threads decode at the same time, if row groups are small."""
+"""Limit, in windows, for the rows that threads decode at the same time in an unshuffled epoch."""
 _FOOTERS = 256
 """Number of footers that are kept; the footer of a large file has about 1 MB."""
 _DECODED_ROWS, _DECODED_BYTES = 512, 1 << 20
@@ -75,7 +75,7 @@ class Source:
         Args:
             rows: the decoded rows.
             group: number of the row group.
-            first: index of the first row in the row group.
+            first: index, in the row group, of the first of ``rows``.
             is_last: whether the values go into batches without another copy.
 
         Raises:

@@ -26,7 +26,7 @@ class FileVersions:
         For an object store this is a request; times there are compared in whole seconds.
 
         Raises:
-            DataError: if the file was written again, or a local file is gone.
+            DataError: if the file was written again or its time cannot be read, or a local file is gone.
         """
         if home.type_name == "local":
             self.check(home, path)

@@ -104,7 +104,7 @@ class Footer:
         return max((chunk.total_compressed_size for group in self._chunks(names) for chunk in group), default=0)
 
     def _chunks(self, names: set[str]) -> Iterator[list[Any]]:
-        """Yield for each row group the chunks of these columns."""
+        """Yield for each row group the chunks of the columns ``names``."""
         for index in range(self.metadata.num_row_groups):
             group = self.metadata.row_group(index)
             columns = [group.column(number) for number in range(group.num_columns)]

@@ -27,7 +27,7 @@ class _CompressionState(NamedTuple):
     second: torch.Tensor
     """The second thin matrix of shape (columns, ``RANK``), equal on all ranks; the next step begins with it."""
     error: torch.Tensor
-    """This rank's last gradient and error, minus the result; of the matrix's shape."""
+    """This rank's last gradient plus the error before, minus the result; of the matrix's shape."""
 
 
 class PowerSGD:

@@ -23,7 +23,7 @@ class AblationChange:
     component: int | None
     """Index of the component in ``study.components``; None for the base, with all components."""
     layers: tuple[str, ...]
-    """Names of the layers to leave out, with patterns resolved; empty: those that the component names."""
+    """Names of the layers to leave out, with patterns resolved; empty: the layers in ``Component.layers``."""
     seed: int | None
     """None: the random states of the calling process."""
 

@@ -22,7 +22,7 @@ class SampleChange:
     """Replaces or drops features of a sample: a dict, a tensor or array, or a tuple or list whose first part is one."""
 
     def __init__(self, constants: Mapping[Feature, Any], drop: bool) -> None:
-        """``constants`` has a value for each feature (None: zero of its type); with ``drop``, features are removed."""
+        """Replace each feature by its value in ``constants`` (None: zero of its type); with ``drop``, remove it."""
         self._constants = dict(constants)
         self._drop = drop
 

@@ -55,7 +55,8 @@ def without_columns(array: Any, numbers: Sequence[int], axis: int) -> Any:
 def constant(old: Any, value: Any) -> Any:
     """Return the value that replaces ``old``; if ``value`` is None, zeros of the type and shape of ``old``.
 
-    Otherwise tensors, arrays and lists keep their shape, and have ``value`` everywhere; all else becomes ``value``.
+    Otherwise tensors and arrays keep their shape, lists their length, and have ``value`` everywhere; all else becomes
+    ``value``.
 
     Raises:
         ValueError: if ``value`` is None and there is no zero of that type.

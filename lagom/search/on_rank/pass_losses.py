@@ -57,7 +57,7 @@ class _PassLosses:
         self.are_one = session.world_size == 1 or session.config.batches == "whole"
         """Whether each batch has had one loss so far, equal on all ranks."""
         self.unscaled: tuple[weakref.ref[Tensor], Tensor] | None = None
-        """The loss that a GradScaler has scaled last, as a reference to the scaled tensor, and the unscaled loss."""
+        """The tensor that a GradScaler has returned last, and the unscaled loss of which it is made."""
         self._at: tuple[int, int] = (0, 0)
         self._total: float | Tensor = 0.0
         self._num = 0

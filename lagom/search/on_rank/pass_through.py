@@ -22,7 +22,7 @@ class PassThrough(nn.Identity):
     """
 
     def __init__(self, name: str, layer: nn.Module, checked: bool = False) -> None:
-        """``name`` is the dotted name of ``layer`` in the model; with ``checked``, calls check nothing."""
+        """Replace ``layer``, whose dotted name in the model is ``name``; with ``checked``, calls check nothing."""
         super().__init__()
         vars(self).update(_name=name, _layer=layer, _checked=checked)
 

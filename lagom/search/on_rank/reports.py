@@ -154,10 +154,10 @@ def _number(value: Any) -> float | None:
 
 # Note [Reports]
 #
-# A trial reports values of one source, the first that has one: reporter.broadcast; a method in _LOGGERS that logs a
-# value under the name of the metric (its full name, or the last part of a path such as "val/loss"); or the mean losses
-# of passes (pass_losses.py). Values that other sources log under the name are another series (a training loss beside a
-# test loss), and cannot be compared with the first.
+# A trial reports values of one source, the first that has a value: reporter.broadcast; MLflow, TensorBoard or a bar
+# (_LOGGERS) with one name, which is the metric's or, except for a bar, a path that ends with it, as "val/loss"; or the
+# mean losses of passes (pass_losses.py). One logger with two names is two sources, and so is a bar in training and in
+# evaluation: their values are two series (a training loss beside a test loss), which cannot be compared.
 #
 # MLflow and TensorBoard count as the program calls them. A bar shows many values in a pass; the last counts, when the
 # pass over the loader has ended. On all ranks the same calls are made in the same order, and rank 0's values count: the

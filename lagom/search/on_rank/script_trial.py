@@ -66,8 +66,8 @@ class PrintedMetric:
 
     Args:
         name: name of the metric; its value follows after a colon or an equals sign.
-        report: is called with the last value in each complete line that the thread that made this object prints. A line
-            that ends with a carriage return, as of a progress bar, is not reported: the number of such lines is chance.
+        report: called for each complete line of the thread that made this object, with the last value in the line.
+            Lines that end with a carriage return, as of a progress bar, are not reported: their number is chance.
     """
 
     def __init__(self, name: str, report: Callable[[float], None]) -> None:

@@ -27,7 +27,7 @@ class Trial:
         self._pruned = False
 
     def takes(self, source: str) -> bool:
-        """Return whether values of ``source`` are reported: only the first source's, as others count steps anew."""
+        """Return whether ``source`` is the trial's first, which alone is reported. See Note [Reports] in reports.py."""
         self._source = self._source or source
         return self._source == source
 

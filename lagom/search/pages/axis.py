@@ -1,4 +1,4 @@
-"""``Axis``: places values on a line: linearly, by their logarithms, or, if few or no numbers, one after another."""
+"""``Axis``: places values on a line: linearly, by their logarithms, or (texts, few numbers) one after another."""
 
 from __future__ import annotations
 
@@ -26,6 +26,7 @@ class Axis:
     """Places and texts."""
     low: float
     high: float
+    """Values at the ends; with ``labels``, the first and the last index."""
     is_log: bool = False
     labels: Sequence[str] = ()
     """``repr`` of the values that are placed one after another; empty if they are placed by size."""

@@ -23,10 +23,10 @@ _COLOUR, _BEST = "#0072b2", "#d55e00"
 def parallel_coordinates(
     trials: Sequence[Mapping[str, Any]], direction: str, metric: str, logarithmic: Collection[str] = ()
 ) -> str:
-    """Return an SVG element, the better a trial the darker its line; empty with fewer than two trials.
+    """Return an SVG element, the better a trial the darker its line; empty with fewer than two trials to show.
 
     Only trials that ran to their end with a finite metric are shown, the best 300, with 12 hyperparameters at most. The
-    best one has a colour of its own.
+    best trial has a colour of its own.
 
     Args:
         logarithmic: names of the hyperparameters with a logarithmic scale.

@@ -82,7 +82,7 @@ class LoaderPasses:
         self._session.ticks += 1
 
     def go_on(self, progress: Any) -> None:
-        """Begin the passes of a snapshot again, after the program's objects are restored, with which workers begin.
+        """Begin the passes of a snapshot again; called when the program's objects are restored, which workers then get.
 
         Raises:
             SnapshotError: if a loader cannot go on, or gives other batches than before.

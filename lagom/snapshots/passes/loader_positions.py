@@ -107,7 +107,7 @@ class Position:
 
 
 def reduce_iterator(iterator: Any) -> Any:
-    """Return how to pickle a loader's iterator: as its position; as an empty iterator if its pass has ended.
+    """Return how to pickle a loader's iterator: as its position; empty if its pass and its workers have ended.
 
     Raises:
         PicklingError: if another process could not go on with the pass.

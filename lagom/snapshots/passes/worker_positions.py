@@ -40,7 +40,7 @@ NOTES, USED = "_lagom_notes", "_lagom_used"
 
 
 class WorkersInPassError(pickle.PicklingError):
-    """A pass cannot be kept because of the loader's workers; the workers' first pass can, before its first batch."""
+    """A pass cannot be kept because of its workers. Before the first batch of the workers' first pass it could be."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +49,7 @@ class Note:
 
     task: int
     state: WorkerState | None
-    """None before the first batch of a pass, if the worker has begun with it."""
+    """None before the worker's first batch, if the worker was started for this pass."""
     digest: bytes = b""
 
 
@@ -58,7 +58,7 @@ class WorkerNotes:
     """Notes on the workers of one iterator, an entry for each worker."""
 
     start: list[WorkerState | None]
-    """States before the pass; None for workers that have begun with it."""
+    """States before the pass; None for workers that were started for it."""
     first_prints: list[bytes | None]
     """Prints (``WorkerState``) in each worker's first answer, mostly after its first batch; None before this answer."""
     notes: list[list[Note]]
@@ -75,7 +75,7 @@ class WorkerNotes:
         """Return the notes that are needed to go on after ``taken`` batches.
 
         Raises:
-            WorkersInPassError: if the data set of persistent workers has a state that is not random numbers.
+            WorkersInPassError: if workers, past their first pass, have changed more of a data set than random numbers.
         """
         kept = [[one for one in notes if one.task < taken][-1:] for notes in self.notes]
         found = replace(self, notes=kept)
@@ -290,7 +290,7 @@ def is_stream(loader: Any) -> bool:
 
 
 class _Results:
-    """The queue of the workers' results, without their answers."""
+    """The queue of the workers' results, from which answers to questions are taken out."""
 
     def __init__(self, results: Any, taker: NoteTaker) -> None:
         self.queue_of_workers, self._taker = results, taker

@@ -24,7 +24,7 @@ from lagom.loaders.sharing.shared_objects import PLAIN, parts_of, reachable
 from lagom.random_states import random_states, set_random_states
 
 _MOST = 1000
-"""Objects that are looked at, those nearest to the data set first."""
+"""Largest number of objects that are looked at, those nearest to the data set first."""
 _SMALL = 1024
 """Elements up to which a tensor or array is looked at."""
 _GLOBAL = (torch.default_generator, getattr(random.random, "__self__"), getattr(np.random.random, "__self__"))  # noqa: B009
