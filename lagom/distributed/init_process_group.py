@@ -1,4 +1,4 @@
-"""``own_init_process_group``: gives a distributed program a process group of lagom's ranks, without other patches."""
+"""``own_init_process_group``: gives a distributed program a process group of lagom's ranks, and turns patches off."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from lagom.session.session import Session
 
 _ENDS_S = 30 * 24 * 3600.0
-"""Seconds that rank 0 waits for the ends of other ranks: practically for ever, since only its host may give up."""
+"""Seconds that rank 0 waits for the other ranks' ends: in effect for ever, since only the host process may give up."""
 _importers = Importers(distributed_c10d, "init_process_group")
 _kept: list[Any] = []
 """Groups and their stores, which live to the end of the process. See Note [Kept groups]."""
@@ -44,7 +44,8 @@ def own_init_process_group(session: Session) -> Iterator[None]:
     """Context manager in which ``init_process_group`` makes a group of lagom's ranks and turns the patches off.
 
     At the end, restore ``sys.excepthook``, which torch sets, and destroy a group that the program has left initialized;
-    after a failure, only if there is one rank. Rank 0 then waits for the other ranks. See Note [Joining].
+    after a failure, only if there is one rank. If the program has made a group and has not failed, rank 0 then waits
+    for the ends of the other ranks. See Note [Joining].
     """
     original = distributed_c10d.init_process_group
     was_initialized = dist.is_initialized()

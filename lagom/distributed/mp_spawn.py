@@ -28,8 +28,8 @@ def own_mp_spawn(session: Session) -> Iterator[None]:
     ``spawn(f, args, nprocs=world_size)`` calls ``f(rank, *args)`` in this process.
 
     Raises:
-        LagomError: from ``spawn`` with another number or with ``join=False``, and from the start of another process
-            whose function starts a process group.
+        LagomError: from ``spawn`` with another number or with ``join=False``; and from the start of another process
+            whose function starts a process group, or that cannot find a name of ``__main__``.
     """
     module = sys.modules["torch.multiprocessing.spawn"]  # as an attribute of the package, the name is the function
     original: Callable[..., Any] = torch.multiprocessing.spawn

@@ -46,7 +46,7 @@ class ExecutorTask:
     number: int
     attempt: int
     ip: str
-    """The address of the task's host by Spark; empty outside of barrier jobs."""
+    """Spark's address of the task's host, which may be a name; empty outside of barrier jobs."""
     gpus: tuple[str, ...]
     """The GPU of each rank, in the form of CUDA_VISIBLE_DEVICES."""
     spark: SparkState

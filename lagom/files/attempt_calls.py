@@ -19,7 +19,7 @@ from lagom.restart.prepared_files import remove_siblings
 from lagom.restart.written_files import WrittenFiles, is_sibling
 
 Key = Callable[..., str | None]
-"""Takes path, dir_fd and whether to follow links; returns the key, or None for a path that lagom leaves alone."""
+"""Takes path, dir_fd and whether to follow links; returns the path's key (see view.py), or None if it is left alone."""
 
 
 _PLAIN = {(mode, -1, None, None, None) for mode in ("w", "wt", "wb", "w+", "wb+", "w+b", "x", "xb")}
@@ -210,7 +210,7 @@ def _before(call: Callable[..., Any], key_of: Key, note: Callable[..., None]) ->
 
 
 def _restore(found: dict[str, Any], restored: RestoredFiles, key_of: Key) -> None:
-    """Replace functions in ``found``: what a lost attempt has made, removed or renamed counts as not done yet.
+    """Replace functions in ``found``, so that they succeed once more on what a lost attempt made, removed or renamed.
 
     A read of a checkpoint of a lost attempt restores the appended files.
     """

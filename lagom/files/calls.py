@@ -70,7 +70,7 @@ class FileCalls(ABC):
         self.changes = FileChanges(host_dir)
         self._alone = _left_alone()
         self._host_dir = os.path.realpath(host_dir) + "/"
-        self._files = self._host_dir + "files/"  # working directory on a host without the driver's
+        self._files = self._host_dir + "files/"  # the ranks' working directory, if the host lacks the driver's
 
     @abstractmethod
     def replacements(self) -> dict[str, Any]:

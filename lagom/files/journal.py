@@ -1,4 +1,4 @@
-"""``PathLog`` and ``Journal``: a log that processes share, and the state of paths before the first rank's changes."""
+"""``PathLog`` and ``Journal``: a log that processes share, and the state of paths before rank 0's changes."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from typing import Literal
 Kind = Literal["absent", "aside", "shared", "free", "put", "gone"]
 """The state of a path, and of paths below it.
 
-In the first rank's journal, the state before the first rank's first change of the path:
+In rank 0's journal, the state before rank 0's first change of the path:
 
 - "absent": nothing was there.
 - "aside": the original is kept at ``other``.
-- "shared": a download of the first rank, which the other ranks read at the path itself.
+- "shared": a download of rank 0, which the other ranks of its host read at the path itself.
 
 In the log of another rank:
 
@@ -144,7 +144,7 @@ class Journal:
         return entry.other + key[len(at) :] if entry.kind == "aside" else key
 
     def before(self, key: str, change: Change) -> None:
-        """Record or put aside the original of ``key`` before the first rank's first change.
+        """Record or put aside the original of ``key`` before rank 0's first change.
 
         Pipes, devices and, unless they are renamed, directories with content are not recorded.
         """
@@ -174,7 +174,7 @@ class Journal:
                 self.log.add("aside", key, aside)
 
     def share(self, key: str) -> None:
-        """Let the other ranks see the file that will be at ``key``: a download that the first rank does for all."""
+        """Let the other ranks see the file that will be at ``key``: a download that rank 0 does for all."""
         found = self.log.nearest(key)
         if found is not None and found[1].kind in ("absent", "aside"):
             self.log.add("shared", key)

@@ -27,7 +27,7 @@ _READS = {"stat": 0, "access": 0, "statfs": 0, "statvfs": 0, "__xstat": 1, "fsta
 _READS |= {"lstat": 0, "readlink": 0, "__lxstat": 1, "readlinkat": 1, "__fxstatat": 2}
 """Functions that only read a path, and the index of the argument with the path."""
 _FLAGS = {"fstatat": 3, "faccessat": 3, "statx": 2, "__fxstatat": 4}
-"""Functions with an argument of flags, and its index; the flag ``_NOFOLLOW`` is among them."""
+"""Functions with an argument of flags, which may contain ``_NOFOLLOW``, and the index of this argument."""
 _AT = frozenset((*_FLAGS, "readlinkat"))
 """Functions with a descriptor, before the path, of the directory to which a relative path refers."""
 _OF_LINKS = frozenset(("lstat", "readlink", "__lxstat", "readlinkat"))

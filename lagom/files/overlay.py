@@ -68,8 +68,8 @@ class Overlay(View):
     def change(self, key: str, call: Callable[[str], Any]) -> Any:
         """Change mode, times or content of ``key``: call ``call`` with the path of this rank's copy.
 
-        A path that this rank writes for real has no copy. A directory that is not in the rank's folder is left to rank
-        0, which changes the real one.
+        If this rank writes ``key`` for real, ``call`` gets ``key`` itself. A directory that is not in the rank's folder
+        is left to rank 0, which changes the real one.
         """
         if self.goes_real(key):
             return call(key)

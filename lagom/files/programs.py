@@ -24,7 +24,7 @@ _LIBRARIES += (os.path.join(str(Path(__file__).parents[1]), ""),)
 
 @contextmanager
 def warn_of_programs(knows_rank: Callable[[], bool]) -> Iterator[None]:
-    """Warn once in the block when the user's code starts another program, which every rank then does.
+    """Warn once in the block when the user's code starts another program (``subprocess``, ``os.system``) on every rank.
 
     There is no warning if ``knows_rank`` returns True, or if a library starts the program.
     """

@@ -1,4 +1,4 @@
-"""``settle``: moves files that only a rank other than 0 has written to the real disk, after the rank's end."""
+"""``settle``: after a rank's end, moves files that rank 0 did not write from the rank's overlay to the real disk."""
 
 from __future__ import annotations
 
@@ -107,10 +107,10 @@ class _Remains:
 
 
 def keep_files(host_dir: Path, folder: str, cwd: str) -> list[str]:
-    """Move the files that rank 0 of a trial wrote to its own disk below ``folder``; return a sentence for each failure.
+    """Move the files in the overlay of a trial's rank 0 to ``folder``; return a sentence for each failure.
 
-    Files below ``cwd`` go to ``files``, others to ``elsewhere`` under their whole path. Files that ``tempfile`` made
-    stay where they are, since they are on the real disk.
+    Files below ``cwd`` go to ``folder/files``, others to ``folder/elsewhere`` under their whole path. Files that
+    ``tempfile`` made stay where they are, since they are on the real disk.
     """
     own, cwd = os.path.realpath(host_dir) + "/disk/0", os.path.realpath(cwd)
     if not os.path.exists(own + "/log"):

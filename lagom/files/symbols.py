@@ -50,7 +50,7 @@ class Library(NamedTuple):
 
 
 class Slot(NamedTuple):
-    """An entry of a library's global offset table: the address of the imported function ``name``."""
+    """An entry of a library's global offset table, at ``address``; it holds the address of the function ``name``."""
 
     name: str
     address: int

@@ -24,7 +24,7 @@ _MAX_LINKS = 40  # links that a path may follow, as in Linux
 
 
 class View:
-    """Finds the place of a file: in the rank's folder (``upper``), put aside by the first rank, or at the key."""
+    """Finds the place of a file: in the rank's folder (``upper``), put aside by rank 0, or at the key."""
 
     def __init__(
         self, folder: str, journal: Journal, left_alone: Callable[[str], bool], downloads: Callable[[], bool]
@@ -103,7 +103,7 @@ class View:
             return None
 
     def place(self, key: str) -> str:
-        """Return the path where this rank reads the file ``key`` now; a path that never exists if there is no file."""
+        """Return the path where this rank reads ``key`` now; a path that never exists if the rank must see no file."""
         if self.left_alone(key):
             return key
         own = self.log.nearest(key)
@@ -119,7 +119,7 @@ class View:
         return self._nowhere + key
 
     def _is_shared_below(self, key: str, at: str) -> bool:
-        """Return whether ``key``, below the directory ``at`` of this rank's folder, is a download of the first rank."""
+        """Return whether ``key``, below the directory ``at`` of this rank's folder, is a download of rank 0."""
         found = self.journal.log.nearest(key)
         if found is None or found[1].kind != "shared" or len(found[0]) < len(at):
             return False

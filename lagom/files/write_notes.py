@@ -83,7 +83,7 @@ class WriteNotes:
         self.tell("writes", key, before=None if before is None else identity_of(before))
 
     def keeps_old(self, key: str, original: str) -> None:
-        """Keep a file's earlier version beside it: ``key`` itself, renamed, or a link to ``original``, put aside."""
+        """Keep a file's earlier version beside it: link ``original`` there or, if that is ``key`` itself, rename it."""
         self.has_siblings = True
         old = beside(key, self._token, "old")
         with suppress(OSError):  # ``original`` is on another file system: a new attempt finds no earlier version

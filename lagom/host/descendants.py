@@ -27,7 +27,7 @@ _TURN_S = 0.01
 
 
 class Orphaned(BaseException):
-    """Raised when this process's parent has ended."""
+    """Raised when this process's parent has ended, or has told this process to end (SIGTERM)."""
 
 
 def fork_host(function: Callable[[], None]) -> int:
@@ -64,7 +64,7 @@ def fork_host(function: Callable[[], None]) -> int:
 
 
 def _raise_at_end_of(parent: int) -> None:
-    """Raise ``Orphaned`` in this process, once, when ``parent`` ends."""
+    """Raise ``Orphaned`` in this process, once, when ``parent`` ends, or at SIGTERM."""
 
     def end(*_: Any) -> None:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)

@@ -1,4 +1,4 @@
-"""``DriverLink``: sends a host process's messages to the driver, or keeps some for the results without a connection."""
+"""``DriverLink``: sends a host process's messages to the driver; without a connection, keeps some for the results."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ from lagom.wire.client import DriverClient, LinkClosed
 from lagom.wire.many_files import receive_with_files
 from lagom.wire.rendezvous import Stopped
 
-_REQUEST = 1 << 22  # bytes
+_REQUEST = 1 << 22  # most bytes of a request
 _PATIENCE_S = 1.5
 """Time for host processes to end by themselves after the driver has ended."""
 

@@ -42,5 +42,5 @@ if os.environ.get("LAGOM_NATIVE") != "0":
         importlib.import_module("lagom._native")  # would take 5 ms in each rank
 put_off_dynamo()
 look_at_loaded()
-# Spark collects garbage after each task: 0.2 s for all these modules, and a copy of memory that ranks share.
+# Else each full garbage collection, here or in a rank, would take 0.2 s for these modules and copy shared memory.
 gc.freeze()

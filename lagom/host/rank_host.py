@@ -29,7 +29,7 @@ from lagom.wire.spec import RankSpec, RunSpec
 from lagom.worker.rank_process import run_rank
 
 _FILES_OF_RANK = 8  # link, output, errors, stacks, outcome, end, twins, and one for its fork
-_FILES = 200  # of this process besides
+_FILES = 200  # other open files of this process
 
 
 def run_task_ranks(

@@ -33,7 +33,7 @@ class RankOutput:
                     pass
 
     def mark(self, ranks: Iterable[ForkedRank], number: int, kept: int) -> None:
-        """Forward the output of ``ranks``, then have the driver set mark ``number``; marks before ``kept`` are over."""
+        """Forward the output of ``ranks``, then have the driver set mark ``number`` and drop those before ``kept``."""
         for rank in ranks:
             self.drain(rank)
         self._driver.send({"type": "mark", "number": number, "kept": kept}, sure=True)

@@ -25,7 +25,7 @@ from lagom.wire.rendezvous import LEAVE_S, WRITE_S
 
 _STOP_S = 1.0  # time for the driver to receive a failure
 _CONSEQUENCE_S = 3.0  # time for another host to report the failure that caused a lost connection
-_POLL_S = 0.02  # if the kernel does not report a child's end
+_POLL_S = 0.02  # pause if the kernel does not report a child's end, or messages wait for a slow driver
 
 
 class RankSupervisor:

@@ -85,8 +85,8 @@ class TwinSets:
         store: path of the ranks' store.
         losses_left: how many losses the run may go on after.
         driver: told when a set is whole, and the reason when ranks cannot have twins.
-        mark: called with the number of the next set when all ranks are at a point, before they fork, and with that of
-            the whole set, whose mark is still needed.
+        mark: called when all ranks are at a point, before they fork, with the number of the set to be forked, and with
+            that of the oldest set whose mark is still needed.
     """
 
     def __init__(

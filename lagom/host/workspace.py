@@ -32,7 +32,7 @@ class HostWorkspace:
     host_dir: Path
     cwd: Path
     scratch: bool
-    """``cwd`` is a folder of the run, not the driver's: rank 0's files in it have to be sent to the driver."""
+    """Whether rank 0's files in ``cwd``, a folder of the run and not the driver's, have to be sent to the driver."""
     payload_fd: int
     sys_path: list[str]
 

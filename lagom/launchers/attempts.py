@@ -131,7 +131,7 @@ class _Attempts:
         self._prepare(_with_ranks(plan, size), _announced(loss, history, size, plan))
 
     def _ended(self, error: LagomError, why: str) -> LagomError:
-        """Put back what was cut off from files for a new attempt; return ``error``, which says why the run ends."""
+        """Put back the content that a new attempt cut off from files; add to the text of ``error`` why the run ends."""
         history, records = self.history, self._records
         put_back(history.files)
         num = len(history.failures)

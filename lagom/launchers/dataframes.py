@@ -105,7 +105,7 @@ def _find_written(frame: Any) -> _Kept | None:
 
 
 def _inputs(frame: Any) -> list[tuple[str, int, int]]:
-    """Return URL, time of change (ns) and bytes of each input file of the frame; zeros unless it is on this machine."""
+    """Return URL, time of change (ns) and bytes of each input file; two zeros for a file on another machine."""
     found = []
     for url in sorted(frame.inputFiles()):
         parts = urlsplit(url)

@@ -38,7 +38,7 @@ from lagom.wire.spec import RunSpec
 _MAX_RANKS = 960  # this process has an open file for each rank, and the usual limit is 1,024 files
 _PATIENCE_S = 4.0
 """Seconds in which the fork server must end by itself before it is killed."""
-_REQUEST = 1 << 20  # bytes
+_REQUEST = 1 << 20  # bytes of the send buffer, if the system allows as many; a request must fit into it
 
 
 class LocalLauncher:

@@ -24,7 +24,7 @@ class Outcome:
     rank that was ended because of others, ``stopped`` is True instead."""
     load: Callable[[], Mapping[str, Any]]
     """Unpickles ``{"value": ..., "samples": ..., ...}`` (``Returned`` in worker/bootstrap.py), or
-    ``{"error": exception or None}``. A class of the program may raise any error."""
+    ``{"error": exception or None}``. Unpickling a class of the program may raise any error."""
 
 
 class Launcher(Protocol):

@@ -26,7 +26,7 @@ GATHER_S = 1.5
 """Seconds after the first join; if tasks are missing then, the others are told to exchange addresses without the
 driver, by Spark's allGather."""
 IMPATIENT_S = 5.0  # time without a message from the tasks, after which the user is told about the wait
-_BUSY_S = 60.0  # least time before that in a local run, whose process always starts, if slowly
+_BUSY_S = 60.0  # in a local run, the user is told no earlier: its process always starts, if slowly
 _GRACE_S = 5.0  # longest wait for the next message of a task after the job has ended
 ANSWER_S = 3.0  # time in which a task must answer a stop; the driver waits only for tasks that do
 LOST_S = 20.0  # silence after which a machine counts as lost; or timeout_s, if that is shorter
@@ -143,7 +143,7 @@ class RunView:
         self._debugger.close()
 
     def watch(self) -> None:
-        """Show the ranks' messages until all tasks are done, the job is over, or none is left that has answered a stop.
+        """Show the ranks' messages until all tasks are done, or all that answered a stop in time, or the job is over.
 
         Raises:
             KeyboardInterrupt: on Ctrl-C; the end of the context then ends the run.

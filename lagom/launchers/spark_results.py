@@ -42,7 +42,7 @@ class OutcomeCollector:
         """Return an outcome for each rank, in rank order; a rank without a report counts as stopped.
 
         Raises:
-            LagomError: if tasks were lost, if outcomes are missing without any failure, or if one arrived damaged.
+            LagomError: if tasks were lost, outcomes are missing without any failure, or an outcome arrived damaged.
         """
         failures = {report["rank"]: report for report in reversed(self._run.failures())}
         ranks = range(self._run.plan.world_size)

@@ -120,7 +120,7 @@ class SparkFacts:
 
     @contextlib.contextmanager
     def _python_of_tasks(self) -> Iterator[None]:
-        """Context manager in which the Python is set that will run the functions sent to Spark."""
+        """Context manager that sets the Python in which Spark's tasks run; Connect sets none."""
         yield
 
     def _gpus_per_task(self) -> int:

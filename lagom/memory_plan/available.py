@@ -20,9 +20,9 @@ class AvailableMemory(NamedTuple):
 
 
 def available_memory(num_ranks: int, *, gpus: bool = True) -> AvailableMemory:
-    """Return the limit of one of ``num_ranks`` on this machine: the memory of the smallest GPU that it has.
+    """Return the memory limit of one of ``num_ranks`` on this machine: the memory of the machine's smallest GPU.
 
-    Without GPUs: its part of the memory of the machine or container, or ``ulimit -v`` if that is less. CUDA is not
+    Without GPUs: the rank's part of the memory of the machine or container, or ``ulimit -v`` if it is less. CUDA is not
     initialized, since a process with CUDA can no longer be forked.
 
     Args:

@@ -55,7 +55,7 @@ def without_numbers(module: nn.Module, empty: Callable[[torch.Tensor], torch.Ten
 
 
 def like(tensor: torch.Tensor, empty: torch.Tensor) -> torch.Tensor:
-    """Return ``empty`` as a leaf: a parameter with the same ``requires_grad`` if ``tensor`` is one, else without."""
+    """Return ``empty`` as a leaf: for a parameter, a parameter with the same ``requires_grad``, else a plain tensor."""
     if not isinstance(tensor, nn.Parameter):
         return empty.detach()
     # nn.Parameter is not called, since a run counts its calls.

@@ -260,7 +260,7 @@ class Session:
             self.divergence.count_batch(self.agreement)
 
     def end_pass(self, current: LoaderPass) -> None:
-        """Record that the pass is exhausted, and call ``on_pass_end``."""
+        """Record that the pass is exhausted, reseed generators as ``reseed_uneven`` does, and call ``on_pass_end``."""
         self.passes.end_pass(current)
         self.reseed_uneven()
         if self.on_pass_end is not None:

@@ -30,7 +30,7 @@ _OF_DISTRIBUTED = ("horovod", "sparkdl")
 
 @contextmanager
 def compatible(already_distributed: bool = False) -> Iterator[None]:
-    """Context manager in which the packages can be imported; a module is loaded when the program imports its package.
+    """Context manager in which ``_BY_PACKAGE`` has effect: a module is loaded when the program imports its package.
 
     Args:
         already_distributed: also provide the packages of ``_OF_DISTRIBUTED``.

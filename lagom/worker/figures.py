@@ -26,9 +26,9 @@ _MAX_TEXT = 700_000
 def shown_pictures(session: Session) -> Iterator[None]:
     """Context manager in which ``plt.show()`` and ``display()`` keep the pictures of rank 0 for the driver.
 
-    ``plt.show()`` does so only with a notebook's backend. Figures that are open at the end are shown, as at the end of
-    a notebook's cell. ``display()`` keeps figures, and objects with a PNG representation that fits into a message, such
-    as Pillow's images.
+    ``plt.show()`` does so only with a notebook's backend; with it, figures that are open at the end are shown too, as
+    at the end of a notebook's cell. ``display()`` keeps figures, and objects with a PNG representation that fits into a
+    message, such as Pillow's images.
     """
     with ExitStack() as stack:
 

@@ -59,8 +59,8 @@ def address_of(name: str) -> str | None:
 # Note [Which network]
 #
 # A host may be in several networks, some of which do not lead to other hosts. Its name may resolve to an address in any
-# of them, and on many machines resolves to 127.0.1.1. So no name is resolved. A task's address is the one from which it
-# has reached the driver, by the kernel's choice of a route. If the task cannot reach the driver, its address is the one
-# that Spark's executor uses. If executors reach each other by a network that does not lead to the driver, the user sets
-# GLOO_SOCKET_IFNAME to its interface, for the executors or in the driver's program. NCCL gets the same interface,
-# unless NCCL_SOCKET_IFNAME is set.
+# of them, and on many machines resolves to 127.0.1.1. So a task's address is the one from which it has reached the
+# driver, by the kernel's choice of a route. Only if the task cannot reach the driver, its address is the one that
+# Spark's executor uses, which may be a name, as on YARN. If executors reach each other by a network that does not lead
+# to the driver, the user sets GLOO_SOCKET_IFNAME to its interface, for the executors or in the driver's program. NCCL
+# gets the same interface, unless NCCL_SOCKET_IFNAME is set.

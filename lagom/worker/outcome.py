@@ -11,7 +11,7 @@ from lagom.payload import InParts, Parcel, unpack
 from lagom.program.own_frames import cut_own_frames
 from lagom.wire.client import Message
 
-_MAX_TEXT = 200_000  # most characters of a traceback, which must fit into a frame
+_MAX_TEXT = 200_000  # most characters of a message, and of a traceback; both must fit into one frame
 
 
 def pack_result(returned: Mapping[str, Any], rank: int, at_home: Mapping[type, str]) -> tuple[Parcel, Message]:

@@ -38,7 +38,7 @@ _PURPOSES = {
         "gradients/divergence.py": "where each rank is",
     }.items()
 }
-"""Subject of an exchange, by the innermost file on the stack that contains one of these paths."""
+"""Subject of an exchange, by the innermost file on the stack whose path contains one of these."""
 _AWAITING = (
     os.path.join("multiprocessing", "process.py"),
     os.path.join("multiprocessing", "pool.py"),

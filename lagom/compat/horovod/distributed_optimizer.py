@@ -40,7 +40,7 @@ def DistributedOptimizer(
 
     Args:
         named_parameters: the result of ``model.named_parameters()``; ranks match gradients by these names.
-        compression: the data type in which gradients travel.
+        compression: ``Compression.none``, ``Compression.fp16`` or the program's own ``Compressor``.
         backward_passes_per_step: number of backwards whose gradients add up before they are reduced.
         op: ``Average``, ``Sum``, or ``Adasum``, which reduces the changes of a step instead of the gradients.
         gradient_predivide_factor: divides gradients before the sum; the rest of the division comes after it.

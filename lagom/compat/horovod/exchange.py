@@ -43,7 +43,7 @@ class Entry:
         self.done = threading.Event()
         self._in_place = in_place
         self.input_ready: Any = torch.cuda.current_stream(tensor.device).record_event() if tensor.is_cuda else None
-        """CUDA event; None on the CPU, as ``result_ready`` is."""
+        """CUDA event after which ``tensor`` may be read; None on the CPU, as ``result_ready`` is."""
         self.result_ready: Any = None
         # Horovod's timeline has a row for each tensor, with these words.
         self._negotiation = activity(request.name, f"NEGOTIATE_{request.kind.upper()}")

@@ -95,7 +95,7 @@ def local_run(
 
     Args:
         num_proc: number of ranks, as ``np``; 1 if neither is given.
-        verbose: shows the output of all ranks, otherwise that of rank 0.
+        verbose: whether to show the output of all ranks, and not only that of rank 0.
 
     Raises:
         NotImplementedError: for a setting that lagom does not serve, such as another machine in ``hosts``.

@@ -29,7 +29,8 @@ def lagom(
     """Run ``train_fn`` on every rank, or in trials of a search or an ablation study, like ``lagom.experiment.lagom``.
 
     If ``train_fn`` has a parameter ``module``, ``model``, ``train_set``, ``test_set`` or ``dataset`` without a default,
-    and the config lacks that field, the parameter gets None. ``model`` gets the config's module.
+    and the config lacks that field, the parameter gets None. But ``model`` gets the config's module, and ``dataset`` a
+    list of the config's that is no pair.
 
     Args:
         config: None for a run of one rank; in releases before 1.0 the name of the experiment.
