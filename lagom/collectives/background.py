@@ -79,6 +79,8 @@ class BackgroundExchanges:
 
 
 class BackgroundTask:
+    """Handle of a call of ``BackgroundExchanges``."""
+
     def __init__(self, call: Callable[[], None]) -> None:
         self._call: Callable[[], None] | None = call
         self._done = threading.Event()

@@ -253,4 +253,4 @@ os.register_at_fork(after_in_child=_forget_all)
 # So ring.cpp waits until 128 KB, or the rest of a message, has arrived (SO_RCVLOWAT). The sender also waits until it
 # has so many bytes, and sends fewer at once only if the kernel's buffer is full.
 #
-# Connections are made like those of ``Mesh``: both ends prove that they know the run's key, and encrypt if Spark does.
+# Connections are proved and encrypted like those of ``Mesh``: see Note [Proofs of ranks] in sockets/handshake.py.

@@ -205,7 +205,7 @@ class HostTransport(Transport):
 
 
 def name_ranks(text: str, home: Sequence[int]) -> str:
-    """Replace the rank numbers in ``text``, an error of shared memory, which counts within ``home``, by the run's."""
+    """Replace rank numbers within the host ``home``, in an error text of shared memory, by the run's rank numbers."""
     known = {str(place): rank for place, rank in enumerate(home)}
     return re.sub(r"\brank (\d+)\b", lambda found: f"rank {known.get(found[1], found[1])}", text)
 

@@ -28,7 +28,7 @@ _SOON_S, _LATER_S, _LATEST_S = 0.0002, 0.02, 0.5
 _SHARE = 0.05
 """Share of the time waited so far that a rank may sleep before it asks the store again."""
 _PAUSE_S = 0.0002
-"""Pause between two requests for each rank that waits: after shorter first pauses, all send 5,000 a second at most."""
+"""A rank's pause between requests, per waiting rank (at first shorter): together they send 5,000 a second at most."""
 
 
 class SealedStore:

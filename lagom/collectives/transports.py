@@ -232,4 +232,5 @@ def connect_memory(
 # (collectives="gloo"); with several hosts, for the rare operations and types that ``HostTransport`` does not carry, or
 # for all of them if lagom was installed without its compiled part. On one host, tensors that shared memory does not
 # carry go through Unix sockets: tensors of types that csrc/arithmetic.hpp does not have, or all tensors without the
-# compiled part. The backend "lagom" of torch makes gloo groups as torch_backend/registration.py says.
+# compiled part. The backend "lagom" of torch makes its gloo group when it first needs gloo, if its ranks share memory
+# on one host; else at once, or never in a run that encrypts between hosts (torch_backend/registration.py).

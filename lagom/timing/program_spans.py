@@ -117,7 +117,7 @@ _importers = Importers(distributed_c10d, *_EXCHANGES)
 
 @contextmanager
 def _recorded_exchanges(spans: Spans) -> Iterator[None]:
-    """Record calls of ``torch.distributed``, except for groups of lagom's backend, which record their own exchanges."""
+    """Record calls of ``torch.distributed``, except for groups of lagom's backend, which record their collectives."""
     recorded = {name: _recorded_exchange(spans, name, getattr(distributed_c10d, name)) for name in _EXCHANGES}
     with ExitStack() as stack:
         for module, name in _importers.find():

@@ -31,7 +31,7 @@ def _is_ready(connection: socket.socket, event: int, timeout_s: float) -> bool:
 
 
 class LinkClosed(ConnectionError):
-    """The other end has closed the connection."""
+    """The connection has ended or is given up: the other end is too slow, or has sent bytes that are not expected."""
 
 
 class DriverClient:
@@ -62,7 +62,7 @@ class DriverClient:
         """Send ``message`` after all queued messages.
 
         Raises:
-            LinkClosed: when they are not sent in ``timeout_s``, or the connection has ended.
+            LinkClosed: when not all of them are sent in ``timeout_s``, or the connection has ended.
             ValueError: when ``message`` is too long for a frame.
         """
         self._queue(message)
@@ -172,7 +172,7 @@ def dial(
             for a connection to another host, where both ends show a certificate.
 
     Returns:
-        The connection; None if ``address`` cannot be reached, or the proofs are not done in ``timeout_s``.
+        The connection; None if ``address`` cannot be reached, or three tries in ``timeout_s`` do not give both proofs.
     """
     tls = trusting(certificate) if isinstance(certificate, str) and certificate else certificate
     deadline = time.monotonic() + timeout_s

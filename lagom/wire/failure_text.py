@@ -16,7 +16,10 @@ def failure_text(report: str, error: bytes, timeline: str = "[]") -> str:
 def failure_in(text: str) -> tuple[str, bytes, str] | None:
     """Return the report, pickled exception and timeline in a Spark error message; None if it contains no failure.
 
-    A part that was cut off, other than the report, is returned as b"" or "[]".
+    If the message was cut off after the report, the timeline is "[]", and the exception may be b"" or cut off.
+
+    Raises:
+        ValueError: if the report itself was cut off.
     """
     if FAILURE not in text:
         return None

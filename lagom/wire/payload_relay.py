@@ -24,7 +24,7 @@ class PayloadRelay:
         self._timer: asyncio.TimerHandle | None = None
 
     def serve(self, host: DriverConnection) -> None:
-        """Tell ``host`` sources, one after the other, until it has the payload; then offer it as a source."""
+        """Tell ``host`` sources, one after the other, until it has the payload; then offer ``host`` as a source."""
         self._hosts.add(host)
         self._sources.add(host)
         self._assign()

@@ -20,7 +20,7 @@ arrived, and since the last acknowledgement."""
 
 
 def probe_silence(connection: Any, lost_after_s: float) -> None:
-    """Set TCP keepalive: the kernel probes the other machine each second, and ends the connection without an answer.
+    """Set TCP keepalive: the kernel probes a silent machine each second, and ends the connection if none is answered.
 
     The connection ends after ``lost_after_s``. While this end's data is unacknowledged, the kernel retransmits it
     instead of probing, and ends the connection later: use ``PeerSilence`` for this case. Do nothing for a Unix socket,
@@ -42,7 +42,7 @@ class PeerSilence:
         self._since: float | None = None  # by time.monotonic()
 
     def seconds(self) -> float:
-        """Return how long a probe or data of this end has been unanswered; 0 if nothing is, or if it is unknown.
+        """Return how long a probe or data of this end has been unanswered; 0 if all is answered, or this is unknown.
 
         Call this about once a second. Silence counts from at most a second before the first call that finds no answer.
         """

@@ -30,7 +30,7 @@ def peers(joins: Sequence[Message], in_clear: str = "") -> Message:
             on several hosts are then an error. "" if there is none.
 
     Raises:
-        PlanError: if versions of Python or torch differ between tasks, or ``in_clear`` and several hosts.
+        PlanError: if tasks differ in the version of Python or torch, or ranks of several hosts would use ``in_clear``.
     """
     ordered = sorted(joins, key=lambda join: int(join["task"]))
     for fact in ("python", "torch"):

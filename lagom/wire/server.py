@@ -233,6 +233,7 @@ class DriverServer:
         self._keep(peer, over)
 
     async def hand_out(self, peer: DriverConnection, position: int, fd: int | None) -> None:
+        """Send the bytes of ``fd`` from ``position`` on to ``peer``; none if ``fd`` is None."""
         # Several hosts fetch at once and share the descriptor, so read by position.
         while fd is not None and not peer.gone:
             chunk = os.pread(fd, 1 << 20, position)
@@ -243,6 +244,7 @@ class DriverServer:
         peer.end_writing()  # the other end closes the connection when it has all bytes
 
     def take_in(self, name: str, size: int, peer: DriverConnection) -> None:
+        """Receive ``size`` bytes from ``peer`` as the file ``name``, and confirm when all have arrived."""
         path, digest, left = self._place_of(name), hashlib.sha256(), size
         fd = anonymous_file(name) if path is None else os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
 

@@ -1,4 +1,4 @@
-"""``RunSpec``: the facts that a host process needs to run its ranks; small, and pickled by the driver."""
+"""``RunSpec``: the facts that a host process needs to run its ranks, pickled by the driver."""
 
 from __future__ import annotations
 
@@ -48,11 +48,12 @@ class RunSpec:
     secret: bytes = field(default=b"", repr=False)
     """Secret of the run, by which tasks and the driver authenticate each other."""
     files: WrittenFiles | None = None
-    """Files that earlier attempts of this run have written; None if there can be no further attempt."""
+    """Files that earlier attempts have written; None if no attempt can follow, or the driver is unreachable."""
     certificate: str = ""
     """The driver's certificate (PEM); "" if the channel is not encrypted."""
     rank_certificate: str = field(default="", repr=False)
-    """The ranks' key and certificate (PEM); "" if connections between hosts are not encrypted."""
+    """Key and certificate (PEM) for ranks of several hosts, and for hosts that copy the payload; "" if Spark does not
+    encrypt."""
     snapshots: SnapshotPlace | None = None
     """Folder of rank 0's snapshots, and the snapshot from which ranks resume; None if none are kept."""
     losses_left: int = 0
@@ -92,7 +93,7 @@ class RankSpec:
     twin_fd: int | None = None
     """Connection to the host process for the rank's sleeping twins; None if the rank keeps no twins."""
     twins_due: memoryview | None = None
-    """Memory that all ranks of the host share, with the time at which the next twins are due; None without twins."""
+    """Memory shared by the host's ranks: after how many backwards the next twins are forked; None without twins."""
     key: bytes = field(default=b"", repr=False)
     """Key by which ranks authenticate each other; derived from the run's secret."""
     certificate: str = field(default="", repr=False)

@@ -139,5 +139,5 @@ def _by_program() -> str:
 # If Spark encrypts its traffic, the channel is encrypted too, by TLS with a key and a certificate made for the run. The
 # certificate travels to the ranks with the secret, inside Spark's job, which Spark encrypts. Ranks trust only this
 # certificate and no authority, so there is no host name to check. The key stays in the driver's memory. For connections
-# between ranks of several hosts, there are another key and certificate, which all ranks have. Pre-shared keys, which
-# need no certificate, are in Python's ssl only from 3.13 on.
+# between ranks of several hosts, and between hosts that copy the payload, there are another key and certificate, which
+# all of them have. Pre-shared keys, which need no certificate, are in Python's ssl only from 3.13 on.

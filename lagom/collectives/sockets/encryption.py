@@ -112,7 +112,7 @@ class EncryptedSocket:
         socket.socket.shutdown(self._connection, how)  # only TCP's shutdown: another thread may be inside OpenSSL
 
     def close(self) -> None:
-        """Close the connection, even while another thread calls it."""
+        """Close the connection, even while another thread sends or receives."""
         # Do not wait for ever: in a forked child, a thread that was not copied may hold the lock.
         has_turn = self._turn.acquire(timeout=_CLOSE_S)
         self._is_closed = True
@@ -196,8 +196,7 @@ def _first_block(parts: Sequence[bytes | memoryview]) -> bytes | memoryview:
 #
 # If Spark's encryption is set, and ``allow_unencrypted_collectives`` is False, ranks encrypt their connections to other
 # hosts, by TLS 1.3 (Python's ssl). The driver makes one key and one certificate for all ranks of the run, which travel
-# with the run's secret inside Spark's job.
-# Each end of a connection shows the certificate, proves that it has the key, and accepts no other certificate. The
-# proofs of Note [Proofs of ranks] in handshake.py come first, unencrypted: a stranger fails there as it does without
-# encryption, and reaches no code of OpenSSL. A man in the middle can pass on the proofs of two ranks, but then lacks
-# the certificate's key.
+# with the run's secret inside Spark's job. Each end of a connection shows the certificate, proves that it has the key,
+# and accepts no other certificate. The proofs of Note [Proofs of ranks] in handshake.py come first, unencrypted: a
+# stranger fails there as it does without encryption, and reaches no code of OpenSSL. A man in the middle can pass on
+# the proofs of two ranks, but then lacks the certificate's key.

@@ -99,8 +99,8 @@ def _as_bytes(value: str | bytes) -> bytes:
 #
 # torch's TCPStore listens for as long as it lives, serves every client, and sends unencrypted (torch's wheels lack its
 # TLS). So with ranks on several hosts, rank 0 keeps the values, and a thread of lagom serves them. The connections are
-# like those of exchanges: both ends prove themselves, and encrypt if Spark encrypts. Rank 0 listens only until all
-# ranks have connected. One connection serves all threads of a rank: each request has a number, and a request for a
+# proved and encrypted like those of exchanges: see Note [Proofs of ranks] in handshake.py. Rank 0 listens only until
+# all ranks have connected. One connection serves all threads of a rank: each request has a number, and a request for a
 # value that is not set is answered when the value is set. So a thousand ranks that wait for each other while they join
 # need not poll: each sends one request in 20 s (``HELD_S``). Other features of torch's stores (queues, ``append``, a
 # list of keys) are errors here.

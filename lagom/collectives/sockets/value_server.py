@@ -41,26 +41,28 @@ class Ask(IntEnum):
     SET = 1
     GET = 2
     HAS = 3
+    """The answer is empty if there is a value."""
     ADD = 4
     """Add a number, written as text, to the value; the answer is the sum."""
     SWAP = 5
     """Replace the value if it equals the expected value; the answer is the value afterwards. See ``swap_data``."""
     DELETE = 6
     COUNT = 7
+    """The answer is the number of values, as text."""
     AWAIT = 8
-    """The value once it is set; nothing if it is not set within the seconds given as data."""
+    """The answer is the value once it is set; nothing if it is not set within the seconds given as data."""
 
 
 _SETTING = frozenset({Ask.SET, Ask.ADD, Ask.SWAP})
 
 
 class ValueServer:
-    """Keeps the values. A thread serves the other ranks once all of them have connected; then it stops listening.
+    """Keeps the values. A thread lets all other ranks connect, stops listening, and only then serves them.
 
     Args:
-        listener: socket at which the other ranks connect; it is closed when all have connected.
+        listener: socket at which the other ranks connect; the thread closes it.
         others: numbers of the other ranks.
-        timeout_s: how long to wait for the next rank to connect.
+        timeout_s: how long to wait for the next rank to connect; then the thread serves those that have connected.
     """
 
     def __init__(
@@ -87,7 +89,7 @@ class ValueServer:
         threading.Thread(target=self._run, name="lagom-store", daemon=True).start()
 
     def ask(self, what: Ask, name: str, data: bytes = b"") -> bytes | None:
-        """Run a request, and return the answer; None if there is no value of this name.
+        """Run a request, and return its answer: as ``Ask`` says, else the value before the request; None without one.
 
         Raises:
             ValueError: when a number is to be added to a value that is not a number.

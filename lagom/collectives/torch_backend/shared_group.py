@@ -82,7 +82,7 @@ class SharedProcessGroup(_Base):  # type: ignore[misc]
         return self._collective("all_reduce", [listed(tensors)], opts, reduction=reduction_of(opts))
 
     def allreduce_coalesced(self, tensors: Any, opts: Any = None) -> Any:
-        """Run ``allreduce``."""
+        """Reduce each tensor separately, in place, as ``allreduce``."""
         single = dist.AllreduceOptions()  # gloo expects these options
         single.reduceOp = getattr(opts, "reduceOp", single.reduceOp)
         single.timeout = getattr(opts, "timeout", single.timeout)
@@ -143,11 +143,11 @@ class SharedProcessGroup(_Base):  # type: ignore[misc]
         return self._collective("all_to_all", [[listed(outputs)], [listed(inputs)]], opts)
 
     def all_to_all_single(self, output: Tensor, input: Tensor, out_sizes: Any, in_sizes: Any, opts: Any = None) -> Any:
-        """Send rows of ``input`` to each rank, in equal parts unless sizes are given."""
+        """Send rows of ``input`` to each rank, and fill ``output`` with theirs; equal parts unless sizes are given."""
         return self._collective("all_to_all_single", [[output], [input]], opts, to_here=out_sizes, to_all=in_sizes)
 
     def barrier(self, opts: Any = None) -> Any:
-        """Begin a barrier; its work is done when all ranks have called it."""
+        """Begin a barrier, over gloo with several hosts; its work is done when all ranks have called it."""
         memory = self._transport.memory
         return self._gloo.barrier(*handed_on(opts)) if memory is None else self._start("barrier", memory.barrier, opts)
 
@@ -297,6 +297,7 @@ os.register_at_fork(after_in_child=_forget)
 #
 # Collectives of a group run one after the other, in the order in which they were called. An asynchronous collective
 # runs in a thread of the group. A synchronous collective runs in the caller's thread, unless earlier collectives are
-# unfinished: to pass an exchange to a thread and to be woken by it takes ten times as long as a small exchange.
+# unfinished: to pass an exchange to a thread and to be woken by it takes ten times as long as a small exchange. A
+# barrier between hosts waits for no earlier collective: gloo runs it at once.
 #
 # Messages between two ranks have a thread for each direction, so that a send does not wait for a receive.
