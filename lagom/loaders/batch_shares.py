@@ -38,8 +38,9 @@ def split_batch_group(
 ) -> tuple[Any, BatchShare] | None:
     """Return the items of ``rank`` in ``world_size`` batches that make one global batch, and its share.
 
-    The items are one of the batches; ``Positions`` are joined and split instead. If there are fewer than ``world_size``
-    batches, their items are split, or dropped with ``drop_last``. Return None for a dropped tail and an empty list.
+    The items are those of ``batches[rank]``; ``Positions`` are joined and split instead. If there are fewer than
+    ``world_size`` batches, their items are split, or, with ``drop_last``, dropped. Return None if they are dropped, or
+    if there is no batch.
     """
     if batches and isinstance(batches[0], Positions):
         full = len(batches) == world_size or not drop_last

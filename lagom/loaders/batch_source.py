@@ -26,8 +26,8 @@ class BatchSource(Protocol):
     def take(self, fetch: Fetch, source: Any) -> tuple[Any, BatchShare | None]:
         """Return the next batch and this rank's share of it, or None in place of the share.
 
-        The share is None for whole batches, in evaluations over indices, and for a self-sharded data set that is read
-        in a thread, where ranks cannot exchange the sizes of their batches.
+        The share is None for whole batches, in evaluations over map-style and self-sharded data sets, and for a
+        self-sharded data set that is read in a thread, where ranks cannot exchange the sizes of their batches.
 
         Args:
             source: the loader's iterator; ``fetch(source)`` gives its next batch.

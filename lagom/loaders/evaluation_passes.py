@@ -246,7 +246,7 @@ _NO_BACKWARD = (
 # - The error is delayed while a backward may still come: for a loss summed over the epoch, whose graph is alive, or for
 #   rows that are kept to be trained on later. The error comes when the next pass begins and the graph and the rows are
 #   gone, or at the end of the program. While a pass goes on, any backward shows that it is training; after its end,
-#   only a backward that reaches the outputs for the first batch, whose graph holds a mark.
+#   only a backward that reaches a mark, in the graph of the outputs for the first batch or of outputs after the end.
 # - A pass that the program leaves early is judged in the same way if it has given two batches or more. One batch is no
 #   evidence: programs take one to look at shapes, or to let lazy modules create their parameters.
 # - Without a forward, nothing is known about the use of the rows (counted, kept, given to another library), so the user

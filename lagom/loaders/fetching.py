@@ -56,7 +56,7 @@ def make_create_fetcher(session: Session, streams: OwnStreams) -> Any:
 
 
 class _OwnRandomFetcher:
-    """A loader's fetcher that draws from the rank's own random numbers."""
+    """A loader's fetcher that draws from the rank's own random streams."""
 
     def __init__(self, fetcher: Any, streams: OwnStreams) -> None:
         self._fetcher = fetcher

@@ -57,12 +57,12 @@ def _yield_orders(sampler: RandomSampler) -> Iterator[int]:
 
 
 def permute(n: int, key: int, start: int, count: int) -> torch.Tensor:
-    """Return the ``count`` values from place ``start`` on of the order of [0, n) given by ``key``, as int64.
+    """Return values ``start`` to ``start + count`` of the permutation of [0, n) that ``key`` selects, as int64.
 
     See Note [Order on the fly]. A value takes 25 ns, or some microseconds without the compiled extension.
 
     Raises:
-        ValueError: if the order has no such places, or ``n`` is above 2^62.
+        ValueError: if the permutation has fewer values, or ``n`` is above 2^62.
     """
     if not 0 <= start <= start + count <= n <= 1 << 62:
         raise ValueError(f"there are no places {start} to {start + count} in an order of {n}")

@@ -121,7 +121,7 @@ class ReaderThreads:
         self._mixed: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
 
     def read(self, call: Callable[..., Result], *args: object) -> Result:
-        """Run ``call``, which reads a loader, in this thread; notice draws of other threads since the last call."""
+        """Run ``call``, which reads a loader; notice draws of other threads since this thread's last call."""
         thread = threading.current_thread()
         left = self._left.get(thread)
         if left is not None and not torch.equal(left, torch.default_generator.get_state()):

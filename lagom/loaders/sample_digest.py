@@ -26,11 +26,11 @@ _PLACE = "a batch of an iterable data set"
 def digest(sample: Any, *, exact: bool = False) -> bytes:
     """Return a digest of ``sample`` that is equal on all ranks that have equal samples.
 
-    Tensors, arrays, numbers and text count, in tuples, lists and dicts. Other objects count by their type only, since
-    their contents may belong to this process: paths, times, the order of a set. Of a container the first 64 items
-    count, and of a large tensor some elements. Floating-point numbers count with 3 digits, since two kinds of
-    processors may decode an image differently; of a floating-point tensor only the mean, first and last magnitudes
-    count. The digest of a pair of tensors takes 10 microseconds.
+    Tensors, arrays, numbers and text count, in tuples, lists and dicts. Sparse, jagged and quantized tensors count by
+    their type only. So do other objects, whose contents may belong to this process: paths, times, the order of a set.
+    Of a container the first 64 items count, and of a large tensor some elements. Floating-point numbers count with 3
+    digits, since two kinds of processors may decode an image differently; of a floating-point tensor only the mean,
+    first and last magnitudes count. The digest of a pair of tensors takes 10 microseconds.
 
     Args:
         exact: all items of containers, all digits and all elements count. Of the order of elements only some changes

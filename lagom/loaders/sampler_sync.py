@@ -145,9 +145,9 @@ def _yield_from_equal_sampler(session: Session, source: Any, current: LoaderPass
 class RankZeroOrder:
     """Yields the items of rank 0's sampler. Other ranks draw too, since their samplers may remember their draws.
 
-    ``step`` items are drawn at a time, one batch, since a sampler may depend on the losses so far. Items are drawn
-    further ahead only from a list, tuple, dict or set. With ``eager``, ``iter(source)`` is called at once, else with
-    the first item.
+    Only the items of one batch (``step``) are drawn at a time, since a sampler may depend on the losses so far; from a
+    list, tuple, dict or set, the items of 64 batches. With ``eager``, ``iter(source)`` is called at once, else with the
+    first item.
     """
 
     def __init__(self, session: Session, source: Iterable[Any], step: int, current: LoaderPass, *, eager: bool) -> None:
@@ -238,7 +238,7 @@ class RankZeroOrder:
         return self._session.group.broadcast_bytes(b"")
 
     def _call_exclusively(self, call: Callable[..., Result], *args: object) -> Result:
-        """Run ``call``, which draws from the common random streams, while it holds ``DRAWING``."""
+        """Run ``call``, which draws from the common random streams, with ``DRAWING`` held."""
         readers = self._current.readers
         with DRAWING:
             # With workers, the first batches are drawn outside of the loader calls that ``readers`` watches. So

@@ -76,7 +76,8 @@ class SelfShardedSource:
 
         Raises:
             StopIteration: when the data sets of all ranks have ended; in a thread, when that of this rank has.
-            DivergenceError: when this or another rank has no batch at all, or ranks are at different places.
+            DivergenceError: on all ranks, when some ranks have a batch and others none at all, or ranks are at
+                different places.
         """
         if not self._session.may_meet:
             self._session.say_once(_IN_A_THREAD)

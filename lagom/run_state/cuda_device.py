@@ -46,7 +46,7 @@ def move_to_device(data: Any, device: torch.device) -> Any:
 
 
 class TrainedModules:
-    """Moves modules to ``device`` whose parameters an optimizer has got, when the program next reads a loader.
+    """Moves the modules of an optimizer's parameters to ``device``, when the program next reads a loader.
 
     A module that moved only when it is called could have parameters in the graph of a loss already, for example in a
     penalty, or in a forward of rows from elsewhere. Modules that no optimizer knows may belong to a data set, and run

@@ -28,7 +28,10 @@ class BatchShare:
     even: bool
     """Whether all ranks have the same number of samples."""
     step: int | None = field(default=None, compare=False)
-    """Number of the batch within its pass, from 1 on; None before the program sees the batch, or if ranks differ."""
+    """Number of the batch within its pass, from 1 on.
+
+    None before the program sees the batch, and for a data set that shards itself.
+    """
     num_rows: int | None = field(default=None, compare=False)
     """Rows of the batch's first tensor as the program sees it; collate_fn may leave samples out."""
     use: PassUse | None = field(default=None, compare=False)
@@ -55,14 +58,13 @@ class LoaderPass:
     """Shares of the batches that the sampler has drawn and the program has not seen yet: workers fetch ahead."""
     current: BatchShare | None = None
     failed: bool = False
-    """Whether the next batch could not be loaded."""
+    """Whether the latest training batch could not be loaded."""
     ended: bool = False
     """Whether the pass is exhausted."""
     published: Publication | None = None
-    """Values that rank 0 publishes for a pass that a thread of the program reads; None for passes without any."""
-
+    """Messages that rank 0 publishes if a thread of the program reads the pass; None if the pass needs none."""
     readers: ReaderThreads | None = None
-    """The program's threads that read loaders; None if the main thread reads this pass."""
+    """The program's threads that read loaders; None if ``published`` is None."""
     generator: torch.Generator | None = None
     """Generator for torch's samplers in place of the global generator; None for the global one."""
     use: PassUse | None = None
@@ -107,7 +109,7 @@ class PassTracker:
         """Whether a loader has given the program a batch that may be trained on."""
 
     def record_batch(self, current: LoaderPass, share: BatchShare | None) -> None:
-        """Record a training batch; ``share`` is the current share until the next batch or the end of the pass."""
+        """Record a training batch of ``current`` and this rank's ``share`` of it, None for a whole batch."""
         self.evaluation = _NONE
         self.used = None
         self.have_read = True

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 _KEY = "lagom_share"
 _SUMS = ("AddBackward0", "SubBackward0", "StackBackward0")
-"""Nodes that add up their inputs."""
+"""Nodes that add up or stack their inputs, so that each input is a term of its own."""
 
 Gradients = Sequence["torch.Tensor | None"]
 
@@ -58,7 +58,8 @@ class LossTermWeights:
 
         Args:
             otherwise: the weight of all roots if their graphs have no output of a model for a known batch, or if every
-                share in any living graph has weight 1. Beside batches of different weights, such a root has weight 1.
+                share in any living graph has weight 1. If the roots come from batches of different weights, a root
+                without a known batch has weight 1.
         """
         self.may_be_uneven = bool(self._uneven)
         if not self.may_be_uneven:

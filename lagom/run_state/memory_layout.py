@@ -44,7 +44,7 @@ def find_overlapping(tensors: Iterable[torch.Tensor]) -> set[int]:
 
 
 def resolve_lazy(tensor: torch.Tensor) -> torch.Tensor:
-    """Return ``tensor``, or a copy of its values if it is lazily conjugated, lazily negated or a zero tensor."""
+    """Return ``tensor``, or a copy of its values if it is lazily conjugated or negated, or torch's ZeroTensor."""
     if tensor.is_conj() or tensor.is_neg() or tensor._is_zerotensor():
         return torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
     return tensor

@@ -76,7 +76,7 @@ class MixedDevices(TorchFunctionMode):
     """Moves tensors if a function of torch gets some on the CPU and some on the GPU. See Note [Mixed devices].
 
     Args:
-        device: the device to which they are moved, unless the function writes to a tensor on the CPU.
+        device: the device to which they are moved, unless the function writes to or indexes a tensor on the CPU.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -158,9 +158,10 @@ def _moved(value: Any, device: torch.device) -> Any:
 # In runs on GPUs, lagom moves the batches of loaders, and the modules that are trained or called with them, to the
 # rank's GPU. A program that does not know of the GPU makes other tensors on the CPU: the weights of a loss, a mask, a
 # hidden state, the whole test set. If an operation gets such a tensor and a tensor on the GPU, the CPU tensor is copied
-# to the GPU, and autograd brings its gradient back to the CPU. If the operation writes in place to a CPU tensor, the
-# other operands are copied to the CPU instead. So a program whose code names no GPU runs unchanged. Tensors that it
-# saves, pickles, prints or turns into arrays are CPU tensors, so that a checkpoint loads on a machine without a GPU.
+# to the GPU, and autograd brings its gradient back to the CPU. If the operation writes in place to a CPU tensor, or
+# indexes it, the other operands are copied to the CPU instead. So a program whose code names no GPU runs unchanged.
+# Tensors that it saves, pickles, prints or turns into arrays are CPU tensors, so that a checkpoint loads on a machine
+# without a GPU.
 #
 # torch calls a function mode for each of its functions, which takes about 2 us. So the mode is entered only if the
 # words in the program's code include none of "cuda", "gpu" and "accelerator"; other programs place their tensors
@@ -170,4 +171,5 @@ def _moved(value: Any, device: torch.device) -> Any:
 # gets tensors of different devices. In a backward the mode is entered again, for hooks and backward functions.
 #
 # There are limits. An array of a tensor on the GPU is a copy: a program that writes to the array does not change the
-# tensor. So is a gradient on the CPU that is assigned to a parameter on the GPU. Threads of the program have no mode.
+# tensor. A gradient on the CPU that is assigned to a parameter on the GPU is copied too. Threads of the program have no
+# mode.

@@ -90,7 +90,7 @@ def _second_factors(
     """Yield each leaf that is the right operand of a multiplication in the graph of ``roots``, and its left operand.
 
     The left operand is None unless it is a leaf too. ``examine`` decides by these pairs: a leaf that multiplies data is
-    a weight, and one that multiplies only Parameters may be either.
+    a weight, and a leaf that multiplies only Parameters may be either.
     """
     pending = [edge.node if isinstance(edge, GradientEdge) else edge.grad_fn for edge in roots]
     seen = set(pending)

@@ -12,13 +12,13 @@ if TYPE_CHECKING:
 
 
 def count_samples(data: Any) -> int:
-    """Return the number of rows of the first tensor or array in ``data`` that has rows; 1 without one."""
+    """Return the number of rows of the first tensor or array in ``data`` that has rows; 1 if there is none."""
     count = count_rows(data)
     return 1 if count is None else count
 
 
 def count_rows(data: Any) -> int | None:
-    """Return the number of rows of the first tensor or array in ``data`` that has rows; None without one."""
+    """Return the number of rows of the first tensor or array in ``data`` that has rows; None if there is none."""
     if isinstance(data, torch.Tensor):
         return data.size(0) if data.dim() else None  # nested tensors have no len()
     if isinstance(data, Mapping):

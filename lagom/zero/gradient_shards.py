@@ -319,8 +319,8 @@ class GradientShards:
 # gathers the whole gradient, which is then an ordinary one. It stays whole until the program drops it, since the
 # program may hold another reference to it and change it. A read is an exchange: one rank requests it, and the other
 # ranks answer wherever they are; see Note [Asking] in collectives/requests.py. If the shards of another rank belong to
-# an earlier or later gradient (`_clock` differs), all ranks raise an error. Only an optimizer's own `step` sees shards.
-# Operations that treat every element alike, or only need norms, work on shards; each has a patch that knows shards.
+# an earlier or later gradient (`_clock` differs), all ranks raise an error. An optimizer's own `step` sees shards. So
+# do functions of torch that treat every element alike, or only need norms: each of these has a patch.
 #
 # So a gradient is whole in these cases: before its optimizer's first step, unless its parameter is itself sharded; from
 # a read by the program until the program drops it (`was_shown`), or until a step that changes gradients; if two

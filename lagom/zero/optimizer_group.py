@@ -93,7 +93,7 @@ class OptimizerGroup:
         self._gone: list[int] = []
         """Numbers of optimizers that are gone on this rank since the last step."""
         self._overlapping: set[int] = set()
-        """Ids of parameters that share memory with others; sharded parts of these could be stepped by several ranks."""
+        """Ids of parameters that share memory, and are not sharded: several ranks could step the same memory."""
         self._num = 0
         self._num_steps = 0
         self._next_check = 1
@@ -109,8 +109,9 @@ class OptimizerGroup:
     ) -> Any:
         """Run ``inner(optimizer, ...)``, the class's own step, on this rank's shard; a collective.
 
-        An optimizer that cannot be sharded steps all parameters on every rank. Ranks compare which optimizer steps,
-        its settings and which parameters have gradients; now and then also checksums of gradients that are whole.
+        An optimizer that cannot be sharded steps all parameters on every rank, without an exchange once it is probed.
+        Otherwise ranks compare which optimizer steps, its settings and which parameters have gradients; now and then
+        also checksums of gradients that are whole.
 
         Raises:
             DivergenceError: on all ranks, if the compared values differ.

@@ -49,7 +49,10 @@ class OptimizerShards:
             (piece, _make_shard(piece, parameters[piece.param], given=piece.param in given))
             for piece in self.pieces[group.rank]
         ]
-        """This rank's pieces, each with the tensor to step: the parameter itself if the piece is all of it."""
+        """This rank's pieces, each with the tensor to step.
+
+        The tensor is the parameter itself if the piece is all of it, and the parameter is not itself sharded.
+        """
         self.partial = [(piece, one) for piece, one in self.own if one is not parameters[piece.param]]
         self.every = [p for group in optimizer.param_groups for p in group["params"]]
         """The optimizer's parameters."""

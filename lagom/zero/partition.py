@@ -54,7 +54,7 @@ def partition_by_parameter(sizes: Sequence[int], world_size: int) -> list[list[P
 
 
 def _nearest_cut(sizes: Sequence[int], wanted: int) -> int:
-    """Return the possible cut nearest to ``wanted``."""
+    """Return a cut near ``wanted``: inside a parameter if its parts are long enough, else at its nearer end."""
     begin = 0
     for size in sizes:
         if wanted < begin + size:

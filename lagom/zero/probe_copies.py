@@ -64,7 +64,7 @@ def initial_values(like: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 @torch.no_grad()
 def fill_gradient(tensor: torch.Tensor, number: int) -> None:
-    """Fill a tensor with values that look random and grow towards the end, so that its halves have other norms."""
+    """Fill a tensor with values that look random and grow towards the end, so that its halves have different norms."""
     places = torch.arange(1, tensor.numel() + 1, dtype=tensor.dtype, device=tensor.device)
     values = torch.sin(places * (1.3 + 0.7 * number)) * (0.1 + places / tensor.numel())
     tensor.copy_(values.view(tensor.shape))

@@ -287,7 +287,7 @@ def _shape_like(line: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
 # its parts.) Parameters that are not divided are stepped on every rank.
 #
 # During a step, the optimizer's groups hold the tensors that this rank steps. A parameter that is wholly inside the
-# rank's range is in the group itself. One that is partly inside is replaced by a tensor with the rank's elements (a
+# rank's range is in the group itself. A parameter partly inside is replaced by a tensor with the rank's elements (a
 # view of the parameter's memory, or its shard with zero_lvl=3), and with the same elements of the gradient. The
 # optimizer's state is the state of these tensors.
 #

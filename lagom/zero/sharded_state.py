@@ -38,7 +38,7 @@ _GONE = (
 
 
 def refuse_state(group: Group) -> NoReturn:
-    """Answer a rank that gathers the state of an optimizer that this rank does not have, and raise an error.
+    """Answer a rank that gathers an optimizer state that this rank does not have, or has at another step; then raise.
 
     Raises:
         LagomError: always.

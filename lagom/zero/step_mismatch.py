@@ -53,7 +53,7 @@ def raise_step_mismatch(
     """Find out how the ranks' steps differ, and raise; a collective.
 
     Args:
-        step: the step that this rank was about to make; None if it is at another place than the begin of a step.
+        step: the step that this rank was about to make; None if this rank is not at the beginning of a step.
         name: returns the name of a parameter.
 
     Raises:
@@ -77,7 +77,7 @@ def raise_step_mismatch(
 
 
 def _compare_settings(rows: Sequence[Sequence[Mapping[str, Any]]]) -> None:
-    """Check that all ranks step with the same settings; with others, a rank's part would get other values.
+    """Check that all ranks step with the same settings, since each rank steps another part of the parameters.
 
     Raises:
         DivergenceError: when the settings differ.

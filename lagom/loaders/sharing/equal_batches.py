@@ -1,4 +1,4 @@
-"""``BatchComparison``: compare two batches bit for bit; only types that pickle copies exactly can be equal."""
+"""``BatchComparison``: compare two batches bit for bit; only objects that pickle copies exactly count as equal."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class BatchComparison:
         self._pairs: dict[int, object] = {}
         self._back: dict[int, object] = {}
         self.addresses: list[int] = []
-        """Addresses of the memory of the first batch's tensors."""
+        """Addresses of the memory of the tensors in ``mine``."""
 
     def match(self, mine: Any, other: Any) -> bool:
         """Return whether ``mine`` and ``other`` are equal; False for objects whose state cannot be seen."""

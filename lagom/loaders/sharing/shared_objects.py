@@ -158,7 +158,7 @@ def _named_parts(held: dict[str, Any], names: set[str]) -> Iterator[Any]:
 
 @functools.cache
 def _is_of_the_program(module: str | None) -> bool:
-    """Return whether a module is the program's own: none of Python's, torch's, numpy's, or of an installed library."""
+    """Return whether a module is the program's own, and not lagom's, Python's or an installed library's."""
     top = (module or "").partition(".")[0]
     if top in _CORE or _is_pythons(module):
         return False

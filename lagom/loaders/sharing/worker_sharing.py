@@ -223,8 +223,8 @@ _THREAD = (
 #
 # - There is no memory that all ranks share.
 # - The program has asked for its rank.
-# - A data set, a collate function or an object that these use holds memory, pipes or files that workers share with the
-#   process that starts them (shared_objects.py): a worker might pass data to the program through these.
+# - The data set, collate_fn, worker_init_fn or an object that these use holds memory, pipes or files that workers share
+#   with the process that starts them (shared_objects.py): a worker might pass data to the program through these.
 # - The loader pins memory, has an iterator class of its own, or reads a data set that shards itself.
 # - The loader keeps its workers (persistent_workers), and training and evaluation do not both see whole batches.
 # - Ranks use GPUs, and the loader names a multiprocessing context: its workers may make tensors on a GPU.

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 ROOM = 4 << 20
 """Lower bound, in bytes, of the limit up to which whole parameters are kept for their next use."""
 TIMES = 3
-"""After this many all-gathers of a parameter in one forward or backward, raise the limit by its bytes until the end."""
+"""After this many all-gathers of a parameter in a forward or backward, raise the limit by its bytes until that ends."""
 SHARE_KEPT = 16
 """Divisor: the limit is the bytes of all sharded parameters divided by this number, or ``ROOM`` if that is more."""
 
