@@ -124,7 +124,8 @@ def _make_clip_norm(session: Session, gradients: GradientShards, original: Calla
             result: Tensor = original(every, max_norm, norm_type, error_if_nonfinite, foreach)
             return result
         with torch.no_grad():
-            parts = [part for p in cut if (part := gradients.own_shard(p)[1]) is not None]
+            # Each rank counts its own part, also of gradients that it has read: other ranks may not have read them.
+            parts = [part for p in cut if (part := gradients.own_part(p)) is not None]
             whole = [p.grad for p in every if not gradients.is_sharded(p) and p.grad is not None]
             norms = [float(get_total_norm(some, norm_type, False, foreach)) for some in (parts, whole)]
             rows = exchange_numbers(session, "clip_grad_norm_()", norms[:1])

@@ -40,9 +40,14 @@ class ShardedGradient:
         self.shard: torch.Tensor | None = None
         """This rank's shard of the gradient; None if the shard has no elements, or the gradient is whole or missing."""
         self.is_cut = False
-        """Whether the gradient is sharded."""
+        """Whether this rank has only its shard of the gradient."""
         self.was_shown = False
         """Whether the program has read the gradient since its last cut: it is whole then, at least on this rank."""
         self.stays_whole = False
         self.follows_parameter = False
         """Whether the shards are those of the parameter (``zero_lvl=3``), whatever optimizer steps it."""
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether ranks have shards of the gradient. This is equal on all ranks, whichever of them have read it."""
+        return self.is_cut or self.was_shown

@@ -44,7 +44,7 @@ class GradientShards:
         self._entries = WeakIdKeyDictionary()
         self._clock = 0
         """Number of changes of the shards: if it is equal on two ranks, their shards are of the same gradients."""
-        self._num_cut = 0
+        self._num_sharded = 0
         self._early: list[tuple[ShardedGradient, torch.Tensor | None]] = []
         """Gradients that were cut while a backward runs, each with the shard to add to it at the backward's end."""
         self._are_hidden = False
@@ -84,6 +84,8 @@ class GradientShards:
                     self._say(
                         "gradients of parameters that two optimizers step stay whole on every rank, as with zero_lvl=1"
                     )
+            if before is not None and before.is_sharded:
+                self._drop_shard(before)
             self._entries[parameter] = entry
 
     def has_gradient(self, parameter: torch.Tensor) -> bool:
@@ -97,16 +99,26 @@ class GradientShards:
         return None if entry is not None and (entry.is_cut or entry.was_shown) else _slot.__get__(parameter)
 
     def is_sharded(self, parameter: torch.Tensor) -> bool:
-        """Return whether the parameter has a gradient, and ranks have only shards of it."""
-        return self._entry_if_cut(parameter) is not None
+        """Return whether ranks have shards of the parameter's gradient; equal on all ranks, whichever have read it."""
+        return self._entry_if_sharded(parameter) is not None
 
     def own_shard(self, parameter: torch.Tensor) -> tuple[bool, torch.Tensor | None]:
-        """Return ``is_sharded``, and this rank's shard, flat in the order of the parameter's memory.
+        """Return whether this rank has only a shard of the gradient, and the shard, flat in the order of memory.
 
-        The shard is None if the gradient is not sharded, or if this rank keeps none of its elements.
+        The shard is None if the gradient is whole or missing, or if this rank keeps none of its elements.
         """
         entry = self._entry_if_cut(parameter)
         return (False, None) if entry is None else (True, entry.shard)
+
+    def own_part(self, parameter: torch.Tensor) -> torch.Tensor | None:
+        """Return this rank's part of a gradient, also of a whole one, flat in the order of the parameter's memory.
+
+        None if the gradient is missing, or this rank keeps none of its elements.
+        """
+        entry = self._entries[parameter]
+        whole = None if entry.is_cut or entry.mine is None else _slot.__get__(parameter)
+        part: torch.Tensor | None = entry.shard
+        return part if whole is None else flatten_like(whole, parameter)[entry.mine.start : entry.mine.end]
 
     def cut_gradients(self, leaves: Iterable[torch.Tensor]) -> None:
         """Replace whole averaged gradients by this rank's shards, which are added to the shards of earlier backwards.
@@ -185,17 +197,15 @@ class GradientShards:
         """Add ``part`` to the shard of earlier backwards, and mark the gradient as sharded."""
         if part is not None:
             entry.shard = part if entry.shard is None else entry.shard.add_(part)
-        entry.was_shown = False
-        if not entry.is_cut:
-            entry.is_cut = True
-            self._num_cut += 1
+        self._num_sharded += not entry.is_sharded
+        entry.is_cut, entry.was_shown = True, False
 
     def drop(self, parameters: Iterable[torch.Tensor]) -> None:
         """Drop the shards of the gradients of ``parameters``; whole gradients are left to the caller."""
         self._clock += 1
-        if self._num_cut:
+        if self._num_sharded:
             for parameter in parameters:
-                if (entry := self._entry_if_cut(parameter)) is not None:
+                if (entry := self._entry_if_sharded(parameter)) is not None:
                     self._drop_shard(entry)
 
     def gather(self, parameters: Iterable[torch.Tensor]) -> None:
@@ -241,7 +251,7 @@ class GradientShards:
             LagomError: if the other ranks cannot be reached here.
         """
         found: torch.Tensor | None = _slot.__get__(tensor)
-        if found is not None or not self._num_cut or self._are_hidden:
+        if found is not None or not self._num_sharded or self._are_hidden:
             return found
         entry = self._entry_if_cut(tensor)
         if entry is None:
@@ -250,9 +260,9 @@ class GradientShards:
 
     def write(self, tensor: torch.Tensor, value: torch.Tensor | None) -> None:
         """Set ``tensor.grad`` to ``value``, and drop its shard, unless a block hides shards."""
-        if self._num_cut and not self._are_hidden and (entry := self._entry_if_cut(tensor)) is not None:
+        if self._num_sharded and not self._are_hidden and (entry := self._entry_if_sharded(tensor)) is not None:
             self._drop_shard(entry)
-            self._clock += 1
+            self._clock += 1  # also on a rank that has read the gradient: the clocks of all ranks stay equal
         _slot.__set__(tensor, value)
 
     def serve(self, number: int, clock: int) -> None:
@@ -273,17 +283,12 @@ class GradientShards:
             )
         self._group.ask(b"%s %d %d" % (ASK, self._leaves.number(tensor), self._clock))
         found = self._gather_gradient(tensor, entry)
-        self._drop_shard(entry)
-        entry.was_shown = True
+        entry.shard, entry.is_cut, entry.was_shown = None, False, True
         _slot.__set__(tensor, found)
         return found
 
     def _gather_gradient(self, tensor: torch.Tensor | None, entry: ShardedGradient | None) -> torch.Tensor:
-        own: torch.Tensor | None = None
-        if tensor is not None and entry is not None and entry.mine is not None:
-            own = entry.shard
-            if not entry.is_cut and (whole := _slot.__get__(tensor)) is not None:
-                own = flatten_like(whole, tensor)[entry.mine.start : entry.mine.end].clone()
+        own = None if tensor is None or entry is None else self.own_part(tensor)
         missing = entry is None or (entry.mine is not None and own is None)
         rows = all_gather_values(self._group, (missing, None if own is None else own.dtype))
         if any(row[0] for row in rows) or tensor is None or entry is None:
@@ -302,13 +307,18 @@ class GradientShards:
         return found
 
     def _entry_if_cut(self, tensor: torch.Tensor) -> ShardedGradient | None:
-        """Return the entry of a tensor whose gradient is sharded now; None for whole and missing gradients."""
+        """Return the entry of a tensor of whose gradient this rank has only a shard; None for other gradients."""
         entry: ShardedGradient | None = self._entries.get(tensor)
         return entry if entry is not None and entry.is_cut else None
 
+    def _entry_if_sharded(self, tensor: torch.Tensor) -> ShardedGradient | None:
+        """Return the entry of a tensor of whose gradient ranks have shards; None for other gradients."""
+        entry: ShardedGradient | None = self._entries.get(tensor)
+        return entry if entry is not None and entry.is_sharded else None
+
     def _drop_shard(self, entry: ShardedGradient) -> None:
-        entry.shard, entry.is_cut = None, False
-        self._num_cut -= 1
+        entry.shard, entry.is_cut, entry.was_shown = None, False, False
+        self._num_sharded -= 1
 
 
 # Note [Parts of gradients]

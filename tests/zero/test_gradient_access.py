@@ -356,6 +356,54 @@ def test_gradients_that_only_one_rank_reads() -> None:
     close(found[1][1], wanted[1])
 
 
+@pytest.mark.forked  # a pickled function keeps the clip_grad_norm_ that it was made with
+@pytest.mark.parametrize("num_read", [1, 6], ids=["one gradient", "all gradients"])
+def test_clipping_after_one_rank_has_read_gradients(num_read: int) -> None:
+    def train(session: Session) -> Any:
+        model, optimizer, x = _started()
+        scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+        norms = []
+        for is_scaled in (False, True):
+            loss = model(x).square().mean()
+            (scaler.scale(loss) if is_scaled else loss).backward()
+            if session.rank == 0:
+                norms += [float(p.grad.norm()) for p in list(model.parameters())[:num_read]]
+            if is_scaled:
+                scaler.scale(model(x).mean()).backward()
+                scaler.unscale_(optimizer)
+            norms.append(float(clip_grad_norm_(model.parameters(), 0.1)))
+            optimizer.step()
+            optimizer.zero_grad()
+        return norms, _weights(model)
+
+    wanted = alone(train)
+    found = run_ranks(2, train, zero_lvl=2)
+    close(found[0], wanted)
+    close(found[1], (wanted[0][num_read :: num_read + 1], wanted[1]))
+
+
+@pytest.mark.parametrize("value", [None, 0.5], ids=["dropped", "replaced"])
+def test_writing_gradients_after_one_rank_has_read_one(value: float | None) -> None:
+    def train(session: Session) -> Any:
+        model, optimizer, x = _started()
+        found = []
+        for _step in range(3):
+            model(x).square().mean().backward()
+            if session.rank == 0:
+                print(model[0].weight.grad.norm())
+            optimizer.step()
+            for p in model.parameters():
+                p.grad = None if value is None else torch.full_like(p, value)
+            found.append(float(clip_grad_norm_(model.parameters(), 1.0)))
+            optimizer.zero_grad()
+            model(x).mean().backward()
+            found += [p.grad.clone() for p in model.parameters()]
+            model.zero_grad()
+        return found, _weights(model)
+
+    same(train, (2, 2))
+
+
 def test_a_gradient_that_other_ranks_have_thrown_away_is_an_error() -> None:
     def train(session: Session) -> None:
         model, optimizer, x = _started()
