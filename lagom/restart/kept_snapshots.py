@@ -196,7 +196,9 @@ class SnapshotFolder:
                 raise LagomError(f"{path} is not this user's alone, so what it holds is not run; chown and chmod 700")
 
     def _numbers(self) -> list[int]:
-        found = (re.fullmatch(r"snapshot-(\d+)\.json", name) for name in os.listdir(self.path))
+        """Return the numbers of the snapshots that are there, in order; none if the folder has been removed."""
+        names = os.listdir(self.path) if os.path.isdir(self.path) else []
+        found = (re.fullmatch(r"snapshot-(\d+)\.json", name) for name in names)
         return sorted(int(one[1]) for one in found if one is not None)
 
 

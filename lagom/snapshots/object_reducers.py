@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import functools
 import io
 import logging
 import os
+import pickle
+import stat
 import weakref
 from typing import Any
 
@@ -111,8 +115,21 @@ def _reduce_file(file: Any) -> Any:
     encoding = (file.encoding, file.errors) if isinstance(file, io.TextIOWrapper) else (None, None)
     kind = "b" if encoding[0] is None else ""
     if file.writable():
+        if file.readable() or not _grows(file.fileno(), path):
+            raise pickle.PicklingError(f"{name} is open and is changed before its end, or is not at {path} any more")
         return _appending, (path, f"a{kind}", *encoding)
     return _reading, (path, f"r{kind}", *encoding, file.tell())
+
+
+def _grows(fd: int, path: str) -> bool:
+    """Return whether the next write to ``fd`` goes to the end of the file at ``path``; a device has no end."""
+    here = os.fstat(fd)
+    with contextlib.suppress(OSError):
+        is_there = os.path.samestat(here, os.stat(path))
+        if not is_there or not stat.S_ISREG(here.st_mode) or fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_APPEND:
+            return is_there
+        return os.lseek(fd, 0, os.SEEK_CUR) == here.st_size
+    return False
 
 
 def _closed() -> Any:

@@ -83,17 +83,17 @@ def reduce_bar(value: Any) -> Any:
     if bars is not None and isinstance(value, bars.tqdm):
         state = {name: one for name, one in vars(value).items() if name not in (*_SHOWN, "iterable")}
         elapsed = time.time() - state["start_t"] if "start_t" in state else None
-        return _bar, (type(value), state, elapsed)
+        return _bar, (type(value), state, elapsed, getattr(getattr(value, "fp", None), "_wrapped", None))
     return NotImplemented
 
 
-def _bar(kind: Any, state: dict[str, Any], elapsed: float | None) -> Any:
+def _bar(kind: Any, state: dict[str, Any], elapsed: float | None, stream: Any) -> Any:
     bars: Any = sys.modules["tqdm.std"]
     bar = kind.__new__(kind)
     vars(bar).update(state)
     bar.iterable = None
     if not bar.disable:
-        bar.fp = bars.DisableOnWriteError(sys.stderr, tqdm_instance=bar)
+        bar.fp = bars.DisableOnWriteError(stream or sys.stderr, tqdm_instance=bar)
         bar.sp = bar.status_printer(bar.fp)
         bar.start_t = time.time() - (elapsed or 0.0)
         bar.last_print_t = time.time()

@@ -272,7 +272,7 @@ def _local_names(function: Function) -> set[str]:
     return names - {name for one in declared for name in one.names}
 
 
-_TARGETS = ("targets", "target", "body", "orelse", "handlers", "finalbody", "optional_vars")
+_TARGETS = ("targets", "target", "annotation", "body", "orelse", "handlers", "finalbody", "optional_vars")
 
 
 def _evaluated_before(parent: ast.AST, child: ast.AST) -> Iterator[ast.AST]:

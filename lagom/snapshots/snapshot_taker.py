@@ -137,7 +137,10 @@ class Snapshots:
             self._refused = self._asked if isinstance(error.__cause__, WorkersInPassError) else None
             self._put_off(str(error), time.perf_counter() - start)
             return
-        self._take(pickled or partial(self._pickle_in_fork, frames, iterator), start)
+        try:
+            self._take(pickled or partial(self._pickle_in_fork, frames, iterator), start)
+        except NoSnapshotError as error:
+            self._put_off(str(error), time.perf_counter() - start)
 
     def _check_process(self) -> None:
         if threading.current_thread() is not threading.main_thread():
@@ -195,9 +198,8 @@ class Snapshots:
             "world_size": self._session.world_size,
         }
         state = random.getstate()
-        reader, writer = os.pipe()
         self._pages.before_fork()
-        pid = os.fork()
+        pid, reader, writer = _fork()
         if pid == 0:
             random.setstate(state)  # Python seeds ``random`` anew in each fork
             self._write_in_fork(number, pickle, writer)
@@ -286,6 +288,22 @@ def _let_go(kept: int) -> None:
         with contextlib.suppress(OSError):
             if fd > 2 and fd != kept and os.readlink(f"/proc/self/fd/{fd}").startswith(("socket:", "pipe:")):
                 os.close(fd)
+
+
+def _fork() -> tuple[int, int, int]:
+    """Fork; return the fork's process, 0 in the fork itself, and the ends of a pipe between it and this process.
+
+    Raises:
+        NoSnapshotError: if there are too many processes or open files, or too little memory.
+    """
+    ends: tuple[int, ...] = ()
+    try:
+        reader, writer = ends = os.pipe()
+        return os.fork(), reader, writer
+    except OSError as error:
+        for end in ends:
+            os.close(end)
+        raise NoSnapshotError(f"the process could not be forked: {error}") from error
 
 
 def _reason(error: BaseException) -> str:

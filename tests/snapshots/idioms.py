@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import copy
+import io
 import logging
 import random
 from collections import defaultdict, deque
@@ -82,7 +83,8 @@ def early_stopping() -> Any:
     train_loader, test_loader = DataLoader(train_set, batch_size=4, shuffle=True), DataLoader(test_set, batch_size=4)
     best, best_state, patience, log = float("inf"), model.state_dict(), 0, defaultdict(list)
     for epoch in range(6):
-        log["train"].append(train_epoch(model, train_loader, optimizer))
+        loss: float = train_epoch(model, train_loader, optimizer)
+        log["train"].append(loss)
         loss = evaluate(model, test_loader)
         log["decorated"].append(evaluate_decorated(model, test_loader))
         scheduler.step(loss)
@@ -228,10 +230,12 @@ def bars() -> Any:
             nn.functional.mse_loss(model(x), y).backward()
             optimizer.step()
             counts.append(number)
-        bar = tqdm(loader, leave=False)
+        shown = io.StringIO()
+        bar = tqdm(loader, leave=False, file=shown)
         for x, _ in bar:
             bar.set_postfix(rows=len(x))
-        counts.append(bar.n)
+        bar.set_postfix(all=bar.n)
+        counts += [bar.n, "all=3" in shown.getvalue()]
     return counts, weights(model)
 
 
@@ -324,7 +328,7 @@ def streamed() -> Any:
     seen, model = [], network()
     for _ in range(2):
         for x in DataLoader(Stream(), batch_size=7):
-            seen.append(model(x).sum().item())
+            seen.append(model(x.sub_(x.mean())).sum().item())  # in place
     return seen
 
 

@@ -6,7 +6,9 @@ import contextlib
 import csv
 import functools
 import io
+import os
 import sys
+import tempfile
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -58,6 +60,24 @@ def other_output() -> Any:
     with contextlib.redirect_stdout(io.StringIO()):
         for x, _ in batches():
             print(x.sum().item(), file=sys.stdout)
+
+
+def rewritten_file() -> Any:
+    """Keep a line at the begin of a file up to date."""
+    with open(os.path.join(tempfile.gettempdir(), f"lagom-{os.getpid()}.txt"), "w") as file:
+        for number, _ in enumerate(batches()):
+            file.seek(0)
+            file.write(f"{number:9}\n" * (1 if number else 2))
+            file.flush()
+    os.unlink(file.name)
+
+
+def read_and_written_file() -> Any:
+    with open(os.path.join(tempfile.gettempdir(), f"lagom-{os.getpid()}.txt"), "w+") as file:
+        for x, _ in batches():
+            file.write(f"{x.sum().item()}\n")
+            file.flush()
+    os.unlink(file.name)
 
 
 def held_lock() -> Any:
@@ -175,6 +195,8 @@ REFUSED = {
     cache: "is a cache that holds values",
     other_output: "another stream in the place of sys.stdout",
     held_lock: "a lock is held",
+    rewritten_file: "is changed before its end",
+    read_and_written_file: "is changed before its end",
     drawn_later: "a sampler of the program's own",
     all_variables: "calls locals()",
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import errno
 import json
 import os
 import signal
@@ -68,6 +69,28 @@ def test_handlers_exit_functions_and_files_saved_after_the_snapshot_are_there(
     assert result.value == [20, [signal.SIGUSR2], {"written"}]
     assert (tmp_path / "ends.txt").read_text() == "end\n"
     assert "late.txt is as the lost attempt wrote it after the snapshot" in capfd.readouterr().err
+
+
+def forkless(train_set: Any) -> int:
+    """Train where the system gives no process for a snapshot."""
+
+    def fork() -> int:
+        raise OSError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+
+    os.fork = fork
+    num_batches = 0
+    for _ in DataLoader(TensorDataset(torch.arange(10)), batch_size=1):
+        num_batches += 1
+        time.sleep(0.05)
+    return num_batches
+
+
+def test_a_run_that_cannot_fork_goes_on_without_snapshots_and_says_so(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    result = experiment.lagom(forkless, config(tmp_path, world_size=2, snapshot_every_s=0.05))
+    assert result.value == 10
+    assert "the process could not be forked: [Errno 11]" in capfd.readouterr().err
 
 
 def tidies(train_set: Any, folder: str) -> list[Any]:

@@ -6,6 +6,7 @@ import dataclasses
 import hashlib
 import json
 import os
+import shutil
 import time
 from pathlib import Path
 from typing import Any
@@ -69,6 +70,16 @@ def test_a_state_comes_to_the_driver_and_is_a_snapshot_if_its_bytes_are_those_se
     ]
     with pytest.raises(LagomError, match="the driver does not take it"):
         ours.write(3, Parcel(3), FACTS)
+
+
+def test_a_run_whose_folder_was_removed_begins_again_from_the_beginning(tmp_path: Path) -> None:
+    folder = SnapshotFolder(str(tmp_path / "snapshots"))
+    folder.make()
+    history = RunHistory(snapshots=folder)
+    shutil.rmtree(folder.path)
+    history.prepare()
+    assert history.snapshots is not None
+    assert history.snapshots.resumed is None
 
 
 def test_what_comes_in_part_or_cannot_be_put_in_its_place_is_no_snapshot(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from torch.utils.data.dataloader import _DatasetKind
 
 from lagom.errors import LagomError, SnapshotError
+from lagom.loaders.sample_digest import digest
 from lagom.snapshots.passes.loader_positions import (
     FIRST_BATCH,
     LAST_BATCH,
@@ -61,9 +62,12 @@ class LoaderPasses:
             vars(iterator)[NOTES].end_pass(iterator)
 
     def gave_batch(self, iterator: Any, data: Any) -> None:
-        """Keep the last batch that ``iterator`` has given, for its digest, if the data set is iterable."""
-        if iterator._dataset_kind == _DatasetKind.Iterable:
-            vars(iterator)[LAST_BATCH] = data
+        """Keep the digest of the last batch that ``iterator`` has given, if the data set is iterable.
+
+        Not later, for a snapshot: the program may change the batch in place.
+        """
+        if iterator._dataset_kind == _DatasetKind.Iterable and self.takes_notes:
+            vars(iterator)[LAST_BATCH] = digest(data)
 
     @property
     def takes_notes(self) -> bool:

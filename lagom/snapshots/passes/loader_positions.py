@@ -42,8 +42,8 @@ if TYPE_CHECKING:
 LOADER, MADE = "_lagom_loader", "_lagom_made"
 """Attributes of an iterator: a function that returns its loader; generators' states when the iterator was made."""
 PASS_START, FIRST_BATCH, LAST_BATCH = "_lagom_pass_start", "_lagom_first_batch", "_lagom_last_batch"
-"""Attributes of an iterator: generators' states at the start of its pass and when its first batch was asked for; its
-last batch."""
+"""Attributes of an iterator: generators' states at the start of its pass and when its first batch was asked for; the
+digest of its last batch."""
 _SAMPLERS = (SequentialSampler, RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
 """Samplers that draw random numbers at their first item only, and do not change."""
 
@@ -126,7 +126,7 @@ def reduce_iterator(iterator: Any) -> Any:
         raise pickle.PicklingError("a loader with a sampler of the program's own is in a pass")
     is_first = held[MADE] is start
     workers = notes_in_pass(iterator, loader, current, is_first=is_first) if iterator._num_workers else None
-    last = digest(held[LAST_BATCH]) if taken and is_stream(loader) else b""
+    last = held[LAST_BATCH] if taken and is_stream(loader) else b""
     position = Position(
         loader,
         held[MADE],
