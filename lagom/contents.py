@@ -1,4 +1,4 @@
-"""The parts of any value, to compare the ranks' results and to record a result."""
+"""The parts of any value, to combine the ranks' results and to compare the results of rehearsals."""
 
 from __future__ import annotations
 

@@ -55,7 +55,7 @@ class DivergenceError(LagomError):
 
 
 class VerificationError(LagomError):
-    """Rehearsals on the ranks and in one process differ; the text compares them. The run itself did not start."""
+    """Rehearsals have not shown that the run gives one process's numbers; the text compares them. No run started."""
 
 
 class MetricError(LagomError):

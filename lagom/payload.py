@@ -24,7 +24,7 @@ class Parcel:
     """A pickled value, not yet written: its pickle and buffers, in the order of the file."""
 
     def __init__(self, value: object, at_home: Mapping[type, str] | None = None, *, by_reference: bool = False) -> None:
-        """Pickle ``value``; pickle the classes ``at_home`` by the reader's ids.
+        """Pickle ``value``; pickle the classes ``at_home``, which came from the reader, by the reader's ids for them.
 
         See Note [Classes of __main__] in pickler.py.
 

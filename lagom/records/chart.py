@@ -95,6 +95,7 @@ def round_ticks(low: float, high: float) -> list[float]:
 
 
 def number_text(value: float) -> str:
+    """Return ``value`` as short text, mostly with four digits."""
     if value and not 1e-3 <= abs(value) < 1e6:
         return f"{value:.2g}"
     return f"{value:,.4g}" if abs(value) < 1000 else f"{value:,.0f}"

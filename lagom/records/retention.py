@@ -102,9 +102,9 @@ def _named_as_runs(top: Path) -> Iterator[Path]:
 def _size_of_run(folder: Path) -> int | None:
     """Return the bytes of the run in ``folder``; None if it must not be removed.
 
-    That is so if it is another user's, holds files that are not lagom's or snapshots to go on from, or is no run.
+    A folder stays if it is another user's, holds files that are not lagom's or snapshots to go on from, or is no run.
 
-    Every call looks at all runs that are kept, so each folder is listed once and each file looked at once.
+    This is done for all kept runs when a run ends, so each folder is listed once and each file looked at once.
     """
     names, size = set(), 0
     try:

@@ -97,7 +97,7 @@ def timeline_svg(events: Events) -> str:
 
 
 def _part(events: Events) -> tuple[float, float]:
-    """Return begin and end of the part shown: steps of the first rank."""
+    """Return start and end, in microseconds, of the part shown: some steps of the first rank."""
     steps = [event for event in events if event.get("cat") == "step" and event["pid"] == events[0]["pid"]]
     if not steps:
         slices = [event for event in events if event["ph"] == "X"]

@@ -142,6 +142,7 @@ class Upload:
                 self._sent[path] = _state_of(path)
 
     def send_changes(self) -> None:
+        """Copy the files that are new, or have changed since they were last copied."""
         for path in sorted(self.folder.rglob("*")):
             if not self._is_sent(path) or not path.is_file():
                 continue
@@ -151,7 +152,7 @@ class Upload:
                 self._sent[path] = state
 
     def _is_sent(self, path: Path) -> bool:
-        """Return whether ``path`` is a complete record; not a partial file, nor a snapshot, which others send."""
+        """Return whether ``path`` is a complete record; not a partial file, nor a snapshot (see ``SnapshotCopies``)."""
         return path != self.folder and not path.name.startswith(".") and self.folder / SNAPSHOTS not in path.parents
 
     def _go_on(self) -> None:

@@ -30,6 +30,7 @@ class Verification:
     may_run: bool
     """Whether the run may start."""
     told: str
+    """The finding and the advice, from ``advise``."""
     seconds: float
 
     def __str__(self) -> str:
@@ -103,7 +104,7 @@ def show(verification: Verification) -> None:
 
 
 def say_not_rehearsed(name: str) -> None:
-    """Tell on standard error that the program is distributed already, as its code shows."""
+    """Tell on standard error that the program is not rehearsed, since it starts a process group of its own."""
     sys.stderr.write(
         f"lagom: {name}: not rehearsed: it, or a module of yours that it uses, starts a process group of its own "
         "(init_process_group, Horovod), and so its ranks are its own business\n"

@@ -29,7 +29,7 @@ def fixed_randomness(session: Session) -> Iterator[None]:
     """Switch dropout off, and seed the generators with a sample's index before its fetch; in loader workers too.
 
     Samples of iterable data sets, samples that a data set fetches together, and those of loaders without batches are
-    not seeded.
+    not seeded. Dropout inside ``nn.LSTM``, ``nn.GRU`` and ``nn.RNN`` stays on.
     """
     seed = session.config.seed or 0
     attention = F.scaled_dot_product_attention

@@ -84,7 +84,7 @@ class RehearsedSnapshot(Snapshots):
 
 # Note [Passes that go on]
 #
-# The number of backwards at the begin of a pass decides how long the pass is in a rehearsal (truncate.py). A process
-# that goes on from a snapshot begins a pass in progress again, with the number of backwards at the snapshot
+# The number of backwards before a pass decides how long the pass is in a rehearsal (truncate.py). A process that goes
+# on from a snapshot begins a pass in progress again, with the number of backwards at the snapshot
 # (Rehearsal.num_before). So the snapshot is taken while all passes are long ones; or later, before the first batch of a
 # pass, if no training pass is in progress.

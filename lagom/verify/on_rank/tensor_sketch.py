@@ -54,8 +54,9 @@ def flat(value: Any) -> list[object]:
     """Return ``value`` as a list, whatever its type.
 
     Types and places of parts are bytes; a place is empty, or begins with "[" or ".". A float of the program's own
-    return value, which ``aggregate`` averages, is a float. Other fractional numbers, tensors and arrays are sketches; a
-    digest of the places of non-finite numbers, as bytes, comes before. Whole numbers are ints, everything else a text.
+    return value, which ``aggregate`` averages, is a float. Other fractional numbers, tensors and arrays of numbers are
+    sketches, after a text with a digest of the places of non-finite numbers, if there are any. Whole numbers are ints,
+    everything else a text.
     """
     return list(_flat(value, "", 0, True, set()))
 
