@@ -43,7 +43,7 @@ class AutogradGradAverager:
         self._gradient_averager = averager
 
     def average_returned(
-        self, inputs: Sequence[Tensor], gradients: Sequence[Tensor | None], weight: float = 1.0
+        self, inputs: Sequence[Tensor], gradients: Sequence[Tensor | None], weights: Sequence[float]
     ) -> list[Tensor | None]:
         """Return the averages of ``gradients``, which ``torch.autograd.grad`` computed for ``inputs``; a collective.
 
@@ -51,8 +51,8 @@ class AutogradGradAverager:
         is no Parameter and differs between ranks, or if the ranks' gradients have different shapes.
 
         Args:
-            weight: weight of this rank's share, by which ``gradients`` were multiplied; a rank's own gradient is
-                divided by the weight again, unless it is 0.
+            weights: the weights of this rank's shares, by which ``gradients`` were multiplied; a rank's own gradient is
+                divided by its weight again, unless the weight is 0.
 
         Raises:
             DivergenceError: on all ranks, if they ask for gradients of different parameters, or parameters or places in
@@ -61,14 +61,15 @@ class AutogradGradAverager:
         self._divergence.count_step()
         numbers = [self._number_input(i, one) for i, one in enumerate(inputs)]
         plain = [hash_values(one) if _is_plain_leaf(one) else b"" for one in inputs]
-        found = self._average(PLACE, numbers, gradients, b"".join(plain))
+        identity = b"".join(plain) + (b"graph" if _have_graph(gradients) else b"")
+        found = self._average(PLACE, numbers, gradients, identity)
         if found is None:
             filled, local = self._agree_on_gradients(inputs, gradients, numbers, plain)
             found = self._average(PLACE, numbers, [None if i in local else g for i, g in enumerate(filled)])
             assert found is not None, "ranks have just agreed"
             for i in local:
                 own = gradients[i]
-                found[i] = own if own is None or weight in (0, 1) else own / weight
+                found[i] = own if own is None or weights[i] in (0, 1) else own / weights[i]
         return found
 
     def average_accumulated(self, pending: BackwardGradients) -> None:
@@ -82,14 +83,19 @@ class AutogradGradAverager:
                 "a backward with create_graph=True needs averages of gradients, which can be differentiated: with "
                 "gradient_compression='powersgd' or reduction='adasum' use torch.autograd.grad, whose gradients are"
             )
-        own = {id(leaf): leaf.grad for leaf in pending.leaves if leaf.grad is not None}
+        own = {id(leaf): leaf.grad for leaf in pending.leaves if leaf.grad is not None and leaf.grad.requires_grad}
         with torch.no_grad():
             for leaf in pending.leaves:
                 leaf.grad = None if leaf.grad is None else leaf.grad.detach().clone()
         self._gradient_averager.average_backward(pending)
-        leaves = [leaf for leaf in pending.leaves if id(leaf) in own and not self._gradient_averager.keeps_own(leaf)]
+        reached = [leaf for leaf in pending.leaves if leaf.grad is not None]
+        # By number, since each rank may have reached other leaves first.
+        leaves = sorted(
+            (leaf for leaf in reached if not self._gradient_averager.keeps_own(leaf)), key=self._leaves.number
+        )
         averages = [leaf.grad for leaf in leaves]
-        results: Any = AverageFunction.apply(self, averages, *[own[id(leaf)] for leaf in leaves])  # type: ignore[no-untyped-call]
+        graphs = [own[id(leaf)] if id(leaf) in own else _zeros_with_graph(leaf) for leaf in leaves]
+        results: Any = AverageFunction.apply(self, averages, *graphs)  # type: ignore[no-untyped-call]
         for leaf, result in zip(leaves, results, strict=True):
             leaf.grad = result
 
@@ -115,7 +121,7 @@ class AutogradGradAverager:
             if not self._gradient_averager.reduce_if_agreed(kind, reached, identity, by_mean=True):
                 return None
         results: Any = averages
-        if torch.is_grad_enabled() and any(gradient.requires_grad for _, gradient in present):
+        if _have_graph(gradients):
             results = AverageFunction.apply(self, averages, *[gradient for _, gradient in present])  # type: ignore[no-untyped-call]
         found: list[Tensor | None] = [None] * len(gradients)
         for (i, _), result in zip(present, results, strict=True):
@@ -131,11 +137,12 @@ class AutogradGradAverager:
         """Compare the inputs of all ranks; a collective.
 
         Returns:
-            ``gradients``, with zeros for inputs that have gradients on other ranks only, and dense where another rank's
-            gradient is dense; and the indices of inputs whose gradients stay this rank's own.
+            ``gradients``, with zeros for inputs that have gradients on other ranks only, dense where another rank's
+            gradient is dense, and with a graph where another rank's gradient has one; and the indices of inputs whose
+            gradients stay this rank's own.
         """
         self._divergence.find_divergence(PLACE)
-        kinds = [None if g is None else (g.dtype, tuple(g.shape), g.is_sparse) for g in gradients]
+        kinds = [None if g is None else (g.dtype, tuple(g.shape), g.is_sparse, g.requires_grad) for g in gradients]
         mine = list(zip(numbers, plain, kinds, strict=True))
         rows = all_gather_values(self._group, mine)
         if any([one[0] for one in row] != numbers for row in rows):
@@ -147,15 +154,28 @@ class AutogradGradAverager:
         filled, local = list(gradients), set()
         for i, held in enumerate(zip(*rows, strict=True)):
             present = [kind for _, _, kind in held if kind is not None]
-            if len({one[1] for one in held}) > 1 or len({shape for _, shape, _ in present}) > 1:
+            if len({one[1] for one in held}) > 1 or len({kind[1] for kind in present}) > 1:
                 local.add(i)
                 continue
             gradient = filled[i]
             if present and gradient is None:
-                filled[i] = torch.zeros_like(inputs[i])
-            elif gradient is not None and gradient.is_sparse and not all(kind and kind[2] for _, _, kind in held):
-                filled[i] = gradient.to_dense()
+                gradient = torch.zeros_like(inputs[i])
+            elif gradient is not None and gradient.is_sparse and not all(k and k[2] and not k[3] for _, _, k in held):
+                gradient = gradient.to_dense()
+            if gradient is not None and not gradient.requires_grad and any(kind[3] for kind in present):
+                gradient = gradient + _zeros_with_graph(inputs[i])
+            filled[i] = gradient
         return filled, local
+
+
+def _have_graph(gradients: Sequence[Tensor | None]) -> bool:
+    """Return whether averages of ``gradients`` can be differentiated."""
+    return torch.is_grad_enabled() and any(one is not None and one.requires_grad for one in gradients)
+
+
+def _zeros_with_graph(one: Tensor) -> Tensor:
+    """Return zeros that are computed from ``one``: they let this rank take part in a backward through averages."""
+    return one.masked_fill(torch.ones_like(one, dtype=torch.bool), 0)  # ``one * 0`` would have NaN where it is infinite
 
 
 def _copy(gradient: Tensor) -> Tensor:
@@ -228,8 +248,8 @@ def _is_made_of_parameters(one: Tensor) -> bool:
 
 # Note [Gradients of gradients]
 #
-# A gradient that torch.autograd.grad returns for a parameter is weighted: all roots are multiplied by the weight of the
-# rank's current share (a backward may weight single terms). Ranks average it by the mean, whatever the run's reduction.
+# A gradient that torch.autograd.grad returns for a parameter is weighted like that of a backward (see Note [Terms] in
+# run_state/loss_terms.py). Ranks average it by the mean, whatever the run's reduction.
 # With create_graph=True the program may differentiate the average. Let L_r be the weighted objective of rank r, and g_r
 # its gradient. The program gets g = mean(g_r) on every rank, and computes an objective M_r(g). lagom averages gradients
 # in the end, so the result must be the derivative of mean(M_r). With u_r = dM_r/dg and H_r the derivative of g_r, this

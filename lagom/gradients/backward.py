@@ -280,7 +280,7 @@ class _Backwards:
         """
         self._session.distributed_part = self._session.distributed_part or "a backward ran"
         with torch.set_grad_enabled(create_graph):
-            if any(leaf.grad is not None and leaf.grad.requires_grad for leaf in pending.leaves):
+            if create_graph:  # also without a graph here: another rank's gradients may have one
                 self._grads.average_accumulated(pending)
             else:
                 self._gradient_averager.average_backward(pending, **options)

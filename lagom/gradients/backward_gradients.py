@@ -162,7 +162,7 @@ class DelayedHooks:
 
     def restore(self) -> None:
         """Restore all hooks, except those that the program has removed meanwhile."""
-        for hooks, key, hook in self._kept:
+        for hooks, key, hook in reversed(self._kept):  # if a leaf was delayed twice, the second time kept a stand-in
             if key in hooks:
                 hooks[key] = hook
 

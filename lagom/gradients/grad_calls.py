@@ -52,21 +52,41 @@ class GradCalls:
             with inside_backward(self._session):
                 return self._original(outputs, *args, **options)
         self._session.distributed_part = self._session.distributed_part or "torch.autograd.grad was called"
+        weights = self._find_weights(outputs, inputs)
+        roots, term_hooks = self._session.loss_weights.weight_gradients(outputs, args[0], self._session.weight)
         hooks = DelayedHooks()
-        weight = self._session.weight
         try:
             for i in shared:
                 hooks.delay(inputs[i])
             with inside_backward(self._session):
-                found = list(self._original(outputs, *_weight_roots(args, weight), **options))
+                found = list(self._original(outputs, roots, *args[1:], **options))
         finally:
             hooks.restore()
-        if weight not in (0, 1):
-            found = [g if g is None or i in shared else g / weight for i, g in enumerate(found)]
-        averages = self._grads.average_returned([inputs[i] for i in shared], [found[i] for i in shared], weight)
+            for hook in term_hooks:
+                hook.remove()
+        found = [g if g is None or i in shared or weights[i] in (0, 1) else g / weights[i] for i, g in enumerate(found)]
+        averages = self._grads.average_returned(
+            [inputs[i] for i in shared], [found[i] for i in shared], [weights[i] for i in shared]
+        )
+        hooked: dict[int, Tensor | None] = {}  # by id, since hooks of an input that is given twice are called once
         for i, average in zip(shared, averages, strict=True):
-            found[i] = None if average is None else run_hooks(inputs[i], average)
+            if id(inputs[i]) not in hooked:
+                hooked[id(inputs[i])] = None if average is None else run_hooks(inputs[i], average)
+            found[i] = hooked[id(inputs[i])]
         return tuple(found)
+
+    def _find_weights(self, outputs: Sequence[Any], inputs: Sequence[Any]) -> list[float]:
+        """Return, for each of ``inputs``, the weight by which its gradient is multiplied; a guess for a shared input.
+
+        If terms of the loss have different weights, an input that is not shared gets that of its own batch; 1 if that
+        is unknown, as a term without a known batch has.
+        """
+        session = self._session
+        common = session.loss_weights.common_weight(outputs, session.weight)
+        if common is not None:
+            return [common] * len(inputs)
+        shares = [session.batch_tracker.share(one) for one in inputs]
+        return [1.0 if share is None else share.weight(session.world_size) for share in shares]
 
     def _must_take_one_by_one(self, outputs: Sequence[Any], args: tuple[Any, ...]) -> bool:
         """Return whether the call asks for several gradients at once of a tensor that ranks have computed by rows."""
@@ -115,10 +135,3 @@ def _unwrap(one: Tensor) -> Tensor:
     while functorch.is_functorch_wrapped_tensor(one):
         one = functorch.get_unwrapped(one)
     return one
-
-
-def _weight_roots(args: tuple[Any, ...], weight: float) -> tuple[Any, ...]:
-    if weight == 1.0:
-        return args
-    roots: Sequence[Tensor | None] = args[0]
-    return tuple(None if root is None else root * weight for root in roots), *args[1:]

@@ -57,13 +57,12 @@ class LossTermWeights:
         """Return the weighted ``gradients`` of ``roots``, and the hooks that weight single terms during the backward.
 
         Args:
-            otherwise: the weight of all roots if their graphs have no output of a model for a known batch, or if every
-                share in any living graph has weight 1. If the roots come from batches of different weights, a root
-                without a known batch has weight 1.
+            otherwise: the weight of all roots if their graphs have no output of a model for a known batch. If the roots
+                come from batches of different weights, a root without a known batch has weight 1.
         """
         self.may_be_uneven = bool(self._uneven)
-        if not self.may_be_uneven:
-            return _scale_all(gradients, otherwise), []
+        if not self.may_be_uneven and otherwise == 1.0:
+            return gradients, []
         nodes = root_nodes(roots)
         below = _find_batch_weights([node for node in nodes if node is not None])
         found = [below[node] if node is not None else _NONE for node in nodes]
@@ -74,6 +73,14 @@ class LossTermWeights:
         hooks = [node.register_hook(self._make_hook(node, below)) for node in meeting]
         each = [_single_weight(weights) for weights in found]
         return tuple(_scale(gradient, weight) for gradient, weight in zip(gradients, each, strict=True)), hooks
+
+    def common_weight(self, roots: Sequence[Any], otherwise: float) -> float | None:
+        """Return the weight that ``weight_gradients`` gives all terms; None if terms have different weights."""
+        if not self._uneven and otherwise == 1.0:
+            return 1.0
+        below = _find_batch_weights([node for node in root_nodes(roots) if node is not None])
+        together = _NONE.union(*below.values())
+        return next(iter(together), otherwise) if len(together) < 2 else None
 
     def _make_hook(self, node: Node, below: dict[Node, frozenset[float]]) -> Callable[..., Any]:
         edges = [
@@ -186,5 +193,6 @@ def _scale(gradient: torch.Tensor | None, weight: float) -> torch.Tensor | None:
 # weight of its batch. A term without a batch (weight decay) has weight 1. If batches are combined in another way (a
 # contrastive loss), no weight is right, and the user is warned.
 #
-# The walk is needed only while the graph of an uneven share is alive. A tag is in the metadata of a node of the graph,
-# so it lives as long as the graph. Without uneven tags, all terms have the same weight, which needs no walk.
+# The walk is needed only while the graph of an uneven share is alive, or if the batch that the program has fetched last
+# is uneven: the loss may be of an earlier one. A tag is in the metadata of a node of the graph, so it lives as long as
+# the graph. Otherwise all terms have weight 1, which needs no walk.

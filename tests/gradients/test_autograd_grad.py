@@ -97,7 +97,56 @@ def with_hooks(_: Session) -> list[Tensor]:
     return list(torch.autograd.grad(mse(model)(x, y), [model[0].weight, model[0].bias]))
 
 
+def two_loaders(_: Session) -> list[Tensor]:
+    """Differentiate batches of which a rank has shares of different weights: together, and one after the other."""
+    model = mlp()
+    one, other = DataLoader(data(13), batch_size=5), DataLoader(data(18), batch_size=6)
+    for (x, y), (x2, y2) in zip(one, other, strict=True):
+        first, second = mse(model)(x, y), nn.functional.l1_loss(model(x2), y2)
+        together = torch.autograd.grad(first - 0.3 * second, list(model.parameters()), retain_graph=True)
+        earlier = torch.autograd.grad(first, list(model.parameters()))
+        with torch.no_grad():
+            for p, g, g2 in zip(model.parameters(), together, earlier, strict=True):
+                p.sub_(g + g2, alpha=0.1)
+    return weights(model)
+
+
+def tied_with_a_hook(_: Session) -> list[Tensor]:
+    encoder, decoder = nn.Linear(2, 2).double(), nn.Linear(2, 2).double()
+    decoder.weight = encoder.weight
+    calls: list[Tensor] = []
+    found: list[Tensor] = []
+
+    def hook(gradient: Tensor) -> Tensor:
+        calls.append(gradient.clone())
+        return gradient.sign()
+
+    encoder.weight.register_hook(hook)
+    for x, _y in loader():
+        loss = nn.functional.mse_loss(decoder(torch.tanh(encoder(x))), x)
+        found += torch.autograd.grad(loss, [*encoder.parameters(), *decoder.parameters()])
+    return found + calls
+
+
+def penalty_where_samples_choose_the_layer(_: Session) -> list[Tensor]:
+    """Each sample reaches a layer of its own; only one of these layers has a gradient that depends on parameters."""
+    experts = [nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 1)).double(), nn.Linear(2, 1).double()]
+    parameters = [p for expert in experts for p in expert.parameters()]
+    optimizer = torch.optim.SGD(parameters, 0.1)
+    x = torch.randn(8, 2, dtype=torch.float64)
+    x[:, 0] = torch.tensor([1.0, -1.0]).repeat(4)
+    for (rows,) in DataLoader(TensorDataset(x), batch_size=2):
+        loss = torch.cat([experts[int(row[0, 0] < 0)](row) for row in rows.split(1)]).mean()
+        gradients = torch.autograd.grad(loss, parameters, create_graph=True, allow_unused=True)
+        optimizer.zero_grad()
+        (loss + sum(g.square().sum() for g in gradients if g is not None)).backward()
+        optimizer.step()
+    return weights(*experts)
+
+
 PROGRAMS: list[Program] = [
+    two_loaders,
+    tied_with_a_hook,
     plain_leaves,
     meta_learning,
     first_order_meta_learning,
@@ -123,6 +172,23 @@ def test_so_is_the_result_of_whole_batches(program: Program) -> None:
 def test_world_1_is_bit_identical(program: Program) -> None:
     for found, wanted in zip(run_ranks(1, program)[0], alone(program), strict=True):
         assert torch.equal(found, wanted)
+
+
+def test_a_penalty_where_samples_choose_the_layer_is_that_of_one_machine() -> None:
+    check_against_one_process(penalty_where_samples_choose_the_layer)
+
+
+def test_gradients_of_outputs_beside_those_of_parameters_are_the_ranks_own() -> None:
+    def run(_: Session) -> None:
+        model = mlp()
+        one, other = DataLoader(data(13), batch_size=5), DataLoader(data(18), batch_size=6)
+        for (x, y), (x2, y2) in zip(one, other, strict=True):
+            outputs = model(x), model(x2)
+            loss = nn.functional.mse_loss(outputs[0], y) + nn.functional.mse_loss(outputs[1], y2)
+            found = torch.autograd.grad(loss, [*outputs, *model.parameters()], retain_graph=True)
+            torch.testing.assert_close(found[:2], torch.autograd.grad(loss, outputs), rtol=0, atol=1e-15)
+
+    run_ranks(2, run)
 
 
 def test_what_only_some_ranks_use_counts_as_zero_on_the_others() -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, TensorDataset
 
 from lagom.session.session import Session
 from tests.ranks import alone, check_against_one_process, run_ranks
@@ -97,6 +97,28 @@ def differentiated_again(_: Session) -> list[Tensor]:
     return weights(model)
 
 
+def differentiated_where_samples_choose_the_layer(kinds: tuple[type[nn.Module], type[nn.Module]]) -> list[Tensor]:
+    """Each sample reaches a layer of its own."""
+    experts = [nn.Sequential(nn.Linear(2, 3), kind(), nn.Linear(3, 1)).double() for kind in kinds]
+    optimizer = torch.optim.SGD([p for expert in experts for p in expert.parameters()], 0.1)
+    x = torch.randn(8, 2, dtype=torch.float64)
+    x[:, 0] = torch.tensor([1.0, -1.0]).repeat(4)
+    for (rows,) in DataLoader(TensorDataset(x), batch_size=2):
+
+        def loss(rows: Tensor = rows) -> Tensor:
+            return torch.cat([experts[int(row[0, 0] < 0)](row) for row in rows.split(1)]).mean()
+
+        optimizer.zero_grad()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of a reference cycle
+            loss().backward(create_graph=True)
+        gradients = [p.grad for p in optimizer.param_groups[0]["params"]]
+        optimizer.zero_grad()
+        (loss() + sum(grad.square().sum() for grad in gradients)).backward()
+        optimizer.step()
+    return weights(*experts)
+
+
 PROGRAMS: list[Program] = [
     hooks_in_order,
     optimizer_in_the_backward,
@@ -118,6 +140,11 @@ def test_the_gradients_are_those_of_one_machine(program: Program, world_size: in
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)
 def test_so_are_the_gradients_of_whole_batches(program: Program) -> None:
     check_against_one_process(program, batches="whole")
+
+
+@pytest.mark.parametrize("kinds", [(nn.Tanh, nn.Tanh), (nn.Tanh, nn.Identity)], ids=["alike", "one without a graph"])
+def test_gradients_of_layers_that_samples_choose_can_be_differentiated(kinds: Any) -> None:
+    check_against_one_process(lambda _: differentiated_where_samples_choose_the_layer(kinds))
 
 
 def test_hooks_of_leaves_that_only_another_rank_reaches_are_called() -> None:

@@ -105,10 +105,32 @@ def backwards_in_another_order(_: Session) -> list[Tensor]:
     return weights(model)
 
 
+def fetched_before_the_backward(_: Session) -> list[Tensor]:
+    """Fetch the next batch between a forward and its backward; only the tail has uneven shares."""
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for _epoch in range(2):
+        batches = iter(DataLoader(data(17), batch_size=6, shuffle=True))
+        following: Any = next(batches)
+        while following is not None:
+            x, y = following
+            loss = mse(model(x), y)
+            following = next(batches, None)
+            found = torch.autograd.grad(loss, list(model.parameters()), retain_graph=True)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            with torch.no_grad():
+                for p, gradient in zip(model.parameters(), found, strict=True):
+                    p.sub_(gradient, alpha=0.1)
+    return weights(model)
+
+
 PROGRAMS: dict[str, Callable[[Session], list[Tensor]]] = {
     **{step.__name__: lambda _, step=step: trained(step) for step in STEPS},  # type: ignore[misc]
     "summed_over_an_epoch": summed_over_an_epoch,
     "backwards_in_another_order": backwards_in_another_order,
+    "fetched_before_the_backward": fetched_before_the_backward,
 }
 
 
