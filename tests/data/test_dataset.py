@@ -61,6 +61,25 @@ def test_a_loader_of_torch_gives_tensors_by_column_in_the_order_of_the_files(tmp
         dataset[9]
 
 
+def test_what_a_program_does_to_a_batch_does_not_reach_a_later_one(tmp_path: Path) -> None:
+    dataset = ParquetDataset(numbers(tmp_path, [[20]]), window_bytes=240)  # the table is larger
+    loader = DataLoader(dataset, 4)
+    for batch in loader:  # a peek
+        batch["row"].zero_()
+        break
+    assert flat(rows(loader)) == list(range(20))
+    second = []
+    for pair in zip(loader, loader, strict=True):
+        pair[0]["row"].zero_()
+        second += pair[1]["row"].tolist()
+    assert second == list(range(20))
+    overlapping = [list(range(start, start + 4)) for start in range(17)]
+    for batch, wanted in zip(DataLoader(dataset, batch_sampler=overlapping), overlapping, strict=True):
+        assert batch["row"].tolist() == wanted
+        batch["row"].zero_()
+    dataset.close()
+
+
 @pytest.mark.filterwarnings("ignore:rows are drawn from all over")
 @pytest.mark.parametrize("window_bytes", [1 << 20, 60], ids=["fits", "larger"])
 @pytest.mark.parametrize("num_workers", [0, 2])

@@ -13,7 +13,7 @@ from torch.utils.data import Dataset
 
 from lagom.data.column_types.petastorm_codecs import codec
 from lagom.data.column_types.tensor_columns import ColumnEntry, check_policies, column_entries, policy
-from lagom.data.column_types.values import filled
+from lagom.data.column_types.values import RowSpan, filled, joined
 from lagom.data.parquet import table
 from lagom.data.parquet.batches import TableBatchSampler
 from lagom.data.parquet.reader import TableReader
@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from numpy.typing import NDArray
-
-    from lagom.data.column_types.values import RowSpan
 
 
 _generation = 0
@@ -171,7 +169,9 @@ class ParquetDataset(Dataset[Any]):
             return self._reading().pick(picked)
         # Equal steps come from a sequential sampler, or from a rank's share of its batches: read ahead.
         window = max(1, min(self.window_bytes, 8 << 20) // self.table.row_bytes)
-        return self._reading().rows(Epoch(-1, 0, 0, None, 1, window), places)
+        found = self._reading().rows(Epoch(-1, 0, 0, None, 1, window), places)
+        # A copy: the program may change its batch in place, and then read the same rows of the block again.
+        return [RowSpan(joined([span.cut() for span in found]), 0, len(places), 1)]
 
     def batches(
         self, batch_size: int, *, shuffle: bool = False, seed: int | None = None, drop_last: bool = False
