@@ -143,6 +143,16 @@ def test_nulls_of_scalars_are_what_the_program_puts_there(nulls: Any, stands_in:
     assert torch.equal(found["a",].batch().nan_to_num(7), torch.tensor([1.5, stands_in, 2.5]).nan_to_num(7))
 
 
+def test_nulls_among_arrays_of_one_number_are_zeros() -> None:
+    file = io.BytesIO()
+    np.save(file, np.array(1.5, np.float32))
+    codec = petastorm_codecs.codec(UnischemaField("a", np.dtype(np.float32), (), "NdarrayCodec", True), "error")
+    column = tensor_columns.ColumnEntry(("a",), pa.binary(), "mask", "error", codec)
+    found = column.convert(pa.array([file.getvalue(), None]), anywhere())
+    assert found["a",].batch().tolist() == [1.5, 0]
+    assert found["a__valid",].batch().tolist() == [True, False]
+
+
 @pytest.mark.parametrize("order", ["<", ">"])
 @pytest.mark.parametrize("is_zipped", [False, True])
 def test_numbers_that_torch_has_no_type_for_are_an_error(order: str, is_zipped: bool) -> None:
@@ -208,6 +218,11 @@ def test_a_data_set_is_taken_in_place_of_its_path(tmp_path: Path) -> None:
     assert found["x"].tolist() == [1, -2, 5]
     (found,) = ParquetLoader(ParquetDataset(told, nulls="nan", columns=["x"]), 9)
     assert found["x"].nan_to_num(7).tolist() == [0.5, 7, 2.5]
+    small = ParquetDataset(tmp_path, window_bytes=1000, streams=2)
+    for taken in (ParquetDataset(small), lagom.PetastormDataLoader(small, 9).dataset):
+        assert isinstance(taken, ParquetDataset)
+        assert (taken.window_bytes, taken.streams) == (1000, 2)
+    assert ParquetDataset(small, streams=3).streams == 3
     with pytest.raises(ValueError, match="the data set has some already"):
         ParquetDataset(told, filters=[("id", ">", 1)])
 

@@ -81,7 +81,7 @@ class CellColumn:
         out = np.zeros((len(self.cells), *whole), there[0].dtype)
         for row, cell in enumerate(self.cells):
             if cell is not None:
-                out[row][tuple(slice(size) for size in cell.shape)] = cell
+                out[row, ...][tuple(slice(size) for size in cell.shape)] = cell
         return out
 
     @staticmethod

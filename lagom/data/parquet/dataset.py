@@ -26,7 +26,8 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-
+_WINDOW_BYTES = 256 << 20
+"""Default of ``window_bytes``."""
 _generation = 0
 """Number of forks between the first process and this one; reading it is cheaper than asking for the process id."""
 
@@ -68,7 +69,8 @@ class ParquetDataset(Dataset[Any]):
 
     Args:
         source: a folder or file, or a list of these: paths, or URLs that pyarrow or fsspec know (s3:, gs:, hdfs:, ...).
-            Or another ``ParquetDataset``, whose files are read; its columns and filters hold unless others are given.
+            Or another ``ParquetDataset``, whose files are read; its columns, filters, ``window_bytes`` and ``streams``
+            hold unless others are given.
         columns: names of columns, in the wanted order, or a function that chooses from all names; None: all.
         filters: rows to keep, in pyarrow's notation: ``[("x", ">", 0), ...]`` for "and", a list of such lists for "or".
             Row groups that cannot contain such rows are not read.
@@ -77,9 +79,11 @@ class ParquetDataset(Dataset[Any]):
         ragged: how to treat lists of different lengths: "error", "pad" (with zeros, to the longest of a batch), "list"
             (a list of tensors), or a dict of these by column.
         window_bytes: memory of each process for the rows that are shuffled together and for the open pages of one row
-            group per stream, or for rows that stay in memory when they are read by index. More shuffles better.
-        streams: number of places of the table from which a shuffled batch takes rows. If batches are split over ranks
-            whose number divides ``streams``, only one rank reads a row group, as a rule; docs/data.md says more.
+            group per stream, or for rows that stay in memory when they are read by index; 256 MB if not given. More
+            shuffles better.
+        streams: number of places of the table from which a shuffled batch takes rows; 8 if not given. If batches are
+            split over ranks whose number divides ``streams``, only one rank reads a row group, as a rule; docs/data.md
+            says more.
         filesystem: pyarrow's or fsspec's file system; then ``source`` is a path in it.
 
     Raises:
@@ -98,10 +102,12 @@ class ParquetDataset(Dataset[Any]):
         filters: Any = None,
         nulls: Any = "error",
         ragged: Any = "error",
-        window_bytes: int = 256 << 20,
-        streams: int = DEFAULT_STREAMS,
+        window_bytes: int | None = None,
+        streams: int | None = None,
         filesystem: Any = None,
     ) -> None:
+        window_bytes = getattr(source, "window_bytes", _WINDOW_BYTES) if window_bytes is None else window_bytes
+        streams = getattr(source, "streams", DEFAULT_STREAMS) if streams is None else streams
         _check(source, columns, window_bytes, streams)
         self.origin = _origin(source, filters, filesystem)
         if columns is None and isinstance(source, ParquetDataset):

@@ -16,7 +16,6 @@ from lagom.data.column_types.encoded_cells import CellColumn, Encoded
 from lagom.data.column_types.values import Dense
 from lagom.data.parquet.dataset import ParquetDataset
 from lagom.data.parquet.parquet_loader import ParquetLoader
-from lagom.data.parquet.shard import DEFAULT_STREAMS
 from lagom.errors import DataError
 
 if TYPE_CHECKING:
@@ -94,8 +93,8 @@ class PetastormDataLoader(ParquetLoader):
         filters: Any = None,
         nulls: Any = None,
         ragged: Any = None,
-        window_bytes: int = 256 << 20,
-        streams: int = DEFAULT_STREAMS,
+        window_bytes: int | None = None,
+        streams: int | None = None,
         **options: Any,
     ) -> None:
         spec = transform_spec if hasattr(transform_spec, "func") else TransformSpec(transform_spec)
