@@ -99,6 +99,19 @@ def test_structs_become_dicts_and_vectors_of_spark_tensors(tmp_path: Path) -> No
         batch(tmp_path, {"v": pa.array(wrong, vector)})
 
 
+def test_a_column_that_is_a_constant_has_no_nulls_and_masks_of_other_columns_stay(tmp_path: Path) -> None:
+    columns = {"s": [{"x": 1}, {"x": None}], "a": [1, None], "t": [{"a": 3}, {"a": None}]}
+    dataset = ParquetDataset(written(tmp_path, columns), nulls="mask")
+    dataset.constants |= {"s": 0, "a": 5}
+    (found,) = DataLoader(dataset, 2)
+    assert found["s"]["x"].tolist() == [0, 0]
+    assert found["s"]["x__valid"].tolist() == [True, True]
+    assert found["a"].tolist() == [5, 5]
+    assert found["a__valid"].tolist() == [True, True]
+    assert found["t"]["a"].tolist() == [3, 0]
+    assert found["t"]["a__valid"].tolist() == [True, False]
+
+
 def test_a_type_that_cannot_be_a_tensor_is_refused_at_once(tmp_path: Path) -> None:
     folder = written(tmp_path, {"a": [1], "m": pa.array([[("k", 1)]], pa.map_(pa.string(), pa.int64()))})
     with pytest.raises(ValueError, match=r"column 'm' has the type map<.*leave it out with columns"):

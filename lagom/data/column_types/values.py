@@ -224,15 +224,18 @@ class RowSpan(NamedTuple):
 def filled(span: RowSpan, constants: Mapping[str, Any]) -> RowSpan:
     """Return the rows of ``span``, with the columns in ``constants`` set to one value, and their masks to True.
 
+    For a struct column, all fields are set to the value.
+
     Raises:
         ValueError: for a column that is a list in a batch, unless its new value is a text or bytes.
     """
     block = dict(span.cut())
     for path, rows in block.items():
-        if path[0] in constants:
-            block[path] = _filled(path, rows, constants[path[0]])
-        elif path[-1].removesuffix("__valid") in constants and path[-1].endswith("__valid"):
-            block[path] = _filled(path, rows, True)
+        unmasked = (*path[:-1], path[-1].removesuffix("__valid"))
+        is_mask = unmasked != path and unmasked in block
+        name = unmasked[0] if is_mask else path[0]
+        if name in constants:
+            block[path] = _filled(path, rows, True if is_mask else constants[name])
     return RowSpan(block, 0, num_rows(block), 1)
 
 
