@@ -58,6 +58,15 @@ def test_what_is_drawn_ahead_comes_in_order_and_so_does_an_error() -> None:
     ahead.close()
 
 
+def test_who_draws_from_what_was_closed_gets_an_error() -> None:
+    ahead = Prefetcher(iter(range(9)), 2)
+    assert next(ahead) == 0
+    ahead.close()
+    for _ in range(2):
+        with pytest.raises(ValueError, match="the data set was closed while it was read"):
+            next(ahead)
+
+
 def test_a_thread_ends_when_nobody_draws_any_more() -> None:
     drawn = []
 

@@ -74,20 +74,21 @@ class _Line(Generic[T]):
 
     def put(self, item: T) -> None:
         with self._changed:
-            self._items.append(item)
+            if not self._closed:
+                self._items.append(item)
             self._changed.notify_all()
 
     def finish(self, end: BaseException) -> None:
         with self._changed:
-            self._end = ValueError(_CLOSED) if self._closed else end
+            if not self._closed:
+                self._end = end
             self._changed.notify_all()
 
     def close(self) -> None:
         with self._changed:
             self._closed = True
             self._items.clear()
-            if self._end is not None:
-                self._end = ValueError(_CLOSED)  # drops the error, whose traceback holds open files
+            self._end = ValueError(_CLOSED)  # drops the thread's error, whose traceback holds open files
             self._changed.notify_all()
 
 
