@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import importlib.abc
+import importlib.util
 import sys
+import threading
 from contextlib import contextmanager
-from importlib.machinery import PathFinder
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -34,15 +35,21 @@ def on_import(changes: Mapping[str, Change]) -> Iterator[None]:
 
 
 class _Finder(importlib.abc.MetaPathFinder):
-    """Finds a module on its path, and makes the module's loader call a change after it has run the module."""
+    """Has the other finders find a module, and makes the module's loader call a change after it has run the module."""
 
     def __init__(self, changes: Mapping[str, Change]) -> None:
         self._changes = changes
+        self._searches: set[tuple[str, int]] = set()
+        """Modules that are searched for now, and the thread that searches."""
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
-        if name not in self._changes:
+        if name not in self._changes or (search := (name, threading.get_ident())) in self._searches:
             return None
-        spec = PathFinder.find_spec(name, path, target)
+        self._searches.add(search)
+        try:
+            spec = importlib.util.find_spec(name)  # asks all finders, also this one, which then returns None
+        finally:
+            self._searches.remove(search)
         if spec is not None and spec.loader is not None:
             _then(spec.loader, self._changes[name])
         return spec
@@ -53,7 +60,7 @@ def _then(loader: importlib.abc.Loader, change: Change) -> None:
     run = loader.exec_module
 
     def exec_module(module: ModuleType) -> None:
-        del vars(loader)["exec_module"]
+        vars(loader).pop("exec_module", None)  # the outermost of several changes removes them all
         run(module)
         change(module)
 
