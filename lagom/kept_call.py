@@ -21,7 +21,7 @@ from lagom.errors import LagomError, PayloadError, PlanError
 from lagom.payload import Parcel, unpack_file
 from lagom.plan import Plan
 from lagom.program.script import Script
-from lagom.program.sources import reachable_modules
+from lagom.program.sources import reachable_modules, source_text
 from lagom.records.run_dir import RunRecords
 from lagom.restart.kept_snapshots import FOLDER, SETTINGS, SnapshotFolder
 from lagom.snapshots.source_code import SourceFile
@@ -171,7 +171,7 @@ def _changed_functions(call: Call) -> Iterator[str]:
         if not sources[name].is_of(value.__code__):
             yield f"{value.__qualname__}() in {name}"
     for name, text in call.sources.items():
-        if name not in sources and os.path.isfile(name) and Path(name).read_text() != text:
+        if name not in sources and os.path.isfile(name) and source_text(Path(name)) != text:
             yield name
 
 

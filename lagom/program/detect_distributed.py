@@ -6,7 +6,6 @@ See Note [Already distributed].
 from __future__ import annotations
 
 import ast
-import dis
 import functools
 import types
 from collections.abc import Iterable, Iterator
@@ -15,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from lagom.program.script import Script
-from lagom.program.sources import codes, is_foreign, own_root, reachable_modules, used_modules
+from lagom.program.sources import codes, imports_of, is_foreign, own_root, reachable_modules, used_modules
 
 _STARTS = frozenset({"init_process_group", "init_device_mesh"})
 """Functions with which a program starts its own process group."""
@@ -71,7 +70,7 @@ def _found(*values: Any) -> tuple[bool, set[str]]:
             for part in codes(*(value.parts if isinstance(value, Script) else [value.__code__])):
                 starts |= not _STARTS.isdisjoint(part.co_names)
                 names.update(_names(part))
-                imports += _imports(part)
+            imports += imports_of(value)
             if isinstance(value, types.FunctionType):
                 starts |= any(map(_is_horovod, used_modules(value)))
                 words = (value.__globals__.get(name) for name in value.__code__.co_names)
@@ -85,7 +84,7 @@ def _found(*values: Any) -> tuple[bool, set[str]]:
 def is_driver(script: Script) -> bool:
     """Return whether ``script``, or a user module that it uses, imports a module of ``_DRIVES``."""
     parts = list(codes(*script.parts))
-    imports = [name for part in parts for name in _imports(part)]
+    imports = list(imports_of(script))
     used = _reached_parts({name for part in parts for name in _names(part)}, imports)
     return not {*imports, *(name for part in used for name in part.imports)}.isdisjoint(_DRIVES)
 
@@ -124,17 +123,6 @@ def _names(code: types.CodeType) -> Iterator[str]:
         for text in constant if isinstance(constant, tuple) else (constant,):
             if isinstance(text, str) and (word := text.partition(":")[0]).isidentifier():  # so "cuda:0" is "cuda"
                 yield word
-
-
-def _imports(code: types.CodeType) -> Iterator[str]:
-    """Yield dotted names that ``code`` may import: modules, and attributes of modules, which may be modules too."""
-    module = ""
-    for step in dis.get_instructions(code):
-        if step.opname == "IMPORT_NAME":
-            module = step.argval
-            yield module
-        elif step.opname == "IMPORT_FROM":
-            yield f"{module}.{step.argval}"
 
 
 def _files_of(name: str) -> Iterator[tuple[str, Path]]:

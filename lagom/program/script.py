@@ -70,10 +70,12 @@ class Script:
             ValueError: if there is no module of this name with Python source.
             SyntaxError: if Python cannot compile it.
         """
-        path = _path_of_module(name)
-        if path is not None and path.name == "__init__.py":
-            name, path = f"{name}.__main__", path.with_name("__main__.py")
-        if path is None or path.suffix != ".py" or not path.is_file():
+        spec = _find_spec(name)
+        if spec is not None and spec.submodule_search_locations is not None:  # a package, with or without __init__.py
+            name = f"{name}.__main__"
+            spec = _find_spec(name)
+        path = Path(spec.origin or "") if spec is not None else Path()
+        if path.suffix != ".py" or not path.is_file():
             raise ValueError(
                 f"there is no module {name!r} in Python here ({Path.cwd()}); want one as in: -m package.train"
             )
@@ -83,6 +85,11 @@ class Script:
     def __name__(self) -> str:
         """Name of the run: the module's name, or the file's name without its folder."""
         return self.module or Path(self.path).name
+
+    @property
+    def package(self) -> str:
+        """Package of the module, to which its relative imports refer; "" for a script or notebook."""
+        return self.module.rpartition(".")[0]
 
     @property
     def parts(self) -> tuple[types.CodeType, ...]:
@@ -123,7 +130,7 @@ class Script:
         sys.path.insert(0, folder)
         if self.module:
             main.__spec__ = ModuleSpec(self.module, None, origin=self.file)
-            main.__package__ = self.module.rpartition(".")[0]
+            main.__package__ = self.package
         # With this, tracebacks show the source of cells, and of files that executors do not have.
         for name, text in self.texts():
             linecache.cache[name] = (len(text), None, text.splitlines(keepends=True), name)
@@ -134,8 +141,8 @@ class Script:
 
         The package of a module is imported first.
         """
-        if package := self.module.rpartition(".")[0]:
-            importlib.import_module(package)
+        if self.package:
+            importlib.import_module(self.package)
         try:
             for part in parts:
                 part()
@@ -158,7 +165,7 @@ def _text(path: Path) -> str:
         return file.read()
 
 
-def _path_of_module(name: str) -> Path | None:
+def _find_spec(name: str) -> ModuleSpec | None:
     first, *rest = name.split(".")
     full, spec = first, importlib.util.find_spec(first) if first else None
     for part in rest:
@@ -166,4 +173,4 @@ def _path_of_module(name: str) -> Path | None:
             return None
         full = f"{full}.{part}"
         spec = PathFinder.find_spec(full, list(spec.submodule_search_locations))
-    return Path(spec.origin) if spec is not None and spec.origin else None
+    return spec

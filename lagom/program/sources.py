@@ -98,11 +98,10 @@ def _python_places() -> tuple[str, ...]:
 def _imports_of(function: Callable[..., Any]) -> Iterator[str]:
     """Yield the names of the modules that ``function``, and the functions that it uses, import when they run."""
     for value in reachable_modules(function):
-        if isinstance(value, types.FunctionType):
-            yield from imports_of_codes(value.__code__)
-        elif isinstance(value, Script):
-            yield from ([value.module] if value.module else [])
-            yield from (name for code in codes(*value.parts) for name in _imports_of_code(code))
+        if isinstance(value, (types.FunctionType, Script)):
+            yield from imports_of(value)
+        if isinstance(value, Script) and value.module:
+            yield value.module
 
 
 def reachable_modules(*values: Any) -> Iterator[Any]:
@@ -158,11 +157,21 @@ def source_files(*values: Any) -> dict[str, str]:
         if isinstance(value, Script):
             found |= dict(value.texts())
         if isinstance(value, types.FunctionType) and not is_foreign(value):
-            found |= {str(path): path.read_text() for path in map(_own_file, imports_of_codes(value.__code__)) if path}
+            for path in filter(None, map(_own_file, imports_of(value))):
+                if (text := source_text(path)) is not None:
+                    found[str(path)] = text
             name = value.__code__.co_filename
             if name not in found and (lines := linecache.getlines(name, value.__globals__)):
                 found[name] = "".join(lines)
     return found
+
+
+def source_text(path: Path) -> str | None:
+    """Return the text of a source file, decoded as Python decodes it; None if Python could not decode it."""
+    try:
+        return importlib.util.decode_source(path.read_bytes())
+    except (SyntaxError, UnicodeDecodeError):
+        return None
 
 
 def _own_file(module: str) -> Path | None:
@@ -209,21 +218,35 @@ def codes(*parts: types.CodeType) -> Iterator[types.CodeType]:
         yield from codes(*(constant for constant in code.co_consts if isinstance(constant, types.CodeType)))
 
 
-def imports_of_codes(*parts: types.CodeType) -> Iterator[str]:
-    """Yield the modules, and the names from modules, that ``parts`` and the code defined in them import."""
-    yield from (name for code in codes(*parts) for name in _imports_of_code(code))
+def imports_of(value: types.FunctionType | Script) -> Iterator[str]:
+    """Yield the modules, and the names from modules, that ``value`` and the code defined in it import."""
+    if isinstance(value, Script):
+        return imports_of_codes(*value.parts, package=value.package)
+    return imports_of_codes(value.__code__, package=value.__globals__.get("__package__") or "")
 
 
-def _imports_of_code(code: types.CodeType) -> Iterator[str]:
-    """Yield the modules that ``code`` imports, and the names that it imports from them, which may be modules too.
+def imports_of_codes(*parts: types.CodeType, package: str = "") -> Iterator[str]:
+    """Yield the modules, and the names from modules, that ``parts`` and the code defined in them import.
 
-    Relative imports are not resolved.
+    Args:
+        package: package to which relative imports refer; without one they are left out.
     """
+    yield from (name for code in codes(*parts) for name in _imports_of_code(code, package))
+
+
+def _imports_of_code(code: types.CodeType, package: str) -> Iterator[str]:
+    """Yield the modules that ``code`` imports, and the names that it imports from them, which may be modules too."""
     module = ""
-    for step in dis.get_instructions(code):
-        if step.opname == "IMPORT_NAME" and step.argval:
-            module = step.argval
-            yield module
+    steps = [step for step in dis.get_instructions(code) if step.opname != "EXTENDED_ARG"]
+    for place, step in enumerate(steps):
+        if step.opname == "IMPORT_NAME":
+            level = steps[place - 2].argval  # the number of leading dots, loaded before the names and the module
+            try:
+                module = importlib.util.resolve_name("." * level + step.argval, package)
+            except ImportError:  # the rank raises the error if it reaches the import
+                module = ""
+            if module:
+                yield module
         elif step.opname == "IMPORT_FROM" and module:
             yield f"{module}.{step.argval}"
 

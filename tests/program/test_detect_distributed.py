@@ -180,6 +180,16 @@ def test_modules_that_a_function_knows_are_read(folder: Path, name: str, wanted:
     assert is_distributed(lambda: module.setup()) is wanted
 
 
+@pytest.mark.parametrize(("name", "wanted"), [("parallel", True), ("layers", False), ("horovod", False)])
+def test_relative_imports_of_functions_and_modules_are_of_their_package(folder: Path, name: str, wanted: bool) -> None:
+    (folder / "own_package" / "horovod.py").write_text("")
+    text = f"def train():\n    from .{name} import setup\n    setup()\n"
+    (folder / "own_package" / "training.py").write_text(text)
+    function = importlib.import_module("own_package.training").train
+    assert is_distributed(function) is wanted
+    assert is_distributed(Script("training.py", text, (), module="own_package.training")) is wanted
+
+
 @pytest.mark.parametrize(("name", "wanted"), [("Net", False), ("Trainer", True)])
 def test_of_a_loaded_module_what_is_used_counts(folder: Path, name: str, wanted: bool) -> None:
     models = importlib.import_module("own_models")

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from lagom.program.sources import is_installed, lagom_zip, modules_zip
+from lagom.program.sources import is_installed, lagom_zip, modules_zip, source_files
 
 
 @pytest.fixture
@@ -123,6 +123,31 @@ def test_a_folder_without_an_init_is_a_package_too(beside: Path) -> None:
     (beside / "lagom_space").mkdir()
     (beside / "lagom_space" / "part.py").write_text("")
     assert "lagom_space/part.py" in names(function_of("def train():\n    import lagom_space.part"))
+
+
+def test_sources_are_decoded_as_python_decodes_them(beside: Path) -> None:
+    text = "# -*- coding: latin-1 -*-\nx = '\xe9'\n"
+    (beside / "lagom_latin.py").write_bytes(text.encode("latin-1"))
+    (beside / "lagom_no_text.py").write_bytes(b"x = '\xe9'\n")
+    function = function_of("def train():\n    import lagom_latin\n    import lagom_no_text")
+    assert source_files(function) == {str(beside / "lagom_latin.py"): text}
+
+
+def test_a_relative_import_is_of_the_functions_own_package(beside: Path) -> None:
+    package = beside / "lagom_family"
+    package.mkdir()
+    loaded = "def train():\n    from . import lagom_one\n    from .lagom_two import x\n    from ... import lagom_far\n"
+    (package / "__init__.py").write_text(loaded)
+    for name in ("lagom_one.py", "lagom_two.py"):
+        (package / name).write_text("x = 1\n")
+        (beside / name).write_text("x = 2\n")
+    function = importlib.import_module("lagom_family").train
+    assert source_files(function) == {
+        str(package / name): (package / name).read_text() for name in ("__init__.py", "lagom_one.py", "lagom_two.py")
+    }
+    assert {name for name in names(function) if name.startswith("lagom_")} == {
+        f"lagom_family/{name}" for name in ("__init__.py", "lagom_one.py", "lagom_two.py")
+    }
 
 
 def test_a_module_with_a_syntax_error_travels_all_the_same(beside: Path) -> None:
