@@ -5,11 +5,15 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib.metadata
+import itertools
 import os
 import re
 import shutil
 import subprocess
 from dataclasses import dataclass
+
+_NAME = re.compile(r"\d|GPU-|MIG-")
+"""Matches the beginning of an entry of CUDA_VISIBLE_DEVICES that names a device."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,15 +40,14 @@ class Cluster:
 
 def visible_gpus() -> tuple[str, ...]:
     """Return the GPUs that ranks may use, as CUDA_VISIBLE_DEVICES names them; empty if torch is a CPU build."""
-    mask = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if mask is not None and not mask.strip():
-        return ()
     with contextlib.suppress(importlib.metadata.PackageNotFoundError):
         if "+cpu" in importlib.metadata.version("torch"):
             return ()
-    if mask is not None:
-        return tuple(entry.strip() for entry in mask.split(",") if entry.strip())
-    return _listed_gpus()
+    mask = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if mask is None:
+        return _listed_gpus()
+    # As CUDA does: the first entry that names no device, such as -1, hides itself and all entries after it.
+    return tuple(itertools.takewhile(_NAME.match, (entry.strip() for entry in mask.split(","))))
 
 
 @functools.cache
