@@ -128,6 +128,8 @@ class _ComparedBatches:
 
     def __init__(self, session: Session, current: LoaderPass) -> None:
         self._comparison = SampleComparison(session, current)
+        self.last_digest = b""
+        """Digest of the batch that was taken last."""
 
     def take(self, fetch: Fetch, source: Any) -> tuple[Any, None]:
         try:
@@ -135,5 +137,6 @@ class _ComparedBatches:
         except StopIteration:
             self._comparison.finish()
             raise
-        self._comparison.add_batch(digest(data))
+        self.last_digest = digest(data)
+        self._comparison.add_batch(self.last_digest)
         return data, None

@@ -251,7 +251,7 @@ def _make_next(session: Session, readers: ReaderThreads) -> Any:
             raise
         session.data_s += perf_counter() - start
         if session.snapshots is not None:
-            session.snapshots.program.loaders.gave_batch(self, data)
+            session.snapshots.program.loaders.gave_batch(self, data, getattr(held[_BATCH_SOURCE], "last_digest", b""))
         if on_cuda:
             data = moved(data, session.device)
         if current.training:

@@ -61,13 +61,16 @@ class LoaderPasses:
         if iterator._persistent_workers and NOTES in vars(iterator):
             vars(iterator)[NOTES].end_pass(iterator)
 
-    def gave_batch(self, iterator: Any, data: Any) -> None:
+    def gave_batch(self, iterator: Any, data: Any, known: bytes) -> None:
         """Keep the digest of the last batch that ``iterator`` has given, if the data set is iterable.
 
         Not later, for a snapshot: the program may change the batch in place.
+
+        Args:
+            known: the digest of ``data``, if it has been computed; else empty.
         """
         if iterator._dataset_kind == _DatasetKind.Iterable and self.takes_notes:
-            vars(iterator)[LAST_BATCH] = digest(data)
+            vars(iterator)[LAST_BATCH] = known or digest(data)
 
     @property
     def takes_notes(self) -> bool:
