@@ -14,7 +14,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from lagom.patching.object_reference import ObjectReference
 from lagom.row_split.recorder import NotByRowsError
-from lagom.row_split.split_candidate import KnownCalls, SplitCandidate, is_batch
+from lagom.row_split.split_candidate import KnownCalls, SplitCandidate, has_global_hooks, is_batch
 from lagom.row_split.surroundings import Surroundings
 from lagom.run_state.memory_layout import memory_order
 
@@ -174,6 +174,7 @@ class CallKind(NamedTuple):
     """State of each module inside."""
     flags: Any
     modes: tuple[bool, ...]
+    """Modes of torch, and whether it has hooks that it calls for all modules."""
     is_short: bool
     """Whether a block may have a single row, whose shape squeeze() changes."""
 
@@ -207,7 +208,12 @@ def call_kind(candidate: SplitCandidate, surroundings: Surroundings, *, is_short
         for leaf in candidate.leaves
     )
     states = tuple(map(_module_state, candidate.inside))
-    modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.is_autocast_enabled(candidate.device.type)
+    modes = (
+        torch.is_grad_enabled(),
+        torch.is_inference_mode_enabled(),
+        torch.is_autocast_enabled(candidate.device.type),
+        has_global_hooks(),
+    )
     spec = candidate.spec if _SPECS_HASH else repr(candidate.spec)
     return CallKind(spec, leaves, states, surroundings.flags(), modes, is_short)
 

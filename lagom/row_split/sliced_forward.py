@@ -19,7 +19,7 @@ from lagom.row_split.whole_batch import Gatherer, RowBlock, RowExchange, Unequal
 from lagom.run_state.loader_pass import BatchShare
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from lagom.session.session import Session
 
@@ -101,7 +101,7 @@ class SlicedRuns:
             BatchShare(block.num_mine, block.num_all, block.even),
             Draws(block, finding.axes, finding.reads, finding.multiples) if watches else None,
         )
-        with _detour(candidate, finding, region.draws), region.enter(session):
+        with _detour(candidate, finding, region.draws) as restore, region.enter(session):
             before = num_nodes_made()
             outputs, spec = tree_flatten(candidate.run(leaves))
             shapes, num_nodes = _shapes(candidate), num_nodes_made() - before
@@ -120,12 +120,15 @@ class SlicedRuns:
                 raise
             # An evaluation called the model with a share of a training batch, which differs between ranks.
             finding.reason = "was called with other inputs on other ranks"
+            restore()
             return candidate.run(candidate.leaves)
 
 
 @contextmanager
-def _detour(candidate: SplitCandidate, finding: SplitFinding, draws: Draws | None) -> Iterator[None]:
+def _detour(candidate: SplitCandidate, finding: SplitFinding, draws: Draws | None) -> Iterator[Callable[[], None]]:
     """Find out whether a forward takes another way than in its probe; if so, restore torch's generators and buffers.
+
+    Yield a function that restores them.
 
     Raises:
         OtherWayError: when the forward takes another way.
@@ -135,16 +138,20 @@ def _detour(candidate: SplitCandidate, finding: SplitFinding, draws: Draws | Non
         generators.append(torch.cuda.default_generators[candidate.device.index or 0])
     states = [generator.get_state() for generator in generators]
     buffers = copy_buffers(candidate.inside) if finding.changes_buffers else []
+
+    def restore() -> None:
+        for state, generator in zip(states, generators, strict=True):
+            generator.set_state(state)
+        restore_buffers(buffers)
+
     try:
-        yield
+        yield restore
         if draws is not None:
             draws.end()
         elif not all(torch.equal(state, one.get_state()) for state, one in zip(states, generators, strict=True)):
             raise OtherWayError
     except OtherWayError as error:
-        for state, generator in zip(states, generators, strict=True):
-            generator.set_state(state)
-        restore_buffers(buffers)
+        restore()
         if isinstance(error, NewWayError):
             raise
         finding.detours += 1

@@ -214,9 +214,19 @@ def check_call(candidate: SplitCandidate) -> None:
         for parameter in (state.get("_parameters") or {}).values():
             if parameter is not None and parameter._backward_hooks:
                 raise NotByRowsError("has hooks on gradients, which would see those of a part of the batch")
-    everywhere = torch.nn.modules.module
-    if everywhere._global_forward_hooks or everywhere._global_forward_pre_hooks or everywhere._global_backward_hooks:
+    if has_global_hooks():
         raise NotByRowsError("is called with global hooks, which would see a part of the batch")
+
+
+def has_global_hooks() -> bool:
+    """Return whether there are hooks that torch calls for all modules."""
+    everywhere = torch.nn.modules.module
+    return bool(
+        everywhere._global_forward_hooks
+        or everywhere._global_forward_pre_hooks
+        or everywhere._global_backward_hooks
+        or everywhere._global_backward_pre_hooks
+    )
 
 
 def _is_from_torch(hook: object) -> bool:

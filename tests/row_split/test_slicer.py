@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import copy
 import random
 import threading
 import weakref
@@ -15,6 +16,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.modules import module as everywhere
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -628,6 +630,59 @@ def test_a_model_called_with_a_share_while_evaluating_runs_whole() -> None:
         return found
 
     assert run_ranks(2, program, evaluation="gathered") == [(True, 4), (True, 4)]
+
+
+def test_a_forward_that_runs_again_whole_draws_and_counts_once() -> None:
+    def program(_: Session) -> None:
+        model: Any = nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4), nn.Dropout(0.5)).double()
+        share, _y = next(iter(DataLoader(data(8), batch_size=8)))
+        with torch.no_grad():
+            for whole, _y in DataLoader(data(24), batch_size=8):
+                model(whole)
+            for _whole in DataLoader(data(8), batch_size=8):  # an evaluation again
+                plain, state = copy.deepcopy(model), torch.get_rng_state()
+                found, after = model(share), torch.get_rng_state()
+                torch.set_rng_state(state)
+                linear, norm, _ = plain
+                hidden = F.linear(share, linear.weight, linear.bias)
+                means, variances = norm.running_mean, norm.running_var
+                hidden = F.batch_norm(hidden, means, variances, norm.weight, norm.bias, training=True)
+                torch.testing.assert_close(found, F.dropout(hidden, 0.5), rtol=0, atol=1e-12)
+                assert torch.equal(after, torch.get_rng_state())
+                torch.testing.assert_close(model[1].running_mean, means, rtol=0, atol=1e-12)
+                torch.testing.assert_close(model[1].running_var, variances, rtol=0, atol=1e-12)
+                assert model[1].num_batches_tracked == norm.num_batches_tracked + 1
+
+    run_ranks(2, program, evaluation="gathered")
+
+
+@pytest.mark.parametrize(
+    "register",
+    [
+        everywhere.register_module_forward_hook,
+        everywhere.register_module_forward_pre_hook,
+        everywhere.register_module_full_backward_pre_hook,
+    ],
+    ids=lambda register: register.__name__,
+)
+def test_a_hook_of_all_modules_that_comes_later_sees_whole_batches(register: Callable[..., Any]) -> None:
+    def program(_: Session) -> list[int]:
+        model, seen = network(), list[int]()
+
+        def hook(*args: Any) -> None:
+            last = args[-1]
+            seen.append(len(last[0] if isinstance(last, tuple) else last))
+
+        for step in range(9):
+            handle = register(hook) if step in (4, 5, 7) else None
+            model(torch.randn(8, 5, dtype=torch.float64, requires_grad=True)).square().sum().backward()
+            if handle is not None:
+                handle.remove()
+        return seen
+
+    wanted = alone(program)
+    assert wanted == [8] * 12
+    assert run_ranks(2, program, batches="whole") == [wanted] * 2
 
 
 def test_other_inputs_on_other_ranks_are_an_error() -> None:
