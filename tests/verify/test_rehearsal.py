@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import io
 import math
+import pickle
 import sys
 import time
 from pathlib import Path
@@ -323,6 +324,35 @@ def test_samples_have_digests_of_all_that_belongs_to_them() -> None:
     assert digests([x, y.flip(0)])[1] == second
     assert digests([x, y.flip(0)])[0] != first
     assert len(digests("no tensor")) == 1
+
+
+@pytest.mark.parametrize(
+    "unusual",
+    [
+        torch.zeros(3, 0),
+        torch.zeros(3, 2, dtype=torch.complex64).conj(),
+        torch.zeros(3, 2, dtype=torch.complex64).conj().imag,
+        torch.zeros(3, 2, device="meta"),
+        torch.zeros(3, 2).to_sparse(),
+        torch.nested.nested_tensor([torch.ones(2), torch.ones(1), torch.ones(0)], layout=torch.jagged),
+    ],
+    ids=["no columns", "conjugated", "negative", "meta", "sparse", "nested"],
+)
+def test_a_batch_may_hold_any_tensor(unusual: torch.Tensor, tmp_path: Path) -> None:
+    y = torch.tensor([1, 2, 3])
+    assert len(set(digests([y, unusual]))) == 3
+    batches: Any = [(y, unusual)]
+    record = rehearsed(tmp_path, lambda: len(list(DataLoader(batches, batch_size=None))))
+    assert record.returned
+    assert len(record.batches[0].rows) == 3
+    assert pickle.loads(pickle.dumps(record)) == record
+
+
+def test_a_batch_may_be_empty(tmp_path: Path) -> None:
+    batches: Any = [torch.zeros(2, 4), torch.zeros(0, 4), torch.zeros(1, 4)]
+    record = rehearsed(tmp_path, lambda: [len(batch) for batch in DataLoader(batches, batch_size=None)])
+    assert told(record) == [2, 0, 1]
+    assert [len(batch.rows) for batch in record.batches] == [2, 0, 1]
 
 
 def test_any_value_is_flat() -> None:

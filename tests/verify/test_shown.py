@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
+
+import numpy as np
 import pytest
+import torch
 
 from lagom.verify.comparison_row import AgreementLevel, ComparisonRow
 from lagom.verify.on_rank.record import Record
@@ -49,6 +54,13 @@ def test_floats_that_are_right_on_the_average_agree(kind: str) -> None:
 def test_what_has_no_mean_is_not_averaged(kind: str) -> None:
     make = KEPT[kind]
     assert compared(make(2.0), make(1.0), make(3.0)).level == AgreementLevel.DIFFERS
+
+
+@pytest.mark.parametrize("make", [np.array, torch.tensor], ids=["array", "tensor"])
+def test_complex_numbers_may_differ_by_rounding(make: Callable[[list[complex]], object]) -> None:
+    one, near, other = make([1 + 2j, complex(math.nan)]), make([1 + 2.000000001j, complex(math.nan)]), make([1 + 3j, 0])
+    assert compared(one, near, near).level == AgreementLevel.AGREES
+    assert compared(one, other, other).level == AgreementLevel.DIFFERS
 
 
 def test_numbers_within_a_text_may_differ_in_their_last_digit() -> None:

@@ -87,8 +87,9 @@ def _leaf(value: Any, is_own: bool) -> Iterator[object]:
             yield from _sketch_with_gaps(value.detach())
     elif is_array(value):
         yield f"{value.dtype} {value.shape}".encode()
-        if value.dtype.kind in "biuf" and value.size:
-            yield from _sketch_with_gaps(torch.from_numpy(value.astype("float64", order="C")))
+        if value.dtype.kind in "biufc" and value.size:
+            kind = "complex128" if value.dtype.kind == "c" else "float64"
+            yield from _sketch_with_gaps(torch.from_numpy(value.astype(kind, order="C")))
         else:
             yield hashlib.blake2b(value.tobytes(), digest_size=8).hexdigest()
     elif isinstance(value, (int, numbers.Integral)) and not isinstance(value, bool):
@@ -114,12 +115,16 @@ def _sketch_with_gaps(tensor: torch.Tensor) -> Iterator[object]:
 
 
 def digests(data: Any) -> tuple[bytes, ...]:
-    """Return a digest for each sample of a batch, over its row in all tensors that have a row for each sample."""
+    """Return a digest for each sample of a batch, over its row in all tensors that have a row for each sample.
+
+    Tensors whose rows have no readable bytes (sparse, nested, without elements, on the meta device) do not count.
+    """
     count = count_samples(data)
     hashes = [hashlib.blake2b(digest_size=8) for _ in range(count)]
-    for tensor in tensors(data):
-        if tensor.dim() and len(tensor) == count and tensor.layout == torch.strided:
-            rows = tensor.detach().cpu().contiguous().reshape(count, -1).view(torch.uint8).numpy()
+    for tensor in _with_rows(data, count):
+        if tensor.layout == torch.strided and not tensor.is_meta and tensor.numel():
+            whole = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
+            rows = whole.reshape(count, -1).view(torch.uint8).numpy()
             for row, digest in zip(rows, hashes, strict=True):
                 digest.update(row.tobytes())
     return tuple(digest.digest() for digest in hashes)
@@ -127,5 +132,10 @@ def digests(data: Any) -> tuple[bytes, ...]:
 
 def row_shapes(data: Any) -> tuple[tuple[int, ...], ...]:
     """Return the shape of one sample's row in each tensor of a batch that has a row for each sample."""
-    count = count_samples(data)
-    return tuple(tuple(tensor.shape[1:]) for tensor in tensors(data) if tensor.dim() and len(tensor) == count)
+    return tuple(tuple(tensor.shape[1:]) for tensor in _with_rows(data, count_samples(data)))
+
+
+def _with_rows(data: Any, count: int) -> Iterator[torch.Tensor]:
+    for tensor in tensors(data):
+        if not tensor.is_nested and tensor.dim() and len(tensor) == count:  # nested tensors have no len()
+            yield tensor
