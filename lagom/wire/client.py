@@ -128,8 +128,7 @@ class DriverClient:
         """Return the next message, or None if none arrives in time.
 
         Raises:
-            LinkClosed: when the other end has closed the connection, or has sent bytes that are not a frame.
-            OSError: when the connection is broken.
+            LinkClosed: when the connection has ended, or the other end has sent bytes that are not a frame.
         """
         deadline = time.monotonic() + timeout_s
         while True:
@@ -143,6 +142,8 @@ class DriverClient:
                 if left <= 0 or not _is_ready(self.socket, select.POLLIN, left):
                     return None
                 continue
+            except OSError as error:
+                raise LinkClosed(str(error)) from error
             if not chunk:
                 raise LinkClosed("the other end closed the connection")
             self._incoming.feed(chunk)

@@ -71,6 +71,14 @@ def test_what_arrived_before_the_end_is_still_given(pair: tuple[DriverClient, Dr
         right.receive(1.0)
 
 
+def test_a_reset_connection_is_the_end_of_a_link(pair: tuple[DriverClient, DriverClient]) -> None:
+    left, right = pair
+    left.send({"nobody": "reads this"})
+    right.close()
+    with pytest.raises(LinkClosed, match="reset"):
+        left.receive(1.0)
+
+
 def test_a_message_that_fits_no_frame_is_refused_here_and_not_there() -> None:
     with pytest.raises(ValueError, match="frame"):
         body_of({"data": "x" * MAX_FRAME})
