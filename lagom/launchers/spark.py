@@ -218,23 +218,28 @@ class SparkPayload:
     """
 
     def __init__(self, call: Call, history: RunHistory | None = None) -> None:
-        self._token = anonymous_file("token")
         self.snapshot_fd: int | None = None
-        if history is None or history.folder is None:
-            self.fd = anonymous_file("payload")
-            Parcel(call).write(self.fd)
-            return
-        self.fd = os.open(history.folder.call, os.O_RDWR)
-        if history.resumed is not None:
-            self.snapshot_fd = os.open(history.resumed.path, os.O_RDONLY)
+        with contextlib.ExitStack() as stack:
+
+            def closed_with_run(fd: int) -> int:
+                stack.callback(os.close, fd)
+                return fd
+
+            self._token = closed_with_run(anonymous_file("token"))
+            if history is None or history.folder is None:
+                self.fd = closed_with_run(anonymous_file("payload"))
+                Parcel(call).write(self.fd)
+            else:
+                self.fd = closed_with_run(os.open(history.folder.call, os.O_RDWR))
+                if history.resumed is not None:
+                    self.snapshot_fd = closed_with_run(os.open(history.resumed.path, os.O_RDONLY))
+            self._files = stack.pop_all()
 
     def __enter__(self) -> SparkPayload:
         return self
 
     def __exit__(self, *exc: object) -> None:
-        for fd in (self.fd, self._token, self.snapshot_fd):
-            if fd is not None:
-                os.close(fd)
+        self._files.close()
 
     def with_digest(self, place: SnapshotPlace | None) -> SnapshotPlace | None:
         """Return ``place`` with the digest of the resumed snapshot, which hosts may fetch; unchanged without one."""

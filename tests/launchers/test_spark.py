@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 from contextlib import ExitStack
@@ -10,9 +11,10 @@ from typing import Any, cast
 
 import pytest
 
-from lagom.errors import LagomError, PlanError
+from lagom.call import Call
+from lagom.errors import LagomError, PayloadError, PlanError
 from lagom.launchers.run import RunView
-from lagom.launchers.spark import SparkLauncher, rows_of_failure
+from lagom.launchers.spark import SparkLauncher, SparkPayload, rows_of_failure
 from lagom.launchers.spark_session import ClassicFacts, SparkFacts
 
 
@@ -54,6 +56,14 @@ def test_executors_whose_python_will_not_do_are_one_line_with_what_to_do(said: s
     assert told.startswith(f"Spark's job failed: {meant}. Install it there, or")
     assert f"set PYSPARK_PYTHON to a Python that has what this one has ({sys.executable})" in told
     assert "\n" not in told
+
+
+def test_a_call_that_cannot_be_pickled_leaves_no_file_open() -> None:
+    lock = threading.Lock()
+    before = os.listdir("/proc/self/fd")
+    with pytest.raises(PayloadError, match="'lock'"):
+        SparkPayload(Call(function=lambda: lock.locked(), provided={}))
+    assert os.listdir("/proc/self/fd") == before
 
 
 def test_another_failure_is_told_as_it_is() -> None:
