@@ -48,7 +48,7 @@ class RankPlaces:
         if task not in self._joins:
             return LagomError(f"the process of task {task} is gone before its ranks began, perhaps killed")
         first = int(self._joins[task]["ranks"][0])
-        if task not in self._silent:
+        if not self._is_lost(task):
             return RankError(f"the process that held {self._place(task)} is gone, perhaps killed", first)
         return RankError(
             f"no sign of life came for {self._lost_s:g} s from the machine that held {self._place(task)}: it is down, "
@@ -64,11 +64,15 @@ class RankPlaces:
         Args:
             addresses: the address of each task, as this machine sees it.
         """
-        lost = [task for task, seconds in self._silent.items() if seconds >= self._lost_s - _AT_ONCE_S]
+        lost = [task for task in self._silent if self._is_lost(task)]
         if len(self._silent) == len(self._joins):
             return frozenset()
         names = ((_host_of(self._joins[task]), str(self._joins[task]["ip"]), addresses.get(task, "")) for task in lost)
         return frozenset(name for three in names for name in three if name)
+
+    def _is_lost(self, task: int) -> bool:
+        """Return whether the machine of ``task`` has been silent so long that its connection has ended for this."""
+        return task in self._silent and self._silent[task] >= self._lost_s - _AT_ONCE_S
 
     def _place(self, task: int) -> str:
         join = self._joins[task]

@@ -40,6 +40,18 @@ def test_hosts_that_are_silent_for_long_while_others_answer_are_lost(
     assert places(silences).lost_hosts(SEEN) == lost
 
 
+@pytest.mark.parametrize(
+    ("silences", "cause"),
+    [
+        ({}, "the process that held rank 1 on w1 is gone"),
+        ({1: 4.2}, "the process that held rank 1 on w1 is gone"),  # killed, and then its machine answered
+        ({1: 20.1}, "no sign of life came for 20 s from the machine that held rank 1 on w1"),
+    ],
+)
+def test_a_machine_is_the_cause_only_after_the_whole_silence(silences: dict[int, float], cause: str) -> None:
+    assert str(places(silences).gone(1)).startswith(cause)
+
+
 class Jvm:
     """Spark's side of a session whose executors are on these hosts."""
 
