@@ -8,6 +8,8 @@ import struct
 from typing import Any
 
 MAX_FRAME = 1 << 20  # bytes of JSON
+MAX_TEXT = 200_000
+"""Most bytes of JSON of each of the few texts that a frame may have."""
 NONCE = 16
 PROOF = 32
 _SEAL = 16
@@ -29,6 +31,17 @@ def body_of(message: Message) -> bytes:
     if len(body) > MAX_FRAME:
         raise ValueError(f"a message of {len(body)} bytes; a frame holds {MAX_FRAME}")
     return body
+
+
+def shorten(text: str, max_bytes: int = MAX_TEXT, *, keep_end: bool = False) -> str:
+    """Cut ``text`` so that its JSON has at most ``max_bytes`` bytes; keep its beginning, or its end with ``keep_end``.
+
+    JSON has 1 to 12 bytes for a character.
+    """
+    while (size := len(json.dumps(text))) > max_bytes:
+        length = len(text) * max_bytes // size
+        text = text[len(text) - length :] if keep_end else text[:length]
+    return text
 
 
 def frame_of(body: bytes, seals: FrameSeals | None = None) -> bytes:

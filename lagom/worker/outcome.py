@@ -9,9 +9,7 @@ from typing import Any
 from lagom.errors import CollectiveError, PayloadError
 from lagom.payload import InParts, Parcel, unpack
 from lagom.program.own_frames import cut_own_frames
-from lagom.wire.client import Message
-
-_MAX_TEXT = 200_000  # most characters of a message, and of a traceback; both must fit into one frame
+from lagom.wire.framing import Message, shorten
 
 
 def pack_result(returned: Mapping[str, Any], rank: int, at_home: Mapping[type, str]) -> tuple[Parcel, Message]:
@@ -34,7 +32,7 @@ def pack_error(error: BaseException, at_home: Mapping[type, str]) -> tuple[Parce
     The report alone describes a SystemExit, or an error that cannot be pickled or unpickled.
     """
     cut_own_frames(error)
-    text = "".join(traceback.format_exception(error))[-_MAX_TEXT:]
+    text = shorten("".join(traceback.format_exception(error)), keep_end=True)
     report = {
         "type": "outcome",
         "ok": False,
@@ -44,7 +42,7 @@ def pack_error(error: BaseException, at_home: Mapping[type, str]) -> tuple[Parce
         "traceback": text,
     }
     if isinstance(error, SystemExit):
-        report |= {"exit": error.code if isinstance(error.code, int | None) else str(error.code)[:_MAX_TEXT]}
+        report |= {"exit": error.code if isinstance(error.code, int | None) else shorten(str(error.code))}
         return Parcel({"error": None}), report
     error.__traceback__ = None
     for travelling in (error, InParts(error)):
@@ -59,6 +57,6 @@ def pack_error(error: BaseException, at_home: Mapping[type, str]) -> tuple[Parce
 
 def _message(error: BaseException) -> str:
     try:
-        return str(error)[:_MAX_TEXT]
+        return shorten(str(error))
     except Exception as failure:  # ``__str__`` of a program's own class may raise any error
         return f"(its message fails with {type(failure).__name__})"

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from lagom.monitor.output import OWN
 from lagom.restart.stand_in import rank_pid
-from lagom.wire.client import Message
+from lagom.wire.framing import Message, shorten
 from lagom.wire.spec import RankSpec, RunSpec
 from lagom.worker.rank_call import RankCall
 from lagom.worker.rank_environment import set_environment
@@ -32,7 +32,6 @@ if TYPE_CHECKING:
 
 _PR_SET_PDEATHSIG = 1
 _MAX_SOCKET = 107  # most characters of a Unix socket's path
-_MAX_TEXT = 200_000  # most characters of a text of lagom, which must fit into a frame
 
 
 def run_rank(spec: RunSpec, seat: RankSpec, ground: HostWorkspace, stdout: int, stderr: int, parent: int) -> NoReturn:
@@ -110,8 +109,8 @@ class _OwnLines(logging.StreamHandler):  # type: ignore[type-arg]  # which Pytho
         for stream in (sys.__stdout__, sys.__stderr__):  # output from before this message must reach the driver first
             if stream is not None:
                 stream.flush()
-        text = logging.StreamHandler.format(self, record)[:_MAX_TEXT] + "\n"
-        self.tell({"type": "log", "stream": OWN, "data": text.encode(errors="backslashreplace").decode("latin-1")})
+        text = logging.StreamHandler.format(self, record).encode(errors="backslashreplace")
+        self.tell({"type": "log", "stream": OWN, "data": shorten(text.decode("latin-1")) + "\n"})
 
     def format(self, record: logging.LogRecord) -> str:
         """Format ``record``; put a line break before it if the stream's line is unfinished."""

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lagom.wire.framing import MAX_FRAME, BadFrame, FrameDecoder, FrameSeals, Message, body_of, frame_of
+from lagom.wire.framing import MAX_FRAME, BadFrame, FrameDecoder, FrameSeals, Message, body_of, frame_of, shorten
 
 KEY = b"k" * 32
 VALUES = st.recursive(
@@ -127,3 +127,14 @@ def test_bytes_behind_a_message_are_left() -> None:
     assert decoder.take(limit=1) == [{"a": 1}]
     assert decoder.rest() == b"raw"
     assert decoder.rest() == b""
+
+
+@fuzz
+@given(st.text(alphabet=st.characters(), max_size=200), st.integers(14, 300))
+def test_a_shortened_text_is_a_part_that_fits(text: str, max_bytes: int) -> None:
+    begin, end = shorten(text, max_bytes), shorten(text, max_bytes, keep_end=True)
+    assert text.startswith(begin)
+    assert text.endswith(end)
+    assert max(len(json.dumps(begin)), len(json.dumps(end))) <= max_bytes
+    assert (begin == end == text) or len(json.dumps(text)) > max_bytes
+    assert (begin and end) or not text

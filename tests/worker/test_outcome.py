@@ -1,0 +1,20 @@
+"""``lagom.worker.outcome``: the report of an error fits into a frame, whatever its texts are."""
+
+from __future__ import annotations
+
+import pytest
+
+from lagom.payload import unpack
+from lagom.wire.framing import body_of
+from lagom.worker.outcome import pack_error
+
+
+@pytest.mark.parametrize("character", ["x", "\0", "ü", "\N{SNOWMAN}", "\N{GRINNING FACE}", "\udc80"], ids=ascii)
+@pytest.mark.parametrize("kind", [ValueError, SystemExit])
+def test_a_report_fits_into_a_frame_in_any_characters(kind: type[BaseException], character: str) -> None:
+    parcel, report = pack_error(kind("begin" + character * 1_000_000), {})
+    assert body_of(report)
+    assert report["message"].startswith("begin" + character * 1000)
+    if kind is ValueError:
+        assert report["traceback"].rstrip("\n").endswith(character * 1000)
+        assert len(str(unpack(bytearray(parcel.tobytes()))["error"])) == 1_000_005
