@@ -21,7 +21,6 @@ from lagom.wire.client import DriverClient, LinkClosed
 from lagom.wire.many_files import receive_with_files
 from lagom.wire.rendezvous import Stopped
 
-_REQUEST = 1 << 22  # most bytes of a request
 _PATIENCE_S = 1.5
 """Time for host processes to end by themselves after the driver has ended."""
 
@@ -47,7 +46,7 @@ def serve(connection: socket.socket) -> None:
                     preload.import_what_was_used()
                     continue
                 try:
-                    data, fds = receive_with_files(connection, _REQUEST)
+                    data, fds = receive_with_files(connection)
                 except OSError:
                     data, fds = b"", []
                 if not data:

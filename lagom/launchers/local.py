@@ -8,6 +8,7 @@ import dataclasses
 import functools
 import importlib.metadata
 import importlib.util
+import io
 import os
 import pickle
 import platform
@@ -38,7 +39,6 @@ from lagom.wire.spec import RunSpec
 _MAX_RANKS = 960  # this process has an open file for each rank, and the usual limit is 1,024 files
 _PATIENCE_S = 4.0
 """Seconds in which the fork server must end by itself before it is killed."""
-_REQUEST = 1 << 20  # bytes of the send buffer, if the system allows as many; a request must fit into it
 
 
 class LocalLauncher:
@@ -80,17 +80,18 @@ class LocalLauncher:
         """See ``Launcher.run``."""
         with contextlib.ExitStack() as stack:
             payload = _file(stack, "payload")
-            size = Parcel(call).write(payload)
+            size = Parcel(call).write(payload.fileno())
             outcomes = [_file(stack, f"outcome-{rank}") for rank in range(plan.world_size)]
+            fds = [file.fileno() for file in (payload, *outcomes)]
             spec = spec_of(plan, size)
             if history is not None:
                 files, snapshots = history.files_before(), history.snapshots
                 spec = dataclasses.replace(spec, files=files, snapshots=snapshots, losses_left=history.num_left)
             request = pickle.dumps((spec, visible_gpus() if plan.gpu else ()))
             try:
-                run = self._attempt(plan, request, [payload, *outcomes], records, history)
+                run = self._attempt(plan, request, fds, records, history)
             except _ServerGone:
-                run = self._attempt(plan, request, [payload, *outcomes], records, history)
+                run = self._attempt(plan, request, fds, records, history)
             if (lost := run.lost()) is not None:
                 raise lost
             reports = run.reports | {report["rank"]: report for report in run.failures()}
@@ -101,14 +102,14 @@ class LocalLauncher:
             ]
 
     def _attempt(
-        self, plan: Plan, request: bytes, files: list[int], records: RunRecords | None, history: RunHistory | None
+        self, plan: Plan, request: bytes, fds: list[int], records: RunRecords | None, history: RunHistory | None
     ) -> RunView:
         with RunView(plan, self.where(), can_gather=False, records=records, history=history) as run:
             ours, theirs = socket.socketpair()
             with theirs:
                 run.adopt(ours)
                 taker = server()
-                taker.send(request, [theirs.fileno(), *files])
+                taker.send(request, [theirs.fileno(), *fds])
             run.watch()
             if run.lost() is not None and not run.begun and taker.ended():
                 raise _ServerGone("the local fork server ended before it took up the run")
@@ -119,10 +120,8 @@ class _ServerGone(LagomError):
     """The fork server did not take the run, or ended before the run had begun."""
 
 
-def _file(stack: contextlib.ExitStack, name: str) -> int:
-    fd = anonymous_file(name)
-    stack.callback(os.close, fd)
-    return fd
+def _file(stack: contextlib.ExitStack, name: str) -> io.FileIO:
+    return stack.enter_context(io.FileIO(anonymous_file(name)))
 
 
 def spec_of(plan: Plan, payload_size: int) -> RunSpec:
@@ -143,10 +142,12 @@ def spec_of(plan: Plan, payload_size: int) -> RunSpec:
     )
 
 
-def _outcome(rank: int, report: dict[str, Any], fd: int) -> Outcome:
-    if os.fstat(fd).st_size == 0:
-        return Outcome(rank=rank, report=report, load=lambda: {"error": None})
-    kept = os.dup(fd)
+def _outcome(rank: int, report: dict[str, Any], file: io.FileIO) -> Outcome:
+    """Return the outcome, which reads ``file``; close ``file``, so that there is never a second one for each rank."""
+    with file:
+        if os.fstat(file.fileno()).st_size == 0:
+            return Outcome(rank=rank, report=report, load=lambda: {"error": None})
+        kept = os.dup(file.fileno())
     load = functools.cache(lambda: unpack_file(kept))
     weakref.finalize(load, os.close, kept)
     return Outcome(rank=rank, report=report, load=load)
@@ -159,7 +160,6 @@ class _Server:
         self._sending = threading.Lock()
         kind = getattr(socket, "SOCK_SEQPACKET", socket.SOCK_DGRAM)
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, kind)
-        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _REQUEST)
         self.pid = os.getpid()
         root = str(Path(__file__).parents[2])
         env = dict(os.environ) | {"PYTHONPATH": os.pathsep.join([root, *filter(None, sys.path)])}

@@ -1,6 +1,6 @@
-"""``send_with_files``, ``receive_with_files``: pass a message with any number of descriptors over a Unix socket.
+"""``send_with_files``, ``receive_with_files``: pass a message of any size with any number of descriptors.
 
-The socket must keep messages apart (SOCK_SEQPACKET or SOCK_DGRAM).
+The socket must be a Unix socket that keeps packets apart (SOCK_SEQPACKET or SOCK_DGRAM).
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ import socket
 import struct
 from collections.abc import Sequence
 
+from lagom.wire.server import anonymous_file
+
 _MOST = 250  # most descriptors in one packet; the kernel allows 253
 _COUNT = struct.Struct("<I")
 
@@ -17,25 +19,31 @@ _COUNT = struct.Struct("<I")
 def send_with_files(connection: socket.socket, message: bytes, fds: Sequence[int]) -> None:
     """Send ``message`` and the descriptors ``fds``, in as many packets as needed.
 
-    Only one thread at a time may send over ``connection``.
+    The message is a file as well, the first one: a packet must fit into the send buffer, which the system limits. Only
+    one thread at a time may send over ``connection``.
     """
-    socket.send_fds(connection, [_COUNT.pack(len(fds)) + message], fds[:_MOST])
-    for first in range(_MOST, len(fds), _MOST):
-        socket.send_fds(connection, [b"f"], fds[first : first + _MOST])
+    with open(anonymous_file("message"), "wb") as file:
+        file.write(message)
+        file.flush()
+        sent = [file.fileno(), *fds]
+        for first in range(0, len(sent), _MOST):
+            socket.send_fds(connection, [_COUNT.pack(len(sent))], sent[first : first + _MOST])
 
 
-def receive_with_files(connection: socket.socket, size: int) -> tuple[bytes, list[int]]:
-    """Return the next message, of at most ``size`` bytes, and its descriptors; both are empty if the sender has ended.
+def receive_with_files(connection: socket.socket) -> tuple[bytes, list[int]]:
+    """Return the next message and its descriptors; both are empty if the sender has ended.
 
     Raises:
         OSError: if the connection is broken.
     """
-    data, fds, _, _ = socket.recv_fds(connection, size + _COUNT.size, _MOST)
-    while data and len(fds) < _COUNT.unpack_from(data)[0]:
-        more, others, _, _ = socket.recv_fds(connection, 1, _MOST)
+    data, fds, _, _ = socket.recv_fds(connection, _COUNT.size, _MOST)
+    while data and len(fds) < _COUNT.unpack(data)[0]:
+        data, others, _, _ = socket.recv_fds(connection, _COUNT.size, _MOST)
         fds += others
-        if not more:
-            for fd in fds:
-                os.close(fd)
-            return b"", []
-    return data[_COUNT.size :], fds
+    if not data:
+        for fd in fds:
+            os.close(fd)
+        return b"", []
+    with open(fds.pop(0), "rb") as file:
+        file.seek(0)
+        return file.read(), fds

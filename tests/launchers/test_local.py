@@ -6,9 +6,12 @@ import contextlib
 import ctypes
 import gc
 import importlib.metadata
+import logging
 import os
 import random
+import resource
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -28,6 +31,7 @@ from lagom.errors import LagomError, PayloadError, RankError, RankTraceback
 from lagom.launchers import local
 from lagom.result import Result
 from tests.huge_pages import has_huge_pages
+from tests.launchers.forked_server import forked_server
 from tests.launchers.huge_megabytes import huge_megabytes
 
 ROOT = Path(__file__).parents[2]
@@ -354,6 +358,20 @@ def test_more_ranks_than_one_message_has_files_for() -> None:
     assert run(lambda: lagom.rank(), world_size=300).per_rank == tuple(range(300))
 
 
+def test_the_driver_needs_one_open_file_for_each_rank() -> None:
+    run(lambda: None)  # what the first call opens stays open
+    num_ranks, others = 24, 16
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    held = [os.dup(2) for _ in range(num_ranks + others)]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(held) + 1, hard))
+    try:
+        for fd in held:
+            os.close(fd)
+        assert run(lambda: lagom.rank(), num_ranks).per_rank == tuple(range(num_ranks))
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
 @pytest.mark.soak
 def test_a_rank_holds_no_more_files_when_there_are_more_ranks() -> None:
     def files() -> int:
@@ -518,12 +536,46 @@ def test_an_exception_with_a_message_that_fails_is_told_of() -> None:
     assert "raise MuteError" in str(raised.value.__cause__)
 
 
-def test_a_message_as_long_as_a_book_comes_back() -> None:
+@pytest.mark.parametrize("character", ["x", pytest.param("\N{GRINNING FACE}", id="a face")])
+def test_a_message_as_long_as_a_book_comes_back(character: str) -> None:
     def train() -> None:
-        raise ValueError("x" * 5_000_000)
+        raise ValueError(character * 5_000_000)
 
-    with pytest.raises(ValueError, match="xxx"):
+    with pytest.raises(ValueError, match=character * 3):
         run(train)
+
+
+def test_a_long_message_of_lagoms_own_log_does_not_end_the_program() -> None:
+    def train() -> str:
+        logging.getLogger("lagom").warning("ü" * 500_000)
+        return "goes on"
+
+    assert run(train).value == "goes on"
+
+
+def test_long_messages_of_all_ranks_come_back(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """All ranks raise at the same moment, and the host process reports all of them at once."""
+    address = f"\0{tmp_path}"
+
+    def train() -> None:
+        with socket.socket(socket.AF_UNIX) as all_are_there:
+            all_are_there.connect(address)
+            all_are_there.recv(1)
+        raise ValueError("x" * 200_000)
+
+    def release() -> None:
+        for connection in [listener.accept()[0] for _ in range(4)]:
+            connection.close()
+
+    with socket.socket(socket.AF_UNIX) as listener, forked_server():  # a server that writes its errors to this stderr
+        listener.bind(address)
+        listener.listen()
+        thread = threading.Thread(target=release)
+        thread.start()
+        with pytest.raises(ValueError, match="xxx"):
+            run(train, 4)
+        thread.join()
+    assert "frame" not in capfd.readouterr().err
 
 
 def test_the_chain_of_an_exception_is_in_its_traceback() -> None:
