@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 from lagom.errors import LagomError
 from lagom.executor.spark_state import SparkState
+from lagom.host.end_reports import first_failure, fit_reports
 from lagom.host.rank_host import run_task_ranks
 from lagom.host.trial_host import serve_trials
 from lagom.host.workspace import host_workspace, pack_files
@@ -155,11 +156,10 @@ def _run_ranks(
     ip = own_address(link.socket.getsockname()[0] if link else task.ip, spec.env)
     with host_workspace(spec) as place:
         reports = run_task_ranks(spec, task.number, place, link, gather, outcomes, ip, task.gpus)
-        failed = [report for report in reports if not report["ok"] and not report.get("stopped")]
         # Raise only without a link to the driver. With a link, the driver itself ends the run: a task that raises
         # fills Spark's log, and the job's failure would lose the reports of other tasks, one of which may be the cause.
-        if failed and link is None:
-            raise RuntimeError(failure_as_text(failed[0], outcomes[failed[0]["rank"] - ranks[0]], reports))
+        if link is None and (failed := first_failure(reports)) is not None:
+            raise RuntimeError(failure_as_text(failed, outcomes[failed["rank"] - ranks[0]], reports))
         found = [(rank, "outcome", f"outcome-{rank}", report) for rank, report in zip(ranks, reports, strict=True)]
         if 0 in ranks and pack_files(place, fds["files"]):
             found.append((0, "files", "files", {}))
@@ -167,7 +167,7 @@ def _run_ranks(
             (rank, name, file, _deliver_if_large(spec, rank, name, fds[file], said)) for rank, name, file, said in found
         ]
         if link is not None:
-            link.send({"type": "done", "reports": reports})
+            link.send({"type": "done", "reports": fit_reports(reports)})
         return told
 
 

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from lagom.host import oom_kills
-from lagom.wire.client import Message
+from lagom.wire.framing import MAX_TEXT, Message, shorten
 
 _FAULTS = {signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGABRT, signal.SIGTRAP, signal.SIGSYS}
 """Signals that a process brings on itself: a mistake in its code, which it would repeat; others come from outside."""
+
+_TEXTS = ("message", "traceback", "exit")
+"""Parts of a report that may be long texts; "exit" may also be a number."""
 
 
 def death_report(rank: int, status: int, tail: bytes, kills: Mapping[str, int]) -> Message:
@@ -47,6 +50,27 @@ def death_report(rank: int, status: int, tail: bytes, kills: Mapping[str, int]) 
 def stop_report(rank: int) -> Message:
     """Return the report of a rank that was stopped before it sent one: another rank failed, or the driver said stop."""
     return {"type": "outcome", "rank": rank, "ok": False, "stopped": True, "consequence": True}
+
+
+def first_failure(reports: Sequence[Message]) -> Message | None:
+    """Return the report of a rank that failed by itself; without one, of a rank that failed because another one did.
+
+    Return None if no rank has failed.
+    """
+    failed = [report for report in reports if not report["ok"] and not report.get("stopped")]
+    return min(failed, key=lambda report: bool(report.get("consequence")), default=None)
+
+
+def fit_reports(reports: Sequence[Message]) -> list[Message]:
+    """Return ``reports`` for the driver, with texts so short that one frame holds all reports."""
+    share = MAX_TEXT // max(1, sum("traceback" in report for report in reports))
+    found = []
+    for report in reports:
+        texts = {name: report[name] for name in _TEXTS if isinstance(report.get(name), str)}
+        short = {name: shorten(text, share, keep_end=name == "traceback") for name, text in texts.items()}
+        # Output is in a report only if the connection to the driver was lost.
+        found.append({name: value for name, value in (report | short).items() if name != "output"})
+    return found
 
 
 def is_loss(report: Message) -> bool:

@@ -14,6 +14,7 @@ import time
 
 from lagom.errors import LagomError
 from lagom.host.descendants import adopt_orphans, end_descendants, fork_host
+from lagom.host.end_reports import fit_reports
 from lagom.host.rank_host import run_task_ranks
 from lagom.host.trial_host import serve_trials
 from lagom.host.workspace import host_workspace, remove_leftovers
@@ -106,7 +107,7 @@ def _run_host(data: bytes, fds: list[int]) -> None:
                     serve_trials(spec, 0, place, link, "127.0.0.1", gpus)
                 else:
                     reports = run_task_ranks(spec, 0, place, link, None, fds[2:], "127.0.0.1", gpus)
-                    link.send({"type": "done", "reports": reports})
+                    link.send({"type": "done", "reports": fit_reports(reports)})
         except (LagomError, OSError) as error:
             link.send({"type": "lost", "message": f"{type(error).__name__}: {error}"})
         except Stopped:

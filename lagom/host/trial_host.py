@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import IO
 
 from lagom.files.settle import keep_files
+from lagom.host.end_reports import first_failure, fit_reports
 from lagom.host.rank_host import join_message
 from lagom.host.trial_imports import TrialImports
 from lagom.host.trial_ranks import TrialRanks
@@ -76,9 +77,9 @@ def _report(trial: Message, ranks: TrialRanks, reports: Sequence[Message], secon
     """Send what the trial has returned, how it ended, and its files where the driver does not see them."""
     place = ranks.place
     problems = keep_files(place.host_dir, trial["folder"] or f"{place.host_dir}/kept", str(place.cwd))
-    failed = next((report["rank"] for report in reports if not report["ok"] and "stopped" not in report), 0)
-    if (size := os.fstat(ranks.outcomes[failed]).st_size) <= _MAX_OUTCOME:
-        _send_file(link, "outcome", ranks.outcomes[failed])
+    outcome = ranks.outcomes[(first_failure(reports) or reports[0])["rank"]]
+    if (size := os.fstat(outcome).st_size) <= _MAX_OUTCOME:
+        _send_file(link, "outcome", outcome)
     else:
         problems.append(
             f"trial {trial['number']} returned {size >> 20} MB, which a search does not collect: have the function "
@@ -88,7 +89,7 @@ def _report(trial: Message, ranks: TrialRanks, reports: Sequence[Message], secon
         with _packed(place.host_dir / "kept") as packed:
             _send_file(link, "files", packed.fileno())
     told = [{key: value for key, value in report.items() if key != "imports"} for report in reports]
-    link.send({"type": "ended", "reports": told, "seconds": seconds, "problems": problems})
+    link.send({"type": "ended", "reports": fit_reports(told), "seconds": seconds, "problems": problems})
 
 
 def _send_file(link: DriverClient, name: str, fd: int) -> None:
