@@ -96,7 +96,8 @@ def _encoded_of_torch(value: Any, parts: list[bytes]) -> Any:
     if isinstance(value, torch.Tensor) and value.layout == torch.sparse_coo:
         together = value.detach().coalesce()
         return {"sparse": [_encoded(one, parts) for one in (together.indices(), together.values(), list(value.shape))]}
-    if isinstance(value, torch.Tensor) and value.layout == torch.strided and not value.is_quantized:
+    is_plain = isinstance(value, torch.Tensor) and value.layout == torch.strided and not value.is_nested
+    if is_plain and not value.is_quantized:
         plain = value.detach().cpu().resolve_conj().resolve_neg().contiguous()
         parts.append(plain.view(-1).view(torch.uint8).numpy().tobytes())
         return {"tensor": [str(plain.dtype).removeprefix("torch."), list(plain.shape), plain.nbytes]}

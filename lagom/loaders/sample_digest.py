@@ -26,7 +26,7 @@ _PLACE = "a batch of an iterable data set"
 def digest(sample: Any, *, exact: bool = False) -> bytes:
     """Return a digest of ``sample`` that is equal on all ranks that have equal samples.
 
-    Tensors, arrays, numbers and text count, in tuples, lists and dicts. Sparse, jagged and quantized tensors count by
+    Tensors, arrays, numbers and text count, in tuples, lists and dicts. Sparse, nested and quantized tensors count by
     their type only. So do other objects, whose contents may belong to this process: paths, times, the order of a set.
     Of a container the first 64 items count, and of a large tensor some elements. Floating-point numbers count with 3
     digits, since two kinds of processors may decode an image differently; of a floating-point tensor only the mean,
@@ -101,7 +101,8 @@ _DIFFERENT = (
 def _add_value(found: Any, value: Any, exact: bool) -> None:
     found.update(type(value).__name__.encode())
     if isinstance(value, torch.Tensor):
-        if value.layout == torch.strided and not value.is_quantized and value.device.type != "meta":
+        is_plain = value.layout == torch.strided and not value.is_nested and not value.is_quantized
+        if is_plain and value.device.type != "meta":
             if exact:
                 whole = value.detach().cpu().resolve_conj().resolve_neg().contiguous()
                 _add_bytes(found, str(value.dtype), whole.reshape(-1).view(torch.uint8).numpy())

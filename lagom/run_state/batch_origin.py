@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from lagom.errors import LagomError
-from lagom.run_state.loader_pass import BatchShare, is_alive
+from lagom.run_state.loader_pass import BatchShare, is_alive, shape_of
 from lagom.run_state.loss_terms import find_share
 from lagom.run_state.nested_tensors import tensors
 
@@ -44,11 +44,14 @@ class BatchTracker:
         """Remember that the tensors in ``data`` belong to ``share``, even if the program trains on them later."""
         # No weakref callbacks: they would take longer than all other work here.
         if len(self._shares) >= self._max_shares:
-            self._shares = {key: entry for key, entry in self._shares.items() if is_alive(entry[0])}
+            # In place, by a copy: another thread of the program may remember its tensors meanwhile.
+            for key, entry in self._shares.copy().items():
+                if not is_alive(entry[0]) and self._shares.get(key) is entry:
+                    self._shares.pop(key, None)
             self._max_shares = max(2 * len(self._shares), _FEW)
         for tensor in tensors(data):
             self._shares[id(tensor)] = weakref.ref(tensor), share
-            shape = tensor.shape
+            shape = shape_of(tensor)
             is_new = len(shape) > 1 and shape not in self.shapes
             if is_new and tensor.is_floating_point() and tensor.numel() > len(tensor):
                 self.shapes.add(shape)
@@ -85,14 +88,14 @@ class BatchTracker:
         """
         if share is None:
             return
-        found = next((tensor for tensor in tensors(data) if tensor.dim()), None)
+        num_rows = next((tensor.size(0) for tensor in tensors(data) if tensor.dim()), None)
         # A rank without samples of its own gets one sample of weight 0, hence ``max``. Only the first dimension is
         # compared with sizes of batches: another dimension, such as 3 channels, may equal the size of a tail by chance.
-        if found is None or found.shape[0] in (max(share.num_mine, 1), share.num_rows):
+        if num_rows is None or num_rows in (max(share.num_mine, 1), share.num_rows):
             return
-        if self._sizes.get(found.shape[0], share.weight(self._world_size)) != share.weight(self._world_size):
+        if self._sizes.get(num_rows, share.weight(self._world_size)) != share.weight(self._world_size):
             raise LagomError(
-                f"a model is called with {found.shape[0]} rows that are made of no batch lagom knows, while the batch "
+                f"a model is called with {num_rows} rows that are made of no batch lagom knows, while the batch "
                 f"seen last has {share.num_mine} samples for this rank: one that was taken earlier, it seems, and its "
                 "part of the loss cannot be told. Change samples in the data set or in collate_fn, or call the model "
                 "with the batch's own tensors, or take a batch_size and a data set that the number of ranks divides, "

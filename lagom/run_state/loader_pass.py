@@ -217,6 +217,11 @@ def has_fewer_rows(data: Any, share: BatchShare) -> bool:
     """
     if data is None:
         return share.num_mine > 0
-    found = [tensor.shape for tensor in tensors(data) if tensor.dim()]
+    found = [shape_of(tensor) for tensor in tensors(data) if tensor.dim()]
     same = len({shape[0] for shape in found}) == 1
     return same and found[0][0] < share.num_mine and not any(share.num_mine in shape for shape in found)
+
+
+def shape_of(tensor: torch.Tensor) -> torch.Size:
+    """Return the tensor's shape; of a nested tensor only its number of rows, since the rows have different shapes."""
+    return torch.Size([tensor.size(0)]) if tensor.is_nested else tensor.shape

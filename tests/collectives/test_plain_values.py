@@ -83,6 +83,12 @@ def test_arrays_and_numbers_of_numpy_come_out_equal() -> None:
     assert nothing.shape == (0,)
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_a_nested_tensor_is_refused() -> None:
+    with pytest.raises(TypeError, match=r"cannot tell each other a torch.Tensor"):
+        encode_value(torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]))
+
+
 def test_another_object_is_refused_by_name_where_it_is_sent() -> None:
     with pytest.raises(TypeError, match=r"cannot tell each other a .*_Alone"):
         encode_value({"state": [_Alone()]})

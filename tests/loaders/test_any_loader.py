@@ -31,7 +31,7 @@ from torch.utils.data.dataloader import _DatasetKind, _SingleProcessDataLoaderIt
 from lagom.run_state.random_streams import seed_everything
 from lagom.session.session import Session
 from tests.ranks import alone, check_against_one_process, run_ranks
-from tests.session.loading import Doubling, Endless, Numbers, OwnLoader, dealt, seen
+from tests.session.loading import Doubling, Endless, Numbers, OwnLoader, Stream, dealt, seen
 
 
 class ByLength(Sampler[list[int]]):
@@ -265,6 +265,40 @@ def test_len_under_per_rank_is_that_of_the_passes_a_loader_has_had() -> None:
     assert alone(run) == [6, 6, 6, 6, 6]
     assert run_ranks(2, run, batches="per_rank") == [[3, 3, 6, 3, 6]] * 2
     assert run_ranks(2, run) == [[6, 6, 6, 6, 6]] * 2
+
+
+def nested(samples: list[int]) -> tuple[Tensor, Tensor]:
+    """A nested tensor of one sequence for each sample, as long as the sample says, and a target for each."""
+    rows = [torch.linspace(0, sample, 2 * (sample % 4 + 1), dtype=torch.float64).view(-1, 2) for sample in samples]
+    return torch.nested.nested_tensor(rows), torch.tensor(samples, dtype=torch.float64)[:, None].sin()
+
+
+class Sums(nn.Module):
+    """Sums over nested sequences, whose rows have different lengths."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(2, 8).double(), nn.Linear(8, 1).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.last(torch.nested.to_padded_tensor(self.first(x), 0.0).sum(1).tanh())
+        return found
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("batches", ["split", "whole"])
+@pytest.mark.parametrize("make", [lambda: Numbers(11), lambda: Stream(11)], ids=["samples", "stream"])
+def test_nested_batches_train_as_on_one_machine(make: Any, batches: Any) -> None:
+    def train(_: Session) -> list[Tensor]:
+        model = Sums()
+        optimizer = torch.optim.SGD(model.parameters(), 0.05)
+        for x, y in DataLoader(make(), batch_size=4, collate_fn=nested):
+            optimizer.zero_grad()
+            nn.functional.mse_loss(model(x), y).backward()
+            optimizer.step()
+        return [part.detach() for part in model.state_dict().values()]
+
+    check_against_one_process(train, 2, atol=1e-12, batches=batches)
 
 
 def without_thirds(samples: list[Tensor]) -> Tensor | None:

@@ -46,10 +46,12 @@ def test_what_another_machine_may_hold_otherwise_does_not_count() -> None:
     assert digest(np.array([object()])) == digest(np.array([object()]))
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 def test_whatever_a_sample_is_it_has_a_digest() -> None:
     sparse = torch.eye(3).to_sparse()
     for sample in (sparse, torch.empty(0), torch.tensor(2.0), torch.tensor([True]), 1j, torch.rand(2).bfloat16()):
         assert digest(sample) == digest(sample)
+    assert digest(torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]), exact=True)
     assert digest(np.array(["text"])) == digest(np.array(["text"]))
     assert digest(torch.empty(2, device="meta"))
     assert digest(np.empty((0, 3)))
