@@ -205,7 +205,8 @@ class RankZeroOrder:
             session.has_other_order |= meets and _is_split(session, self._current) and _are_different(drawn, items)
             end = _rebuild_error(described, mine) if described is not None else None
             if states is not None:
-                _set_generator_states(states)
+                with DRAWING:
+                    _set_generator_states(states)
         self._items.extend(items)
         self._end = end
 
@@ -275,9 +276,9 @@ _OTHER_ORDER = (
 
 
 def _encode_items(items: list[Any], end: Exception | None, with_states: bool) -> bytes:
-    return encode_value(
-        [items, _describe_error(end) if end is not None else None, _generator_states() if with_states else None]
-    )
+    with DRAWING:
+        states = _generator_states() if with_states else None
+    return encode_value([items, _describe_error(end) if end is not None else None, states])
 
 
 def _describe_error(error: Exception) -> list[str]:
