@@ -60,6 +60,7 @@ def same_printed(left: str, right: str, allowed: float) -> bool:
         return True
     if right.startswith("0x"):
         return False
-    decimals = len(left.partition(".")[2].partition("e")[0]) if "e" not in left.lower() else 12
-    unit = 10.0**-decimals if "." in left else 0.0
+    digits, _, exponent = left.lower().partition("e")
+    # At least 1e-12, since a zero with a rounding error is printed in exponent notation. float() cannot overflow.
+    unit = max(float(f"1e{int(exponent or 0) - len(digits.partition('.')[2])}"), 1e-12) if "." in digits else 0.0
     return is_near(float(left), float(right), allowed, 0.0, 1.01 * unit)

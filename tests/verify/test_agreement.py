@@ -220,6 +220,15 @@ def test_tolerances_grow_and_stay_bounded() -> None:
         ("0x7f1", "0x8e2", True),
         ("1.5", "0x8e2", False),
         ("1e-3", "2e-3", False),
+        ("1.23e-05", "1.24e-05", True),
+        ("1.23e-05", "1.26e-05", False),
+        ("1.23E+05", "1.24e5", True),
+        ("9.99e-06", "1.00e-05", True),
+        ("1.00e-05", "9.99e-06", True),
+        ("1.0e-05", "1.0e-06", False),
+        ("0.0e+00", "1.3e-17", True),
+        ("1.2e-17", "3.4e-18", True),
+        ("1.5e999", "1.5", False),
     ],
 )
 def test_printed_numbers_may_differ_in_their_last_digit(left: str, right: str, same: bool) -> None:
