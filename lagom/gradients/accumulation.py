@@ -57,8 +57,8 @@ class Accumulation:
         self._num_failed = 0
         self._batches: list[int | None] = []
         """For each postponed backward, the number of its batch in the pass over the loader; None if unknown."""
-        self._owed: dict[int, nn.Parameter] = {}
-        """Parameters with postponed sums: their gradients are this rank's own, and still to be averaged. By id."""
+        self._owed: dict[int, Tensor] = {}
+        """Leaves with postponed sums: their gradients are this rank's own, and still to be averaged. By id."""
 
     def state(self) -> Any:
         """Return the facts about the program's cycles, for ``go_on`` in another process.
@@ -111,7 +111,7 @@ class Accumulation:
 
     def add_owed(self, leaves: Iterable[Tensor]) -> None:
         """Record that a backward adds this rank's own gradients to ``leaves``, to be averaged later."""
-        self._owed.update((id(leaf), leaf) for leaf in leaves if isinstance(leaf, nn.Parameter))
+        self._owed.update((id(leaf), leaf) for leaf in leaves)
 
     def add_owed_inside(self, leaves: Iterable[Tensor]) -> None:
         """Record leaves to which a checkpoint's backward adds inside a postponed backward; postpone no more."""
@@ -244,7 +244,8 @@ class Accumulation:
         overlap = self._gradient_averager.overlap
 
         def is_used(tensor: Tensor) -> bool:
-            return not (self._is_busy or overlap.is_launching) and isinstance(tensor, nn.Parameter)
+            may_be_owed = isinstance(tensor, nn.Parameter) or id(tensor) in self._owed
+            return may_be_owed and not (self._is_busy or overlap.is_launching)
 
         def read(tensor: Tensor) -> Tensor | None:
             if self._count and is_used(tensor):

@@ -44,10 +44,7 @@ class GradCalls:
                 return self.run(outputs, (roots, args[1] if is_last else True, *args[2:]), options)
 
             return take_one_by_one(args[0], take)
-        if self._session.depth:
-            with inside_backward(self._session):
-                return self._original(outputs, *args, **options)
-        shared = self._find_averaged_inputs(outputs, inputs, args[0])
+        shared = [] if self._session.depth else self._find_averaged_inputs(outputs, inputs, args[0])
         if not shared:
             with inside_backward(self._session):
                 return self._original(outputs, *args, **options)

@@ -216,6 +216,25 @@ def test_a_program_that_does_otherwise_is_right(accumulate: Callable[..., None],
     check_against_one_process(run, world_size, atol=1e-13)
 
 
+def test_a_weight_that_is_no_parameter_inside_a_checkpoint() -> None:
+    """The graph of the loss does not contain it, so it is seen only while the backward runs."""
+
+    def run(_session: Session) -> list[Tensor]:
+        torch.manual_seed(1)
+        model = _network()
+        scale = torch.ones(1, dtype=torch.float64, requires_grad=True)
+        optimizer = torch.optim.SGD([*model.parameters(), scale], lr=0.05)
+        for _ in range(8):
+            for x, y in _batches(3):
+                out = torch.utils.checkpoint.checkpoint(lambda one: one * scale, model(x), use_reentrant=True)
+                nn.functional.mse_loss(out, y).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return [p.detach() for p in (*model.parameters(), scale)]
+
+    check_against_one_process(run, atol=1e-13)
+
+
 def test_ranks_that_reach_different_layers() -> None:
     def run(session: Session) -> Any:
         torch.manual_seed(1)
