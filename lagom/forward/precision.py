@@ -56,7 +56,7 @@ class Precision:
         self._scaled_leaves: set[int] = set()
         """Ids of leaves that have a hook that divides gradients by the scale."""
         self._own: WeakIdKeyDictionary = WeakIdKeyDictionary(ref_type=ObjectReference)
-        """For each module, whether it had parameters, all of them in float32, at its first call."""
+        """For each module, whether it has parameters, all of them in float32; empty again after a conversion."""
 
     @contextmanager
     def convert_outputs(self) -> Iterator[None]:
@@ -82,6 +82,7 @@ class Precision:
         Autocast of the program's own outside of forwards, or a GradScaler, switches lagom's precision off.
         """
         original = vars(nn.Module)["__call__"]
+        convert = vars(nn.Module)["_apply"]
         enter = vars(torch.autocast)["__enter__"]
         init = vars(torch.amp.GradScaler)["__init__"]
 
@@ -96,6 +97,10 @@ class Precision:
             finally:
                 self._active = self._entering = False
 
+        def patched_convert(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            self._own.clear()  # ``half()``, ``to(dtype)`` and the like call ``_apply`` of the module and all inside it
+            return convert(module, *args, **kwargs)
+
         def patched_enter(context: Any) -> Any:
             if not (self._entering or self._active or self._depth or torch.compiler.is_dynamo_compiling()):
                 self._switch_off("autocast")
@@ -108,6 +113,7 @@ class Precision:
 
         with (
             replaced(nn.Module, "__call__", call),
+            replaced(nn.Module, "_apply", patched_convert),
             replaced(torch.autocast, "__enter__", patched_enter),
             replaced(torch.amp.GradScaler, "__init__", patched_init),
         ):
@@ -265,9 +271,9 @@ def _are_finite(gradients: Iterable[Tensor | None]) -> bool:
 #
 # The forward of an outermost module runs under torch.autocast, and its outputs are converted to float32, so a loss that
 # the program computes itself has all digits. Parameters, gradients and optimizer state stay in float32. Modules without
-# parameters (usually losses) run unchanged, and so do modules that the program has converted to double or half before
-# their first call. A program that enters autocast outside of forwards, or makes a GradScaler, manages precision itself:
-# lagom then changes nothing.
+# parameters (usually losses) run unchanged, and so do modules that the program has converted to double or half. A
+# program that enters autocast outside of forwards, or makes a GradScaler, manages precision itself: lagom then changes
+# nothing.
 #
 # In fp16 small gradients vanish, so the roots of a backward are multiplied by a scale. Each leaf divides by it before
 # it accumulates, by a hook that runs before all others. So gradients of leaves have their true size whenever the

@@ -125,6 +125,22 @@ def test_modules_of_another_type_are_left_alone(kind: torch.dtype) -> None:
         assert all(map(torch.equal, found, expected))
 
 
+def test_a_module_may_be_converted_after_its_first_call() -> None:
+    def run(_: Session) -> Any:
+        model = _network()
+        model(torch.ones(2, 3))
+        model.bfloat16()
+        converted = model(torch.ones(2, 3, dtype=torch.bfloat16)).detach()
+        model.float()
+        return converted, model(torch.ones(2, 3)).detach()
+
+    expected = alone(run)
+    converted, back = run_ranks(1, run, mixed_precision="bf16")[0]
+    assert converted.dtype is torch.bfloat16
+    assert torch.equal(converted, expected[0])
+    assert not torch.equal(back, expected[1])
+
+
 def _own_autocast(model: nn.Module, x: Tensor) -> Tensor:
     with torch.autocast("cpu", torch.float16):
         first = _plainly(model[0], x)  # type: ignore[index]
