@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import TYPE_CHECKING
 
 from torch.nn.parameter import is_lazy
@@ -28,12 +29,15 @@ class RunningValueDetector:
         self._synchronised = synchronised
         self._say_once = say_once
         self._num_calls: dict[int, int] = {}
+        """Training forwards of each living module, by id, up to 2."""
 
     def snapshot(self, module: nn.Module) -> list[tuple[str, Tensor, int]] | None:
         """Return name and version of each tensor that ``module`` might change; None if this call is not examined."""
         calls = self._num_calls.get(id(module), 0)
         if calls > 1:
             return None
+        if not calls:
+            weakref.finalize(module, self._num_calls.pop, id(module), None).atexit = False
         self._num_calls[id(module)] = calls + 1
         return [(name, one, one._version) for name, one in _named_tensors(module)] if calls else None
 

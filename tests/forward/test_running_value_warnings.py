@@ -77,3 +77,20 @@ def test_what_a_forward_keeps_of_a_share_is_told_of() -> None:
     wanted = {name: told for name, (_, told) in LAYERS.items()}
     assert run_ranks(2, program) == [wanted] * 2
     assert run_ranks(2, program, batches="whole") == [{name: [] for name in LAYERS}] * 2
+
+
+def test_modules_that_come_after_others_are_examined_too() -> None:
+    def program(session: Session) -> list[bool]:
+        told = []
+        for (x,) in DataLoader(TensorDataset(torch.randn(8, 4)), batch_size=8):
+            for _ in range(3):
+                modules = [nn.Sequential(nn.Linear(4, 4), Buffered()) for _ in range(20)]
+                for module in modules:
+                    session.said.clear()
+                    module(x)
+                    module(x).mean().backward()
+                    told.append(any("changes its" in text for text in session.said))
+                del module, modules  # so that the next modules are at the same addresses
+        return told
+
+    assert run_ranks(2, program) == [[True] * 60] * 2
