@@ -7,7 +7,7 @@ import os
 import shutil
 import stat
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any, NoReturn
 
 from lagom.files.journal import copy
@@ -251,11 +251,14 @@ def move(source: str, target: str) -> None:
         shutil.move(source, target)
 
 
-def clear(path: str) -> None:
-    """Remove ``path``, also a directory with its content, if it exists."""
+def clear(path: str, kept: Collection[str] = ()) -> None:
+    """Remove ``path``, also a directory with its content, if it exists; ``kept`` paths and their directories stay."""
+    if path in kept:
+        return
     if os.path.isdir(path) and not os.path.islink(path):
         for child in os.listdir(path):
-            clear(f"{path}/{child}")
-        os.rmdir(path)
+            clear(f"{path}/{child}", kept)
+        if not os.listdir(path):
+            os.rmdir(path)
     elif os.path.lexists(path):
         os.unlink(path)

@@ -80,15 +80,19 @@ class _Remains:
         return problems
 
     def _remade(self, rank: int) -> list[str]:
-        """Repeat the rank's removals, and make its directories, on the real disk of a host without rank 0."""
+        """Repeat the rank's removals, and make its directories, on the real disk of a host without rank 0.
+
+        Files that the rank has written to the real disk, such as downloads, stay.
+        """
         problems = []
+        real = {key for key, entry in self._log.entries.items() if entry.kind == "free"}
         for key, entry in list(self._log.entries.items()):
             place = self._upper + key
             made = entry.kind == "put" and os.path.isdir(place) and not os.path.islink(place)
             if not (made or entry.kind == "gone") or is_on_shared_disk(key):
                 continue
             try:
-                clear(key)
+                clear(key, kept=real)
                 for at, _, _ in os.walk(place) if made else ():
                     os.makedirs(at[len(self._upper) :], exist_ok=True)
             except OSError as error:

@@ -89,7 +89,28 @@ def test_the_first_rank_of_a_host_downloads_for_real(tmp_path: Path) -> None:
         assert Path("data/raw/x").read_text() == "downloaded"
 
     on_a_host_without_rank_0(tmp_path / "run", host, program)
-    assert tree(host) == {"data": None, "data/raw": None, "data/raw/x": b"downloaded"}
+    downloaded = {"data": None, "data/raw": None, "data/raw/x": b"downloaded"}
+    assert tree(host) == downloaded
+    assert settle.settle(tmp_path / "run", [1], [0]) == []
+    assert tree(host) == downloaded | {"data/cache": b"its own"}
+
+
+def test_a_download_stays_in_a_directory_that_the_program_makes_anew(tmp_path: Path) -> None:
+    host = tmp_path / "host"
+    (host / "data" / "raw").mkdir(parents=True)
+    (host / "data" / "raw" / "old").write_text("removed")
+
+    def program() -> None:
+        shutil.rmtree("data")
+        os.mkdir("data")
+        with files.downloading():
+            Path("data/x").write_text("downloaded")
+            Path("data/y").write_text("downloaded")
+        os.remove("data/y")
+
+    on_a_host_without_rank_0(tmp_path / "run", host, program)
+    assert settle.settle(tmp_path / "run", [1], [0]) == []
+    assert tree(host) == {"data": None, "data/x": b"downloaded"}
 
 
 def test_directories_are_listed_by_name_on_all_ranks_of_several_hosts(tmp_path: Path) -> None:
