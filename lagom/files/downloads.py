@@ -126,7 +126,7 @@ class Downloads:
             return
 
         @functools.wraps(original)
-        def init(dataset: Any, *args: Any, **kwargs: Any) -> None:
+        def init(dataset: Any, /, *args: Any, **kwargs: Any) -> None:
             with self.turn() if self._downloads(signature, dataset, args, kwargs) else ExitStack():
                 original(dataset, *args, **kwargs)
 

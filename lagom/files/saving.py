@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import os
+import secrets
 import shutil
 import stat
 import sys
@@ -114,7 +115,8 @@ def _write_whole(given: str, write: Callable[[str], None]) -> None:
         write(given)  # the folder does not exist, or a device or a pipe cannot be replaced
         return
     # The partial file is in a folder of its own and has the final name, since torch.save writes the name into the file.
-    folder = partial_folder(path)
+    # The folder's name is new: a killed run with this pid may have left one, and another thread may save to this path.
+    folder = partial_folder(os.path.join(os.path.dirname(path), secrets.token_hex(4)))
     partial = f"{folder}/{os.path.basename(path)}"
     try:
         os.mkdir(folder)

@@ -5,11 +5,14 @@ from __future__ import annotations
 import os
 import pickle
 import tempfile
+import threading
 import time
 import urllib.request
+from collections import OrderedDict
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy
 import pytest
@@ -112,6 +115,62 @@ def test_a_save_to_nowhere_is_refused_as_torch_does(tmp_path: Path) -> None:
     assert run_ranks(2, run) == [plain, plain]
 
 
+class Meeting:
+    """Its pickling waits for another thread that pickles."""
+
+    def __init__(self, threads: threading.Barrier) -> None:
+        self._threads = threads
+
+    def __reduce__(self) -> Any:
+        self._threads.wait()
+        return OrderedDict, ()
+
+
+def test_threads_save_to_one_path_at_once(tmp_path: Path) -> None:
+    path = tmp_path / "model.pt"
+
+    def run(_: Session) -> Any:
+        value = Meeting(threading.Barrier(2, timeout=60))
+        with ThreadPoolExecutor(2) as pool:
+            for saved in [pool.submit(torch.save, value, path) for _ in range(2)]:
+                saved.result()
+        return torch.load(path), os.listdir(tmp_path)
+
+    assert run_ranks(2, run) == [({}, ["model.pt"])] * 2
+
+
+class Killing:
+    """Its pickling ends the process at once."""
+
+    def __reduce__(self) -> Any:
+        os._exit(0)
+
+
+def test_a_run_saves_where_another_of_its_pid_was_killed(tmp_path: Path) -> None:
+    """As in containers, in each of which the numbers of processes begin anew."""
+    path = tmp_path / "model.pt"
+
+    def run(_: Session) -> Any:
+        with mock.patch.object(os, "getpid", return_value=os.getpid()):
+            if (child := os.fork()) == 0:
+                torch.save(Killing(), path)
+            os.waitpid(child, 0)
+            torch.save(7, path)
+        return torch.load(path)
+
+    assert run_ranks(2, run) == [7, 7]
+
+
+def test_a_path_with_a_long_name_is_saved(tmp_path: Path) -> None:
+    path = tmp_path / ("x" * os.pathconf(tmp_path, "PC_NAME_MAX"))
+
+    def run(_: Session) -> Any:
+        torch.save(7, path)
+        return torch.load(path)
+
+    assert run_ranks(2, run) == [7, 7]
+
+
 def test_mapped_files_are_each_ranks_own(tmp_path: Path) -> None:
     def run(session: Session) -> Any:
         path = str(tmp_path / "numbers")
@@ -127,7 +186,7 @@ def test_mapped_files_are_each_ranks_own(tmp_path: Path) -> None:
 
 
 class Downloaded(Dataset[int]):
-    def __init__(self, root: Path, download: bool = False) -> None:
+    def __init__(self, root: Path, download: bool = False, dataset: str = "MNIST") -> None:
         self.fetched = False
         if download and not (root / "data").exists():
             time.sleep(0.1)
@@ -144,7 +203,9 @@ def test_a_data_set_is_downloaded_by_one_rank(tmp_path: Path) -> None:
 
         (tmp_path / "later").mkdir(exist_ok=True)
         Downloaded(tmp_path)
-        return Downloaded(tmp_path, download=True).fetched, Later(tmp_path / "later", download=True).fetched
+        return Downloaded(tmp_path, download=True, dataset="CIFAR10").fetched, Later(
+            tmp_path / "later", download=True
+        ).fetched
 
     found = run_ranks(3, run)
     assert sorted(first for first, _ in found) == [False, False, True]
