@@ -14,14 +14,16 @@ from lagom.files.listing import Scan
 
 log = logging.getLogger("lagom")
 
+_NAMING = ("mkdir", "mkfifo", "mknod", "unlink", "remove", "rmdir")
+"""Functions that make or remove the path that is their first argument."""
 _WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
 
 
 class FirstRankCalls(FileCalls):
     """Replaces the file functions on rank 0: calls reach the real disk.
 
-    The journal records a path before its name or content changes. Changes of mode, times and attributes, ``mkfifo`` and
-    ``mknod`` are not recorded.
+    The journal records a path before its name or content changes. Changes of mode, times and attributes are not
+    recorded.
     """
 
     def __init__(self, host_dir: str, by_name: bool, journal: Journal) -> None:
@@ -31,7 +33,7 @@ class FirstRankCalls(FileCalls):
         """Called with a path before each change of its name or content, unless lagom leaves the path alone."""
 
     def replacements(self) -> dict[str, Any]:
-        found = {name: self._noting(name, self._note_name) for name in ("mkdir", "unlink", "remove", "rmdir")}
+        found = {name: self._noting(name, self._note_name) for name in _NAMING}
         found |= {name: self._noting(name, self._note_renaming) for name in ("rename", "replace")}
         found |= {
             "truncate": self._noting("truncate", lambda path, *_, **__: self._note(path, None, True, "content")),

@@ -278,9 +278,10 @@ def _kept_in_classes(calls: FileCalls, new: dict[str, Any]) -> Iterator[tuple[ob
 #
 # Ranks are not equally fast: rank 0 may have made "out" before another rank asks whether "out" exists. So before its
 # first change of a path's name or content, rank 0 records the state of the path or puts the file aside (Journal), and
-# the other ranks look at these records before they look at the real disk. Changes of mode, times or attributes, pipes
-# and devices are not recorded. Rank 0 writes the record first and changes the path then. A reader looks for records
-# before and after it reads (View.read), so it sees either the disk without the change, or the record.
+# the other ranks look at these records before they look at the real disk. Changes of mode, times or attributes are not
+# recorded, nor are pipes and devices that were there before. Rank 0 writes the record first and changes the path then.
+# A reader looks for records before and after it reads (View.read), so it sees either the disk without the change, or
+# the record.
 #
 # This state is in files and not in memory, so that loader workers, which are forked from a rank, see and change the
 # same disk as the rank.
@@ -288,9 +289,9 @@ def _kept_in_classes(calls: FileCalls, new: dict[str, Any]) -> Iterator[tuple[ob
 # All ranks use the real disk for some paths: devices, /proc, the caches of torch and of hubs, __pycache__, files that
 # tempfile makes in its default folder (each rank has other names, and programs often hand them to other programs), and
 # downloads, which the first rank of a host does for all. C code that opens paths (h5py, pyarrow, sqlite, cv2) calls the
-# same functions; see Note [Files of C code] in libraries.py. Other programs, `os.mkfifo`, `os.mknod` and `io.FileIO`
-# use the real disk on every rank. Ranks on another host that share a file system (NFS) with rank 0's host write to
-# overlays, but see the changes that rank 0 makes there during the run, since they do not see its journal.
+# same functions; see Note [Files of C code] in libraries.py. Other programs and `io.FileIO` use the real disk on every
+# rank. Ranks on another host that share a file system (NFS) with rank 0's host write to overlays, but see the changes
+# that rank 0 makes there during the run, since they do not see its journal.
 
 # Note [Order of a directory]
 # The file system decides the order of os.listdir, but a data set of the files of a directory must have the same order

@@ -26,11 +26,11 @@ class OtherRankCalls(FileCalls):
         found: dict[str, Any] = {name: self._one(name, follows, overlay.read) for name, follows in READ.items()}
         found |= {name: self._one(name, follows, overlay.change) for name, follows in CHANGE.items()}
         found |= {name: self._one(name, False, overlay.unlink) for name in ("unlink", "remove")}
+        found |= {name: self._one(name, False, overlay.make) for name in ("mkdir", "mkfifo", "mknod")}
         found |= {name: self._two(name, overlay.rename) for name in ("rename", "replace")}
         found |= {
             "chdir": self._one("chdir", True, overlay.read),
             "truncate": self._one("truncate", True, overlay.truncate),
-            "mkdir": self._one("mkdir", False, overlay.make),
             "rmdir": self._one("rmdir", False, overlay.rmdir),
             "link": self._two("link", overlay.link),
             "symlink": self._two("symlink", overlay.symlink),

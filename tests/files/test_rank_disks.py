@@ -7,6 +7,7 @@ import random
 import shutil
 import stat
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -136,3 +137,20 @@ def test_a_folder_with_a_pipe_is_renamed(first: int, tmp_path: Path) -> None:
 
     assert run_ranks(2, run) == [(["new"], ["pipe", "x"], True)] * 2
     assert Path(tmp_path, "new", "x").read_text() == "after"
+
+
+def test_each_rank_makes_a_pipe_of_its_own(tmp_path: Path) -> None:
+    def run(session: Session) -> Any:
+        os.chdir(tmp_path)
+        os.mkfifo("pipe", 0o600)
+        os.mknod("file")
+        for make in (os.mkfifo, os.mknod):
+            with pytest.raises(FileExistsError):
+                make(path="pipe")
+        with ThreadPoolExecutor(1) as pool:
+            read = pool.submit(Path("pipe").read_text)
+            Path("pipe").write_text(f"by {session.rank}")
+            text = read.result()
+        return text, sorted(os.listdir()), stat.S_ISFIFO(os.stat("pipe").st_mode)
+
+    assert run_ranks(3, run) == [(f"by {rank}", ["file", "pipe"], True) for rank in range(3)]
