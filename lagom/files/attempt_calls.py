@@ -49,15 +49,14 @@ class ProtectedFirstRank(FirstRankCalls):
                 lambda path, at: self.notes.tell("resumed", path, at=at),
             )
             _restore(found, restored, self.own_key)
-        notes = self.notes
-        found["open"] = _before(found["open"], self._key_opened, lambda key, flags, *_: notes.opens(key, flags))
-        found["mkdir"] = _before(found["mkdir"], self._key_named, lambda key, *_: notes.makes(key))
+        found["open"] = _before(found["open"], self._tell_opening)
+        found["mkdir"] = _before(found["mkdir"], self._telling(self.notes.makes))
         for name in ("unlink", "remove", "rmdir"):
-            found[name] = _before(found[name], self._key_named, lambda key, *_: notes.removes(key))
+            found[name] = _before(found[name], self._telling(self.notes.removes))
         for name in ("rename", "replace"):
-            found[name] = self._moving(found[name])
+            found[name] = _before(found[name], self._tell_renaming)
         for name in ("listdir", "scandir"):
-            found[name] = _without_siblings(self, found[name], lambda: notes.has_siblings)
+            found[name] = _without_siblings(self, found[name], lambda: self.notes.has_siblings)
         return found | {"io.open": self._io_open(found["open"], super().io_open(found["open"]))}
 
     def take_tracked(self) -> set[str]:
@@ -76,22 +75,25 @@ class ProtectedFirstRank(FirstRankCalls):
         if self.notes.is_active:
             remove_siblings(self._written)
 
-    def _key_opened(self, path: Any, flags: int, *_: Any, dir_fd: int | None = None, **__: Any) -> str | None:
-        return self.own_key(path, dir_fd) if flags & (os.O_WRONLY | os.O_RDWR) else None
+    # Each of these functions takes the arguments of the function of ``os`` before which it is called.
 
-    def _key_named(self, path: Any, *_: Any, dir_fd: int | None = None, **__: Any) -> str | None:
-        return self.own_key(path, dir_fd, follow=False)
+    def _tell_opening(self, path: Any, flags: int, mode: int = 0, *, dir_fd: int | None = None) -> None:
+        if flags & (os.O_WRONLY | os.O_RDWR) and (key := self.own_key(path, dir_fd)) is not None:
+            self.notes.opens(key, flags)
 
-    def _moving(self, rename: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(rename)
-        def call(src: Any, dst: Any, **dirs: Any) -> Any:
-            key = self.own_key(src, dirs.get("src_dir_fd"), follow=False)
-            to = self.own_key(dst, dirs.get("dst_dir_fd"), follow=False)
-            if key is not None and to is not None:
-                self.notes.moves(key, to)
-            return rename(src, dst, **dirs)
+    def _telling(self, tell: Callable[[str], None]) -> Callable[..., None]:
+        def tell_name(path: Any, mode: int = 0, *, dir_fd: int | None = None) -> None:
+            if (key := self.own_key(path, dir_fd, follow=False)) is not None:
+                tell(key)
 
-        return call
+        return tell_name
+
+    def _tell_renaming(
+        self, src: Any, dst: Any, *, src_dir_fd: int | None = None, dst_dir_fd: int | None = None
+    ) -> None:
+        key, to = self.own_key(src, src_dir_fd, follow=False), self.own_key(dst, dst_dir_fd, follow=False)
+        if key is not None and to is not None:
+            self.notes.moves(key, to)
 
     def _io_open(self, opened: Callable[..., int], plain: Callable[..., Any]) -> Callable[..., Any]:
         """Return an ``io.open`` for rank 0 that notes when the files that it has created or emptied are closed."""
@@ -197,14 +199,13 @@ class RestoringRank(OtherRankCalls):
         return None if self.left_alone(key) else key
 
 
-def _before(call: Callable[..., Any], key_of: Key, note: Callable[..., None]) -> Callable[..., Any]:
-    """Wrap ``call``: first call ``note`` with the key of the path and the other arguments, unless the key is None."""
+def _before(call: Callable[..., Any], note: Callable[..., None]) -> Callable[..., Any]:
+    """Wrap ``call``: ``note`` is called first, with the same arguments."""
 
     @functools.wraps(call)
-    def noted(path: Any, *args: Any, **kwargs: Any) -> Any:
-        if (key := key_of(path, *args, **kwargs)) is not None:
-            note(key, *args)
-        return call(path, *args, **kwargs)
+    def noted(*args: Any, **kwargs: Any) -> Any:
+        note(*args, **kwargs)
+        return call(*args, **kwargs)
 
     return noted
 
@@ -238,25 +239,39 @@ def _restore(found: dict[str, Any], restored: RestoredFiles, key_of: Key) -> Non
             if key is None or not restored.created(key):
                 raise
 
+    def key_to_remove(path: Any, *, dir_fd: int | None = None) -> list[str | None]:
+        return [key_of(path, dir_fd, False)]
+
+    def keys_to_rename(
+        src: Any, dst: Any, *, src_dir_fd: int | None = None, dst_dir_fd: int | None = None
+    ) -> list[str | None]:
+        return [key_of(src, src_dir_fd, False), key_of(dst, dst_dir_fd, False)]
+
     found["open"], found["mkdir"] = open_, mkdir
     for name in ("unlink", "remove", "rmdir"):
-        noted = _before(found[name], _plain(key_of), lambda key, *_: restored.changes(key))
-        found[name] = _once_more(noted, restored, key_of)
+        found[name] = _once_more(found[name], restored, key_to_remove)
     for name in ("rename", "replace"):
-        noted = _before(found[name], _plain(key_of), lambda key, to, *_: _renames(restored, key, key_of(to)))
-        found[name] = _once_more(noted, restored, key_of)
+        found[name] = _once_more(found[name], restored, keys_to_rename)
 
 
-def _once_more(change: Callable[..., Any], restored: RestoredFiles, key_of: Key) -> Callable[..., Any]:
-    """Wrap a function that removes or renames a path: it succeeds if a lost attempt did so after the snapshot."""
+def _once_more(
+    change: Callable[..., Any], restored: RestoredFiles, keys_of: Callable[..., list[str | None]]
+) -> Callable[..., Any]:
+    """Wrap a function that removes or renames a path: it succeeds if a lost attempt did so after the snapshot.
+
+    ``keys_of`` takes the same arguments, and returns the keys of all paths that change, first the one that vanishes.
+    """
 
     @functools.wraps(change)
-    def call(path: Any, *args: Any, **dirs: Any) -> Any:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        keys = keys_of(*args, **kwargs)
+        for key in keys:
+            if key is not None:
+                restored.changes(key)
         try:
-            return change(path, *args, **dirs)
+            return change(*args, **kwargs)
         except FileNotFoundError:
-            key = key_of(path, dirs.get("dir_fd") or dirs.get("src_dir_fd"), False)
-            if key is None or not restored.is_done(key):
+            if keys[0] is None or not restored.is_done(keys[0]):
                 raise
 
     return call
@@ -279,13 +294,3 @@ def _without_siblings(calls: FileCalls, listing: Callable[..., Any], may_be: Cal
             return Scan([entry for entry in found if not is_sibling(os.fsdecode(entry.name))])
 
     return call
-
-
-def _plain(key_of: Key) -> Key:
-    return lambda path, *_, dir_fd=None, **__: key_of(path, dir_fd, False)
-
-
-def _renames(restored: RestoredFiles, key: str, to: str | None) -> None:
-    restored.changes(key)
-    if to is not None:
-        restored.changes(to)

@@ -12,6 +12,7 @@ import multiprocessing
 import os
 import shutil
 import sqlite3
+import stat
 import subprocess
 import sys
 import tempfile
@@ -219,7 +220,47 @@ def profiled() -> Any:
     return [event["name"] for event in events if event.get("cat") == "cpu_op"], sorted(os.listdir())
 
 
+def each_function(name: Callable[[str], Any] = str, folder: int | None = None) -> Any:
+    """Call functions of ``os`` with arguments by keyword; ``name`` makes a path, which is relative to ``folder``."""
+    at: dict[str, Any] = {"dir_fd": folder}
+    both: dict[str, Any] = {"src_dir_fd": folder, "dst_dir_fd": folder}
+    os.mkdir(path=name("d"), mode=0o750, **at)
+    os.close(os.open(path=name("d/a"), flags=os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode=0o640, **at))
+    os.rename(src=name("d/a"), dst=name("b"), **both)
+    os.replace(src=name("b"), dst=name("d/a"), **both)
+    os.link(src=name("d/a"), dst=name("d/hard"), **both)
+    os.symlink(src=name("hard"), dst=name("d/soft"), target_is_directory=False, **at)
+    os.chmod(path=name("d/soft"), mode=0o604, **at)
+    os.utime(path=name("d/soft"), times=(5, 6), **at)
+    found = os.stat(path=name("d/hard"), **at)
+    is_link = stat.S_ISLNK(os.lstat(path=name("d/soft"), **at).st_mode)
+    seen = found.st_mode, found.st_mtime, is_link, os.access(path=name("d/soft"), mode=os.W_OK, **at)
+    target = os.readlink(path=name("d/soft"), **at)
+    os.unlink(path=name("d/soft"), **at)
+    os.remove(path=name("d/hard"), **at)
+    with pytest.raises(OSError, match="not empty") as caught:
+        os.rmdir(path=name("d"), **at)
+    os.remove(path=name("d/a"), **at)
+    os.rmdir(path=name("d"), **at)
+    return seen, target, caught.value.filename
+
+
+def functions_by_keyword() -> Any:
+    found = [each_function(name) for name in (str, os.fsencode, Path)]
+    folder = os.open(path="kept", flags=os.O_RDONLY)
+    found.append(each_function(folder=folder))
+    os.close(folder)
+    os.truncate(path="kept/old.txt", length=2)
+    with open(file="state.json", mode="w", encoding="utf-8") as file:
+        file.write("new")
+    os.mkdir("empty")
+    os.chdir(path="empty")
+    os.chdir("..")
+    return found, os.listdir(path="kept"), [entry.path for entry in os.scandir(path=b"kept")], sorted(os.listdir())
+
+
 PROGRAMS: list[Callable[[], Any]] = [
+    functions_by_keyword,
     in_a_database,
     in_parquet,
     by_a_library,
