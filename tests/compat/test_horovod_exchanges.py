@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import numpy
 import pytest
 import torch
 
@@ -189,6 +190,9 @@ def alltoall_gives_each_its_rows(rank: int, size: int) -> None:
     # Rank r sends r + 1 rows to each.
     rows = torch.full((size * (rank + 1), 2), float(rank))
     found, received = hvd.alltoall(rows, splits=torch.tensor([rank + 1] * size))
+    equal(found, [[float(other)] * 2 for other in range(size) for _ in range(other + 1)])
+    assert received.tolist() == [other + 1 for other in range(size)]
+    found, received = hvd.alltoall(rows, splits=numpy.full(size, rank + 1))
     equal(found, [[float(other)] * 2 for other in range(size) for _ in range(other + 1)])
     assert received.tolist() == [other + 1 for other in range(size)]
     # Everything to rank 0.

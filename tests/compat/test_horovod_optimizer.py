@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import threading
+import types
 import warnings
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -12,6 +16,9 @@ from torch import nn
 
 import lagom.compat.horovod.torch as hvd
 from lagom.compat.horovod import elastic
+from lagom.compat.horovod.exchange import Entry
+from lagom.compat.horovod.matching import Request
+from lagom.compat.horovod.process_sets import negotiator_of
 from tests.compat.horovod_ranks import WORLDS, Check, checked
 
 
@@ -374,6 +381,41 @@ def only_reductions_go_on_after_join(rank: int, size: int) -> None:
     assert hvd.join() == size - 1
 
 
+def zeros_of_a_joined_rank_are_on_its_gpu(rank: int, size: int) -> None:
+    """With stand-ins for CUDA: the program's thread uses GPU ``rank + 1``, and a new thread GPU 0."""
+    if size == 1:
+        return
+    here = threading.get_ident()
+    used = []
+    stream = types.SimpleNamespace(wait_event=lambda _: None, record_event=lambda: None)
+
+    def make_stream(index: int) -> Any:
+        used.append(index)
+        return stream
+
+    cuda: dict[str, Any] = {
+        "is_initialized": lambda: True,
+        "current_device": lambda: rank + 1 if threading.get_ident() == here else 0,
+        "Stream": make_stream,
+        "stream": contextlib.nullcontext,
+    }
+    zeros = torch.zeros
+    with (
+        mock.patch.multiple(torch.cuda, **cuda),
+        mock.patch.object(torch, "zeros", lambda *shape, device="cpu", **options: zeros(*shape, **options)),
+        mock.patch.object(torch.Tensor, "record_stream", return_value=None),
+    ):
+        if rank == size - 1:
+            negotiator = negotiator_of(hvd.global_process_set)
+            entry = Entry(Request("on a GPU", "allreduce", "float32", (1,), 4, "cuda", "sum"), torch.ones(1))
+            negotiator.submit(entry)
+            negotiator.wait(entry)
+            assert entry.result is not None
+            close(entry.result, [1.0])
+        assert hvd.join(*[7] * (rank == 1)) == size - 1
+    assert rank == size - 1 or used == [7 if rank == 1 else rank + 1]
+
+
 def batchnorm_is_of_all_ranks(rank: int, size: int) -> None:
     generator = torch.Generator().manual_seed(4)
     whole = torch.randn(3 * size + 2, 3, 2, dtype=torch.float64, generator=generator)
@@ -436,6 +478,11 @@ def elastic_programs_start_from_rank_0s_state(rank: int, size: int) -> None:
     sampler.reset()
     assert sampler.remaining_indices == list(range(2 * size, 7))
     assert len(sampler) == -(-(7 - 2 * size) // size)
+    few = elastic.ElasticSampler(range(1))  # fewer than ranks
+    assert list(few) == [0]
+    few.record_batch(0, 1)
+    few.reset()
+    assert list(few) == []
     shuffled = elastic.ElasticSampler(range(20), seed=3)
     everything = hvd.allgather(torch.tensor(list(shuffled)))
     assert set(everything.tolist()) == set(range(20))
@@ -461,6 +508,7 @@ CHECKS: list[Check] = [
     parameters_and_states_are_those_of_the_root,
     unequal_numbers_of_batches_end_with_join,
     only_reductions_go_on_after_join,
+    zeros_of_a_joined_rank_are_on_its_gpu,
     batchnorm_is_of_all_ranks,
     elastic_programs_start_from_rank_0s_state,
 ]

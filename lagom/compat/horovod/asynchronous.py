@@ -183,7 +183,7 @@ def alltoall_async(
     Args:
         splits: number of rows for each rank; equally many if not given.
     """
-    numbers = tuple(int(one) for one in (splits.tolist() if isinstance(splits, Tensor) else splits or ()))
+    numbers = () if splits is None else tuple(map(int, splits.tolist() if isinstance(splits, Tensor) else splits))
     dtype = splits.dtype if isinstance(splits, Tensor) else torch.int32
 
     def read(entries: list[Entry]) -> tuple[Tensor | None, Tensor]:
@@ -226,11 +226,15 @@ def barrier(process_set: ProcessSet = global_process_set) -> None:
 def join(device: int = -1) -> int:
     """Contribute zeros to reductions until all ranks have joined; means are still those of all ranks.
 
+    Args:
+        device: number of the GPU for the zeros of tensors on GPUs; by default the current one of this thread.
+
     Returns:
         The rank that joined last; if several joined in the same round, the highest of them.
     """
-    del device
-    return negotiator_of(global_process_set).join()
+    if device < 0 and torch.cuda.is_initialized():
+        device = torch.cuda.current_device()
+    return negotiator_of(global_process_set).join(device)
 
 
 def choose_op(op: str | None, average: bool | None) -> str:

@@ -6,6 +6,7 @@ If a lagom run loses a rank, it begins again from the beginning, or ends with an
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -108,9 +109,8 @@ class ElasticSampler(Sampler[int]):
         self.total_size = self.num_samples * self.num_replicas
 
     def __iter__(self) -> Iterator[int]:
-        num_missing = self.total_size - len(self.remaining_indices)
-        padded = self.remaining_indices + self.remaining_indices[:num_missing]
-        return iter(padded[self.rank : self.total_size : self.num_replicas])
+        padded = list(itertools.islice(itertools.cycle(self.remaining_indices), self.total_size))
+        return iter(padded[self.rank :: self.num_replicas])
 
     def __len__(self) -> int:
         return self.num_samples

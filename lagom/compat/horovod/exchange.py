@@ -84,6 +84,8 @@ class Ranks:
         self.members = tuple(members)
         self.rank = rank
         self.world_size = len(self.members)
+        self.gpu_of_zeros = -1
+        """Number of the GPU for zeros once this rank has joined; -1 for the current one of the negotiator's thread."""
         self._group = group
         self._streams: dict[int, Any] = {}
 
@@ -198,7 +200,7 @@ class Ranks:
         if device != "cuda":
             yield
             return
-        index = entries[0].tensor.device.index if entries else torch.cuda.current_device()
+        index = entries[0].tensor.device.index if entries else self.gpu_of_zeros
         if index not in self._streams:
             self._streams[index] = torch.cuda.Stream(index)
         stream = self._streams[index]

@@ -87,8 +87,8 @@ class Negotiator:
             raise HorovodInternalError(str(entry.error)) from entry.error
         entry.settle()
 
-    def join(self) -> int:
-        """Contribute zeros until all ranks have joined; return the global rank that joined last.
+    def join(self, gpu: int) -> int:
+        """Contribute zeros, on this ``gpu``, until all ranks have joined; return the global rank that joined last.
 
         Raises:
             HorovodInternalError: when the negotiator is or was closed, or a rank has ended.
@@ -96,6 +96,7 @@ class Negotiator:
         joined = threading.Event()
         with self._changed:
             self._check_open()
+            self._ranks.gpu_of_zeros = gpu
             self._joined = joined
             self._wake()
         self._wait_for(joined, "join()")
