@@ -66,7 +66,7 @@ def _reach(context: Any, driver: tuple[str, int] | None, env: Mapping[str, str])
         try:
             spark = context.getTaskInfos()[context.partitionId()].address.rsplit(":", 1)[0]
             found, to_driver = _towards(driver)
-            ip = own_address(found or socket.gethostbyname(spark), env)
+            ip = own_address(found or spark, env)
             listener = stack.enter_context(socket.create_server((ip, 0), backlog=1024))
             # Nobody calls ``accept``: the kernel completes connections up to the backlog by itself.
         except (OSError, PlanError) as error:

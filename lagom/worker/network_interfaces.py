@@ -17,14 +17,15 @@ _CHOSEN = "GLOO_SOCKET_IFNAME"
 def own_address(reached_by: str, env: Mapping[str, str]) -> str:
     """Return the address at which other ranks reach this host.
 
-    It is the address of the interface in GLOO_SOCKET_IFNAME, else ``reached_by``. See Note [Which network].
+    It is the address of the interface in GLOO_SOCKET_IFNAME, else that of ``reached_by``, an address or name of this
+    host. See Note [Which network].
 
     Raises:
         PlanError: if this host has no such interface, or the interface has no IPv4 address.
     """
     name = (env.get(_CHOSEN) or os.environ.get(_CHOSEN) or "").partition(",")[0].strip()
     if not name:
-        return reached_by
+        return _address_of_host(reached_by)
     found = address_of(name)
     if found is None:
         there = ", ".join(f"{other} ({address})" for other, address in addresses().items())
@@ -33,6 +34,20 @@ def own_address(reached_by: str, env: Mapping[str, str]) -> str:
             f"it has {there or 'none'}"
         )
     return found
+
+
+def _address_of_host(host: str) -> str:
+    """Return the address of ``host``, a name of this host or an address.
+
+    A name that leads here to the loopback interface, as 127.0.1.1 does, gets the address of another interface.
+    """
+    try:
+        found = socket.gethostbyname(host)
+    except OSError:  # also an IPv6 address
+        return host
+    if found == host or not found.startswith("127."):
+        return found
+    return next((address for address in addresses().values() if not address.startswith("127.")), found)
 
 
 def interface_of(ip: str) -> str | None:
@@ -61,6 +76,7 @@ def address_of(name: str) -> str | None:
 # A host may be in several networks, some of which do not lead to other hosts. Its name may resolve to an address in any
 # of them, and on many machines resolves to 127.0.1.1. So a task's address is the one from which it has reached the
 # driver, by the kernel's choice of a route. Only if the task cannot reach the driver, its address is the one that
-# Spark's executor uses, which may be a name, as on YARN. If executors reach each other by a network that does not lead
-# to the driver, the user sets GLOO_SOCKET_IFNAME to its interface, for the executors or in the driver's program. NCCL
-# gets the same interface, unless NCCL_SOCKET_IFNAME is set.
+# Spark's executor uses. If that is a name, as on YARN, it is resolved here: the ranks listen on the address that the
+# others are told. If it leads to the loopback interface, the first other interface is taken, as by Spark. If executors
+# reach each other by a network that does not lead to the driver, the user sets GLOO_SOCKET_IFNAME to its interface, for
+# the executors or in the driver's program. NCCL gets the same interface, unless NCCL_SOCKET_IFNAME is set.

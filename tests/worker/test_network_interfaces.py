@@ -40,6 +40,25 @@ def test_the_address_that_reached_the_driver_is_taken_unless_the_user_names_an_i
         own_address("10.1.2.3", {"GLOO_SOCKET_IFNAME": "eth7"})
 
 
+def test_a_name_of_the_host_becomes_an_address_that_other_hosts_reach(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    names = {"w1": "10.1.2.3", "debian": "127.0.1.1"}
+
+    def gethostbyname(name: str) -> str:
+        if name in names.values():
+            return name
+        if name not in names:
+            raise socket.gaierror
+        return names[name]
+
+    monkeypatch.setattr(socket, "gethostbyname", gethostbyname)
+    others = [address for address in addresses().values() if not address.startswith("127.")]
+    assert own_address("w1", {}) == "10.1.2.3"
+    assert own_address("debian", {}) == (others[0] if others else "127.0.1.1")
+    assert own_address("127.0.1.1", {}) == "127.0.1.1"  # this connection has reached the driver
+    assert own_address("fd00::7", {}) == "fd00::7"
+
+
 PROGRAM = """
 import json, os, socket, sys
 from lagom.wire.client import dial
