@@ -57,6 +57,8 @@ def host_workspace(spec: RunSpec, payload_fd: int | None = None) -> Iterator[Hos
     with contextlib.ExitStack() as stack:
         host_dir = stack.enter_context(_shared_folder(spec.run_id))
         driver_here = payload_fd is not None or _is_drivers_host(spec)
+        if (code := Path(__file__).parents[2]).parent == base_dir():
+            stack.callback(os.close, _lock_shared(code))
         if payload_fd is None:
             payload_fd = _payload(spec, host_dir, driver_here, stack)
             stack.callback(os.close, payload_fd)
@@ -79,7 +81,7 @@ def remove_leftovers() -> None:
     for path in base_dir().glob("code-*"):
         with contextlib.suppress(OSError):
             if time.time() - path.stat().st_mtime > _UNUSED_S:
-                shutil.rmtree(path, ignore_errors=True)
+                _remove_unused(path)
     for path in base_dir().glob("run-*"):
         # A folder without ``.alive`` is just being made, and its maker retries, or its remover was killed.
         _remove_unused(path)
@@ -96,6 +98,13 @@ def _remove_unused(path: Path) -> None:
             shutil.rmtree(path, ignore_errors=True)
         finally:
             os.close(lock)
+
+
+def _lock_shared(path: Path) -> int:
+    """Keep ``_remove_unused`` from removing the folder ``path`` until the returned descriptor is closed."""
+    lock = os.open(path / ".alive", os.O_RDWR | os.O_CREAT, 0o600)
+    fcntl.flock(lock, fcntl.LOCK_SH)
+    return lock
 
 
 @contextmanager
@@ -140,10 +149,9 @@ def _shared_folder(run_id: str) -> Iterator[Path]:
         path.mkdir(mode=0o700, exist_ok=True)
         try:
             # Every host process of the run has a shared lock; the one that gets an exclusive lock is the last.
-            lock = os.open(path / ".alive", os.O_RDWR | os.O_CREAT, 0o600)
+            lock = _lock_shared(path)
         except FileNotFoundError:  # another host process removed the folder in between
             continue
-        fcntl.flock(lock, fcntl.LOCK_SH)
         with contextlib.suppress(FileNotFoundError):
             if os.path.samestat(os.fstat(lock), os.stat(path / ".alive")):
                 break

@@ -15,6 +15,7 @@ import pytest
 
 from lagom.cluster import Cluster
 from lagom.config import TorchDistributedConfig
+from lagom.host import workspace
 from lagom.host.workspace import base_dir, host_workspace, pack_files, remove_leftovers
 from lagom.payload import Parcel
 from lagom.plan import plan
@@ -102,6 +103,22 @@ def test_what_killed_runs_left_is_swept_and_what_lives_is_not() -> None:
     with host_workspace(spec("lives")):
         remove_leftovers()
         assert runs() == ["run-lives"]
+
+
+def test_a_version_of_lagom_is_swept_a_week_after_its_last_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    code, unused = base_dir() / "code-used", base_dir() / "code-unused"
+    for path in (code, unused):
+        (path / "lagom" / "host").mkdir(parents=True)
+    monkeypatch.setattr(workspace, "__file__", str(code / "lagom" / "host" / "workspace.py"))
+    with host_workspace(spec()):
+        for path in (code, unused):
+            os.utime(path, (0, 0))  # neither has begun a run for long
+        remove_leftovers()
+        assert code.exists()
+        assert not unused.exists()
+    os.utime(code, (0, 0))
+    remove_leftovers()
+    assert not code.exists()
 
 
 def test_what_a_killed_removal_left_is_swept() -> None:
