@@ -96,6 +96,7 @@ class RunRecords:
             changed = {name: facts[name] for name in _PER_PROCESS if name in facts}
             self._process = {"time": now, "from": "the beginning", **changed, **about}
             self._facts |= {**changed, "resumed": [*self._facts.get("resumed", ()), self._process]}
+            self._set_timelines_aside()
         else:
             self._process = self._facts = {**facts, "started": now, **about}
         self._failures_before = self._facts.get("failures", [])
@@ -163,6 +164,10 @@ class RunRecords:
         self._facts |= {"ranks": {}, "world_size": world_size}
         self._joined_before = "seconds_to_join" in self._facts
         self._goes_on, self._timed = True, set()
+        self._set_timelines_aside()
+
+    def _set_timelines_aside(self) -> None:
+        """Rename the folder of an earlier attempt's spans, which have other clocks and numbers of exchanges."""
         if (self.folder / TIMELINES).exists():
             number = 1 + len(list(self.folder.glob(f"{TIMELINES}-lost-*")))
             (self.folder / TIMELINES).rename(self.folder / f"{TIMELINES}-lost-{number}")

@@ -10,9 +10,12 @@ from typing import Any
 
 import pytest
 
+from lagom.monitor import spans as kinds
+from lagom.monitor.spans import Spans
 from lagom.records.compare_runs import compare_runs
 from lagom.records.report import report
 from lagom.records.run_dir import RunRecords
+from lagom.records.timeline import merge
 
 FIRST = {"name": "a run", "description": "of a test", "config": {"module": "Net()", "hparams": {"lr": 0.5}}}
 LATER = {"name": "a run", "description": "", "config": {"module": None, "hparams": {}}}
@@ -48,6 +51,23 @@ def test_a_resumed_run_keeps_the_settings_of_its_first_call(tmp_path: Path, monk
     rows = [line.split("  ")[0] for line in compare_runs(*folders).splitlines()[1:]]
     assert [row for row in rows if row != "seconds"] == ["world_size", "result"]
     assert ", from batch 5 of epoch 2" in report(folders[1])
+
+
+def test_the_trace_of_a_resumed_run_is_that_of_its_last_process(tmp_path: Path) -> None:
+    for number, name in enumerate(("first", "second", "third")):  # all but the last process are killed
+        records = RunRecords(tmp_path, FIRST)
+        for rank in range(3 - number):
+            spans = Spans(rank, clock_of=f"the clock of the {name} process")
+            spans.add(kinds.COPY, name, spans.clock())
+            for block in spans.blocks():
+                records.timed(block | {"rank": rank})
+        records.close()
+    trace = loaded(merge(tmp_path))
+    assert [event["name"] for event in trace["traceEvents"] if event["ph"] == "X"].count("third") == 2
+    assert {event["name"] for event in trace["traceEvents"] if event["ph"] == "X"} == {"third"}
+    assert trace["otherData"]["ranks"] == 1
+    kept = [len(list((tmp_path / f"timelines-lost-{number}").iterdir())) for number in (1, 2)]
+    assert kept == [3, 2]
 
 
 @pytest.fixture
