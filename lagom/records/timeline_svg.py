@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import html
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from lagom.records.json_values import loaded
 from lagom.records.timeline import SUMMARY, TRACE
 
 _WIDTH, _LEFT, _ROW, _TOP = 1000, 150, 18, 34
@@ -43,13 +43,13 @@ Events = Sequence[Mapping[str, Any]]
 
 
 def timeline_section(folder: Path) -> str:
-    """Return HTML about the timeline of the run in ``folder``; empty if there is none."""
-    if not (folder / SUMMARY).exists():
+    """Return HTML about the timeline of the run in ``folder``; empty if there is none. A damaged trace is left out."""
+    told = loaded(folder / SUMMARY)
+    if not told:
         return ""
     drawn = ""
-    if (folder / TRACE).stat().st_size <= _LARGEST:
-        drawn = timeline_svg(json.loads((folder / TRACE).read_text())["traceEvents"])
-    told = json.loads((folder / SUMMARY).read_text())
+    if (folder / TRACE).exists() and (folder / TRACE).stat().st_size <= _LARGEST:
+        drawn = timeline_svg(loaded(folder / TRACE).get("traceEvents", ()))
     return f"<details open><summary>Where the time has gone</summary>{drawn}{share_table(told)}</details>"
 
 

@@ -24,6 +24,7 @@ from lagom.config import TorchDistributedConfig
 from lagom.errors import RankError
 from lagom.monitor import spans as kinds
 from lagom.monitor.spans import Spans, activity, current, unpack_spans
+from lagom.records.report import report
 from lagom.records.run_dir import RunRecords
 from lagom.records.timeline import merge
 from lagom.result import Result
@@ -278,6 +279,28 @@ def test_an_activity_has_a_row_of_its_own(tmp_path: Path) -> None:
     found = events(merge(tmp_path))
     row = next(event["tid"] for event in found if event["ph"] == "M" and event["args"].get("name") == "weight")
     assert [event["name"] for event in found if event["ph"] == "X" and event["tid"] == row] == ["ALLREDUCE"]
+
+
+@pytest.mark.parametrize("name", ["timeline.json", "timeline-summary.json"])
+@pytest.mark.parametrize("has_part", [True, False], ids=["cut off", "missing"])
+def test_a_page_leaves_out_what_was_not_written_whole(name: str, has_part: bool, tmp_path: Path) -> None:
+    spans = Spans(0)
+    for _ in range(3):
+        spans.backward(spans.clock())
+    spans.finish()
+    records = RunRecords(tmp_path, {"name": "x"})
+    records.close()
+    for block in spans.blocks():
+        records.timed(block | {"rank": 0})
+    merge(tmp_path)
+    assert 'aria-label="Timeline"' in report(tmp_path)
+    text = (tmp_path / name).read_text()
+    (tmp_path / name).unlink()
+    if has_part:
+        (tmp_path / name).write_text(text[: len(text) // 2])
+    page = report(tmp_path)
+    assert 'aria-label="Timeline"' not in page
+    assert ("held up the others" in page) == (name == "timeline.json")
 
 
 def test_clocks_of_several_hosts_are_put_on_one(tmp_path: Path) -> None:
