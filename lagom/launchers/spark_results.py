@@ -9,7 +9,7 @@ import mmap
 import os
 import tarfile
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import IO, Any
 
 from lagom.errors import LagomError
 from lagom.launchers.protocol import Outcome
@@ -60,17 +60,13 @@ class OutcomeCollector:
     def unpack_files(self, folder: str) -> None:
         """Extract the files that rank 0 wrote under its working directory into ``folder``, if any have come.
 
-        A file that cannot be extracted, such as a link that leads out of the folder, is only logged.
-
         Raises:
             LagomError: if the archive of the files arrived damaged.
         """
         fd = self._file("files-0")
-        if fd is None:
-            return
-        with os.fdopen(fd, "rb") as file, tarfile.open(fileobj=file) as tar:
-            for member in tar:
-                _put(tar, member, folder)
+        if fd is not None:
+            with os.fdopen(fd, "rb") as file:
+                extract_files(file, folder)
 
     def _take(self, row: Any) -> None:
         name = f"{row['name']}-{row['rank']}"
@@ -110,7 +106,17 @@ class OutcomeCollector:
         return fd
 
 
-def _put(tar: tarfile.TarFile, member: tarfile.TarInfo, folder: str) -> None:
+def extract_files(archive: IO[bytes], folder: str | os.PathLike[str]) -> None:
+    """Extract the files that rank 0 wrote from the tar ``archive`` into ``folder``.
+
+    A file that cannot be extracted, such as a link that leads out of the folder, is only logged.
+    """
+    with tarfile.open(fileobj=archive) as tar:
+        for member in tar:
+            _put(tar, member, folder)
+
+
+def _put(tar: tarfile.TarFile, member: tarfile.TarInfo, folder: str | os.PathLike[str]) -> None:
     try:
         tar.extract(member, folder, filter="data")
     except (OSError, tarfile.TarError) as error:

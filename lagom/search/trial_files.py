@@ -8,8 +8,9 @@ from __future__ import annotations
 import errno
 import os
 import shutil
-import tarfile
 from pathlib import Path
+
+from lagom.launchers.spark_results import extract_files
 
 OUTPUT = "output.txt"
 """Name of the file with the text that rank 0 of a trial printed."""
@@ -21,8 +22,8 @@ _TAIL = 15  # lines
 def unpack_files(folder: Path) -> None:
     """Unpack and remove the archive ``PACKED`` in the trial's ``folder``, if another host has sent one."""
     if (folder / PACKED).exists():
-        with tarfile.open(folder / PACKED) as tar:
-            tar.extractall(folder, filter="data")
+        with open(folder / PACKED, "rb") as archive:
+            extract_files(archive, folder)
         (folder / PACKED).unlink()
 
 
@@ -54,8 +55,10 @@ def _put(source: str, place: str) -> list[str]:
     return []
 
 
-def last_lines(folder: Path) -> str:
-    """Return the last lines that rank 0 of a trial printed, indented; "" if there are none."""
+def last_lines(folder: Path | None) -> str:
+    """Return the last lines that rank 0 of a trial printed, indented; "" if there are none, or no ``folder``."""
+    if folder is None:
+        return ""
     try:
         text = (folder / OUTPUT).read_text(errors="replace")
     except OSError:

@@ -165,6 +165,14 @@ def test_a_wrong_word_is_one_line(words: str, said: str, search: Search) -> None
     assert (status, out, error.count("\n"), error[:7]) == (2, "", 1, "lagom: ")
 
 
+def test_a_search_without_records_in_which_all_trials_fail_says_why(search: Search) -> None:
+    words = ["--run-dir", "", "--space", "speed=1,2", "--trials", "2", "--metric", "loss", "program.py", "--lr", "1"]
+    status, _, error = search(*words)
+    assert status == 1
+    assert "lagom: no trial ran to its end: " in error
+    assert "Traceback" not in error
+
+
 def test_a_search_in_which_no_trial_began_fails(search: Search) -> None:
     status, out, error = search("--timeout-s", "1e-9", "--space", "lr=1,2", "--metric", "loss", "program.py")
     assert (status, "trials: none" in out) == (1, True)
