@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import secrets
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -46,8 +47,8 @@ class SparkSlots(SlotChannel):
         super().__init__(self._payload.fd)
         self._joined: dict[int, Message] = {}
         self._begun: set[int] = set()
-        self._spare: dict[str, list[Message]] = {}
         self._leaders: dict[int, list[int]] = {}
+        """All tasks of each slot, by its first task."""
         self._group = f"lagom-{secrets.token_hex(8)}"
         self._job: SparkJob | None = None
 
@@ -98,7 +99,9 @@ class SparkSlots(SlotChannel):
                 raise LagomError(f"Spark's job failed: {why_it_failed(error)}") from error
             raise LagomError("Spark's job ended before the search did")
         if message["type"] == "join":
-            if (whole := self._gather(slot, message)) is not None:
+            self._joined[slot] = message
+            self._begun.add(slot)
+            if (whole := self._gather(message["host"])) is not None:
                 take(*whole)
             return
         if message["type"] == "closed":
@@ -137,26 +140,22 @@ class SparkSlots(SlotChannel):
             "set spark.driver.host to an address of this machine, or use launcher='local'"
         )
 
-    def _gather(self, slot: int, join: Message) -> SlotEvent | None:
-        """Combine waiting tasks of one host into a slot; return its join message, or None if there are too few.
+    def _gather(self, host: str) -> SlotEvent | None:
+        """Combine waiting tasks of ``host`` into a slot; return its join message, or None if there are too few.
 
         Raises:
             PlanError: if all tasks have joined, and no host has enough of them for a trial.
         """
-        self._joined[slot] = join
-        self._begun.add(slot)
-        spare = self._spare.setdefault(join["host"], [])
-        spare[:] = [one for one in spare if one["slot"] in self._joined]
-        spare.append(join | {"slot": slot})
+        taken = {task for tasks in self._leaders.values() for task in tasks}
+        spare = [task for task, join in self._joined.items() if join["host"] == host and task not in taken]
         width = self._plan.num_slots
         if len(spare) >= width:
-            taken, spare[:] = spare[:width], spare[width:]
-            leader = taken[0]["slot"]
-            self._leaders[leader] = [one["slot"] for one in taken]
-            gpus = [gpu for one in taken for gpu in one["gpus"]]
-            return SlotEvent(leader, taken[0] | {"gpus": gpus[: self._plan.world_size]})
+            leader, tasks = spare[0], spare[:width]
+            self._leaders[leader] = tasks
+            gpus = [gpu for task in tasks for gpu in self._joined[task]["gpus"]]
+            return SlotEvent(leader, self._joined[leader] | {"gpus": gpus[: self._plan.world_size]})
         if len(self._joined) == self._num_tasks and not self._leaders:
-            most = max(len(one) for one in self._spare.values())
+            most = max(Counter(join["host"] for join in self._joined.values()).values())
             raise PlanError(
                 f"a trial has {self._plan.world_size} ranks and needs {width} task slots of one host, and no host has "
                 f"more than {most}; set ranks_per_trial={most * self._plan.ranks_per_slot}"
