@@ -35,7 +35,7 @@ class PassThrough(nn.Identity):
 
     def _check(self, passed: Any, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
         before = random_states()
-        layer = self._layer.train(self.training)
+        layer = _twin(self._layer).train(self.training)
         if isinstance(passed, torch.Tensor):
             layer = layer.to(passed.device)
         try:
@@ -68,6 +68,20 @@ class PassThrough(nn.Identity):
         if isinstance(found, torch.Tensor):
             raise AttributeError(f"{self._name} is left out of this trial, and so is its {name}")
         return PassThrough(f"{self._name}.{name}", found, self._checked) if isinstance(found, nn.Module) else found
+
+
+def _twin(layer: nn.Module) -> nn.Module:
+    """Return a layer with the parameters of ``layer``, and copies of its buffers, such as BatchNorm's statistics.
+
+    The model may have ``layer`` in another place too, so ``layer`` itself must stay as it is. ``copy.deepcopy`` would
+    copy the parameters, and fails for layers with parametrizations.
+    """
+    twin: nn.Module = object.__new__(type(layer))
+    vars(twin).update(vars(layer))
+    vars(twin)["_parameters"] = dict(layer._parameters)
+    vars(twin)["_buffers"] = {name: _copied(one) for name, one in layer._buffers.items()}
+    vars(twin)["_modules"] = {name: _twin(part) if part is not None else None for name, part in layer._modules.items()}
+    return twin
 
 
 def _copied(value: Any) -> Any:

@@ -173,6 +173,34 @@ def test_a_layer_that_is_left_out_has_its_attributes_and_no_weights() -> None:
         nn.functional.linear(torch.ones(2, 8), layer.linear1.weight)
 
 
+@pytest.mark.parametrize("names", [["blocks.1"], ["blocks.0", "blocks.2"], ["blocks.1.0"]])
+def test_a_block_in_several_places_is_left_out_in_one(names: list[str]) -> None:
+    class Stack(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            block = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+            self.blocks = nn.ModuleList([block] * 3)
+
+        def forward(self, x: Any) -> Any:
+            for block in self.blocks:
+                x = block(x)
+            return x
+
+    torch.manual_seed(0)
+    model, expected = Stack(), Stack()
+    expected.load_state_dict(model.state_dict())
+    leave_out(model, names, None)
+    for name in names:
+        parent, _, last = name.rpartition(".")
+        setattr(expected.get_submodule(parent), last, nn.Identity())
+    x = torch.randn(8, 4)
+    for _ in range(2):
+        assert torch.equal(model(x), expected(x))
+    assert [value.tolist() for value in model.state_dict().values()] == [
+        value.tolist() for value in expected.state_dict().values()
+    ]
+
+
 def test_a_list_of_layers_is_left_empty() -> None:
     class Stack(nn.Module):
         def __init__(self) -> None:
