@@ -55,7 +55,7 @@ def without_columns(array: Any, numbers: Sequence[int], axis: int) -> Any:
 def constant(old: Any, value: Any) -> Any:
     """Return the value that replaces ``old``; if ``value`` is None, zeros of the type and shape of ``old``.
 
-    Otherwise tensors and arrays keep their shape, lists their length, and have ``value`` everywhere; all else becomes
+    Otherwise tensors and arrays keep their shape, lists their lengths, and have ``value`` everywhere; all else becomes
     ``value``.
 
     Raises:
@@ -70,7 +70,7 @@ def constant(old: Any, value: Any) -> Any:
     if isinstance(old, np.ndarray) and value is not None:
         return np.full(old.shape, value, old.dtype)
     if isinstance(old, list):
-        return [value] * len(old)
+        return [value if isinstance(value, (list, tuple)) else constant(one, value) for one in old]
     if value is not None or old is None:
         return value
     if isinstance(old, (bool, int, float, str, bytes, np.generic)):

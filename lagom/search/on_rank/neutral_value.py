@@ -21,7 +21,7 @@ class NeutralValue:
     def add(self, values: Any) -> None:
         """Count ``values``, an array, tensor or list of any shape; numbers, None and NaN are not counted."""
         if not is_number(values):
-            self._counts.update(one for one in np.ravel(values).tolist() if one is not None and one == one)
+            self._counts.update(one for one in _array(values).ravel().tolist() if one is not None and one == one)
 
     def value(self) -> Any:
         """Return the most frequent value; 0 if none was counted."""
@@ -40,4 +40,12 @@ def is_number(values: Any) -> bool:
     """Return whether ``values`` are numbers: one number, an array or list of numbers, a tensor or a list of tensors."""
     if isinstance(values, (list, tuple)) and values and isinstance(values[0], torch.Tensor):
         return True
-    return isinstance(values, torch.Tensor) or np.asarray(values).dtype.kind in "biufc"
+    return isinstance(values, torch.Tensor) or _array(values).dtype.kind in "biufc"
+
+
+def _array(values: Any) -> Any:
+    """Return ``values`` as an array; lists of different lengths become one row."""
+    try:
+        return np.asarray(values)
+    except ValueError:
+        return np.concatenate([_array(one).ravel() for one in values])

@@ -176,6 +176,19 @@ def test_streams_lists_named_tuples_subsets_and_loaders_are_changed_too() -> Non
     assert (columns["a"].tolist(), columns["b"]) == ([0.0] * 5, ["q"] * 3)
 
 
+def test_columns_of_lists_keep_the_lengths_of_the_lists() -> None:
+    data = {
+        "n": [[1, 2], [3]],
+        "even": [[1, 2], [3, 4]],
+        "s": [["p", "q"], [], ["q"]],
+        "t": [torch.ones(2), torch.ones(1)],
+    }
+    changed = without(data, None, *data)[0]
+    assert [one.tolist() for one in changed.pop("t")] == [[0.0, 0.0], [0.0]]
+    assert changed == {"n": [[0, 0], [0]], "even": [[0, 0], [0, 0]], "s": [["q", "q"], [], ["q"]]}
+    assert without({"n": [[1, 2], [3]]}, None, "n", value=[7])[0] == {"n": [[7], [7]]}
+
+
 def test_a_function_that_makes_a_set_makes_the_changed_one_once() -> None:
     calls = []
 
