@@ -32,8 +32,8 @@ def variants(study: AblationStudy, train: Callable[..., Any], provided: Mapping[
     A pattern of single layers gives a variant for each layer that it matches; a group of layers gives one variant.
 
     Raises:
-        ValueError: if the study leaves out nothing, or something that the program does not take from the config or
-            that, as far as the driver can tell, does not exist.
+        ValueError: if the study leaves out nothing, two things under one name, or something that the program does not
+            take from the config or that, as far as the driver can tell, does not exist.
     """
     if not study.components:
         raise ValueError(
@@ -50,8 +50,23 @@ def variants(study: AblationStudy, train: Callable[..., Any], provided: Mapping[
             if component.module is not None:
                 layers.check_asked(str(component))
             found.append(Variant(name=str(component), component=number))
-    unique = {variant.name: variant for variant in found}
+    unique: dict[str, Variant] = {}
+    for variant in found:
+        first = unique.setdefault(variant.name, variant)
+        if _stands_in(study, first) != _stands_in(study, variant):
+            raise ValueError(
+                f"the ablation study has two variants that are called {variant.name!r}, with different models or "
+                "replacements: name each model differently, and include a layer with one replacement only"
+            )
     return list(unique.values())
+
+
+def _stands_in(study: AblationStudy, variant: Variant) -> Any:
+    """Return the functions that make what stands in the place of the model or layers; None for the base."""
+    if variant.component is None:
+        return None
+    component = study.components[variant.component]
+    return component.module, component.replacement
 
 
 def _of_layers(number: int, component: Component, layers: _Layers) -> list[Variant]:

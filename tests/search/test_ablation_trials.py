@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import statistics
 from collections.abc import Callable
@@ -256,6 +257,22 @@ def test_a_study_that_cannot_work_is_an_error_before_anything_starts(given: Any,
     layers = given.pop("layers", [])
     with pytest.raises(ValueError, match=message):
         trials(config(*layers, study=study, **given), function)
+
+
+def test_two_variants_of_one_name_are_an_error_unless_they_are_the_same() -> None:
+    study = AblationStudy()
+    study.model.layers.include("blocks.*", "blocks.0")
+    source = trials(config(study=study, seeds=1))
+    found = [spec.params["without"] for _ in range(9) if (spec := source.ask())]
+    assert found == ["", "layer blocks.0", "layer blocks.1"]
+    study.model.layers.include("blocks.1", replacement=lambda layer: nn.Identity())
+    with pytest.raises(ValueError, match=r"two variants that are called 'layer blocks\.1'"):
+        trials(config(study=study))
+    other = AblationStudy()
+    for width in (4, 5):
+        other.model.add_custom_model_generator(functools.partial(Net, width), "wide")
+    with pytest.raises(ValueError, match=r"two variants that are called 'model wide'.*name each model differently"):
+        trials(config(study=other))
 
 
 def test_a_model_with_arguments_from_hparams_is_known(rng_untouched: None) -> None:
