@@ -24,7 +24,8 @@ def mlflow_trials(name: str, metric: str) -> Iterator[MlflowTrials | None]:
     """Yield an object that makes an MLflow run for each trial; None if this process does not use MLflow.
 
     A process uses MLflow if it has imported it, and has an active run or has set an experiment. If it has only set an
-    experiment, a new run ``name`` is active in the context. If MLflow fails to start that run, None is yielded too.
+    experiment, a new run ``name`` lasts as long as the context. That run is not active, so that an inline trial can
+    start a run. If MLflow fails to start the run ``name``, None is yielded too.
     """
     mlflow: Any = sys.modules.get("mlflow")
     with contextlib.ExitStack() as stack:
@@ -33,13 +34,26 @@ def mlflow_trials(name: str, metric: str) -> Iterator[MlflowTrials | None]:
             with _warned():
                 parent = mlflow.active_run()
                 if parent is None and {"MLFLOW_EXPERIMENT_ID", "MLFLOW_EXPERIMENT_NAME"} & os.environ.keys():
-                    parent = stack.enter_context(mlflow.start_run(run_name=name))
+                    parent = stack.enter_context(_run_of_search(mlflow, name))
         trials = MlflowTrials(mlflow, parent.info, metric) if parent is not None else None
         try:
             yield trials
         finally:
             if trials is not None:
                 trials.give_up()
+
+
+@contextmanager
+def _run_of_search(mlflow: Any, name: str) -> Iterator[Any]:
+    run = mlflow.start_run(run_name=name)
+    mlflow.end_run("RUNNING")  # only not active any more
+    status = "FAILED"
+    try:
+        yield run
+        status = "FINISHED"
+    finally:
+        with _warned():
+            mlflow.MlflowClient().set_terminated(run.info.run_id, status)
 
 
 class MlflowTrials:

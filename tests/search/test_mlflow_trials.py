@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+from lagom import experiment
+from lagom.config import HyperparameterOptConfig, Searchspace
 from tests.imported_once import forked_server
 from tests.late_modules import mlflow
 from tests.search.mlflow_searches import check_runs_below_the_active_one, runs, search, store
@@ -42,6 +44,33 @@ def test_an_experiment_that_is_set_gets_a_run_for_the_search(monkeypatch: pytest
     assert found["the search"].info.status == "FINISHED"
     (below,) = [run for run in found.values() if run.data.tags.get("mlflow.parentRunId")]
     assert below.data.tags["mlflow.parentRunId"] == found["the search"].info.run_id
+    assert mlflow.active_run() is None
+
+
+def test_an_inline_trial_starts_a_run_as_in_a_plain_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    def train(x: float) -> float:
+        with mlflow.start_run(run_name=f"my {x:g}"):
+            mlflow.log_metric("loss", x)
+        return x
+
+    monkeypatch.setenv("MLFLOW_EXPERIMENT_ID", mlflow.create_experiment("set"))
+    space = Searchspace(x=("DISCRETE", [1.0, 2.0]))
+    config = HyperparameterOptConfig(
+        searchspace=space,
+        optimizer="grid",
+        direction="min",
+        optimization_key="loss",
+        launcher="inline",
+        name="the search",
+        run_dir=None,
+    )
+    result = experiment.lagom(train, config)
+    assert [trial["state"] for trial in result.trials] == ["complete"] * 2
+    found = runs("set")
+    assert found.keys() == {"the search", "trial 0", "trial 1", "my 1", "my 2"}
+    assert {run.info.status for run in found.values()} == {"FINISHED"}
+    assert found["my 2"].data.metrics == {"loss": 2.0}
+    assert found["trial 1"].data.tags["mlflow.parentRunId"] == found["the search"].info.run_id
     assert mlflow.active_run() is None
 
 
