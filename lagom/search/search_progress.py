@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import html
-import math
 import sys
 import time
 from collections import Counter
@@ -38,7 +37,7 @@ class _SlotState:
     """Monotonic time at which the slot got its last trial."""
     busy_s: float = 0.0
     """Seconds for which the slot has run trials that are over."""
-    unsaid: str = ""
+    unsaid: bytes = b""
     """Beginning of a line of output that has not ended."""
 
 
@@ -101,7 +100,7 @@ class SearchProgress:
 
     def _count(self, number: int, state: str, value: float | None, params: Mapping[str, Any]) -> None:
         self._counts[state] += 1
-        if state == "complete" and value is not None and not math.isnan(value):
+        if state == "complete" and value is not None:
             sign = 1 if self._direction == "max" else -1
             if self._best is None or sign * value > sign * self._best[0]:
                 self._best, self._best_params = (value, number), params
@@ -126,17 +125,19 @@ class SearchProgress:
         elif kind == "progress" and slot.value is None:
             slot.step = message.get("step")
         elif kind in ("ended", "closed"):
+            if slot.unsaid:
+                self._print(slot, b"\n")
             slot.busy_s += now - slot.began if slot.number is not None else 0.0
             slot.number = None
         elif kind == "stalled":
             text = stall_text({message["rank"]: message}, message["rank"] + 1)
             self.warn(f"trial {slot.number}: {text}")
         elif kind == "log" and self.shows_output:
-            self._print(slot, message["data"].encode("latin-1").decode(errors="replace"))
+            self._print(slot, message["data"].encode("latin-1"))
 
-    def _print(self, slot: _SlotState, text: str) -> None:
-        *lines, slot.unsaid = (slot.unsaid + text).split("\n")
-        for line in lines:
+    def _print(self, slot: _SlotState, data: bytes) -> None:
+        *lines, slot.unsaid = (slot.unsaid + data).split(b"\n")
+        for line in (each.decode(errors="replace") for each in lines):
             self._line.make_room(sys.stdout, line + "\n")
             print(f"trial {slot.number}: {line}", flush=True)
 

@@ -116,6 +116,19 @@ def test_of_many_slots_some_are_shown_and_hosts_are_named(display: Display) -> N
     assert "0 trials done, 32 running" in display.lines()[1]
 
 
+def test_a_line_of_a_trial_is_shown_whole_and_with_its_own_trial(capsys: pytest.CaptureFixture[str]) -> None:
+    progress = SearchProgress("train", "this machine", 1, "min", None)
+    progress.shows_output = True
+    join(progress, "box")
+    for number in range(2):
+        begin(progress, 0, number)
+        for data in (b"epoch 1\nf\xc3", b"\xbcr epoch 2"):  # a chunk ends within a character, the last line never
+            progress.take(0, {"type": "log", "data": data.decode("latin-1")})
+        progress.take(0, {"type": "ended"})
+    shown = [f"trial {number}: {line}" for number in range(2) for line in ("epoch 1", "f\u00fcr epoch 2")]
+    assert capsys.readouterr().out.splitlines() == shown
+
+
 def test_the_first_failure_of_each_kind_is_a_line_in_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
     progress = SearchProgress("train", "this machine", 1, "min", None)
     join(progress, "box")
