@@ -91,8 +91,7 @@ class AblationTrials:
         return False
 
     def tell(self, number: int, outcome: TrialOutcome) -> None:
-        """Note how the trial ``number`` ended. A metric that is not a number is a failure."""
-        failed = outcome.state == "complete" and (outcome.value is None or math.isnan(outcome.value))
+        """Note how the trial ``number`` ended."""
         folder = outcome.folder if self._folder is not None else None  # else the folder is a temporary one
         if folder is not None and self._folder is not None and folder.is_relative_to(self._folder):
             folder = folder.relative_to(self._folder)
@@ -100,11 +99,11 @@ class AblationTrials:
             "number": number,
             "params": self._all[number].params,
             "value": outcome.value,
-            "state": "failed" if failed else outcome.state,
+            "state": outcome.state,
             "seconds": outcome.seconds,
             "started": outcome.started,
             "slot": outcome.slot,
-            "error": f"ValueError: the metric is {outcome.value}" if failed else outcome.error,
+            "error": outcome.error,
             "traceback": outcome.traceback,
             "folder": None if folder is None else str(folder),
             "returned": outcome.returned,

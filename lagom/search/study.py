@@ -122,18 +122,15 @@ class Study:
         return running.trial.should_prune()
 
     def tell(self, number: int, outcome: TrialOutcome) -> None:
-        """Note how the trial ``number`` ended. A metric that is not a number is a failure, as in Optuna."""
+        """Note how the trial ``number`` ended."""
         from optuna.trial import TrialState
 
         trial = self._running.pop(number).trial
-        error, failed = outcome.error, outcome.state == "failed"
-        if outcome.state == "complete" and (outcome.value is None or math.isnan(outcome.value)):
-            error, failed = error or f"ValueError: the metric is {outcome.value}, which ranks no trial", True
         facts = {
             "seconds": outcome.seconds,
             "started": outcome.started,
             "slot": outcome.slot,
-            "error": error,
+            "error": outcome.error,
             "traceback": outcome.traceback,
         }
         if outcome.folder is not None and self._folder is not None:  # else the trial's folder is a temporary one
@@ -143,7 +140,7 @@ class Study:
         for name, fact in facts.items():
             if fact not in ("", None):
                 trial.set_user_attr(name, fact)
-        if failed:
+        if outcome.state == "failed":
             self._end(trial, state=TrialState.FAIL)
         elif outcome.state == "pruned":
             self._end(trial, state=TrialState.PRUNED)

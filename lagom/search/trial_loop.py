@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import contextlib
 import logging
+import math
 import shutil
 import sys
 import time
@@ -43,6 +44,8 @@ class _Slot:
     parts: list[bytes] = field(default_factory=list)
     pruned: bool = False
     last_value: float | None = None
+    why_lost: str = ""
+    """The error with which the slot's process ended, if it could send one."""
     began: float = 0.0
     """Time at which the slot got the trial, in seconds since the epoch."""
 
@@ -88,7 +91,8 @@ class TrialLoop:
         """Run trials on ``slots`` until the source has no more, or too many have failed in a row.
 
         Raises:
-            LagomError: if no slot is left, or the last of ``max_failed`` trials was lost with its processes.
+            LagomError: if no slot is left, or the last of ``max_failed`` trials was lost with its processes or had NaN
+                as its metric.
             Exception: the last trial's exception, if ``max_failed`` trials in a row have failed; the exception of the
                 first trial without a metric, if no trial before has completed; or an exception of ``source.ask``.
         """
@@ -161,10 +165,12 @@ class TrialLoop:
             self._keep_picture(slot, message)
         elif kind == "ended":
             self._end(number, slot, message)
+        elif kind == "lost":
+            slot.why_lost = message["message"]
         elif kind == "closed":
             del self._joined[number]
             if slot.running is not None:
-                self._lose(number, slot.running)
+                self._lose(number, slot.running, slot.why_lost)
 
     def _append(self, slot: _Slot, name: str, data: bytes) -> None:
         if slot.running is not None:
@@ -183,7 +189,7 @@ class TrialLoop:
         slot.pruned |= bool(self._source.report(slot.running.number, message["step"], message["value"]))
         self._slots.send(number, {"type": "answer", "prune": slot.pruned})
 
-    def _lose(self, number: int, spec: TrialSpec) -> None:
+    def _lose(self, number: int, spec: TrialSpec, why: str) -> None:
         """Queue the trial of a lost slot for any slot; after too many losses, count it as failed.
 
         Raises:
@@ -193,12 +199,19 @@ class TrialLoop:
         if lost <= self._plan.config.max_failures:
             self._again.append(spec)
             return
-        error = f"RankError: the processes that ran this trial were lost {lost} times"
-        folder = self.folder_of(spec.number)
-        self._tell(spec, TrialOutcome(state="failed", error=error, slot=number, folder=folder))
+        error = f"RankError: the processes that ran this trial were lost {lost} times" + (f": {why}" if why else "")
+        self._fail(spec, error, slot=number, folder=self.folder_of(spec.number))
+
+    def _fail(self, spec: TrialSpec, error: str, **facts: Any) -> None:
+        """Count a trial as failed that has raised no exception.
+
+        Raises:
+            LagomError: if too many trials have failed in a row.
+        """
+        self._tell(spec, TrialOutcome(state="failed", error=error, **facts))
         if self._num_failed >= self._max_failed:
             many = f"{self._num_failed} trials failed one after another" if self._num_failed > 1 else "a trial failed"
-            raise LagomError(f"{many}, the last with {dict(spec.params)}: {error} ({folder})")
+            raise LagomError(f"{many}, the last with {dict(spec.params)}: {error} ({self.folder_of(spec.number)})")
 
     def _end(self, number: int, slot: _Slot, message: Message) -> None:
         spec, slot.running = slot.running, None
@@ -227,8 +240,11 @@ class TrialLoop:
         else:
             told = [report for report in reports if report["metric"] is not None]  # rank 0's, at least
             value = self._metric_of(spec, [report["metric"] for report in told], [report["samples"] for report in told])
-            returned = as_json(loaded.value().get("value"))
-            self._tell(spec, TrialOutcome(state="complete", value=value, returned=returned, **facts))
+            facts["returned"] = as_json(loaded.value().get("value"))
+            if math.isnan(value):  # a failure, as in Optuna
+                self._fail(spec, f"ValueError: the metric is {value}; want a number", **facts)
+            else:
+                self._tell(spec, TrialOutcome(state="complete", value=value, **facts))
 
     def _metric_of(self, spec: TrialSpec, metrics: Sequence[float], samples: Sequence[int]) -> float:
         """Combine the metrics of a trial's ranks; if they differ, warn once in a search."""

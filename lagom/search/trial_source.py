@@ -29,7 +29,8 @@ class TrialOutcome:
 
     state: State
     value: float | None = None
-    """The metric, combined over the ranks; the last reported value of a pruned trial; None for a failed trial."""
+    """The metric, combined over the ranks; the last reported value of a pruned trial; None for a failed trial. NaN as
+    the metric is a failure, as in Optuna."""
     returned: Any = None
     """Value that the function returned, in types of JSON, and shortened if it is large."""
     error: str = ""

@@ -43,6 +43,8 @@ def run(study: Study, spec: TrialSpec) -> None:
     for step, value in enumerate(curve[:4]):
         if study.report(spec.number, step, value):
             return study.tell(spec.number, TrialOutcome(state="pruned", value=value))
+    if math.isnan(curve[4]):
+        return study.tell(spec.number, TrialOutcome(state="failed", error="ValueError: the metric is nan"))
     return study.tell(spec.number, TrialOutcome(state="complete", value=curve[4]))
 
 

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import base64
+import contextlib
 import dataclasses
 import importlib
+import math
 import os
 import signal
+import socket
 import sys
+import tarfile
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -16,6 +21,7 @@ import pytest
 import torch
 
 from lagom.call import Call
+from lagom.cluster import Cluster
 from lagom.config import TorchDistributedConfig
 from lagom.errors import LagomError, MetricError
 from lagom.launchers import choose
@@ -24,6 +30,7 @@ from lagom.search.on_rank.change import HparamsChange
 from lagom.search.slots.choose_slots import choose_slots
 from lagom.search.trial_loop import TrialLoop
 from lagom.search.trial_source import TrialOutcome, TrialSpec
+from lagom.wire.client import DriverClient, Message
 
 
 class ListSource:
@@ -308,3 +315,90 @@ def test_slots_that_cannot_start_end_the_search(tmp_path: Path, monkeypatch: pyt
 class _NoServer:
     def send(self, request: bytes, fds: list[int]) -> None:
         pass
+
+
+def test_slots_that_cannot_start_end_the_search_with_what_they_say(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lagom.search.slots.local_slots.server", lambda: _FullDisk())
+    with pytest.raises(LagomError, match="ended as soon as they started: OSError: No space left on device"):
+        run(lambda: 1.0, ListSource([{}]), tmp_path)
+
+
+class _FullDisk:
+    def send(self, request: bytes, fds: list[int]) -> None:
+        with contextlib.closing(DriverClient(socket.socket(fileno=os.dup(fds[0])))) as link:
+            link.send(FULL_DISK)
+
+
+FULL_DISK = {"type": "lost", "message": "OSError: No space left on device"}
+ENDED = {"type": "ended", "reports": [{"rank": 0, "ok": True, "metric": 1.0, "samples": 1}], "seconds": 1.0}
+
+
+class OneSlot:
+    """A slot of another host, which answers each trial with ``messages``; after a loss it joins again."""
+
+    def __init__(self, *messages: Message) -> None:
+        self._messages = messages
+        self._join = {"type": "join", "host": "other", "cores": 1, "sees_driver": False, "gpus": []}
+        self._waiting = [self._join]
+
+    def __enter__(self) -> OneSlot:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        pass
+
+    def send(self, slot: int, message: Message) -> None:
+        if message["type"] == "trial":
+            self._waiting += self._messages
+            self._waiting += [self._join] * (self._messages[-1]["type"] == "closed")
+
+    def serve(self, take: Callable[[int, Message], None], timeout_s: float) -> None:
+        take(0, self._waiting.pop(0))
+
+    def over(self) -> None:
+        pass
+
+
+def run_on(slot: OneSlot, source: ListSource, folder: Path, max_failed: int | None = None) -> dict[int, TrialOutcome]:
+    of_trial = plan(TorchDistributedConfig(world_size=1), Cluster(launcher="spark", slots=1))
+    TrialLoop(source, of_trial, "loss", max_failed, folder / "trials").run(slot)
+    return source.outcomes
+
+
+def test_a_trial_whose_slot_is_lost_for_good_says_why(tmp_path: Path) -> None:
+    (outcome,) = run_on(OneSlot(FULL_DISK, {"type": "closed"}), ListSource([{}]), tmp_path).values()
+    assert outcome.error.endswith("were lost 4 times: OSError: No space left on device")
+
+
+def test_a_link_that_leads_out_of_a_trials_folder_is_named_and_the_other_files_come(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    kept = tmp_path / "kept/files"
+    kept.mkdir(parents=True)
+    (kept / "last.ckpt").symlink_to(tmp_path / "elsewhere.ckpt")
+    (kept / "best.txt").write_text("best")
+    with tarfile.open(tmp_path / "packed.tar", "w") as tar:
+        tar.add(kept.parent, arcname=".")
+    data = base64.b64encode((tmp_path / "packed.tar").read_bytes()).decode()
+    part = {"type": "part", "name": "files", "data": data}
+    (outcome,) = run_on(OneSlot(part, ENDED | {"problems": []}), ListSource([{}]), tmp_path).values()
+    assert (outcome.state, outcome.value) == ("complete", 1.0)
+    assert outcome.folder is not None
+    assert [path.name for path in (outcome.folder / "files").iterdir()] == ["best.txt"]
+    assert "files/last.ckpt, which rank 0 wrote, was not put into" in caplog.text
+
+
+def test_a_metric_that_is_no_number_is_a_failure_in_a_row(tmp_path: Path) -> None:
+    source = ListSource([{"value": 1.0}] + [{"value": math.nan}] * 8)
+    with pytest.raises(LagomError, match=r"2 trials failed one after another.* the metric is nan"):
+        run(lambda value: value, source, tmp_path, launcher="inline", slots=1, max_failed=2)
+    assert [one.state for one in source.outcomes.values()] == ["complete", "failed", "failed"]
+    assert source.outcomes[1].value is None
+
+
+def test_a_metric_that_is_no_number_is_not_a_trial_that_has_completed(tmp_path: Path) -> None:
+    source = ListSource([{"returned": math.nan}, {"returned": "low"}])
+    with pytest.raises(MetricError, match="'low'"):
+        run(lambda returned: returned, source, tmp_path, launcher="inline", slots=1)

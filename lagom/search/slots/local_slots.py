@@ -36,6 +36,8 @@ class LocalSlots(SlotChannel):
         self._spec = spec_of(plan, Parcel(call).write(self._payload))
         self._open: set[int] = set()
         self._num_lost = 0
+        self._why = ""
+        """The last error with which a process ended, as the end of a sentence."""
 
     def __enter__(self) -> LocalSlots:
         """Start the slots."""
@@ -55,12 +57,15 @@ class LocalSlots(SlotChannel):
         if event is None:
             return
         if event.message["type"] == "join":
-            self._num_lost = 0
+            self._num_lost, self._why = 0, ""
+        if event.message["type"] == "lost":
+            self._why = f": {event.message['message']}"
         if event.message["type"] == "closed":
             self._open.discard(event.slot)
             self._num_lost += 1
             if self._num_lost >= _MOST_LOST * self._num_slots:
-                raise LagomError("processes of this machine that were to run trials ended as soon as they started")
+                ended = "processes of this machine that were to run trials ended as soon as they started"
+                raise LagomError(ended + self._why)
             self._start(event.slot)
         take(*event)
 
