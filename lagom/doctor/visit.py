@@ -105,6 +105,7 @@ def _listening(launcher: Any) -> Iterator[tuple[str, int] | None]:
     if facts is None or facts.bind is None:
         yield None
         return
-    with socket.create_server((facts.bind, 0)) as server:
+    # Nobody calls ``accept``: the kernel completes connections up to the backlog, for which it has its own limit.
+    with socket.create_server((facts.bind, 0), backlog=1 << 15) as server:
         bound = server.getsockname()
         yield (facts.advertise or bound[0], bound[1])

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import socket
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from lagom import cli
+from lagom.call import Call
 from lagom.config import TorchDistributedConfig
 from lagom.doctor import visit as module
 from lagom.doctor.findings import Finding, findings
@@ -144,6 +147,24 @@ def test_what_keeps_a_run_from_starting_is_a_line_too(
     assert (found[-1].level, found[-1].what) == ("fail", fails)
     assert "PlanError: " in found[-1].found
     assert f"FAIL  {fails}" in print_findings(found)
+
+
+def test_the_tasks_and_ranks_of_many_slots_reach_the_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Launcher:
+        facts = SimpleNamespace(bind="127.0.0.1", advertise=None)
+        cluster = where = None
+
+        def run(self, the_plan: Any, call: Call) -> Any:
+            for _ in range(200):
+                socket.create_connection(call.provided["hparams"]["address"], timeout=1.0).close()
+            raise PlanError("all have reached it")
+
+    local = choose("local")
+    monkeypatch.setattr(Launcher, "cluster", lambda _: local.cluster())
+    monkeypatch.setattr(Launcher, "where", lambda _: "Spark")
+    monkeypatch.setattr(module, "choose", lambda _: Launcher())
+    found = visit(TorchDistributedConfig(launcher="local", world_size=1))
+    assert found[-1].found == "PlanError: all have reached it"
 
 
 def test_ranks_that_do_not_reach_each_other_are_told_what_to_open(monkeypatch: pytest.MonkeyPatch) -> None:
