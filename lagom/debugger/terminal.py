@@ -43,7 +43,7 @@ class DebugTerminal:
         """Requests of ranks: the first has its turn, the others wait."""
         self._last: int | None = None
         self._has_examined = False
-        """Whether a failure is or was at the prompt. The run ends with this failure, so no other is examined."""
+        """Whether a failure is or was at the prompt. These processes end with this failure, so no other is examined."""
         self._lock = threading.Lock()
         self._processes = 0
         """Counts how often the ranks' processes have ended: messages of earlier ones no longer count."""
@@ -77,6 +77,8 @@ class DebugTerminal:
             self._channel.call_later(CHOSEN_S, partial(self._await_turn, message))
 
     def _await_turn(self, message: Message) -> None:
+        if not self._is_current(message):
+            return  # its process has ended meanwhile
         if message["failed"]:
             if self._has_examined:
                 return  # only one failure is examined; this rank gets no prompt and waits for the end of the run
@@ -143,6 +145,7 @@ class DebugTerminal:
     def forget_ranks(self) -> None:
         """End a prompt that is open, and all turns: the ranks' processes have ended, and others take their places."""
         self._end_prompt()
+        self._has_examined = False
         self._end_turns()
 
     def close(self) -> None:

@@ -105,6 +105,7 @@ class Channel:
 
     def __init__(self) -> None:
         self.sent: list[Any] = []
+        self.waiting: list[Callable[[], None]] = []
 
     def send(self, task: int, message: Any) -> None:
         self.sent.append(message)
@@ -113,15 +114,40 @@ class Channel:
         self.sent.append(message)
 
     def call_later(self, delay_s: float, function: Callable[[], None]) -> None:
-        raise AssertionError("nobody is to wait")
+        self.waiting.append(function)
+
+
+def driver(debug: Any = None) -> tuple[Channel, DebugTerminal, list[Any]]:
+    """Return a terminal for two ranks, with its channel and the messages that it shows."""
+    channel: Any = Channel()
+    shown: list[Any] = []
+    two = plan(TorchDistributedConfig(world_size=2, debug=debug), Cluster(launcher="local", slots=2))
+    return channel, DebugTerminal(two, channel, shown.append), shown
+
+
+def test_a_failure_after_another_from_which_twins_have_gone_on_gets_a_turn(person: Person) -> None:
+    channel, terminal, shown = driver("first")
+    for _ in range(2):
+        terminal.take(0, {"step": "begin", "rank": 0, "failed": True, "consequence": False})
+        assert channel.sent[-1] == {"type": "debug", "rank": 0, "line": ""}
+        terminal.take(0, {"step": "end", "rank": 0})
+        terminal.forget_ranks()
+    assert [one["step"] for one in shown] == ["turn", "end"] * 2
+
+
+def test_a_request_that_waits_for_the_chosen_rank_ends_with_its_process(person: Person) -> None:
+    channel, terminal, shown = driver(1)
+    terminal.take(0, {"step": "begin", "rank": 0, "failed": True, "consequence": False})
+    terminal.forget_ranks()
+    before = list(channel.sent)
+    (later,) = channel.waiting
+    later()
+    assert (channel.sent, shown) == (before, [])
 
 
 def test_a_rank_that_is_replaced_ends_its_prompt_and_the_new_one_gets_a_turn(person: Person) -> None:
-    channel: Any = Channel()
-    shown: list[Any] = []
+    channel, terminal, shown = driver()
     written: list[str] = []
-    two = plan(TorchDistributedConfig(world_size=2), Cluster(launcher="local", slots=2))
-    terminal = DebugTerminal(two, channel, shown.append)
     begin = {"step": "begin", "rank": 0, "failed": False, "consequence": False}
     asks = {"step": "line", "rank": 0, "text": "(Pdb) "}
 
