@@ -22,6 +22,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from lagom.errors import DataError
+from lagom.launchers.spark_session import session_facts
 
 CACHE = "spark.lagom.cacheDir"
 """Spark setting that names the folder to write to; without it, petastorm's setting counts."""
@@ -124,9 +125,7 @@ def cache_folder(session: Any) -> str | None:
         folder = session.conf.get(key, None)
         if folder:
             return str(folder).rstrip("/")
-    if str(session.conf.get("spark.master", "")).startswith("local"):
-        return _here()
-    return None
+    return _here() if session_facts(session).one_machine else None
 
 
 _made_here: list[str] = []

@@ -43,6 +43,7 @@ class SparkFacts:
         self.session = session
         self.master: str = self.conf("spark.master", "")
         self.one_machine = self.master.startswith("local")
+        """Whether the executors are on this machine, and so see its files."""
 
     name: str
     bind: str | None
@@ -303,7 +304,11 @@ class ConnectFacts(SparkFacts):
     def __init__(self, session: Any) -> None:
         super().__init__(session)
         self.name = f"Spark Connect {self.master}".rstrip()
-        self.bind, self.advertise = _address_towards(session), None
+        ours, servers = _route_to_server(session)
+        self.bind, self.advertise = ours, None
+        # A server on another host, too, may have the master local[...].
+        is_here = ours is not None and (ours == servers or ours.startswith("127."))
+        self.one_machine = self.one_machine and is_here
 
     def slots(self) -> int:
         """Return Spark's default parallelism, since a Connect client cannot ask for the number of slots."""
@@ -326,14 +331,14 @@ class ConnectFacts(SparkFacts):
         self.session.interruptTag(group)
 
 
-def _address_towards(session: Any) -> str | None:
-    """Return the address from which this machine reaches the Connect server; None if it cannot be found."""
+def _route_to_server(session: Any) -> tuple[str, str] | tuple[None, None]:
+    """Return the address from which this machine reaches the Connect server, and the server's; None if not known."""
     with contextlib.suppress(Exception):  # a session has no public attribute for its server's address
         host = session.client.host
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
             probe.connect((host, 1))
-            return str(probe.getsockname()[0])
-    return None
+            return str(probe.getsockname()[0]), str(probe.getpeername()[0])
+    return None, None
 
 
 def _remedy(master: str) -> str:
