@@ -31,12 +31,15 @@ def replace_steps(
 
         def patch(kind: type) -> None:
             current = vars(kind)["step"]
-            if current not in ours:
-                patched = _wrap_with_hooks(current, functools.partial(step_for, kind))
+            if ours.isdisjoint(_decorated(current)):  # a decorator may be around a step that is replaced already
+                patched = _wrap_inside_hooks(current, functools.partial(step_for, kind))
                 ours.add(patched)
                 stack.enter_context(replaced(kind, "step", patched))
 
         def patched_wrap(self: Optimizer) -> None:
+            step = type(self).step
+            if step in ours and not getattr(step, "hooked", False):
+                stack.enter_context(replaced(type(self), "step", step))  # restores what ``wrap`` sets, around ours
             wrap(self)
             for kind in type(self).__mro__:
                 if kind is not Optimizer and "step" in vars(kind):
@@ -49,13 +52,27 @@ def replace_steps(
         yield
 
 
-def _wrap_with_hooks(current: Callable[..., Any], step_for: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Any:
-    # Only torch's wrapper for hooks sets ``hooked``; ``__wrapped__`` alone may be that of another decorator (no_grad).
-    hooked = vars(current).get("hooked", False)
-    inner: Callable[..., Any] = vars(current)["__wrapped__"] if hooked else current
-    found: Any = Optimizer.profile_hook_step(torch._disable_dynamo(functools.wraps(inner)(step_for(inner))))
-    found.hooked = True
+def _wrap_inside_hooks(
+    current: Callable[..., Any], step_for: Callable[[Callable[..., Any]], Callable[..., Any]]
+) -> Any:
+    # The code tells torch's wrapper for hooks from a decorator around it, which has copied its attributes.
+    is_torchs = getattr(current, "__code__", None) is _HOOKS_CODE
+    inner: Callable[..., Any] = vars(current)["__wrapped__"] if is_torchs else current
+    found: Any = torch._disable_dynamo(functools.wraps(inner)(step_for(inner)))
+    if is_torchs:  # a base class has no hooks of its own, unless it has instances
+        found = Optimizer.profile_hook_step(found)
+        found.hooked = True
     return found
+
+
+_HOOKS_CODE = Optimizer.profile_hook_step(lambda: None).__code__
+
+
+def _decorated(step: Callable[..., Any] | None) -> Iterator[object]:
+    """Yield ``step`` and the functions that it decorates."""
+    while step is not None:
+        yield step
+        step = getattr(step, "__wrapped__", None)
 
 
 def _subclasses(kind: type[Optimizer]) -> Iterator[type[Optimizer]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import io
 import pickle
 from collections.abc import Callable
@@ -337,3 +338,40 @@ def test_closures_scalers_and_several_optimizers(zero_lvl: int) -> None:
         return losses, _weights(model), _weights(critic), by_closure.state_dict(), schedule.get_last_lr()
 
     same(train, (zero_lvl, 2))
+
+
+def test_hooks_and_a_decorator_around_a_step_are_called_as_often_as_in_one_process() -> None:
+    def train(_: Session) -> Any:
+        class Base(Optimizer):
+            @torch.no_grad()
+            def step(self, closure: Any = None) -> None:  # type: ignore[override]
+                for p in self.param_groups[0]["params"]:
+                    p.sub_(p.grad, alpha=0.1)
+
+        class Own(Base):
+            def step(self, closure: Any = None) -> None:  # type: ignore[override]
+                super().step(closure)
+
+        torch.manual_seed(0)
+        model, calls = _model(), list[str]()
+        Own(model.parameters(), {})  # torch wraps the step of the class for its hooks now
+        original = Own.step
+
+        @functools.wraps(original)
+        def timed(self: Own, *args: Any) -> Any:
+            calls.append("decorator")
+            return original(self, *args)
+
+        Own.step = timed  # type: ignore[method-assign,assignment]
+        optimizer = Own(model.parameters(), {})
+        optimizer.register_step_pre_hook(lambda *_: calls.append("hook"))
+        for x in torch.arange(42.0).sin().view(2, 3, 7):
+            optimizer.zero_grad()
+            model(x).square().mean().backward()
+            optimizer.step()
+        return _weights(model), calls
+
+    wanted = alone(train)
+    assert wanted[1] == ["decorator", "hook"] * 2
+    for found in run_ranks(2, train, zero_lvl=1):
+        close(found, wanted)
