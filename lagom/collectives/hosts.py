@@ -31,7 +31,7 @@ _OVERLAPPED = 4
 """Fewest pieces of a large all-reduce, so that some travel between hosts while others are summed within hosts."""
 _SUM = OPERATIONS["sum"]
 BETWEEN = "the exchange between hosts failed"
-_SUMMED = frozenset(TYPES) - {torch.int16, torch.bool}
+_SUMMED = frozenset(TYPES)
 """Types that this transport sums; sums of the others go over gloo."""
 _AVERAGED = frozenset(dtype for dtype in _SUMMED if dtype.is_floating_point)
 
@@ -48,7 +48,10 @@ class HostTransport(Transport):
         homes: the ranks of each host.
     """
 
-    operations = frozenset({"all_reduce", "broadcast", "all_gather", "reduce_scatter"})
+    # ``TensorCollectives`` makes reduces and the exchanges of lists out of the other four.
+    operations = frozenset(
+        {"all_reduce", "broadcast", "all_gather", "reduce_scatter", "reduce", "all_gather_list", "reduce_scatter_list"}
+    )
 
     def __init__(
         self, near: Communicator | None, ring: HostRing | None, homes: Sequence[Sequence[int]], rank: int

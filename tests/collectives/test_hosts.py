@@ -19,6 +19,7 @@ from lagom.collectives.torch_backend.registration import register
 from lagom.collectives.transports import connect_memory
 from lagom.errors import CollectiveError, DivergenceError
 from lagom.session.session import Session
+from tests.encryption import credentials
 from tests.ranks import RankFailedError, alone, gloo_of, run_ranks, text_gather
 
 if native() is None:
@@ -306,3 +307,57 @@ def test_ddp_over_hosts_ends_with_gloos_weights(monkeypatch: pytest.MonkeyPatch)
         assert kinds == ("SharedProcessGroup", "SharedProcessGroup" if rank in (0, 2) else "int")
         assert others == as_wanted
         torch.testing.assert_close(mine, wanted, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.forked  # ranks inherit the credentials
+def test_encrypted_hosts_need_gloo_for_few_exchanges(monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(session: Session) -> Any:
+        rank, size = session.rank, session.world_size
+        monkeypatch.setattr(handing, "home", lambda: f"host {rank % 2}")
+        warnings.simplefilter("ignore")  # torch's, about names of its own
+        register(credentials())
+        dist.init_process_group("lagom", store=session.store, rank=rank, world_size=size)
+        rows, part = [torch.zeros(2) for _ in range(size)], torch.zeros(rank + 1)
+        dist.all_gather(rows, torch.full((2,), float(rank)))
+        everyone: list[Any] = [None] * size
+        dist.all_gather_object(everyone, {"rank": rank, "text": "x" * rank})
+        total, short, flags = torch.ones(3) * (rank + 1), torch.ones(4, dtype=torch.int16), torch.arange(3) == rank
+        dist.reduce(total, 1)
+        dist.reduce_scatter(part, [torch.full((i + 1,), float(i)) for i in range(size)])
+        dist.all_reduce(short)
+        dist.all_reduce(flags)
+        dist.barrier()
+        torch.manual_seed(rank)
+        model = DistributedDataParallel(torch.nn.Linear(5, 3))
+        with pytest.raises(CollectiveError, match="gloo sends in clear"):
+            dist.all_to_all_single(torch.empty(3), torch.ones(3))
+        weights = [one.detach().tolist() for one in model.parameters()]
+        return [one.tolist() for one in (*rows, total, part, short, flags)], everyone, weights
+
+    credentials()
+    found = run_ranks(3, run, patches=False)
+    torch.manual_seed(0)
+    wanted = [one.detach().tolist() for one in torch.nn.Linear(5, 3).parameters()]
+    for rank, (numbers, everyone, weights) in enumerate(found):
+        total = [6.0 if rank == 1 else rank + 1.0] * 3
+        part = [3.0 * rank] * (rank + 1)
+        assert numbers == [[0.0] * 2, [1.0] * 2, [2.0] * 2, total, part, [3] * 4, [True] * 3]
+        assert everyone == [{"rank": i, "text": "x" * i} for i in range(3)]
+        assert weights == wanted
+
+
+def test_barriers_over_hosts_wait_for_earlier_exchanges_over_gloo(monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(session: Session) -> Any:
+        monkeypatch.setattr(handing, "home", lambda: f"host {session.rank % 2}")
+        warnings.simplefilter("ignore")  # torch's, about names of its own
+        register()
+        dist.init_process_group("lagom", store=session.store, rank=session.rank, world_size=session.world_size)
+        group: Any = dist.group.WORLD
+        done = []
+        for wait in (dist.barrier, group.monitored_barrier):
+            works = [dist.all_reduce(torch.ones(1000), dist.ReduceOp.MAX, async_op=True) for _ in range(50)]
+            wait()
+            done += [work.is_completed() for work in works]
+        return all(done)
+
+    assert run_ranks(3, run, patches=False) == [True] * 3

@@ -147,24 +147,23 @@ class SharedProcessGroup(_Base):  # type: ignore[misc]
         return self._collective("all_to_all_single", [[output], [input]], opts, to_here=out_sizes, to_all=in_sizes)
 
     def barrier(self, opts: Any = None) -> Any:
-        """Begin a barrier, over gloo with several hosts; its work is done when all ranks have called it."""
-        memory = self._transport.memory
-        return self._gloo.barrier(*handed_on(opts)) if memory is None else self._start("barrier", memory.barrier, opts)
+        """Begin a barrier; its work is done when all ranks have called it."""
+        return self._start("barrier", self._moves.barrier, opts)
 
     def monitored_barrier(self, timeout: Any = None, wait_all_ranks: bool = False) -> None:
-        """Wait for all ranks within ``timeout``.
+        """Wait for all ranks within ``timeout``, over gloo with several hosts.
 
         The error names one missing rank; over gloo, all of them if ``wait_all_ranks``.
         """
         memory, limit, usual = self._transport.memory, timeout or self._timeout, self._timeout
-        if memory is None:
-            self._gloo.monitored_barrier(limit, wait_all_ranks)
-            return
 
         def run() -> None:
+            if memory is None:
+                self._gloo.monitored_barrier(limit, wait_all_ranks)
+                return
             memory.set_timeout(limit.total_seconds())
             memory.barrier()
-            memory.set_timeout(usual.total_seconds())
+            memory.set_timeout(usual.total_seconds())  # after a failure all later exchanges fail
 
         self._start("barrier", run, None).wait()
 
@@ -297,7 +296,6 @@ os.register_at_fork(after_in_child=_forget)
 #
 # Collectives of a group run one after the other, in the order in which they were called. An asynchronous collective
 # runs in a thread of the group. A synchronous collective runs in the caller's thread, unless earlier collectives are
-# unfinished: to pass an exchange to a thread and to be woken by it takes ten times as long as a small exchange. A
-# barrier between hosts waits for no earlier collective: gloo runs it at once.
+# unfinished: to pass an exchange to a thread and to be woken by it takes ten times as long as a small exchange.
 #
 # Messages between two ranks have a thread for each direction, so that a send does not wait for a receive.

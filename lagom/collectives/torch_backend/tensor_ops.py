@@ -86,6 +86,10 @@ class TensorCollectives:
             self.reduce_scatter(output, given, reduction)
             return
         self.agree(f"reduce_scatter ({reduction}) of {counts} {given.dtype}")
+        if self._transport.memory is None:
+            self._transport.all_reduce(given, reduction).wait()
+            output.detach().copy_(given.split(counts)[self._rank].view(output.shape))
+            return
         flat = plain_contiguous(output)
         self._memory.reduce_parts(given.data_ptr(), counts, flat.data_ptr(), TYPES[flat.dtype], OPERATIONS[reduction])
         put(output, flat)
@@ -132,6 +136,14 @@ class TensorCollectives:
         to, back = self._split(given, to_all), self._split(flat, to_here)
         self._memory.all_to_all(given.data_ptr(), to, flat.data_ptr(), back, type_code(flat))
         put(output, flat)
+
+    def barrier(self) -> None:
+        """Return when all ranks have called this."""
+        if self._transport.memory is None:
+            number = torch.zeros(1, dtype=torch.uint8, device="cpu")
+            self._transport.all_reduce(number).wait()  # the sum needs the number of every rank
+        else:
+            self._memory.barrier()
 
     def agree(self, what: str) -> None:
         """Check that all ranks make the call ``what``, for calls that shared memory does not compare itself.
