@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import socket
 import warnings
 from collections.abc import Callable
 from datetime import timedelta
@@ -25,6 +27,13 @@ from tests.ranks import run_ranks
 
 if native() is None:
     pytest.skip("lagom was installed without its compiled part: no compiler, or no Linux", allow_module_level=True)
+
+
+def _has_ipv6() -> bool:
+    with contextlib.suppress(OSError), socket.create_server(("::1", 0), family=socket.AF_INET6):
+        return True
+    return False
+
 
 Program = Callable[[int, int], Any]
 """A function of rank and world size."""
@@ -240,3 +249,19 @@ def test_without_the_compiled_part_on_a_rank_the_group_is_gloos(monkeypatch: pyt
         return one.tolist(), isinstance(dist.group.WORLD, SharedProcessGroup)
 
     assert run_ranks(2, run, patches=False) == [([2.0] * 3, False)] * 2
+
+
+@pytest.mark.skipif(not _has_ipv6(), reason="this machine has no IPv6")
+@pytest.mark.parametrize("home", ["one host", "host {}"])
+def test_ranks_meet_at_an_address_of_ipv6(home: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(session: Session) -> list[float]:
+        monkeypatch.setenv("MASTER_ADDR", "::1")
+        monkeypatch.setattr(handing, "home", lambda: home.format(session.rank))
+        register()
+        dist.init_process_group("lagom", store=session.store, rank=session.rank, world_size=2)
+        one = torch.ones(3)
+        dist.all_reduce(one)
+        dist.barrier()
+        return one.tolist()
+
+    assert run_ranks(2, run, patches=False) == [[2.0] * 3] * 2

@@ -64,8 +64,9 @@ def _created(store: dist.Store, rank: int, size: int, timeout: timedelta) -> Any
 
 
 def _own_address() -> str:
-    """Return the address from which this host reaches MASTER_ADDR, the host of torch's rendezvous."""
-    master = os.environ.get("MASTER_ADDR", "127.0.0.1")
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((master, 1))  # for UDP this sends nothing, and chooses the local address
+    """Return the address from which this host reaches MASTER_ADDR, the host of the rendezvous; IPv4 if there is one."""
+    found = socket.getaddrinfo(os.environ.get("MASTER_ADDR", "127.0.0.1"), 1, type=socket.SOCK_DGRAM)
+    family, kind, _, _, master = min(found, key=lambda one: one[0] != socket.AF_INET)
+    with socket.socket(family, kind) as probe:
+        probe.connect(master)  # for UDP this sends nothing, and chooses the local address
         return str(probe.getsockname()[0])
