@@ -253,10 +253,12 @@ class _Backwards:
             with inside_backward(self._session), self.accumulation.mark_running():
                 result = self._original(outputs, gradients, *args[1:], **options)
         except BaseException:
-            self._gradient_averager.overlap.abandon()
-            pending.undo()
-            self.accumulation.add_owed(pending.owed)
-            self.accumulation.record_failures(1 + pending.num_failed)
+            try:
+                self._gradient_averager.overlap.abandon()
+            finally:
+                pending.undo()
+                self.accumulation.add_owed(pending.owed)
+                self.accumulation.record_failures(1 + pending.num_failed)
             raise
         finally:
             for hook in hooks:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
 from operator import itemgetter
 from typing import TYPE_CHECKING
 
 import torch
 
 from lagom.collectives.agreement_exchange import signature
-from lagom.errors import CollectiveError
+from lagom.errors import CollectiveError, LagomError
 from lagom.gradients.bucket_pipeline import BucketPipeline
 
 if TYPE_CHECKING:
@@ -151,12 +150,27 @@ class OverlappedBackward:
         return running
 
     def abandon(self) -> None:
-        """Send the remaining buckets of a failed backward, so that other ranks do not wait for them."""
+        """Send the remaining buckets of a failed backward, so that other ranks do not wait for them.
+
+        Raises:
+            LagomError: if they cannot be sent, for example since there is no memory for them.
+        """
         running, self._running = self._running, None
         if running is not None:
-            with suppress(CollectiveError):  # the backward's own error says more
-                running.launch_rest()
             self._abandoned = running.moving  # keeps the memory alive until the sums have been written
+            try:
+                running.launch_rest()
+            except CollectiveError:
+                pass  # the backward's own error says more
+            except Exception as error:
+                raise LagomError(_UNSENT.format(error=f"{type(error).__name__}: {error}")) from error
+
+
+_UNSENT = (
+    "a backward failed, and then this rank could not send zeros in place of its gradients, for which the other ranks "
+    "wait ({error}); so the program cannot go on after the error of that backward. If memory ran out, use smaller "
+    "batches"
+)
 
 
 def _backward_key(numbers: Sequence[int], leaves: Sequence[torch.Tensor]) -> Key:

@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
 from lagom.collectives.agreement_exchange import AgreedExchange
-from lagom.errors import DivergenceError
+from lagom.errors import DivergenceError, LagomError
 from lagom.gradients import overlap
 from lagom.session.session import Session
 from tests.ranks import RankFailedError, alone, run_ranks
@@ -227,6 +227,32 @@ def test_an_exception_during_a_backward_leaves_the_next_one_right() -> None:
         return first.grad.mean().item(), second.grad.mean().item(), len(sent)
 
     assert run_ranks(2, run) == [(3.0, 3.0, 8)] * 2
+
+
+def test_a_failed_backward_without_memory_for_its_buckets_ends_the_program(monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(_: Session) -> Any:
+        first, second = parameter(), parameter()
+        for _step in range(3):
+            (first * second).sum().backward()
+        middle = first * 2
+
+        def failing(_: Tensor) -> None:
+            monkeypatch.setattr(torch, "zeros_like", no_memory)
+            raise torch.OutOfMemoryError("out of memory")
+
+        def no_memory(_: Tensor) -> None:
+            raise torch.OutOfMemoryError("out of memory again")
+
+        middle.register_hook(failing)
+        first.grad = None
+        with pytest.raises(LagomError, match="out of memory again"):
+            (middle * second).sum().backward()
+        monkeypatch.undo()
+        assert first.grad is None
+        assert second.grad is not None
+        return second.grad.unique().tolist()
+
+    assert run_ranks(2, run) == [[3.0]] * 2
 
 
 def test_a_reentrant_checkpoint_that_comes_late_is_an_error_and_one_that_was_always_there_is_right() -> None:
