@@ -10,6 +10,7 @@ import sys
 
 from lagom.call import Call
 from lagom.errors import LagomError, SnapshotError
+from lagom.launchers.dataframes import keep_for_resume, remove_resumed
 from lagom.launchers.failure import message_of, raise_failure
 from lagom.launchers.protocol import Launcher, Outcome
 from lagom.plan import Plan
@@ -39,10 +40,19 @@ def run_attempts(
         Exception: as ``raise_failure`` and ``Launcher.run``; after a loss only if attempts or slots do not suffice.
     """
     attempts = _Attempts(launcher, plan, call, records, snapshots)
+    history = attempts.history
+    is_resumed = history.resumed is not None
     try:
-        return attempts.run(), attempts.history.failures
+        outcomes = attempts.run()
+    except BaseException:
+        if history.resumed is not None or history.has_newer_snapshot():
+            keep_for_resume(call.provided)
+        raise
     finally:
-        remove_siblings(attempts.history.files)
+        remove_siblings(history.files)
+    if is_resumed:
+        remove_resumed(call.provided)
+    return outcomes, history.failures
 
 
 class _Attempts:

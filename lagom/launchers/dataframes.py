@@ -16,11 +16,13 @@ import sys
 import tempfile
 import threading
 import uuid
-from collections.abc import Iterator, Mapping
+import weakref
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
+from lagom.data.parquet.dataframe_ref import CollectedFrame, WrittenFrame
 from lagom.errors import DataError
 from lagom.launchers.spark_session import session_facts
 
@@ -51,22 +53,19 @@ def write_frame(provided: Mapping[str, Any]) -> dict[str, Any]:
             unknown, or Spark is older than 4.
     """
     found = dict(provided)
-    in_use: list[_Kept] = []
     for name in ("train_set", "test_set"):
         if is_frame(found.get(name)):
-            found[name] = _replace_frame(found[name], name, in_use)
+            found[name] = _replace_frame(found[name], name)
     if "dataset" in found:
         found["dataset"] = [found["train_set"], found["test_set"]]
     return found
 
 
-def _replace_frame(frame: Any, name: str, in_use: list[_Kept]) -> Any:
+def _replace_frame(frame: Any, name: str) -> Any:
     _check_types(frame, name)
     folder = cache_folder(frame.sparkSession)
     if folder is None:
         return _collect(frame, name)
-    from lagom.data.parquet.dataframe_ref import WrittenFrame
-
     with _lock:
         kept = _find_written(frame)
         if kept is None:
@@ -74,11 +73,13 @@ def _replace_frame(frame: Any, name: str, in_use: list[_Kept]) -> Any:
         else:
             kept_frames.remove(kept)
         kept_frames.append(kept)
-        in_use.append(kept)
-        for old in [one for one in kept_frames if one not in in_use][: max(0, len(kept_frames) - MAX_KEPT_FRAMES)]:
+        written = kept.written() or WrittenFrame(kept.url)
+        kept.written = weakref.ref(written)
+        unused = [one for one in kept_frames if one.written() is None]
+        for old in unused[: max(0, len(kept_frames) - MAX_KEPT_FRAMES)]:
             kept_frames.remove(old)
             _delete(old.url)
-    return WrittenFrame(kept.url)
+    return written
 
 
 @dataclass(eq=False)
@@ -88,11 +89,31 @@ class _Kept:
     frame: Any
     inputs: list[tuple[str, int, int]] | None
     url: str
+    written: Callable[[], WrittenFrame | None] = lambda: None
+    """Returns the object that calls in progress have of the frame; None if there is no such call."""
 
 
 kept_frames: list[_Kept] = []
 """Frames in the order of their last use."""
 _lock = threading.Lock()
+
+
+def keep_for_resume(provided: Mapping[str, Any]) -> None:
+    """Keep the files of frames among ``provided``, the arguments of a run that another process may resume."""
+    urls = _urls(provided)
+    with _lock:
+        kept_frames[:] = [one for one in kept_frames if one.url not in urls]
+        _made_here[:] = [folder for folder in _made_here if f"file://{folder}" not in map(os.path.dirname, urls)]
+
+
+def remove_resumed(provided: Mapping[str, Any]) -> None:
+    """Remove the files that ``keep_for_resume`` has kept for a run, after its end in this process."""
+    for url in _urls(provided) - {one.url for one in kept_frames}:
+        _delete(url)
+
+
+def _urls(provided: Mapping[str, Any]) -> set[str]:
+    return {value.url for value in provided.values() if isinstance(value, WrittenFrame)}
 
 
 def _find_written(frame: Any) -> _Kept | None:
@@ -159,8 +180,6 @@ def _collect(frame: Any, name: str) -> Any:
     import numpy as np
     import pyarrow as pa
     import pyarrow.parquet as pq
-
-    from lagom.data.parquet.dataframe_ref import CollectedFrame
 
     sink = pa.BufferOutputStream()
     table = frame.toArrow()
@@ -267,4 +286,5 @@ def forget_frames() -> Iterator[None]:
 # A later frame uses the same files if Spark's `sameSemantics` finds the two frames equal and their input files are the
 # same. Spark compares folders, not their content, so lagom also compares the names of the files, and times and sizes of
 # local files. A frame without input files (a query of a database, an RDD) equals only itself, the same object. The
-# files of the last few frames are kept; all are removed when the process ends.
+# files of the last few frames are kept, and those of all frames whose calls are in progress; all are removed when the
+# process ends. If a run ends early and has a snapshot, its files stay for the process that resumes it.
