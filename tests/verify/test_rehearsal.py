@@ -8,6 +8,7 @@ import math
 import pickle
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -300,6 +301,19 @@ def test_pinned_samples_depend_on_their_index_alone_and_leave_the_generators(tmp
         return [float(dropped.sum())]
 
     assert told(rehearsed(tmp_path, program, pinned=True)) == [50.0]
+
+
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+def test_dropout_within_a_recurrent_module_is_fixed_too(kind: Callable[..., nn.RNNBase], tmp_path: Path) -> None:
+    def program() -> float:
+        module = kind(3, 4, num_layers=2, dropout=0.5)
+        before = torch.get_rng_state()
+        dropped = module(torch.ones(5, 2, 3))[0]
+        assert torch.equal(before, torch.get_rng_state())
+        assert torch.equal(dropped, module.eval()(torch.ones(5, 2, 3))[0])
+        return module.dropout
+
+    assert told(rehearsed(tmp_path, program, pinned=True)) == [0.5]
 
 
 def test_a_sketch_of_a_difference_is_the_difference_of_sketches() -> None:

@@ -77,6 +77,20 @@ def with_dropout() -> nn.Module:
     return nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Dropout(0.5), nn.Linear(8, 1)).double()
 
 
+class Recurrent(nn.Module):
+    """Has dropout between the layers of a recurrent module, which is not ``nn.functional.dropout``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gru = nn.GRU(1, 4, num_layers=2, dropout=0.5, batch_first=True)
+        self.last = nn.Linear(4, 1)
+        self.double()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        output: torch.Tensor = self.last(self.gru(x.unsqueeze(-1))[0][:, -1])
+        return output
+
+
 def stops_on_loss() -> Any:
     return train(each=lambda loss: loss.item() < 1e-3)
 
@@ -260,8 +274,9 @@ def test_a_number_that_is_only_shown_is_a_reason_not_to_begin() -> None:
         pytest.param(lambda: train(data=Pairs(), model=with_dropout), marks=pytest.mark.soak),
         pytest.param(lambda: train(data=Pairs()), marks=pytest.mark.soak),
         lambda: train(model=with_dropout),
+        pytest.param(lambda: train(model=Recurrent), marks=pytest.mark.soak),
     ],
-    ids=["both", "pairs", "dropout"],
+    ids=["both", "pairs", "dropout", "recurrent"],
 )
 def test_random_numbers_of_the_ranks_own_are_told_from_mistakes(program: Callable[[], Any]) -> None:
     found = refused(program)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import random
 import sys
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import Subset
 from torch.utils.data._utils.fetch import _MapDatasetFetcher
@@ -29,7 +31,7 @@ def fixed_randomness(session: Session) -> Iterator[None]:
     """Switch dropout off, and seed the generators with a sample's index before its fetch; in loader workers too.
 
     Samples of iterable data sets, samples that a data set fetches together, and those of loaders without batches are
-    not seeded. Dropout inside ``nn.LSTM``, ``nn.GRU`` and ``nn.RNN`` stays on.
+    not seeded.
     """
     seed = session.config.seed or 0
     attention = F.scaled_dot_product_attention
@@ -43,12 +45,26 @@ def fixed_randomness(session: Session) -> Iterator[None]:
         for name in _DROPOUTS:
             stack.enter_context(replaced(F, name, _identity))
         stack.enter_context(replaced(F, "scaled_dot_product_attention", without_dropout))
+        for kind in (nn.LSTM, nn.GRU, nn.RNN):
+            stack.enter_context(replaced(kind, "forward", _without_dropout(kind)))
         stack.enter_context(replaced(_MapDatasetFetcher, "fetch", _fetching(seed)))
         yield
 
 
 def _identity(input: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
     return input
+
+
+def _without_dropout(kind: type[nn.RNNBase]) -> Any:
+    """Return the forward of ``kind``, whose dropout is C++ code, with the module's dropout at 0 meanwhile."""
+    original = vars(kind)["forward"]
+
+    @functools.wraps(original)
+    def forward(self: nn.RNNBase, *args: Any, **kwargs: Any) -> Any:
+        with replaced(self, "dropout", 0.0):
+            return original(self, *args, **kwargs)
+
+    return forward
 
 
 def _fetching(seed: int) -> Any:
