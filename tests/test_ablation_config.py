@@ -18,6 +18,8 @@ from lagom.config import AblationConfig, AblationStudy, TorchDistributedConfig
         ({"seeds": [1, 1]}, r"seeds is \[1, 1\]", "different seeds"),
         ({"seeds": [-1]}, r"seeds is \[-1\]", "different seeds"),
         ({"seeds": []}, r"seeds is \[\]", "list of"),
+        ({"seeds": -1}, "seeds is -1", "number of seeds"),
+        ({"seeds": 2, "seed": 2**32 - 1}, "seeds is 2 and seed is 4294967295", r"from 0 to 2\*\*32 - 1"),
         ({"ablator": "lofo"}, "'lofo'", "'loco'"),
         ({"ablation_study": {"features": ["age"]}}, "'features'", "AblationStudy"),
         ({"world_size": 2}, "world_size is 2", "ranks_per_trial=2"),
@@ -40,6 +42,7 @@ def test_a_wrong_setting_is_refused(given: Any, found: str, wanted: str) -> None
         ({"seeds": [5, 3]}, [5, 3]),
         ({"seeds": 1}, [None]),
         ({"seeds": 1, "seed": 9}, [9]),
+        ({"seeds": 2, "seed": 2**32 - 2}, [2**32 - 2, 2**32 - 1]),
     ],
 )
 def test_seeds_count_from_the_seed(given: Any, seeds: list[int | None]) -> None:

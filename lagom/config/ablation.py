@@ -44,10 +44,14 @@ class AblationConfig(TrialsConfig):
         if not isinstance(self.ablator, str) or self.ablator.lower() != "loco":
             raise ValueError(f"ablator is {self.ablator!r}; want 'loco', which leaves out one component at a time")
         given: Any = self.seeds
-        seeds = range(given) if isinstance(given, int) and not isinstance(given, bool) else given
+        first = self.seed or 0
+        seeds = range(first, first + given) if isinstance(given, int) and not isinstance(given, bool) else given
         is_list = isinstance(seeds, (list, tuple, range))
         if not is_list or not seeds or not all(map(_is_seed, seeds)) or len(set(seeds)) < len(seeds):
-            raise ValueError(f"seeds is {self.seeds!r}; want a number of seeds, or a list of different seeds")
+            raise ValueError(
+                f"seeds is {self.seeds!r} and seed is {self.seed!r}; want a number of seeds, or a list of different "
+                "seeds, from 0 to 2**32 - 1"
+            )
 
     @property
     def seed_values(self) -> list[int | None]:
