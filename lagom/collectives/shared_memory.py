@@ -92,7 +92,7 @@ def _joined(
     problem = ""
     try:
         try:
-            fds, processes = _handed_round(rank, peers, all_gather, number, key)
+            processes = _handed_round(rank, peers, all_gather, number, key, fds)
             spin_s, yields = _patience(len(peers))
             place = peers.index(rank)
             made = list(former) or [native().join(fd, place, processes, timeout_s, spin_s, yields) for fd in fds]
@@ -135,16 +135,21 @@ def _patience(num_ranks: int) -> tuple[float, int]:
 
 
 def _handed_round(
-    rank: int, peers: list[int], all_gather: Gather, number: int, key: bytes
-) -> tuple[list[int], list[_Process]]:
-    """Return descriptors of ``number`` memory files, and the processes of ``peers``, the ranks of this host."""
+    rank: int, peers: list[int], all_gather: Gather, number: int, key: bytes, fds: list[int]
+) -> list[_Process]:
+    """Append descriptors of ``number`` memory files to ``fds``; return the processes of ``peers``, this host's ranks.
+
+    The caller closes the descriptors, also if this raises an error.
+    """
     size = len(peers)
     if number == 0:
         all_gather(b"", wanted=())
-        return [], []
+        return []
     if rank != peers[0]:
         name, nonce = json.loads(all_gather(b"", wanted=peers[:1])[peers[0]])
-        return _received(bytes.fromhex(name), key + bytes.fromhex(nonce), rank, number)
+        received, processes = _received(bytes.fromhex(name), key + bytes.fromhex(nonce), rank, number)
+        fds += received
+        return processes
     nonce = secrets.token_bytes(16)
     with ExitStack() as stack:
         listener = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
@@ -154,7 +159,6 @@ def _handed_round(
         except OSError:
             all_gather(json.dumps(["", ""]).encode(), wanted=())  # nobody can connect to an empty name
             raise
-        fds: list[int] = []
         trouble: Exception | None = None
         try:
             fds.extend(native().create(size, SLOT_BYTES, _MAIL) for _ in range(number))
@@ -178,7 +182,7 @@ def _handed_round(
             connection.sendall(text)
     if trouble is not None:
         raise trouble
-    return fds, processes
+    return processes
 
 
 def _received(name: bytes, key: bytes, rank: int, number: int) -> tuple[list[int], list[_Process]]:

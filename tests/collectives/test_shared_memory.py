@@ -343,6 +343,16 @@ def test_nothing_is_left_and_nobody_else_finds_the_memory() -> None:
         assert left == 0
 
 
+def test_nothing_is_left_where_a_rank_does_not_come_for_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    def wait_in_vain(*_: object) -> None:
+        raise TimeoutError("no rank has come")
+
+    monkeypatch.setattr(handing, "admit", wait_in_vain)
+    open_before = os.listdir("/proc/self/fd")
+    assert shared(0, lambda data, wanted=None: [data, data], 1.0, number=2) == "no rank has come (rank 0)"
+    assert os.listdir("/proc/self/fd") == open_before
+
+
 def test_a_stranger_gets_no_memory() -> None:
     gathered: list[bytes] = []
     strangers: list[bytes] = []
