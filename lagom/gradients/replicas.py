@@ -154,6 +154,6 @@ class Replicas:
 # Ranks that compute something of their own (a generator without a seed) have different gradients from the beginning,
 # and these are averaged. So are the gradients of a program that has asked for its rank by the time of a comparison. If
 # ranks begin to differ later, a check finds different parameters. Then all ranks get rank 0's parameters and optimizer
-# states, which are those of one process, and gradients are averaged from then on. Only a backward that repeats an earlier
-# one skips its exchange: if one rank alone sets a hook on a parameter, its backward waits for the next exchange of the
-# others, and all ranks get a DivergenceError.
+# states, which are those of one process, and gradients are averaged from then on. Only a backward that repeats an
+# earlier one skips its exchange: if one rank alone sets a hook on a parameter, its backward waits for the next exchange
+# of the others, and all ranks get a DivergenceError.
