@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import base64
+import re
 
 FAILURE = "lagom-failure:"
+_PARTS = re.compile(FAILURE + r"([A-Za-z0-9+/]+=*):(?:([A-Za-z0-9+/]*=*):(?:([A-Za-z0-9+/]*=*):end)?)?")
+"""The parts of a failure: whatever follows a part shows that the part is whole."""
 
 
 def failure_text(report: str, error: bytes, timeline: str = "[]") -> str:
@@ -14,20 +17,13 @@ def failure_text(report: str, error: bytes, timeline: str = "[]") -> str:
 
 
 def failure_in(text: str) -> tuple[str, bytes, str] | None:
-    """Return the report, pickled exception and timeline in a Spark error message; None if it contains no failure.
+    """Return the report, pickled exception and timeline in Spark's error messages; None if no report in them is whole.
 
-    If the message was cut off after the report, the timeline is "[]", and the exception may be b"" or cut off.
-
-    Raises:
-        ValueError: if the report itself was cut off.
+    If a message was cut off after the report, the exception is b"" unless it is whole, and the timeline is "[]". Of
+    several messages the one with the most whole parts counts.
     """
-    if FAILURE not in text:
+    found = max(_PARTS.findall(text), key=lambda parts: sum(map(bool, parts)), default=None)
+    if found is None:
         return None
-    report, _, rest = text.split(FAILURE, 1)[1].partition(":")
-    error, _, rest = rest.partition(":")
-    timeline, end, _ = rest.partition(":end")
-    found = b"" if not end else base64.b64decode(timeline)
-    try:
-        return base64.b64decode(report).decode(), base64.b64decode(error, validate=True), found.decode() or "[]"
-    except ValueError:
-        return base64.b64decode(report).decode(), b"", "[]"
+    report, error, timeline = map(base64.b64decode, found)
+    return report.decode(), error, timeline.decode() or "[]"

@@ -54,7 +54,9 @@ def test_an_empty_error_is_kept_as_such() -> None:
     assert failure_in(failure_text("{}", b"")) == ("{}", b"", "[]")
 
 
-@pytest.mark.parametrize(("cut", "has_error"), [(1, True), (10, True), (2100, False), (2600, False)])
+@pytest.mark.parametrize(
+    ("cut", "has_error"), [(1, True), (10, True), *((cut, False) for cut in range(2100, 2104)), (2600, False)]
+)
 def test_a_failure_that_was_cut_off_has_what_is_whole(cut: int, has_error: bool) -> None:
     error = os.urandom(1000)
     text = failure_text('{"rank": 1}', error, json.dumps(["x" * 1500]))
@@ -62,6 +64,18 @@ def test_a_failure_that_was_cut_off_has_what_is_whole(cut: int, has_error: bool)
     assert found is not None
     assert json.loads(found[0]) == {"rank": 1}
     assert found[1:] == (error if has_error else b"", "[]")
+
+
+def test_of_a_report_that_was_cut_off_there_is_nothing() -> None:
+    text = failure_text('{"rank": 1}', os.urandom(1000))
+    for length in range(len("lagom-failure:"), len("lagom-failure:") + 16):
+        assert failure_in(f"{text[:length]}...\n\tat java.lang.Thread: run") is None
+
+
+def test_of_several_messages_the_whole_one_counts() -> None:
+    error = os.urandom(1000)
+    text = failure_text('{"rank": 1}', error, '["x"]')
+    assert failure_in("\n".join([text[:30], text[:1000], text, text[:-2]])) == ('{"rank": 1}', error, '["x"]')
 
 
 def test_of_timelines_the_latest_that_fit_travel_with_a_failure() -> None:
