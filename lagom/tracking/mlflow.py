@@ -102,7 +102,7 @@ class _Tracker:
         self._session = session
         self._answers = None
         if session.notes is not None and session.world_size > 1:
-            self._answers = Answers(session.notes, session.world_size - 1, "mlflow")
+            self._answers = Answers(session, "mlflow")
         self._pid = os.getpid()
         self.journal: CallJournal | None = None
         """Journal of rank 0's calls that change something; None without snapshots, or without a place for it."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import os
 import sys
 import threading
@@ -19,7 +20,7 @@ from lagom.tracking.serialization import decode, encode
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from lagom.collectives.run_store import SealedStore
+    from lagom.session.session import Session
 
 _ALONE_S = 10.0
 """Seconds to wait for rank 0's answer once the program has asked for its rank: then one rank may call alone."""
@@ -41,14 +42,15 @@ class Answers:
     """Sends rank 0's answers to the other ranks, which wait for them; rank 0 does not wait. See Note [Answers].
 
     Args:
-        notes: the ranks' store, through which the answers go.
-        num_readers: number of ranks that read each answer.
+        session: this rank's session, with the ranks' store, through which the answers go.
         package: the service's package, whose frames are ignored when calls of the program are identified.
     """
 
-    def __init__(self, notes: SealedStore, num_readers: int, package: str) -> None:
-        self._notes = notes
-        self._num_readers = num_readers
+    def __init__(self, session: Session, package: str) -> None:
+        assert session.notes is not None
+        self._notes = session.notes
+        self._num_readers = session.world_size - 1
+        self._timeout_s = TIMEOUT_S if session.config.debug is None else math.inf
         self._packages = (package, "lagom")
         self._counts: Counter[str] = Counter()
         self._lock = threading.Lock()
@@ -94,17 +96,17 @@ class Answers:
 
         Raises:
             LagomError: if rank 0 neither makes the call nor ends its program for ``TIMEOUT_S`` seconds, unless the
-                program has asked for its rank.
+                program has asked for its rank, or a person may be debugging rank 0 (``debug=``).
             CollectiveError: if the ranks' store is gone.
         """
-        timeout_s = _ALONE_S if files.has_asked() else TIMEOUT_S
+        timeout_s = _ALONE_S if files.has_asked() else self._timeout_s
         try:
             text = self._notes.receive(key, self._num_readers, timeout_s, unless=_OVER)
         except TimeoutError as error:
             if files.has_asked() or self._notes.check(_OVER):
                 return None
             raise LagomError(
-                f"a rank waits for an answer that rank 0 has not asked for in {TIMEOUT_S:.0f} s: all ranks are to ask "
+                f"a rank waits for an answer that rank 0 has not asked for in {timeout_s:.0f} s: all ranks are to ask "
                 "the same, or none after asking for lagom.rank()"
             ) from error
         return Answer(*decode(text)) if text else None

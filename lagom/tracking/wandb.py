@@ -32,7 +32,7 @@ def log_once_to_wandb(session: Session) -> Iterator[None]:
         def change(module: ModuleType) -> None:
             init = vars(module)["init"]
             if session.notes is not None:
-                answers = Answers(session.notes, session.world_size - 1, "wandb")
+                answers = Answers(session, "wandb")
                 stack.enter_context(replaced(module, "init", _shared(session, answers, init)))
 
         with on_import({"wandb": change}):
