@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader, SubsetRandomSampler, WeightedRandomSampler
+from torch.utils.data import DataLoader, Dataset, SubsetRandomSampler, WeightedRandomSampler
 
 from lagom import experiment
 from lagom.config import TorchDistributedConfig
@@ -295,4 +295,53 @@ def test_generators_of_the_main_thread_are_the_same_on_all_ranks_after_uneven_ba
         return torch.rand(1).item(), random.random(), np.random.rand()
 
     first, second = run_ranks(2, run, batches="split")
+    assert first == second
+
+
+class ReadsMeanwhile(Dataset[torch.Tensor]):
+    """The text of a sampler's error; where it is asked for, a thread begins to read a sample, and goes on when told."""
+
+    def __init__(self) -> None:
+        self.go_on = threading.Event()
+        self._is_reading = threading.Event()
+        self._thread = threading.Thread(target=self._read)
+
+    def __str__(self) -> str:
+        self._thread.start()
+        self._is_reading.wait()
+        return "no more"
+
+    def finish(self) -> None:
+        self.go_on.set()
+        if not self._is_reading.is_set():  # on ranks that do not tell others of the error
+            self._thread.start()
+        self._thread.join()
+
+    def _read(self) -> None:
+        list(DataLoader(self, batch_size=2))
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        found = torch.rand(1)
+        self._is_reading.set()
+        self.go_on.wait()
+        return found
+
+
+def test_generators_sent_with_an_order_are_not_those_of_a_thread_that_reads_meanwhile() -> None:
+    def run(session: Session) -> Any:
+        text = ReadsMeanwhile()
+
+        def order() -> Iterator[int]:
+            yield from torch.randperm(4).tolist()
+            raise ValueError(text)
+
+        with pytest.raises(ValueError):  # noqa: PT011  # a match would ask for the text once more
+            list(DataLoader(Numbers(4), batch_size=2, sampler=order()))
+        text.finish()
+        return torch.rand(1).item(), random.random(), np.random.rand()
+
+    first, second = run_ranks(2, run)
     assert first == second
