@@ -43,6 +43,8 @@ class ShardedGradient:
         """Whether this rank has only its shard of the gradient."""
         self.was_shown = False
         """Whether the program has read the gradient since its last cut: it is whole then, at least on this rank."""
+        self.shown_version = 0, 0
+        """When the program read the gradient: ``GradientShards._clock``, and the version of the whole gradient."""
         self.stays_whole = False
         self.follows_parameter = False
         """Whether the shards are those of the parameter (``zero_lvl=3``), whatever optimizer steps it."""

@@ -269,11 +269,15 @@ class GradientShards:
         """Take part in another rank's read of the gradient of leaf ``number``; ``clock`` is that rank's ``_clock``.
 
         Raises:
-            DivergenceError: on all ranks, if this rank's shards are of an earlier or later gradient.
+            DivergenceError: on all ranks, if this rank's shards are of an earlier or later gradient, or if the program
+                has read the gradient here and then changed it in place.
         """
         tensor = self._leaves.tensor(number)
-        entry = None if tensor is None else self._entries.get(tensor)
-        self._gather_gradient(tensor, entry if clock == self._clock else None)
+        entry: ShardedGradient | None = None if tensor is None else self._entries.get(tensor)
+        is_same = clock == self._clock
+        if is_same and entry is not None and entry.was_shown and entry.shown_version[0] == clock:
+            is_same = entry.shown_version[1] == _version(_slot.__get__(tensor))
+        self._gather_gradient(tensor, entry if is_same else None)
 
     def _gather_for_program(self, tensor: torch.Tensor, entry: ShardedGradient) -> torch.Tensor:
         if not self._may_meet():
@@ -284,6 +288,7 @@ class GradientShards:
         self._group.ask(b"%s %d %d" % (ASK, self._leaves.number(tensor), self._clock))
         found = self._gather_gradient(tensor, entry)
         entry.shard, entry.is_cut, entry.was_shown = None, False, True
+        entry.shown_version = self._clock, _version(found)
         _slot.__set__(tensor, found)
         return found
 
@@ -319,6 +324,10 @@ class GradientShards:
     def _drop_shard(self, entry: ShardedGradient) -> None:
         entry.shard, entry.is_cut, entry.was_shown = None, False, False
         self._num_sharded -= 1
+
+
+def _version(gradient: torch.Tensor) -> int:
+    return 0 if gradient.is_inference() else gradient._version
 
 
 # Note [Parts of gradients]

@@ -418,6 +418,20 @@ def test_a_gradient_that_other_ranks_have_thrown_away_is_an_error() -> None:
         run_ranks(2, train, zero_lvl=2)
 
 
+def test_a_gradient_that_one_rank_has_read_and_then_changed_in_place_is_an_error() -> None:
+    def train(session: Session) -> None:
+        model, optimizer, x = _started()
+        model(x).square().mean().backward()
+        if session.rank == 0:
+            print(model[-1].weight.grad.norm())
+        for p in model.parameters():
+            p.grad.mul_(0.5)
+        optimizer.step()
+
+    with pytest.raises(RankFailedError, match=r"reads a gradient .* that other ranks do not come to"):
+        run_ranks(2, train, zero_lvl=2)
+
+
 @pytest.mark.soak
 def test_where_something_is_compiled_gradients_stay_whole() -> None:
     def train(session: Session) -> Any:
