@@ -81,10 +81,8 @@ class Precision:
 
         Autocast of the program's own outside of forwards, or a GradScaler, switches lagom's precision off.
         """
-        original = vars(nn.Module)["__call__"]
-        convert = vars(nn.Module)["_apply"]
-        enter = vars(torch.autocast)["__enter__"]
-        init = vars(torch.amp.GradScaler)["__init__"]
+        original, convert = vars(nn.Module)["__call__"], vars(nn.Module)["_apply"]
+        enter, init = vars(torch.autocast)["__enter__"], vars(torch.amp.GradScaler)["__init__"]
 
         def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             if torch.compiler.is_dynamo_compiling() or not self._applies(module):

@@ -118,9 +118,8 @@ class SlicedRuns:
         except UnequalInputError:
             if session.config.batches == "whole":
                 raise
-            # An evaluation called the model with a share of a training batch, which differs between ranks.
+            restore()  # an evaluation called the model with a share of a training batch, which differs between ranks
             finding.reason = "was called with other inputs on other ranks"
-            restore()
             return candidate.run(candidate.leaves)
 
 
