@@ -201,6 +201,26 @@ def test_a_program_that_ranks_run_as_one_process_does_is_said_to_agree(world_siz
     assert str(found).endswith("The ranks do what one process does.")
 
 
+def fetches_ahead() -> list[torch.Tensor]:
+    """Fetch the next batch between forward and backward; the last batch has 5 samples."""
+    net = network()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
+    batches = iter(DataLoader(DATA, batch_size=8))
+    batch = next(batches)
+    while batch is not None:
+        inputs, targets = batch
+        loss = nn.functional.mse_loss(net(inputs), targets)
+        batch = next(batches, None)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    return [p.detach() for p in net.parameters()]
+
+
+def test_a_loss_has_the_weight_of_its_own_batch_though_the_next_one_was_fetched() -> None:
+    assert verified(fetches_ahead).verdict == "agrees"
+
+
 @pytest.mark.soak
 def test_parameters_that_only_some_ranks_reach_are_compared_on_all() -> None:
     assert verified(lambda: train(model=Experts)).verdict == "agrees"

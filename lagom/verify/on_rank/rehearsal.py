@@ -127,13 +127,13 @@ def _backward(notes: RecordInProgress) -> Callable[..., Any]:
             return original(outputs, *args, **options)
         notes.begin()
         leaves = notes.starts(find_leaves(outputs, args[3]))
-        loss, weight = _loss(outputs, args[0]), session.weight
+        loss, weight = _loss(outputs, args[0]), session.loss_weights.common_weight(outputs, session.weight)
         notes.depth += 1
         try:
             result = original(outputs, *args, **options)
         finally:
             notes.depth -= 1
-        notes.step(loss, weight, leaves)
+        notes.step(loss, session.weight if weight is None else weight, leaves)
         return result
 
     return run_backward
