@@ -88,7 +88,11 @@ class Driver:
 
 
 class Host:
-    """A process that prepares ``spec`` in a temporary folder of its own, and ends its part when it is told."""
+    """A process that prepares ``spec`` in a temporary folder of its own, and begins and ends when it is told.
+
+    All hosts of a test are forked before one begins: if the driver's thread is in OpenSSL at a fork, the child finds
+    OpenSSL's locks taken for ever.
+    """
 
     def __init__(self, spec: RunSpec, folder: Path) -> None:
         folder.mkdir()
@@ -96,6 +100,9 @@ class Host:
         self.process = _FORK.Process(target=_prepare, args=(spec, folder, its))
         self.process.start()
         its.close()
+
+    def begin(self) -> None:
+        self.told.send_bytes(b"begin")
 
     def payload(self) -> bytes:
         """Return the payload of this host, or the error as text."""
@@ -110,6 +117,7 @@ class Host:
 
 def _prepare(spec: RunSpec, folder: Path, told: Connection) -> None:
     tempfile.tempdir = str(folder)
+    told.recv_bytes()
     try:
         with host_workspace(spec) as place:
             told.send_bytes(os.pread(place.payload_fd, _SIZE + 1, 0))
@@ -123,6 +131,8 @@ def _prepare(spec: RunSpec, folder: Path, told: Connection) -> None:
 def hosts(spec: RunSpec, folder: Path, num: int) -> Iterator[list[Host]]:
     folder.mkdir()
     found = [Host(spec, folder / str(i)) for i in range(num)]
+    for host in found:
+        host.begin()
     try:
         yield found
     finally:
@@ -181,6 +191,7 @@ def test_a_host_gives_it_to_nobody_without_the_secret_and_to_nobody_once_all_hav
 def test_what_gives_it_ends_with_a_killed_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with Driver(monkeypatch, encrypts=False) as driver:
         host = Host(driver.spec(), tmp_path / "host")
+        host.begin()
         assert host.payload() == driver.payload
         (server,) = children(host.process.pid)
         os.kill(host.process.pid, signal.SIGKILL)
