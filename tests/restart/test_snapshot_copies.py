@@ -48,9 +48,9 @@ def folder(tmp_path: Path) -> SnapshotFolder:
 
 def add(folder: SnapshotFolder, number: int, state: str) -> None:
     """Add a snapshot, and remove those before the last two."""
+    folder.add_message({"number": number})  # first: a snapshot may be copied as soon as it is complete
     Path(folder.partial(number)).write_text(state)
     folder.complete(number, {"bytes": len(state), "at": float(number), "place": [1, number]})
-    folder.add_message({"number": number})
 
 
 def there(system: Any, root: str) -> dict[str, str]:
