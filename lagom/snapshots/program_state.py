@@ -15,7 +15,7 @@ from lagom.call import Call
 from lagom.errors import LagomError, SnapshotError
 from lagom.payload import unpack_parts
 from lagom.program.script import Script
-from lagom.program.sources import imports_of_codes, is_installed, reachable_modules
+from lagom.program.sources import imports_of, is_installed, reachable_modules
 from lagom.random_states import random_states, set_random_states
 from lagom.snapshots.exit_functions import ExitFunctions
 from lagom.snapshots.frame_position import NoSnapshotError, Position
@@ -122,7 +122,7 @@ class ProgramInProgress:
         given = call.provided
         for value in reachable_modules(call.function, *given.values(), *given.get("hparams", {}).values()):
             if isinstance(value, types.FunctionType):
-                self._imports |= set(imports_of_codes(value.__code__))
+                self._imports |= set(imports_of(value))
             if isinstance(value, types.FunctionType) and (text := call.sources.get(value.__code__.co_filename)):
                 self._instrument(value, text)
             elif type(value) in (type, abc.ABCMeta) and not is_installed(_file_of(value)):
