@@ -18,16 +18,18 @@ from typing import Any
 import pytest
 from packaging.requirements import Requirement
 
+import lagom
 from tests.integration import clusters
 
 ROOT = Path(__file__).parent.parent
 
 
-def requirements(extra: str) -> list[Requirement]:
-    """Return the project's requirements for ``extra``, from its file."""
+def requirements(extra: str | None = None) -> list[Requirement]:
+    """Return the project's requirements, with those of ``extra``, from its file."""
     tomllib: Any = pytest.importorskip("tomllib")  # Python 3.11
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    return [Requirement(text) for text in (*project["dependencies"], *project["optional-dependencies"][extra])]
+    extras = project["optional-dependencies"] | {None: []}
+    return [Requirement(text) for text in (*project["dependencies"], *extras[extra])]
 
 
 def closure(wanted: list[Requirement]) -> set[str]:
@@ -49,6 +51,14 @@ def closure(wanted: list[Requirement]) -> set[str]:
 
 def _normalised(name: str) -> str:
     return re.sub("[-_.]+", "-", name).lower()
+
+
+def test_the_conda_recipe_has_the_requirements_of_the_package() -> None:
+    recipe = (ROOT / "packaging" / "conda-forge" / "recipe.yaml").read_text()
+    (listed,) = re.findall(r"^  run:\n((?:    - .*\n)+)", recipe, re.MULTILINE)
+    found = {line.removeprefix("    - ").replace("pytorch", "torch") for line in listed.splitlines()}
+    assert found == {f"{one.name} {one.specifier}" for one in requirements()} | {"python"}
+    assert f'version: "{lagom.__version__}"' in recipe
 
 
 def test_the_extra_for_spark_has_what_pyspark_imports() -> None:
