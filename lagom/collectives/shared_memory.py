@@ -174,14 +174,14 @@ def _handed_round(
                 there[peer] = connection
             if len(there) == size - 1:
                 break
+        if trouble is not None:
+            raise trouble  # the other ranks see that the connection ends
         processes = _started([os.getpid(), *(process_of(there[peer]) for peer in peers[1:])])
         text = json.dumps(processes).encode()
         for connection in there.values():
             connection.settimeout(_TIMEOUT_S)
             socket.send_fds(connection, [_SIZE.pack(len(text))], fds)
             connection.sendall(text)
-    if trouble is not None:
-        raise trouble
     return processes
 
 

@@ -40,7 +40,7 @@ class TorchDistributedConfig:
     """A module class, a factory that returns a module, or a list of these (GANs, actor-critic)."""
     train_set: Any = field(default=None, repr=False)
     """A ``Dataset``, a callable that makes one on the rank, or a Spark DataFrame, which becomes a
-    ``lagom.data.ParquetDataset``. A string reaches the function unchanged."""
+    ``lagom.data.ParquetDataset``. Anything else, such as a path, reaches the function unchanged."""
     test_set: Any = field(default=None, repr=False)
     """Like ``train_set``."""
     dataset: Sequence[Any] | None = field(default=None, repr=False)
