@@ -17,7 +17,7 @@ from lagom.config.torch_distributed import Launcher
 from lagom.kept_call import KeptRun, keep_call, keep_result, read_call, read_result
 from lagom.launchers import choose
 from lagom.launchers.attempts import run_attempts
-from lagom.launchers.dataframes import write_frame
+from lagom.launchers.dataframes import frames_of_run, write_frame
 from lagom.launchers.protocol import Launcher as Launches
 from lagom.plan import Plan, plan
 from lagom.preparation import checked, facts_of_code, random_start, run_records, source_of
@@ -207,11 +207,12 @@ def _run(
     snapshots: SnapshotFolder | None,
     started: float,
 ) -> Result:
-    outcomes, failures = run_attempts(launcher, the_plan, call, records, snapshots)
-    value, values = _values([outcome.load() for outcome in outcomes], the_plan)
-    seconds = time.monotonic() - started
-    if snapshots is not None:
-        keep_result(snapshots, value, values, seconds)
+    with frames_of_run(call.provided, snapshots):
+        outcomes, failures = run_attempts(launcher, the_plan, call, records, snapshots)
+        value, values = _values([outcome.load() for outcome in outcomes], the_plan)
+        seconds = time.monotonic() - started
+        if snapshots is not None:
+            keep_result(snapshots, value, values, seconds)
     if records is not None:
         records.ended({"outcome": "returned", "value": value, "per_rank": values})
     return Result(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import shutil
-import stat
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -44,15 +43,14 @@ def settle(host_dir: Path, ranks: Sequence[int], local_ranks: Sequence[int]) -> 
 
 
 def _put_files(log: PathLog, upper: str) -> Iterator[str]:
-    """Yield the program's paths of the files that a rank has in its own folder ``upper``."""
+    """Yield the program's paths of the files and links, not pipes, that a rank has in its own folder ``upper``."""
     for key, entry in list(log.entries.items()):
         if entry.kind != "put":
             continue
-        if not os.path.isdir(upper + key) or os.path.islink(upper + key):
-            yield key
-            continue
-        for at, _, names in os.walk(upper + key):
-            yield from (f"{at}/{name}"[len(upper) :] for name in names)
+        found = [upper + key]
+        if os.path.isdir(upper + key) and not os.path.islink(upper + key):
+            found = [f"{at}/{name}" for at, _, names in os.walk(upper + key) for name in names]
+        yield from (path[len(upper) :] for path in found if os.path.isfile(path) or os.path.islink(path))
 
 
 class _Remains:
@@ -100,8 +98,6 @@ class _Remains:
         return problems
 
     def _is_wanted(self, key: str) -> bool:
-        if not stat.S_ISREG(os.lstat(self._upper + key).st_mode) and not os.path.islink(self._upper + key):
-            return False
         on_purpose = self._pid is not None and self._pid not in _OF_A_PROCESS.findall(key)
         if self._first_of_host:
             return on_purpose and not os.path.lexists(key) if is_on_shared_disk(key) else True

@@ -10,7 +10,6 @@ import sys
 
 from lagom.call import Call
 from lagom.errors import LagomError, SnapshotError
-from lagom.launchers.dataframes import keep_for_resume, remove_resumed
 from lagom.launchers.failure import message_of, raise_failure
 from lagom.launchers.protocol import Launcher, Outcome
 from lagom.plan import Plan
@@ -41,18 +40,10 @@ def run_attempts(
     """
     attempts = _Attempts(launcher, plan, call, records, snapshots)
     history = attempts.history
-    is_resumed = history.resumed is not None
     try:
-        outcomes = attempts.run()
-    except BaseException:
-        if history.resumed is not None or history.has_newer_snapshot():
-            keep_for_resume(call.provided)
-        raise
+        return attempts.run(), history.failures
     finally:
         remove_siblings(history.files)
-    if is_resumed:
-        remove_resumed(call.provided)
-    return outcomes, history.failures
 
 
 class _Attempts:

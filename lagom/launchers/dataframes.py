@@ -19,12 +19,15 @@ import uuid
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from lagom.data.parquet.dataframe_ref import CollectedFrame, WrittenFrame
 from lagom.errors import DataError
 from lagom.launchers.spark_session import session_facts
+
+if TYPE_CHECKING:
+    from lagom.restart.kept_snapshots import SnapshotFolder
 
 CACHE = "spark.lagom.cacheDir"
 """Spark setting that names the folder to write to; without it, petastorm's setting counts."""
@@ -98,17 +101,37 @@ kept_frames: list[_Kept] = []
 _lock = threading.Lock()
 
 
-def keep_for_resume(provided: Mapping[str, Any]) -> None:
-    """Keep the files of frames among ``provided``, the arguments of a run that another process may resume."""
+@contextlib.contextmanager
+def frames_of_run(provided: Mapping[str, Any], snapshots: SnapshotFolder | None) -> Iterator[None]:
+    """Keep the files of frames among ``provided``, a run's arguments, if the run can be resumed after the context.
+
+    If it was resumed and cannot be resumed again, remove them.
+    """
+    is_resumed = _can_be_resumed(snapshots)
+    try:
+        yield
+    finally:
+        if _can_be_resumed(snapshots):
+            _keep_for_resume(provided)
+        elif is_resumed:
+            _remove_resumed(provided)
+
+
+def _can_be_resumed(snapshots: SnapshotFolder | None) -> bool:
+    return snapshots is not None and snapshots.newest() is not None
+
+
+def _keep_for_resume(provided: Mapping[str, Any]) -> None:
     urls = _urls(provided)
     with _lock:
         kept_frames[:] = [one for one in kept_frames if one.url not in urls]
         _made_here[:] = [folder for folder in _made_here if f"file://{folder}" not in map(os.path.dirname, urls)]
 
 
-def remove_resumed(provided: Mapping[str, Any]) -> None:
-    """Remove the files that ``keep_for_resume`` has kept for a run, after its end in this process."""
-    for url in _urls(provided) - {one.url for one in kept_frames}:
+def _remove_resumed(provided: Mapping[str, Any]) -> None:
+    with _lock:
+        here = {one.url for one in kept_frames}
+    for url in _urls(provided) - here:
         _delete(url)
 
 

@@ -20,6 +20,9 @@ from lagom.wire.server import anonymous_file
 
 log = logging.getLogger("lagom")
 
+_FILTER: dict[str, Any] = {"filter": "data"} if hasattr(tarfile, "data_filter") else {}
+"""Argument of ``extract`` against paths out of the folder; Python up to 3.10.11 and 3.11.3 does not know it."""
+
 
 class OutcomeCollector:
     """Makes the outcomes of all ranks from the rows of a job and the files that the channel received."""
@@ -118,9 +121,17 @@ def extract_files(archive: IO[bytes], folder: str | os.PathLike[str]) -> None:
 
 def _put(tar: tarfile.TarFile, member: tarfile.TarInfo, folder: str | os.PathLike[str]) -> None:
     try:
-        tar.extract(member, folder, filter="data")
+        if not _FILTER:
+            _check(member)
+        tar.extract(member, folder, **_FILTER)
     except (OSError, tarfile.TarError) as error:
         log.warning("%s, which rank 0 wrote, was not put into %s: %s", member.name, folder, error)
+
+
+def _check(member: tarfile.TarInfo) -> None:
+    paths = [member.name, member.linkname if member.islnk() or member.issym() else ""]
+    if any(os.path.isabs(path) or ".." in path.split("/") for path in paths) or member.isdev():
+        raise tarfile.TarError("it is a device, or leads out of the folder")
 
 
 def _failed(report: Message) -> bool:

@@ -32,7 +32,9 @@ log = logging.getLogger("lagom")
 _TICK_S = 0.5
 _BAD_METRIC = "MetricError"
 _OF_THE_VARIANT = AblationError.__name__
-"""Name of the error of one variant: it says nothing about other trials, so it is not counted as a failure in a row."""
+"""Name of the error of one variant."""
+_NO_NUMBER = "ValueError: the metric is"
+"""Begin of the error of a trial that has diverged."""
 
 
 @dataclass(slots=True)
@@ -91,8 +93,7 @@ class TrialLoop:
         """Run trials on ``slots`` until the source has no more, or too many have failed in a row.
 
         Raises:
-            LagomError: if no slot is left, or the last of ``max_failed`` trials was lost with its processes or had NaN
-                as its metric.
+            LagomError: if no slot is left, or the last of ``max_failed`` trials was lost with its processes.
             Exception: the last trial's exception, if ``max_failed`` trials in a row have failed; the exception of the
                 first trial without a metric, if no trial before has completed; or an exception of ``source.ask``.
         """
@@ -242,7 +243,7 @@ class TrialLoop:
             value = self._metric_of(spec, [report["metric"] for report in told], [report["samples"] for report in told])
             facts["returned"] = as_json(loaded.value().get("value"))
             if math.isnan(value):  # a failure, as in Optuna
-                self._fail(spec, f"ValueError: the metric is {value}; want a number", **facts)
+                self._tell(spec, TrialOutcome(state="failed", error=f"{_NO_NUMBER} {value}; want a number", **facts))
             else:
                 self._tell(spec, TrialOutcome(state="complete", value=value, **facts))
 
@@ -258,7 +259,8 @@ class TrialLoop:
         return float(aggregate(metrics, samples, "" if self._plan.already_distributed else advice, warn))
 
     def _tell(self, spec: TrialSpec, outcome: TrialOutcome) -> None:
-        if not outcome.error.startswith(_OF_THE_VARIANT):
+        # Both say nothing about other trials: they neither count as failures in a row nor end a row of failures.
+        if not outcome.error.startswith((_OF_THE_VARIANT, _NO_NUMBER)):
             self._num_failed = self._num_failed + 1 if outcome.state == "failed" else 0
         self._has_completed |= outcome.state == "complete"
         self._source.tell(spec.number, outcome)

@@ -276,7 +276,8 @@ class GradientShards:
         entry: ShardedGradient | None = None if tensor is None else self._entries.get(tensor)
         is_same = clock == self._clock
         if is_same and entry is not None and entry.was_shown and entry.shown_version[0] == clock:
-            is_same = entry.shown_version[1] == _version(_slot.__get__(tensor))
+            whole = _slot.__get__(tensor)  # None in a backward, which has put the gradient aside
+            is_same = whole is not None and entry.shown_version[1] == _version(whole)
         self._gather_gradient(tensor, entry if is_same else None)
 
     def _gather_for_program(self, tensor: torch.Tensor, entry: ShardedGradient) -> torch.Tensor:

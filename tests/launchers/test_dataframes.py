@@ -15,7 +15,7 @@ from lagom.cluster import Cluster
 from lagom.config import TorchDistributedConfig
 from lagom.launchers import dataframes
 from lagom.launchers.attempts import run_attempts
-from lagom.launchers.dataframes import forget_frames, write_frame
+from lagom.launchers.dataframes import forget_frames, frames_of_run, write_frame
 from lagom.launchers.protocol import Outcome
 from lagom.plan import plan
 from lagom.restart.kept_snapshots import SnapshotFolder
@@ -93,11 +93,17 @@ class Launcher:
 def test_files_of_a_run_that_can_be_resumed_stay_until_it_has_returned(
     error: BaseException, has_folder: bool, tmp_path: Path
 ) -> None:
-    def run(provided: dict[str, Any], snapshots: SnapshotFolder | None, error: BaseException | None) -> None:
+    def run(
+        provided: dict[str, Any], snapshots: SnapshotFolder | None, error: BaseException | None, *, is_kept: bool = True
+    ) -> None:
+        """Run once; afterwards the result is kept in place of the snapshots, if ``is_kept``."""
         launcher: Any = Launcher(snapshots, error)
         config = TorchDistributedConfig(world_size=1, run_dir=None)
         the_plan = plan(config, Cluster(launcher="spark", slots=1))
-        run_attempts(launcher, the_plan, Call(function=lambda: None, provided=provided), snapshots=snapshots)
+        with frames_of_run(provided, snapshots):
+            run_attempts(launcher, the_plan, Call(function=lambda: None, provided=provided), snapshots=snapshots)
+            if snapshots is not None and is_kept:
+                snapshots.remove_all()
 
     folder = tmp_path / "frames" if has_folder else None
     lost, plain = written(DataFrame(folder)), written(DataFrame(folder))
@@ -109,6 +115,8 @@ def test_files_of_a_run_that_can_be_resumed_stay_until_it_has_returned(
                 run(provided, kept, error)
     assert path_of(lost).exists()
     assert not path_of(plain).exists()
+    run(lost, snapshots, None, is_kept=False)
+    assert path_of(lost).exists()
     run(lost, snapshots, None)
     assert not path_of(lost).exists()
     if not has_folder:

@@ -390,12 +390,14 @@ def test_a_link_that_leads_out_of_a_trials_folder_is_named_and_the_other_files_c
     assert "files/last.ckpt, which rank 0 wrote, was not put into" in caplog.text
 
 
-def test_a_metric_that_is_no_number_is_a_failure_in_a_row(tmp_path: Path) -> None:
-    source = ListSource([{"value": 1.0}] + [{"value": math.nan}] * 8)
-    with pytest.raises(LagomError, match=r"2 trials failed one after another.* the metric is nan"):
-        run(lambda value: value, source, tmp_path, launcher="inline", slots=1, max_failed=2)
-    assert [one.state for one in source.outcomes.values()] == ["complete", "failed", "failed"]
+def test_a_metric_that_is_no_number_fails_and_neither_counts_nor_ends_a_row_of_failures(tmp_path: Path) -> None:
+    values: list[Any] = [1.0, math.nan, math.nan, math.nan, "low", math.nan, "low", 2.0]
+    source = ListSource([{"value": value} for value in values])
+    with pytest.raises(ValueError, match="low"):
+        run(lambda value: float(value), source, tmp_path, launcher="inline", slots=1, max_failed=2)
+    assert [one.state for one in source.outcomes.values()] == ["complete"] + ["failed"] * 6
     assert source.outcomes[1].value is None
+    assert source.outcomes[1].error == "ValueError: the metric is nan; want a number"
 
 
 def test_a_metric_that_is_no_number_is_not_a_trial_that_has_completed(tmp_path: Path) -> None:
