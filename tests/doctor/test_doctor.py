@@ -149,6 +149,14 @@ def test_what_keeps_a_run_from_starting_is_a_line_too(
     assert f"FAIL  {fails}" in print_findings(found)
 
 
+def visit_with(launcher: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The findings where the ranks are started by an object of the class ``launcher``."""
+    monkeypatch.setattr(launcher, "cluster", lambda _: choose("local").cluster())
+    monkeypatch.setattr(launcher, "where", lambda _: "nowhere")
+    monkeypatch.setattr(module, "choose", lambda _: launcher())
+    return visit(TorchDistributedConfig(launcher="local", world_size=2))
+
+
 def test_the_tasks_and_ranks_of_many_slots_reach_the_driver(monkeypatch: pytest.MonkeyPatch) -> None:
     class Launcher:
         facts = SimpleNamespace(bind="127.0.0.1", advertise=None)
@@ -159,11 +167,7 @@ def test_the_tasks_and_ranks_of_many_slots_reach_the_driver(monkeypatch: pytest.
                 socket.create_connection(call.provided["hparams"]["address"], timeout=1.0).close()
             raise PlanError("all have reached it")
 
-    local = choose("local")
-    monkeypatch.setattr(Launcher, "cluster", lambda _: local.cluster())
-    monkeypatch.setattr(Launcher, "where", lambda _: "Spark")
-    monkeypatch.setattr(module, "choose", lambda _: Launcher())
-    found = visit(TorchDistributedConfig(launcher="local", world_size=1))
+    found = visit_with(Launcher, monkeypatch)
     assert found[-1].found == "PlanError: all have reached it"
 
 
@@ -174,10 +178,6 @@ def test_ranks_that_do_not_reach_each_other_are_told_what_to_open(monkeypatch: p
         def run(self, *_: Any) -> Any:
             raise CollectiveError("the ranks did not connect")
 
-    local = choose("local")
-    monkeypatch.setattr(Launcher, "cluster", lambda _: local.cluster())
-    monkeypatch.setattr(Launcher, "where", lambda _: "nowhere")
-    monkeypatch.setattr(module, "choose", lambda _: Launcher())
-    found = visit(TorchDistributedConfig(launcher="local", world_size=2))
+    found = visit_with(Launcher, monkeypatch)
     assert (found[-1].level, found[-1].what) == ("fail", "launch")
     assert "GLOO_SOCKET_IFNAME" in found[-1].remedy
