@@ -81,7 +81,7 @@ def test_what_a_program_does_to_a_batch_does_not_reach_a_later_one(tmp_path: Pat
 
 
 @pytest.mark.filterwarnings("ignore:rows are drawn from all over")
-@pytest.mark.parametrize("window_bytes", [1 << 20, 60], ids=["fits", "larger"])
+@pytest.mark.parametrize("window_bytes", [pytest.param(1 << 20, marks=pytest.mark.soak), 60], ids=["fits", "larger"])
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_what_torch_does_with_indices_works(tmp_path: Path, window_bytes: int, num_workers: int) -> None:
     dataset = ParquetDataset(numbers(tmp_path, [[3, 2], [5], [4]]), window_bytes=window_bytes)
@@ -112,7 +112,7 @@ def test_a_collate_function_of_the_program_sees_rows(tmp_path: Path) -> None:
     assert list(DataLoader(dataset, 3, collate_fn=collate)) == [([0, 1, 2], True, 1), ([3, 4], True, 1)]
 
 
-@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("num_workers", [0, pytest.param(2, marks=pytest.mark.soak)])
 def test_a_shuffled_pass_has_each_row_once_in_another_order_each_epoch(tmp_path: Path, num_workers: int) -> None:
     dataset = ParquetDataset(numbers(tmp_path, [[30, 7], [], [1, 22]]), window_bytes=1000)
     loader = ParquetLoader(dataset, 7, shuffle=True, num_workers=num_workers)
@@ -136,7 +136,7 @@ def test_a_shuffled_pass_has_each_row_once_in_another_order_each_epoch(tmp_path:
     assert flat(rows(ParquetLoader(dataset, 7))) == list(range(60))
 
 
-@pytest.mark.parametrize("num_workers", [0, 1])
+@pytest.mark.parametrize("num_workers", [0, pytest.param(1, marks=pytest.mark.soak)])
 def test_two_passes_at_the_same_time_do_not_disturb_each_other(tmp_path: Path, num_workers: int) -> None:
     dataset = ParquetDataset(numbers(tmp_path, [[30, 7], [1, 22]]), window_bytes=1000)
     loaders = [ParquetLoader(dataset, 7, shuffle=True, seed=seed, num_workers=num_workers) for seed in (1, 2)]
@@ -148,7 +148,7 @@ def test_two_passes_at_the_same_time_do_not_disturb_each_other(tmp_path: Path, n
     dataset.close()
 
 
-@pytest.mark.parametrize("shuffle", [False, True])
+@pytest.mark.parametrize("shuffle", [pytest.param(False, marks=pytest.mark.soak), True])
 def test_passes_over_one_loader_go_on_side_by_side_and_one_that_is_left_ends(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shuffle: bool
 ) -> None:
@@ -241,6 +241,7 @@ def test_resuming_is_as_if_it_had_never_stopped(
             table.close()
 
 
+@pytest.mark.soak  # the next test compares the batches of workers by default
 @settings(max_examples=2, deadline=None, derandomize=True)
 @given(LAYOUTS, st.integers(1, 5), st.integers(40, 2000), st.integers(1, 8), st.integers(0, 5))
 def test_workers_change_neither_batches_nor_states(
@@ -457,6 +458,7 @@ def test_names_may_have_dots_and_spaces(tmp_path: Path) -> None:
     found.close()
 
 
+@pytest.mark.soak  # test_bounds.py counts what ranks read
 def test_a_rank_that_lacks_rows_of_short_batches_reads_on_in_its_lane(tmp_path: Path) -> None:
     """The rank reads rows of other ranks in their place, the first time before any of its own."""
     dataset = ParquetDataset(numbers(tmp_path, [[10] * 8]), window_bytes=2000)

@@ -49,7 +49,7 @@ def rows(dataset: ParquetDataset, **options: Any) -> list[int]:
         dataset.close()
 
 
-@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("num_workers", [pytest.param(0, marks=pytest.mark.soak), 2])
 def test_a_table_in_a_store_is_read_here_and_in_workers(store: Store, num_workers: int) -> None:
     dataset = ParquetDataset(store.url("table"))
     if num_workers:
@@ -71,6 +71,7 @@ def test_an_object_that_is_written_over_with_as_many_bytes_is_an_error(store: St
         rows(dataset)
 
 
+@pytest.mark.soak  # test_bounds.py has two such ranks by default
 def test_ranks_read_their_shares_from_a_store(store: Store) -> None:
     def run(session: Session) -> list[int]:
         dataset = ParquetDataset(store.url("table"))
@@ -83,7 +84,9 @@ def test_ranks_read_their_shares_from_a_store(store: Store) -> None:
     assert len(found[0]) == len(found[1])
 
 
-@pytest.mark.parametrize("fault", ["500", "slow", "reset", "cut"])
+@pytest.mark.parametrize(
+    "fault", [*(pytest.param(one, marks=pytest.mark.soak) for one in ("500", "slow")), "reset", "cut"]
+)
 def test_a_fault_that_passes_is_not_seen(store: Store, fault: str) -> None:
     dataset = ParquetDataset(store.url("table"))
     store.gets.clear()

@@ -53,6 +53,7 @@ def same(found: NDArray[Any], wanted: NDArray[Any]) -> None:
     assert found.tobytes() == wanted.tobytes()  # NaNs of any kind too
 
 
+@pytest.mark.soak  # test_fast_columns.py has pages of many layouts by default
 @settings(max_examples=25, deadline=None, derandomize=True)
 @given(data=st.data())
 def test_pages_of_any_layout_are_what_was_written(data: st.DataObject) -> None:
@@ -180,12 +181,13 @@ SECOND = b"\x93NUMPY\x02\x00" + (len(CELLS[33]) - 22).to_bytes(4, "little") + CE
     ("name", "change", "options"),
     [
         ("plain", {}, {}),
-        ("fortran", {33: cell(np.asfortranarray(ARRAYS[33]))}, {}),
+        pytest.param("fortran", {33: cell(np.asfortranarray(ARRAYS[33]))}, {}, marks=pytest.mark.soak),
         ("other bytes", {33: cell(ARRAYS[33].astype(">i2"))}, {}),
-        (
+        pytest.param(
             "another version",
             {33: b"\x93NUMPY\x02\x00" + (len(CELLS[33]) - 24).to_bytes(4, "little") + CELLS[33][10:]},
             {},
+            marks=pytest.mark.soak,
         ),
         ("null", {33: None}, {"nulls": 0}),
         ("mask", {33: None}, {"nulls": "mask"}),
@@ -221,7 +223,9 @@ def test_columns_and_filters_have_their_rows(tmp_path: Path, options: dict[str, 
     assert alike(folder, field((2, 3)), **options) == 0
 
 
-@pytest.mark.parametrize("compression", ["gzip", "zstd", "lz4"])
+@pytest.mark.parametrize(
+    "compression", ["gzip", *(pytest.param(one, marks=pytest.mark.soak) for one in ("zstd", "lz4"))]
+)
 def test_what_others_compress_is_left_to_arrow(tmp_path: Path, compression: str) -> None:
     folder = petastorm(tmp_path / "table", [CELLS[:25], CELLS[25:]], compression=compression)
     assert alike(folder, field((2, 3))) == 0
@@ -233,7 +237,7 @@ def test_what_others_encode_is_left_to_arrow(tmp_path: Path) -> None:
     assert alike(petastorm(tmp_path / "table", [CELLS], **options), field((2, 3))) == 0
 
 
-@pytest.mark.parametrize("checksums", [False, True])
+@pytest.mark.parametrize("checksums", [False, pytest.param(True, marks=pytest.mark.soak)])
 def test_what_is_damaged_is_what_arrow_says(tmp_path: Path, checksums: bool) -> None:
     """A byte changed anywhere before the footer: the same rows, or an error for both."""
     drawn = random.Random(5)

@@ -47,7 +47,7 @@ def close(loader: Any) -> None:
     loader.dataset.close()
 
 
-@pytest.mark.parametrize("num_threads", [1, 2])
+@pytest.mark.parametrize("num_threads", [pytest.param(1, marks=pytest.mark.soak), 2])
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_rows_are_what_petastorm_wrote(num_workers: int, num_threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
     evaluate = ast.literal_eval
@@ -388,13 +388,8 @@ def test_pillow_refuses_what_it_would_spoil() -> None:
         images.decode_by_pillow(deep)
 
 
-@pytest.mark.parametrize(
-    ("world_size", "batches"),
-    [
-        (3, "split"),
-        *(pytest.param(*other, marks=pytest.mark.soak) for other in ((1, "split"), (2, "split"), (2, "whole"))),
-    ],
-)
+@pytest.mark.soak  # test_ranks.py trains on a path, and tests/compat/test_maggy.py reads such rows on ranks
+@pytest.mark.parametrize(("world_size", "batches"), [(1, "split"), (2, "split"), (3, "split"), (2, "whole")])
 def test_training_on_a_path_is_that_of_one_machine(world_size: int, batches: Any) -> None:
     def run(session: Session) -> Any:
         def transform(found: dict[str, Any]) -> dict[str, Any]:

@@ -91,7 +91,7 @@ class Proxy(nn.Module):
         return self.inner(x)
 
 
-@pytest.mark.parametrize("batches", ["split", "whole"])
+@pytest.mark.parametrize("batches", [pytest.param("split", marks=pytest.mark.soak), "whole"])
 def test_modules_that_pass_on_their_attributes_train(batches: Batches) -> None:
     def run(_: Session) -> Any:
         model = Proxy(Proxy(nn.Sequential(nn.Linear(3, 4), Proxy(nn.Linear(4, 2))))).double()

@@ -59,8 +59,13 @@ def test_bf16_in_one_process_is_autocast_by_hand_bit_for_bit() -> None:
         assert all(map(torch.equal, found, expected))
 
 
-@pytest.mark.parametrize("batches", ["split", "whole"])
-@pytest.mark.parametrize("asked", ["bf16", "fp16"])
+@pytest.mark.parametrize(
+    ("asked", "batches"),
+    [
+        *(("bf16", "whole"), ("fp16", "split")),
+        *(pytest.param(*other, marks=pytest.mark.soak) for other in (("bf16", "split"), ("fp16", "whole"))),
+    ],
+)
 def test_ranks_train_as_one_process_does(asked: Any, batches: Any) -> None:
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[asked]
     expected = alone(lambda _: _with_scaler() if asked == "fp16" else _train(_by_hand(dtype)))
@@ -178,7 +183,9 @@ def test_small_gradients_do_not_vanish(world_size: int) -> None:
     check_against_one_process(run, world_size, rtol=2e-3, atol=1e-11, mixed_precision="fp16")
 
 
-@pytest.mark.parametrize(("world_size", "zero_lvl"), [(1, 0), (2, 0), (2, 1), (2, 2)])
+@pytest.mark.parametrize(
+    ("world_size", "zero_lvl"), [(1, 0), (2, 0), pytest.param(2, 1, marks=pytest.mark.soak), (2, 2)]
+)
 def test_a_step_whose_gradients_overflow_is_left_out_on_all_ranks(world_size: int, zero_lvl: int) -> None:
     def run(session: Session) -> Any:
         model = _network()
@@ -225,8 +232,8 @@ def test_hooks_and_what_is_accumulated_have_their_true_size() -> None:
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
-@pytest.mark.parametrize("asked", ["bf16", "fp16"])
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("asked", [pytest.param("bf16", marks=pytest.mark.soak), "fp16"])
+@pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.soak), 2])
 def test_checkpoints_repeat_what_they_did(use_reentrant: bool, asked: Any, world_size: int) -> None:
     class Checkpointed(nn.Module):
         def __init__(self) -> None:

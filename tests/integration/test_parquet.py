@@ -66,7 +66,7 @@ def test_types_of_spark_become_tensors(spark: Any, tmp_path: Path, legacy: str, 
     assert found["p"].tolist() == [number % 2 for number in order.tolist()]
 
 
-@pytest.mark.soak  # tests/data/test_petastorm_loader.py shows it by default
+@pytest.mark.soak  # tests/compat/test_maggy.py has such a program by default
 def test_a_program_of_maggys_shape_trains_on_paths(spark: Any, tmp_path: Path) -> None:
     spark.range(0, 37, numPartitions=3).write.parquet(str(tmp_path / "test"))
 

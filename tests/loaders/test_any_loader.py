@@ -135,8 +135,12 @@ LOADERS: dict[str, Callable[[], DataLoader[Any]]] = {
 }
 
 
-AGAIN = ("worker", "persistent workers")
-"""Loaders that show what "workers" show; a model is trained on batches of persistent ones by default."""
+AGAIN = (
+    *("worker", "workers", "persistent workers"),
+    *("weighted, generator", "subset sampler", "random_split by parts", "subset", "concatenated", "stacked"),
+    *("range", "dict", "array"),
+)
+"""Loaders that show what others show; a model is trained on batches of persistent workers by default."""
 NAMES = [pytest.param(name, marks=pytest.mark.soak) if name in AGAIN else name for name in LOADERS]
 
 
@@ -176,7 +180,7 @@ def check_dealt_out(results: list[Any], expected: Any) -> None:
     assert all(result[1:] == tuple(numbers) for result in results)
 
 
-@pytest.mark.parametrize("world_size", [pytest.param(2, marks=pytest.mark.soak), 3])
+@pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.soak)])
 @pytest.mark.parametrize("name", NAMES)
 def test_batches_are_those_of_one_machine_dealt_out(name: str, world_size: int) -> None:
     again = name in AGAIN
@@ -241,7 +245,7 @@ def trained(make: Callable[[], DataLoader[Any]]) -> list[Tensor]:
     return [part.detach() for part in model.state_dict().values()]
 
 
-@pytest.mark.parametrize("world_size", [1, pytest.param(2, marks=pytest.mark.soak), 3])
+@pytest.mark.parametrize("world_size", [2, *(pytest.param(n, marks=pytest.mark.soak) for n in (1, 3))])
 def test_training_ends_with_the_weights_of_one_machine(world_size: int) -> None:
     check_against_one_process(train_on_all, world_size, atol=0 if world_size == 1 else 1e-12)
 
@@ -287,7 +291,11 @@ class Sums(nn.Module):
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 @pytest.mark.parametrize("batches", ["split", "whole"])
-@pytest.mark.parametrize("make", [lambda: Numbers(11), lambda: Stream(11)], ids=["samples", "stream"])
+@pytest.mark.parametrize(
+    "make",
+    [lambda: Numbers(11), pytest.param(lambda: Stream(11), marks=pytest.mark.soak)],
+    ids=["samples", "stream"],
+)
 def test_nested_batches_train_as_on_one_machine(make: Any, batches: Any) -> None:
     def train(_: Session) -> list[Tensor]:
         model = Sums()

@@ -24,9 +24,7 @@ SHUFFLING: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize(
-    "world_size", [pytest.param(2, marks=pytest.mark.soak), 3, pytest.param(4, marks=pytest.mark.soak)]
-)
+@pytest.mark.parametrize("world_size", [2, *(pytest.param(n, marks=pytest.mark.soak) for n in (3, 4))])
 def test_each_sample_is_used_once_and_the_order_changes(world_size: int) -> None:
     def two_epochs(session: Session, options: dict[str, Any]) -> Any:
         chosen = dict(options)

@@ -132,7 +132,11 @@ def test_an_evaluation_that_was_dealt_out_is_an_error(world_size: int) -> None:
         assert all("model.eval()" in text and "torch.no_grad()" in text and "batches='whole'" in text for text in told)
 
 
-@pytest.mark.parametrize("options", [{"batches": "whole"}, {"evaluation": "gathered", "first": True}])
+# tests/programs evaluates on whole batches by default.
+@pytest.mark.parametrize(
+    "options",
+    [pytest.param({"batches": "whole"}, marks=pytest.mark.soak), {"evaluation": "gathered", "first": True}],
+)
 def test_such_an_evaluation_is_right_on_whole_batches_and_when_its_mode_is_set_before(options: dict[str, Any]) -> None:
     first = options.pop("first", False)
 

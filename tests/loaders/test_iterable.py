@@ -55,10 +55,10 @@ def check_dealt_out(results: list[Any], plain: Any) -> None:
 @pytest.mark.parametrize(
     ("world_size", "kinds"),
     [
-        (3, [kind for kind in KINDS if kind != "a worker"]),  # several workers show it
+        (2, [kind for kind in KINDS if kind != "a worker"]),  # several workers show it
         *(pytest.param(n, list(KINDS), marks=pytest.mark.soak) for n in (2, 3)),
     ],
-    ids=["3", "all-2", "all-3"],
+    ids=["2", "all-2", "all-3"],
 )
 def test_each_rank_gets_its_share_of_the_batches_of_one_machine(world_size: int, kinds: list[str]) -> None:
     def run(session: Session) -> Any:
@@ -80,6 +80,7 @@ def test_so_it_does_from_workers_that_are_started_anew(method: str) -> None:
     check_dealt_out(run_ranks(2, run), alone(run))
 
 
+@pytest.mark.soak  # the next test has two such workers
 def test_workers_that_all_give_everything_do_so_as_on_one_machine() -> None:
     def run(session: Session) -> Any:
         return seen(DataLoader(ChainDataset([Stream(3), Stream(2)]), batch_size=2, num_workers=2), session)
@@ -105,7 +106,8 @@ def test_drawn_samples_are_those_of_one_machine(num_workers: int) -> None:
             assert [result[number][part] for result in results] == dealt(batch[part], 2)
 
 
-@pytest.mark.parametrize("num_workers", [0, 2])
+# The test above has workers by default.
+@pytest.mark.parametrize("num_workers", [0, pytest.param(2, marks=pytest.mark.soak)])
 def test_each_sample_comes_once_though_collate_and_the_program_draw_by_their_share(num_workers: int) -> None:
     def run(session: Session) -> Any:
         loader = DataLoader(Shuffled(11), batch_size=3, num_workers=num_workers, collate_fn=noisy_collate)
@@ -179,7 +181,11 @@ def test_per_rank_takes_batches_in_turn_and_deals_out_a_tail() -> None:
     assert run_ranks(2, dropping, batches="per_rank") == [(1, [[0, 1, 2]]), (1, [[3, 4, 5]])]
 
 
-@pytest.mark.parametrize("options", [{}, {"num_workers": 1, "persistent_workers": True}], ids=["here", "worker"])
+@pytest.mark.parametrize(
+    "options",
+    [pytest.param({}, marks=pytest.mark.soak), {"num_workers": 1, "persistent_workers": True}],
+    ids=["here", "worker"],
+)
 def test_an_evaluation_sees_everything_also_with_workers_that_trained_before(options: dict[str, Any]) -> None:
     def run(session: Session) -> Any:
         loader = DataLoader(Stream(5), batch_size=4, **options)
@@ -205,8 +211,9 @@ def test_an_evaluation_sees_everything_also_with_workers_that_trained_before(opt
     [
         *((0, True, {"batches": kind}) for kind in ("split", "whole")),
         *((0, False, {"evaluation": kind}) for kind in ("gathered", "sharded")),
-        (2, True, {"batches": "split"}),
-        (2, False, {"evaluation": "sharded"}),
+        # What ranks compare is made where batches are collated, in a worker as here.
+        pytest.param(2, True, {"batches": "split"}, marks=pytest.mark.soak),
+        pytest.param(2, False, {"evaluation": "sharded"}, marks=pytest.mark.soak),
     ],
 )
 def test_a_stream_that_differs_between_ranks_is_an_error_on_all_of_them(
@@ -220,7 +227,7 @@ def test_a_stream_that_differs_between_ranks_is_an_error_on_all_of_them(
     assert all("lagom_sharded = True" in text and "fixed seed" in text for text in run_ranks(2, run, **options))
 
 
-@pytest.mark.parametrize("batch_size", [1, 4])
+@pytest.mark.parametrize("batch_size", [pytest.param(1, marks=pytest.mark.soak), 4])
 def test_a_stream_that_differs_later_or_ends_sooner_is_an_error_too(batch_size: int) -> None:
     class Drifting(Stream):
         def __init__(self, rank: int, ends: bool) -> None:

@@ -20,6 +20,7 @@ from tests.session.loading import Numbers
 KEYS = range(400)
 
 
+@pytest.mark.soak  # the next test looks for numbers that are there twice
 @given(n=st.integers(1, 3000), key=st.integers(-(2**63), 2**63 - 1))
 def test_every_number_stands_there_once(n: int, key: int) -> None:
     assert sorted(permute(n, key, 0, n).tolist()) == list(range(n))
@@ -50,7 +51,7 @@ def test_the_order_itself_never_changes() -> None:
 FIRST = [75635466, 782387540, 469284624]
 
 
-@pytest.mark.parametrize("n", [100, 1000, 9001])
+@pytest.mark.parametrize("n", [100, 1000, pytest.param(9001, marks=pytest.mark.soak)])
 def test_fixed_points_and_neighbours_are_as_many_as_by_chance(n: int) -> None:
     fixed = neighbours = 0
     for key in KEYS:
@@ -77,6 +78,7 @@ def test_places_and_what_stands_there_have_nothing_to_do_with_each_other(n: int)
             assert ((cells - expected) ** 2 / expected).sum() < 255 + 6 * 22.6
 
 
+@pytest.mark.soak  # test_the_order_itself_never_changes
 def test_orders_of_different_keys_have_nothing_in_common() -> None:
     n = 4096
     first = [permute(n, key, 0, n) for key in range(100)]

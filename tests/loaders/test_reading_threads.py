@@ -159,6 +159,7 @@ def test_ranks_agree_on_batches_while_the_main_thread_draws_as_well() -> None:
     assert flat([without_weighted]) == sorted(list(range(13)) * 8)
 
 
+@pytest.mark.soak  # the two tests above train on batches of threads
 def test_a_thread_that_reads_several_epochs_draws_as_in_one_process_while_models_are_looked_at() -> None:
     def run(session: Session) -> Any:
         found = []
@@ -180,6 +181,7 @@ def test_a_thread_that_reads_several_epochs_draws_as_in_one_process_while_models
     assert run_ranks(2, run, batches="whole") == [plain, plain]
 
 
+@pytest.mark.soak  # test_two_threads_read_loaders_of_one_kind has this sampler
 def test_the_order_of_a_sampler_read_in_a_thread_is_that_of_rank_0() -> None:
     def run(session: Session) -> Any:
         loader = DataLoader(Numbers(9), 2, sampler=Nondeterministic(9))

@@ -184,9 +184,8 @@ def resumed(kind: str) -> Any:
 @pytest.mark.parametrize(
     ("batches", "world_size"),
     [
-        ("whole", 2),
         ("split", 3),
-        *(pytest.param(*other, marks=pytest.mark.soak) for other in (("split", 2), ("whole", 3))),
+        *(pytest.param(*other, marks=pytest.mark.soak) for other in (("whole", 2), ("split", 2), ("whole", 3))),
     ],
 )
 def test_a_loader_goes_on_where_it_was(batches: Batches, world_size: int) -> None:

@@ -18,6 +18,7 @@ from tests.ranks import alone, run_ranks
 from tests.session.loading import Nondeterministic, Numbers, batches, flat
 
 
+@pytest.mark.soak  # test_any_loader.py has shuffled batches by default
 def test_split_batches_are_those_of_one_machine() -> None:
     def run(session: Session) -> Any:
         return batches(DataLoader(Numbers(10), batch_size=4, shuffle=True))

@@ -22,9 +22,10 @@ def placed(session: Session) -> Any:
     return place_set(Place(session.rank, session.world_size, session.rank, session.world_size))
 
 
+# tests/loaders/sharing/test_loader_trial.py has workers that ask for their rank by default.
 @pytest.mark.parametrize(
     "options",
-    [pytest.param({}, marks=pytest.mark.soak), {"num_workers": 1, "persistent_workers": True}],
+    [{}, pytest.param({"num_workers": 1, "persistent_workers": True}, marks=pytest.mark.soak)],
     ids=["here", "worker"],
 )
 def test_each_sample_counts_once_though_ranks_have_other_numbers_of_batches(options: dict[str, Any]) -> None:
@@ -82,7 +83,11 @@ class Part(IterableDataset[Any]):
 
 
 @pytest.mark.parametrize("with_texts", [False, pytest.param(True, marks=pytest.mark.soak)], ids=["views", "texts"])
-@pytest.mark.parametrize("sizes", [[[3, 2], [1, 4], [4, 4]], [[2, 2], [3, 0], [5, 0]]], ids=["uneven", "ends"])
+@pytest.mark.parametrize(
+    "sizes",
+    [pytest.param([[3, 2], [1, 4], [4, 4]], marks=pytest.mark.soak), [[2, 2], [3, 0], [5, 0]]],
+    ids=["uneven", "ends"],
+)
 def test_the_weights_are_those_of_the_batches_taken_together(sizes: list[list[int]], with_texts: bool) -> None:
     def run(session: Session) -> list[Tensor]:
         with placed(session):

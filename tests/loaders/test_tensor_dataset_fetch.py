@@ -95,7 +95,7 @@ def test_errors_are_torchs(index: Any) -> None:
     assert said[0] == said[1]
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.soak), 2])
 def test_a_loader_of_a_run_takes_batches_at_once(world_size: int) -> None:
     def batches(*_: object) -> list[Any]:
         loader = DataLoader(TensorDataset(torch.arange(40.0), torch.arange(40)), batch_size=4, shuffle=True)

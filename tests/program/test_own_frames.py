@@ -61,8 +61,11 @@ def _own_signals() -> Iterator[None]:
 @pytest.mark.parametrize(
     "function",
     [
-        *(wrong_target, wrong_sample, wrong_sample_in_a_worker, no_checkpoint),
-        *(pytest.param(one, marks=pytest.mark.soak) for one in (wrong_shape, no_graph, no_file)),
+        *(wrong_target, wrong_sample),
+        *(
+            pytest.param(one, marks=pytest.mark.soak)
+            for one in (wrong_sample_in_a_worker, no_checkpoint, wrong_shape, no_graph, no_file)
+        ),
     ],
 )
 def test_the_traceback_is_that_of_one_process(function: Callable[[], None]) -> None:

@@ -73,13 +73,16 @@ called = Trainer()
 @pytest.mark.parametrize(
     ("source", "name"),
     [
-        ("def train():\n    import lagom_inside", "train"),
-        ("def train():\n    from lagom_inside import x", "train"),
-        (HELPER + "def train():\n    return helper()", "train"),
+        # The tests below import so.
+        pytest.param("def train():\n    import lagom_inside", "train", marks=pytest.mark.soak),
+        pytest.param("def train():\n    from lagom_inside import x", "train", marks=pytest.mark.soak),
+        pytest.param(HELPER + "def train():\n    return helper()", "train", marks=pytest.mark.soak),
         (HELPER + "def train():\n    return (lambda: helper())()", "train"),
         (METHOD + "def train():\n    return Net()", "train"),
         (CLOSURE, "train"),
-        *((CALLABLES, name) for name in ("partial", "method", "called")),
+        (CALLABLES, "partial"),
+        pytest.param(CALLABLES, "method", marks=pytest.mark.soak),
+        (CALLABLES, "called"),
     ],
 )
 def test_a_module_that_is_only_imported_inside_travels(beside: Path, source: str, name: str) -> None:

@@ -405,6 +405,7 @@ def test_losses_of_classes_have_the_bits_of_torchs() -> None:
     assert run_ranks(3, program, batches="whole") == [[(True, True)] * 8] * 3
 
 
+@pytest.mark.soak  # test_slicer.py has forwards that do not pay by default
 def test_only_the_loss_of_large_outputs_is_shared_out() -> None:
     def program(_: Session) -> Any:
         inputs, classes = torch.randn(256, 64), torch.randint(64, (256,))

@@ -40,8 +40,13 @@ KINDS = (
 
 BY_DEFAULT = (draws, keeping, gradients, switched)
 """Kinds that a rank slices, or does not, in ways of their own; tests/programs has models of all kinds by default."""
-AGAIN = ("layers_skipped_by_torchs_chance_as_a_float",)
-"""Models that show what others of their kind show by default."""
+AGAIN = (
+    *("feature_alpha_dropout", "gumbel", "strided_sequences_of_one_step_at_first"),
+    *("flag_of_a_namespace", "float_handed_in_that_decides", "buffer_that_decides"),
+    *("layers_skipped_by_torchs_chance_as_a_float", "layers_skipped_by_pythons_chance"),
+    "layers_skipped_by_numpys_chance",
+)
+"""Models that show what others of their kind, or tests/programs, show by default."""
 
 
 def models_of(kind: ModuleType) -> dict[str, Callable[[], Any]]:

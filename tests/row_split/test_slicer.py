@@ -481,7 +481,7 @@ def test_each_rank_computes_its_block() -> None:
     assert third == [10, 3, 10, 10, 3, 3, 4, 4, 4, 1]
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.soak)])
 def test_a_forward_that_cannot_be_called_twice_runs_whole(world_size: int) -> None:
     """Stand in for a library that records what a forward does, and refuses to record it twice between two steps."""
     busy = threading.Lock()
@@ -510,6 +510,7 @@ def test_a_forward_that_cannot_be_called_twice_runs_whole(world_size: int) -> No
         assert any("called twice" in line for line in said)
 
 
+@pytest.mark.soak  # test_through_shared_memory_less_is_enough_to_pay
 def test_what_does_not_pay_is_not_sliced() -> None:
     def program(session: Session) -> Any:
         rows: list[int] = []
@@ -725,6 +726,7 @@ class Centred(nn.Module):
         return found
 
 
+@pytest.mark.soak  # tests/micro_batches has such rows by default
 def test_rows_that_are_all_alike_do_not_tell_whether_they_are_mixed() -> None:
     def program(_: Session) -> Any:
         model = Centred()
@@ -788,6 +790,7 @@ def test_a_batch_may_be_a_column_of_something_wider() -> None:
     assert run_ranks(2, run, batches="whole") == [pytest.approx(plain, abs=1e-12)] * 2
 
 
+@pytest.mark.soak  # test_forwards_by_rows_are_sliced has both layers
 def test_batchnorm_beside_dropout_stays_sliced() -> None:
     def run(_: Session) -> list[str]:
         said = lagom_log()

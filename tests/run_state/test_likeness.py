@@ -48,7 +48,7 @@ FORWARDS: dict[str, Callable[[Tensor, list[Tensor]], Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("world_size", [pytest.param(2, marks=pytest.mark.soak), 3])
+@pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.soak)])
 def test_weights_of_the_shape_of_a_share_are_trained_as_on_one_machine(world_size: int) -> None:
     programs = {name: with_square_weights(forward, 4, world_size) for name, forward in FORWARDS.items()}
     check_against_one_process(lambda session: {name: run(session) for name, run in programs.items()}, world_size)
@@ -147,8 +147,13 @@ def one_ahead(loader: DataLoader[Any]) -> Iterator[Any]:
     yield current
 
 
-@pytest.mark.parametrize("taken", [cached, one_ahead])
-@pytest.mark.parametrize("num", [53, 48])
+@pytest.mark.parametrize(
+    ("num", "taken"),
+    [
+        *((53, cached), (48, one_ahead)),
+        *(pytest.param(*other, marks=pytest.mark.soak) for other in ((53, one_ahead), (48, cached))),
+    ],
+)
 def test_batches_that_were_taken_earlier_count_right_or_not_at_all(taken: Callable[[Any], Any], num: int) -> None:
     """The loop changes the batches, so that the model is not called with a batch's own tensors."""
 

@@ -60,7 +60,7 @@ again = functools.partial(pytest.param, marks=pytest.mark.soak)
 @pytest.mark.parametrize(
     "make",
     [
-        lambda: DataLoader(Numbers(40), 2, num_workers=1),
+        again(lambda: DataLoader(Numbers(40), 2, num_workers=1)),
         lambda: DataLoader(WorkerSharded(60), 2, num_workers=2, persistent_workers=True),
         again(lambda: DataLoader(Numbers(40), 2, num_workers=2, persistent_workers=True)),
         again(lambda: DataLoader(WorkerSharded(60), 2, num_workers=2)),
@@ -244,8 +244,8 @@ def has_an_alarm(session: Session, folder: Path) -> tuple[Any, int]:
         counts_in_memory_that_no_search_finds,
         writes_files_that_the_program_reads,
         again(finds_shared_memory_by_its_name),
-        signals_its_parent,
-        starts_programs,
+        again(signals_its_parent),
+        again(starts_programs),
         has_batches_of_unknown_kinds,
         again(has_small_parts_of_large_tensors),
         again(has_tensors_that_workers_send_again),
@@ -322,6 +322,7 @@ def test_files_that_workers_begin_to_write_end_the_sharing(tmp_path: Path, caplo
     assert (tmp_path / "30").exists()
 
 
+@pytest.mark.soak  # test_worker_sharing.py counts what workers have loaded
 def test_workers_remember_what_those_of_one_process_do() -> None:
     class Remembering(Numbers):
         num_loaded = 0
@@ -470,6 +471,7 @@ class Fed(IterableDataset[torch.Tensor]):
             number += 1
 
 
+@pytest.mark.soak  # the test above has batches under way when workers become shared
 def test_batches_that_the_program_never_asks_for_run_into_no_timeout() -> None:
     def read(session: Session) -> list[int]:
         found: list[int] = []

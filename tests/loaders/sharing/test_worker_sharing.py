@@ -149,12 +149,12 @@ def check_equal(function: Callable[[Session], Any], *share_workers: Any, world_s
             assert found == wanted, share
 
 
-USUAL = ("2 workers", "3 workers, generator", "large batches", "anything", "long, with unlike batches")
+USUAL = ("2 workers", "anything", "long, with unlike batches")
 STREAMS = ("stream without batches",)
 """Loaders that are read by default; all others in a soak.
 
-test_dataloader.py has loaders of a class of the program's own by default, and test_loader_trial.py persistent workers
-and a long stream.
+test_dataloader.py has loaders of a class of the program's own by default, test_loader_trial.py persistent workers and a
+long stream, and test_each_rank_may_change_its_batches large batches.
 """
 
 
@@ -220,6 +220,7 @@ def _processes(session: Session, **options: Any) -> tuple[list[int], int]:
     return [number for batch in (first, *batches) for number in batch.tolist()], running
 
 
+@pytest.mark.soak  # test_loader_trial.py counts workers by default
 def test_a_host_has_the_workers_of_one_process() -> None:
     kinds: list[dict[str, Any]] = [{}, {"in_order": False}, {"persistent_workers": True}]
 
@@ -334,6 +335,7 @@ def test_a_dead_worker_is_an_error_on_all_ranks() -> None:
     assert all("DataLoader worker" in text for text in first)
 
 
+@pytest.mark.soak  # the test above has an error of torch's loader by default
 def test_a_slow_worker_is_an_error_on_all_ranks() -> None:
     class Slow(Numbers):
         def __getitem__(self, index: int) -> int:
@@ -473,12 +475,13 @@ class Slow(Broken):
         return super().__getitem__(index)
 
 
+@pytest.mark.soak  # test_errors_of_samples has such errors by default, and test_a_thread_reads threads
 @pytest.mark.parametrize(
     ("data", "timeout"),
     [
         (Broken(6, 2), 0),
         # On a busy machine a worker may end first, with status 1. test_a_slow_worker shows a timeout without threads.
-        pytest.param(Slow(8, 3), 1, marks=pytest.mark.soak),
+        (Slow(8, 3), 1),
     ],
     ids=["broken", "slow"],
 )
@@ -529,6 +532,7 @@ def test_a_batch_that_cannot_be_sent_is_an_error_on_all_ranks() -> None:
     assert first[1:] == [[0, 1], [4, 5]]
 
 
+@pytest.mark.soak  # test_errors_of_samples has errors of workers by default
 @EITHER
 def test_a_stream_that_fails_in_its_worker_fails_on_all_ranks(share_workers: Any) -> None:
     class Failing(IterableDataset[int]):
