@@ -96,7 +96,7 @@ def random_program(seed: int, folder: Path, steps: int) -> list[Any]:
 
 @pytest.mark.filterwarnings("ignore::ResourceWarning")
 @pytest.mark.parametrize("first", [0, 1, None], ids=["rank 0 is ahead", "rank 0 is behind", "at once"])
-@pytest.mark.parametrize("seed", [*range(3), *(pytest.param(seed, marks=pytest.mark.soak) for seed in range(3, 8))])
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.soak) for seed in range(1, 8))])
 def test_any_calls_give_what_they_give_to_one_process(seed: int, first: int | None, tmp_path: Path) -> None:
     plain, shared = prepared(tmp_path / "plain"), prepared(tmp_path / "shared")
     expected = alone(lambda _: random_program(seed, plain, 150))
@@ -118,7 +118,10 @@ def test_any_calls_give_what_they_give_to_one_process(seed: int, first: int | No
     assert tree(shared) == tree(plain)
 
 
-@pytest.mark.parametrize("first", [0, 1], ids=["rank 0 is ahead", "rank 0 is behind"])
+@pytest.mark.parametrize(
+    "first",
+    [pytest.param(0, id="rank 0 is ahead", marks=pytest.mark.soak), pytest.param(1, id="rank 0 is behind")],
+)
 def test_a_folder_with_a_pipe_is_renamed(first: int, tmp_path: Path) -> None:
     (tmp_path / "old").mkdir()
     (tmp_path / "old" / "x").write_text("before")

@@ -212,6 +212,7 @@ def test_a_data_set_is_downloaded_by_one_rank(tmp_path: Path) -> None:
     assert sorted(second for _, second in found) == [False, False, True]
 
 
+@pytest.mark.soak  # tests/launchers/test_local_files.py has files of threads by default
 def test_threads_look_at_files_while_others_are_written(tmp_path: Path) -> None:
     (tmp_path / "there").touch()
 

@@ -153,7 +153,7 @@ def test_what_mlflow_is_told_is_kept_in_a_folder_that_hosts_see(
     assert "only a run_dir that all hosts share can keep what it has told" in capfd.readouterr().err
 
 
-@pytest.mark.soak  # above, and on this machine in tests/programs/test_kills.py by default
+@pytest.mark.soak  # above, and on this machine in tests/programs/test_kills.py and tests/launchers/test_attempts.py
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="needs the columns of code")
 @pytest.mark.parametrize("spark", ["local[4]"], indirect=True, scope="session")
 @pytest.mark.parametrize("way", ["begins again", "snapshots"])

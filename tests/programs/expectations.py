@@ -130,10 +130,19 @@ WITH_EVALUATION = ("convolution", "early_stopping", "siamese", "sums", "uncertai
 """Programs whose evaluations tell how they are run."""
 RATHER_WHOLE = ("adversarial", "codebook", "convolution", "inplace", "meta", "noise", "stateful")
 """Programs that are run on whole batches also without slicing what does not pay."""
-IN_EVERY_WAY = ("balanced", "codebook", "convolution", "stateful", "sums")
+IN_EVERY_WAY = ("balanced", "codebook", "convolution", "sums")
 """Programs that by default run in every way: with "split" they are equal, by share or off.
 
 The others run in one, and with ``pytest -m soak`` in every way too.
+"""
+AS_OTHERS = (
+    *("accumulation", "activation_map", "attacked-sign=False", "attacked-sign=True", "carried", "counting"),
+    *("diffusion", "doubled", "extracted", "ignored", "language", "layer_local", "loss_inside", "metric", "policy"),
+    *("quasi_newton", "siamese", "time_first", "translation-batch_size=7", "variational"),
+)
+"""Cases that test nothing which another program does not test by default; they run only with ``-m soak``.
+
+The other program is in this folder or in ``short``.
 """
 SHARED_BY_THREE = (
     *("accumulation", "averaging", "carried", "codebook", "convolution", "detection", "early_stopping", "endless"),

@@ -57,7 +57,7 @@ def under_torchrun(program: str, world_size: int) -> judge.Run:
     ("batches", "world_size"),
     [
         ("split", 2),
-        ("whole", 2),
+        pytest.param("whole", 2, marks=pytest.mark.soak),
         *(pytest.param(batches, ranks, marks=pytest.mark.soak) for batches in ("split", "whole") for ranks in (1, 3)),
     ],
 )

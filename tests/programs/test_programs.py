@@ -11,6 +11,7 @@ import pytest
 from lagom.config.torch_distributed import Evaluation
 from tests.programs import judge
 from tests.programs.expectations import (
+    AS_OTHERS,
     CASES,
     DISTRIBUTED,
     IN_EVERY_WAY,
@@ -42,7 +43,9 @@ def cases_on_ranks(*split: str, by_default: Callable[[Case], bool] = lambda _: T
 
     def is_default(case: Case, world_size: int) -> bool:
         usual = 3 if case.program in SHARED_BY_THREE else 2
-        return world_size == usual and (by_default(case) or case.program in IN_EVERY_WAY)
+        if world_size != usual or str(case) in AS_OTHERS:
+            return False
+        return by_default(case) or case.program in IN_EVERY_WAY
 
     return pytest.mark.parametrize(
         ("case", "world_size"),
@@ -75,6 +78,7 @@ def plain_run(case: Case) -> judge.Run:
 
 def test_every_program_is_judged() -> None:
     assert judge.PROGRAMS.keys() == {case.program for case in CASES} | set(DISTRIBUTED)
+    assert set(AS_OTHERS) <= {str(case) for case in CASES}
 
 
 @cases(*SPLITS)

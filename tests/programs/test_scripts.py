@@ -51,6 +51,7 @@ def test_a_script_that_cannot_be_split_exits_with_its_error(
     assert "the ranks are at different points of the program" in capfd.readouterr().err
 
 
+@pytest.mark.soak  # test_programs.py has one rank by default, and the test above scripts
 def test_one_rank_is_python(monkeypatch: pytest.MonkeyPatch) -> None:
     """Run both as a user would, in processes of their own: text and bytes are equal."""
     found = []

@@ -107,24 +107,37 @@ AS_OTHERS = {
     "architectures": (
         *("attention_over_a_graph", "bandits_and_actors", "early_exits", "ensemble", "hopfield", "hypernetwork"),
         *("inducing_points", "laplacian", "prototypes", "q_learning", "routed_experts", "translation"),
+        *("gaussian_process", "learned_to_learn", "physics_informed", "point_clouds"),
     ),
+    "backwards": ("normalised_by_a_hook", "penalised_in_a_function", "rounded_gradients"),
     "generative": (
         *("annealed_variational", "bootstrapped", "conditional_gan", "diffusion", "language_sampled"),
-        *("simple_contrast", "tied_autoencoder"),
+        *("energy_based", "simple_contrast", "tied_autoencoder", "vector_quantised"),
     ),
-    "loading": ("cut_and_mixed", "hard_examples_again", "in_one_pass", "negative_samples", "windows"),
+    "loading": (
+        *("balanced_batches", "collate_with_masks", "cut_and_mixed", "hard_examples_again", "in_one_pass"),
+        *("negative_samples", "shards_in_files", "splits_and_folds", "weighted_sampler", "windows"),
+    ),
     "losses": (
         *("center_loss", "class_balanced", "correlation", "counts_and_variances", "distances_of_distributions"),
         *("evidential", "hinges", "margin_ranking", "mixture_density", "quantiles", "ranking", "smoothed"),
         *("soft_targets", "triplet", "tversky_per_sample"),
+        *("arc_face", "cosine_embedding", "ctc", "focal", "sinkhorn", "survival", "top_k_hardest", "triplet_of_torch"),
     ),
-    "records": ("dropout_in_evaluation", "words_in_contexts"),
-    "schedules": ("restored_best", "sharpness_and_surrogates", "snapshots"),
+    "records": (
+        *("dropout_in_evaluation", "history_as_a_frame", "logged", "metrics_of_all_batches", "watched_weights"),
+        "words_in_contexts",
+    ),
+    "schedules": (
+        *("many_optimizers", "range_test", "restored_best", "schedules_of_torch", "sharpness_and_surrogates"),
+        *("snapshots", "whole_newton"),
+    ),
     "torch_features": (
         *("adapters", "attention_weights", "channels_last", "expanded_output", "fake_quantised", "low_rank"),
         *("per_sample", "range_followed", "recomputed", "several_gradients_at_once", "sparse_embeddings", "traced"),
-        "vectorised_ensemble",
+        *("copied", "jacobian_of_model", "saved_tensors_packed", "vectorised_ensemble"),
     ),
+    "unusual": ("depends_on_the_size_of_the_batch", "gradients_by_hand"),
 }
 """Programs that test nothing which another program does not test by default; they run only with ``-m soak``.
 

@@ -20,10 +20,10 @@ RANDOM_ALONE = ("attention", "checkpointed-dropout=0.2", "siamese", "uncertainty
 """Programs that differ with "split" only by dropout or draws in ``__getitem__``, which ``verify`` says."""
 
 
-QUICK = ("early_stopping", "until")
+QUICK = ("until",)
 """Programs that every test run goes through; the others with ``pytest -m soak``.
 
-``test_rehearsals.py`` has the other verdicts: sums, draws, and work that is not shared out.
+``test_rehearsals.py`` has the other verdicts: that ranks agree, sums, and draws.
 """
 
 

@@ -158,7 +158,7 @@ def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
         pytest.param(programs.evaluates, 2, [0], {}, marks=pytest.mark.soak),
         pytest.param(programs.evaluates_by_rows, 3, [2], {}, marks=pytest.mark.soak),
         (programs.evaluates, 2, [1, 0], {"batches": "split"}),
-        (programs.accumulates, 2, [1], {}),
+        pytest.param(programs.accumulates, 2, [1], {}, marks=pytest.mark.soak),
         pytest.param(programs.streams, 2, [1], {}, marks=pytest.mark.soak),
         pytest.param(programs.with_workers, 2, [1], {}, marks=pytest.mark.soak),
         pytest.param(programs.with_workers, 2, [0], {"share_workers": True}, marks=pytest.mark.soak),
@@ -219,6 +219,7 @@ def test_a_batch_that_workers_have_shared_is_the_twins_own(tmp_path: Path) -> No
     assert all(same(one, other) for one, other in zip(whole.per_rank, killed.per_rank, strict=True))
 
 
+@pytest.mark.soak  # the first test is such a run, with fewer reports
 def test_a_file_of_lagom_s_own_that_is_open_for_a_moment_is_not_the_program_s(tmp_path: Path) -> None:
     killed, _ = run(programs.reports_slowly, tmp_path, 2, [1, 0], hb_interval=0.005)
     assert [failure["resumed_from"] == BEGINNING for failure in killed.failures] == [False, False]
@@ -228,6 +229,7 @@ def test_twins_that_could_not_be_forked_are_told_of(tmp_path: Path) -> None:
     assert without_twins(programs.cannot_fork_twice, tmp_path)[1] == "it could not be forked"
 
 
+@pytest.mark.soak  # test_twin_pace.py shows by default when they are tried again
 def test_twins_are_forked_again_after_one_could_not_be(tmp_path: Path) -> None:
     killed, _ = run(programs.cannot_fork_at_first, tmp_path, 2, [1])
     assert [failure["resumed_from"] == BEGINNING for failure in killed.failures] == [False]

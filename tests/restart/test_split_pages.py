@@ -122,6 +122,7 @@ def test_who_has_chosen_small_pages_keeps_them() -> None:
     assert all(one["joined"] == one["split"] == 0 for one in facts("glibc.malloc.hugetlb=0")["facts"])
 
 
+@pytest.mark.soak  # the tests above show by default what a rank does
 @pytest.mark.skipif(not can_collapse() or sys.version_info < (3, 11), reason="this system cannot join pages")
 @pytest.mark.parametrize(
     "settings", [{"world_size": 2, "sleeping_twins": True}, {"world_size": 1, "snapshot_every_s": 1.0}]

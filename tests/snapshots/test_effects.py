@@ -114,6 +114,7 @@ def tidies(train_set: Any, folder: str) -> list[Any]:
     return [Path(f"{folder}/{name}").read_text() for name in ("final.csv", "best.txt")]
 
 
+@pytest.mark.soak  # tests/files/test_attempt_calls.py shows it by default, of the functions
 def test_files_that_were_renamed_and_removed_after_the_snapshot_are_so_once_more(tmp_path: Path) -> None:
     for name in ("whole", "lost"):
         (tmp_path / name).mkdir()

@@ -52,8 +52,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[bytes]]:
     return found
 
 
-@pytest.mark.soak  # with another driver below, with MLflow in test_tracked_runs.py
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.soak)])
 def test_events_go_on_in_their_file_when_a_rank_is_killed(rank: int, whole: Any, tmp_path: Path) -> None:
     (tmp_path / "slowly").touch()
     with killed(tmp_path, rank, wait_until_late):
@@ -62,7 +61,7 @@ def test_events_go_on_in_their_file_when_a_rank_is_killed(rank: int, whole: Any,
     assert events(tmp_path) == whole
 
 
-@pytest.mark.soak  # the tests above and below do so with two ranks
+@pytest.mark.soak  # the test above does so with two ranks
 @pytest.mark.parametrize("world_size", [1, 3])
 def test_events_of_any_number_of_ranks_go_on(world_size: int, tmp_path: Path) -> None:
     for name in ("whole", "killed"):
@@ -75,7 +74,8 @@ def test_events_of_any_number_of_ranks_go_on(world_size: int, tmp_path: Path) ->
     assert events(tmp_path / "killed") == events(tmp_path / "whole")
 
 
-@pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.soak)])
+@pytest.mark.soak  # test_resume.py goes on in another process by default, and the test above with the events
+@pytest.mark.parametrize("world_size", [2, 3])
 def test_events_go_on_in_another_process(world_size: int, whole: Any, tmp_path: Path) -> None:
     env = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
     kill_driver([sys.executable, recorders.__file__, str(tmp_path), "on_board"], tmp_path, env, wait_until_late)

@@ -100,7 +100,10 @@ PUT_OFF = ("lambda, comprehension or class body", "through a zip", "has computed
 """Places that a program passes: the next batch after them has a snapshot again."""
 
 
-AS_OTHERS = (idioms.scheduled, idioms.augmented, idioms.streamed, idioms.kept_tensors, idioms.logged, idioms.matched)
+AS_OTHERS = (
+    *(idioms.scheduled, idioms.augmented, idioms.streamed, idioms.kept_tensors, idioms.logged, idioms.matched),
+    *(idioms.one_function, idioms.closures),
+)
 """Programs whose frames hold what those of others hold."""
 
 

@@ -81,7 +81,8 @@ def test_a_run_with_fewer_ranks_has_more_again_when_there_is_room(
     monkeypatch.setattr(LocalLauncher, "free_slots", lambda launcher, running, one_host: 3)
     slowly.touch()
     with killed(tmp_path, 1):
-        result = experiment.lagom(train, config(tmp_path, world_size=2, snapshot_every_s=0.1, timeline=True))
+        settings = config(tmp_path, world_size=2, snapshot_every_s=0.1, timeline=True)
+        result = experiment.lagom(train_as_on_a_gpu, settings)
     assert len(result.per_rank) == 2
     assert close(result.value, whole[0])
     assert (tmp_path / "rows.csv").read_text() == whole[1]
@@ -99,14 +100,10 @@ def test_a_run_with_fewer_ranks_has_more_again_when_there_is_room(
     assert timelines == ["timelines", "timelines-lost-1", "timelines-lost-2"]
 
 
-@pytest.mark.parametrize(
-    ("rank", "function"),
-    [
-        (0, train_as_on_a_gpu),
-        # test_another_process_goes_on has such a run, and test_scripts.py and tests/programs/test_kills.py kill rank 1.
-        pytest.param(1, train, marks=pytest.mark.soak),
-    ],
-)
+# The test above kills rank 1 of such a run, tests/programs/test_kills.py rank 0 of a program, and
+# test_another_process_goes_on has the bits of a run that is not killed.
+@pytest.mark.soak
+@pytest.mark.parametrize(("rank", "function"), [(0, train_as_on_a_gpu), (1, train)])
 def test_a_run_goes_on_from_its_snapshot_when_a_rank_is_killed(
     rank: int, function: Any, whole: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -124,7 +121,7 @@ def test_a_run_goes_on_from_its_snapshot_when_a_rank_is_killed(
     assert record.get("without_snapshots") is None
 
 
-@pytest.mark.soak  # the test above does so with two ranks
+@pytest.mark.soak  # the tests above do so with two ranks
 @pytest.mark.parametrize("world_size", [1, 3])
 def test_any_number_of_ranks_goes_on_with_workers_of_loaders(world_size: int, tmp_path: Path) -> None:
     check_a_killed_run(train, world_size, tmp_path)
@@ -172,7 +169,8 @@ def killed_driver(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize(
     "world_size",
-    [None, 1, pytest.param(3, marks=pytest.mark.soak)],  # test_scripts.py goes on on three by default
+    # test_a_run_is_resumed_from_its_url goes on on one by default, and test_scripts.py on three.
+    [None, *(pytest.param(number, marks=pytest.mark.soak) for number in (1, 3))],
 )
 def test_another_process_goes_on_with_a_run_whose_driver_was_killed(
     world_size: int | None, whole: Any, lost_driver: Path, capfd: pytest.CaptureFixture[str]

@@ -46,19 +46,15 @@ def value_of_rest(session: Session, program: Callable[[], Any], snapshot: Any) -
     return resumed(session, program, snapshot, at=-1)[0]
 
 
-@pytest.mark.parametrize(
-    ("world_size", "dtype"),
-    [
-        (3, torch.float32),
-        *(pytest.param(*other, marks=pytest.mark.soak) for other in [(2, torch.float32), (3, torch.float64)]),
-        pytest.param(2, torch.float64, marks=pytest.mark.soak),
-    ],
-)
+@pytest.mark.soak  # the test below does so by default
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize(
     ("make", "slices"),
     [
         (both, True),  # by rows one of its modules, and whole on each rank the other
-        *(pytest.param(*other, marks=pytest.mark.soak) for other in [(both, False), (by_rows, True)]),
+        (both, False),
+        (by_rows, True),
     ],
 )
 def test_a_run_goes_on_with_the_same_bits(make: Any, slices: bool, dtype: torch.dtype, world_size: int) -> None:

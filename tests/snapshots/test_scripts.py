@@ -69,13 +69,9 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Plain:
     return find
 
 
+@pytest.mark.soak  # the tests below go on by default: in a function of a script, and in each kind of its statements
 @pytest.mark.parametrize(
-    ("name", "kind"),
-    [
-        ("loop", "script"),
-        *(pytest.param("main", one, marks=pytest.mark.soak) for one in ("script", "module")),  # as below
-        pytest.param("loop", "notebook", marks=pytest.mark.soak),
-    ],
+    ("name", "kind"), [("loop", "script"), ("main", "script"), ("main", "module"), ("loop", "notebook")]
 )
 def test_a_script_goes_on_when_a_rank_is_killed(
     name: str,
@@ -104,7 +100,7 @@ def test_a_script_goes_on_when_a_rank_is_killed(
     assert (shown.out, (tmp_path / "rows.csv").read_text()) == plain(name)
 
 
-@pytest.mark.parametrize("name", ["main", pytest.param("loop", marks=pytest.mark.soak)])  # as in the test above
+@pytest.mark.parametrize("name", ["main", pytest.param("loop", marks=pytest.mark.soak)])  # the next test has a loop
 def test_a_script_goes_on_elsewhere_when_its_driver_was_killed(
     name: str, plain: Plain, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

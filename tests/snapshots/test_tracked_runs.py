@@ -1,4 +1,7 @@
-"""MLflow's runs go on: a run that is killed has logged all values once, in runs that are there once."""
+"""MLflow's runs go on: a run that is killed has logged all values once, in runs that are there once.
+
+By default tests/tracking/test_call_journal.py and test_mlflow.py show it of the calls, without a run.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,10 @@ from tests.snapshots.kills import kill_driver, killed, wait_until_late
 from tests.snapshots.recorders import to_mlflow
 from tests.snapshots.training import config
 
-pytestmark = pytest.mark.skipif(sys.version_info < (3, 11), reason="needs the columns of code")
+pytestmark = [
+    pytest.mark.soak,
+    pytest.mark.skipif(sys.version_info < (3, 11), reason="needs the columns of code"),
+]
 FILES, DATABASE = "file:{folder}/mlruns", "sqlite:///{folder}/runs.db"
 
 
@@ -86,12 +92,7 @@ def wanted(value: tuple[Sequence[str], Sequence[float]]) -> Any:
 
 @pytest.mark.parametrize(
     ("rank", "world_size", "kind"),
-    [
-        (0, 1, FILES),  # each rank imports MLflow, for seconds
-        pytest.param(0, 2, DATABASE, marks=pytest.mark.soak),  # some seconds to make a database
-        pytest.param(1, 2, FILES, marks=pytest.mark.soak),
-        pytest.param(2, 3, FILES, marks=pytest.mark.soak),
-    ],
+    [(0, 1, FILES), (0, 2, DATABASE), (1, 2, FILES), (2, 3, FILES)],
 )
 def test_a_run_goes_on_when_a_rank_is_killed(
     rank: int, world_size: int, kind: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
@@ -104,7 +105,6 @@ def test_a_run_goes_on_when_a_rank_is_killed(
     assert "something else" not in capfd.readouterr().err
 
 
-@pytest.mark.soak  # test_event_files.py kills a driver by default, and the test above goes on with MLflow
 @pytest.mark.parametrize(("world_size", "kind"), [(2, DATABASE), (3, FILES)])
 def test_a_run_goes_on_in_another_process(world_size: int, kind: str, tmp_path: Path) -> None:
     env = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
