@@ -22,7 +22,7 @@ from xdist.scheduler import LoadScopeScheduling
 from tests import leaks, ranks
 from tests.integration import clusters
 
-# Until all tests are imported, which takes a fifth longer with collections.
+# No garbage collection until all tests are imported, which takes a fifth longer with it.
 gc.disable()
 # A shell's background job has it ignored, and so would all processes that tests start, and interrupt.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:

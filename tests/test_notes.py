@@ -49,7 +49,7 @@ def faults(path: str, text: str, homes: dict[str, str]) -> list[str]:
 
 
 def _texts() -> dict[str, str]:
-    """Return the text of each file that may hold or cite a Note, by its path; without this one."""
+    """Return, by path, the text of each file that may hold or cite a Note, except this one."""
     paths = [path for folder in FOLDERS for path in sorted((ROOT / folder).rglob("*")) if path != Path(__file__)]
     return {
         path.relative_to(ROOT).as_posix(): path.read_text()

@@ -31,7 +31,10 @@ OPERATIONS = {"sum": 0, "avg": 1, "min": 2, "max": 3, "product": 4, "band": 5, "
 
 
 class Communicator(Protocol):
-    """Exchanges of ``csrc/communicator.hpp``: addresses, sizes in bytes, element counts; RuntimeError on failure."""
+    """Exchanges of ``csrc/communicator.hpp``; a failed one is a RuntimeError.
+
+    ``data``, ``source``, ``out``, ``given`` and ``means`` are addresses; ``size`` counts bytes, ``count`` elements.
+    """
 
     def set_timeout(self, timeout_s: float) -> None: ...
     def barrier(self) -> None: ...

@@ -203,9 +203,10 @@ def connect_memory(
     number: int = 1,
     credentials: Credentials = NO_CREDENTIALS,
 ) -> Sequence[Transport] | str:
-    """Return ``number`` transports through shared memory: ``HostTransport`` with several hosts; a collective.
+    """Connect the ranks, and return ``number`` transports; all ranks call this together.
 
-    If ranks cannot share memory, return the reason as a text.
+    On one host this is a ``MemoryTransport``; on several, a ``HostTransport``, which uses shared memory within each.
+    If ranks cannot share memory, return the reason as a string.
 
     Args:
         all_gather: gathers a text of every rank before the ranks are connected.

@@ -33,9 +33,10 @@ class Parameter:
 
     @property
     def labels(self) -> list[Any]:
-        """Return the label of each listed value in Optuna's study: the value itself, or a text.
+        """Return the label of each listed value in Optuna's study: the value itself, or a string for it.
 
-        All labels are texts if a value is an object or NaN, or if two values are equal, such as 1 and True.
+        All labels are strings if a value is NaN or none of str, int, float, bool and None, or if two values are equal,
+        such as 1 and True.
         """
         # NaN is not equal to itself, so ``value`` could not find it again if it were its own label.
         if all(type(one) in _PLAIN and one == one for one in self.values) and not _has_equals(self.values):

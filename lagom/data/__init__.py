@@ -1,6 +1,8 @@
 """Parquet tables as data sets of torch, shuffled at the speed of the disk.
 
 With ``batches="split"`` or "per_rank", training rows are split evenly over ranks; with "whole" each rank gets all rows.
+
+Start with ``parquet/dataset.py``; which types of columns become tensors: ``column_types/types.py``.
 """
 
 from __future__ import annotations

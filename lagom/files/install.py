@@ -1,4 +1,7 @@
-"""``own_disk``: gives every rank its own disk, so that its program sees the files of one process."""
+"""``own_disk``: patches the functions of files, so that a rank's program sees the files that one process would see.
+
+A rank other than rank 0 writes to an overlay of its own over the disk.
+"""
 
 from __future__ import annotations
 

@@ -2,8 +2,8 @@
 
 Start with ``backward.py`` (patches autograd), then ``gradient_averager.py`` (what one backward exchanges).
 
-Collect: ``backward_gradients.py`` keeps a backward's gradients apart, ``accumulation.py`` joins several backwards,
-``cached_backward.py`` recognizes repeated ones.
+Collect: ``backward_gradients.py`` keeps a backward's gradients apart, that of a shared parameter once;
+``accumulation.py`` joins several backwards, ``cached_backward.py`` recognizes repeated ones.
 Agree: ``initial_values.py`` and ``divergence.py`` compare what must be equal on all ranks, by ``checksum.py``;
 ``buffers.py`` copies rank 0's buffers; ``replicas.py`` leaves out averaging where all ranks compute the same gradients.
 Reduce: ``tensor_averager.py`` sends small gradients in one exchange, ``overlap.py`` and ``bucket_pipeline.py`` send

@@ -75,7 +75,7 @@ class DriverLink:
             self._client = None
 
     def with_unsaid(self, reports: Sequence[Message]) -> list[Message]:
-        """Add rank 0's output and each rank's timeline to ``reports`` if no connection has carried them."""
+        """Return ``reports`` with rank 0's output and the timeline that no connection has carried to the driver."""
         found = []
         for report in reports:
             output = self._unsaid if report["rank"] == 0 else []

@@ -54,14 +54,15 @@ def split_batch_group(
 
 
 class RankIndexSampler:
-    """Replaces a loader's batch sampler (or its sampler, without batches) on every rank and follows rank 0's order.
+    """Takes the place of a loader's batch sampler, or of its sampler if the loader makes no batches.
 
-    With "split" and "per_rank", and in sharded evaluations, the rank takes its share of each global batch, unless the
-    loader makes no batches. In evaluations that are neither gathered nor split, every rank follows its own sampler.
+    All ranks follow rank 0's order, except in evaluations that are neither gathered nor split: there every rank follows
+    its own sampler. With "split" and "per_rank", and in sharded evaluations, the rank takes its share of each global
+    batch, unless the loader makes no batches.
 
     Args:
         source: the loader's own batch sampler or sampler.
-        start: returns the pass of an iteration that no loader has begun, such as ``iter(loader._index_sampler)``.
+        start: begins a pass, for a program that iterates over the sampler itself and not over the loader.
         group_size: returns how many of the loader's own batches make one batch of the next pass; ``__len__`` uses it.
     """
 

@@ -365,7 +365,7 @@ class Session:
 
     @property
     def weight(self) -> float:
-        """The factor for the loss of a backward, by this rank's share of the batch."""
+        """Factor for the loss of a backward: this rank's share of the batch times the number of ranks."""
         share = self.passes.share
         return 1.0 if share is None else share.weight(self.world_size)
 

@@ -74,7 +74,7 @@ def without_snapshot(why: str) -> ComparisonRow:
     """Return the row for a program that no snapshot has been taken of."""
     note = why
     if not why.startswith(UNREHEARSED):
-        note = f"{why}; while that is so, a loss has the run begin again from the beginning"
+        note = f"{why}; meanwhile a run that loses a rank begins again from the beginning"
     return ComparisonRow("snapshot", "", "none", AgreementLevel.UNKNOWN, note)
 
 

@@ -37,9 +37,9 @@ def own_address(reached_by: str, env: Mapping[str, str]) -> str:
 
 
 def _address_of_host(host: str) -> str:
-    """Return the address of ``host``, a name of this host or an address.
+    """Return the address of ``host``, a name of this host or an address, which is returned as it is.
 
-    A name that leads here to the loopback interface, as 127.0.1.1 does, gets the address of another interface.
+    If the name has a loopback address, as 127.0.1.1 on Debian, the address of another interface is returned.
     """
     try:
         found = socket.gethostbyname(host)

@@ -340,7 +340,7 @@ def _version(gradient: torch.Tensor) -> int:
 # program may hold another reference to it and change it. A read is an exchange: one rank requests it, and the other
 # ranks answer wherever they are; see Note [Asking] in collectives/requests.py. If the shards of another rank belong to
 # an earlier or later gradient (`_clock` differs), all ranks raise an error. An optimizer's own `step` sees shards. So
-# do functions of torch that treat every element alike, or only need norms: each of these has a patch.
+# do functions of torch that treat every element alike, or only need norms: gradient_access.py has a patch for each.
 #
 # So a gradient is whole in these cases: before its optimizer's first step, unless its parameter is itself sharded; from
 # a read by the program until the program drops it (`was_shown`), or until a step that changes gradients; if two

@@ -1,4 +1,7 @@
-"""``row_losses``: losses that ranks share out, and all else that programs do with outputs, are those of one process."""
+"""``row_losses``: a loss of which each rank computes its rows, and all else that programs do with outputs.
+
+Numbers are those of one process.
+"""
 
 from __future__ import annotations
 

@@ -97,7 +97,7 @@ def test_a_program_that_no_snapshot_can_be_taken_of_is_told_why_and_begins(
     monkeypatch.chdir(tmp_path)
     assert len(experiment.lagom(train, config(hparams={"in_thread": True})).value[0]) == 8
     told = row(capfd.readouterr().err)
-    assert told.startswith("snapshot none the program has a thread, poller; while that is so, a loss has the run")
+    assert told.startswith("snapshot none the program has a thread, poller; meanwhile a run that loses a rank")
 
 
 def test_a_run_that_has_no_folder_is_told_so_before_it_is_rehearsed() -> None:

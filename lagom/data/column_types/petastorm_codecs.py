@@ -130,7 +130,7 @@ class Decoder:
     where: Where
 
     def __call__(self, array: Any, origins: NDArray[np.int64]) -> CellColumn:
-        """Decode the cells in ``array``; ``origins`` has a number for each row, which ``Where.at`` turns into a place.
+        """Decode the cells in ``array``; ``origins`` has a number for each row, by which ``Where.at`` finds it.
 
         Raises:
             DataError: for a cell that cannot be decoded.

@@ -72,9 +72,9 @@ def is_number(kind: Any) -> bool:
 
 
 def can_be_tensor(kind: Any) -> bool:
-    """Return whether a column of ``kind`` can be an entry of a batch: numbers, lists of numbers, texts and bytes.
+    """Return whether a column of ``kind`` can be an entry of a batch: numbers, lists of numbers, strings and bytes.
 
-    ``tensor_columns.column_entries`` refuses all others, but for structs and Spark ML's vectors.
+    Except for structs and Spark ML's vectors, ``tensor_columns.column_entries`` refuses all other types.
     """
     return is_text(kind) or is_number(innermost(kind))
 

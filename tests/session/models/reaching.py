@@ -1,4 +1,4 @@
-"""Forwards that reach beyond their module: generators, counters and lists, and numbers out of torch."""
+"""Forwards with state besides parameters and buffers (generators, counters, lists), or that leave torch for numbers."""
 
 from __future__ import annotations
 
