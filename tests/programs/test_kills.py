@@ -1,6 +1,6 @@
 """Programs that lose a rank at a random moment end with the numbers, prints, files and samples of one process.
 
-One kill by default, and with ``-m soak`` one of every program for each seed and way to go on:
+Five kills by default, and with ``-m soak`` one of every program for each seed and way to go on:
 ``python -m pytest -m soak tests/programs/test_kills.py``. Each test fails if its kill did not come while the run went
 on, but for the programs that ``UNPROTECTED`` names. With ``--junitxml`` the report says of each kill from where the
 run went on.
@@ -47,8 +47,10 @@ UNPROTECTED: dict[str, tuple[str, ...]] = {
     "snapshots": (*WITHOUT_LOADER, "clamped", "spectral"),  # hooks of a parameter, and a parametrized module
 }
 """Programs that have no twins, or of which no snapshot can be taken: no rank of theirs is killed."""
-BY_DEFAULT = (("averaging", "snapshots"),)
-"""By default tests/restart/test_sleeping_twins.py has twins, and tests/launchers/test_attempts.py begins again."""
+BY_DEFAULT = (
+    *(("accumulation", "twins"), ("early_stopping", "snapshots"), ("tied", "begins again")),
+    *(("averaging", "snapshots"), ("scaled", "twins")),
+)
 TELL_WHAT_IS_THERE = ("journal", "resumed")
 """Programs that write or print which files there are: after a loss also those that the lost attempt has left.
 
