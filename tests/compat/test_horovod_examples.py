@@ -39,6 +39,7 @@ def _in_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LAGOM_RUN_DIR", str(tmp_path / "runs"))
 
 
+@pytest.mark.soak  # test_horovod_runner.py runs such functions by default
 @pytest.mark.usefixtures("_in_folder")
 @pytest.mark.timeout(140)
 def test_the_notebooks_two_functions_run_as_they_are(

@@ -122,6 +122,7 @@ def test_run_returns_what_every_rank_returned_in_order(
     assert local_run(function, (1,), np=2, hosts="localhost:2", use_gloo=True) == [(0, 2, "y"), (1, 2, "y")]
 
 
+@pytest.mark.soak  # tests/launchers/test_local.py shows it by default
 def test_exceptions_are_the_functions_own() -> None:
     def fails_on_rank_1() -> None:
         hvd.init()
@@ -159,6 +160,7 @@ def test_ranks_that_wait_for_each_other_are_told() -> None:
     assert set(told) == {f"no rank can go on: {'; '.join(waits)}. All ranks must ask for the same names"}
 
 
+@pytest.mark.soak  # above, ranks that wait in vain are told by default
 def test_a_rank_that_is_awaited_too_long_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", "1.5")
 

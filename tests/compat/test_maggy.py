@@ -365,6 +365,7 @@ def test_the_example_runs_on_spark() -> None:
     assert first.removeprefix("zero_lvl=0") == second.removeprefix("zero_lvl=2")
 
 
+@pytest.mark.soak  # tests/test_cli.py shows it by default
 def test_its_error_is_pythons(tmp_path: Path) -> None:
     script = tmp_path / "program.py"
     script.write_text("from maggy import experiment\nimport sys\nif sys.argv[1] == 'a':\n    sys.exit(7)\n1 / 0\n")

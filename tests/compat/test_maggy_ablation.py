@@ -143,6 +143,7 @@ def _order(name: str) -> int:
     return next((place + 1 for place, kind in enumerate(kinds) if name.startswith(kind)), 0)
 
 
+@pytest.mark.soak  # test_maggy.py runs a script so by default, and the test above the study
 def test_a_script_runs_under_lagom_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

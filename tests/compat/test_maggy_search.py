@@ -170,6 +170,7 @@ def test_algorithms_of_ones_own_are_named_as_optunas() -> None:
             importlib.import_module(f"maggy.{name}")
 
 
+@pytest.mark.soak  # tests/search/test_search.py shows it by default
 def test_a_dict_without_the_metric_ends_the_search() -> None:
     from maggy import Searchspace, experiment
     from maggy.config import HyperparameterOptConfig

@@ -70,6 +70,7 @@ def test_a_forward_that_ranks_share_stops_with_the_rows_of_its_rank(
     assert "lagom/row_split" not in shown
 
 
+@pytest.mark.soak  # test_terminal.py shows by default that hosts are told of it
 def test_no_rank_counts_as_stalled_while_a_person_thinks(person: Person, capfd: pytest.CaptureFixture[str]) -> None:
     def think() -> str:
         capfd.readouterr()  # a busy machine may have been slow until here
@@ -81,6 +82,7 @@ def test_no_rank_counts_as_stalled_while_a_person_thinks(person: Person, capfd: 
     assert "no progress" not in capfd.readouterr().err
 
 
+@pytest.mark.soak  # tests/notebooks/test_debugger.py chooses a rank by default
 def test_the_rank_that_is_chosen_stops(person: Person, capfd: pytest.CaptureFixture[str]) -> None:
     person.types("p lagom.rank() + 40", "c")
     assert run(where, debug=1).per_rank == (0, 1)
@@ -89,7 +91,7 @@ def test_the_rank_that_is_chosen_stops(person: Person, capfd: pytest.CaptureFixt
     assert "\n41\n" in shown.out
 
 
-@pytest.mark.parametrize("line", ["q", pytest.param("exit", marks=pytest.mark.soak), _end_of_input])
+@pytest.mark.parametrize("line", ["q", *(pytest.param(one, marks=pytest.mark.soak) for one in ("exit", _end_of_input))])
 def test_quitting_ends_the_run_in_one_line(person: Person, line: str | Callable[[], str]) -> None:
     person.types(line)
     with pytest.raises(
@@ -103,9 +105,7 @@ def test_quitting_ends_the_run_in_one_line(person: Person, line: str | Callable[
     ("debug", "ranks"),
     [
         ("first", (0, 1)),
-        pytest.param("first", (1,), marks=pytest.mark.soak),
-        (1, (0, 1)),
-        pytest.param(0, (0, 1), marks=pytest.mark.soak),
+        *(pytest.param(*other, marks=pytest.mark.soak) for other in (("first", (1,)), (1, (0, 1)), (0, (0, 1)))),
     ],
 )
 def test_a_failure_is_looked_at_before_it_ends_the_run(

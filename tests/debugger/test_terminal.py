@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import subprocess
 import sys
@@ -62,6 +63,7 @@ def test_a_script_stops_where_it_fails_on_the_chosen_rank(folder: Path) -> None:
     assert terminal.shown.count("ValueError: no rows") == 2
 
 
+@pytest.mark.soak  # tests/notebooks/test_debugger.py interrupts such a run by default
 def test_ctrl_c_ends_the_run(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with Terminal(["-m", "lagom", "run", "-n", "2", "script.py", "stop"], folder) as terminal:
         terminal.expect("(Pdb) ")
@@ -76,11 +78,18 @@ def test_ctrl_c_ends_the_run(folder: Path, capsys: pytest.CaptureFixture[str]) -
         print(f"\nthe run ended {seconds:.2f} s after Ctrl-C")
 
 
+again = functools.partial(pytest.param, marks=pytest.mark.soak)
+
+
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        (["--rank", "7", "script.py", "fail"], "lagom: debug is rank 7, but the run has 2 ranks, from rank 0 on\n"),
-        (["--rank", "-1", "script.py", "fail"], "lagom: debug is -1; want 'first', the number of a rank, or None\n"),
+        again(
+            ["--rank", "7", "script.py", "fail"], "lagom: debug is rank 7, but the run has 2 ranks, from rank 0 on\n"
+        ),
+        again(
+            ["--rank", "-1", "script.py", "fail"], "lagom: debug is -1; want 'first', the number of a rank, or None\n"
+        ),
         (["nothing.py"], "lagom: there is no script 'nothing.py' here"),
     ],
 )
@@ -90,6 +99,7 @@ def test_a_mistake_is_one_line(folder: Path, arguments: list[str], text: str) ->
     assert terminal.shown.startswith(text)
 
 
+@pytest.mark.soak  # test_rank_debugger.py shows it by default
 def test_a_batch_job_is_told_that_nobody_can_type(folder: Path) -> None:
     words = [sys.executable, "-m", "lagom", "debug", "-n", "2", "script.py", "stop"]
     env = {**os.environ, "PYTHONPATH": str(ROOT)}

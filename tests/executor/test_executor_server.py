@@ -160,6 +160,7 @@ def test_a_killed_host_process_is_told_and_leaves_nothing(lasting: Daemon, capfd
     assert capfd.readouterr().out == "was killed by SIGKILL\n"
 
 
+@pytest.mark.soak  # below, servers that are killed are replaced by default
 def test_a_killed_server_ends_its_tasks_and_is_replaced(lasting: Daemon, capfd: pytest.CaptureFixture[str]) -> None:
     before = facts()["server"]
     with sleeping() as (worker, (host, child, server)):

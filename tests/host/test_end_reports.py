@@ -14,7 +14,7 @@ def error_report(rank: int, error: BaseException) -> Message:
     return pack_error(error, {})[1] | {"rank": rank}
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2, 9, 960])
+@pytest.mark.parametrize("num_ranks", [1, 2, 9, pytest.param(960, marks=pytest.mark.soak)])
 def test_the_reports_of_any_number_of_ranks_fit_into_a_frame(num_ranks: int) -> None:
     errors = [error_report(rank, ValueError("first" + "ü" * 60_000 + "last")) for rank in range(num_ranks)]
     deaths = [death_report(rank, 9, b"\xff" * 8000 + b"last", {}) for rank in range(num_ranks)]

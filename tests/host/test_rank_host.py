@@ -138,18 +138,21 @@ def test_sys_exit_ends_every_rank_as_python_ends(tmp_path: Path, monkeypatch: py
     assert (late.read_text(), last.read_text()) == ("in a thread", "at exit")
 
 
+@pytest.mark.soak  # tests/launchers/test_local.py shows it by default
 def test_ranks_run_and_their_outcomes_lie_in_their_files(driver: Driver) -> None:
     reports, outcomes = held(lambda: lagom.rank() * 10, link=driver.theirs)
     assert [report["ok"] for report in reports] == [True, True]
     assert [outcome["value"] for outcome in outcomes] == [0, 10]
 
 
+@pytest.mark.soak  # tests/launchers/test_local.py shows it by default
 def test_only_rank_0_is_passed_on(driver: Driver) -> None:
     held(lambda: print("from", lagom.rank()), link=driver.theirs)
     driver.close()
     assert "".join(message["data"] for message in driver.of("log")) == "from 0\n"
 
 
+@pytest.mark.soak  # tests/integration/test_out_of_reach.py shows it by default
 def test_what_is_printed_without_a_driver_travels_with_the_results() -> None:
     reports, _ = held(lambda: print("from", lagom.rank()))
     assert "".join(message["data"] for message in reports[0]["output"]) == "from 0\n"
@@ -182,6 +185,7 @@ def test_ranks_are_ended_where_the_kernel_does_not_list_children(monkeypatch: py
     assert [report.get("error") for report in reports] == [None, "KeyError"]
 
 
+@pytest.mark.soak  # tests/launchers/test_local.py shows it by default
 def test_a_failure_is_told_to_the_driver_before_its_ranks_are_ended(driver: Driver) -> None:
     def train() -> None:
         if lagom.rank() == 1:

@@ -32,7 +32,7 @@ def workers(spark: Any) -> None:
 
 @pytest.fixture(autouse=True)
 def the_next_call_works(workers: None, request: pytest.FixtureRequest) -> Iterator[None]:
-    """End each test with a run that succeeds; elsewhere than on one JVM, the last test's own does so by default."""
+    """End each test with a run that succeeds; on Spark Connect, tests of other files do so by default."""
     yield
     is_last = request.function is test_ctrl_c_ends_job_and_ranks
     if not is_last and (request.node.callspec.params["spark"] == "local[2]" or "soak" in request.keywords):
@@ -61,7 +61,7 @@ def test_a_rank_that_is_stuck_is_named_and_ended(spark: Any) -> None:
     assert "in be_stuck" in str(caught.value.__cause__)
 
 
-@pytest.mark.soak  # tests/launchers/test_stalls.py shows each by default
+@pytest.mark.soak  # tests/launchers/test_stalls.py shows some by default
 @pytest.mark.parametrize(
     ("kind", "at", "waits_in"),
     [
@@ -129,6 +129,7 @@ def test_too_few_slots_are_found_at_once(spark: Any) -> None:
         programs.run(programs.nothing, 5)
 
 
+@pytest.mark.soak_on("connect")
 def test_ctrl_c_ends_job_and_ranks(spark: Any, tmp_path: Path) -> None:
     sent: dict[str, Any] = {}
 

@@ -38,7 +38,7 @@ def train(module: Any, train_set: Any, test_set: Any) -> Any:
 
 
 @KINDS
-@pytest.mark.soak_on("local[2]")  # the tests below write frames there
+@pytest.mark.soak_on("connect")
 def test_a_frame_trains_as_its_rows_do(spark: Any) -> None:
     columns = ("array(id / 37, 1 - id / 37) x", "cast(id % 7 as double) y")
     with forget_frames():

@@ -17,10 +17,8 @@ pytestmark = pytest.mark.parametrize(
     "spark", ["local[2]", "local-cluster", "standalone", "connect"], indirect=True, scope="session"
 )
 
-ONE = pytest.param(1, marks=pytest.mark.soak_on("connect"))
-"""One rank: a run by default on ``local[2]``."""
 
-
+@pytest.mark.soak_on("connect")
 @pytest.mark.parametrize("world_size", [*(pytest.param(size, marks=pytest.mark.soak) for size in (1, 2)), None])
 def test_every_rank_knows_its_place(spark: Any, world_size: int | None) -> None:
     result = programs.run(programs.place, world_size)
@@ -29,13 +27,14 @@ def test_every_rank_knows_its_place(spark: Any, world_size: int | None) -> None:
     assert result.value == (0, wanted)
 
 
-@pytest.mark.parametrize("world_size", [ONE, 2])
+@pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.soak), 2])
 def test_weights_are_those_of_the_plain_run(spark: Any, world_size: int) -> None:
     result = programs.run(programs.train, world_size, module=programs.Net, train_set=programs.points())
     wanted = programs.plain_weights()
     assert all(programs.same_weights(found, wanted) for found in result.per_rank)
 
 
+@pytest.mark.soak  # tests/launchers/test_local.py shows it by default
 def test_output_of_rank_0_is_shown_as_written(spark: Any, capfd: pytest.CaptureFixture[str]) -> None:
     def speak() -> None:
         import sys
@@ -51,7 +50,7 @@ def test_output_of_rank_0_is_shown_as_written(spark: Any, capfd: pytest.CaptureF
     assert "to stderr\n" in shown.err
 
 
-@pytest.mark.soak_on("connect")
+@pytest.mark.soak  # tests/launchers/test_local.py shows it by default
 def test_no_libraries_of_torchrun_see_a_rank(spark: Any) -> None:
     def variables() -> list[str]:
         shown = [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR") if name in os.environ]
@@ -66,6 +65,7 @@ def test_the_environment_of_the_program_follows_it(spark: Any, monkeypatch: pyte
     assert programs.run(lambda: os.environ["LAGOM_TEST_TOKEN"], 2).value == "secret"
 
 
+@pytest.mark.soak_on("connect")
 @pytest.mark.parametrize("megabytes", [pytest.param(1, marks=pytest.mark.soak), 20])
 def test_a_large_result_comes_home(spark: Any, megabytes: int) -> None:
     def make() -> torch.Tensor:

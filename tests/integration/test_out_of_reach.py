@@ -74,6 +74,7 @@ def test_weights_and_a_timeline_come_with_the_job(spark: Any, tmp_path: Path) ->
     assert all(programs.same_weights(found, wanted) for found in result.per_rank)
 
 
+@pytest.mark.soak  # tests/records/test_timeline.py shows it by default where the driver is reached
 @pytest.mark.usefixtures("out_of_reach")
 def test_a_run_that_fails_while_a_rank_waits_leaves_its_timeline_too(spark: Any, tmp_path: Path) -> None:
     with pytest.raises(programs.LateError, match="a bad sample") as caught:
@@ -188,6 +189,7 @@ def test_a_late_rank_is_gathered_without_the_driver(
     assert capfd.readouterr().out == "heard at once\n"
 
 
+@pytest.mark.soak  # tests/debugger/test_rank_debugger.py has nobody who can type by default
 @pytest.mark.usefixtures("out_of_reach")
 def test_a_breakpoint_says_that_the_driver_cannot_be_reached(spark: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     def stop() -> None:

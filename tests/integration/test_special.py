@@ -100,6 +100,7 @@ def test_ranks_of_a_task_get_gpus_of_their_own(spark: Any, mask: str) -> None:
     assert {name for row in rows for name in row["gpus"].split(",")} == indices | {"GPU-3c2b", "MIG-77aa"}
 
 
+@pytest.mark.soak  # the test below has another Python that cannot serve by default
 @on("local[2]")
 @pytest.mark.usefixtures("torchless")
 def test_an_executor_without_torch_says_where_to_install_it(spark: Any) -> None:

@@ -50,7 +50,8 @@ def wanted() -> dict[int, dict[str, Tensor]]:
 
 @pytest.mark.parametrize(
     ("world_size", "victim"),
-    [(2, 0), pytest.param(2, 1, marks=pytest.mark.soak), pytest.param(3, 1, marks=pytest.mark.soak), (1, 0)],
+    # test_attempt_files.py has one rank by default.
+    [(2, 0), *(pytest.param(*other, marks=pytest.mark.soak) for other in ((2, 1), (3, 1), (1, 0)))],
 )
 def test_a_killed_rank_changes_neither_weights_nor_output(
     tmp_path: Path,
@@ -78,6 +79,7 @@ def test_a_killed_rank_changes_neither_weights_nor_output(
     assert {one["host"] for one in losses.ranks(tmp_path / "runs").values()} == {os.uname().nodename}
 
 
+@pytest.mark.soak  # below, several attempts of a launcher of the test's are lost by default
 def test_the_second_attempt_may_be_lost_too(tmp_path: Path, wanted: dict[int, dict[str, Tensor]]) -> None:
     gate = tmp_path / "gate"
     with losses.killed([Path(f"{gate}-1"), Path(f"{gate}-2")], losses.kill_rank(1, tmp_path / "runs")):
@@ -145,7 +147,7 @@ def divide() -> None:
         (lambda: sys.exit(3), RankError),
         (lambda: os._exit(4), RankError),
         (divide, RankError),
-        (lambda: losses.wait_for(lambda: False), StallError),
+        pytest.param(lambda: losses.wait_for(lambda: False), StallError, marks=pytest.mark.soak),
     ],
     ids=["exception", "sys.exit", "os._exit", "a fault", "stall"],
 )

@@ -111,6 +111,7 @@ def test_each_ranks_value_stands_in_rank_order() -> None:
     assert result.per_rank == (0, 10, 20)
 
 
+@pytest.mark.soak  # tests/integration/test_kinds.py has one by default
 def test_a_large_result_comes_back_whole_and_writable() -> None:
     result = run(lambda: torch.arange(4_000_000, dtype=torch.float64))
     found = result["test result"]
@@ -248,7 +249,7 @@ def test_without_a_seed_the_ranks_go_on_where_this_process_stands_and_it_where_t
     assert on_ranks == [(plain, plain), after]
 
 
-@pytest.mark.parametrize("seed", [0, 7])
+@pytest.mark.parametrize("seed", [0, pytest.param(7, marks=pytest.mark.soak)])
 def test_a_seed_is_what_a_program_sets_by_hand(seed: int) -> None:
     def draw() -> Any:
         return torch.rand(1).item(), random.random(), float(np.random.rand())
@@ -358,6 +359,7 @@ def test_more_ranks_than_one_message_has_files_for() -> None:
     assert run(lambda: lagom.rank(), world_size=300).per_rank == tuple(range(300))
 
 
+@pytest.mark.soak  # a limit that hundreds of ranks meet
 def test_the_driver_needs_one_open_file_for_each_rank() -> None:
     run(lambda: None)  # what the first call opens stays open
     num_ranks, others = 24, 16
@@ -467,7 +469,7 @@ def test_logging_and_warnings_are_shown_once(capsys: pytest.CaptureFixture[str])
 # --- what is raised
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("world_size", [1, 2, pytest.param(3, marks=pytest.mark.soak)])
 def test_an_exception_comes_back_with_type_message_rank_and_traceback(world_size: int) -> None:
     def train() -> None:
         if lagom.rank() == lagom.world_size() - 1:
@@ -536,7 +538,7 @@ def test_an_exception_with_a_message_that_fails_is_told_of() -> None:
     assert "raise MuteError" in str(raised.value.__cause__)
 
 
-@pytest.mark.parametrize("character", ["x", pytest.param("\N{GRINNING FACE}", id="a face")])
+@pytest.mark.parametrize("character", ["x", pytest.param("\N{GRINNING FACE}", id="a face", marks=pytest.mark.soak)])
 def test_a_message_as_long_as_a_book_comes_back(character: str) -> None:
     def train() -> None:
         raise ValueError(character * 5_000_000)
@@ -553,6 +555,7 @@ def test_a_long_message_of_lagoms_own_log_does_not_end_the_program() -> None:
     assert run(train).value == "goes on"
 
 
+@pytest.mark.soak  # tests/host/test_end_reports.py shows by default that they fit into a frame
 def test_long_messages_of_all_ranks_come_back(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """All ranks raise at the same moment, and the host process reports all of them at once."""
     address = f"\0{tmp_path}"
@@ -605,7 +608,13 @@ def test_the_first_failure_is_reported_and_not_the_one_that_it_causes(tmp_path: 
         run(train)
 
 
-@pytest.mark.parametrize("error", [KeyboardInterrupt, GeneratorExit, StopIteration, MemoryError, RecursionError])
+@pytest.mark.parametrize(
+    "error",
+    [
+        *(KeyboardInterrupt, StopIteration, MemoryError),
+        *(pytest.param(one, marks=pytest.mark.soak) for one in (GeneratorExit, RecursionError)),
+    ],
+)
 def test_unusual_exceptions_come_back_as_themselves(error: type[BaseException]) -> None:
     def train() -> None:
         raise error
@@ -629,14 +638,14 @@ def last_rank_does(action: Callable[[], Any]) -> Callable[[], None]:
 @pytest.mark.parametrize(
     ("action", "text"),
     [
-        (lambda: sys.exit(3), r"rank 1 called sys\.exit\(3\)"),
+        pytest.param(lambda: sys.exit(3), r"rank 1 called sys\.exit\(3\)", marks=pytest.mark.soak),
         (lambda: sys.exit(0), r"rank 1 called sys\.exit\(0\)"),
-        (lambda: sys.exit("no data"), r"rank 1 called sys\.exit\('no data'\)"),
-        (lambda: os._exit(4), "rank 1 ended by itself with exit status 4"),
+        pytest.param(lambda: sys.exit("no data"), r"rank 1 called sys\.exit\('no data'\)", marks=pytest.mark.soak),
+        pytest.param(lambda: os._exit(4), "rank 1 ended by itself with exit status 4", marks=pytest.mark.soak),
         (lambda: os._exit(0), "rank 1 ended by itself with exit status 0"),
         (lambda: os.kill(os.getpid(), signal.SIGKILL), "rank 1 was killed by SIGKILL, .* memory"),
         (lambda: ctypes.string_at(0), "rank 1 was killed by SIGSEGV"),
-        (lambda: os.abort(), "rank 1 was killed by SIGABRT"),
+        pytest.param(lambda: os.abort(), "rank 1 was killed by SIGABRT", marks=pytest.mark.soak),
         (lambda: os.kill(os.getpid(), 40), "rank 1 was killed by"),
     ],
     ids=["exit 3", "exit 0", "exit text", "_exit 4", "_exit 0", "SIGKILL", "SIGSEGV", "SIGABRT", "a real-time signal"],
@@ -648,6 +657,7 @@ def test_a_rank_that_ends_is_a_short_clear_error(action: Callable[[], Any], text
     assert len(str(raised.value)) < 200
 
 
+@pytest.mark.soak  # below, a segfault's stack is kept so by default
 def test_what_a_rank_wrote_last_is_kept_for_the_report_of_its_death() -> None:
     def die() -> None:
         print("CUDA error: out of luck", file=sys.stderr, flush=True)

@@ -104,6 +104,7 @@ def test_a_machine_that_is_cut_off_is_named_and_then_given_up(
     assert there.name in loss.cut_off
 
 
+@pytest.mark.soak  # tests/wire/test_peer_silence.py shows by default how a silence ends
 @needs_hosts
 def test_a_machine_that_comes_back_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
     with hosts.network(1) as (here, (there,)), run_with([(list(there.command), True)], here) as (run, _):
@@ -125,7 +126,9 @@ def test_a_machine_that_comes_back_goes_on(monkeypatch: pytest.MonkeyPatch) -> N
     assert "answers again" in said[1]
 
 
-@pytest.mark.parametrize(("slots", "kept"), [(2, 1), (0, 1), (-1, 1), (2, 2)])
+@pytest.mark.parametrize(
+    ("slots", "kept"), [(2, 1), (0, 1), *(pytest.param(*other, marks=pytest.mark.soak) for other in ((-1, 1), (2, 2)))]
+)
 def test_an_attempt_ends_after_a_snapshot_if_there_are_slots_for_more_ranks(
     slots: int, kept: int, tmp_path: Path
 ) -> None:
@@ -155,6 +158,7 @@ def test_an_attempt_ends_after_a_snapshot_if_there_are_slots_for_more_ranks(
     assert history.begins_again(loss)
 
 
+@pytest.mark.soak  # tests/wire/test_peer_silence.py shows it by default
 def test_a_process_that_is_stopped_is_not_a_machine_that_is_gone(capfd: pytest.CaptureFixture[str]) -> None:
     with run_with([([], True)]) as (run, (process,)):
         os.kill(process.pid, signal.SIGSTOP)
@@ -174,6 +178,7 @@ def test_tasks_that_answer_are_waited_for_and_others_not(monkeypatch: pytest.Mon
         assert sorted(run.reports) == [0, 1]  # which came later than the other should have answered
 
 
+@pytest.mark.soak  # tests/integration/test_failing.py shows it by default
 def test_a_process_that_is_gone_is_named_with_its_ranks_and_host() -> None:
     with run_with([([], True), ([], True)]) as (run, processes):
         processes[1].kill()

@@ -33,7 +33,7 @@ def ended(function: Any, **settings: Any) -> StallError:
 @pytest.mark.parametrize(
     ("kind", "where"),
     [
-        ("sleep", "time.sleep(1000)"),
+        pytest.param("sleep", "time.sleep(1000)", marks=pytest.mark.soak),
         pytest.param("loop", "sum(range(", marks=pytest.mark.soak),
         pytest.param("without Python", "pthread_mutex_lock(", marks=pytest.mark.soak),
         ("worker", "time.sleep"),
@@ -61,7 +61,11 @@ def test_a_rank_that_is_stuck_is_named_with_its_stack(kind: str, where: str, cap
     ("kind", "state"),
     [
         ("stopped", r"its process \d+ is stopped, by SIGSTOP or a debugger; kill -CONT \d+ on its host lets it go on"),
-        ("device", r"its process \d+ waits for a disk or a device, and no signal reaches it \(state D\)"),
+        pytest.param(
+            "device",
+            r"its process \d+ waits for a disk or a device, and no signal reaches it \(state D\)",
+            marks=pytest.mark.soak,
+        ),
     ],
 )
 def test_a_process_that_is_stopped_or_waits_for_a_device_is_named_as_such(
@@ -83,6 +87,7 @@ def test_a_process_that_is_stopped_or_waits_for_a_device_is_named_as_such(
     assert re.search(f"    rank 1: {state}\n", capfd.readouterr().err)
 
 
+@pytest.mark.soak  # below, a rank waits for another in such a program by default
 def test_ranks_that_wait_for_each_other_are_named(capfd: pytest.CaptureFixture[str]) -> None:
     error = ended(crossed)
     assert re.search(r"waited for other ranks for \d+ s", str(error))
@@ -90,6 +95,7 @@ def test_ranks_that_wait_for_each_other_are_named(capfd: pytest.CaptureFixture[s
     assert re.search(r"ranks 0, 1 waited for other ranks for \d+ s, every one for others\n", capfd.readouterr().err)
 
 
+@pytest.mark.soak  # tests/host/test_stall_detector.py shows it by default
 def test_a_rank_that_was_only_slow_goes_on(capfd: pytest.CaptureFixture[str]) -> None:
     def slow() -> int:
         if lagom.rank() == 1:
@@ -132,6 +138,7 @@ def test_a_rank_that_waits_for_processes_which_compute_gets_somewhere(capfd: pyt
     assert "no progress" not in capfd.readouterr().err
 
 
+@pytest.mark.soak  # above, a rank waits for a worker that sleeps by default
 def test_a_rank_that_waits_for_a_process_which_sleeps_is_named() -> None:
     def waits() -> None:
         process = multiprocessing.get_context("fork").Process(target=time.sleep, args=(1000,))

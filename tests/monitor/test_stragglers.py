@@ -41,7 +41,7 @@ def test_ranks_that_wait_for_each_other_alike_are_not_named() -> None:
     assert straggler({}) is None
 
 
-@pytest.mark.parametrize("collectives", ["auto", "gloo"])
+@pytest.mark.parametrize("collectives", ["auto", pytest.param("gloo", marks=pytest.mark.soak)])
 def test_a_rank_that_comes_late_is_named(tmp_path: Path, collectives: Collectives) -> None:
     def train() -> None:
         model = nn.Linear(4, 1)

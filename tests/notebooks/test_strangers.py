@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from tests.notebooks.kernel import Notebook
 
 PROGRAM = """
@@ -60,6 +62,7 @@ def test_what_other_cells_have_set_holds(notebook: Notebook) -> None:
     assert "careful" not in cell.err
 
 
+@pytest.mark.soak  # tests/launchers/test_local.py has several threads by default
 def test_two_runs_at_once_in_threads_and_in_an_awaited_cell(notebook: Notebook) -> None:
     threads = """
         with concurrent.futures.ThreadPoolExecutor(2) as pool:

@@ -342,6 +342,7 @@ def test_all_ranks_are_shown_with_their_names(tmp_path: Path, capfd: pytest.Capt
     assert capfd.readouterr().out.splitlines() == [f"batch {number}" for number in range(8)]
 
 
+@pytest.mark.soak  # above, a rank fails by default
 def test_ranks_that_die_are_told_of(tmp_path: Path) -> None:
     def dies() -> None:
         os._exit(3)

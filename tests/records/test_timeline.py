@@ -117,6 +117,7 @@ def test_a_run_leaves_one_trace_in_which_slices_nest_and_the_late_rank_is_named(
     assert ">backward</text>" in page
 
 
+@pytest.mark.soak  # tests/integration/test_out_of_reach.py compares weights by default
 def test_numbers_are_the_same_with_and_without(tmp_path: Path) -> None:
     def weights() -> list[float]:
         model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(8, 1))
@@ -144,6 +145,7 @@ def test_a_run_that_fails_leaves_its_timeline_too(tmp_path: Path) -> None:
     assert sum(event["name"] == "backward" for event in alone) == 4
 
 
+@pytest.mark.soak  # above, a rank fails by default
 def test_of_a_rank_that_is_killed_there_is_what_it_had_told(tmp_path: Path) -> None:
     def program() -> None:
         model = nn.Linear(4, 1)

@@ -42,7 +42,14 @@ def fails_for_one_batch(samples: list[int]) -> torch.Tensor:
     return torch.tensor(samples)
 
 
-@pytest.mark.parametrize(("source", "num_workers"), [(Numbers, 0), (Numbers, 2), (Stream, 0), (Stream, 1)])
+@pytest.mark.parametrize(
+    ("source", "num_workers"),
+    [
+        (Numbers, 2),
+        (Stream, 0),
+        *(pytest.param(*other, marks=pytest.mark.soak) for other in ((Numbers, 0), (Stream, 1))),
+    ],
+)
 def test_a_batch_that_fails_on_all_ranks_is_left_out_as_on_one_machine(source: Any, num_workers: int) -> None:
     def run(session: Session) -> Any:
         loader = DataLoader(source(11), batch_size=4, collate_fn=fails_for_one_batch, num_workers=num_workers)
@@ -54,7 +61,7 @@ def test_a_batch_that_fails_on_all_ranks_is_left_out_as_on_one_machine(source: A
     assert second == ([([1, 3], 1.0), ([9], 2 / 3)], pytest.approx(slope, abs=1e-12))
 
 
-@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("num_workers", [0, pytest.param(2, marks=pytest.mark.soak)])
 def test_a_batch_that_fails_on_one_rank_is_an_error_that_says_so(num_workers: int) -> None:
     def run(session: Session) -> str:
         with pytest.raises(DivergenceError) as raised:

@@ -79,12 +79,10 @@ def test_replaced_restores_own_and_inherited_names() -> None:
 @pytest.mark.parametrize(
     ("world_size", "options"),
     [
-        (1, {}),
         (1, {"mixed_precision": "fp16"}),
-        (2, {}),
-        (2, {"zero_lvl": 1}),
         (2, {"zero_lvl": 2, "mixed_precision": "bf16"}),
         (2, {"zero_lvl": 3}),
+        *(pytest.param(*other, marks=pytest.mark.soak) for other in ((1, {}), (2, {}), (2, {"zero_lvl": 1}))),
     ],
 )
 def test_all_patches_are_undone_after_an_exception(world_size: int, options: dict[str, Any]) -> None:

@@ -199,6 +199,7 @@ def test_what_is_logged_by_itself_is_that_of_one_process(world_size: int, in_mem
     assert kept(in_memory / "shared", "file:./mlruns") == holds
 
 
+@pytest.mark.soak  # the first test compares ids by default
 def test_a_run_has_one_id_on_all_ranks(tmp_path: Path) -> None:
     def run(session: Session) -> Any:
         def call() -> Any:
@@ -230,6 +231,7 @@ def test_who_asks_for_its_rank_may_log_on_one(tmp_path: Path) -> None:
     assert second == ["by all", "by rank 0"]
 
 
+@pytest.mark.soak  # test_rank0_answers.py shows by default that no rank waits for ever
 def test_a_rank_that_begins_a_run_alone_is_told_so(tmp_path: Path) -> None:
     def run(session: Session) -> None:
         def call() -> None:

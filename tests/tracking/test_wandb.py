@@ -72,6 +72,7 @@ def test_a_program_that_knows_its_rank_may_begin_a_run_on_rank_0_alone() -> None
     assert [bool(found) for found in run_ranks(2, run)] == [True, False]
 
 
+@pytest.mark.soak  # tests/launchers/test_local.py has errors of one rank by default
 def test_a_run_that_cannot_begin_is_rank_0s_error() -> None:
     def run(session: Session) -> None:
         import wandb

@@ -33,6 +33,7 @@ def decoded(data: bytes, cuts: list[int], seals: FrameSeals | None) -> list[Mess
     return found
 
 
+@pytest.mark.soak  # test_client.py has long and several messages by default
 @fuzz
 @given(messages=MESSAGES, cuts=st.lists(st.integers(0, 2000), max_size=6), sealed=st.booleans())
 def test_messages_come_out_as_they_went_in_whatever_the_pieces(
@@ -57,6 +58,7 @@ def test_bytes_of_a_stranger_are_no_message(data: bytes, cuts: list[int]) -> Non
         assert decoded(struct.pack(">I", len(data)) + data, cuts, FrameSeals(KEY)) == []
 
 
+@pytest.mark.soak  # test_server.py has such frames by default
 @fuzz
 @given(messages=MESSAGES.filter(bool), where=st.integers(0), bit=st.integers(0, 7), remove=st.booleans())
 def test_frames_that_are_changed_on_the_way_give_a_beginning_of_what_was_sent(

@@ -90,7 +90,7 @@ def test_silence_counts_from_the_probe_that_has_no_answer(
 
 
 @pytest.mark.skipif(not hosts.allowed(), reason="no namespaces may be made here")
-@pytest.mark.parametrize("waiting", [False, True])
+@pytest.mark.parametrize("waiting", [pytest.param(False, marks=pytest.mark.soak), True])
 def test_a_link_to_a_machine_that_is_cut_off_ends(waiting: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(link_module, "LOST_AFTER_S", 3.0)
     with hosts.network(1) as (_, (there,)):

@@ -77,7 +77,7 @@ def network() -> Iterator[tuple[str, hosts.Host]]:
         yield here, made[0]
 
 
-@pytest.mark.parametrize("chosen", [None, "eth1"])
+@pytest.mark.parametrize("chosen", [None, pytest.param("eth1", marks=pytest.mark.soak)])
 def test_of_two_networks_one_of_which_is_dead_the_living_one_is_taken(
     network: tuple[str, hosts.Host], chosen: str | None
 ) -> None:

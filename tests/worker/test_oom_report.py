@@ -55,13 +55,8 @@ def test_an_absurd_allocation_comes_home_with_its_rank_and_what_was_held() -> No
     assert "larger than the memory" in text
 
 
-LEVELS = [
-    *(pytest.param(*one, marks=pytest.mark.soak) for one in ((0, (1, 1, 2)), (2, (1, 0.5, 1)))),
-    (3, (0.5, 0.5, 1)),
-]
-
-
-@pytest.mark.parametrize(("zero_lvl", "parts"), LEVELS)
+@pytest.mark.soak  # tests/zero/test_sharded_parameters.py shows it by default
+@pytest.mark.parametrize(("zero_lvl", "parts"), [(0, (1, 1, 2)), (2, (1, 0.5, 1)), (3, (0.5, 0.5, 1))])
 def test_what_is_held_is_counted_without_being_put_together(zero_lvl: int, parts: tuple[float, ...]) -> None:
     def found(session: Session) -> tuple[int, ...]:
         before = held_memory(session)
@@ -80,7 +75,7 @@ again = functools.partial(pytest.param, marks=pytest.mark.soak)
 @pytest.mark.parametrize(
     ("world_size", "zero_lvl", "room", "says"),
     [
-        (2, 1, 12, "zero_lvl=2 would fit: 4 MB of parameters, 2 MB of gradients and 4 MB of state on each rank"),
+        again(2, 1, 12, "zero_lvl=2 would fit: 4 MB of parameters, 2 MB of gradients and 4 MB of state on each rank"),
         again(2, 0, 7, "zero_lvl=3 would need less, which may not be enough"),
         again(2, 2, 9.5, "zero_lvl=3 would fit: 2 MB of parameters, 2 MB of gradients and 4 MB of state on each rank"),
         again(2, 3, 7, "More ranks or larger machines, micro_batches='auto' ("),

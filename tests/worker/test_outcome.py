@@ -8,9 +8,14 @@ from lagom.payload import unpack
 from lagom.wire.framing import body_of
 from lagom.worker.outcome import pack_error
 
+CASES = [
+    pytest.param(kind, one, id=f"{kind.__name__}-{one!a}", marks=pytest.mark.soak if one == slow else ())
+    for kind, slow in ((ValueError, "\udc80"), (SystemExit, None))
+    for one in ("x", "\0", "ü", "\N{SNOWMAN}", "\N{GRINNING FACE}", "\udc80")
+]
 
-@pytest.mark.parametrize("character", ["x", "\0", "ü", "\N{SNOWMAN}", "\N{GRINNING FACE}", "\udc80"], ids=ascii)
-@pytest.mark.parametrize("kind", [ValueError, SystemExit])
+
+@pytest.mark.parametrize(("kind", "character"), CASES)
 def test_a_report_fits_into_a_frame_in_any_characters(kind: type[BaseException], character: str) -> None:
     parcel, report = pack_error(kind("begin" + character * 1_000_000), {})
     assert body_of(report)

@@ -48,7 +48,7 @@ def chosen_by_hparams(row):
 """
 
 
-@pytest.mark.parametrize("wrapped", [False, True])
+@pytest.mark.parametrize("wrapped", [pytest.param(False, marks=pytest.mark.soak), True])
 def test_a_pool_that_the_program_forks_finds_functions_and_classes_of_main(wrapped: bool) -> None:
     scope: dict[str, Any] = {"__name__": "__main__"}
     exec(CELLS, scope)
