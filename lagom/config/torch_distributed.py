@@ -140,7 +140,7 @@ class TorchDistributedConfig:
     """Seconds between two snapshots of the program's state in the run's folder, written while the training goes on. A
     run that is lost goes on from the last snapshot, and so does ``experiment.resume(run_dir)``, in the middle of a pass
     and with any number of ranks. "auto": every 10 s, or less often if snapshots would take more than 1% of the time.
-    None: never. docs/survive.md says for which programs, and what it costs."""
+    None: never. Needs ``batches="whole"`` and no ZeRO; docs/survive.md says for which programs, and what it costs."""
 
     def __post_init__(self) -> None:
         for name, choices in (
