@@ -96,6 +96,7 @@ def lagom_run(folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.Captu
     return call
 
 
+@pytest.mark.soak  # tests/test_prints.py and tests/programs/test_scripts.py run such scripts by default
 def test_a_script_prints_and_saves_on_two_ranks_what_plain_python_does(folder: Path, lagom_run: LagomRun) -> None:
     (folder / "program.py").write_text(BY_HAND)
     said = f"trained __main__ {folder / 'program.py'} ['program.py', '--epochs', '2']\n"
@@ -130,7 +131,7 @@ raw.write(b"raw")
 """
 
 
-@pytest.mark.parametrize("end", ["", "sys.exit(3)", "raise RuntimeError"])
+@pytest.mark.parametrize("end", ["", pytest.param("sys.exit(3)", marks=pytest.mark.soak), "raise RuntimeError"])
 def test_files_that_a_script_leaves_open_are_written_at_its_end(folder: Path, end: str, lagom_run: LagomRun) -> None:
     (folder / "program.py").write_bytes(f"# -*- coding: latin-1 -*-\n{UNCLOSED}{end}\n".encode("latin-1"))
     files = []
@@ -145,7 +146,9 @@ def test_files_that_a_script_leaves_open_are_written_at_its_end(folder: Path, en
     assert found == plain
 
 
-@pytest.mark.parametrize(("code", "status"), [("None", 0), ("5", 5), ("'a reason'", 1)])
+@pytest.mark.parametrize(
+    ("code", "status"), [pytest.param("None", 0, marks=pytest.mark.soak), ("5", 5), ("'a reason'", 1)]
+)
 def test_sys_exit_is_the_scripts_exit_status(folder: Path, code: str, status: int, lagom_run: LagomRun) -> None:
     (folder / "program.py").write_text(f"import sys\nsys.exit({code})\n")
     got, _, error = lagom_run("program.py")
@@ -161,6 +164,7 @@ def test_a_rank_that_is_killed_is_named(folder: Path, lagom_run: LagomRun) -> No
     assert "hello" in error  # its last words
 
 
+@pytest.mark.soak  # a test below has a module whose imports travel
 def test_modules_that_a_script_imports_travel_with_it(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(folder))
     assert b"beside.py" in modules_zip(Script.read(folder / "program.py", []))

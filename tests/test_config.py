@@ -182,6 +182,7 @@ def test_a_config_cannot_be_changed_and_says_how_to_make_another() -> None:
         assert same.seed == config.seed
 
 
+@pytest.mark.soak  # the next test reads the same texts
 def test_help_shows_every_field_with_its_meaning() -> None:
     shown = " ".join(pydoc.plain(pydoc.render_doc(TorchDistributedConfig)).replace("|", " ").split())
     for field in dataclasses.fields(TorchDistributedConfig):

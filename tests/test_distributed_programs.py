@@ -17,7 +17,7 @@ FORMS = {"torchrun": programs.by_variables, "fallback": programs.or_alone}
 
 
 @pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.soak), 2])
-@pytest.mark.parametrize("form", ["torchrun", "fallback"])
+@pytest.mark.parametrize("form", [pytest.param("torchrun", marks=pytest.mark.soak), "fallback"])
 def test_a_function_does_as_well(tmp_path: Path, form: str, world_size: int) -> None:
     hparams = {"folder": str(tmp_path)}
     config = TorchDistributedConfig(
@@ -62,7 +62,8 @@ def test_inline_leaves_the_variables_of_its_process(monkeypatch: pytest.MonkeyPa
     assert experiment.lagom(program, config)["test result"] is None
 
 
-def test_rank_0_may_end_first_and_last(tmp_path: Path) -> None:
+@pytest.mark.parametrize("slow", [pytest.param(0, marks=pytest.mark.soak), 2])
+def test_rank_0_may_end_first_and_last(tmp_path: Path, slow: int) -> None:
     def program(slow: int, folder: str) -> int:
         import time
 
@@ -80,9 +81,8 @@ def test_rank_0_may_end_first_and_last(tmp_path: Path) -> None:
             Path(folder, f"{slow}-{dist.get_rank()}").touch()
         return dist.get_rank()
 
-    for slow in (0, 2):
-        folder = tmp_path / str(slow)
-        folder.mkdir()
-        hparams = {"slow": slow, "folder": str(folder)}
-        config = TorchDistributedConfig(launcher="local", world_size=3, hparams=hparams)
-        assert experiment.lagom(program, config).per_rank == (0, 1, 2)
+    folder = tmp_path / "ended"
+    folder.mkdir()
+    hparams = {"slow": slow, "folder": str(folder)}
+    config = TorchDistributedConfig(launcher="local", world_size=3, hparams=hparams)
+    assert experiment.lagom(program, config).per_rank == (0, 1, 2)

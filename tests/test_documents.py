@@ -30,7 +30,7 @@ def config(world_size: int, **fields: Any) -> TorchDistributedConfig:
     ("world_size", "zero_lvl"),
     [
         *((2, 0), (3, 3)),
-        # tests/test_levels.py has each level by default.
+        # tests/test_examples.py has each level by default.
         *(pytest.param(*case, marks=pytest.mark.soak) for case in ((1, 0), (3, 0), (2, 1), (2, 2))),
     ],
 )

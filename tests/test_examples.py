@@ -73,10 +73,11 @@ def test_made_images_are_equal_for_equal_seeds(tmp_path: Path) -> None:
     assert len(one) == 4
 
 
-AGAIN = (("inline", "demo"), ("local", "parquet"), ("local", "scalar_field"), ("local", "search"))
-"""Examples in the soak: by default the demonstration runs on ranks only, and the other three inline only.
+AGAIN = (("local", "demo"), ("local", "parquet"), ("local", "scalar_field"), ("local", "search"))
+"""Examples in the soak: by default these four run inline only.
 
-tests/data/test_ranks.py, test_documents.py and tests/search/test_search.py have such programs on ranks by default.
+tests/launchers/test_attempt_files.py, tests/data/test_ranks.py, test_documents.py and tests/search/test_trial_loop.py
+have such programs on ranks by default.
 """
 
 

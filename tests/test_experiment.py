@@ -143,6 +143,7 @@ def test_no_value_is_returned_when_a_rank_neither_returned_nor_failed(launcher: 
         experiment.lagom(train, TorchDistributedConfig())
 
 
+@pytest.mark.soak  # tests/test_imports.py reads it from the imports
 def test_a_call_on_this_machine_imports_neither_torch_nor_pyspark_into_the_driver() -> None:
     code = """
 import sys

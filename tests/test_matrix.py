@@ -51,6 +51,7 @@ def test_a_result_replaces_the_line_of_its_column(tmp_path: Path) -> None:
     assert sum(old != new for old, new in zip(before, after, strict=True)) == len(matrix.COLUMNS)
 
 
+@pytest.mark.soak  # make matrix shows it
 def test_tests_are_run_and_counted(tmp_path: Path) -> None:
     program = tmp_path / "test_it.py"
     program.write_text(

@@ -28,7 +28,10 @@ PROGRAMS = (with_scheduler_groups_and_clipping, with_init_applied_after_construc
 @pytest.mark.parametrize(
     "world_size", [pytest.param(1, marks=pytest.mark.soak), 2, pytest.param(3, marks=pytest.mark.soak)]
 )
-@pytest.mark.parametrize("program", PROGRAMS)
+@pytest.mark.parametrize(
+    "program",
+    [PROGRAMS[0], pytest.param(PROGRAMS[1], marks=pytest.mark.soak)],  # tests/programs/siamese.py does so too
+)
 def test_an_ordinary_loop_ends_with_the_weights_of_one_process(
     program: Callable[[], dict[str, Any]], world_size: int
 ) -> None:

@@ -166,6 +166,7 @@ SEQUENCES = st.lists(
 )
 
 
+@pytest.mark.soak  # tests/collectives/test_registration.py has a sequence of collectives, some under way at once
 @given(steps=SEQUENCES)
 @settings(max_examples=3, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 def test_sequences_of_collectives_give_what_gloo_gives(steps: list[Step]) -> None:
@@ -201,7 +202,7 @@ def killed_in(kind: str, seed: int) -> None:
         run_ranks(3, run, patches=False)
 
 
-@pytest.mark.parametrize("kind", ["broadcast", "all_to_all"])
+@pytest.mark.parametrize("kind", ["broadcast", pytest.param("all_to_all", marks=pytest.mark.soak)])
 def test_a_rank_that_is_killed_in_a_collective_is_named_by_the_others(kind: str) -> None:
     killed_in(kind, 0)
 

@@ -20,7 +20,7 @@ HELLO = 4 + NONCE + PROOF
 """Bytes of what either end says."""
 
 
-@pytest.fixture(params=[socket.AF_INET, socket.AF_UNIX])
+@pytest.fixture(params=[socket.AF_INET, pytest.param(socket.AF_UNIX, marks=pytest.mark.soak)])
 def listener(request: pytest.FixtureRequest) -> Iterator[socket.socket]:
     with socket.socket(request.param, socket.SOCK_STREAM) as found:
         found.bind(("127.0.0.1", 0) if request.param == socket.AF_INET else "")

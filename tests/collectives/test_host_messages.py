@@ -57,7 +57,7 @@ def on_all(num: int, call: Callable[[int], Any]) -> list[Any]:
         return list(pool.map(call, range(num)))
 
 
-@pytest.mark.parametrize("num", [2, 3, 8, 9, 17, 70])
+@pytest.mark.parametrize("num", [2, 3, 8, 9, 17, pytest.param(70, marks=pytest.mark.soak)])
 def test_all_get_the_messages_of_all(num: int) -> None:
     def message(rank: int, turn: int) -> tuple[bytes, memoryview | None]:
         if turn == 0:  # different lengths, some empty

@@ -18,6 +18,8 @@ from tests.encryption import encrypted_pair, tcp_pair
 
 SIZES = (0, 1, 2, 77, 100_003, 1_000_001)
 TYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.uint8)
+BY_DEFAULT = {torch.float64: True, torch.float32: False, torch.bfloat16: False}
+"""Types that are exchanged by default, and whether encrypted."""
 
 
 @contextmanager
@@ -50,7 +52,7 @@ def values(home: int, count: int, dtype: torch.dtype) -> torch.Tensor:
     ("dtype", "num", "encrypts"),
     [
         pytest.param(
-            dtype, num, encrypts, marks=() if num == 3 and encrypts == (dtype is TYPES[0]) else pytest.mark.soak
+            dtype, num, encrypts, marks=() if num == 3 and encrypts == BY_DEFAULT.get(dtype) else pytest.mark.soak
         )
         for num, encrypts in ((2, False), (3, False), (5, False), (2, True), (3, True))
         for dtype in TYPES

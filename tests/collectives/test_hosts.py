@@ -42,7 +42,7 @@ def joined(session: Session, monkeypatch: pytest.MonkeyPatch, where: list[int]) 
     [
         AGAIN,
         pytest.param([0, 1, 0, 1], marks=pytest.mark.soak),
-        [0, 1, 1, 1],
+        pytest.param([0, 1, 1, 1], marks=pytest.mark.soak),
         pytest.param([0, 1, 2], marks=pytest.mark.soak),
         [0, 0, 1, 1, 2],
     ],
@@ -119,6 +119,7 @@ def test_what_is_broadcast_gathered_and_dealt_over_hosts_is_what_gloo_gives(
     assert run_ranks(len(where), run, patches=False, collectives="auto") == [[]] * len(where)
 
 
+@pytest.mark.soak  # sums of such sizes are above
 def test_large_gradients_over_hosts_are_those_of_one_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     def weights() -> list[torch.Tensor]:
         torch.manual_seed(0)
@@ -167,7 +168,7 @@ def test_small_gradients_and_statistics_over_hosts_are_those_of_one_machine(monk
         assert all(torch.equal(one, other) for one, other in zip(found, several[0][0], strict=True))
 
 
-@pytest.mark.parametrize("where", [[0, 1], [0, 0, 1]])
+@pytest.mark.parametrize("where", [pytest.param([0, 1], marks=pytest.mark.soak), [0, 0, 1]])
 def test_gradients_without_elements_are_exchanged_over_hosts(where: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     def run(session: Session) -> float:
         joined(session, monkeypatch, where)

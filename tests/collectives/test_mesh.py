@@ -38,9 +38,9 @@ def exchanged(session: Session) -> Any:
     return found, families
 
 
-@pytest.mark.parametrize(  # of 2 hosts, one has two ranks; 3 show messages in clear, and 2 both ways beside each other
+@pytest.mark.parametrize(  # of 2 hosts, one has two ranks; the next test has messages in clear
     ("hosts", "encrypts"),
-    [*(pytest.param(one, False, marks=pytest.mark.soak) for one in (1, 2)), (3, False), (2, True)],
+    [*(pytest.param(one, False, marks=pytest.mark.soak) for one in (1, 2, 3)), (2, True)],
 )
 def test_messages_of_any_lengths_reach_all_also_between_hosts(
     hosts: int, encrypts: bool, monkeypatch: pytest.MonkeyPatch

@@ -52,6 +52,7 @@ def trained(table: Path) -> Any:
     return experiment.lagom(train, config).per_rank
 
 
+@pytest.mark.soak  # tests/launchers/test_doors.py and tests/data/test_page_decoder.py have one each
 def test_each_switch_leaves_the_weights_as_they_are(table: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = trained(table)
     monkeypatch.setenv("LAGOM_PAGE_DECODER", "0")

@@ -65,7 +65,7 @@ def outcome(use: Use, store: Any) -> Any:
         return type(error)
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.soak), 1])
 def test_each_use_gives_what_torchs_store_gives(rank: int) -> None:
     judge = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=30))
     with encrypted_stores() as stores:
@@ -257,7 +257,7 @@ def test_2000_strangers_who_are_silent_say_garbage_or_repeat_a_rank_keep_no_rank
     resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.soak), 1])
 def test_a_number_added_to_a_text_is_refused_and_the_store_goes_on(rank: int) -> None:
     with encrypted_stores() as stores:
         stores[rank].set("a", "text")

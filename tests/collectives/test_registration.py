@@ -183,13 +183,14 @@ def test_messages_between_two_ranks() -> None:
     same(3, messages)
 
 
-# Of three ranks parts are uneven.
-@pytest.mark.parametrize("world_size", [pytest.param(2, marks=pytest.mark.soak), 3])
+@pytest.mark.soak  # test_hosts.py has DDP by default, and tests/distributed/test_init_process_group.py FSDP2
+@pytest.mark.parametrize("world_size", [2, 3])  # of three ranks parts are uneven
 def test_ddp_fsdp2_and_zero_redundancy_end_with_gloos_weights(world_size: int) -> None:
     for ours, gloos in by_each(("lagom", "gloo"), world_size, trained):
         torch.testing.assert_close(ours, gloos, rtol=1e-10, atol=1e-12)
 
 
+@pytest.mark.soak  # tests/distributed/test_init_process_group.py has meshes, which call these
 def test_functional_collectives() -> None:
     def program(rank: int, size: int) -> Any:
         world = dist.group.WORLD
@@ -252,7 +253,7 @@ def test_without_the_compiled_part_on_a_rank_the_group_is_gloos(monkeypatch: pyt
 
 
 @pytest.mark.skipif(not _has_ipv6(), reason="this machine has no IPv6")
-@pytest.mark.parametrize("home", ["one host", "host {}"])
+@pytest.mark.parametrize("home", [pytest.param("one host", marks=pytest.mark.soak), "host {}"])
 def test_ranks_meet_at_an_address_of_ipv6(home: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def run(session: Session) -> list[float]:
         monkeypatch.setenv("MASTER_ADDR", "::1")

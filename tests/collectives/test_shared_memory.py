@@ -173,7 +173,7 @@ def moved(session: Session) -> Any:
     return wrong
 
 
-@pytest.mark.parametrize("world_size", [2, 3, pytest.param(8, marks=pytest.mark.soak)])
+@pytest.mark.parametrize("world_size", [3, *(pytest.param(other, marks=pytest.mark.soak) for other in (2, 8))])
 def test_exchanges_move_what_they_should_also_with_many_ranks_on_few_cores(world_size: int) -> None:
     assert run_ranks(world_size, moved, patches=False) == [[]] * world_size
 
@@ -241,6 +241,7 @@ def test_ranks_that_call_different_things_all_get_an_error_that_names_both() -> 
     assert run_ranks(3, run, patches=False) == [wanted] * 3
 
 
+@pytest.mark.soak  # tests/collectives/test_against_gloo.py has a killed rank
 def test_a_killed_rank_is_an_error_that_names_it_in_whatever_the_others_are() -> None:
     def run(session: Session) -> None:
         near = communicator(session)
@@ -424,7 +425,7 @@ def test_ranks_without_the_compiled_part_or_memory_fall_back_together(
         assert second[2] == []
 
 
-@pytest.mark.parametrize("collectives", ["auto", "gloo"])
+@pytest.mark.parametrize("collectives", ["auto", pytest.param("gloo", marks=pytest.mark.soak)])  # test_mesh.py has it
 def test_both_ways_of_exchanging_are_taken_as_configured(collectives: Any) -> None:
     def run(session: Session) -> Any:
         group = session.group

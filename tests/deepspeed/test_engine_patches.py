@@ -180,10 +180,10 @@ def test_programs_that_were_written_for_an_engine_run() -> None:
         assert torch.equal(rows[0][key], rows[1][key]), key
 
 
-@pytest.mark.parametrize(
+@pytest.mark.parametrize(  # the test above and the test below have blocks by default
     ("zero_lvl", "config", "tolerance"),
     [
-        (1, {"bf16": {"enabled": True}}, 3e-2),
+        again(1, {"bf16": {"enabled": True}}, 3e-2),
         again(2, {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}, 1e-6),
         again(
             3, {"zero_optimization": {"offload_param": {"device": "cpu"}, "offload_optimizer": {"device": "cpu"}}}, 1e-6
@@ -293,10 +293,10 @@ def _second(network: nn.Module, _: torch.optim.Optimizer) -> None:
     ("does", "says"),
     [
         (_clips, "gradient_clipping"),
-        (_saves_state, "backend='torch', where it is whole"),
+        again(_saves_state, "backend='torch', where it is whole"),
         again(_zeroes, "throws gradients away"),
         again(_closure, "closure"),
-        (_grad, "torch.autograd.grad"),
+        again(_grad, "torch.autograd.grad"),
         again(_second, "one optimizer for each model"),
     ],
 )

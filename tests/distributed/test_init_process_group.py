@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import os
 import pickle
 import sys
@@ -25,7 +26,7 @@ from lagom.session.patched import patched
 from lagom.session.session import Session
 from tests.ranks import RankFailedError, run_ranks, session_alone
 
-WORLDS = (1, 2, pytest.param(3, marks=pytest.mark.soak))
+again = functools.partial(pytest.param, marks=pytest.mark.soak)
 
 
 def torchrun(session: Session) -> None:
@@ -93,7 +94,8 @@ JOINS: dict[str, Callable[[Session], Any]] = {
 }
 
 
-@pytest.mark.parametrize("world_size", WORLDS)
+@pytest.mark.soak  # below, and in tests/programs/test_distributed.py, programs are compared with torchrun on two ranks
+@pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_weights_and_batches_are_those_under_torchrun_bit_for_bit(world_size: int) -> None:
     wanted = run_ranks(world_size, by_hand(torchrun), patches=False)
     split = run_ranks(world_size, by_hand(JOINS["backend"], num_workers=1))
@@ -111,8 +113,8 @@ def under_torchrun() -> Any:
 @pytest.mark.parametrize(
     "how",
     [
-        *("nothing", "tcp", "file", "store"),
-        *(pytest.param(how, marks=pytest.mark.soak) for how in ("devices", "env", "query", "timeout")),
+        *("nothing", "tcp"),
+        *(pytest.param(how, marks=pytest.mark.soak) for how in JOINS if how not in ("nothing", "backend", "tcp")),
     ],
 )
 def test_however_it_is_asked_for_it_is_lagoms_world(how: str, under_torchrun: Any) -> None:
@@ -245,10 +247,10 @@ def test_a_library_that_imported_the_function_earlier_joins_too() -> None:
     [
         ({"rank": 0, "world_size": 1}, "rank 0 of 1, by its arguments, but this is rank . of the 2"),
         ({"world_size": 4}, r"rank \? of 4, .*run it with world_size=4"),
-        ({"init_method": "tcp://h:1?rank=0&world_size=3"}, "rank 0 of 3, by tcp://h:1"),
+        again({"init_method": "tcp://h:1?rank=0&world_size=3"}, "rank 0 of 3, by tcp://h:1"),
         ({"backend": "mpi"}, "not started by mpirun"),
         ({"backend": "nccl"}, "not every rank of this run has a GPU to itself"),
-        ({"backend": "cpu:gloo,cuda:nccl"}, "use 'gloo' or none"),
+        again({"backend": "cpu:gloo,cuda:nccl"}, "use 'gloo' or none"),
     ],
 )
 def test_what_lagoms_ranks_cannot_be_is_an_error_that_says_so(asked: dict[str, Any], said: str) -> None:
@@ -285,7 +287,7 @@ def sampler_first(_: Session) -> None:
     ("program", "said"),
     [
         (loader_first, "after training began as an ordinary program: a data loader was shared out"),
-        (backward_first, "after training began as an ordinary program: a backward ran"),
+        again(backward_first, "after training began as an ordinary program: a backward ran"),
         (sampler_first, "a DistributedSampler for 2 replicas was used before init_process_group"),
     ],
 )
@@ -309,7 +311,7 @@ def test_evaluation_and_a_sampler_of_one_replica_may_come_first() -> None:
     assert run_ranks(2, program) == [1, 1]
 
 
-@pytest.mark.parametrize("instead", ["the end of the program", "a data loader", "a backward"])
+@pytest.mark.parametrize("instead", ["the end of the program", again("a data loader"), "a backward"])
 def test_a_rank_that_does_not_join_is_an_error_on_the_others(instead: str) -> None:
     def program(session: Session) -> None:
         if session.rank == 0:

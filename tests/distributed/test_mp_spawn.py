@@ -52,6 +52,7 @@ def test_spawned_ranks_are_lagoms() -> None:
     assert run_ranks(2, spawning) == [[(0, 3.0)], [(1, 3.0)]]
 
 
+@pytest.mark.soak  # test_init_process_group.py has what a rank raises that has joined
 def test_what_a_spawned_rank_raises_keeps_its_type() -> None:
     with pytest.raises(RankFailedError, match="FileNotFoundError: of rank 1"):
         run_ranks(2, lambda _: mp.spawn(failing, nprocs=2))
@@ -62,7 +63,7 @@ def test_another_number_of_ranks_is_an_error_that_names_it() -> None:
         run_ranks(3, spawning)
 
 
-@pytest.mark.parametrize("method", ["fork", "spawn"])
+@pytest.mark.parametrize("method", ["fork", pytest.param("spawn", marks=pytest.mark.soak)])
 def test_ranks_started_one_by_one_are_an_error(method: str) -> None:
     def program(_: Session) -> None:
         context: Any = multiprocessing.get_context(method)

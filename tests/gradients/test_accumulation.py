@@ -66,7 +66,7 @@ def _plain(model: nn.Module, every: int, num_cycles: int, last: int | None = Non
 
 @pytest.mark.parametrize(
     ("every", "world_size"),
-    [(2, 2), (4, 3), *(pytest.param(*other, marks=pytest.mark.soak) for other in ((2, 3), (4, 2)))],
+    [(2, 2), *(pytest.param(*other, marks=pytest.mark.soak) for other in ((4, 3), (2, 3), (4, 2)))],
 )
 def test_one_reduction_for_each_step(every: int, world_size: int) -> None:
     def run(_session: Session) -> Any:
@@ -186,21 +186,32 @@ def _raise(_: Tensor) -> None:
     raise ZeroDivisionError
 
 
+PROGRAMS = (
+    _reads_between,
+    _throws_away,
+    _sets,
+    _hooks_midway,
+    _changes,
+    _keeps_zeros,
+    _second_order,
+    _reentrant,
+    _fails_once,
+)
+AS_OTHERS = (_sets, _hooks_midway, _keeps_zeros, _reentrant)
+"""These run with ``-m soak``.
+
+By default test_cached_backward.py has gradients that are set and hooks that come late, test_overlap.py zeros that are
+kept, and the test below a checkpoint.
+"""
+
+
 @pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.soak)])
 @pytest.mark.parametrize(
     "accumulate",
     [
-        _reads_between,
-        _throws_away,
-        _sets,
-        _hooks_midway,
-        _changes,
-        _keeps_zeros,
-        _second_order,
-        _reentrant,
-        _fails_once,
+        pytest.param(one, id=one.__name__.strip("_"), marks=pytest.mark.soak if one in AS_OTHERS else ())
+        for one in PROGRAMS
     ],
-    ids=lambda function: function.__name__.strip("_"),
 )
 def test_a_program_that_does_otherwise_is_right(accumulate: Callable[..., None], world_size: int) -> None:
     def run(_session: Session) -> Any:
@@ -285,6 +296,7 @@ def test_sparse_gradients() -> None:
         torch.testing.assert_close(found, expected, rtol=0, atol=1e-13)
 
 
+@pytest.mark.soak  # tests/gradients/test_overlap.py accumulates large gradients
 def test_large_gradients_travel_during_the_last_backward(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(overlap, "MIN_BYTES", 0)
 

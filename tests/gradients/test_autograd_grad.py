@@ -154,10 +154,15 @@ PROGRAMS: list[Program] = [
     slopes,
     with_hooks,
 ]
+AS_OTHERS = (first_order_meta_learning, hessian_times_vector)
+"""These run with ``-m soak``."""
 
 
 @pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.soak)])
-@pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)
+@pytest.mark.parametrize(
+    "program",
+    [pytest.param(one, id=one.__name__, marks=pytest.mark.soak if one in AS_OTHERS else ()) for one in PROGRAMS],
+)
 def test_the_result_is_that_of_one_machine(program: Program, world_size: int) -> None:
     check_against_one_process(program, world_size)
 

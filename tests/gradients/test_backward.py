@@ -17,21 +17,38 @@ from tests.session.programs import (
     compiled,
     compiled_loss,
     deepcopied,
+    full_batch,
+    inputs_only,
+    kept_batches,
+    large,
     mlp,
     mse,
     plain,
+    reentrant,
     several_backwards,
     sgd,
+    two_forwards,
 )
+
+AS_OTHERS = (
+    compiled,
+    compiled_loss,
+    plain,
+    two_forwards,
+    reentrant,
+    deepcopied,
+    inputs_only,
+    full_batch,
+    kept_batches,
+    large,
+)
+"""Programs that run with ``-m soak``: the others, or those of test_backward_gradients.py, do what these do and more."""
 
 
 @pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.soak)])
 @pytest.mark.parametrize(
     "program",
-    [
-        pytest.param(one, id=one.__name__, marks=pytest.mark.soak if one in (compiled, compiled_loss) else ())
-        for one in PROGRAMS
-    ],
+    [pytest.param(one, id=one.__name__, marks=pytest.mark.soak if one in AS_OTHERS else ()) for one in PROGRAMS],
 )
 def test_the_weights_are_those_of_one_machine(program: Program, world_size: int) -> None:
     check_against_one_process(program, world_size)

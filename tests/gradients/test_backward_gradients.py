@@ -131,7 +131,13 @@ PROGRAMS: list[Program] = [
 
 
 @pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.soak)])
-@pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)
+@pytest.mark.parametrize(  # a test below differentiates again
+    "program",
+    [
+        pytest.param(one, id=one.__name__, marks=pytest.mark.soak if one is differentiated_again else ())
+        for one in PROGRAMS
+    ],
+)
 def test_the_gradients_are_those_of_one_machine(program: Program, world_size: int) -> None:
     check_against_one_process(program, world_size)
 
@@ -142,7 +148,11 @@ def test_so_are_the_gradients_of_whole_batches(program: Program) -> None:
     check_against_one_process(program, batches="whole")
 
 
-@pytest.mark.parametrize("kinds", [(nn.Tanh, nn.Tanh), (nn.Tanh, nn.Identity)], ids=["alike", "one without a graph"])
+@pytest.mark.parametrize(
+    "kinds",
+    [pytest.param((nn.Tanh, nn.Tanh), marks=pytest.mark.soak), (nn.Tanh, nn.Identity)],
+    ids=["alike", "one without a graph"],
+)
 def test_gradients_of_layers_that_samples_choose_can_be_differentiated(kinds: Any) -> None:
     check_against_one_process(lambda _: differentiated_where_samples_choose_the_layer(kinds))
 

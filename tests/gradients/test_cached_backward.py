@@ -226,7 +226,7 @@ class Fails(torch.autograd.Function):
         raise torch.OutOfMemoryError
 
 
-@pytest.mark.parametrize("nested", [False, True])
+@pytest.mark.parametrize("nested", [pytest.param(False, marks=pytest.mark.soak), True])
 def test_one_that_fails_leaves_no_gradients_and_hooks_in_place(nested: bool) -> None:
     def change(session: Session, model: Any, i: int, x: Tensor, y: Tensor) -> Tensor:
         seen: list[Tensor] = []

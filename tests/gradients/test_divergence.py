@@ -28,7 +28,7 @@ def gradient_by_torch_func(model: nn.Module, parameters: dict[str, Any], x: Tens
     return found
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.soak)])
 def test_updates_by_torch_func_are_an_error_that_names_the_parameter(world_size: int) -> None:
     def run(_: Session) -> str:
         model = nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 1))
@@ -58,8 +58,8 @@ def test_updates_by_torch_func_without_another_batch_are_found_at_the_end() -> N
         run_ranks(2, run)
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-@pytest.mark.parametrize("by_data", [True, False])
+@pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.soak)])
+@pytest.mark.parametrize("by_data", [pytest.param(True, marks=pytest.mark.soak), False])  # a test above has it
 def test_updates_by_torch_func_are_an_error(world_size: int, by_data: bool) -> None:
     def run(_: Session) -> str:
         model = nn.Linear(2, 1)
@@ -78,7 +78,7 @@ def test_updates_by_torch_func_are_an_error(world_size: int, by_data: bool) -> N
         assert "Linear.weight of shape (1, 2) no longer" in text
 
 
-@pytest.mark.parametrize("hidden", [3, 300])
+@pytest.mark.parametrize("hidden", [3, pytest.param(300, marks=pytest.mark.soak)])
 def test_a_parameter_that_drifts_later_is_an_error_within_100_backwards(hidden: int) -> None:
     def run(session: Session) -> Any:
         last = nn.Linear(hidden, 1)

@@ -47,7 +47,7 @@ def trained(fails: Callable[[int], bool], num_backwards: int, width: int = 4) ->
     return [p.detach() for p in model.parameters()]
 
 
-@pytest.mark.parametrize("num_backwards", [1, 3])
+@pytest.mark.parametrize("num_backwards", [pytest.param(1, marks=pytest.mark.soak), 3])
 def test_on_all_ranks_it_is_as_in_one_process(num_backwards: int) -> None:
     def run(_: Session) -> list[Tensor]:
         return trained(lambda i: i in (4, 13, 14, 20), num_backwards)
@@ -57,7 +57,10 @@ def test_on_all_ranks_it_is_as_in_one_process(num_backwards: int) -> None:
 
 @pytest.mark.parametrize(
     ("num_backwards", "width", "where"),
-    [(1, 4, [13, 17]), (1, 4, [99, 13]), (3, 4, [99, 13]), (3, 4, [99, 14]), (1, 150_000, [13, 17])],
+    [
+        *((1, 4, [13, 17]), (1, 4, [99, 13]), (3, 4, [99, 13])),
+        *(pytest.param(*other, marks=pytest.mark.soak) for other in ((3, 4, [99, 14]), (1, 150_000, [13, 17]))),
+    ],
     ids=["on each, elsewhere", "on one", "on one that accumulates", "with the last that accumulates", "large"],
 )
 def test_on_one_rank_it_is_an_error_on_all(num_backwards: int, width: int, where: list[int]) -> None:
@@ -84,6 +87,7 @@ def test_a_program_that_catches_the_error_too_is_told_at_its_end() -> None:
         run_ranks(2, run)
 
 
+@pytest.mark.soak  # tests/gradients/test_cached_backward.py has ranks on different batches
 @pytest.mark.parametrize("num_backwards", [1, 3])
 def test_ranks_that_leave_out_other_batches_are_told(num_backwards: int) -> None:
     def run(session: Session, skips: tuple[int, ...]) -> list[Tensor]:
@@ -111,6 +115,7 @@ def test_ranks_that_leave_out_other_batches_are_told(num_backwards: int) -> None
         run_ranks(2, lambda session: run(session, (13, 14)))
 
 
+@pytest.mark.soak  # test_gradient_averager.py has such values, two tests above such a program
 def test_nor_can_initial_values_that_differ_be_caught_and_forgotten() -> None:
     def run(session: Session) -> None:
         model = nn.Linear(3, 1)

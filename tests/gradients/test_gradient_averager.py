@@ -17,6 +17,7 @@ from lagom.session.session import Session
 from tests.ranks import run_ranks
 
 
+@pytest.mark.soak  # tests/gradients/test_overlap.py has experts of one shape, the test below different sets
 def test_experts_of_one_shape_are_never_mixed() -> None:
     def run(session: Session) -> Any:
         experts = nn.ModuleList([nn.Linear(1, 1, bias=False) for _ in range(4)])
@@ -73,7 +74,7 @@ def test_different_sets_work_with_large_half_complex_and_sparse_gradients() -> N
     assert turn.tolist() == [-2j, -2j]
 
 
-@pytest.mark.parametrize("hidden", [3, 300])
+@pytest.mark.parametrize("hidden", [pytest.param(3, marks=pytest.mark.soak), 300])
 def test_different_initial_values_are_an_error_on_every_rank(hidden: int) -> None:
     def run(session: Session) -> str:
         last = nn.Linear(1, hidden)
@@ -138,6 +139,7 @@ def test_the_gradient_of_a_perturbation_stays_the_ranks_own_although_it_begins_a
     assert torch.equal(first[1], second[1])
 
 
+@pytest.mark.soak  # tests/gradients/test_replicas.py has more than are remembered
 def test_many_layouts_are_forgotten_and_found_again() -> None:
     def run(session: Session) -> Any:
         leaves = [nn.Parameter(torch.ones(1)) for _ in range(9)]

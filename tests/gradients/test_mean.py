@@ -53,7 +53,10 @@ def the_same(results: list[Any]) -> Any:
 
 
 @pytest.mark.parametrize("collectives", ["auto", pytest.param("gloo", marks=pytest.mark.soak)])
-@pytest.mark.parametrize(("compression", "dtype"), [("fp16", torch.float16), ("bf16", torch.bfloat16)])
+@pytest.mark.parametrize(
+    ("compression", "dtype"),
+    [pytest.param("fp16", torch.float16, marks=pytest.mark.soak), ("bf16", torch.bfloat16)],  # a test below has fp16
+)
 def test_halves_are_added_as_single_precision(compression: str, dtype: torch.dtype, collectives: Any) -> None:
     world_size = 3
     found = the_same(run_ranks(world_size, steps(2), gradient_compression=compression, collectives=collectives))
@@ -75,7 +78,7 @@ def adasum(a: Tensor, b: Tensor) -> Tensor:
     return (1 - dot / (2 * aa)) * a + (1 - dot / (2 * bb)) * b
 
 
-@pytest.mark.parametrize("world_size", [2, 3, pytest.param(4, marks=pytest.mark.soak)])
+@pytest.mark.parametrize("world_size", [3, *(pytest.param(other, marks=pytest.mark.soak) for other in (2, 4))])
 def test_adasum_is_the_published_formula_over_a_tree(world_size: int) -> None:
     (found,) = the_same(run_ranks(world_size, steps(dtype=torch.float64), reduction="adasum"))
     every = [constants(rank, dtype=torch.float64) for rank in range(world_size)]
@@ -89,7 +92,7 @@ def test_adasum_is_the_published_formula_over_a_tree(world_size: int) -> None:
         torch.testing.assert_close(one, expected, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("zero_lvl", [0, 2])
+@pytest.mark.parametrize("zero_lvl", [0, pytest.param(2, marks=pytest.mark.soak)])
 def test_every_backward_of_a_loop_that_accumulates_is_combined_by_itself(zero_lvl: int) -> None:
     """Adasum is not linear, so no backward may be postponed, from the first step to the last."""
     num_steps = 6  # an ordinary average is put off from the third or so on
@@ -145,7 +148,7 @@ def test_matrices_of_low_rank_come_through_powersgd_as_they_are() -> None:
     the_same([[one] for one in results])
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.soak)])
 def test_what_powersgd_loses_is_kept_and_what_is_not_finite_is_not(world_size: int) -> None:
     def run(session: Session) -> Any:
         parameters = [nn.Parameter(torch.zeros(shape, dtype=torch.float64)) for shape in SHAPES]
@@ -252,7 +255,7 @@ again = functools.partial(pytest.param, marks=pytest.mark.soak)
 @pytest.mark.parametrize(
     ("world_size", "gradients", "tolerance"),
     [
-        (2, {"gradient_compression": "bf16"}, 0.01),
+        again(2, {"gradient_compression": "bf16"}, 0.01),
         again(2, {"gradient_compression": "bf16", "batches": "whole", "zero_lvl": 1}, 0.01),
         (2, {"gradient_compression": "fp16", "zero_lvl": 2}, 0.002),
         again(2, {"gradient_compression": "bf16", "zero_lvl": 3}, 0.01),

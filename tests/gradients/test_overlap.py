@@ -102,10 +102,15 @@ PROGRAMS: list[Program] = [
     memory_in_common,
     sums_in_halves_and_complex,
 ]
+AS_OTHERS = (plain, convolution, sums_in_halves_and_complex)
+"""These run with ``-m soak``; tests/gradients/test_gradient_averager.py has halves and complex numbers by default."""
 
 
 @pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.soak)])
-@pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)
+@pytest.mark.parametrize(
+    "program",
+    [pytest.param(one, id=one.__name__, marks=pytest.mark.soak if one in AS_OTHERS else ()) for one in PROGRAMS],
+)
 def test_the_weights_are_those_of_one_machine(program: Program, world_size: int) -> None:
     if program is sums_in_halves_and_complex and world_size == 3:
         pytest.skip("bfloat16 does not hold its thirds")
@@ -187,7 +192,9 @@ class Sometimes(torch.autograd.Function):
         return gradient, gradient * 2 if ctx.has_gradient else None, None
 
 
-@pytest.mark.parametrize("ranks_with", [(), (0,), (1, 2), (0, 1, 2)])
+@pytest.mark.parametrize(
+    "ranks_with", [(), (1, 2), *(pytest.param(other, marks=pytest.mark.soak) for other in ((0,), (0, 1, 2)))]
+)
 def test_a_gradient_that_does_not_come_after_all_counts_as_zero(ranks_with: tuple[int, ...]) -> None:
     def run(session: Session) -> Any:
         sent, first, second = noted(session), parameter(), parameter()
@@ -283,6 +290,7 @@ def test_a_reentrant_checkpoint_that_comes_late_is_an_error_and_one_that_was_alw
     assert run_ranks(2, always) == [(1.5, [])] * 2
 
 
+@pytest.mark.soak  # tests/gradients/test_failing_backward.py has such ranks
 def test_ranks_at_different_places_are_an_error_at_the_start_of_a_backward() -> None:
     def run(session: Session) -> str:
         p = parameter()
@@ -310,6 +318,7 @@ def test_gradients_that_are_differentiated_wait() -> None:
     assert run_ranks(2, run) == [(1, 3.0)] * 2
 
 
+@pytest.mark.soak  # a test above has the gradients of such ranks
 def test_ranks_that_keep_reaching_different_leaves_stop_to_ask(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(overlap, "MIN_BYTES", 1 << 17)
 

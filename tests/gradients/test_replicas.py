@@ -63,6 +63,7 @@ def test_equal_gradients_are_not_averaged(world_size: int) -> None:
         torch.testing.assert_close(found, wanted, rtol=0, atol=0)
 
 
+@pytest.mark.soak  # a test below has many networks in turn
 def test_two_networks_that_are_trained_in_turn_have_the_bits_of_one_process() -> None:
     def run(_: Session) -> list[Tensor]:
         one, other = network(), network()
@@ -83,6 +84,7 @@ def noise(step: int, x: Tensor) -> Tensor:
     return x + 0.3 * torch.from_numpy(np.random.default_rng().normal(size=tuple(x.shape))).float()
 
 
+@pytest.mark.soak  # the test below has them later
 def test_gradients_that_are_each_ranks_own_from_the_beginning_are_averaged() -> None:
     def run(session: Session) -> tuple[list[Tensor], list[str]]:
         said = lagom_log()
@@ -94,7 +96,7 @@ def test_gradients_that_are_each_ranks_own_from_the_beginning_are_averaged() -> 
 
 
 @pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.soak)])  # as two
-@pytest.mark.parametrize("start", [1, 18])
+@pytest.mark.parametrize("start", [pytest.param(1, marks=pytest.mark.soak), 18])
 def test_gradients_that_become_each_ranks_own_later_are_averaged_from_then_on(world_size: int, start: int) -> None:
     """Parameters and what Adam remembers are equal again; else a later check would end the run."""
 
@@ -206,6 +208,7 @@ def test_optimizers_by_hand_that_differ_on_ranks_are_an_error() -> None:
         run_small(2, run)
 
 
+@pytest.mark.soak  # tests/gradients/test_divergence.py has such ranks
 def test_ranks_at_different_places_are_told_at_the_next_comparison() -> None:
     def run(session: Session) -> str:
         model = network()

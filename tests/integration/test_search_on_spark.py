@@ -59,7 +59,7 @@ class TestOnEveryKind:
             assert (trial["folder"] / "files/model.txt").read_text() == f"width {width}"
             assert (trial["folder"] / "output.txt").read_text() == f"trained {width}\n"
 
-    @pytest.mark.soak  # tests/search/test_search.py shows it by default on slots of this machine
+    @pytest.mark.soak  # tests/search/test_trial_loop.py shows each way by default on slots of this machine
     def test_trials_end_in_every_way(self, spark: Any, tmp_path: Path) -> None:
         odd_trials.check(odd_trials.search("spark", tmp_path / "runs"))
 

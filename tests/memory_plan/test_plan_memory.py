@@ -162,8 +162,14 @@ def test_lbfgs_keeps_its_history_whole_on_every_rank() -> None:
     assert plan.shared_out == "not at all"
 
 
-@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
-@pytest.mark.parametrize("name", ["mlp", "cnn", "transformer", "lstm"])
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        *(("mlp", None), ("cnn", None), ("transformer", torch.bfloat16), ("lstm", torch.bfloat16)),
+        *(pytest.param(name, torch.bfloat16, marks=pytest.mark.soak) for name in ("mlp", "cnn")),
+        *(pytest.param(name, None, marks=pytest.mark.soak) for name in ("transformer", "lstm")),
+    ],
+)
 def test_activations_are_what_autograd_saves(name: str, dtype: torch.dtype | None) -> None:
     module, batch = _case(name)
     planned = activations(module, batch, 1, dtype)

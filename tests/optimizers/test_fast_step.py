@@ -113,7 +113,7 @@ def fused(_: Session | None = None) -> list[torch.Tensor]:
     return [p.detach().clone() for p in model.parameters()]
 
 
-@pytest.mark.parametrize("zero_lvl", [0, 1])
+@pytest.mark.parametrize("zero_lvl", [0, pytest.param(1, marks=pytest.mark.soak)])
 def test_fused_optimizers_make_of_ranks_what_they_make_of_one_process(zero_lvl: int) -> None:
     check_against_one_process(fused, atol=1e-9, zero_lvl=zero_lvl)
 

@@ -27,7 +27,9 @@ class Around(Optimizer):
         """Do nothing."""
 
 
-@pytest.mark.parametrize(("world_size", "zero_lvl"), [(1, 0), (3, 0), (2, 2)])
+@pytest.mark.parametrize(
+    ("world_size", "zero_lvl"), [*(pytest.param(*other, marks=pytest.mark.soak) for other in ((1, 0), (3, 0))), (2, 2)]
+)
 def test_rates_are_times_the_number_of_ranks_wherever_they_are_given(world_size: int, zero_lvl: int) -> None:
     def run(session: Session) -> Any:
         session.is_unpacked = True

@@ -166,8 +166,8 @@ CASES = {
     "normed": [(1, 3)],
     "coupled": [(2, 2)],
 }
-BY_DEFAULT = ("normed", "coupled")
-"""Optimizers that do not step each element by itself; tests/test_levels.py has by default those that do."""
+BY_DEFAULT = ("normed",)
+"""It steps each parameter by itself. Tests below step each element, test_sharded_parameters.py all at once."""
 
 
 @pytest.mark.parametrize(
@@ -186,7 +186,7 @@ def test_one_rank_has_the_very_bits(name: str) -> None:
     assert found[2] == wanted[2]
 
 
-@pytest.mark.parametrize("evaluation", ["replicated", "sharded"])
+@pytest.mark.parametrize("evaluation", ["replicated", pytest.param("sharded", marks=pytest.mark.soak)])
 def test_whole_batches_and_every_evaluation(evaluation: Any) -> None:
     def train(session: Session) -> Any:
         found = trained(OPTIMIZERS["adam"])(session)
@@ -195,6 +195,7 @@ def test_whole_batches_and_every_evaluation(evaluation: Any) -> None:
     same(train, (1 if evaluation == "sharded" else 2, 2), batches="whole", evaluation=evaluation)
 
 
+@pytest.mark.soak  # tests/gradients/test_accumulation.py has such batches
 def test_batches_of_each_rank() -> None:
     def train(session: Session) -> Any:
         model, x = _model(), torch.randn(24, 7)
@@ -211,6 +212,7 @@ def test_batches_of_each_rank() -> None:
         close(found, wanted)
 
 
+@pytest.mark.soak  # tests/test_examples.py counts what ranks hold at each level
 def test_each_rank_holds_its_part_of_the_state_only() -> None:
     def train(session: Session) -> Any:
         model = _model()
@@ -275,7 +277,14 @@ def test_what_is_done_with_an_optimizer_between_steps(case: tuple[int, int]) -> 
     same(train, case)
 
 
-def test_a_state_goes_on_at_another_world_size() -> None:
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        ((1, 2), (2, 3)),
+        *(pytest.param(*other, marks=pytest.mark.soak) for other in (((2, 3), (1, 1)), ((0, 2), (1, 2)))),
+    ],
+)
+def test_a_state_goes_on_at_another_world_size(first: tuple[int, int], second: tuple[int, int]) -> None:
     def train(start: Any) -> Callable[[Session], Any]:
         def run(_: Session) -> Any:
             model = _model()
@@ -292,10 +301,9 @@ def test_a_state_goes_on_at_another_world_size() -> None:
         return run
 
     wanted = alone(train(alone(train(None))))
-    for first, second in (((1, 2), (2, 3)), ((2, 3), (1, 1)), ((0, 2), (1, 2))):
-        middle = run_ranks(first[1], train(None), zero_lvl=first[0])[0]
-        for found in run_ranks(second[1], train(middle), zero_lvl=second[0]):
-            close(found, wanted)
+    middle = run_ranks(first[1], train(None), zero_lvl=first[0])[0]
+    for found in run_ranks(second[1], train(middle), zero_lvl=second[0]):
+        close(found, wanted)
 
 
 @pytest.mark.parametrize("zero_lvl", [pytest.param(1, marks=pytest.mark.soak), 2])  # level 2 has states as 1 has
@@ -340,6 +348,7 @@ def test_closures_scalers_and_several_optimizers(zero_lvl: int) -> None:
     same(train, (zero_lvl, 2))
 
 
+@pytest.mark.soak  # tests/optimizers/test_fast_step.py has such hooks and decorators
 def test_hooks_and_a_decorator_around_a_step_are_called_as_often_as_in_one_process() -> None:
     def train(_: Session) -> Any:
         class Base(Optimizer):

@@ -186,6 +186,7 @@ def test_an_unknown_layer_starts_nothing(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.soak  # test_ablation_trials.py has a study that goes on
 def test_a_study_is_kept_and_goes_on_in_its_folder(tmp_path: Path, expected: dict[str, list[float]]) -> None:
     asked = config(a_study(), run_dir=tmp_path, timeout_s=1e-9)
     nothing = experiment.lagom(train, asked)

@@ -126,7 +126,7 @@ def test_a_script_without_the_metric_ends_the_search_with_the_line_that_it_print
     assert "Its last line was 'epoch 0: loss = " in last
 
 
-@pytest.mark.parametrize("num_trials", ["2", "20"])
+@pytest.mark.parametrize("num_trials", ["2", pytest.param("20", marks=pytest.mark.soak)])
 def test_a_script_without_the_option_is_told_in_its_own_words(num_trials: str, search: Search) -> None:
     words = ["--space", "speed=1,2", "--trials", num_trials, "--metric", "loss", "program.py", "--lr", "1"]
     status, _, error = search(*words)

@@ -60,8 +60,8 @@ def config(**changes: Any) -> HyperparameterOptConfig:
 @pytest.mark.parametrize(
     ("ranks", "launcher"),
     [
-        pytest.param(1, "local", marks=pytest.mark.soak),  # with two ranks, and inline, is shown by default
-        (2, "local"),
+        # test_ablate.py has trials on slots, and test_reports.py on two ranks.
+        *(pytest.param(ranks, "local", marks=pytest.mark.soak) for ranks in (1, 2)),
         (1, "inline"),
     ],
 )
@@ -144,6 +144,7 @@ def test_a_file_that_cannot_be_put_in_its_place_is_named_and_loses_no_result(cap
     assert "was_file/model.pt, which the best trial wrote, could not be put there" in said
 
 
+@pytest.mark.soak  # test_reports.py and test_trial_loop.py have pruned trials
 def test_a_worse_trial_is_pruned_at_its_report() -> None:
     import optuna
 
@@ -184,6 +185,7 @@ def test_a_choice_that_is_too_large_for_a_message_is_refused() -> None:
         experiment.lagom(lambda table: len(table), HyperparameterOptConfig(searchspace=space, num_trials=2))
 
 
+@pytest.mark.soak  # the next test and test_trial_loop.py have each way
 def test_trials_end_in_every_way() -> None:
     odd_trials.check(odd_trials.search("local", Path("runs")))
 

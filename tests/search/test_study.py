@@ -98,7 +98,7 @@ NONE, MEDIAN = optuna.pruners.NopPruner, functools.partial(optuna.pruners.Median
 ASHA, HYPERBAND = optuna.pruners.SuccessiveHalvingPruner, optuna.pruners.HyperbandPruner
 
 
-@pytest.mark.parametrize("direction", ["minimize", "maximize"])
+@pytest.mark.parametrize("direction", ["minimize", pytest.param("maximize", marks=pytest.mark.soak)])
 @pytest.mark.parametrize(
     ("optimizer", "es_policy", "pruner", "num_trials"),
     [

@@ -92,7 +92,7 @@ def run(
     return source.outcomes
 
 
-@pytest.mark.parametrize("launcher", ["local", "inline"])
+@pytest.mark.parametrize("launcher", [pytest.param("local", marks=pytest.mark.soak), "inline"])
 def test_each_trial_has_its_hyperparameters_over_the_common_ones(tmp_path: Path, launcher: str) -> None:
     def train(hparams: Any, lr: Any) -> Any:
         return {"loss": torch.tensor(lr * hparams["scale"]), "seen": dict(hparams)}
@@ -107,6 +107,7 @@ def test_each_trial_has_its_hyperparameters_over_the_common_ones(tmp_path: Path,
     assert {one.state for one in outcomes.values()} == {"complete"}
 
 
+@pytest.mark.soak  # test_search.py has trials that save the same file
 def test_trials_that_write_the_same_file_do_not_meet(tmp_path: Path) -> None:
     Path("data.txt").write_text("common")
 
@@ -129,7 +130,9 @@ def test_trials_that_write_the_same_file_do_not_meet(tmp_path: Path) -> None:
     assert sorted(path.name for path in Path().iterdir()) == ["data.txt"]
 
 
-@pytest.mark.parametrize(("launcher", "ranks"), [("local", 1), ("local", 2), ("inline", 1)])
+@pytest.mark.parametrize(
+    ("launcher", "ranks"), [("local", 1), pytest.param("local", 2, marks=pytest.mark.soak), ("inline", 1)]
+)
 def test_a_pruned_trial_ends_at_the_report(tmp_path: Path, launcher: str, ranks: int) -> None:
     def train(number: Any, reporter: Any) -> Any:
         for step in range(6):
@@ -198,7 +201,7 @@ def test_a_program_that_catches_everything_is_still_pruned(tmp_path: Path) -> No
     assert (outcomes[0].state, outcomes[0].value) == ("pruned", 1.0)
 
 
-@pytest.mark.parametrize("launcher", ["local", "inline"])
+@pytest.mark.parametrize("launcher", [pytest.param("local", marks=pytest.mark.soak), "inline"])
 def test_a_failing_trial_is_a_row_and_the_others_go_on(tmp_path: Path, launcher: str) -> None:
     def train(number: Any) -> Any:
         if number == 1:
@@ -284,6 +287,7 @@ def test_a_trial_whose_slot_is_lost_runs_again_on_another(tmp_path: Path) -> Non
     assert (outcomes[1].folder / "output.txt").read_text() == "attempt\n"  # of one attempt
 
 
+@pytest.mark.soak  # a test below has one that is lost for good
 def test_a_trial_that_always_kills_its_slot_fails(tmp_path: Path) -> None:
     def train(number: Any) -> Any:
         if number == 1:
@@ -296,6 +300,7 @@ def test_a_trial_that_always_kills_its_slot_fails(tmp_path: Path) -> None:
     assert "lost 4 times" in outcomes[1].error
 
 
+@pytest.mark.soak  # others above are failures in a row
 def test_trials_that_kill_their_slots_are_failures_in_a_row(tmp_path: Path) -> None:
     def train(number: Any) -> Any:
         os.kill(os.getppid(), signal.SIGKILL)

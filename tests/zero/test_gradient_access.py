@@ -46,11 +46,8 @@ def _weights(model: nn.Module) -> list[Tensor]:
     return [p.detach().clone() for p in model.parameters()]
 
 
-@pytest.mark.parametrize(
-    "make",
-    [lambda p: Adam(p, 0.01), pytest.param(lambda p: Adafactor(p, 0.01), marks=pytest.mark.soak)],
-    ids=["elements", "whole"],
-)
+@pytest.mark.soak  # tests/test_examples.py counts what ranks hold at each level
+@pytest.mark.parametrize("make", [lambda p: Adam(p, 0.01), lambda p: Adafactor(p, 0.01)], ids=["elements", "whole"])
 def test_each_rank_keeps_its_part_only(make: Any) -> None:
     def train(session: Session) -> Any:
         model, optimizer, x = _started(make)
@@ -73,7 +70,8 @@ def test_each_rank_keeps_its_part_only(make: Any) -> None:
     torch.set_default_dtype(torch.float32)
 
 
-def test_gradients_that_a_program_reads_and_changes_are_whole() -> None:
+@pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.soak)])
+def test_gradients_that_a_program_reads_and_changes_are_whole(world_size: int) -> None:
     def train(_: Session) -> Any:
         model, optimizer, x = _started(lambda p: SGD(p, 0.1, momentum=0.9))
         seen: list[Any] = []
@@ -108,7 +106,7 @@ def test_gradients_that_a_program_reads_and_changes_are_whole() -> None:
                 seen.append([p.grad is None for p in model.parameters()])
         return seen, _weights(model)
 
-    same(train, (2, 2), (2, 3))
+    same(train, (2, world_size))
 
 
 @pytest.mark.forked  # a pickled function keeps the clip_grad_norm_ that it was made with
@@ -173,6 +171,7 @@ def test_parameters_of_all_kinds() -> None:
     same(train, (1, 2), (2, 3), batches="whole")
 
 
+@pytest.mark.soak  # test_clipping_and_scaling_of_parts has a scaler that looks at parts
 def test_fp16_by_flag_looks_at_parts() -> None:
     def train(session: Session) -> Any:
         model = nn.Sequential(nn.Linear(7, 40), nn.Tanh(), nn.Linear(40, 1))
@@ -357,7 +356,9 @@ def test_gradients_that_only_one_rank_reads() -> None:
 
 
 @pytest.mark.forked  # a pickled function keeps the clip_grad_norm_ that it was made with
-@pytest.mark.parametrize("num_read", [1, 6], ids=["one gradient", "all gradients"])
+@pytest.mark.parametrize(
+    "num_read", [1, pytest.param(6, marks=pytest.mark.soak)], ids=["one gradient", "all gradients"]
+)
 def test_clipping_after_one_rank_has_read_gradients(num_read: int) -> None:
     def train(session: Session) -> Any:
         model, optimizer, x = _started()
@@ -382,7 +383,7 @@ def test_clipping_after_one_rank_has_read_gradients(num_read: int) -> None:
     close(found[1], (wanted[0][num_read :: num_read + 1], wanted[1]))
 
 
-@pytest.mark.parametrize("value", [None, 0.5], ids=["dropped", "replaced"])
+@pytest.mark.parametrize("value", [pytest.param(None, marks=pytest.mark.soak), 0.5], ids=["dropped", "replaced"])
 def test_writing_gradients_after_one_rank_has_read_one(value: float | None) -> None:
     def train(session: Session) -> Any:
         model, optimizer, x = _started()
@@ -418,6 +419,7 @@ def test_a_gradient_that_other_ranks_have_thrown_away_is_an_error() -> None:
         run_ranks(2, train, zero_lvl=2)
 
 
+@pytest.mark.soak
 def test_a_gradient_that_one_rank_has_read_and_then_changed_in_place_is_an_error() -> None:
     def train(session: Session) -> None:
         model, optimizer, x = _started()

@@ -95,7 +95,13 @@ def found(optimizer: Optimizer, *, closure: bool = False) -> ShardingKind:
     return probe_optimizer(optimizer, step.__wrapped__, closure=closure).kind
 
 
-@pytest.mark.parametrize("kind", [ASGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, RAdam, RMSprop, Rprop, SGD])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        *(SGD, Adam, AdamW, Adagrad, NAdam),
+        *(pytest.param(one, marks=pytest.mark.soak) for one in (ASGD, Adadelta, Adamax, RAdam, RMSprop, Rprop)),
+    ],
+)
 def test_elementwise_optimizers_of_torch(kind: Any) -> None:
     assert found(kind(_params(), lr=0.0)) is ShardingKind.ELEMENTWISE
 

@@ -81,6 +81,7 @@ def _parted(session: Session) -> int:
     return 1 if session.weights is None else sum(not u.is_whole for u in session.weights.units.values())
 
 
+@pytest.mark.soak  # tests/test_examples.py counts what ranks hold at each level
 def test_each_rank_has_its_part_of_the_parameters_only() -> None:
     def train(session: Session) -> Any:
         model = _net()
@@ -105,7 +106,8 @@ def test_each_rank_has_its_part_of_the_parameters_only() -> None:
 @pytest.mark.parametrize(
     "name",
     [
-        *(pytest.param(name, marks=pytest.mark.soak) for name in ("sgd", "adam")),  # tests/test_levels.py has them
+        # tests/test_documents.py and tests/test_examples.py train by Adam and AdamW, and others below by SGD
+        *(pytest.param(name, marks=pytest.mark.soak) for name in ("sgd", "adam")),
         *(pytest.param(name, marks=pytest.mark.soak) for name in ("adamw", "changes gradients", "elementwise")),
         "coupled",
     ],
@@ -140,10 +142,8 @@ def test_one_rank_has_the_very_bits() -> None:
     assert all(torch.equal(a, b) for a, b in zip(found[0], wanted[0], strict=True))
 
 
-OTHER_SETTINGS = [pytest.param(one, "sharded", marks=pytest.mark.soak) for one in ("whole", "split")]
-
-
-@pytest.mark.parametrize(("batches", "evaluation"), [("whole", "gathered"), *OTHER_SETTINGS])
+@pytest.mark.soak  # tests/gradients/test_changed_parameters.py has whole batches, and the tests above the default
+@pytest.mark.parametrize(("batches", "evaluation"), [("whole", "gathered"), ("whole", "sharded"), ("split", "sharded")])
 def test_every_setting_of_batches_and_evaluation(batches: Any, evaluation: Any) -> None:
     def train(session: Session) -> Any:
         found = trained(OPTIMIZERS["sgd"])(session)
@@ -424,6 +424,7 @@ def test_a_state_goes_on_at_another_level_and_world_size() -> None:
             close(state, wanted)
 
 
+@pytest.mark.soak  # test_rank_0_may_look_alone returns a state, which is pickled after the run
 def test_what_a_program_returns_is_whole() -> None:
     def train(session: Session) -> Any:
         model = _net()
@@ -474,6 +475,7 @@ class _Seen(Exception):
     """A rank has had the error."""
 
 
+@pytest.mark.soak  # tests/zero/test_memory_access.py has other values on one rank
 def test_a_change_that_one_rank_makes_is_an_error_on_all() -> None:
     def change(session: Session, model: Net) -> None:
         if session.rank == 0:
@@ -482,6 +484,7 @@ def test_a_change_that_one_rank_makes_is_an_error_on_all() -> None:
     _raises(change)
 
 
+@pytest.mark.soak  # tests/zero/test_memory_access.py has other values on one rank
 def test_a_change_of_other_values_on_other_ranks_is_an_error_on_all() -> None:
     def change(session: Session, model: Net) -> None:
         model.place.data.fill_(session.rank)
@@ -489,6 +492,7 @@ def test_a_change_of_other_values_on_other_ranks_is_an_error_on_all() -> None:
     _raises(change)
 
 
+@pytest.mark.soak  # tests/zero/test_memory_access.py has values that differ once made
 def test_initial_values_that_differ_are_an_error() -> None:
     def train(session: Session) -> None:
         model = _net()

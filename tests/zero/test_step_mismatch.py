@@ -173,6 +173,7 @@ def test_ranks_that_step_other_optimizers_get_an_error() -> None:
         run_ranks(2, train, zero_lvl=1)
 
 
+@pytest.mark.soak  # tests/gradients/test_divergence.py has a rank that is at its end
 def test_a_rank_that_steps_alone_gets_an_error() -> None:
     def train(session: Session) -> None:
         model = _model()
@@ -215,7 +216,7 @@ def test_in_another_thread_or_process_there_is_no_state_and_no_step() -> None:
         assert num_states == 6
 
 
-@pytest.mark.parametrize("zero_lvl", [1, 3])
+@pytest.mark.parametrize("zero_lvl", [1, pytest.param(3, marks=pytest.mark.soak)])
 def test_a_learning_rate_of_a_ranks_own_is_an_error(zero_lvl: int) -> None:
     """Parameters would be equal on all ranks, each rank's part of them stepped by another rate: nobody would see it."""
 
