@@ -52,8 +52,8 @@ PROGRAMS = {
 """The Python of each page but what is marked no-run: it needs a cluster, or a person."""
 
 
-LONG = ("ablation", "data", "files", "horovod", "index", "maggy", "search", "torch_distributor", "zero")
-"""Pages whose programs take seconds, for what other tests show by default; they run with ``-m soak``."""
+LONG = ("ablation", "torch_distributor")
+"""Pages whose programs take many trials, or import what makes a model of DistributedDataParallel."""
 
 
 @pytest.mark.parametrize(
@@ -325,11 +325,6 @@ CHECKS: dict[str, dict[str, Check | str]] = {
 
 
 EVERY = dict.fromkeys(check for checks in CHECKS.values() for check in checks.values())
-AGAIN = (
-    *(_arguments, _distributed_itself, _epochs, _evaluation_and_results, _modules, _own_exception, _precision),
-    *(_failed_trial, _ranks_of_a_trial, _saved_once, _world_size),
-)
-"""Checks that start ranks for what the tests of a room show by default; they run with ``-m soak``."""
 
 
 @pytest.mark.parametrize("page", list(CHECKS))
@@ -338,13 +333,6 @@ def test_every_line_of_a_table_has_a_check(page: str) -> None:
     assert [fault for name in EVERY if isinstance(name, str) for fault in faults(0, f"`{name}`", ROOT)] == []
 
 
-@pytest.mark.parametrize(
-    "check",
-    [
-        pytest.param(check, marks=pytest.mark.soak if check in AGAIN else ())
-        for check in EVERY
-        if not isinstance(check, str)
-    ],
-)
+@pytest.mark.parametrize("check", [check for check in EVERY if not isinstance(check, str)])
 def test_what_a_table_says_is_so(check: Check) -> None:
     check()

@@ -40,7 +40,6 @@ _READ = re.compile(r"""(?:(?<!\bself)\.\s*|["'])(_(?!_)\w+)""")
 _IMPORT = re.compile(r"from\s+lagom[\w.]*\s+import\s+(?:\([^)]*\)|.*)")
 
 
-@pytest.mark.soak  # no user sees it, and the tests below show that it finds
 @without_collections()
 def test_few_tests_name_what_is_private() -> None:
     private = {name for tree in trees("lagom") for name in defined(tree)}

@@ -118,7 +118,6 @@ def test_the_installed_torch_has(name: str) -> None:
     assert resolve(name) is not None
 
 
-@pytest.mark.soak  # no user sees it; the test above shows by default that each name exists
 @without_collections()
 def test_every_private_name_is_listed() -> None:
     texts = [path.read_text() for path in (ROOT / "lagom").rglob("*.py")]
