@@ -23,6 +23,7 @@ ROOMS = {
     "call": "",
     "cluster": "",
     "contents": "numpy",
+    "control_groups": "",
     "errors": "",
     "random_states": "numpy torch",
     "world": "",
@@ -40,20 +41,21 @@ ROOMS = {
     # The driver.
     "aggregate": "contents",
     "result": "config monitor records",
-    "launchers": "call cluster config data.parquet debugger errors executor host monitor payload plan program records "
-    "restart wire worker world cloudpickle numpy pyarrow pyspark torch",
+    "launchers": "call cluster config control_groups data.parquet debugger errors executor host monitor payload plan "
+    "program records restart wire worker world cloudpickle numpy pyarrow pyspark torch",
     "verify": "call config errors kept_call launchers plan records restart verify.on_rank",
     "search": "aggregate call cluster config errors launchers monitor payload plan preparation program random_states "
     "records result search.on_rank search.pages search.samplers search.slots wire worker optuna pandas",
     "search.pages": "records result",
     "search.samplers": "config errors program numpy optuna",
-    "search.slots": "call cluster errors launchers payload plan program search.on_rank wire worker world",
+    "search.slots": "call cluster control_groups errors launchers payload plan program search.on_rank wire worker "
+    "world",
     "memory_planner": "config errors launchers memory_plan plan world zero torch",
     "kept_call": "call config errors payload plan program records restart snapshots",
     "preparation": "cluster config debugger errors launchers plan program random_states records",
     "experiment": "aggregate call config kept_call launchers plan preparation program random_states records restart "
     "result search verify worker",
-    "doctor": "__init__ call collectives config errors launchers memory_plan plan worker world torch",
+    "doctor": "__init__ call collectives config control_groups errors launchers memory_plan plan worker world torch",
     "horovodrun": "__init__ torch",
     "cli": "__init__ cli_options config doctor errors experiment horovodrun launchers program records result search "
     "search.on_rank worker",
@@ -61,7 +63,8 @@ ROOMS = {
     "__main__": "cli",
     "__init__": "config data errors experiment memory_plan memory_planner result world",
     # The processes of a host, and the rank.
-    "host": "errors files monitor patching plan random_states restart wire worker numpy pyarrow pyspark torch",
+    "host": "control_groups errors files monitor patching plan random_states restart wire worker numpy pyarrow pyspark "
+    "torch",
     "executor": "errors host monitor patching wire worker pyarrow pyspark",
     "worker": "call collectives collectives.sockets config debugger errors files memory_plan monitor patching payload "
     "pickler plan program random_states restart run_state search.on_rank session snapshots verify.on_rank wire world "
@@ -77,7 +80,7 @@ ROOMS = {
     "forward": "collectives errors micro_batches monitor patching row_split run_state zero torch",
     "timing": "collectives.torch_backend monitor patching torch",
     "optimizers": "collectives errors monitor patching zero zero.parameters torch",
-    "memory_plan": "cluster zero zero.parameters torch",
+    "memory_plan": "cluster control_groups zero zero.parameters torch",
     "zero": "collectives errors gradients gradients.reduction patching random_states run_state zero.parameters torch",
     "zero.parameters": "collectives errors gradients patching run_state torch",
     "gradients": "collectives errors gradients.reduction patching row_split run_state torch",
@@ -95,7 +98,7 @@ ROOMS = {
     "files": "collectives errors patching restart run_state numpy torch",
     "run_state": "errors patching random_states numpy torch",
     "patching": "torch",
-    "collectives": "collectives.sockets errors monitor numpy torch",
+    "collectives": "collectives.sockets control_groups errors monitor numpy torch",
     "collectives.sockets": "torch",
     "collectives.torch_backend": "collectives collectives.sockets monitor torch",
     # Tables.

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from lagom.collectives.native import native, reason_without_native
 from lagom.collectives.sockets.handshake import admit, introduce, process_of
+from lagom.control_groups import available_cores
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -131,7 +132,7 @@ def home() -> str:
 
 
 def _patience(num_ranks: int) -> tuple[float, int]:
-    return (_SPIN_S, _YIELDS[0]) if num_ranks <= len(os.sched_getaffinity(0)) else (0.0, _YIELDS[1])
+    return (_SPIN_S, _YIELDS[0]) if num_ranks <= available_cores() else (0.0, _YIELDS[1])
 
 
 def _handed_round(

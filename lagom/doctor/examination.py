@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import platform
 import resource
 import shutil
@@ -32,6 +31,7 @@ def examine(reporter: Any, address: tuple[str, int] | None) -> dict[str, Any]:
     import torch
 
     from lagom.collectives.native import reason_without_native
+    from lagom.control_groups import available_cores
     from lagom.memory_plan.available import available_memory
     from lagom.worker.network_interfaces import interface_of
 
@@ -44,7 +44,7 @@ def examine(reporter: Any, address: tuple[str, int] | None) -> dict[str, Any]:
         "python": platform.python_version(),
         "torch": torch.__version__,
         "lagom": lagom.__version__,
-        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "cores": available_cores(),
         "ranks_here": session.local_world_size,
         "memory": available_memory(session.local_world_size, gpus=False).num_bytes,
         "gpu": _gpu(torch) if cuda else None,

@@ -15,6 +15,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from lagom.control_groups import available_cores
 from lagom.errors import LagomError
 from lagom.host.forked_rank import ForkedRank, open_pidfd
 from lagom.host.supervisor import RankSupervisor
@@ -145,7 +146,7 @@ def rank_spec(
 ) -> RankSpec:
     own = table["ranks"][rank]
     here = [other["rank"] for other in table["ranks"] if other["host"] == own["host"]]
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = available_cores()
     chosen = spec.env.get("OMP_NUM_THREADS", "").partition(",")[0]
     alone = spec.whole_env and len(here) == 1  # keep torch's default number of threads, as in a plain run
     gpu, gpu_index = _gpu_mask(table, rank, here, gpu) if spec.plan.already_distributed else (gpu, 0)

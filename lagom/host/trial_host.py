@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import IO
 
+from lagom.control_groups import available_cores
 from lagom.files.settle import keep_files
 from lagom.host.end_reports import first_failure, fit_reports
 from lagom.host.rank_host import join_message
@@ -35,7 +36,7 @@ def serve_trials(
     Raises:
         LinkClosed: the driver has ended.
     """
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = available_cores()
     join = join_message(slot, range(spec.plan.world_size), ground, ip, None, gpus)
     link.send(join | {"cores": cores, "sees_driver": not ground.scratch})  # whether it sees the driver's files
     unread: list[Message] = []

@@ -24,6 +24,7 @@ from typing import Any
 
 from lagom.call import Call
 from lagom.cluster import Cluster, visible_gpus
+from lagom.control_groups import available_cores
 from lagom.errors import LagomError
 from lagom.host.huge_pages import with_huge_pages
 from lagom.launchers.protocol import Outcome
@@ -59,7 +60,7 @@ class LocalLauncher:
                 gpus_per_slot=1,
                 remedy="hide the GPUs from torch with CUDA_VISIBLE_DEVICES='' to run on the CPU",
             )
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        cores = available_cores()
         return Cluster(launcher="local", slots=cores, oversubscribe=True, most_ranks=_MAX_RANKS)
 
     def where(self) -> str:

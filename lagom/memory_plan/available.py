@@ -9,6 +9,8 @@ import subprocess
 from pathlib import Path
 from typing import NamedTuple
 
+from lagom.control_groups import OWN, ROOT, control_groups
+
 
 class AvailableMemory(NamedTuple):
     """A memory limit of one rank, and its origin."""
@@ -70,20 +72,11 @@ def _host() -> tuple[int, str]:
     return min(limits)
 
 
-def cgroup_limits(root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> list[int]:
+def cgroup_limits(root: Path = ROOT, own: Path = OWN) -> list[int]:
     """Return the memory limits (bytes) of this process's control groups and of their parents."""
     found = []
-    for line in own.read_text().splitlines() if own.exists() else []:
-        _, controllers, path = line.split(":", 2)
-        if controllers and "memory" not in controllers.split(","):
-            continue
-        base, name = (root / "memory", "memory.limit_in_bytes") if controllers else (root, "memory.max")
-        inner = base / path.lstrip("/")
-        # In a container the path may be the host's and not exist here; then the root holds the container's own limit.
-        for folder in (inner, *inner.parents):
-            file = folder / name
-            if file.is_file() and (text := file.read_text().strip()).isdigit() and int(text) < 1 << 60:
-                found.append(int(text))
-            if folder == base:
-                break
+    for folder, is_unified in control_groups("memory", root, own):
+        file = folder / ("memory.max" if is_unified else "memory.limit_in_bytes")
+        if file.is_file() and (text := file.read_text().strip()).isdigit() and int(text) < 1 << 60:
+            found.append(int(text))
     return found

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from lagom.records.chart import line_chart
-from lagom.records.report import events_of, series
+from lagom.records.report import events_of, lines_of
 from lagom.records.run_dir import PROGRESS
 
 _LEAST = 3
@@ -18,9 +18,7 @@ def notebook_chart(folder: Path) -> str:
     if max((len(own) for own in events.values()), default=0) < _LEAST:
         return ""
     charts = [
-        line_chart(
-            title, {f"rank {rank}": series(own, key, 1.0) for rank, own in events.items()}, from_zero=key == "rate"
-        )
+        line_chart(title, lines_of(events, key), from_zero=key == "rate")
         for key, title in (("loss", "Loss"), ("rate", "Samples per second"))
     ]
     return "".join(

@@ -15,7 +15,8 @@ from lagom.records.run_dir import PROGRESS, RESULT, RUN
 from lagom.records.timeline_svg import timeline_section
 
 _TAIL = 16_384  # bytes of each rank's output that the page shows
-_MAX_RANKS = 16  # ranks whose lines and output the page shows; the rest is in the folder
+_MAX_RANKS = 16
+"""Ranks whose lines and output a page shows; the rest is in the folder."""
 _MAX_METRICS = 30
 _LONGEST = 100  # characters of a list or a dict in the result
 _CHARTS = (
@@ -45,8 +46,7 @@ def report(folder: Path) -> str:
     events = events_of(folder / PROGRESS)
     charts = ""
     for key, title, factor, unit in _CHARTS:
-        lines = {f"rank {rank}": series(own, key, factor) for rank, own in events.items()}
-        charts += line_chart(title, lines, unit, from_zero=key != "loss")
+        charts += line_chart(title, lines_of(events, key, factor), unit, from_zero=key != "loss")
     said = _tail(folder / "lagom.log")
     logs = sorted(folder.glob("rank-*.log"), key=lambda path: int(path.stem.partition("-")[2]))
     parts = [
@@ -157,7 +157,7 @@ def _mean_waits(events: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def events_of(path: Path) -> dict[int, list[dict[str, Any]]]:
-    """Return the progress reports of the first 16 ranks (``_MAX_RANKS``), by rank; empty if there are none."""
+    """Return the progress reports of each rank; empty if there are none."""
     found: dict[int, list[dict[str, Any]]] = {}
     if path.exists():
         for line in path.read_text().splitlines():
@@ -166,12 +166,15 @@ def events_of(path: Path) -> dict[int, list[dict[str, Any]]]:
             except ValueError:  # a killed driver may leave an incomplete last line
                 continue
             found.setdefault(event["rank"], []).append(event)
-    return {rank: found[rank] for rank in sorted(found)[:_MAX_RANKS]}
+    return dict(sorted(found.items()))
 
 
-def series(events: Sequence[Mapping[str, Any]], key: str, factor: float) -> list[tuple[float, float]]:
-    """Return seconds and values of ``key``, times ``factor``, of the events that have it."""
-    return [(one["seconds"], one[key] * factor) for one in events if one.get(key) is not None]
+def lines_of(events: Events, key: str, factor: float = 1.0) -> dict[str, list[tuple[float, float]]]:
+    """Return seconds and values of ``key``, times ``factor``, for a line of each of the first ``_MAX_RANKS`` ranks."""
+    return {
+        f"rank {rank}": [(one["seconds"], one[key] * factor) for one in own if one.get(key) is not None]
+        for rank, own in list(events.items())[:_MAX_RANKS]
+    }
 
 
 def _tail(path: Path) -> str:

@@ -70,6 +70,7 @@ class Study:
                 self._journal.close()
             raise
         known = self.optuna.get_trials(deepcopy=False)
+        self._has_completed = any(each.state.name == "COMPLETE" for each in known)
         self._num_asked = sum(1 for each in known if each.state.name != "WAITING")
         self._again = [each for each in known if each.state.name == "RUNNING"]
         self._limit = _limit(config)
@@ -125,7 +126,8 @@ class Study:
         """Note how the trial ``number`` ended."""
         from optuna.trial import TrialState
 
-        trial = self._running.pop(number).trial
+        running = self._running.pop(number)
+        trial = running.trial
         facts = {
             "seconds": outcome.seconds,
             "started": outcome.started,
@@ -145,7 +147,22 @@ class Study:
         elif outcome.state == "pruned":
             self._end(trial, state=TrialState.PRUNED)
         else:
+            self._warn_if_unreported(running)
             self._end(trial, outcome.value)
+
+    def _warn_if_unreported(self, running: _Running) -> None:
+        """Say once that bad trials are not stopped early, if the first complete trial has reported no value."""
+        from optuna.pruners import NopPruner
+
+        could_stop = self._limit > self._config.es_min and not isinstance(self.optuna.pruner, NopPruner)
+        if could_stop and not self._has_completed and not running.steps:
+            log.warning(
+                "trial %d reported no value of %r before its end, so no trial is stopped early; if the function logs a "
+                'metric, name it as optimization_key, or set es_policy="none"',
+                running.trial.number,
+                self._config.optimization_key,
+            )
+        self._has_completed = True
 
     def trials(self) -> list[dict[str, Any]]:
         """Return one dict for each trial that has ended, in the order of the trials' numbers.

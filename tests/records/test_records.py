@@ -372,3 +372,19 @@ def test_large_results_are_short_in_the_report_with_numbers_first(tmp_path: Path
     assert shown == ["auc: 0.9", state, "losses: […, 0.01]"]
     page = experiment.lagom(lambda: {f"layer{n}": [0] for n in range(150)}, config).report().read_text()
     assert "layer29: [0]\nand 120 more</pre>" in page
+
+
+def test_a_rank_that_is_waited_for_is_named_though_the_curves_are_of_the_first_16(tmp_path: Path) -> None:
+    (tmp_path / "run.json").write_text(json.dumps({"name": "many"}))
+    lines = [
+        {"rank": rank, "seconds": second, "loss": 1.0, "waits": 0.3 * (rank != 18), "data": 0.2 * (rank == 17)}
+        | ({"waits_for": {"18": 0.3}} if rank != 18 else {})
+        for second in range(3)
+        for rank in range(20)
+    ]
+    (tmp_path / "progress.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    page = report(tmp_path)
+    assert "The others waited 30% of their time for rank 18." in page
+    assert "Rank 17 waited 20% of its time for data" in page
+    assert "rank 15" in page
+    assert "rank 16" not in page

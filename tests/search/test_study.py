@@ -298,3 +298,26 @@ def test_choices_are_any_objects() -> None:
     assert all(any(each is other for other in found) for each in objects)
     assert len(found) == len(objects)
     assert "square" in study.optuna.trials_dataframe()["params_what"].tolist()
+
+
+@pytest.mark.parametrize(
+    ("fields", "is_told"), [({}, True), ({"es_policy": "none"}, False), ({"num_trials": 4}, False)]
+)
+def test_a_first_trial_that_reports_nothing_is_told_of_once(
+    caplog: pytest.LogCaptureFixture, fields: dict[str, Any], is_told: bool
+) -> None:
+    study = Study(small(**{"num_trials": 20} | fields))
+    for _ in range(3):
+        spec = study.ask()
+        assert spec is not None
+        study.tell(spec.number, TrialOutcome(state="complete", value=1.0))
+    text = (
+        "trial 0 reported no value of 'Metric' before its end, so no trial is stopped early; if the function logs a "
+        'metric, name it as optimization_key, or set es_policy="none"'
+    )
+    assert [one.getMessage() for one in caplog.records] == [text] * is_told
+
+
+def test_a_trial_that_reports_is_not_told_of(caplog: pytest.LogCaptureFixture) -> None:
+    search(small(num_trials=20))
+    assert caplog.records == []

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import contextlib
-import os
 import tempfile
 import time
 import traceback
@@ -13,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from lagom.call import Call
+from lagom.control_groups import available_cores
 from lagom.errors import PayloadError
 from lagom.payload import Parcel, unpack
 from lagom.plan import Plan
@@ -30,7 +30,7 @@ class InlineSlots:
 
     def __enter__(self) -> InlineSlots:
         """Queue the slot's join message, which ``serve`` takes first."""
-        join = {"type": "join", "host": "this process", "cores": os.cpu_count() or 1, "sees_driver": True, "gpus": []}
+        join = {"type": "join", "host": "this process", "cores": available_cores(), "sees_driver": True, "gpus": []}
         self._waiting.append(join)
         return self
 
