@@ -2,7 +2,7 @@
 
 Rank 0 has the real disk, except in a search or a rehearsal. Any other rank has an overlay: its changes go to a folder
 of its own. Start with ``install.py``: it has the patches and all functions below. Then read ``overlay.py``. For
-``torch.save`` start with ``saving.py``.
+``torch.save`` to a path start with ``saving.py``; to an open file with ``attempt_calls.py`` (rank 0) or ``calls.py``.
 """
 
 from lagom.files.install import (

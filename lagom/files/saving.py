@@ -1,7 +1,8 @@
 """``patch_saves_and_downloads``: ``torch.save`` replaces whole files, and downloads run once for each host.
 
 A rank with an overlay (see ``own_disk`` in install.py) writes to its place there, which ``path_to_write`` in
-other_ranks.py finds; any other rank writes to the real disk. ``torch.save`` to an open file passes calls.py instead.
+other_ranks.py finds; any other rank writes to the real disk. ``torch.save`` to an open file passes attempt_calls.py
+(rank 0) or calls.py instead.
 """
 
 from __future__ import annotations
