@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import queue
 import socket
 import time
@@ -19,8 +20,10 @@ from lagom.restart.history import RunHistory
 from lagom.restart.kept_snapshots import FETCHED
 from lagom.restart.losses import Loss, loss_in
 from lagom.wire.client import Message
-from lagom.wire.rendezvous import LEAVE_S, WRITE_S, peers
+from lagom.wire.rendezvous import LEAVE_S, WRITE_S, other_torch, peers
 from lagom.wire.server import DriverServer
+
+log = logging.getLogger("lagom")
 
 GATHER_S = 1.5
 """Seconds after the first join; if tasks are missing then, the others are told to exchange addresses without the
@@ -355,6 +358,8 @@ class RunView:
             self._refused = error
             self.stop()
             return
+        if text := other_torch(list(self._joins.values())):
+            log.warning(text)
         self.channel.broadcast(table)
         self.channel.end_relay()
 

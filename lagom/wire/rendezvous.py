@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import time
 from collections.abc import Callable, Sequence
@@ -55,6 +56,24 @@ def peers(joins: Sequence[Message], in_clear: str = "") -> Message:
     # A task with another address is in another network namespace, even if it sees the same files.
     near = len({(rank["host"], rank["ip"]) for rank in ranks}) == 1
     return {"type": "peers", "store": None if near else ordered[0]["store"], "ranks": ranks, "nccl": not shared}
+
+
+def other_torch(joins: Sequence[Message]) -> str:
+    """Return a line that says that this process, the driver, has another version of torch than the tasks.
+
+    It is "" if the versions are equal up to the last number, or the driver has no torch.
+    """
+    try:
+        own = importlib.metadata.version("torch").split("+")[0]
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+    theirs = str(joins[0]["torch"])
+    if own.split(".")[:2] == theirs.split(".")[:2]:
+        return ""
+    return (
+        f"the driver has torch {own} and the executors have torch {theirs}: models may not be readable on the other "
+        "side, and numbers may differ; give both the same version"
+    )
 
 
 def join_run(

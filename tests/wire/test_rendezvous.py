@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import itertools
 import json
 import socket
@@ -13,7 +14,7 @@ import pytest
 from lagom.errors import PlanError
 from lagom.wire import rendezvous
 from lagom.wire.client import DriverClient, LinkClosed, Message
-from lagom.wire.rendezvous import Stopped, join_run, peers
+from lagom.wire.rendezvous import Stopped, join_run, other_torch, peers
 
 
 def join(task: int, *, ranks: list[int] | None = None, gpus: list[str] | None = None, **more: Any) -> Message:
@@ -81,6 +82,21 @@ def test_different_versions_are_an_error_naming_hosts_and_versions(fact: str) ->
     assert "1.0 on host" in text
     assert "2.0 on host1" in text
     assert "64:1" not in text
+
+
+@pytest.mark.parametrize(("own", "is_told"), [("2.13.1+cpu", False), ("2.9.1", True), (None, False)])
+def test_another_torch_of_the_driver_is_told_of(
+    monkeypatch: pytest.MonkeyPatch, own: str | None, is_told: bool
+) -> None:
+    def version(name: str) -> str:
+        if own is None:
+            raise importlib.metadata.PackageNotFoundError(name)
+        return own
+
+    monkeypatch.setattr(importlib.metadata, "version", version)
+    text = other_torch([join(0), join(1)])
+    assert text.startswith("the driver has torch 2.9.1 and the executors have torch 2.13.0: ") == is_told
+    assert bool(text) == is_told
 
 
 def test_hosts_that_would_exchange_in_clear_are_refused_by_name() -> None:
