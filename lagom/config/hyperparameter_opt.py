@@ -46,7 +46,7 @@ class HyperparameterOptConfig(TrialsConfig):
     a pruner of Optuna's. The optimizers "asha" and "hyperband" stop trials by their own rule alone."""
     es_interval: int = 1
     """For "median", number of steps between two decisions about a trial; for "asha" and "hyperband", number of steps
-    that each trial gets at least. With 1, "asha" takes a hundredth of the steps of the first trial that ends."""
+    that each trial gets at least; for "asha", 1 means a hundredth of the steps of the first trial that ends."""
     es_min: int = 10
     """Number of trials that run to their end before "median" stops one."""
 
