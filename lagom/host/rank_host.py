@@ -135,6 +135,12 @@ def join_message(
     }
 
 
+def chosen_threads(spec: RunSpec) -> int:
+    """Return the number of threads that the user has set before the call; 0 for none."""
+    chosen = spec.env.get("OMP_NUM_THREADS", "").partition(",")[0]
+    return int(chosen) if chosen.isdigit() else 0
+
+
 def rank_spec(
     table: Message,
     rank: int,
@@ -147,7 +153,6 @@ def rank_spec(
     own = table["ranks"][rank]
     here = [other["rank"] for other in table["ranks"] if other["host"] == own["host"]]
     cores = available_cores()
-    chosen = spec.env.get("OMP_NUM_THREADS", "").partition(",")[0]
     alone = spec.whole_env and len(here) == 1  # keep torch's default number of threads, as in a plain run
     gpu, gpu_index = _gpu_mask(table, rank, here, gpu) if spec.plan.already_distributed else (gpu, 0)
     return RankSpec(
@@ -162,7 +167,7 @@ def rank_spec(
         payload_fd=ground.payload_fd,
         stacks_fd=None,
         host_dir=str(ground.host_dir),
-        threads=int(chosen) if chosen.isdigit() else 0 if alone else max(1, cores // len(here)),
+        threads=chosen_threads(spec) or (0 if alone else max(1, cores // len(here))),
         gpu=gpu,
         gpu_index=gpu_index,
         nccl=bool(table["nccl"]),

@@ -11,7 +11,7 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from lagom.host.forked_rank import ForkedRank
-from lagom.host.rank_host import fork_rank, rank_spec
+from lagom.host.rank_host import chosen_threads, fork_rank, rank_spec
 from lagom.host.supervisor import RankSupervisor
 from lagom.host.workspace import HostWorkspace
 from lagom.wire.client import DriverClient, LinkClosed, Message
@@ -55,10 +55,11 @@ class TrialRanks:
     def begin(self, trial: Message) -> bool:
         """Hand the ranks their trial; return whether all are there, and none was killed while it waited."""
         message = {name: trial[name] for name in ("change", "metric", "env")} | {"type": "trial"}
+        threads = chosen_threads(self._spec) or trial["threads"]
         try:
             for rank, seat in zip(self._ranks, self._seats(trial["gpus"]), strict=True):
                 own = {name: getattr(seat, name) for name in ("gpu", "gpu_index", "nccl")}
-                rank.control.send(message | own | {"threads": trial["threads"] or seat.threads})
+                rank.control.send(message | own | {"threads": threads or seat.threads})
         except LinkClosed:
             return False
         return True

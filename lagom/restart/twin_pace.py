@@ -36,11 +36,12 @@ class TwinPace:
         """Time from which ``plans`` is to be called."""
         self._cost_s, self._last_s = 0.0, _FIRST_S
         self._settled_at = 0
-        self._forked_at = self._system_s = 0.0
-        """Time of the last fork, and time of the system for this process until then."""
-        self._rested_at, self._rested_system_s = self._began, _system_s()
+        self._forked_at, self._system_s = 0, 0.0
+        """Backwards until the last fork, and time of the system for this process until then."""
+        self._rested_at, self._rested_system_s = 0, _system_s()
         self._usual = 0.0
-        """Time of the system per second between forks, which steps take anyway."""
+        """Time of the system per backward between forks, which steps take anyway; not per second, since the steps after
+        a fork take longer: the forked processes need the cores, too."""
         self._num_refused = self._num_refused_at_passes = 0
         self._part = 1.0
         """Part of the share for forks that no change of files has asked for."""
@@ -52,11 +53,11 @@ class TwinPace:
             return False
         if self._settled_at:
             system_s = _system_s()
-            copied_s = system_s - self._system_s - self._usual * (now - self._forked_at)
+            copied_s = system_s - self._system_s - self._usual * (num_backwards - self._forked_at)
             self._last_s = _ENDS * (self._last_s + max(0.0, copied_s))
             self._cost_s += self._last_s
             self._settled_at = 0
-            self._rested_at, self._rested_system_s = now, system_s
+            self._rested_at, self._rested_system_s = num_backwards, system_s
             self.next_at = max(now + MIN_S, self._affordable(self._part)) if has_twins else self._affordable(1.0)
         if now < self.next_at:
             return False
@@ -74,8 +75,8 @@ class TwinPace:
         self._last_s = seconds
         self._num_refused = self._num_refused_at_passes = 0
         self._settled_at, self.next_at = num_backwards + SETTLED, 0.0
-        self._forked_at, self._system_s = time.perf_counter(), _system_s()
-        self._usual = (self._system_s - self._rested_system_s) / max(self._forked_at - self._rested_at, 1e-3)
+        self._forked_at, self._system_s = num_backwards, _system_s()
+        self._usual = (self._system_s - self._rested_system_s) / max(num_backwards - self._rested_at, 1)
 
     def add(self, seconds: float) -> None:
         """Add the time that another process took for the last fork."""

@@ -90,6 +90,7 @@ def run_trials(
             trials_dir,
             progress,
             stack.enter_context(mlflow_trials(of_trial.name, config.optimization_key)),
+            number,
         )
         stack.callback(progress.close)
         interrupted = _is_interrupted(source, loop, lambda: choose_slots(launcher, of_trial, call, number))

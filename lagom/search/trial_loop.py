@@ -30,6 +30,8 @@ from lagom.wire.client import Message
 
 log = logging.getLogger("lagom")
 _TICK_S = 0.5
+_JOIN_S = 2.0
+"""Longest time that the first slot waits for the others: from the start, trials are to share their host's cores."""
 _BAD_METRIC = "MetricError"
 _OF_THE_VARIANT = AblationError.__name__
 """Name of the error of one variant."""
@@ -64,6 +66,7 @@ class TrialLoop:
         trials_dir: Path,
         progress: SearchProgress | None = None,
         mlflow: MlflowTrials | None = None,
+        num_slots: int = 1,
     ) -> None:
         """Prepare to run the trials of ``source``, each by ``plan``.
 
@@ -73,6 +76,7 @@ class TrialLoop:
             trials_dir: folder in which each trial has a folder of its own.
             progress: shows the search; None shows nothing.
             mlflow: makes an MLflow run for each trial; None makes none.
+            num_slots: number of slots that will join.
         """
         self._source = source
         self._plan = plan
@@ -81,6 +85,9 @@ class TrialLoop:
         self._trials_dir = trials_dir
         self._progress = progress
         self._mlflow = mlflow
+        self._num_slots = num_slots
+        self._begin_by = 0.0
+        """Time at which trials begin even if slots are missing, once a slot has joined."""
         self._joined: dict[int, _Slot] = {}
         self._again: list[TrialSpec] = []
         self._num_lost: dict[int, int] = {}
@@ -106,6 +113,8 @@ class TrialLoop:
 
     def _fill(self) -> None:
         """Start a trial on each free slot: one that a lost slot has left, or the source's next one."""
+        if not self._joined or not self._may_begin():
+            return
         for number, slot in self._joined.items():
             if slot.running is not None:
                 continue
@@ -113,6 +122,11 @@ class TrialLoop:
             if spec is None:
                 return
             self._start(number, slot, spec)
+
+    def _may_begin(self) -> bool:
+        now = time.monotonic()
+        self._begin_by = self._begin_by or now + _JOIN_S
+        return len(self._joined) >= self._num_slots or now >= self._begin_by
 
     def _start(self, number: int, slot: _Slot, spec: TrialSpec) -> None:
         slot.running, slot.parts, slot.pruned, slot.last_value, slot.began = spec, [], False, None, time.time()

@@ -23,6 +23,7 @@ import torch
 from lagom.call import Call
 from lagom.cluster import Cluster
 from lagom.config import TorchDistributedConfig
+from lagom.control_groups import available_cores
 from lagom.errors import LagomError, MetricError
 from lagom.launchers import choose
 from lagom.plan import plan
@@ -88,8 +89,20 @@ def run(
     of_trial = dataclasses.replace(plan(config, where.cluster()), searches=True, keeps_logs=False)
     call = Call(function=train, provided={"hparams": hparams or {}})
     with choose_slots(where, of_trial, call, slots) as place:
-        TrialLoop(source, of_trial, "loss", max_failed, folder / "trials").run(place)
+        TrialLoop(source, of_trial, "loss", max_failed, folder / "trials", num_slots=slots).run(place)
     return source.outcomes
+
+
+@pytest.mark.parametrize("chosen", ["", "3"])
+def test_trials_share_the_cores_from_the_first_on_unless_the_user_says_otherwise(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chosen: str
+) -> None:
+    def train() -> Any:
+        return {"loss": float(torch.get_num_threads())}
+
+    monkeypatch.setenv("OMP_NUM_THREADS", chosen)
+    found = run(train, ListSource([{}] * 4), tmp_path)
+    assert {one.value for one in found.values()} == {float(chosen or max(1, available_cores() // 2))}
 
 
 @pytest.mark.parametrize("launcher", [pytest.param("local", marks=pytest.mark.soak), "inline"])
