@@ -1,8 +1,8 @@
 """Every ``zero_lvl`` on both backends: the weights after an epoch and the returned metric are those of level 0.
 
-A table of four levels, two backends, 1 to 3 ranks and four optimizers. By default run: on ``backend="torch"`` every
-optimizer at two levels on 2 ranks, in float64, one cell after another on the same ranks; and with DeepSpeed one
-optimizer at each level on 1 and 2 ranks, in float32. ``python -m pytest -m soak tests/test_levels.py`` runs the rest.
+A table of four levels, two backends, 1 to 3 ranks and four optimizers. By default run: with DeepSpeed one optimizer at
+each level on 1 and 2 ranks, in float32. ``python -m pytest -m soak tests/test_levels.py`` runs the rest. By default
+tests/test_examples.py trains at each level of ``backend="torch"``, and tests/zero and tests/optimizers in float64.
 """
 
 from __future__ import annotations
@@ -134,6 +134,7 @@ def _turn(level: int, world_size: int) -> str:
     return list(OPTIMIZERS)[(level + world_size) % len(OPTIMIZERS)]
 
 
+@pytest.mark.soak  # tests/test_examples.py trains at each level; tests/optimizers and tests/zero in float64
 def test_on_torch() -> None:
     assert WIDTH**2 > MIN_ELEMENTS
     table = [(level, name, torch.float64) for place, name in enumerate(OPTIMIZERS) for level in LEVELS[place % 2 :: 2]]

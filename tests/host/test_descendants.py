@@ -73,6 +73,7 @@ print(os.path.exists(f"/dev/shm/{name}"))
 """
 
 
+@pytest.mark.soak  # the others here remove it in time
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux lets a process adopt orphans")
 def test_shared_memory_goes_though_what_removes_it_gets_no_turn_for_long() -> None:
     done = subprocess.run([sys.executable, "-c", WITH_MEMORY], cwd=ROOT, capture_output=True, text=True, check=False)

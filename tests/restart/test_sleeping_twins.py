@@ -225,6 +225,7 @@ def test_a_file_of_lagom_s_own_that_is_open_for_a_moment_is_not_the_program_s(tm
     assert [failure["resumed_from"] == BEGINNING for failure in killed.failures] == [False, False]
 
 
+@pytest.mark.soak  # the reason of a program with a thread comes the same way
 def test_twins_that_could_not_be_forked_are_told_of(tmp_path: Path) -> None:
     assert without_twins(programs.cannot_fork_twice, tmp_path)[1] == "it could not be forked"
 
@@ -235,6 +236,7 @@ def test_twins_are_forked_again_after_one_could_not_be(tmp_path: Path) -> None:
     assert [failure["resumed_from"] == BEGINNING for failure in killed.failures] == [False]
 
 
+@pytest.mark.soak  # test_a_killed_rank_goes_on_within_the_pass needs such twins
 def test_twins_count_once_no_process_stands_between(tmp_path: Path) -> None:
     states: list[str] = []
 
@@ -253,6 +255,7 @@ def test_twins_count_once_no_process_stands_between(tmp_path: Path) -> None:
     assert len(states) == 2
 
 
+@pytest.mark.soak  # test_a_batch_that_workers_have_shared_is_the_twins_own has batches of workers
 def test_memory_that_a_program_shares_with_its_workers_stays_shared(tmp_path: Path) -> None:
     config = TorchDistributedConfig(launcher="local", world_size=2, hparams={"folder": str(tmp_path)})
     plain = experiment.lagom(programs.counts, config)
@@ -269,6 +272,7 @@ def test_twins_that_cannot_go_on_are_no_second_loss(tmp_path: Path) -> None:
     assert [failure["resumed_from"] for failure in killed.failures] == ["the beginning"]
 
 
+@pytest.mark.soak  # test_shown_output.py and test_a_killed_rank_goes_on_within_the_pass
 def test_output_is_shown_once_after_forks_that_failed(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     whole, _ = run(programs.gets_a_hidden_thread, tmp_path / "whole", 2, [])
     text = capfd.readouterr().out

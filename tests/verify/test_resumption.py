@@ -91,6 +91,7 @@ def test_a_program_that_would_go_on_otherwise_does_not_begin(tmp_path: Path, mon
     assert listdir() == []
 
 
+@pytest.mark.soak  # tests/snapshots/test_idioms.py has the reasons
 def test_a_program_that_no_snapshot_can_be_taken_of_is_told_why_and_begins(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
