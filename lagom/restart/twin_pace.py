@@ -20,6 +20,8 @@ SETTLED = 2
 """Backwards after a fork, during which most pages that the rank writes are copied."""
 _ENDS = 1.25
 """Cost of a fork, as a multiple of the cost that is counted: the twins before it end, which frees their pages."""
+_ELSEWHERE_S = 0.01
+"""Core time that the host process, the driver and the new twins take for a fork, in seconds, which nobody measures."""
 _TRIES = 5
 """Forks in a row that are refused, after which no more are tried."""
 _TRIES_AT_PASSES = 16
@@ -54,7 +56,7 @@ class TwinPace:
         if self._settled_at:
             system_s = _system_s()
             copied_s = system_s - self._system_s - self._usual * (num_backwards - self._forked_at)
-            self._last_s = _ENDS * (self._last_s + max(0.0, copied_s))
+            self._last_s = _ENDS * (self._last_s + max(0.0, copied_s)) + _ELSEWHERE_S
             self._cost_s += self._last_s
             self._settled_at = 0
             self._rested_at, self._rested_system_s = num_backwards, system_s
