@@ -7,10 +7,8 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
-from lagom.control_groups import ROOT, control_groups
 
-
-def num_kills(root: Path = ROOT, proc: Path = Path("/proc")) -> dict[str, int]:
+def num_kills(root: Path = Path("/sys/fs/cgroup"), proc: Path = Path("/proc")) -> dict[str, int]:
     """Return the kills in this process's control group, which has a container's limit, and on the whole machine.
 
     A count that cannot be read is missing.
@@ -27,11 +25,17 @@ def num_kills(root: Path = ROOT, proc: Path = Path("/proc")) -> dict[str, int]:
 
 def _of_groups(root: Path, proc: Path) -> list[int]:
     """Return the count of the innermost control group (version 1 or 2) that has one, in a list; [] if none has one."""
-    for folder, is_unified in control_groups("memory", root, proc / "self/cgroup"):
-        with contextlib.suppress(OSError):
-            text = (folder / ("memory.events" if is_unified else "memory.oom_control")).read_text()
-            if counted := re.search(r"^oom_kill (\d+)$", text, flags=re.MULTILINE):
-                return [int(counted[1])]
+    for line in (proc / "self/cgroup").read_text().splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers and "memory" not in controllers.split(","):
+            continue
+        base, name = (root / "memory", "memory.oom_control") if controllers else (root, "memory.events")
+        # In a container the path may be the host's and not exist here: then the root is the container's own group.
+        for folder in (base / path.lstrip("/"), base):
+            with contextlib.suppress(OSError):
+                counted = re.search(r"^oom_kill (\d+)$", (folder / name).read_text(), flags=re.MULTILINE)
+                if counted:
+                    return [int(counted[1])]
     return []
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import queue
 import socket
 import time
@@ -22,8 +21,6 @@ from lagom.restart.losses import Loss, loss_in
 from lagom.wire.client import Message
 from lagom.wire.rendezvous import LEAVE_S, WRITE_S, other_torch, peers
 from lagom.wire.server import DriverServer
-
-log = logging.getLogger("lagom")
 
 GATHER_S = 1.5
 """Seconds after the first join; if tasks are missing then, the others are told to exchange addresses without the
@@ -358,10 +355,10 @@ class RunView:
             self._refused = error
             self.stop()
             return
-        if text := other_torch(list(self._joins.values())):
-            log.warning(text)
         self.channel.broadcast(table)
         self.channel.end_relay()
+        if text := other_torch(list(self._joins.values())):
+            self._events.put({"type": "warning", "text": text})
 
     def _give_up_waiting(self) -> None:
         if len(self._joins) < self._num_tasks and not self._stopping:

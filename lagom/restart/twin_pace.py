@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import resource
 import time
+from typing import NamedTuple
 
 SHARE = 0.01
 """Largest share of the run's time that forks take."""
@@ -22,11 +23,20 @@ _ENDS = 1.25
 """Cost of a fork, as a multiple of the cost that is counted: the twins before it end, which frees their pages."""
 _ELSEWHERE_S = 0.01
 """Core time that the host process, the driver and the new twins take for a fork, in seconds, which nobody measures."""
+_STRETCH_S = 0.5
+"""Time by which the steps after a fork may be longer, since the forked processes need the cores, too."""
 _TRIES = 5
 """Forks in a row that are refused, after which no more are tried."""
 _TRIES_AT_PASSES = 16
 """Forks in a row that are refused where a pass begins, and are not put off: the next pass may begin without workers
 of another one."""
+
+
+class _Moment(NamedTuple):
+    at: float
+    num_backwards: int
+    system_s: float
+    """Time of the system for this process until then."""
 
 
 class TwinPace:
@@ -38,12 +48,10 @@ class TwinPace:
         """Time from which ``plans`` is to be called."""
         self._cost_s, self._last_s = 0.0, _FIRST_S
         self._settled_at = 0
-        self._forked_at, self._system_s = 0, 0.0
-        """Backwards until the last fork, and time of the system for this process until then."""
-        self._rested_at, self._rested_system_s = 0, _system_s()
-        self._usual = 0.0
-        """Time of the system per backward between forks, which steps take anyway; not per second, since the steps after
-        a fork take longer: the forked processes need the cores, too."""
+        self._forked = _Moment(0.0, 0, 0.0)
+        """The last fork."""
+        self._rested: _Moment | None = None
+        """The moment at which the pages of the fork before it were copied; None if there was none."""
         self._num_refused = self._num_refused_at_passes = 0
         self._part = 1.0
         """Part of the share for forks that no change of files has asked for."""
@@ -54,12 +62,11 @@ class TwinPace:
         if num_backwards < self._settled_at:
             return False
         if self._settled_at:
-            system_s = _system_s()
-            copied_s = system_s - self._system_s - self._usual * (num_backwards - self._forked_at)
-            self._last_s = _ENDS * (self._last_s + max(0.0, copied_s)) + _ELSEWHERE_S
+            moment = _Moment(now, num_backwards, _system_s())
+            self._last_s = _ENDS * (self._last_s + self._copied_s(moment)) + _ELSEWHERE_S
             self._cost_s += self._last_s
             self._settled_at = 0
-            self._rested_at, self._rested_system_s = num_backwards, system_s
+            self._rested = moment
             self.next_at = max(now + MIN_S, self._affordable(self._part)) if has_twins else self._affordable(1.0)
         if now < self.next_at:
             return False
@@ -77,8 +84,7 @@ class TwinPace:
         self._last_s = seconds
         self._num_refused = self._num_refused_at_passes = 0
         self._settled_at, self.next_at = num_backwards + SETTLED, 0.0
-        self._forked_at, self._system_s = num_backwards, _system_s()
-        self._usual = (self._system_s - self._rested_system_s) / max(num_backwards - self._rested_at, 1)
+        self._forked = _Moment(time.perf_counter(), num_backwards, _system_s())
 
     def add(self, seconds: float) -> None:
         """Add the time that another process took for the last fork."""
@@ -102,6 +108,21 @@ class TwinPace:
         self._num_refused += 1
         wait_s = _PUT_OFF_S * 4.0 ** (self._num_refused - 1) if self._num_refused < _TRIES else math.inf
         self.next_at = max(time.perf_counter() + wait_s, self._affordable(self._part))
+
+    def _copied_s(self, now: _Moment) -> float:
+        """Return the time of the system since the fork, without what the program takes anyway.
+
+        That is as much for each backward as between the forks; or for each second, if an evaluation began meanwhile.
+        """
+        spent_s = now.system_s - self._forked.system_s
+        if self._rested is None:  # what came before the first fork was the start of the program
+            return spent_s
+        before_s = max(0.0, self._forked.system_s - self._rested.system_s)  # a twin that goes on counts from 0
+        by_backwards = (now.num_backwards - self._forked.num_backwards) / max(
+            self._forked.num_backwards - self._rested.num_backwards, 1
+        )
+        by_seconds = (now.at - self._forked.at - _STRETCH_S) / max(self._forked.at - self._rested.at, 1e-3)
+        return max(0.0, spent_s - before_s * max(by_backwards, by_seconds))
 
     def _affordable(self, part: float) -> float:
         """Return the time at which the forks so far are this ``part`` of the share of the run's time."""

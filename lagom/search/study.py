@@ -71,6 +71,7 @@ class Study:
             raise
         known = self.optuna.get_trials(deepcopy=False)
         self._has_completed = any(each.state.name == "COMPLETE" for each in known)
+        self._has_reported = any(each.intermediate_values for each in known)
         self._num_asked = sum(1 for each in known if each.state.name != "WAITING")
         self._again = [each for each in known if each.state.name == "RUNNING"]
         self._limit = _limit(config)
@@ -119,6 +120,7 @@ class Study:
         if step in running.steps:
             return False
         running.steps.add(step)
+        self._has_reported = True
         running.trial.report(value, step)
         return running.trial.should_prune()
 
@@ -126,8 +128,7 @@ class Study:
         """Note how the trial ``number`` ended."""
         from optuna.trial import TrialState
 
-        running = self._running.pop(number)
-        trial = running.trial
+        trial = self._running.pop(number).trial
         facts = {
             "seconds": outcome.seconds,
             "started": outcome.started,
@@ -147,19 +148,22 @@ class Study:
         elif outcome.state == "pruned":
             self._end(trial, state=TrialState.PRUNED)
         else:
-            self._warn_if_unreported(running)
+            self._warn_if_unreported(number)
             self._end(trial, outcome.value)
 
-    def _warn_if_unreported(self, running: _Running) -> None:
+    def _warn_if_unreported(self, number: int) -> None:
         """Say once that bad trials are not stopped early, if the first complete trial has reported no value."""
-        from optuna.pruners import NopPruner
+        from optuna.pruners import MedianPruner, NopPruner
 
-        could_stop = self._limit > self._config.es_min and not isinstance(self.optuna.pruner, NopPruner)
-        if could_stop and not self._has_completed and not running.steps:
+        pruner = self.optuna.pruner
+        may_stop = not isinstance(pruner, NopPruner)
+        if isinstance(pruner, MedianPruner):
+            may_stop = self._limit > self._config.es_min
+        if may_stop and not self._has_completed and not self._has_reported:
             log.warning(
-                "trial %d reported no value of %r before its end, so no trial is stopped early; if the function logs a "
-                'metric, name it as optimization_key, or set es_policy="none"',
-                running.trial.number,
+                "trial %d reported no value of %r before its end, so it counts for no early stopping; if the function "
+                "logs a metric, name it as optimization_key",
+                number,
                 self._config.optimization_key,
             )
         self._has_completed = True

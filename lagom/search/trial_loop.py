@@ -134,8 +134,10 @@ class TrialLoop:
         shutil.rmtree(folder, ignore_errors=True)  # no files and output of an earlier, lost attempt
         folder.mkdir(parents=True)
         here = [other for other in self._joined.values() if other.join["host"] == slot.join["host"]]
-        alone = len(here) == 1 and self._plan.world_size == 1 and self._plan.launcher == "local"
-        threads = 0 if alone else max(1, slot.join["cores"] // (len(here) * self._plan.world_size))
+        local = self._plan.launcher == "local"  # then all slots are here, also those that join again
+        num_here = max(len(here), self._num_slots if local else 1)
+        alone = num_here == 1 and self._plan.world_size == 1 and local
+        threads = 0 if alone else max(1, slot.join["cores"] // (num_here * self._plan.world_size))
         message = {
             "type": "trial",
             "number": spec.number,

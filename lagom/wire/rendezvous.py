@@ -64,11 +64,11 @@ def other_torch(joins: Sequence[Message]) -> str:
     It is "" if the versions are equal up to the last number, or the driver has no torch.
     """
     try:
-        own = importlib.metadata.version("torch").split("+")[0]
+        own = (importlib.metadata.version("torch") or "").split("+")[0]
     except importlib.metadata.PackageNotFoundError:
         return ""
     theirs = str(joins[0]["torch"])
-    if own.split(".")[:2] == theirs.split(".")[:2]:
+    if not own or own.split(".")[:2] == theirs.split(".")[:2]:
         return ""
     return (
         f"the driver has torch {own} and the executors have torch {theirs}: models may not be readable on the other "

@@ -73,6 +73,34 @@ def test_time_of_the_system_that_steps_take_anyway_does_not_count(
     assert number == pytest.approx(1000 * SHARE / (2 * FORK_S), abs=3)
 
 
+def test_an_evaluation_right_after_a_fork_does_not_count(clock: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resource, "getrusage", lambda _: SimpleNamespace(ru_stime=clock[0] / 3))
+    pace, number = TwinPace(), 0
+    for step in range(3_000):
+        clock[0] += 0.1
+        if clock[0] >= pace.next_at and pace.plans(step, has_twins=True):
+            pace.fork(0.1, step)
+            number += 1
+            clock[0] += 30.0  # and no backward
+    assert number > 0.9 * (clock[0] - 100.0) * SHARE / FORK_S - 5
+
+
+def test_a_twin_that_goes_on_counts_its_own_time(clock: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its process has used next to none, while the rank from which it was forked had used 30 s."""
+    used = [30.0]
+    monkeypatch.setattr(resource, "getrusage", lambda _: SimpleNamespace(ru_stime=used[0]))
+    pace = TwinPace()
+    number = 0
+    for step in range(10_000):
+        clock[0] += 0.1
+        if step == 5_000:
+            used[0] = 0.0
+        if clock[0] >= pace.next_at and pace.plans(step, has_twins=True):
+            pace.fork(0.1, step)
+            number += 1
+    assert number == pytest.approx(1000 * SHARE / FORK_S, abs=5)
+
+
 def test_changes_of_files_do_not_make_them_take_more(clock: list[float]) -> None:
     assert 0.5 * 1000 * SHARE / FORK_S <= forks(clock, 1000, changes=True) <= 1000 * SHARE / FORK_S + 1
 

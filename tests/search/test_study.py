@@ -312,8 +312,8 @@ def test_a_first_trial_that_reports_nothing_is_told_of_once(
         assert spec is not None
         study.tell(spec.number, TrialOutcome(state="complete", value=1.0))
     text = (
-        "trial 0 reported no value of 'Metric' before its end, so no trial is stopped early; if the function logs a "
-        'metric, name it as optimization_key, or set es_policy="none"'
+        "trial 0 reported no value of 'Metric' before its end, so it counts for no early stopping; if the function "
+        "logs a metric, name it as optimization_key"
     )
     assert [one.getMessage() for one in caplog.records] == [text] * is_told
 
