@@ -50,8 +50,8 @@ class TwinPace:
         self._settled_at = 0
         self._forked = _Moment(0.0, 0, 0.0)
         """The last fork."""
-        self._rested: _Moment | None = None
-        """The moment at which the pages of the fork before it were copied; None if there was none."""
+        self._rested = _Moment(self._began, 0, _system_s())
+        """The moment at which the pages of the fork before it were copied; before the first fork the start."""
         self._num_refused = self._num_refused_at_passes = 0
         self._part = 1.0
         """Part of the share for forks that no change of files has asked for."""
@@ -115,12 +115,10 @@ class TwinPace:
         That is as much for each backward as between the forks; or for each second, if an evaluation began meanwhile.
         """
         spent_s = now.system_s - self._forked.system_s
-        if self._rested is None:  # what came before the first fork was the start of the program
-            return spent_s
         before_s = max(0.0, self._forked.system_s - self._rested.system_s)  # a twin that goes on counts from 0
-        by_backwards = (now.num_backwards - self._forked.num_backwards) / max(
-            self._forked.num_backwards - self._rested.num_backwards, 1
-        )
+        num_before = self._forked.num_backwards - self._rested.num_backwards
+        is_first = self._rested.num_backwards == 0  # then most of it was the start of the program, not its backwards
+        by_backwards = 0.0 if is_first else (now.num_backwards - self._forked.num_backwards) / max(num_before, 1)
         by_seconds = (now.at - self._forked.at - _STRETCH_S) / max(self._forked.at - self._rested.at, 1e-3)
         return max(0.0, spent_s - before_s * max(by_backwards, by_seconds))
 
