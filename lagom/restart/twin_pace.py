@@ -21,7 +21,7 @@ SETTLED = 2
 """Backwards after a fork, during which most pages that the rank writes are copied."""
 _ENDS = 1.25
 """Cost of a fork, as a multiple of the cost that is counted: the twins before it end, which frees their pages."""
-_ELSEWHERE_S = 0.01
+_ELSEWHERE_S = 0.02
 """Core time that the host process, the driver and the new twins take for a fork, in seconds, which nobody measures."""
 _STRETCH_S = 0.5
 """Time by which the steps after a fork may be longer, since the forked processes need the cores, too."""

@@ -10,7 +10,7 @@ import pytest
 
 from lagom.restart.twin_pace import SHARE, TwinPace
 
-FORK_S = 0.135
+FORK_S = 0.145
 """Cost of a fork of 0.1 s, with the end of the twins before and the work of other processes."""
 
 
