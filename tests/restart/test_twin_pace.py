@@ -98,7 +98,7 @@ def test_a_twin_that_goes_on_counts_its_own_time(clock: list[float], monkeypatch
         if clock[0] >= pace.next_at and pace.plans(step, has_twins=True):
             pace.fork(0.1, step)
             number += 1
-    assert number == pytest.approx(1000 * SHARE / FORK_S, abs=5)
+    assert number == pytest.approx(1000 * SHARE / FORK_S, abs=1)
 
 
 def test_changes_of_files_do_not_make_them_take_more(clock: list[float]) -> None:
