@@ -7,11 +7,13 @@ import decimal
 import io
 import os
 import pickle
+import re
 import shutil
 import signal
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -110,6 +112,23 @@ def test_without_a_transform_batches_are_tensors() -> None:
     assert list(patterns) == ["id", "fixed"]
     with pytest.raises(ValueError, match="schema_fields names 'x'"):
         lagom.PetastormDataLoader(WRITTEN, 8, schema_fields=["x"])
+    (fields,) = lagom.PetastormDataLoader(WRITTEN, 20, schema_fields=[SimpleNamespace(name="small"), re.compile("id")])
+    assert sorted(fields) == ["id", "small"]
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        ({"predicate": print}, r"predicate is an option of petastorm's readers; filters=\["),
+        ({"num_epochs": 3}, "num_epochs is .* `for` over the loader"),
+        ({"cur_shard": 0, "shard_count": 2}, "cur_shard is .* lagom itself divides the rows"),
+        ({"schema_fields": "id"}, "schema_fields is 'id'; it is a list"),
+        ({"schema_fields": object()}, "Sequences of rows .NGram. are read by petastorm's own readers"),
+    ],
+)
+def test_what_only_petastorms_readers_do_is_refused_with_what_to_do_instead(options: dict[str, Any], why: str) -> None:
+    with pytest.raises(ValueError, match=why):
+        lagom.PetastormDataLoader(WRITTEN, 8, **options)
 
 
 def test_nulls_and_shapes_that_differ_are_the_programs_choice() -> None:

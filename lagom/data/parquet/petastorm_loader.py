@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -55,6 +55,16 @@ class TransformSpec:
         self.selected_fields = selected_fields
 
 
+_INSTEAD = {
+    "predicate": "filters=[(column, operator, value)] chooses rows here, or petastorm's own make_reader",
+    "rowgroup_selector": "filters=[(column, operator, value)] chooses rows here, or petastorm's own make_reader",
+    "num_epochs": "here each `for` over the loader is an epoch",
+    "cur_shard": "lagom itself divides the rows over the ranks",
+    "shard_count": "lagom itself divides the rows over the ranks",
+}
+"""Options that are not taken, and what there is in their place."""
+
+
 class PetastormDataLoader(ParquetLoader):
     """Loads batches of a Parquet data set: dicts of tensors by field, with lists for texts.
 
@@ -64,7 +74,7 @@ class PetastormDataLoader(ParquetLoader):
         batch_size: rows of a batch.
         transform_spec: a function or a ``TransformSpec``, also petastorm's own. The function gets None for nulls,
             unless ``nulls`` is set, here or in the data set.
-        schema_fields: names of the fields to read, or regular expressions that match them.
+        schema_fields: the fields to read: names, regular expressions that match names, or petastorm's fields.
         shuffle: whether each epoch has another order; True by default, as petastorm shuffles by default.
         shuffle_row_groups: petastorm's option; see ``shuffling_queue_capacity``.
         shuffling_queue_capacity: petastorm's option; it matters only whether it is 0. If it is 0 and
@@ -84,7 +94,7 @@ class PetastormDataLoader(ParquetLoader):
         batch_size: int = 1,
         transform_spec: Any = None,
         *,
-        schema_fields: Sequence[str] | None = None,
+        schema_fields: Sequence[Any] | None = None,
         shuffle: bool = True,
         shuffle_row_groups: bool = True,
         shuffling_queue_capacity: int = 0,
@@ -102,13 +112,22 @@ class PetastormDataLoader(ParquetLoader):
             raise ValueError(f"transform_spec is {transform_spec!r}; it is a function or a TransformSpec")
         if "columns" in options:
             raise ValueError(f"columns is ParquetDataset's; here it is schema_fields={options['columns']!r}")
+        for name in sorted(options.keys() & _INSTEAD.keys()):
+            raise ValueError(f"{name} is an option of petastorm's readers; {_INSTEAD[name]}")
+        if isinstance(schema_fields, str) or not isinstance(schema_fields, (Iterable, type(None))):
+            raise ValueError(
+                f"schema_fields is {schema_fields!r}; it is a list of names, regular expressions or fields. Sequences "
+                "of rows (NGram) are read by petastorm's own readers: see docs/data.md"
+            )
         transforms = spec.func is not None
         if isinstance(dataset, ParquetDataset):
             nulls = dataset.nulls if nulls is None and dataset.nulls != "error" else nulls
             ragged = dataset.ragged if ragged is None and dataset.ragged != "error" else ragged
         data = ParquetDataset(
             dataset,
-            columns=None if schema_fields is None else functools.partial(_matching, schema_fields),
+            columns=None
+            if schema_fields is None
+            else functools.partial(_matching, [getattr(field, "name", field) for field in schema_fields]),
             filters=filters,
             nulls=nulls if nulls is not None else "mask" if transforms else "error",
             ragged=ragged if ragged is not None else "list" if transforms else "error",
@@ -122,7 +141,7 @@ class PetastormDataLoader(ParquetLoader):
         super().__init__(data, batch_size, mixed, seed=seed, drop_last=drop_last, **options)
 
 
-def _matching(patterns: Sequence[str], names: list[str]) -> list[str]:
+def _matching(patterns: Sequence[Any], names: list[str]) -> list[str]:
     for pattern in patterns:
         if not any(re.fullmatch(pattern, name) for name in names):
             raise ValueError(f"schema_fields names {pattern!r}, and there are {names}")
