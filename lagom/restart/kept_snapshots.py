@@ -188,6 +188,11 @@ class SnapshotFolder:
             try:
                 status = os.stat(path)
             except OSError as error:
+                if os.path.exists(f"{os.path.dirname(self.path)}/study.journal"):
+                    raise LagomError(
+                        f"{os.path.dirname(self.path)} is a search, which goes on with resume= of its config, or "
+                        "lagom search --resume"
+                    ) from error
                 raise LagomError(
                     f"the run has kept no snapshots in {self.path}: a run keeps them if it is called with "
                     "snapshot_every_s, a script with lagom run --snapshot-every"

@@ -262,6 +262,9 @@ def test_a_run_without_snapshots_is_not_resumed(tmp_path: Path) -> None:
     (run,) = (tmp_path / "runs").iterdir()
     with pytest.raises(LagomError, match="kept no snapshots"):
         experiment.resume(run)
+    (run / "study.journal").touch()
+    with pytest.raises(LagomError, match="is a search, which goes on with resume="):
+        experiment.resume(run)
 
 
 def test_snapshots_that_others_can_write_are_not_read(tmp_path: Path) -> None:
