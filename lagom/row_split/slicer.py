@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.weak import WeakIdKeyDictionary
 
 from lagom.patching.object_reference import ObjectReference
+from lagom.patching.replace import replaced
 from lagom.row_split.draws import OtherWayError
 from lagom.row_split.module_tree import ModuleTree, attribute_numbers, call_kind
 from lagom.row_split.probe import UNIFORM, probe
@@ -27,17 +30,32 @@ from lagom.row_split.surroundings import watched_writes
 from lagom.row_split.whole_batch import Gatherer, is_worth_slicing
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from lagom.session.session import Session
 
 _CHANGES_NUMBERS = "changes numbers among its attributes, or what it can see, by which a later call may go another way"
 _TOP_HOOKS = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", lambda _: None)
-"""Returns the program's hooks on saved tensors; None with torch 2.6, where such hooks get a part of the batch."""
+"""Returns the program's hooks on saved tensors; always None with torch 2.6 (see ``watch_packing``)."""
 _MAX_KINDS = 64
 """Number of kinds of calls of one module after which new kinds are no longer probed."""
 _MAX_WAYS = 16
 """Number of new ways in calls of one kind after which such calls always run whole."""
+
+
+@contextmanager
+def watch_packing(session: Session) -> Iterator[None]:
+    """Split no forwards any more once the program has set hooks on saved tensors, where torch does not tell of them."""
+    enter = saved_tensors_hooks.__enter__
+
+    def entered(hooks: saved_tensors_hooks) -> None:
+        if type(hooks) is saved_tensors_hooks:  # torch's own hooks are of subclasses
+            session.shares_forwards = False
+        enter(hooks)
+
+    told = hasattr(torch._C._autograd, "_top_saved_tensors_default_hooks")
+    with nullcontext() if told else replaced(saved_tensors_hooks, "__enter__", entered):
+        yield
 
 
 def is_splittable(session: Session, module: nn.Module) -> bool:

@@ -24,6 +24,7 @@ from lagom.optimizers.grouped_adam import grouped_adam
 from lagom.optimizers.lr_scaling import scale_learning_rates
 from lagom.optimizers.zero_steps import shard_steps
 from lagom.row_split.row_losses import share_losses
+from lagom.row_split.slicer import watch_packing
 from lagom.run_state.mixed_devices import meet_on
 from lagom.run_state.random_streams import OwnStreams
 from lagom.timing.program_spans import recorded_calls
@@ -116,6 +117,7 @@ def _patched_for_ranks(session: Session) -> Iterator[None]:
             session.learned["rank"] = _refuse_known_rank, lambda _: None
             stack.enter_context(skip_profiler_ranges())
             stack.enter_context(grouped_adam(same_bits=session.config.batches == "whole"))
+            stack.enter_context(watch_packing(session))
             if session.config.batches == "whole":
                 stack.enter_context(share_losses(session, knows_rank))
             if session.config.zero_lvl:

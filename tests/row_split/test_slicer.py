@@ -10,12 +10,14 @@ import threading
 import weakref
 from collections.abc import Callable
 from functools import cache, partial
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional as F
 from torch.nn.modules import module as everywhere
 from torch.utils.checkpoint import checkpoint
@@ -25,6 +27,7 @@ from lagom.config.torch_distributed import Batches, Collectives
 from lagom.errors import DivergenceError
 from lagom.row_split.module_tree import ModuleTree
 from lagom.row_split.probe import probe
+from lagom.row_split.slicer import watch_packing
 from lagom.row_split.split_candidate import SplitFinding
 from lagom.run_state.random_streams import seed_everything
 from lagom.session.session import Session
@@ -800,3 +803,25 @@ def test_batchnorm_beside_dropout_stays_sliced() -> None:
         return [line for line in said if "runs whole" in line]
 
     assert run_ranks(2, run, batches="whole") == [[], []]
+
+
+def test_hooks_on_saved_tensors_are_seen_where_torch_does_not_tell_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Own(saved_tensors_hooks):
+        """Stands for torch's own hooks, of a checkpoint."""
+
+    monkeypatch.delattr(torch._C._autograd, "_top_saved_tensors_default_hooks", raising=False)
+    session, enter = SimpleNamespace(shares_forwards=True), saved_tensors_hooks.__enter__
+    packed: list[Tensor] = []
+
+    def pack(x: Tensor) -> Tensor:
+        packed.append(x)
+        return x
+
+    with watch_packing(cast("Session", session)):
+        with Own(lambda x: x, lambda x: x):
+            assert session.shares_forwards
+        with saved_tensors_hooks(pack, lambda x: x):
+            torch.ones(2, requires_grad=True).exp()
+    assert not session.shares_forwards
+    assert packed
+    assert saved_tensors_hooks.__enter__ is enter
