@@ -89,7 +89,7 @@ def standing_elsewhere() -> Any:
     with contextlib.chdir("run") if sys.version_info >= (3, 11) else contextlib.nullcontext():
         Path("here.txt").write_text("here")
         where = os.path.relpath(os.getcwd(), "..")
-        return where, os.listdir(), Path("../state.json").exists()
+        return where, sorted(os.listdir()), Path("../state.json").exists()
 
 
 def logged() -> Any:

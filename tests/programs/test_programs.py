@@ -7,6 +7,7 @@ from functools import cache
 from types import ModuleType
 
 import pytest
+from torch._C._autograd import SavedTensor
 
 from lagom.config.torch_distributed import Evaluation
 from tests.programs import judge
@@ -23,6 +24,8 @@ from tests.programs.expectations import (
 from tests.ranks import RankFailedError
 
 LOSSES = ("a mean with weights of its own", "a sum over a batch")
+TOLD = LOSSES if hasattr(SavedTensor, "unpack_hook") else LOSSES[1:]
+"""Losses that a run tells of: weights are not read where torch does not tell whether a saved tensor has hooks."""
 SPLITS = ("equal", "by share", "off", "apart", "error")
 
 
@@ -112,7 +115,7 @@ def judge_split(case: Case, world_size: int, evaluation: Evaluation) -> None:
     kinds = judge.sharing(run.ranks, plain.ranks[0].passes, same_order=case.split != "off")
     assert set(kinds) == ({"shared"} if case.shared else set())
     assert ("nothing is shared out" in first.said) == (not case.shared)
-    assert {text for text in LOSSES if text in first.said} == {case.says} - {""}
+    assert {text for text in LOSSES if text in first.said} == {case.says}.intersection(TOLD)
     assert judge.words(first.text) == judge.words(plain.ranks[0].text)
     assert run.files.keys() == plain.files.keys()
     if case.split == "off":

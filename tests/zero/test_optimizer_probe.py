@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -103,6 +104,8 @@ def found(optimizer: Optimizer, *, closure: bool = False) -> ShardingKind:
     ],
 )
 def test_elementwise_optimizers_of_torch(kind: Any) -> None:
+    if kind is Adagrad and "initial_accumulator_value" not in inspect.getsource(Adagrad._init_group):
+        pytest.skip("in older torch it cannot make its state anew, and so is not sharded")
     assert found(kind(_params(), lr=0.0)) is ShardingKind.ELEMENTWISE
 
 
