@@ -11,9 +11,9 @@ import re
 import shutil
 import signal
 import zlib
+from collections import namedtuple
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -34,6 +34,8 @@ from tests.data.write_petastorm import row
 from tests.ranks import alone, run_ranks
 
 WRITTEN = Path(__file__).parent / "petastorm_0_12_1"
+FieldOfPetastorm = namedtuple("FieldOfPetastorm", ["name", "numpy_dtype", "shape", "codec", "nullable"])
+FIELD = FieldOfPetastorm("small", np.uint8, (), None, False)
 NAMES = ["id", "small", "name", "price", "fixed", "ragged", "zipped", "maybe", "png", "grey", "jpeg", "day"]
 
 
@@ -112,16 +114,22 @@ def test_without_a_transform_batches_are_tensors() -> None:
     assert list(patterns) == ["id", "fixed"]
     with pytest.raises(ValueError, match="schema_fields names 'x'"):
         lagom.PetastormDataLoader(WRITTEN, 8, schema_fields=["x"])
-    (fields,) = lagom.PetastormDataLoader(WRITTEN, 20, schema_fields=[SimpleNamespace(name="small"), re.compile("id")])
+    (fields,) = lagom.PetastormDataLoader(WRITTEN, 20, schema_fields=[FIELD, re.compile("id")])
     assert sorted(fields) == ["id", "small"]
 
 
 @pytest.mark.parametrize(
     ("options", "why"),
     [
-        ({"predicate": print}, r"predicate is an option of petastorm's readers; filters=\["),
+        ({"predicate": print}, r"predicate is an option of petastorm's readers; use filters=\["),
         ({"num_epochs": 3}, "num_epochs is .* `for` over the loader"),
+        ({"rowgroup_selector": None}, "rowgroup_selector is .* filters="),
         ({"cur_shard": 0, "shard_count": 2}, "cur_shard is .* lagom itself divides the rows"),
+        ({"shard_count": 2}, "shard_count is .* lagom itself divides the rows"),
+        ({"workers_count": 4}, "workers_count is .* num_workers="),
+        ({"schema_fields": FIELD}, "schema_fields is FieldOfPetastorm.*; it is a list"),
+        ({"schema_fields": b"id"}, "schema_fields is b'id'; it is a list"),
+        ({"schema_fields": [object()]}, "it is a list of names"),
         ({"schema_fields": "id"}, "schema_fields is 'id'; it is a list"),
         ({"schema_fields": object()}, "Sequences of rows .NGram. are read by petastorm's own readers"),
     ],

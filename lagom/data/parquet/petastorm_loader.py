@@ -56,11 +56,13 @@ class TransformSpec:
 
 
 _INSTEAD = {
-    "predicate": "filters=[(column, operator, value)] chooses rows here, or petastorm's own make_reader",
-    "rowgroup_selector": "filters=[(column, operator, value)] chooses rows here, or petastorm's own make_reader",
+    "predicate": "use filters=[(column, operator, value)] here, or petastorm's own make_reader",
+    "rowgroup_selector": "use filters=[(column, operator, value)] here, or petastorm's own make_reader",
     "num_epochs": "here each `for` over the loader is an epoch",
     "cur_shard": "lagom itself divides the rows over the ranks",
     "shard_count": "lagom itself divides the rows over the ranks",
+    "workers_count": "num_workers=, of torch's DataLoader, is the number of processes that read",
+    "reader_pool_type": "num_workers=, of torch's DataLoader, is the number of processes that read",
 }
 """Options that are not taken, and what there is in their place."""
 
@@ -114,20 +116,13 @@ class PetastormDataLoader(ParquetLoader):
             raise ValueError(f"columns is ParquetDataset's; here it is schema_fields={options['columns']!r}")
         for name in sorted(options.keys() & _INSTEAD.keys()):
             raise ValueError(f"{name} is an option of petastorm's readers; {_INSTEAD[name]}")
-        if isinstance(schema_fields, str) or not isinstance(schema_fields, (Iterable, type(None))):
-            raise ValueError(
-                f"schema_fields is {schema_fields!r}; it is a list of names, regular expressions or fields. Sequences "
-                "of rows (NGram) are read by petastorm's own readers: see docs/data.md"
-            )
         transforms = spec.func is not None
         if isinstance(dataset, ParquetDataset):
             nulls = dataset.nulls if nulls is None and dataset.nulls != "error" else nulls
             ragged = dataset.ragged if ragged is None and dataset.ragged != "error" else ragged
         data = ParquetDataset(
             dataset,
-            columns=None
-            if schema_fields is None
-            else functools.partial(_matching, [getattr(field, "name", field) for field in schema_fields]),
+            columns=None if schema_fields is None else functools.partial(_matching, _patterns(schema_fields)),
             filters=filters,
             nulls=nulls if nulls is not None else "mask" if transforms else "error",
             ragged=ragged if ragged is not None else "list" if transforms else "error",
@@ -141,7 +136,19 @@ class PetastormDataLoader(ParquetLoader):
         super().__init__(data, batch_size, mixed, seed=seed, drop_last=drop_last, **options)
 
 
-def _matching(patterns: Sequence[Any], names: list[str]) -> list[str]:
+def _patterns(fields: Any) -> list[str | re.Pattern[str]]:
+    """Return the names, or patterns of names, of ``schema_fields``."""
+    is_many = isinstance(fields, Iterable) and not isinstance(fields, (str, bytes)) and not hasattr(fields, "name")
+    found: list[Any] = [getattr(field, "name", field) for field in fields] if is_many else [None]
+    if not all(isinstance(one, (str, re.Pattern)) for one in found):
+        raise ValueError(
+            f"schema_fields is {fields!r}; it is a list of names, regular expressions or fields. Sequences of rows "
+            "(NGram) are read by petastorm's own readers: see docs/data.md"
+        )
+    return found
+
+
+def _matching(patterns: Sequence[str | re.Pattern[str]], names: list[str]) -> list[str]:
     for pattern in patterns:
         if not any(re.fullmatch(pattern, name) for name in names):
             raise ValueError(f"schema_fields names {pattern!r}, and there are {names}")
