@@ -263,7 +263,7 @@ def test_a_run_without_snapshots_is_not_resumed(tmp_path: Path) -> None:
     with pytest.raises(LagomError, match="kept no snapshots"):
         experiment.resume(run)
     (run / "study.journal").touch()
-    with pytest.raises(LagomError, match="is a search, which goes on with resume="):
+    with pytest.raises(LagomError, match="is a search or an ablation study: call it again with resume="):
         experiment.resume(run)
 
 
