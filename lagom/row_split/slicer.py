@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -45,17 +45,32 @@ _MAX_WAYS = 16
 
 @contextmanager
 def watch_packing(session: Session) -> Iterator[None]:
-    """Split no forwards any more once the program has set hooks on saved tensors, where torch does not tell of them."""
-    enter = saved_tensors_hooks.__enter__
+    """Split no forwards within the program's hooks on saved tensors, where torch does not tell of them."""
+    if hasattr(torch._C._autograd, "_top_saved_tensors_default_hooks"):
+        yield
+        return
+    enter, leave, depth = saved_tensors_hooks.__enter__, saved_tensors_hooks.__exit__, 0
+
+    def count(hooks: saved_tensors_hooks, change: int) -> None:
+        nonlocal depth
+        if not _is_torchs(hooks.pack_hook) and not session.is_in_thread:
+            depth += change
+            session.shares_forwards = not depth
 
     def entered(hooks: saved_tensors_hooks) -> None:
-        if type(hooks) is saved_tensors_hooks:  # torch's own hooks are of subclasses
-            session.shares_forwards = False
+        count(hooks, 1)
         enter(hooks)
 
-    told = hasattr(torch._C._autograd, "_top_saved_tensors_default_hooks")
-    with nullcontext() if told else replaced(saved_tensors_hooks, "__enter__", entered):
+    def left(hooks: saved_tensors_hooks, *error: object) -> None:
+        leave(hooks, *error)
+        count(hooks, -1)
+
+    with replaced(saved_tensors_hooks, "__enter__", entered), replaced(saved_tensors_hooks, "__exit__", left):
         yield
+
+
+def _is_torchs(hook: Any) -> bool:
+    return (getattr(hook, "__module__", None) or "").startswith("torch.")
 
 
 def is_splittable(session: Session, module: nn.Module) -> bool:
@@ -65,7 +80,7 @@ def is_splittable(session: Session, module: nn.Module) -> bool:
     if torch._C._functorch.peek_interpreter_stack() is not None or torch.jit.is_tracing():
         return False  # neither torch.func's transforms nor a traced graph can contain exchanges
     packing = _TOP_HOOKS(True)
-    if packing is not None and not (getattr(packing[0], "__module__", None) or "").startswith("torch."):
+    if packing is not None and not _is_torchs(packing[0]):
         return False  # the program's own hooks would pack a part of the batch
     evaluates = not (torch.is_grad_enabled() and module.training)
     if evaluates and session.config.evaluation != "gathered":

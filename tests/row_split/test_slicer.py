@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
+from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.nn import functional as F
 from torch.nn.modules import module as everywhere
 from torch.utils.checkpoint import checkpoint
@@ -807,21 +807,23 @@ def test_batchnorm_beside_dropout_stays_sliced() -> None:
 
 def test_hooks_on_saved_tensors_are_seen_where_torch_does_not_tell_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
     class Own(saved_tensors_hooks):
-        """Stands for torch's own hooks, of a checkpoint."""
-
-    monkeypatch.delattr(torch._C._autograd, "_top_saved_tensors_default_hooks", raising=False)
-    session, enter = SimpleNamespace(shares_forwards=True), saved_tensors_hooks.__enter__
-    packed: list[Tensor] = []
+        """Hooks of a program's own class."""
 
     def pack(x: Tensor) -> Tensor:
-        packed.append(x)
         return x
 
+    monkeypatch.delattr(torch._C._autograd, "_top_saved_tensors_default_hooks", raising=False)
+    session = SimpleNamespace(shares_forwards=True, is_in_thread=False)
+    functions = saved_tensors_hooks.__enter__, saved_tensors_hooks.__exit__
     with watch_packing(cast("Session", session)):
-        with Own(lambda x: x, lambda x: x):
+        with save_on_cpu():
             assert session.shares_forwards
-        with saved_tensors_hooks(pack, lambda x: x):
-            torch.ones(2, requires_grad=True).exp()
-    assert not session.shares_forwards
-    assert packed
-    assert saved_tensors_hooks.__enter__ is enter
+            with saved_tensors_hooks(pack, pack):
+                with Own(pack, pack):
+                    assert not session.shares_forwards
+                assert not session.shares_forwards
+            assert session.shares_forwards
+        with pytest.raises(ZeroDivisionError), Own(pack, pack):
+            raise ZeroDivisionError
+        assert session.shares_forwards
+    assert (saved_tensors_hooks.__enter__, saved_tensors_hooks.__exit__) == functions
