@@ -99,7 +99,7 @@ def fresh() -> Iterator[Path]:
         packages = Path(sysconfig.get_paths()["purelib"])
         for name in closure([Requirement("torch")]):
             tops = {file.parts[0] for file in metadata.files(name) or []}
-            for top in tops - {"..", "__pycache__"}:
+            for top in tops - {"..", "__pycache__", *os.listdir(shared)}:  # CUDA's packages share a folder
                 (shared / top).symlink_to(packages / top)
         python = f"python{sys.version_info[0]}.{sys.version_info[1]}"
         (environment / "lib" / python / "site-packages" / "shared.pth").write_text(f"{shared}\n")
