@@ -31,9 +31,10 @@ class LocalSlots(SlotChannel):
         self._plan = plan
         self._num_slots = num_slots
         self._stack = contextlib.ExitStack()
+        parcel = Parcel(call)  # before the file is open: it is an error if the call cannot be pickled
         self._payload = anonymous_file("payload")
         self._stack.callback(os.close, self._payload)
-        self._spec = spec_of(plan, Parcel(call).write(self._payload))
+        self._spec = spec_of(plan, parcel.write(self._payload))
         self._open: set[int] = set()
         self._num_lost = 0
         self._why = ""
