@@ -23,6 +23,8 @@ class LateModule:
         self._module: Any = None
 
     def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):  # pytest looks for these in all that a file of tests names
+            raise AttributeError(name)
         return getattr(self.imported(), name)
 
     def imported(self) -> Any:
