@@ -2,7 +2,7 @@
 
 PYTHON := .venv/bin/python
 # Ranks and Spark wait more than they compute: with four processes of tests two cores were idle for a third of the time.
-PROCESSES := 5
+PROCESSES := 6
 PYTEST := .ci/tests -n $(PROCESSES)
 READY := .venv/ready
 # Spark's classes, which the JVMs of the demo and the tests then need not parse: they start on half of the CPU time.
