@@ -138,6 +138,7 @@ def test_files_that_a_script_leaves_open_are_written_at_its_end(folder: Path, en
     for how in (functools.partial(started, folder), lagom_run):
         status, _, error = how("program.py")
         assert (status == 0) == (end == ""), error
+        assert ("RuntimeError" in error) == ("RuntimeError" in end), error
         assert gzip.decompress((folder / "packed.gz").read_bytes()) == b"x" * 10
         files.append([(folder / name).read_bytes() for name in ("rows.csv", "raw.bin")])
         for name in ("rows.csv", "raw.bin", "packed.gz"):
