@@ -68,6 +68,7 @@ $(DOCS)/ready: docs/requirements.txt $(READY)
 
 docs: $(DOCS)/ready
 	@NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs --quiet build
+	@! grep -rl --include='*.html' '``' build/site || { echo "docs: these pages have a block that is not shown as one"; exit 1; }
 	@echo "docs: build/site/index.html"
 
 PYTHONS := $(PYTHON)

@@ -5,8 +5,10 @@ from __future__ import annotations
 import ast
 import contextlib
 import re
+import runpy
 import shlex
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -14,7 +16,7 @@ from benchmarks import plots
 from lagom import cli
 
 ROOT = Path(__file__).parent.parent
-PAGES = sorted([*(ROOT / "docs").rglob("*.md"), ROOT / "README.md", ROOT / "CONTRIBUTING.md"])
+PAGES = [*sorted((ROOT / "docs").rglob("*.md")), ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
 NAMES = [str(page.relative_to(ROOT)) for page in PAGES]
 
 
@@ -27,6 +29,15 @@ def test_links_lead_somewhere(page: Path) -> None:
 def test_python_compiles(page: Path) -> None:
     for number, block in enumerate(re.findall(r"```python[^\n]*\n(.*?)```", page.read_text(), re.DOTALL)):
         ast.parse(block, f"{page.name}, block {number}")
+
+
+@pytest.mark.parametrize("page", PAGES[:-2], ids=NAMES[:-2])
+def test_blocks_begin_as_mkdocs_reads_them(page: Path) -> None:
+    hooks = runpy.run_path(str(ROOT / "docs" / "links.py"))
+    place = SimpleNamespace(file=SimpleNamespace(src_uri=str(page.relative_to(ROOT / "docs"))))
+    shown = hooks["on_page_markdown"](page.read_text(), page=place)
+    # A second word there would make the whole block a paragraph.
+    assert [begin for begin in re.findall(r"^ *```(.*)$", shown, re.MULTILINE) if not re.fullmatch(r"\w*", begin)] == []
 
 
 def test_every_page_is_in_the_navigation() -> None:
