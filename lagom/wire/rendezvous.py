@@ -15,8 +15,8 @@ WAIT_S = 600.0
 """Longest time in seconds that a task waits for the other tasks to start."""
 LEAVE_S = 1.0
 """Seconds in which other ranks can end after one has called ``sys.exit`` or pruned its trial: rank 0 may be writing."""
-WRITE_S = 0.3
-"""Seconds in which rank 0 can raise as well and finish its writes, after another rank has raised."""
+WRITE_S = 1.0
+"""Seconds in which rank 0 can raise as well and finish its writes, after another rank has raised, on busy cores too."""
 
 
 class Stopped(Exception):
