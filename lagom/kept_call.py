@@ -17,6 +17,7 @@ from typing import Any
 
 from lagom.call import Call
 from lagom.config import TorchDistributedConfig
+from lagom.config.trials import JOURNAL
 from lagom.errors import LagomError, PayloadError, PlanError
 from lagom.payload import Parcel, unpack_file
 from lagom.plan import Plan
@@ -105,6 +106,11 @@ def read_call(folder: Path) -> Iterator[tuple[KeptRun, Call, SnapshotFolder]]:
         LagomError: if there is no call, or no such working directory; if other users can write to the call; or if
             functions have changed since, unless the run has ended.
     """
+    if (folder / JOURNAL).exists():
+        raise LagomError(
+            f"{folder} is a search or an ablation study: call it again with resume= in its config; in the terminal a "
+            "search goes on by lagom search --resume FOLDER"
+        )
     found = SnapshotFolder(str(folder.resolve() / FOLDER))
     found.check_owner()
     run: KeptRun = _read(f"{found.path}/{SETTINGS}")

@@ -188,11 +188,6 @@ class SnapshotFolder:
             try:
                 status = os.stat(path)
             except OSError as error:
-                if os.path.exists(f"{os.path.dirname(self.path)}/study.journal"):
-                    raise LagomError(
-                        f"{os.path.dirname(self.path)} is a search or an ablation study: call it again with resume= "
-                        "in its config; in the terminal a search goes on by lagom search --resume FOLDER"
-                    ) from error
                 raise LagomError(
                     f"the run has kept no snapshots in {self.path}: a run keeps them if it is called with "
                     "snapshot_every_s, a script with lagom run --snapshot-every"
