@@ -1,7 +1,7 @@
 # make demo, make test, make check and others set up what they need, once, in .venv.
 
 PYTHON := .venv/bin/python
-# Ranks and Spark wait more than they compute: with four processes of tests two cores were idle for a third of the time.
+# Ranks and Spark wait much: with four processes of tests two cores were idle for a third of the time, with six for a tenth.
 PROCESSES := 6
 PYTEST := .ci/tests -n $(PROCESSES)
 READY := .venv/ready
