@@ -7,29 +7,31 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 
 _WIDTH, _HEIGHT = 500, 230
-_LEFT, _RIGHT, _TOP, _BOTTOM = 62, 12, 34, 40
+_LEFT, _RIGHT, _TOP, _BOTTOM = 62, 18, 34, 40
 _COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#7f5539", "#666666")
 """Colours that colour-blind readers can tell apart (Okabe and Ito, 2008)."""
 FAINT = 'stroke="currentColor" stroke-opacity=".15"'  # visible on a dark page, too
 _MAX_POINTS = 400
+_UNITS = ((3 * 3600.0, 3600.0, "h"), (300.0, 60.0, "min"), (0.0, 1.0, "s"))
+"""Units of the axis: the seconds from which a unit is used, its own seconds and its name."""
 
 Points = Sequence[tuple[float, float]]
 """Seconds and values."""
 
 
-def line_chart(
-    title: str, lines: Mapping[str, Points], unit: str = "", *, from_zero: bool = False, dashed: bool = True
-) -> str:
+def line_chart(title: str, lines: Mapping[str, Points], unit: str = "", *, from_zero: bool = False) -> str:
     """Return an SVG element with a line for each of ``lines``, coloured by its position; empty without points.
 
+    If there are more lines than colours, all look alike.
+
     Args:
-        lines: points by name; the first twelve names are shown.
+        lines: points by name.
         unit: text behind the numbers of the values.
         from_zero: whether the axis of the values begins at zero.
-        dashed: whether lines but the first are dashed, so that equal lines below can be seen.
     """
+    are_many = len(lines) > len(_COLOURS)
+    colours = {name: _COLOURS[0 if are_many else number] for number, name in enumerate(lines)}
     drawn = {name: _thinned([one for one in points if math.isfinite(one[1])]) for name, points in lines.items()}
-    colours = {name: _COLOURS[number % len(_COLOURS)] for number, name in enumerate(drawn)}
     drawn = {name: points for name, points in drawn.items() if points}
     if not drawn:
         return ""
@@ -45,24 +47,27 @@ def line_chart(
     parts = [f'<text x="{_LEFT}" y="14" font-weight="600">{html.escape(title)}</text>']
     parts += _axes(ticks, end, unit, place)
     for number, (name, points) in enumerate(drawn.items()):
-        colour = colours[name]
         # Ranks often have the same numbers: a lower line shows between the dashes of the upper one.
-        dashes = f' stroke-dasharray="12 {12 * (number % len(_COLOURS))}"' if dashed and number % len(_COLOURS) else ""
-        way = " ".join("{:.1f},{:.1f}".format(*place(*one)) for one in points)
-        if len(points) == 1:
-            x, y = place(*points[0])
-            parts.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="{3 + (len(drawn) - number) % 4}" fill="{colour}"/>')
-        parts.append(f'<polyline points="{way}" fill="none" stroke="{colour}" stroke-width="1.6"{dashes}/>')
-        x = _LEFT + (number % 6) * 72
-        y = _HEIGHT - 6 - 12 * (number // 6 % 2)
-        if number < 12:
-            parts.append(f'<text x="{x}" y="{y}" fill="{colour}">{html.escape(name)}</text>')
+        style = f' stroke-dasharray="12 {12 * number}"' if number and not are_many else ""
+        style += ' stroke-opacity=".35"' if are_many else ""
+        parts.append(_line([place(*one) for one in points], colours[name], style, 3 + (len(drawn) - number) % 4))
+    names = list(drawn)
+    parts += _legend({f"{names[0]} to {names[-1]}": _COLOURS[0]} if are_many else {n: colours[n] for n in names})
     inside = "".join(parts)
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" '
-        f'aria-label="{html.escape(title)}" font-family="system-ui, sans-serif" font-size="11" fill="currentColor">'
+        f'aria-label="{html.escape(title)}" font-family="system-ui, sans-serif" font-size="12" fill="currentColor">'
         f"{inside}</svg>"
     )
+
+
+def _line(points: Points, colour: str, style: str, radius: int) -> str:
+    """Return a line through ``points``, in pixels; a circle if there is one."""
+    if len(points) == 1:
+        ((x, y),) = points
+        return f'<circle cx="{x:.1f}" cy="{y:.1f}" r="{radius}" fill="{colour}"/>'
+    way = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
+    return f'<polyline points="{way}" fill="none" stroke="{colour}" stroke-width="1.6"{style}/>'
 
 
 def _axes(ticks: list[float], end: float, unit: str, place: Callable[[float, float], tuple[float, float]]) -> list[str]:
@@ -71,9 +76,20 @@ def _axes(ticks: list[float], end: float, unit: str, place: Callable[[float, flo
         _, y = place(0, tick)
         parts.append(f'<line x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{y:.1f}" y2="{y:.1f}" {FAINT}/>')
         parts.append(f'<text x="{_LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{number_text(tick)}{unit}</text>')
-    for part, anchor in ((0.0, "start"), (0.5, "middle"), (1.0, "end")):
-        x, y = place(part * end, ticks[0])
-        parts.append(f'<text x="{x:.1f}" y="{y + 15:.1f}" text-anchor="{anchor}">{number_text(part * end)} s</text>')
+    seconds, name = next((seconds, name) for least, seconds, name in _UNITS if end >= least)
+    for tick in round_ticks(0.0, end / seconds):
+        x, y = place(min(tick * seconds, end), ticks[0])
+        if tick * seconds <= end * (1 + 1e-9):
+            parts.append(f'<text x="{x:.1f}" y="{y + 15:.1f}" text-anchor="middle">{number_text(tick)} {name}</text>')
+    return parts
+
+
+def _legend(colours: Mapping[str, str]) -> list[str]:
+    """Return the names of lines below the chart, one beside the other."""
+    parts, x = [], _LEFT
+    for name, colour in colours.items():
+        parts.append(f'<text x="{x}" y="{_HEIGHT - 6}" fill="{colour}">{html.escape(name)}</text>')
+        x += 7 * len(name) + 12
     return parts
 
 

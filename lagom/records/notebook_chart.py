@@ -22,5 +22,7 @@ def notebook_chart(folder: Path) -> str:
         for key, title in (("loss", "Loss"), ("rate", "Samples per second"))
     ]
     return "".join(
-        f"<div style='width:22em;display:inline-block;margin-right:1em'>{one}</div>" for one in charts if one
+        f"<div style='width:30em;max-width:100%;display:inline-block;margin-right:1em'>{one}</div>"
+        for one in charts
+        if one
     )

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from lagom.monitor.stall_texts import rank_names
 from lagom.monitor.stragglers import straggler
 from lagom.records.chart import line_chart
 from lagom.records.json_values import loaded, numbers_first, text_of
@@ -16,7 +17,7 @@ from lagom.records.timeline_svg import timeline_section
 
 _TAIL = 16_384  # bytes of each rank's output that the page shows
 _MAX_RANKS = 16
-"""Ranks whose lines and output a page shows; the rest is in the folder."""
+"""Ranks whose lines a page shows, and outputs that differ; the rest is in the folder."""
 _MAX_METRICS = 30
 _LONGEST = 100  # characters of a list or a dict in the result
 _CHARTS = (
@@ -48,7 +49,6 @@ def report(folder: Path) -> str:
     for key, title, factor, unit in _CHARTS:
         charts += line_chart(title, lines_of(events, key, factor), unit, from_zero=key != "loss")
     said = _tail(folder / "lagom.log")
-    logs = sorted(folder.glob("rank-*.log"), key=lambda path: int(path.stem.partition("-")[2]))
     parts = [
         f"<h1>{_text(run['name'])}</h1><p>{_text(_headline(run, result))}</p>",
         _outcome(result),
@@ -56,8 +56,8 @@ def report(folder: Path) -> str:
         f"<div class=charts>{charts}</div>" if events else "<p>No rank has told of its progress.</p>",
         _slowest(events),
         timeline_section(folder),
-        _section("What lagom said", said) if said else "",
-        *(_section(f"Output of {path.stem.replace('-', ' ')}", _tail(path)) for path in logs[:_MAX_RANKS]),
+        _section("What lagom said", said, "wraps") if said else "",
+        *_outputs(folder),
         *settings_sections(folder),
     ]
     return page(f"lagom: {run['name']}", parts)
@@ -105,7 +105,7 @@ def _durations(run: Mapping[str, Any], result: Mapping[str, Any]) -> dict[str, A
 
 def _headline(run: Mapping[str, Any], result: Mapping[str, Any]) -> str:
     size = run.get("world_size", "?")
-    where = f"{size} rank{'s' * (size != 1)} on {run.get('where', '?')}, begun {run.get('started', '?')}"
+    where = f"{size} rank{'s' * (size != 1)} on {run.get('where', '?')}, begun {_moment(run.get('started', '?'))}"
     lasted = f", {result['seconds']:.2f} s" if "seconds" in result else ""
     return where + lasted + (f". {run['description']}" if run.get("description") else "")
 
@@ -130,8 +130,10 @@ def _failures(failures: Sequence[Mapping[str, Any]]) -> str:
     head = "".join(f"<th>{name}</th>" for name in ("lost at", "rank", "host", "cause", "went on from", "seconds lost"))
     rows = ""
     for one in failures:
-        texts = (one["time"], one["rank"], one["host"], one["cause"], one["resumed_from"] or "-", one["seconds_lost"])
-        rows += "<tr>" + "".join(f"<td>{_text('' if text is None else text)}</td>" for text in texts) + "</tr>"
+        lost = "" if one["seconds_lost"] is None else f"{one['seconds_lost']:.1f}"
+        texts = (one["rank"], one["host"], one["cause"], one["resumed_from"] or "-", lost)
+        rows += f"<tr><td class=whole>{_text(_moment(one['time']))}</td>"
+        rows += "".join(f"<td>{_text('' if text is None else text)}</td>" for text in texts) + "</tr>"
     return f"<details open><summary>What was lost</summary><table><tr>{head}</tr>{rows}</table></details>"
 
 
@@ -189,8 +191,21 @@ def _tail(path: Path) -> str:
     return ("…\n" if size > _TAIL else "") + "\n".join(lines).strip("\n")
 
 
-def _section(title: str, text: str) -> str:
-    return f"<details open><summary>{_text(title)}</summary><pre>{_text(text)}</pre></details>"
+def _outputs(folder: Path) -> list[str]:
+    """Return a section for each output; ranks whose outputs are the same share one."""
+    ranks: dict[str, list[int]] = {}
+    for path in sorted(folder.glob("rank-*.log"), key=lambda path: int(path.stem.partition("-")[2])):
+        ranks.setdefault(_tail(path), []).append(int(path.stem.partition("-")[2]))
+    return [_section(f"Output of {rank_names(own)}", text) for text, own in list(ranks.items())[:_MAX_RANKS] if text]
+
+
+def _moment(time: str) -> str:
+    """Return a time of the records, which is in UTC, to the second."""
+    return f"{time[:19].replace('T', ' ')} UTC" if time.endswith("+00:00") else time
+
+
+def _section(title: str, text: str, kind: str = "") -> str:
+    return f"<details open><summary>{_text(title)}</summary><pre class='{kind}'>{_text(text)}</pre></details>"
 
 
 def _table(title: str, rows: Mapping[str, Any]) -> str:
@@ -233,5 +248,7 @@ th { text-align: left; padding-right: 1.5em; font-weight: 500; vertical-align: t
 @media (prefers-color-scheme: dark) {
   body { color: #ddd; background: #16181c } pre { background: #24272d } .good { color: #6fcf87 } .bad { color: #ff8a80 }
 }
+.wraps { white-space: pre-wrap }
+td.whole { white-space: nowrap; padding-right: 1em }
 td { font-family: ui-monospace, monospace; font-size: 13px; word-break: break-word; white-space: pre-wrap }
 </style>"""

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
 
 _ANSWER_S = 60.0
+_MEANS = ("rate", "data", "waits", "waits_for", "cpu")
+"""Values of a report that are means over the time since the report before."""
 _WORTH = 0.005
 """Smallest wait for another rank, as a share of the time, that is reported."""
 _COMPUTING = 0.05
@@ -53,6 +55,7 @@ class Heartbeat:
         self._at: tuple[int, int] | None = None
         self._since = 0.0
         self._last = (0.0, 0.0, 0.0)
+        self._told: Message = {}
         self._begun = (-1.0, 0.0, 0.0)
         self._steps_s = 0.0
         self._children: str | None = None
@@ -97,7 +100,7 @@ class Heartbeat:
         """Report the final progress, then the outcome ``report``."""
         with self._lock, contextlib.suppress(OSError):
             if self._session is not None:
-                self._control.send(self._progress(self._session))
+                self._control.send(self._last_progress(self._session))
                 for block in (*_timeline(self._session), *_pictures(self._session)):
                     self._control.send(block)
             self._control.send(report)
@@ -142,13 +145,22 @@ class Heartbeat:
                 return False
         return True
 
+    def _last_progress(self, session: Session) -> Message:
+        """Return the rank's last report, with the means of the report before if it comes soon after that.
+
+        Otherwise its means would be those of the end of the program, when the training is over.
+        """
+        is_soon = time.monotonic() - self._last[0] < self._interval_s / 2
+        means = {name: self._told[name] for name in _MEANS if is_soon and name in self._told}
+        return self._progress(session) | means
+
     def _progress(self, session: Session) -> Message:
         now, progress = time.monotonic(), session.progress()
         samples, data_s = progress["samples"] or 0, progress.pop("data_s") or 0
         before, samples_before, data_before = self._last
         passed = max(now - before, 1e-3)
         self._last = now, samples, data_s
-        return {
+        self._told = {
             "type": "progress",
             **progress,
             "rate": round((samples - samples_before) / passed, 1),
@@ -157,6 +169,7 @@ class Heartbeat:
             **self._waits(session, passed),
             **(self._usage.now() if self._usage is not None else {}),
         }
+        return self._told
 
     def _waits(self, session: Session, passed: float) -> Message:
         """Return the time that the rank waited in exchanges, as a share of ``passed``: in all, and for each rank."""

@@ -273,9 +273,14 @@ def test_the_report_is_one_page_that_loads_nothing(tmp_path: Path) -> None:
     assert not read.loads
     assert not read.open
     assert "to &lt;see&gt;" in text
-    for shown in ("a run", "2 ranks on this machine", "Samples per second", "Output of rank 1", "batch 7", "commit"):
+    for shown in ("a run", "2 ranks on this machine", "Samples per second", "batch 7", "commit"):
         assert shown in text
+    assert re.search(r", begun \d{4}-\d\d-\d\d \d\d:\d\d:\d\d UTC, ", text)
+    assert text.count("Output of ranks 0, 1") == text.count("batch 7") == 1
     assert result.report(tmp_path / "other.html").read_text() == text
+    (result.run_dir / "rank-1.log").write_text("something else")  # type: ignore[operator]
+    differs = result.report().read_text()
+    assert differs.index("Output of rank 0") < differs.index("batch 7") < differs.index("Output of rank 1")
 
 
 def test_a_notebook_shows_a_report_as_a_link(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -327,6 +332,24 @@ def test_a_chart_has_a_line_for_each_and_round_numbers_at_its_side() -> None:
     assert line_chart("Loss", {"rank 0": []}) == ""
     assert line_chart("Loss", {"rank 0": [(0.0, 0.0)]}).count("<circle") == 1
     assert len(line_chart("Loss", {"rank 0": [(float(i), float(i)) for i in range(100_000)]})) < 20_000
+    drawn = line_chart("Loss", {f"rank {n}": [(0.0, 0.0), (7.3, n)] for n in range(32)})
+    assert drawn.count("<polyline") == 32
+    assert len(set(re.findall('stroke="(#[^"]*)"', drawn))) == 1
+    assert ">rank 0 to rank 31<" in drawn
+
+
+@pytest.mark.parametrize(
+    ("end", "ticks"),
+    [
+        (7.3, ["0 s", "2 s", "4 s", "6 s"]),
+        (1.0, ["0 s", "0.5 s", "1 s"]),
+        (1000.0, ["0 min", "5 min", "10 min", "15 min"]),
+        (90_000.0, ["0 h", "10 h", "20 h"]),
+    ],
+)
+def test_the_times_below_a_chart_are_round(end: float, ticks: list[str]) -> None:
+    drawn = line_chart("Loss", {"rank 0": [(0.0, 1.0), (end, 2.0)]})
+    assert re.findall(r">([\d.]+ \w+)</text>", drawn) == ticks
 
 
 @pytest.mark.soak
