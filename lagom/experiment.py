@@ -109,6 +109,9 @@ def lagom(train: Callable[..., Any], config: TorchDistributedConfig) -> Result |
         with _kept_for(snapshots, records):
             try:
                 return _run(launcher, the_plan, call, records, snapshots, started)
+            except KeyboardInterrupt as error:
+                error.__traceback__ = None  # it would say how this process waits for ranks
+                raise error
             except Exception as error:
                 cut_own_frames(error)
                 raise error  # in Python 3.10, a bare raise would restore the frames
@@ -149,6 +152,9 @@ def resume(
         with run_records(config, the_plan, chosen.where(), run.source, folder, upload) as records:
             try:
                 return _run(chosen, the_plan, call, records, snapshots, started)
+            except KeyboardInterrupt as error:
+                error.__traceback__ = None  # as in lagom()
+                raise error
             except Exception as error:
                 cut_own_frames(error)
                 raise error  # as in lagom()

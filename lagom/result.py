@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lagom.monitor.notebook_table import notebook
+from lagom.monitor.notebook import notebook
 
 if TYPE_CHECKING:
     from lagom.records.upload import Upload

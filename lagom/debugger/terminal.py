@@ -10,7 +10,7 @@ from collections.abc import Callable
 from functools import partial
 
 from lagom.errors import LagomError
-from lagom.monitor.notebook_table import notebook
+from lagom.monitor.notebook import notebook
 from lagom.plan import Plan
 from lagom.wire.client import Message
 from lagom.wire.server import DriverServer

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from lagom.errors import RankError, RankTraceback, StallError
+from lagom.errors import LagomError, RankError, RankTraceback, StallError
 from lagom.launchers.protocol import Outcome
+from lagom.monitor.notebook import with_cell_names
 from lagom.wire.client import Message
 
 
@@ -46,7 +47,9 @@ def _exception(error: BaseException | None, report: Message) -> BaseException:
             what = f"rank {rank} raised {report['error']}: {report['message']}"
         kind = StallError if report.get("error") == "StallError" else RankError
         error = kind(what, rank, report.get("exit"))
-    error.__cause__ = RankTraceback(rank, report["traceback"])
+    if isinstance(error, LagomError):  # its message may say where in the program a rank was
+        error.args = tuple(with_cell_names(one) if isinstance(one, str) else one for one in error.args)
+    error.__cause__ = RankTraceback(rank, with_cell_names(report["traceback"]))
     return error
 
 

@@ -139,9 +139,9 @@ class RunDisplay:
         is_new = text not in self._own
         self._own.add(text)
         if text and self._plan.config.log == "all":
-            self._progress.line.say("\n".join(f"[rank {rank}] {line}" for line in text.splitlines()))
+            self._progress.note("\n".join(f"[rank {rank}] {line}" for line in text.splitlines()))
         elif text and rank == 0:
-            self._progress.line.say(text)
+            self._progress.note(text)
         elif text and is_new and self._records is not None:
             self._records.said(f"[rank {rank}] {text}")
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import html
 import math
-import sys
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
+from lagom.monitor.notebook import NotebookCell
 from lagom.monitor.stall_texts import rank_names
 from lagom.monitor.stragglers import held_up
 from lagom.wire.client import Message
@@ -25,34 +25,12 @@ _CELL = "text-align:left;white-space:nowrap;padding:.15em .8em .15em 0"
 _HEAD = _CELL.replace("nowrap", "normal") + ";vertical-align:bottom"
 
 
-def notebook() -> Any:
-    """Return IPython's display module if this process is a notebook's kernel, else None."""
-    ipython: Any = sys.modules.get("IPython")
-    shell = ipython.get_ipython() if ipython is not None else None
-    return ipython.display if shell is not None and hasattr(shell, "kernel") else None
-
-
-class NotebookCell:
-    """Renews one display in a notebook's cell; front ends that show no HTML get the text."""
-
-    def __init__(self, display: Any) -> None:
-        self._display = display
-        self._handle: Any = None
-
-    def renew(self, page: str, text: str) -> None:
-        """Show the HTML ``page``, or ``text``, in place of what was shown."""
-        bundle = {"text/html": page, "text/plain": text}
-        if self._handle is None:
-            self._handle = self._display.display(bundle, raw=True, display_id=True)
-        else:
-            self._handle.update(bundle, raw=True)
-
-
 class NotebookTable:
     """Shows a run's ranks as a table in a notebook's cell."""
 
     def __init__(self, display: Any, together: Callable[[Iterable[float]], float] = sum) -> None:
         """Combine the ranks' samples and rates by ``together``: ``max`` if all ranks train on the same samples."""
+        self._display = display
         self._cell = NotebookCell(display)
         self._together = together
 
@@ -65,6 +43,12 @@ class NotebookTable:
     def wait(self, title: str, text: str) -> None:
         """Show ``text`` in place of a table: the run has not started yet, or has ended without progress."""
         self._cell.renew(_framed(f"<div>{_bold_name(f'{title}: {text}')}</div>", _WAITS), text)
+
+    def note(self, text: str) -> None:
+        """Show a message of lagom below what the cell has shown so far."""
+        said = text.removeprefix("lagom: ")
+        page = _framed(f"<div style='white-space:pre-wrap'>{html.escape(said)}</div>", _WAITS)
+        NotebookCell(self._display).renew(page, text)
 
 
 def table(
@@ -84,12 +68,13 @@ def table(
         "<tr>" + "".join(f"<td style='{_CELL}'>{row[name]}</td>" for name in shown) + "</tr>" for row in rows
     )
     if len(ranks) > _SHOWN:
-        more = f"{len(ranks) - _SHOWN} more ranks are ahead of these"
+        more = f"{len(ranks) - _SHOWN} more ranks are as far as these or farther"
         body += f"<tr><td style='{_CELL}' colspan={len(shown)}>{more}</td></tr>"
     total = together(one.get("samples", 0) for one in ranks.values())
     rate = together(one.get("rate") or 0.0 for one in ranks.values())
     if any(map(has_loaded, ranks.values())):
-        told = f"{total:,} samples" + (f", <b>{html.escape(ended)}</b>" if ended else f", {rate:,.0f}/s{left(ranks)}")
+        told = f"{total:,} samples" + (f", <b>{html.escape(ended)}</b>" if ended else f", {rate:,.0f}/s")
+        told += "" if ended or stalled else left(ranks)
     else:
         state = "starting" if any(one.get("starts") for one in ranks.values()) else "running"
         told = f"<b>{html.escape(ended)}</b>" if ended else state
@@ -138,7 +123,7 @@ def has_loaded(one: Message) -> bool:
 def _row(rank: int, one: Message, held: float, is_stalled: bool) -> dict[str, str]:
     """Return HTML by column; a column that is empty for all ranks is left out."""
     step, steps = one.get("step") or 0, one.get("steps")
-    state = "starting" if one.get("starts") else ""
+    state = "starting" if one.get("starts") else "running"
     bar = _BAR.format(min(1.0, step / steps), _RUNS) if steps else ""
     return {
         "rank": f"<b style='color:{_FAILED}'>{rank}</b>" if is_stalled else str(rank),

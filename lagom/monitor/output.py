@@ -7,8 +7,8 @@ import sys
 from collections.abc import Callable
 from typing import TextIO
 
+from lagom.monitor.notebook import NotebookCell, notebook
 from lagom.monitor.notebook_bars import NotebookBars
-from lagom.monitor.notebook_table import NotebookCell, notebook
 
 OWN = "lagom"
 """Name of the stream with lagom's own messages on a rank, beside "stdout" and "stderr" of the program."""

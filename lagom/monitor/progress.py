@@ -7,13 +7,15 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from lagom.monitor.notebook_table import NotebookTable, has_loaded, left, notebook
+from lagom.monitor.notebook import notebook, with_cell_names
+from lagom.monitor.notebook_table import NotebookTable, has_loaded, left
 from lagom.monitor.status_line import WIDTH, StatusLine
 from lagom.monitor.stragglers import straggler
 from lagom.wire.client import Message
 
 _IDLE_S = 2.0
 _SHOWN = 4  # ranks
+_STARTS: Message = {"starts": True}  # in place of the report of a rank that has not sent one
 _WAITS = 0.1  # share of its time that a rank may wait for data without mention
 
 
@@ -71,9 +73,15 @@ class Progress:
             else:
                 self._table.wait(self._name, text)
 
+    def note(self, text: str) -> None:
+        """Show a message about the program; in a notebook not on standard error, where it would look like an error."""
+        if self._table is not None:
+            self._table.note(text)
+        self.line.say_outside_notebook(text)
+
     def warn(self, text: str) -> None:
         """Show ``text``, with all lines after the first indented."""
-        first, *more = text.splitlines()
+        first, *more = with_cell_names(text).splitlines()
         self.line.say("\n".join([f"lagom: {self._name}: {first}", *(f"    {line}" for line in more)]))
 
     def stalled(self, reports: Mapping[int, Message], text: str) -> None:
@@ -130,7 +138,8 @@ class Progress:
     def _renew(self) -> None:
         if self._table is not None:
             text = f"lagom: {self._title()}: {self._text(WIDTH * 4)}"
-            self._table.show(self._title(), self._ranks, text, stalled=self._stalled)
+            ranks = {rank: self._ranks.get(rank, _STARTS) for rank in range(self._world_size)}
+            self._table.show(self._title(), ranks, text, stalled=self._stalled)
         else:
             self.line.renew(self._text)
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from lagom.monitor.notebook_table import NotebookCell, notebook
+from lagom.monitor.notebook import NotebookCell, notebook
 from lagom.monitor.stall_texts import stall_text
 from lagom.monitor.status_line import WIDTH, StatusLine
 from lagom.records.run_dir import RunRecords

@@ -93,6 +93,8 @@ def test_a_rank_that_starts_has_no_epoch_yet() -> None:
     text = table("train", {0: rank(), 1: begun | {"starts": True}})
     assert "4,096 samples" in text
     assert ">starting<" in re.findall("<tr>.*?</tr>", text)[2]
+    text = table("train", {0: begun, 1: begun | {"starts": True}})
+    assert re.findall(">(running|starting)</td>", text) == ["running", "starting"]
     assert "<div>running</div>" in table("train", {0: begun, 1: begun})
 
 
@@ -109,6 +111,7 @@ def test_how_the_run_ended_takes_the_place_of_what_it_has_still_to_go() -> None:
 def test_a_rank_that_makes_no_progress_is_loud_until_the_run_ends() -> None:
     text = table("train", {0: rank(), 1: rank()}, stalled=[1])
     assert ">rank 1 made no progress</b></div>" in text
+    assert "this epoch ends in" not in text
     first, second = re.findall("<tr>.*?</tr>", text.split("<tbody>")[1])
     assert "<b style='color:#d55e00'>1</b>" in second
     assert ">0<" in first
@@ -128,6 +131,12 @@ class LastShown:
 def waiting() -> str:
     """The page before any rank has reported."""
     NotebookTable(shown := LastShown()).wait("train: 2 ranks on Spark", "waiting for 2 tasks")
+    return shown.page
+
+
+def note() -> str:
+    """A message about the program."""
+    NotebookTable(shown := LastShown()).note("lagom: Net is small: every rank computes it whole")
     return shown.page
 
 
@@ -155,7 +164,7 @@ def test_a_state_can_be_told_by_its_colour() -> None:
     assert len({found[0] for found in colours.values()}) == 4
 
 
-@pytest.mark.parametrize("page", STATES.values(), ids=STATES)
+@pytest.mark.parametrize("page", [*STATES.values(), note()], ids=[*STATES, "note"])
 def test_a_state_is_readable_on_light_and_dark_pages_and_needs_no_page_around_it(page: str) -> None:
     """Databricks shows it in a frame of its own, without scripts or styles of the page."""
     for colour in set(re.findall(r"(?<!back)(?:color|solid|background)[: ]+(#\w{6})", page)):

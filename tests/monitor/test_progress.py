@@ -193,9 +193,14 @@ def test_a_notebook_shows_waiting_running_and_stalled_ranks_in_one_place(monkeyp
     progress.waiting(1, 2)
     assert "<b>train</b>: waiting for Spark local[2] to start the tasks (1 of 2 are here)" in display.pages[-1]
     progress.show({"type": "join", "host": "a|1:2", "ranks": [0, 1]})
-    for rank in (0, 1):
-        progress.show(step(rank))
+    progress.show(step(0))
+    assert display.pages[-1].count("<tr>") == 1 + 2
+    assert ">starting<" in display.pages[-1]  # rank 1, which has not reported yet
+    progress.show(step(1))
+    assert ">starting<" not in display.pages[-1]
     assert "<b>train</b>: 2 ranks on Spark local[2] (a: ranks 0-1)" in display.pages[-1]
+    progress.note("lagom: Net is <small>")
+    assert ">Net is &lt;small&gt;</div>" in display.pages[-1]
     assert stream.getvalue() == ""
     progress.stalled({0: {"waits": ["exchange"]}, 1: {"waits": []}}, "rank 1 made no progress for 60 s")
     assert ">rank 1 made no progress</b>" in display.pages[-1]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from tests.notebooks.kernel import Notebook
@@ -37,6 +39,8 @@ def test_an_error_shows_the_line_of_the_cell(notebook: Notebook) -> None:
     cell = notebook.run("def train():\n    missing = 1 / 0  # here\ngo(train)")
     assert cell.error == "ZeroDivisionError: division by zero"
     assert cell.traceback.count("# here") > 1  # of the cell itself, and of the rank's traceback
+    assert re.search(r"\n  Cell In\[\d+\], line 2, in train\n", cell.traceback)  # of the rank's
+    assert "ipykernel_" not in cell.traceback
     assert value(notebook, "def train():\n    return inspect.getsource(train)\ngo(train).value").startswith(
         "'def train"
     )
