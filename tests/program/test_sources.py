@@ -37,7 +37,8 @@ def names(function: Callable[..., Any]) -> set[str]:
 def function_of(source: str, name: str = "train") -> Callable[..., Any]:
     """A function as a notebook has it: its globals are those of ``__main__``."""
     scope: dict[str, Any] = {"__name__": "__main__", "functools": functools}
-    exec(source, scope)
+    # Not "<string>": Python 3.13 takes this name for the program after ``python -c``, which xdist's processes have.
+    exec(compile(source, "<a cell>", "exec"), scope)
     return scope[name]  # type: ignore[no-any-return]
 
 
