@@ -109,11 +109,8 @@ def lagom(train: Callable[..., Any], config: TorchDistributedConfig) -> Result |
         with _kept_for(snapshots, records):
             try:
                 return _run(launcher, the_plan, call, records, snapshots, started)
-            except KeyboardInterrupt as error:
-                error.__traceback__ = None  # it would say how this process waits for ranks
-                raise error
-            except Exception as error:
-                cut_own_frames(error)
+            except (Exception, KeyboardInterrupt) as error:
+                _cut_frames(error, the_plan)
                 raise error  # in Python 3.10, a bare raise would restore the frames
 
 
@@ -152,11 +149,8 @@ def resume(
         with run_records(config, the_plan, chosen.where(), run.source, folder, upload) as records:
             try:
                 return _run(chosen, the_plan, call, records, snapshots, started)
-            except KeyboardInterrupt as error:
-                error.__traceback__ = None  # as in lagom()
-                raise error
-            except Exception as error:
-                cut_own_frames(error)
+            except (Exception, KeyboardInterrupt) as error:
+                _cut_frames(error, the_plan)
                 raise error  # as in lagom()
 
 
@@ -203,6 +197,17 @@ def _kept_for(snapshots: SnapshotFolder | None, records: RunRecords | None) -> I
                 stack.callback(lambda: upload.keep() if copies.failed else None)
                 stack.enter_context(copies.going_on(snapshots, is_new=True))
         yield
+
+
+def _cut_frames(error: BaseException, the_plan: Plan) -> None:
+    """Remove lagom's frames from a traceback.
+
+    After Ctrl-C remove all, unless the program runs in this process: they say how this process waits for the ranks.
+    """
+    if isinstance(error, KeyboardInterrupt) and the_plan.launcher != "inline":
+        error.__traceback__ = None
+    else:
+        cut_own_frames(error)
 
 
 def _run(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 
 from lagom.errors import LagomError, RankError, RankTraceback, StallError
@@ -47,8 +48,10 @@ def _exception(error: BaseException | None, report: Message) -> BaseException:
             what = f"rank {rank} raised {report['error']}: {report['message']}"
         kind = StallError if report.get("error") == "StallError" else RankError
         error = kind(what, rank, report.get("exit"))
-    if isinstance(error, LagomError):  # its message may say where in the program a rank was
-        error.args = tuple(with_cell_names(one) if isinstance(one, str) else one for one in error.args)
+    if isinstance(error, LagomError) and error.args and isinstance(error.args[0], str):
+        # The message may say where in the program a rank was. A program's own subclass may refuse the change.
+        with contextlib.suppress(Exception):
+            error.args = with_cell_names(error.args[0]), *error.args[1:]
     error.__cause__ = RankTraceback(rank, with_cell_names(report["traceback"]))
     return error
 

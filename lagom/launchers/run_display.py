@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from functools import partial
 
 from lagom.debugger.terminal import DebugTerminal
-from lagom.monitor.output import OWN, Output
+from lagom.monitor.output import OWN, OWN_NOTICE, Output
 from lagom.monitor.progress import Progress
 from lagom.monitor.stall_texts import stall_text
 from lagom.plan import Plan
@@ -124,14 +124,14 @@ class RunDisplay:
 
     def _show_output(self, event: Message) -> None:
         data = self._history.output.new_part(event["rank"], event["stream"], event["data"].encode("latin-1"))
-        if event["stream"] == OWN:
-            self._show_own(event["rank"], data.decode(errors="replace").rstrip("\n"))
+        if event["stream"] in (OWN, OWN_NOTICE):
+            self._show_own(event["rank"], data.decode(errors="replace").rstrip("\n"), event["stream"] == OWN_NOTICE)
             return
         if data and self._records is not None:
             self._records.wrote(event["rank"], data)
         self._output.show(event["rank"], event["stream"], data)
 
-    def _show_own(self, rank: int, text: str) -> None:
+    def _show_own(self, rank: int, text: str, is_notice: bool) -> None:
         """Show a text of lagom from rank 0, or from all ranks with ``log="all"``; only record new texts of other ranks.
 
         Most texts are the same on all ranks.
@@ -139,9 +139,11 @@ class RunDisplay:
         is_new = text not in self._own
         self._own.add(text)
         if text and self._plan.config.log == "all":
-            self._progress.note("\n".join(f"[rank {rank}] {line}" for line in text.splitlines()))
+            self._progress.line.say("\n".join(f"[rank {rank}] {line}" for line in text.splitlines()))
+        elif text and rank == 0 and is_notice:
+            self._progress.show_notice(text)
         elif text and rank == 0:
-            self._progress.note(text)
+            self._progress.line.say(text)
         elif text and is_new and self._records is not None:
             self._records.said(f"[rank {rank}] {text}")
 

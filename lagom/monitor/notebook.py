@@ -1,12 +1,13 @@
-"""``notebook``: the notebook that this process belongs to: its display, cells that renew themselves, names of cells."""
+"""``notebook``: IPython's display module, in a notebook; ``NotebookCell`` and ``with_cell_names`` for its cells."""
 
 from __future__ import annotations
 
+import contextlib
 import re
 import sys
 from typing import Any
 
-_PLACE = re.compile(r'File "(?P<quoted>[^"\n]+)", line (?P<line>\d+)|(?P<bare>/\S+):(?P<number>\d+)')
+_PLACE = re.compile(r'File "(?P<quoted>[^"\n]+)", line (?P<line>\d+)|(?<!\S)(?P<bare>/[^\s:]+):(?P<number>\d+)')
 """A place in code as tracebacks write it, or as ``/path/to/file.py:3``."""
 
 
@@ -19,17 +20,20 @@ def notebook() -> Any:
 def with_cell_names(text: str) -> str:
     """Return ``text`` with places in this notebook's cells named as the notebook does, such as "Cell In[3], line 2".
 
-    A kernel compiles each cell as a file with a random name, which is what ranks report.
+    A kernel compiles each cell as a file with a random name. Ranks report this name. IPython before 8.8 does not tell
+    which cell it was: then nothing changes.
     """
-    shell = _shell()
-    if shell is None or not hasattr(shell, "compile"):
+    cell_of: Any = getattr(getattr(_shell(), "compile", None), "format_code_name", None)
+    if cell_of is None:
         return text
 
-    def named(place: re.Match[str]) -> str:
-        found = shell.compile.format_code_name(place["quoted"] or place["bare"])
+    def name_place(place: re.Match[str]) -> str:
+        found = cell_of(place["quoted"] or place["bare"])
         return f"{' '.join(found)}, line {place['line'] or place['number']}" if found else place[0]
 
-    return _PLACE.sub(named, text)
+    with contextlib.suppress(Exception):  # an error of IPython's must not hide the text
+        return _PLACE.sub(name_place, text)
+    return text
 
 
 class NotebookCell:

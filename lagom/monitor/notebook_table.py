@@ -44,7 +44,7 @@ class NotebookTable:
         """Show ``text`` in place of a table: the run has not started yet, or has ended without progress."""
         self._cell.renew(_framed(f"<div>{_bold_name(f'{title}: {text}')}</div>", _WAITS), text)
 
-    def note(self, text: str) -> None:
+    def show_notice(self, text: str) -> None:
         """Show a message of lagom below what the cell has shown so far."""
         said = text.removeprefix("lagom: ")
         page = _framed(f"<div style='white-space:pre-wrap'>{html.escape(said)}</div>", _WAITS)
@@ -59,9 +59,9 @@ def table(
     stalled: Collection[int] = (),
 ) -> str:
     """Return HTML of the ranks' last reports; of more than 16 ranks, the 16 that are farthest behind."""
-    behind = sorted(sorted(ranks, key=lambda rank: (ranks[rank].get("samples", 0), rank))[:_SHOWN])
+    behind = sorted(sorted(ranks, key=lambda rank: (ranks[rank].get("samples", math.inf), rank))[:_SHOWN])
     held = held_up(ranks)
-    rows = [_row(rank, ranks[rank], held[rank], rank in stalled) for rank in behind]
+    rows = [_row(rank, ranks[rank], held[rank], rank in stalled, bool(ended)) for rank in behind]
     shown = [name for name in rows[0] if any(row[name] for row in rows)] if rows else []
     head = "".join(f"<th style='{_HEAD}'>{name}</th>" for name in shown)
     body = "".join(
@@ -104,6 +104,8 @@ def left(ranks: Mapping[int, Message]) -> str:
     """Return the time until the last rank ends its pass, as text; empty if it is unknown or less than a second."""
     slowest = 0.0
     for one in ranks.values():
+        if "step" not in one:
+            continue  # it has not reported yet
         step, steps, speed = one.get("step") or 0, one.get("steps"), one.get("steps_s")
         if not steps or not speed:
             return ""
@@ -120,10 +122,10 @@ def has_loaded(one: Message) -> bool:
     return bool(one.get("epoch") or one.get("step") or one.get("samples"))
 
 
-def _row(rank: int, one: Message, held: float, is_stalled: bool) -> dict[str, str]:
+def _row(rank: int, one: Message, held: float, is_stalled: bool, has_ended: bool) -> dict[str, str]:
     """Return HTML by column; a column that is empty for all ranks is left out."""
     step, steps = one.get("step") or 0, one.get("steps")
-    state = "starting" if one.get("starts") else "running"
+    state = "" if is_stalled or has_ended else "starting" if one.get("starts") else "running"
     bar = _BAR.format(min(1.0, step / steps), _RUNS) if steps else ""
     return {
         "rank": f"<b style='color:{_FAILED}'>{rank}</b>" if is_stalled else str(rank),

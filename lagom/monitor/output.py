@@ -12,6 +12,8 @@ from lagom.monitor.notebook_bars import NotebookBars
 
 OWN = "lagom"
 """Name of the stream with lagom's own messages on a rank, beside "stdout" and "stderr" of the program."""
+OWN_NOTICE = "lagom notice"
+"""Name of the stream with those of lagom's messages in which nothing is wrong."""
 
 
 class Output:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from lagom.monitor.notebook import notebook, with_cell_names
+from lagom.monitor.notebook import notebook
 from lagom.monitor.notebook_table import NotebookTable, has_loaded, left
 from lagom.monitor.status_line import WIDTH, StatusLine
 from lagom.monitor.stragglers import straggler
@@ -73,15 +74,15 @@ class Progress:
             else:
                 self._table.wait(self._name, text)
 
-    def note(self, text: str) -> None:
-        """Show a message about the program; in a notebook not on standard error, where it would look like an error."""
+    def show_notice(self, text: str) -> None:
+        """Show a message in which nothing is wrong; in a notebook not on standard error, which looks like an error."""
         if self._table is not None:
-            self._table.note(text)
+            self._table.show_notice(text)
         self.line.say_outside_notebook(text)
 
     def warn(self, text: str) -> None:
         """Show ``text``, with all lines after the first indented."""
-        first, *more = with_cell_names(text).splitlines()
+        first, *more = text.splitlines()
         self.line.say("\n".join([f"lagom: {self._name}: {first}", *(f"    {line}" for line in more)]))
 
     def stalled(self, reports: Mapping[int, Message], text: str) -> None:
@@ -111,7 +112,7 @@ class Progress:
         """Show the last state, which stays; ``ended`` is the outcome of the run."""
         if self._table is not None and self._ranks and self._worth_showing():
             text = f"lagom: {self._title()}: {self._text(WIDTH * 4, ended)}"
-            self._table.show(self._title(), self._ranks, text, ended, self._stalled)
+            self._table.show(self._title(), self._rows(), text, ended, self._stalled)
         elif self._table is not None and self._said_waiting:
             self._table.wait(self._title(), ended or "done")
         self.line.close()
@@ -135,11 +136,14 @@ class Progress:
         is_complete = sum(map(len, self._hosts.values())) == self._world_size
         return f"{self._name}: {self._topology()}" if is_complete else f"{self._name} on {self._where}"
 
+    def _rows(self) -> dict[int, Message]:
+        """Return the last report of each rank; of one that has joined and not reported, that it starts."""
+        return dict.fromkeys(itertools.chain.from_iterable(self._hosts.values()), _STARTS) | self._ranks
+
     def _renew(self) -> None:
         if self._table is not None:
             text = f"lagom: {self._title()}: {self._text(WIDTH * 4)}"
-            ranks = {rank: self._ranks.get(rank, _STARTS) for rank in range(self._world_size)}
-            self._table.show(self._title(), ranks, text, stalled=self._stalled)
+            self._table.show(self._title(), self._rows(), text, stalled=self._stalled)
         else:
             self.line.renew(self._text)
 
@@ -152,7 +156,7 @@ class Progress:
             shown = [self._rank_text(rank) for rank in first + [last] * (last not in first)]
             more = len(self._ranks) - len(shown)
             rest = f" | and {more} more rank{'s' * (more != 1)}" if more else ""
-            text = " | ".join(shown) + rest + (f", {ended}" if ended else left(self._ranks))
+            text = " | ".join(shown) + rest + (f", {ended}" if ended else "" if self._stalled else left(self._ranks))
             if len(text) <= width:
                 break
         return text[:width]

@@ -8,6 +8,8 @@ import time
 from collections.abc import Callable
 from typing import TextIO
 
+from lagom.monitor.notebook import with_cell_names
+
 _TERMINAL_S = 0.5
 _LOG_S = 10.0
 WIDTH = 160
@@ -56,6 +58,7 @@ class StatusLine:
 
     def say(self, text: str) -> None:
         """Write a line that stays."""
+        text = with_cell_names(text)
         self._clear()
         sys.stderr.write("\n" * self._open + text + "\n")
         self._open = False

@@ -7,13 +7,13 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 
 _WIDTH, _HEIGHT = 500, 230
-_LEFT, _RIGHT, _TOP, _BOTTOM = 62, 18, 34, 40
+_LEFT, _RIGHT, _TOP, _BOTTOM = 62, 26, 34, 40
 _COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#7f5539", "#666666")
 """Colours that colour-blind readers can tell apart (Okabe and Ito, 2008)."""
 FAINT = 'stroke="currentColor" stroke-opacity=".15"'  # visible on a dark page, too
 _MAX_POINTS = 400
-_UNITS = ((3 * 3600.0, 3600.0, "h"), (300.0, 60.0, "min"), (0.0, 1.0, "s"))
-"""Units of the axis: the seconds from which a unit is used, its own seconds and its name."""
+_MOST = 1e300
+"""Largest number that is drawn: the arithmetic of axes goes beyond it."""
 
 Points = Sequence[tuple[float, float]]
 """Seconds and values."""
@@ -22,21 +22,22 @@ Points = Sequence[tuple[float, float]]
 def line_chart(title: str, lines: Mapping[str, Points], unit: str = "", *, from_zero: bool = False) -> str:
     """Return an SVG element with a line for each of ``lines``, coloured by its position; empty without points.
 
-    If there are more lines than colours, all look alike.
+    If there are more lines than colours, all have one colour and are translucent.
 
     Args:
         lines: points by name.
         unit: text behind the numbers of the values.
         from_zero: whether the axis of the values begins at zero.
     """
-    are_many = len(lines) > len(_COLOURS)
-    colours = {name: _COLOURS[0 if are_many else number] for number, name in enumerate(lines)}
-    drawn = {name: _thinned([one for one in points if math.isfinite(one[1])]) for name, points in lines.items()}
+    drawn = {name: _thinned([one for one in points if _can_be_drawn(one)]) for name, points in lines.items()}
     drawn = {name: points for name, points in drawn.items() if points}
     if not drawn:
         return ""
+    are_many = len(drawn) > len(_COLOURS)
+    colours = {name: _COLOURS[0 if are_many else number % len(_COLOURS)] for number, name in enumerate(lines)}
     values = [y for points in drawn.values() for _, y in points]
-    end = max(x for points in drawn.values() for x, _ in points) or 1.0
+    end = max(x for points in drawn.values() for x, _ in points)
+    end = end if end > 0 else 1.0
     ticks = round_ticks(0.0 if from_zero else min(values), max(values))
     low, high = ticks[0], ticks[-1]
 
@@ -51,8 +52,7 @@ def line_chart(title: str, lines: Mapping[str, Points], unit: str = "", *, from_
         style = f' stroke-dasharray="12 {12 * number}"' if number and not are_many else ""
         style += ' stroke-opacity=".35"' if are_many else ""
         parts.append(_line([place(*one) for one in points], colours[name], style, 3 + (len(drawn) - number) % 4))
-    names = list(drawn)
-    parts += _legend({f"{names[0]} to {names[-1]}": _COLOURS[0]} if are_many else {n: colours[n] for n in names})
+    parts += _legend({f"{len(drawn)} lines": _COLOURS[0]} if are_many else {name: colours[name] for name in drawn})
     inside = "".join(parts)
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" '
@@ -76,21 +76,34 @@ def _axes(ticks: list[float], end: float, unit: str, place: Callable[[float, flo
         _, y = place(0, tick)
         parts.append(f'<line x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{y:.1f}" y2="{y:.1f}" {FAINT}/>')
         parts.append(f'<text x="{_LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{number_text(tick)}{unit}</text>')
-    seconds, name = next((seconds, name) for least, seconds, name in _UNITS if end >= least)
-    for tick in round_ticks(0.0, end / seconds):
-        x, y = place(min(tick * seconds, end), ticks[0])
-        if tick * seconds <= end * (1 + 1e-9):
-            parts.append(f'<text x="{x:.1f}" y="{y + 15:.1f}" text-anchor="middle">{number_text(tick)} {name}</text>')
+    for seconds, text in _time_ticks(end):
+        x, y = place(seconds, ticks[0])
+        parts.append(f'<text x="{x:.1f}" y="{y + 15:.1f}" text-anchor="middle">{text}</text>')
     return parts
+
+
+def _time_ticks(end: float) -> list[tuple[float, str]]:
+    """Return round times from 0 to ``end`` in seconds, with their texts: at most seven from two minutes on."""
+    if end < 120:
+        return [(tick, f"{number_text(tick)} s") for tick in round_ticks(0.0, end) if tick <= end]
+    unit, name, steps = (60, "min", (1, 2, 5, 10, 15, 30)) if end <= 180 * 60 else (3600, "h", (1, 2, 3, 6, 12, 24))
+    units = end / unit
+    step = next((step for step in steps if units / step <= 6), 24 * math.ceil(units / 24 / 6))
+    return [(number * unit, f"{number} {name}") for number in range(0, int(units) + 1, step)]
 
 
 def _legend(colours: Mapping[str, str]) -> list[str]:
     """Return the names of lines below the chart, one beside the other."""
-    parts, x = [], _LEFT
+    parts, x = [], float(_LEFT)
     for name, colour in colours.items():
-        parts.append(f'<text x="{x}" y="{_HEIGHT - 6}" fill="{colour}">{html.escape(name)}</text>')
-        x += 7 * len(name) + 12
+        parts.append(f'<text x="{x:.0f}" y="{_HEIGHT - 6}" fill="{colour}">{html.escape(name)}</text>')
+        x += 6.3 * len(name) + 8
     return parts
+
+
+def _can_be_drawn(point: tuple[float, float]) -> bool:
+    x, y = point
+    return math.isfinite(x) and abs(y) <= _MOST
 
 
 def _thinned(points: Points) -> Points:
@@ -101,7 +114,8 @@ def _thinned(points: Points) -> Points:
 
 def round_ticks(low: float, high: float) -> list[float]:
     """Return round numbers around ``low`` and ``high``, at distances of 1, 2 or 5 times a power of ten."""
-    span = (high - low) or abs(high) or 1.0
+    span = (high - low) or abs(high)
+    span = span if span > 1 / _MOST else 1.0
     rough = span / 4
     power = 10.0 ** math.floor(math.log10(rough))
     step = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= rough)

@@ -105,7 +105,7 @@ def _durations(run: Mapping[str, Any], result: Mapping[str, Any]) -> dict[str, A
 
 def _headline(run: Mapping[str, Any], result: Mapping[str, Any]) -> str:
     size = run.get("world_size", "?")
-    where = f"{size} rank{'s' * (size != 1)} on {run.get('where', '?')}, begun {_moment(run.get('started', '?'))}"
+    where = f"{size} rank{'s' * (size != 1)} on {run.get('where', '?')}, begun {_utc_text(run.get('started', '?'))}"
     lasted = f", {result['seconds']:.2f} s" if "seconds" in result else ""
     return where + lasted + (f". {run['description']}" if run.get("description") else "")
 
@@ -132,7 +132,7 @@ def _failures(failures: Sequence[Mapping[str, Any]]) -> str:
     for one in failures:
         lost = "" if one["seconds_lost"] is None else f"{one['seconds_lost']:.1f}"
         texts = (one["rank"], one["host"], one["cause"], one["resumed_from"] or "-", lost)
-        rows += f"<tr><td class=whole>{_text(_moment(one['time']))}</td>"
+        rows += f"<tr><td class=whole>{_text(_utc_text(one['time']))}</td>"
         rows += "".join(f"<td>{_text('' if text is None else text)}</td>" for text in texts) + "</tr>"
     return f"<details open><summary>What was lost</summary><table><tr>{head}</tr>{rows}</table></details>"
 
@@ -192,16 +192,23 @@ def _tail(path: Path) -> str:
 
 
 def _outputs(folder: Path) -> list[str]:
-    """Return a section for each output; ranks whose outputs are the same share one."""
-    ranks: dict[str, list[int]] = {}
-    for path in sorted(folder.glob("rank-*.log"), key=lambda path: int(path.stem.partition("-")[2])):
-        ranks.setdefault(_tail(path), []).append(int(path.stem.partition("-")[2]))
-    return [_section(f"Output of {rank_names(own)}", text) for text, own in list(ranks.items())[:_MAX_RANKS] if text]
+    """Return a section for each output; ranks whose outputs have the same length and end share one."""
+    ranks: dict[tuple[int, str], list[int]] = {}
+    for path in sorted(folder.glob("rank-*.log"), key=_rank_of):
+        if size := path.stat().st_size:
+            ranks.setdefault((size, _tail(path)), []).append(_rank_of(path))
+    outputs = list(ranks.items())[:_MAX_RANKS]
+    return [_section(f"Output of {rank_names(own)}", text) for (_, text), own in outputs]
 
 
-def _moment(time: str) -> str:
-    """Return a time of the records, which is in UTC, to the second."""
-    return f"{time[:19].replace('T', ' ')} UTC" if time.endswith("+00:00") else time
+def _rank_of(log: Path) -> int:
+    return int(log.stem.partition("-")[2])
+
+
+def _utc_text(time: object) -> str:
+    """Return a time of the records, which is in UTC, to the second; anything else as it is."""
+    text = str(time)
+    return f"{text[:19].replace('T', ' ')} UTC" if text.endswith("+00:00") else text
 
 
 def _section(title: str, text: str, kind: str = "") -> str:

@@ -212,7 +212,8 @@ class Slicer:
             self._has_work = True
             session.say_once(
                 f"{type(module).__name__} is small: every rank computes it whole, which is faster than sharing it out. "
-                "batches='split' shares out the batches; verify=True tells whether its numbers are the same"
+                "batches='split' shares out the batches; verify=True tells whether its numbers are the same",
+                is_notice=True,
             )
 
     def _run_whole(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -262,7 +263,8 @@ class Slicer:
     def _say_whole(self, module: nn.Module, reason: str) -> None:
         if not self._depth:
             self._session.say_once(
-                f"{type(module).__name__} runs whole on every rank, which is right but not faster: it {reason}"
+                f"{type(module).__name__} runs whole on every rank, which is right but not faster: it {reason}",
+                is_notice=True,
             )
 
     def _is_worth_slicing(self, finding: SplitFinding, candidate: SplitCandidate) -> bool:

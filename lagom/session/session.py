@@ -285,7 +285,8 @@ class Session:
         if self.config.batches != "whole" and self.passes.by_mode() is not None and not self.passes.trains():
             self.say_once(
                 "a loop over a data loader trains while the whole model is in eval mode: every rank trains on all of "
-                "its batches, which is right but not faster; call model.train() before the loop"
+                "its batches, which is right but not faster; call model.train() before the loop",
+                is_notice=True,
             )
 
     def find_share(self, data: Any) -> BatchShare | None:
@@ -323,7 +324,7 @@ class Session:
             for caveat in find_caveats(roots):
                 self.say_once(caveat)
         if self._num_losses == _NUM_UNTIL_KNOWN and not (self.passes.have_read or self.has_sliced):
-            self.say_once(NOT_SHARED["whole" if self.config.batches == "whole" else "split"])
+            self.say_once(NOT_SHARED["whole" if self.config.batches == "whole" else "split"], is_notice=True)
         # A strong reference would keep the graph alive. The loss lives long enough in a variable of the program's loop.
         self._loss = weakref.ref(roots[0]) if len(roots) == 1 else None
 
@@ -402,11 +403,11 @@ class Session:
             return None
         return float(loss.detach())
 
-    def say_once(self, text: str) -> None:
-        """Log ``text`` unless it was logged before."""
+    def say_once(self, text: str, *, is_notice: bool = False) -> None:
+        """Log ``text`` unless it was logged before; in a notice nothing is wrong."""
         if text not in self.said:
             self.said.add(text)
-            log.warning(text)
+            log.warning(text, extra={"is_notice": is_notice})
 
 
 _sessions: weakref.WeakSet[Session] = weakref.WeakSet()

@@ -26,8 +26,6 @@ if TYPE_CHECKING:
 
 
 _ANSWER_S = 60.0
-_MEANS = ("rate", "data", "waits", "waits_for", "cpu")
-"""Values of a report that are means over the time since the report before."""
 _WORTH = 0.005
 """Smallest wait for another rank, as a share of the time, that is reported."""
 _COMPUTING = 0.05
@@ -55,7 +53,7 @@ class Heartbeat:
         self._at: tuple[int, int] | None = None
         self._since = 0.0
         self._last = (0.0, 0.0, 0.0)
-        self._told: Message = {}
+        self._earlier: tuple[tuple[float, float, float], list[int]] = self._last, []
         self._begun = (-1.0, 0.0, 0.0)
         self._steps_s = 0.0
         self._children: str | None = None
@@ -67,6 +65,7 @@ class Heartbeat:
         """Begin to report on ``session``."""
         self._session = session
         self._last = (time.monotonic(), 0.0, 0.0)
+        self._earlier = self._last, []
         self._usage = ResourceUsage(session.device.type)
         self._begin()
 
@@ -146,21 +145,22 @@ class Heartbeat:
         return True
 
     def _last_progress(self, session: Session) -> Message:
-        """Return the rank's last report, with the means of the report before if it comes soon after that.
+        """Return the rank's last report; if the one before has just been sent, its means include the time before that.
 
-        Otherwise its means would be those of the end of the program, when the training is over.
+        A mean over the end of the program alone would look as if the training had become slow.
         """
-        is_soon = time.monotonic() - self._last[0] < self._interval_s / 2
-        means = {name: self._told[name] for name in _MEANS if is_soon and name in self._told}
-        return self._progress(session) | means
+        if time.monotonic() - self._last[0] < self._interval_s / 2:
+            self._last, self._waited = self._earlier
+        return self._progress(session)
 
     def _progress(self, session: Session) -> Message:
         now, progress = time.monotonic(), session.progress()
         samples, data_s = progress["samples"] or 0, progress.pop("data_s") or 0
         before, samples_before, data_before = self._last
         passed = max(now - before, 1e-3)
+        self._earlier = self._last, self._waited
         self._last = now, samples, data_s
-        self._told = {
+        return {
             "type": "progress",
             **progress,
             "rate": round((samples - samples_before) / passed, 1),
@@ -169,7 +169,6 @@ class Heartbeat:
             **self._waits(session, passed),
             **(self._usage.now() if self._usage is not None else {}),
         }
-        return self._told
 
     def _waits(self, session: Session, passed: float) -> Message:
         """Return the time that the rank waited in exchanges, as a share of ``passed``: in all, and for each rank."""
@@ -177,7 +176,7 @@ class Heartbeat:
         before = self._waited if len(self._waited) == len(waited) else [0] * len(waited)
         self._waited = waited
         shares = [(now - then) / 1e9 / passed for now, then in zip(waited, before, strict=True)]
-        waits_for = {str(rank): round(share, 3) for rank, share in enumerate(shares) if share >= _WORTH}
+        waits_for = {str(rank): round(min(1.0, share), 3) for rank, share in enumerate(shares) if share >= _WORTH}
         return {"waits": round(min(1.0, sum(shares)), 3), "waits_for": waits_for}
 
     def _speed(self, now: float, epoch: float, step: float) -> float:

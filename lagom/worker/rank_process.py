@@ -19,7 +19,7 @@ import types
 from collections.abc import Callable
 from typing import TYPE_CHECKING, NoReturn
 
-from lagom.monitor.output import OWN
+from lagom.monitor.output import OWN, OWN_NOTICE
 from lagom.restart.stand_in import rank_pid
 from lagom.wire.framing import Message, shorten
 from lagom.wire.spec import RankSpec, RunSpec
@@ -106,11 +106,12 @@ class _OwnLines(logging.StreamHandler):  # type: ignore[type-arg]  # which Pytho
         if self.tell is None or rank_pid() != self._pid:
             super().emit(record)
             return
-        for stream in (sys.__stdout__, sys.__stderr__):  # output from before this message must reach the driver first
-            if stream is not None:
-                stream.flush()
+        for file in (sys.__stdout__, sys.__stderr__):  # output from before this message must reach the driver first
+            if file is not None:
+                file.flush()
         text = logging.StreamHandler.format(self, record).encode(errors="backslashreplace")
-        self.tell({"type": "log", "stream": OWN, "data": shorten(text.decode("latin-1")) + "\n"})
+        stream = OWN_NOTICE if getattr(record, "is_notice", False) else OWN
+        self.tell({"type": "log", "stream": stream, "data": shorten(text.decode("latin-1")) + "\n"})
 
     def format(self, record: logging.LogRecord) -> str:
         """Format ``record``; put a line break before it if the stream's line is unfinished."""

@@ -186,3 +186,12 @@ def test_a_second_thread_is_refused_while_one_runs() -> None:
         leave.set()
         thread.join()
     assert run(lambda: 3).value == 3
+
+
+def test_a_traceback_says_where_the_program_was_interrupted() -> None:
+    def train() -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt) as caught:
+        run(train)
+    assert [entry.name for entry in caught.traceback][-1] == "train"

@@ -106,6 +106,8 @@ def test_how_the_run_ended_takes_the_place_of_what_it_has_still_to_go() -> None:
     text = table("train", {0: rank()}, "failed on rank 0: <ValueError>")
     assert "4,096 samples, <b>failed on rank 0: &lt;ValueError&gt;</b></div>" in text
     assert "this epoch" not in text
+    assert "running" in table("train", {0: {"memory": 10**9}})
+    assert "running" not in table("train", {0: {"memory": 10**9}}, "done")
 
 
 def test_a_rank_that_makes_no_progress_is_loud_until_the_run_ends() -> None:
@@ -134,9 +136,9 @@ def waiting() -> str:
     return shown.page
 
 
-def note() -> str:
-    """A message about the program."""
-    NotebookTable(shown := LastShown()).note("lagom: Net is small: every rank computes it whole")
+def notice() -> str:
+    """The page of a message in which nothing is wrong."""
+    NotebookTable(shown := LastShown()).show_notice("lagom: Net is small: every rank computes it whole")
     return shown.page
 
 
@@ -164,7 +166,7 @@ def test_a_state_can_be_told_by_its_colour() -> None:
     assert len({found[0] for found in colours.values()}) == 4
 
 
-@pytest.mark.parametrize("page", [*STATES.values(), note()], ids=[*STATES, "note"])
+@pytest.mark.parametrize("page", [*STATES.values(), notice()], ids=[*STATES, "notice"])
 def test_a_state_is_readable_on_light_and_dark_pages_and_needs_no_page_around_it(page: str) -> None:
     """Databricks shows it in a frame of its own, without scripts or styles of the page."""
     for colour in set(re.findall(r"(?<!back)(?:color|solid|background)[: ]+(#\w{6})", page)):

@@ -199,7 +199,7 @@ def test_a_notebook_shows_waiting_running_and_stalled_ranks_in_one_place(monkeyp
     progress.show(step(1))
     assert ">starting<" not in display.pages[-1]
     assert "<b>train</b>: 2 ranks on Spark local[2] (a: ranks 0-1)" in display.pages[-1]
-    progress.note("lagom: Net is <small>")
+    progress.show_notice("lagom: Net is <small>")
     assert ">Net is &lt;small&gt;</div>" in display.pages[-1]
     assert stream.getvalue() == ""
     progress.stalled({0: {"waits": ["exchange"]}, 1: {"waits": []}}, "rank 1 made no progress for 60 s")
@@ -209,6 +209,22 @@ def test_a_notebook_shows_waiting_running_and_stalled_ranks_in_one_place(monkeyp
     assert "made no progress" not in display.pages[-1]
     progress.close("done")
     assert "<b>done</b>" in display.pages[-1]
+
+
+def test_a_rank_that_has_never_reported_has_a_row_to_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    display = Display()
+    monkeypatch.setattr(progress_module, "notebook", lambda: display)
+    progress, _ = shown(monkeypatch, live=False, world_size=32)
+    progress.show({"type": "join", "host": "a|1:2", "ranks": list(range(32))})
+    for rank in range(16, 32):
+        progress.show(step(rank, steps_s=1.0))
+    assert ">starting<" not in display.pages[-1]  # those that train come first, and there is room for 16
+    assert "this epoch ends in 0:07" in display.pages[-1]
+    progress, _ = shown(monkeypatch, live=False)
+    progress.show({"type": "join", "host": "a|1:2", "ranks": [0, 1]})
+    progress.show(step(0))
+    progress.close("failed on rank 1: ValueError")
+    assert display.pages[-1].count("<tr>") == 1 + 2
 
 
 def test_a_notebook_is_told_how_a_run_ended_that_never_began(monkeypatch: pytest.MonkeyPatch) -> None:

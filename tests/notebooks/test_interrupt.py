@@ -86,7 +86,8 @@ def interrupted(notebook: Notebook, config: str) -> float:
     notebook.wait(cell)
     seconds = time.monotonic() - start
     assert cell.error.startswith("KeyboardInterrupt: "), cell.traceback
-    assert cell.traceback.count("/lagom/") == 1, cell.traceback
+    assert cell.traceback.count("lagom/experiment.py") == 1, cell.traceback
+    assert "launchers" not in cell.traceback
     assert cell.displays[-1]["text/plain"].endswith(", interrupted")
     while any(programs.alive(pid) for pid in pids):
         time.sleep(0.02)

@@ -278,9 +278,10 @@ def test_the_report_is_one_page_that_loads_nothing(tmp_path: Path) -> None:
     assert re.search(r", begun \d{4}-\d\d-\d\d \d\d:\d\d:\d\d UTC, ", text)
     assert text.count("Output of ranks 0, 1") == text.count("batch 7") == 1
     assert result.report(tmp_path / "other.html").read_text() == text
-    (result.run_dir / "rank-1.log").write_text("something else")  # type: ignore[operator]
+    for rank in (0, 1):  # the page shows the end of long outputs, which is the same
+        (result.run_dir / f"rank-{rank}.log").write_text("0" * rank + "\n" + "the end\n" * 5000)  # type: ignore[operator]
     differs = result.report().read_text()
-    assert differs.index("Output of rank 0") < differs.index("batch 7") < differs.index("Output of rank 1")
+    assert differs.index("Output of rank 0") < differs.index("the end") < differs.index("Output of rank 1")
 
 
 def test_a_notebook_shows_a_report_as_a_link(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -335,7 +336,19 @@ def test_a_chart_has_a_line_for_each_and_round_numbers_at_its_side() -> None:
     drawn = line_chart("Loss", {f"rank {n}": [(0.0, 0.0), (7.3, n)] for n in range(32)})
     assert drawn.count("<polyline") == 32
     assert len(set(re.findall('stroke="(#[^"]*)"', drawn))) == 1
-    assert ">rank 0 to rank 31<" in drawn
+    assert ">32 lines<" in drawn
+    few = {f"rank {n}": [(0.0, 1.0)] if n in (3, 11) else [] for n in range(16)}
+    assert re.findall(">(rank \\d+|\\d+ lines)<", line_chart("Loss", few)) == ["rank 3", "rank 11"]
+    names = re.findall('<text x="(\\d+)" y="224"', line_chart("Loss", {f"rank {n}": same for n in range(90, 98)}))
+    assert int(names[-1]) < 450  # there is room for the last name
+
+
+@pytest.mark.parametrize("low", [-1.7e308, -1e300, 0.0, 5e-324, 1e300])
+@pytest.mark.parametrize("high", [5e-324, 1e-310, 1e300, 1.7e308])
+def test_a_chart_draws_any_number(low: float, high: float) -> None:
+    points = [(0.0, low), (float("nan"), 1.0), (1.0, high), (-1.0, 0.0)]
+    drawn = line_chart("Loss", {"rank 0": points}) + line_chart("Loss", {"rank 0": points[:1]})
+    assert not re.search("nan|inf", drawn)
 
 
 @pytest.mark.parametrize(
@@ -344,7 +357,9 @@ def test_a_chart_has_a_line_for_each_and_round_numbers_at_its_side() -> None:
         (7.3, ["0 s", "2 s", "4 s", "6 s"]),
         (1.0, ["0 s", "0.5 s", "1 s"]),
         (1000.0, ["0 min", "5 min", "10 min", "15 min"]),
-        (90_000.0, ["0 h", "10 h", "20 h"]),
+        (5400.0, ["0 min", "15 min", "30 min", "45 min", "60 min", "75 min", "90 min"]),
+        (86_400.0, ["0 h", "6 h", "12 h", "18 h", "24 h"]),
+        (30 * 86_400.0, ["0 h", "120 h", "240 h", "360 h", "480 h", "600 h", "720 h"]),
     ],
 )
 def test_the_times_below_a_chart_are_round(end: float, ticks: list[str]) -> None:

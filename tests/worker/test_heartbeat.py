@@ -28,15 +28,15 @@ class Control:
     offer = send
 
 
-def test_a_last_report_soon_after_another_has_its_rate(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The little that a program does after its training would look as if training had become slow."""
-    clock = SimpleNamespace(at=10.0)
+def test_a_last_report_soon_after_another_has_the_means_of_both_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Alone, the end of a program after its training would look as if the training had become slow."""
+    clock, samples = SimpleNamespace(at=10.0), iter((0, 80, 80, 80))
     monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: clock.at))
 
     def progress() -> dict[str, Any]:
         if threading.current_thread() is not threading.main_thread():
             raise OSError("the reports of the thread end here")
-        return {"epoch": 1, "step": 5, "steps": 5, "samples": 80, "loss": None, "data_s": 0.0}
+        return {"epoch": 1, "step": 5, "steps": 5, "samples": next(samples), "loss": None, "data_s": 0.0}
 
     device = SimpleNamespace(type="cpu")
     known = {"has_joined": False, "ticks": 0, "spans": None, "pictures": deque[str](), "device": device}
@@ -45,11 +45,11 @@ def test_a_last_report_soon_after_another_has_its_rate(monkeypatch: pytest.Monke
     control: Any = Control()
     heart = Heartbeat(control, plan(config, Cluster(launcher="local", slots=2)), None)
     heart.beat_for(session)
-    for seconds in (0.2, 0.01, 0.2):
+    for seconds in (0.2, 0.04, 0.01, 0.2):
         clock.at += seconds
         heart.send_outcome({"type": "outcome"})
     rates = [message["rate"] for message in control.sent if message["type"] == "progress"]
-    assert rates == [400.0, 400.0, 0.0]
+    assert rates == [0.0, 333.3, 320.0, 0.0]  # 80 in 0.24 s, and in 0.25 s
     for thread in threading.enumerate():
         if thread.name == "lagom-heart":
             thread.join(60)
