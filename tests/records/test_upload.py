@@ -119,8 +119,9 @@ def test_a_url_that_takes_nothing_is_an_error_before_anything_starts(place: str)
 
 
 def test_what_cannot_be_copied_at_the_end_stays(
-    url: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))  # where the folder that stays is removed with the test's
     kept = records(f"{url}?secret=hidden", False, {"name": "x"})
     assert kept is not None
     assert kept.upload is not None
