@@ -17,6 +17,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from lagom.config import TorchDistributedConfig
+from lagom.row_split import whole_batch
 
 POINTS = torch.rand(40, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(5))
 DATA = TensorDataset(POINTS, POINTS.prod(dim=1, keepdim=True))
@@ -51,10 +52,13 @@ class Noisy(Dataset[Any]):
         return x + torch.rand(3, dtype=torch.float64) + noise, y, index
 
 
-def epoch(model: nn.Module, optimizer: torch.optim.Optimizer, train_set: Any, number: int, folder: str) -> float:
+def epoch(
+    model: nn.Module, optimizer: torch.optim.Optimizer, train_set: Any, number: int, folder: str, by_rows: bool
+) -> float:
     total, rows = 0.0, open(f"{folder}/rows.csv", "a")  # noqa: SIM115  (open while batches are read)
     loader = DataLoader(Noisy(train_set), batch_size=4, shuffle=True, num_workers=2 * (number == 1))
     for step, (x, y, indices) in enumerate(loader):
+        whole_batch.ALWAYS = by_rows  # in each step: another process may go on here
         optimizer.zero_grad()
         loss = nn.functional.mse_loss(model(x), y)
         loss.backward()
@@ -81,20 +85,17 @@ def pause(folder: str, seconds: float) -> None:
 
 def train_by_rows(train_set: Any, folder: str) -> dict[str, Any]:
     """Train a model whose rows ranks share out, however small it is."""
-    from lagom.row_split import whole_batch
-
-    whole_batch.ALWAYS = True
-    return train(train_set, folder, Network().layers)
+    return train(train_set, folder, Network().layers, by_rows=True)
 
 
-def train(train_set: Any, folder: str, model: nn.Module | None = None) -> dict[str, Any]:
+def train(train_set: Any, folder: str, model: nn.Module | None = None, by_rows: bool = False) -> dict[str, Any]:
     """Train, print each epoch, and append each batch to a file."""
     model = model or Network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     os.makedirs(f"{folder}/made")
     losses, noise = [], [random.random()]
     for number in range(3):
-        losses.append(epoch(model, optimizer, train_set, number, folder))
+        losses.append(epoch(model, optimizer, train_set, number, folder, by_rows))
         noise.append(random.random())
         print(f"epoch {number}: {losses[-1]:.12g}")
     weights = [one.tolist() for one in model.state_dict().values()]
