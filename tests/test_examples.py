@@ -35,7 +35,6 @@ def test_every_example_is_run_here() -> None:
     assert sorted(path.stem for path in EXAMPLES.glob("[!_]*.py")) == sorted([*TINY, "mnist_data"])
 
 
-@pytest.mark.soak
 def test_the_demonstration_draws_each_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "new" / "demo.svg"
     size = ["--epochs", "2", "--images", "1024", "--threads", "1"]

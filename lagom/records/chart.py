@@ -19,7 +19,9 @@ Points = Sequence[tuple[float, float]]
 """Seconds and values."""
 
 
-def line_chart(title: str, lines: Mapping[str, Points], unit: str = "", *, from_zero: bool = False) -> str:
+def line_chart(
+    title: str, lines: Mapping[str, Points], unit: str = "", *, from_zero: bool = False, dashed: bool = True
+) -> str:
     """Return an SVG element with a line for each of ``lines``, coloured by its position; empty without points.
 
     If there are more lines than colours, all have one colour and are translucent.
@@ -28,6 +30,7 @@ def line_chart(title: str, lines: Mapping[str, Points], unit: str = "", *, from_
         lines: points by name.
         unit: text behind the numbers of the values.
         from_zero: whether the axis of the values begins at zero.
+        dashed: whether lines but the first are dashed, so that equal lines below can be seen.
     """
     drawn = {name: _thinned([one for one in points if _can_be_drawn(one)]) for name, points in lines.items()}
     drawn = {name: points for name, points in drawn.items() if points}
@@ -49,7 +52,7 @@ def line_chart(title: str, lines: Mapping[str, Points], unit: str = "", *, from_
     parts += _axes(ticks, end, unit, place)
     for number, (name, points) in enumerate(drawn.items()):
         # Ranks often have the same numbers: a lower line shows between the dashes of the upper one.
-        style = f' stroke-dasharray="12 {12 * number}"' if number and not are_many else ""
+        style = f' stroke-dasharray="12 {12 * number}"' if dashed and number and not are_many else ""
         style += ' stroke-opacity=".35"' if are_many else ""
         parts.append(_line([place(*one) for one in points], colours[name], style, 3 + (len(drawn) - number) % 4))
     parts += _legend({f"{len(drawn)} lines": _COLOURS[0]} if are_many else {name: colours[name] for name in drawn})

@@ -212,7 +212,8 @@ def _utc_text(time: object) -> str:
 
 
 def _section(title: str, text: str, kind: str = "") -> str:
-    return f"<details open><summary>{_text(title)}</summary><pre class='{kind}'>{_text(text)}</pre></details>"
+    opening = f"<pre class={kind}>" if kind else "<pre>"
+    return f"<details open><summary>{_text(title)}</summary>{opening}{_text(text)}</pre></details>"
 
 
 def _table(title: str, rows: Mapping[str, Any]) -> str:
