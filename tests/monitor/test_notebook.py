@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import time
 from types import SimpleNamespace
 from typing import Any
 
@@ -50,10 +49,8 @@ def test_a_text_stays_where_no_name_can_be_found(monkeypatch: pytest.MonkeyPatch
         assert with_cell_names(text) == text
 
 
-def test_a_long_text_takes_no_longer_than_its_length(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A backtracking pattern would need minutes for these."""
+def test_a_long_text_without_places_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pattern that goes back over these texts takes minutes, which is beyond the limit of every test."""
     shell(monkeypatch, compile=SimpleNamespace(format_code_name=cell_of))
-    started = time.process_time()
     for text in ("/" * 200_000, "/a" * 100_000, '"/a:' * 50_000, 'File "' * 30_000):
         assert with_cell_names(text) == text
-    assert time.process_time() - started < 20
