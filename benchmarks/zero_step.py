@@ -7,7 +7,8 @@ contenders, and take turns of a few steps in alternating order. The speed of a p
 its memory, so each pair is started several times. A ratio divides the two medians of a start; the table has the median
 and the quartiles over starts. The peers are distributed by hand: DDP with ZeroRedundancyOptimizer for levels up to 2,
 FSDP2 for level 3. lagom starts the peers' ranks, but does not distribute the programs. If DeepSpeed is installed,
-lagom's backend="deepspeed" is compared with DeepSpeed by hand at each stage, with equal buckets.
+lagom's backend="deepspeed" is compared with DeepSpeed by hand at each stage, with equal buckets. No program asks for
+``fused=True``: peers step with torch's default Adam, and lagom, whose batches are split, with torch's fused one.
 """
 
 from __future__ import annotations

@@ -86,3 +86,23 @@ def test_rank_0_may_end_first_and_last(tmp_path: Path, slow: int) -> None:
     hparams = {"slow": slow, "folder": str(folder)}
     config = TorchDistributedConfig(launcher="local", world_size=3, hparams=hparams)
     assert experiment.lagom(program, config).per_rank == (0, 1, 2)
+
+
+def adam_steps(fused: bool | None = None) -> list[float]:
+    """Return a parameter after five steps of Adam."""
+    parameter = torch.nn.Parameter(torch.linspace(-1.0, 1.0, 300))
+    optimizer = torch.optim.Adam([parameter], lr=0.01, fused=fused)
+    for number in range(1, 6):
+        parameter.grad = (number * parameter.detach()).sin()
+        optimizer.step()
+    return parameter.tolist()
+
+
+def test_adam_has_torchs_bits_whatever_batches_says() -> None:
+    def program() -> list[float]:
+        torch.distributed.init_process_group("gloo")
+        return adam_steps()
+
+    config = TorchDistributedConfig(launcher="local", world_size=2, batches="split")
+    assert adam_steps() != adam_steps(fused=True)
+    assert experiment.lagom(program, config).per_rank == (adam_steps(), adam_steps())

@@ -36,8 +36,8 @@ def grouped_adam(*, same_bits: bool) -> AbstractContextManager[None]:
     Args:
         same_bits: Call the operations of torch's Adam, each once for all parameters of a small model: the kernels and
             their arguments are the same, and so are the bits. If parameters share memory, torch steps all of them.
-            If False, call torch's fused Adam, which rounds differently. This suits ranks whose gradients are sums over
-            ranks, since these sums are rounded differently from one process's gradients too.
+            If False, call torch's fused Adam, which rounds differently. This suits ranks whose gradients lagom sums,
+            since these sums are rounded differently from one process's gradients too.
     """
     original = vars(adam).get(_STEP)
     if original is None:

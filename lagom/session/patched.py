@@ -112,11 +112,12 @@ def _patched_for_ranks(session: Session) -> Iterator[None]:
     with ExitStack() as stack:
         stack.enter_context(own_mp_spawn(session))
         stack.enter_context(track_modules(session))
+        is_as_given = session.config.batches == "whole" or session.plan.already_distributed
+        stack.enter_context(grouped_adam(same_bits=is_as_given))
         if session.config.backend == "torch":
             stack.enter_context(synchronise_backward(session, knows_rank))
             session.learned["rank"] = _refuse_known_rank, lambda _: None
             stack.enter_context(skip_profiler_ranges())
-            stack.enter_context(grouped_adam(same_bits=session.config.batches == "whole"))
             stack.enter_context(watch_packing(session))
             if session.config.batches == "whole":
                 stack.enter_context(share_losses(session, knows_rank))

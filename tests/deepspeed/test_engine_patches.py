@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import importlib
+import inspect
 import os
 import pickle
 import sys
@@ -16,6 +17,7 @@ import torch.utils.checkpoint
 from torch import nn
 from torch._dynamo.eval_frame import TorchPatcher
 from torch.distributions import Distribution
+from torch.optim import adam
 from torch.utils.data import DataLoader, TensorDataset
 
 import lagom
@@ -155,6 +157,33 @@ def test_gradients_are_accumulated_until_the_program_steps(zero_lvl: int) -> Non
     )
     for row in rows:
         _same(row, wanted)
+
+
+@pytest.mark.skipif(
+    "decoupled_weight_decay" not in inspect.signature(adam._single_tensor_adam).parameters,
+    reason="with torch 2.6 lagom leaves Adam alone",
+)
+@pytest.mark.parametrize("zero_lvl", [0, again(1), 2, again(3)])
+def test_adam_steps_by_torchs_fused_kernel_where_batches_are_split(
+    zero_lvl: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[int] = []
+    plain = adam._single_tensor_adam
+
+    def counted(*args: Any, **options: Any) -> None:
+        calls.append(1)
+        plain(*args, **options)
+
+    monkeypatch.setattr(adam, "_single_tensor_adam", counted)
+
+    def program(session: Session) -> tuple[dict[str, Any], int]:
+        return epoch(OPTIMIZERS["adam"], session), len(calls)
+
+    wanted, num_plain = alone(program)
+    assert num_plain == 6
+    for found, num in run_ranks(2, program, backend="deepspeed", zero_lvl=zero_lvl, batches="split"):
+        _same(found, wanted)
+        assert num == 0
 
 
 def test_programs_that_were_written_for_an_engine_run() -> None:
