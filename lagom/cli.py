@@ -47,7 +47,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         The script's own status, 1 if it raised; 2 for an error of lagom's; 3 if rehearsals differ; 130 after Ctrl-C.
     """
-    args = argument_parser().parse_args(argv)
+    parser = argument_parser()
+    args, unknown = parser.parse_known_args(argv)
+    if unknown:
+        hint = "; options of the script go behind it" if getattr(args, "words", None) else ""
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
     args.argv = list(sys.argv[1:] if argv is None else argv)
     try:
         return int(args.command(args))
@@ -73,11 +77,10 @@ def _resume(args: argparse.Namespace) -> int:
             _session(args.master, args.n)
     result = experiment.resume(args.run, world_size=args.n, launcher=launcher)
     folder = result.run_url or str(result.run_dir)
-    print(
-        f"lagom: the run has ended. {folder}/{RESULT} has its result as text; what the function returned, tensors and "
-        f"all, is experiment.resume({folder!r}).value",
-        file=sys.stderr,
-    )
+    text = f"lagom: the run has ended. {folder}/{RESULT} has its result as text"
+    if result.value is not None:  # a script returns nothing
+        text += f"; what the function returned, tensors and all, is experiment.resume({folder!r}).value"
+    print(text, file=sys.stderr)
     return 0
 
 

@@ -9,7 +9,7 @@ import dataclasses
 import os
 import sys
 import types
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -128,10 +128,10 @@ def read_call(folder: Path) -> Iterator[tuple[KeptRun, Call, SnapshotFolder]]:
                 f"{', '.join(changed)}: not as when the run began, so it cannot go on; put the old source back, "
                 "or begin a new run"
             )
-        if not has_ended and isinstance(call.function, Script) and call.function.is_edited():
+        if not has_ended and (edited := sorted(_edited_files(call))):
             sys.stderr.write(
-                f"lagom: {run.name}: {call.function.file} has been edited since the run began; the run goes on as it "
-                "was, so begin a new run for the new script\n"
+                f"lagom: {run.name}: {', '.join(edited)} has been edited since the run began; the run goes on as it "
+                "was, so begin a new run for the new code\n"
             )
         yield run, call, found
     finally:
@@ -164,21 +164,43 @@ def _changed_functions(call: Call) -> Iterator[str]:
     """Yield the functions of ``call`` that differ from its kept sources, and other kept files that have changed."""
     if isinstance(call.function, Script):  # the call holds the script, and the snapshot the modules that it imported
         return
-    sources: dict[str, SourceFile] = {}
+    functions = set(_functions(call))
+    yield from (f"{one.__qualname__}() in {name}" for name, one in _not_compiled_from(call.sources, functions))
+    names = {name for name, _ in functions}
+    for name, text in call.sources.items():
+        if name not in names and os.path.isfile(name) and source_text(Path(name)) != text:
+            yield name
+
+
+def _edited_files(call: Call) -> set[str]:
+    """Return the files with code that ``call`` holds as it was when the run began, and that have other code now."""
+    if isinstance(call.function, Script):
+        return {call.function.file} if call.function.is_edited() else set()
+    texts = {name: source_text(Path(name)) or "" for name in call.sources if os.path.isfile(name)}
+    return {name for name, _ in _not_compiled_from(texts, _functions(call))}
+
+
+def _functions(call: Call) -> Iterator[tuple[str, types.FunctionType]]:
+    """Yield the functions of ``call`` whose sources it has, each with the name of its file."""
     given = call.provided
     for value in reachable_modules(call.function, *given.values(), *given.get("hparams", {}).values()):
-        if not isinstance(value, types.FunctionType) or value.__name__ == "<lambda>":
-            continue
-        name = value.__code__.co_filename
-        if (text := call.sources.get(name)) is None:
-            continue
-        if name not in sources:
-            sources[name] = SourceFile(name, text)
-        if not sources[name].is_of(value.__code__):
-            yield f"{value.__qualname__}() in {name}"
-    for name, text in call.sources.items():
-        if name not in sources and os.path.isfile(name) and source_text(Path(name)) != text:
-            yield name
+        if isinstance(value, types.FunctionType) and value.__name__ != "<lambda>":
+            name = value.__code__.co_filename
+            if name in call.sources:
+                yield name, value
+
+
+def _not_compiled_from(
+    texts: Mapping[str, str], functions: Iterable[tuple[str, types.FunctionType]]
+) -> Iterator[tuple[str, types.FunctionType]]:
+    """Yield those of ``functions`` whose file is in ``texts``, with another text than they were compiled from."""
+    sources: dict[str, SourceFile] = {}
+    for name, function in functions:
+        if name in texts and name not in sources:
+            with suppress(SyntaxError):
+                sources[name] = SourceFile(name, texts[name])
+        if name in texts and ((source := sources.get(name)) is None or not source.is_of(function.__code__)):
+            yield name, function
 
 
 def _write(path: str, value: Any) -> None:

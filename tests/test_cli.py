@@ -302,3 +302,14 @@ def test_the_time_between_snapshots_is_a_number_or_auto(capsys: pytest.CaptureFi
     assert TorchDistributedConfig(snapshot_every_s="auto").snapshot_every_s == "auto"
     with pytest.raises(ValueError, match="snapshot_every_s is 'often'; want seconds, more than 0, 'auto', or None"):
         TorchDistributedConfig(snapshot_every_s="often")  # type: ignore[arg-type]
+
+
+def test_options_of_the_script_before_it_are_told_where_to_go(capsys: pytest.CaptureFixture[str]) -> None:
+    for words, hint in (
+        (["run", "--lr", "3", "train.py"], "unrecognized arguments: --lr; options of the script go behind it\n"),
+        (["runs", "--lr"], "unrecognized arguments: --lr\n"),
+    ):
+        with pytest.raises(SystemExit) as ended:
+            cli.main(words)
+        assert ended.value.code == 2
+        assert capsys.readouterr().err.endswith(hint)

@@ -15,7 +15,7 @@ from lagom.launchers.protocol import Launcher, Outcome
 from lagom.plan import Plan
 from lagom.records.run_dir import RunRecords
 from lagom.restart.history import Failure, RunHistory
-from lagom.restart.kept_snapshots import SnapshotFolder
+from lagom.restart.kept_snapshots import Snapshot, SnapshotFolder
 from lagom.restart.losses import Loss, loss_in
 from lagom.restart.prepared_files import put_back, remove_siblings
 
@@ -42,6 +42,9 @@ def run_attempts(
     history = attempts.history
     try:
         return attempts.run(), history.failures
+    except KeyboardInterrupt:
+        attempts.say_how_to_go_on()
+        raise
     finally:
         remove_siblings(history.files)
 
@@ -133,15 +136,26 @@ class _Attempts:
 
     def _ended(self, error: LagomError, why: str) -> LagomError:
         """Put back the content that a new attempt cut off from files; add to the text of ``error`` why the run ends."""
-        history, records = self.history, self._records
+        history = self.history
         put_back(history.files)
         num = len(history.failures)
         text = f"{error} (the run was started {num} time{'s' * (num != 1)}: {why})"
-        if history.folder is not None and history.resumed is not None:
-            place = records.upload.url if records is not None and records.upload is not None else history.folder.run_dir
-            text += f"; lagom resume {place} goes on from {history.resumed.place}"
+        if history.resumed is not None:
+            text += f"; {self._how_to_go_on(history.resumed)}"
         error.args = (text, *error.args[1:])
         return error
+
+    def say_how_to_go_on(self) -> None:
+        """Say after Ctrl-C how the run goes on, if it has kept a snapshot."""
+        folder = self.history.folder
+        if folder is not None and (newest := folder.newest()) is not None:
+            self._say(f"interrupted; {self._how_to_go_on(newest)}")
+
+    def _how_to_go_on(self, snapshot: Snapshot) -> str:
+        records, folder = self._records, self.history.folder
+        assert folder is not None
+        place = records.upload.url if records is not None and records.upload is not None else folder.run_dir
+        return f"lagom resume {place} goes on from {snapshot.place}"
 
     def _go_on_larger(self, free_slots: int) -> None:
         self.history.prepare()

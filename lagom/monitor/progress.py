@@ -67,7 +67,7 @@ class Progress:
         if joined < wanted and not self._said_waiting:
             self._said_waiting = True
             here = joined or self._is_here
-            others = "" if here else "; or they cannot reach this process: then their output comes at the end"
+            others = "" if here else "; if they run, they cannot reach this process, and their output comes at the end"
             text = f"waiting for {self._where} to start the tasks ({joined} of {wanted} are here{others})"
             if self._table is None:
                 self.line.say(f"lagom: {self._name}: {text}")

@@ -12,8 +12,8 @@ from lagom.records.report import events_of
 from lagom.records.run_dir import PROGRESS, RESULT, RUN
 from lagom.records.runs import aligned, checkout_text, result_text
 
-_PARTS = (0.25, 0.5, 0.75, 1.0)
-"""Shares of a run's samples at which losses are compared."""
+_PARTS = (0.25, 0.5, 0.75)
+"""Shares of a run's samples at which losses are compared, beside the last one."""
 _LONGEST = 60  # characters of a setting
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")  # left out: an object's address says nothing, and differs in each run
 
@@ -32,7 +32,8 @@ def compare_runs(first: Path, second: Path) -> str:
         if texts[0] != texts[1]:
             rows.append((key, *texts))
     curves = [_curve(folder) for folder in (first, second)]
-    rows += [(key, curves[0].get(key, "-"), curves[1].get(key, "-")) for key in curves[0] | curves[1]]
+    fewer, more = sorted(curves, key=len)
+    rows += [(key, curves[0].get(key, "-"), curves[1].get(key, "-")) for key in more | fewer]
     rows += [("result", result_text(first), result_text(second))]
     return "\n".join(aligned(rows))
 
@@ -67,10 +68,10 @@ def _curve(folder: Path) -> dict[str, str]:
     found = {}
     if losses:
         last = losses[-1]["samples"]
-        at = [next(one for one in losses if one["samples"] >= part * last) for part in _PARTS]
-        for part, one, later in zip(_PARTS, at, [*at[1:], None], strict=True):
-            # A report that serves a later share as well comes too late for this share, so this share shows no loss.
-            found[f"loss at {part:.0%} of the samples"] = f"{one['loss']:.6g}" if one is not later else "-"
+        at = [next(one for one in losses if one["samples"] >= part * last) for part in (*_PARTS, 1.0)]
+        for part, one, later in zip(_PARTS, at, at[1:], strict=False):
+            if one is not later:  # else the report comes too late for this share, so it has no loss
+                found[f"loss at {part:.0%} of the samples"] = f"{one['loss']:.6g}"
         found["last loss"] = f"{losses[-1]['loss']:.6g}"
     if len(events) > 1 and events[-1]["seconds"] > events[0]["seconds"]:
         begin, end = events[0], events[-1]

@@ -234,7 +234,8 @@ class SearchResult(Mapping[str, Any]):
     def _best_line(self) -> str:
         best = self.best_trial
         params = ", ".join(f"{name}={shown(value)}" for name, value in best["params"].items())
-        return f"best: {short(best['value'])}, of trial {best['number']} with {params}"
+        which = "smallest" if self._direction == "min" else "largest"
+        return f"best: {short(best['value'])}, the {which}, of trial {best['number']} with {params}"
 
     def _records(self) -> str:
         if self._run_dir is None:

@@ -59,6 +59,8 @@ _EXAMINED_LOSSES = frozenset(2**i for i in range(10))
 """Numbers of the backwards whose loss is examined for whether the average over shares is exact."""
 _NUM_UNTIL_KNOWN = 4
 """Number of backwards after which it is known whether batches come from loaders, and whether forwards are split."""
+_MAX_KEPT = 1024
+"""Largest number of elements that may stay in memory because the last loss is a view of them."""
 
 
 @dataclass(eq=False, kw_only=True)
@@ -106,7 +108,8 @@ class Session:
     """Progress counter (batches + forwards + backwards); the heartbeat sends it to the stall detector of the host."""
     data_s: float = field(default=0.0, init=False)
     """Seconds that the program has waited for batches."""
-    _loss: weakref.ref[torch.Tensor] | None = field(default=None, init=False)
+    _loss: torch.Tensor | None = field(default=None, init=False)
+    """Loss of the last backward, without its graph; None unless it is one number on the CPU."""
     reported_values: dict[str, float | int] = field(default_factory=dict, init=False)
     """Values that the program reported last; shown with the progress."""
     pictures: deque[str] = field(default_factory=deque, init=False)
@@ -325,8 +328,7 @@ class Session:
                 self.say_once(caveat)
         if self._num_losses == _NUM_UNTIL_KNOWN and not (self.passes.have_read or self.has_sliced):
             self.say_once(NOT_SHARED["whole" if self.config.batches == "whole" else "split"], is_notice=True)
-        # A strong reference would keep the graph alive. The loss lives long enough in a variable of the program's loop.
-        self._loss = weakref.ref(roots[0]) if len(roots) == 1 else None
+        self._loss = _detached_number(roots[0]) if len(roots) == 1 else None
 
     @contextmanager
     def probing(self) -> Iterator[None]:
@@ -382,7 +384,7 @@ class Session:
         """Return the progress of training as plain numbers; may be called from another thread."""
         now = {**self.passes.progress, "samples": self.samples_trained, "ticks": self.ticks, "data_s": self.data_s}
         starts = {} if self.is_called else {"starts": True}
-        return {**now, **starts, "loss": self._last_loss(), **self.reported_values}
+        return {**now, **starts, "loss": None if self._loss is None else float(self._loss), **self.reported_values}
 
     def wait_times(self) -> list[int]:
         """Return the nanoseconds that this rank has waited for each other rank; may be called from another thread."""
@@ -396,18 +398,21 @@ class Session:
             return next((found for one in whole_groups(self.world_size) if (found := one.standing())[0]), ("", 0, []))
         return self.group.standing() if self.group is not None else ("", 0, [])
 
-    def _last_loss(self) -> float | None:
-        """Return the loss of this rank's share; None unless it is one number on the CPU, as a read of a GPU blocks."""
-        loss = self._loss() if self._loss is not None else None
-        if type(loss) is not torch.Tensor or loss.numel() != 1 or loss.device.type != "cpu":
-            return None
-        return float(loss.detach())
-
     def say_once(self, text: str, *, is_notice: bool = False) -> None:
         """Log ``text`` unless it was logged before; in a notice nothing is wrong."""
         if text not in self.said:
             self.said.add(text)
             log.warning(text, extra={"is_notice": is_notice})
+
+
+def _detached_number(loss: Any) -> torch.Tensor | None:
+    """Return ``loss`` without its graph; None unless it is one number on the CPU, as a read of a GPU blocks.
+
+    Also None for a view of many numbers, whose memory would live until the next backward.
+    """
+    if type(loss) is not torch.Tensor or not loss.is_cpu or not loss.is_floating_point() or loss.numel() != 1:
+        return None
+    return loss.detach() if loss._base is None or loss._base.numel() <= _MAX_KEPT else None
 
 
 _sessions: weakref.WeakSet[Session] = weakref.WeakSet()

@@ -242,7 +242,7 @@ def test_tasks_of_this_machine_can_reach_this_process(monkeypatch: pytest.Monkey
     assert "cannot reach" not in stream.getvalue()
     the_plan = plan(TorchDistributedConfig(world_size=2, name="train"), Cluster(launcher="spark", slots=2))
     Progress(the_plan, "Spark spark://host:7077").waiting(0, 2)
-    assert "or they cannot reach this process" in stream.getvalue()
+    assert "if they run, they cannot reach this process" in stream.getvalue()
 
 
 def test_ranks_report_that_they_start_until_their_function_is_called(tmp_path: Path) -> None:

@@ -94,6 +94,9 @@ def test_a_run_leaves_its_settings_versions_ranks_output_progress_and_result(tmp
     assert all(event["memory"] > 10**7 for event in events)
     ends = {event["rank"]: (event["epoch"], event["step"], event["samples"]) for event in events}
     assert ends == {0: (1, 8, 32), 1: (1, 8, 32)}
+    assert [{event["rank"]: event["loss"] for event in events}[rank] for rank in (0, 1)] == [
+        value["loss"] for value in result.per_rank
+    ]
     ended = loaded(folder / "result.json")
     assert (ended["outcome"], ended["value"]) == ("returned", result.value)
     assert ended["per_rank"] == list(result.per_rank)

@@ -248,4 +248,4 @@ def test_a_script_that_prints_nothing_has_the_value_that_it_logs(search: Search,
     words = ["--trials", "2", "--optimizer", "grid", "--space", "lr=1,2", "--metric", "score", "program.py"]
     status, out, error = search(*words)
     assert status == 0, error
-    assert "best: 4, of trial" in out
+    assert "best: 4, the largest, of trial" in out

@@ -76,7 +76,7 @@ def test_it_is_printed_in_three_lines() -> None:
     assert repr(result(where="2 slots", interrupted=True)).splitlines() == [
         "Search of train on 2 slots, 12.50 s, interrupted",
         "  trials: 4 complete, 2 pruned, 1 failed",
-        "  best: 0.75, of trial 4 with lr=0.4, momentum=0.9",
+        "  best: 0.75, the largest, of trial 4 with lr=0.4, momentum=0.9",
     ]
 
 

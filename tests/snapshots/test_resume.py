@@ -26,6 +26,7 @@ from lagom import experiment
 from lagom.call import Call
 from lagom.cli import main
 from lagom.errors import LagomError, PlanError
+from lagom.kept_call import read_call
 from lagom.launchers.local import LocalLauncher
 from lagom.payload import Parcel, unpack_file
 from lagom.records.run_dir import RunRecords
@@ -375,3 +376,40 @@ def test_a_run_whose_functions_have_changed_is_not_resumed(lost_driver: Path, tm
         Parcel(dataclasses.replace(call, sources={**call.sources, name: changed, str(later): "1"})).write(file.fileno())
     with pytest.raises(LagomError, match=r"imported_later.py, epoch\(\) in .*training.py: not as when the run began"):
         experiment.resume(run)
+
+
+def test_a_line_says_that_a_function_was_edited_which_the_call_has_as_it_was(
+    lost_driver: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (run,) = (lost_driver / "runs").iterdir()
+    folder = SnapshotFolder(str(run / "snapshots"))
+    with open(folder.call, "rb") as file:
+        call: Call = unpack_file(file.fileno())
+    script = tmp_path / "script.py"
+    text = "def train():\n    return 0.1\n"
+    main_module: dict[str, Any] = {"__name__": "__main__"}
+    exec(compile(text, str(script), "exec"), main_module)
+    call = dataclasses.replace(call, function=main_module["train"], provided={}, sources={str(script): text})
+    with open(folder.call, "wb") as file:
+        Parcel(call).write(file.fileno())
+    said = {}
+    for now in (text, text + "# a comment", text.replace("0.1", "0.2"), "def train(:"):
+        script.write_text(now)
+        with read_call(run):
+            said[now] = "edited" in capfd.readouterr().err
+    assert list(said.values()) == [False, False, True, True]
+
+
+def test_after_ctrl_c_a_line_says_how_to_go_on(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    def press() -> None:
+        wait_for_snapshot(tmp_path)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    (tmp_path / "slowly").touch()
+    thread = threading.Thread(target=press)
+    thread.start()
+    with pytest.raises(KeyboardInterrupt):
+        experiment.lagom(train, config(tmp_path, world_size=2, snapshot_every_s=0.1))
+    thread.join()
+    (run,) = (tmp_path / "runs").iterdir()
+    assert re.search(rf"interrupted; lagom resume {run} goes on from batch \d+ of epoch 2\n", capfd.readouterr().err)

@@ -261,7 +261,10 @@ def collate(rows: list[dict[str, Any]]) -> Any:
     for row in rows:
         for name, value in row.items():
             if value is None:
-                raise DataError(f"field {name!r} is null in a batch; have the transform replace it")
+                raise DataError(
+                    f"field {name!r} is None in a row that transform_spec's function returned; have the function "
+                    "replace it, or pass nulls= to the loader"
+                )
     try:
         return default_collate([{name: _computable(name, value) for name, value in row.items()} for row in rows])
     except (RuntimeError, TypeError) as error:
