@@ -50,7 +50,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argument_parser()
     args, unknown = parser.parse_known_args(argv)
     if unknown:
-        hint = "; options of the script go behind it" if getattr(args, "words", None) else ""
+        runs = getattr(args, "words", None) or getattr(args, "module", None)
+        hint = "; options of the script go behind it" if runs else ""
         parser.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
     args.argv = list(sys.argv[1:] if argv is None else argv)
     try:

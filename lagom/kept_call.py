@@ -9,7 +9,7 @@ import dataclasses
 import os
 import sys
 import types
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -129,9 +129,10 @@ def read_call(folder: Path) -> Iterator[tuple[KeptRun, Call, SnapshotFolder]]:
                 "or begin a new run"
             )
         if not has_ended and (edited := sorted(_edited_files(call))):
+            have = "have" if len(edited) > 1 else "has"
             sys.stderr.write(
-                f"lagom: {run.name}: {', '.join(edited)} has been edited since the run began; the run goes on as it "
-                "was, so begin a new run for the new code\n"
+                f"lagom: {run.name}: {', '.join(edited)} {have} been edited since the run began; the run goes on as "
+                "it was, so begin a new run for the new code\n"
             )
         yield run, call, found
     finally:
@@ -164,43 +165,37 @@ def _changed_functions(call: Call) -> Iterator[str]:
     """Yield the functions of ``call`` that differ from its kept sources, and other kept files that have changed."""
     if isinstance(call.function, Script):  # the call holds the script, and the snapshot the modules that it imported
         return
-    functions = set(_functions(call))
-    yield from (f"{one.__qualname__}() in {name}" for name, one in _not_compiled_from(call.sources, functions))
-    names = {name for name, _ in functions}
+    sources: dict[str, SourceFile] = {}
+    for function in _functions(call):
+        name = function.__code__.co_filename
+        if name not in sources:
+            sources[name] = SourceFile(name, call.sources[name])
+        if not sources[name].is_of(function.__code__):
+            yield f"{function.__qualname__}() in {name}"
     for name, text in call.sources.items():
-        if name not in names and os.path.isfile(name) and source_text(Path(name)) != text:
+        if name not in sources and os.path.isfile(name) and source_text(Path(name)) != text:
             yield name
 
 
 def _edited_files(call: Call) -> set[str]:
-    """Return the files with code that ``call`` holds as it was when the run began, and that have other code now."""
+    """Return the scripts of which ``call`` holds what they had when the run began, and that have changed since."""
     if isinstance(call.function, Script):
         return {call.function.file} if call.function.is_edited() else set()
-    texts = {name: source_text(Path(name)) or "" for name in call.sources if os.path.isfile(name)}
-    return {name for name, _ in _not_compiled_from(texts, _functions(call))}
+    names = {one.__code__.co_filename for one in _functions(call) if one.__module__ == "__main__"}
+    return {name for name in names if os.path.isfile(name) and _lines_of(name) != call.sources[name].splitlines()}
 
 
-def _functions(call: Call) -> Iterator[tuple[str, types.FunctionType]]:
-    """Yield the functions of ``call`` whose sources it has, each with the name of its file."""
+def _lines_of(name: str) -> list[str]:
+    return (source_text(Path(name)) or "").splitlines()
+
+
+def _functions(call: Call) -> Iterator[types.FunctionType]:
+    """Yield the functions of ``call`` whose sources it has."""
     given = call.provided
     for value in reachable_modules(call.function, *given.values(), *given.get("hparams", {}).values()):
-        if isinstance(value, types.FunctionType) and value.__name__ != "<lambda>":
-            name = value.__code__.co_filename
-            if name in call.sources:
-                yield name, value
-
-
-def _not_compiled_from(
-    texts: Mapping[str, str], functions: Iterable[tuple[str, types.FunctionType]]
-) -> Iterator[tuple[str, types.FunctionType]]:
-    """Yield those of ``functions`` whose file is in ``texts``, with another text than they were compiled from."""
-    sources: dict[str, SourceFile] = {}
-    for name, function in functions:
-        if name in texts and name not in sources:
-            with suppress(SyntaxError):
-                sources[name] = SourceFile(name, texts[name])
-        if name in texts and ((source := sources.get(name)) is None or not source.is_of(function.__code__)):
-            yield name, function
+        is_named = isinstance(value, types.FunctionType) and value.__name__ != "<lambda>"
+        if is_named and value.__code__.co_filename in call.sources:
+            yield value
 
 
 def _write(path: str, value: Any) -> None:

@@ -307,6 +307,7 @@ def test_the_time_between_snapshots_is_a_number_or_auto(capsys: pytest.CaptureFi
 def test_options_of_the_script_before_it_are_told_where_to_go(capsys: pytest.CaptureFixture[str]) -> None:
     for words, hint in (
         (["run", "--lr", "3", "train.py"], "unrecognized arguments: --lr; options of the script go behind it\n"),
+        (["run", "--lr=3", "-m", "train"], "unrecognized arguments: --lr=3; options of the script go behind it\n"),
         (["runs", "--lr"], "unrecognized arguments: --lr\n"),
     ):
         with pytest.raises(SystemExit) as ended:

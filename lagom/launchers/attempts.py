@@ -15,7 +15,7 @@ from lagom.launchers.protocol import Launcher, Outcome
 from lagom.plan import Plan
 from lagom.records.run_dir import RunRecords
 from lagom.restart.history import Failure, RunHistory
-from lagom.restart.kept_snapshots import Snapshot, SnapshotFolder
+from lagom.restart.kept_snapshots import SnapshotFolder
 from lagom.restart.losses import Loss, loss_in
 from lagom.restart.prepared_files import put_back, remove_siblings
 
@@ -140,8 +140,8 @@ class _Attempts:
         put_back(history.files)
         num = len(history.failures)
         text = f"{error} (the run was started {num} time{'s' * (num != 1)}: {why})"
-        if history.resumed is not None:
-            text += f"; {self._how_to_go_on(history.resumed)}"
+        if history.folder is not None and history.resumed is not None:
+            text += f"; lagom resume {self._url or history.folder.run_dir} goes on from {history.resumed.place}"
         error.args = (text, *error.args[1:])
         return error
 
@@ -149,13 +149,13 @@ class _Attempts:
         """Say after Ctrl-C how the run goes on, if it has kept a snapshot."""
         folder = self.history.folder
         if folder is not None and (newest := folder.newest()) is not None:
-            self._say(f"interrupted; {self._how_to_go_on(newest)}")
+            # Ctrl-C does not wait for a last copy to a URL.
+            place = newest.place if self._url is None else "the last snapshot that was copied there"
+            self._say(f"interrupted; lagom resume {self._url or folder.run_dir} goes on from {place}")
 
-    def _how_to_go_on(self, snapshot: Snapshot) -> str:
-        records, folder = self._records, self.history.folder
-        assert folder is not None
-        place = records.upload.url if records is not None and records.upload is not None else folder.run_dir
-        return f"lagom resume {place} goes on from {snapshot.place}"
+    @property
+    def _url(self) -> str | None:
+        return self._records.upload.url if self._records is not None and self._records.upload is not None else None
 
     def _go_on_larger(self, free_slots: int) -> None:
         self.history.prepare()

@@ -14,6 +14,7 @@ from lagom.records.runs import aligned, checkout_text, result_text
 
 _PARTS = (0.25, 0.5, 0.75)
 """Shares of a run's samples at which losses are compared, beside the last one."""
+_SHARE, _SPEED = "loss at {:.0%} of the samples", "samples per second of rank 0"
 _LONGEST = 60  # characters of a setting
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")  # left out: an object's address says nothing, and differs in each run
 
@@ -32,8 +33,7 @@ def compare_runs(first: Path, second: Path) -> str:
         if texts[0] != texts[1]:
             rows.append((key, *texts))
     curves = [_curve(folder) for folder in (first, second)]
-    fewer, more = sorted(curves, key=len)
-    rows += [(key, curves[0].get(key, "-"), curves[1].get(key, "-")) for key in more | fewer]
+    rows += [(key, text, curves[1][key]) for key, text in curves[0].items() if {text, curves[1][key]} != {"-"}]
     rows += [("result", result_text(first), result_text(second))]
     return "\n".join(aligned(rows))
 
@@ -62,21 +62,21 @@ def _flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def _curve(folder: Path) -> dict[str, str]:
-    """Return rank 0's loss at some shares of its samples and at the end, and its mean speed."""
+    """Return rank 0's loss at some shares of its samples and at the end, and its mean speed; "-" where unknown."""
     events = events_of(folder / PROGRESS).get(0, [])
     losses = [one for one in events if one.get("loss") is not None]
-    found = {}
+    found = dict.fromkeys((*map(_SHARE.format, _PARTS), "last loss", _SPEED), "-")
     if losses:
         last = losses[-1]["samples"]
         at = [next(one for one in losses if one["samples"] >= part * last) for part in (*_PARTS, 1.0)]
         for part, one, later in zip(_PARTS, at, at[1:], strict=False):
             if one is not later:  # else the report comes too late for this share, so it has no loss
-                found[f"loss at {part:.0%} of the samples"] = f"{one['loss']:.6g}"
+                found[_SHARE.format(part)] = f"{one['loss']:.6g}"
         found["last loss"] = f"{losses[-1]['loss']:.6g}"
     if len(events) > 1 and events[-1]["seconds"] > events[0]["seconds"]:
         begin, end = events[0], events[-1]
         speed = (end["samples"] - begin["samples"]) / (end["seconds"] - begin["seconds"])
-        found["samples per second of rank 0"] = f"{speed:,.0f}"
+        found[_SPEED] = f"{speed:,.0f}"
     return found
 
 

@@ -66,7 +66,7 @@ def result_text(folder: Path) -> str:
         return text_of(f"interrupted: {result.get('value')}", _LONGEST)
     if result["outcome"] == "returned":
         if result.get("value") is None:
-            return "done"  # as of each script
+            return "done"
         return text_of(result.get("value"), _LONGEST)
     where = f" on rank {result['rank']}" if result.get("rank") is not None else ""
     return f"{result['error']}{where}"

@@ -59,8 +59,6 @@ _EXAMINED_LOSSES = frozenset(2**i for i in range(10))
 """Numbers of the backwards whose loss is examined for whether the average over shares is exact."""
 _NUM_UNTIL_KNOWN = 4
 """Number of backwards after which it is known whether batches come from loaders, and whether forwards are split."""
-_MAX_KEPT = 1024
-"""Largest number of elements that may stay in memory because the last loss is a view of them."""
 
 
 @dataclass(eq=False, kw_only=True)
@@ -384,7 +382,8 @@ class Session:
         """Return the progress of training as plain numbers; may be called from another thread."""
         now = {**self.passes.progress, "samples": self.samples_trained, "ticks": self.ticks, "data_s": self.data_s}
         starts = {} if self.is_called else {"starts": True}
-        return {**now, **starts, "loss": None if self._loss is None else float(self._loss), **self.reported_values}
+        loss = self._loss
+        return {**now, **starts, "loss": None if loss is None else float(loss), **self.reported_values}
 
     def wait_times(self) -> list[int]:
         """Return the nanoseconds that this rank has waited for each other rank; may be called from another thread."""
@@ -406,13 +405,11 @@ class Session:
 
 
 def _detached_number(loss: Any) -> torch.Tensor | None:
-    """Return ``loss`` without its graph; None unless it is one number on the CPU, as a read of a GPU blocks.
-
-    Also None for a view of many numbers, whose memory would live until the next backward.
-    """
+    """Return ``loss`` without its graph; None unless it is one number on the CPU, as a read of a GPU blocks."""
     if type(loss) is not torch.Tensor or not loss.is_cpu or not loss.is_floating_point() or loss.numel() != 1:
         return None
-    return loss.detach() if loss._base is None or loss._base.numel() <= _MAX_KEPT else None
+    # A view would keep the memory of all that it is a view of.
+    return loss.detach() if loss._base is None else loss.detach().clone()
 
 
 _sessions: weakref.WeakSet[Session] = weakref.WeakSet()

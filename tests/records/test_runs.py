@@ -128,14 +128,20 @@ def test_curves_are_compared_at_equal_shares_of_the_samples(runs: Path, capsys: 
 
 
 def test_a_curve_of_few_points_has_no_loss_at_other_shares(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for name, ends in (("run0", (40,)), ("run1", (20, 40))):
+    for name, ends in (("run0", (10, 40)), ("run1", (20, 40))):
         lines = [f'{{"rank": 0, "seconds": {at}, "samples": {at}, "loss": {at / 8}}}' for at in ends]
         (named(runs, name) / "progress.jsonl").write_text("\n".join(lines))
     said = lagom_says(capsys, "compare", "run0", "run1")
     rows = {name: rest.split() for name, rest in re.findall(r"^(\S.*?) {2,}(.*)$", said, re.MULTILINE)}
     assert {name: both for name, both in rows.items() if "of the samples" in name} == {
-        "loss at 50% of the samples": ["-", "2.5"]
+        "loss at 25% of the samples": ["1.25", "-"],
+        "loss at 50% of the samples": ["-", "2.5"],
     }
+    assert [name for name in rows if "loss" in name or "speed" in name][:3] == [
+        "loss at 25% of the samples",
+        "loss at 50% of the samples",
+        "last loss",
+    ]
     assert rows["last loss"] == ["5", "5"]
 
 

@@ -378,7 +378,7 @@ def test_a_run_whose_functions_have_changed_is_not_resumed(lost_driver: Path, tm
         experiment.resume(run)
 
 
-def test_a_line_says_that_a_function_was_edited_which_the_call_has_as_it_was(
+def test_a_line_says_that_a_script_was_edited_whose_function_the_call_has_as_it_was(
     lost_driver: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     (run,) = (lost_driver / "runs").iterdir()
@@ -393,11 +393,11 @@ def test_a_line_says_that_a_function_was_edited_which_the_call_has_as_it_was(
     with open(folder.call, "wb") as file:
         Parcel(call).write(file.fileno())
     said = {}
-    for now in (text, text + "# a comment", text.replace("0.1", "0.2"), "def train(:"):
+    for now in (text, text.rstrip(), "LR = 1\n" + text, text.replace("0.1", "0.2"), "def train(:"):
         script.write_text(now)
         with read_call(run):
             said[now] = "edited" in capfd.readouterr().err
-    assert list(said.values()) == [False, False, True, True]
+    assert list(said.values()) == [False, False, True, True, True]
 
 
 def test_after_ctrl_c_a_line_says_how_to_go_on(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
