@@ -198,7 +198,8 @@ _SAME_NAME = (
 # The results equal those of one process for programs that are deterministic in one process: in these the main thread
 # waits while the other thread draws. From a thread's second pass on, lagom can see whether the two draw at the same
 # time. If they do, torch's samplers get a generator that belongs to the pass. Without it, the main threads of the ranks
-# would draw different numbers.
+# would draw different numbers. A draw during a read is not seen. If a first pass has only a few batches, all draws may
+# fall into reads; then ranks notice later that their numbers differ, and the run ends with an error.
 #
 # A message is published under the name of its pass. Passes that begin in the main thread are numbered, since all ranks
 # begin the same passes there. A pass that begins in a thread is named by its loader (kind, and number in the order in

@@ -54,6 +54,11 @@ class InBackground:
         self._thread = threading.Thread(target=self._read, daemon=True)
         self._thread.start()
 
+    def wait_until_it_waits(self) -> None:
+        """Wait until the thread waits for room for its next batch, or has ended."""
+        while self._thread.is_alive() and not self._queue.not_full._waiters:  # type: ignore[attr-defined]
+            time.sleep(0.0005)
+
     def _read(self) -> None:
         try:
             for batch in self._batches:
@@ -147,8 +152,10 @@ def test_ranks_agree_on_batches_while_the_main_thread_draws_as_well() -> None:
                 for loader in loaders:
                     yield from loader
 
-        for batch in InBackground(read(), ahead=1):
-            time.sleep(0.001 * session.rank)
+        reading = InBackground(read(), ahead=1)
+        for batch in reading:
+            # Rank 0 has to see in the first four batches that both threads draw: none of these draws falls into a read.
+            reading.wait_until_it_waits() if session.rank == 0 else time.sleep(0.001)
             model(drop(batch.float().unsqueeze(1))).mean().backward()
             seen.append(batch.tolist())
         return seen
