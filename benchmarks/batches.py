@@ -58,6 +58,21 @@ class Transformer(nn.Module):
         return self.out(self.body(self.embedding(tokens)))
 
 
+class Classifier(nn.Module):
+    """A small transformer with dropout, which classifies sequences."""
+
+    def __init__(self, vocabulary: int = 10_000, width: int = 64) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(vocabulary, width)
+        layer = nn.TransformerEncoderLayer(width, 4, 2 * width, dropout=0.1, batch_first=True)
+        self.body = nn.TransformerEncoder(layer, 4, enable_nested_tensor=False)
+        self.out = nn.Linear(width, 10)
+
+    def forward(self, tokens: Tensor) -> Any:
+        """Return scores of shape (batch, 10) for tokens of shape (batch, time)."""
+        return self.out(self.body(self.embedding(tokens)).mean(1))
+
+
 def mlp() -> nn.Module:
     """Return a small MLP."""
     return nn.Sequential(nn.Linear(2, 100), nn.ReLU(), nn.Linear(100, 100), nn.ReLU(), nn.Linear(100, 1))
@@ -87,6 +102,11 @@ def text_data() -> TensorDataset:
     return TensorDataset(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
 
 
+def labelled_text_data() -> TensorDataset:
+    """Return sequences of 32 random tokens with one of 10 labels."""
+    return TensorDataset(torch.randint(10_000, (512, 32)), torch.randint(10, (512,)))
+
+
 def cross_entropy(out: Tensor, y: Tensor) -> Tensor:
     """Return the mean cross entropy over all positions."""
     return F.cross_entropy(out.reshape(-1, out.shape[-1]), y.reshape(-1))
@@ -97,6 +117,7 @@ PROGRAMS: Mapping[str, tuple[Callable[[], nn.Module], Callable[[], TensorDataset
     "CNN, BatchNorm, dropout": (cnn, cnn_data, cross_entropy, 64),
     "LSTM, vocabulary of 10000": (LanguageModel, text_data, cross_entropy, 16),
     "transformer, vocabulary of 30000": (Transformer, text_data, cross_entropy, 16),
+    "transformer, dropout": (Classifier, labelled_text_data, cross_entropy, 32),
 }
 
 

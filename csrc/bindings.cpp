@@ -228,10 +228,18 @@ NB_MODULE(_native, module) {
             lagom::permute(n, key, start, count, static_cast<int64_t*>(at(out)));
         },
         Released());
-    module.def("skip_random_numbers", [](uintptr_t generator, size_t size, uint64_t count) {
-        if (size < sizeof(lagom::Twister)) throw lagom::Failure("this is not the state of a generator");
-        static_cast<lagom::Twister*>(at(generator))->skip(count);
-    });
+    module.def(
+        "draw_mask",
+        [](uintptr_t generator, size_t size, double probability, uint64_t before, uintptr_t out, uint64_t count,
+           uint64_t after) {
+            if (size < sizeof(lagom::Twister)) throw lagom::Failure("this is not the state of a generator");
+            if (!(probability >= 0 && probability <= 1)) throw lagom::Failure("this is not a probability");
+            auto* twister = static_cast<lagom::Twister*>(at(generator));
+            twister->skip(2 * before);
+            twister->draw_mask(probability, static_cast<uint8_t*>(at(out)), count);
+            twister->skip(2 * after);
+        },
+        Released());
     nb::class_<Pages>(module, "Pages")
         .def(nb::init<>())
         .def("begin", [](Pages& self, bool is_snappy, bool is_optional, bool is_bytes, nb::bytes prefix, size_t size,

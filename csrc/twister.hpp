@@ -1,4 +1,4 @@
-// Skips random numbers of torch's CPU generator.
+// Draws masks with the numbers of torch's CPU generator, and skips numbers.
 #pragma once
 
 #include <cstddef>
@@ -18,6 +18,10 @@ struct Twister {
 
     // Advances the generator as if it had drawn `count` numbers of 32 bits.
     void skip(uint64_t count);
+
+    // Draws `count` bytes, each 1 with `probability` and else 0, as torch.Tensor.bernoulli_ does: from 53 bits of two
+    // numbers (ATen/core/TransformationHelper.h, ATen/core/DistributionsHelper.h).
+    void draw_mask(double probability, uint8_t* out, uint64_t count);
 };
 
 }  // namespace lagom

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections import deque
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
@@ -12,7 +11,7 @@ from torch import Tensor, nn
 
 from lagom.errors import LagomError
 from lagom.gradients.backward_gradients import BackwardGradients
-from lagom.patching.late_dynamo import at_compilation
+from lagom.patching.late_dynamo import at_compilation, num_compilations
 from lagom.patching.replace import replaced
 
 if TYPE_CHECKING:
@@ -276,9 +275,7 @@ class Accumulation:
 
 
 def _is_compiled() -> bool:
-    dynamo = sys.modules.get("torch._dynamo.convert_frame")
-    compiled = dynamo is not None and dynamo.FRAME_COUNTER > 0
-    return compiled or bool(torch.jit._state._python_cu.get_functions())  # type: ignore[func-returns-value]
+    return bool(num_compilations()) or bool(torch.jit._state._python_cu.get_functions())  # type: ignore[func-returns-value]
 
 
 # Note [Accumulation]

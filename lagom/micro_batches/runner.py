@@ -85,7 +85,7 @@ class MicroBatchRunner:
                     self._session.weights.resident.begin()
                 reads = None if has_run else finding.reads
                 draws = Draws(block, finding.axes, reads, finding.multiples, _REMEDY)
-                with self._left_alone(), draws:
+                with self._left_alone(), draws.entered(by_mode=finding.needs_mode):
                     outputs, spec = tree_flatten(candidate.run(list(leaves)))
                 draws.end()
             finally:

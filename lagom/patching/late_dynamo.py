@@ -47,6 +47,12 @@ def remember_torch_functions() -> None:
             rules.get_torch_obj_rule_map()
 
 
+def num_compilations() -> int:
+    """Return how many functions and loops Dynamo has compiled, or tried to compile, in this process."""
+    dynamo: Any = sys.modules.get(f"{_NAME}.convert_frame")
+    return 0 if dynamo is None else dynamo.FRAME_COUNTER
+
+
 def set_deterministic(enabled: bool, warn_only: bool) -> None:
     """Call ``torch.use_deterministic_algorithms`` only if it changes a setting, since it imports Dynamo."""
     now = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import threading
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
 import torch
@@ -11,10 +12,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
 from lagom.errors import LagomError
+from lagom.patching.late_dynamo import num_compilations
+from lagom.patching.watched_operations import is_composite, watched
 from lagom.row_split.skipped_draws import draw_own_rows
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Container, Mapping, Sequence
+    from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 
     from torch import Tensor
     from torch._ops import OpOverload
@@ -42,7 +45,7 @@ class OperationMode(TorchDispatchMode):
     def __torch_dispatch__(
         self, function: OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if self.pausing_thread is not None and self.pausing_thread == threading.get_ident():
+        if self._is_pausing():
             return function(*args, **(kwargs or {}))
         if _is_composite(function) and not any(isinstance(one, torch.Tensor) and one.is_nested for one in args):
             with self:
@@ -50,24 +53,16 @@ class OperationMode(TorchDispatchMode):
                 return function._op_dk(_COMPOSITE, *args, **(kwargs or {}))
         return self.run(function, args, kwargs or {})
 
+    def _is_pausing(self) -> bool:
+        return self.pausing_thread is not None and self.pausing_thread == threading.get_ident()
+
     def run(self, function: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run one operation that is not composed of others."""
         raise NotImplementedError
 
 
 _COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
-
-
-@functools.cache
-def _is_composite(function: OpOverload) -> bool:
-    """Return whether ``function`` is composed of other operations, leaving aside its kernels for nested tensors."""
-
-    def has_kernel(key: str) -> bool:
-        return bool(torch._C._dispatch_has_kernel_for_dispatch_key(function.name(), key))
-
-    if not torch._C._dispatch_has_kernel(function.name()):
-        return False  # such as sym_size, which the dispatcher does not know
-    return has_kernel("CompositeImplicitAutograd") and not (has_kernel("CPU") or has_kernel("CUDA"))
+_is_composite = functools.cache(is_composite)
 
 
 class Draws(OperationMode):
@@ -101,6 +96,33 @@ class Draws(OperationMode):
         """Whether operations run unchanged for now."""
         self.block = block
         self.axes = axes
+
+    @contextmanager
+    def entered(self, *, by_mode: bool) -> Iterator[None]:
+        """Context manager in which operations draw this rank's rows, and reads are compared.
+
+        Args:
+            by_mode: handle all operations by the dispatch mode, not only those that draw or read.
+        """
+        before = num_compilations()
+        if by_mode or before:
+            with self:
+                yield
+            return
+        with watched(self._watched):
+            yield
+        if num_compilations() != before:
+            self._stray("compiles its code")
+
+    def _watched(self, function: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self._is_pausing():
+            return function(*args, **kwargs)
+        if torch._C._functorch.peek_interpreter_stack() is not None or (
+            torch.is_grad_enabled() and any(isinstance(one, torch.Tensor) and one.requires_grad for one in args)
+        ):
+            with self:  # which sees the operation below autograd, and without torch.func's wrappers
+                return function(*args, **kwargs)
+        return self.run(function, args, kwargs)
 
     def run(self, function: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an operation; one that draws does so for the whole batch, and returns this rank's rows."""
@@ -237,6 +259,7 @@ _IN_PLACE = {
 _LIKE = {"rand_like", "randn_like", "randint_like", "native_dropout"}
 
 
+@functools.cache
 def _size_argument(function: OpOverload) -> int | None:
     for index, argument in enumerate(function._schema.arguments):
         if argument.name == "size":

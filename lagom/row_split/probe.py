@@ -126,6 +126,7 @@ def _run_and_compare(
     if state.changed_generators() not in ([], ["torch"], ["cuda"], ["torch", "cuda"]):
         raise NotByRowsError("draws from Python's or numpy's generator, and may decide by it")
     finding.reads = recorder.reads
+    finding.needs_mode = recorder.needs_mode
     finding.changes_buffers = bool(noted.running) or not state.has_same_buffers()
     finding.orders = [memory_order(one) if isinstance(one, torch.Tensor) else None for one in outputs]
     if finding.repeats and noted.noted:
@@ -220,7 +221,7 @@ def _run_forward(
     Args:
         look: called with the outputs, while they still have their graph, and with their rows per input row.
     """
-    with silent() as said, recorder, recorder.refuse_reads():
+    with silent() as said, recorder.entered(), recorder.refuse_reads():
         outputs, spec = tree_flatten(candidate.run(leaves))
     candidate.check()
     if said.getvalue():

@@ -13,6 +13,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_flatten
 
 from lagom.patching.replace import replaced
+from lagom.patching.watched_operations import TAGS, register_kernels, watched
 from lagom.row_split.draws import (
     DrawKind,
     OperationMode,
@@ -176,6 +177,10 @@ class Recorder(OperationMode):
         self.drawn: list[tuple[DrawKind, tuple[int, ...]]] = []
         self.reads: list[object] = []
         """Values and shapes that were read from tensors, none of them computed from the input."""
+        self._seen: list[OpOverload] = []
+        """Operations that draw or read, in their order, as this mode sees them."""
+        self._watched: list[OpOverload] = []
+        """The same, as ``watched`` sees them."""
         self._of_input: dict[int, StorageWeakRef] = {}
         self._given = {_storage_key(tensor) for tensor in inputs}
         self._parameters = {_storage_key(parameter) for parameter in parameters} - {0}
@@ -184,6 +189,8 @@ class Recorder(OperationMode):
 
     def run(self, function: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an operation, and record it."""
+        if not TAGS.isdisjoint(function.tags):
+            self._seen.append(function)
         tensors = [leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, torch.Tensor)]
         follows = any(_storage_key(tensor) in self._of_input for tensor in tensors)
         if follows and reads_numbers(function):
@@ -210,6 +217,23 @@ class Recorder(OperationMode):
         shape = draw_shape(function, args, kwargs)
         self.drawn.append(((str(function), len(shape)), shape))
         return function(*args, **kwargs)
+
+    @contextmanager
+    def entered(self) -> Iterator[None]:
+        """Context manager in which operations are recorded."""
+
+        def watch(function: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            self._watched.append(function)
+            return function(*args, **kwargs)
+
+        register_kernels()
+        with self, watched(watch):
+            yield
+
+    @property
+    def needs_mode(self) -> bool:
+        """Return whether ``watched`` sees other operations than a dispatch mode."""
+        return self._seen != self._watched
 
     def follows_input(self, tensor: Tensor) -> bool:
         """Return whether ``tensor`` was computed from the input."""

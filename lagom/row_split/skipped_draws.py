@@ -8,15 +8,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from lagom.collectives.native import native
+from lagom.patching.watched_operations import is_watched
 
 if TYPE_CHECKING:
     from torch import Tensor
     from torch._ops import OpOverload
 
-_NUMBERS = 2
-"""Numbers of 32 bits that torch takes for one element."""
 _STATE_BYTES = 5056
-"""Size of the state of torch's generator; ``csrc/twister.hpp`` describes the beginning of the state."""
+"""Size of the state of torch's generator; ``csrc/twister.hpp`` describes its beginning."""
 
 
 def draw_own_rows(
@@ -37,35 +36,41 @@ def draw_own_rows(
     if function is not torch.ops.aten.bernoulli_.float or not mask.is_cpu or not _lies_by_rows(mask, axis):
         return False
     # With micro-batches in a sliced forward, the forward's own ``Draws`` is active here: it must see the whole draw.
-    if torch._C._len_torch_dispatch_stack() or not can_skip(mask.dtype):
+    if torch._C._len_torch_dispatch_stack() or is_watched() or not can_skip():
         return False
-    generator = kwargs.get("generator") or torch.default_generator
+    probability = args[1] if len(args) > 1 else kwargs.get("p", 0.5)
+    if not 0 <= probability <= 1:
+        return False  # torch raises the error
     per_row = mask.numel() // mask.shape[axis]
-    skip_draws(generator, num_before * per_row)
-    function(*args, **kwargs)
-    skip_draws(generator, (num_all - num_before) * per_row - mask.numel())
+    mask.copy_(
+        _drawn(
+            torch.empty_like(mask, dtype=torch.bool),
+            probability,
+            kwargs.get("generator") or torch.default_generator,
+            before=num_before * per_row,
+            after=(num_all - num_before) * per_row - mask.numel(),
+        )
+    )
     return True
 
 
-def skip_draws(generator: torch.Generator, count: int) -> None:
-    """Advance ``generator`` as a draw of ``count`` elements would."""
-    if count:
-        state = generator.get_state()
-        native().skip_random_numbers(state.data_ptr(), len(state), _NUMBERS * count)
-        generator.set_state(state)
+def _drawn(mask: Tensor, probability: float, generator: torch.Generator, before: int, after: int) -> Tensor:
+    """Return ``mask`` of booleans, drawn in the order of its memory; skip the elements before and after it."""
+    state = generator.get_state()
+    native().draw_mask(state.data_ptr(), len(state), probability, before, mask.data_ptr(), mask.numel(), after)
+    generator.set_state(state)
+    return mask
 
 
 @functools.cache
-def can_skip(dtype: torch.dtype) -> bool:
-    """Return whether parts of a mask of ``dtype`` can be drawn one by one on this machine."""
+def can_skip() -> bool:
+    """Return whether parts of a mask can be drawn one by one on this machine, and are those that torch draws."""
     one, other = torch.Generator().manual_seed(1), torch.Generator().manual_seed(1)
     if native() is None or len(one.get_state()) != _STATE_BYTES:
         return False
-    whole = torch.empty(2000, dtype=dtype).bernoulli_(0.5, generator=one)
-    skip_draws(other, 700)
-    part = torch.empty(600, dtype=dtype).bernoulli_(0.5, generator=other)
-    skip_draws(other, 700)
-    return torch.equal(whole[700:1300], part) and torch.equal(one.get_state(), other.get_state())
+    whole = torch.empty(2000).bernoulli_(0.5, generator=one)
+    part = _drawn(torch.empty(600, dtype=torch.bool), 0.5, other, 700, 700)
+    return torch.equal(whole[700:1300], part.float()) and torch.equal(one.get_state(), other.get_state())
 
 
 def _lies_by_rows(mask: Tensor, axis: int) -> bool:
@@ -78,6 +83,6 @@ def _lies_by_rows(mask: Tensor, axis: int) -> bool:
 #
 # Each rank draws the numbers of one process (see ``Draws`` in draws.py), but needs only those of its rows.
 # On CPUs torch draws a mask one element after the other, each from two numbers of a Mersenne Twister, which takes 7 to
-# 16 ns. Skipping an element only advances the twister's state, which takes 1 ns. With MKL on Intel's CPUs, torch takes
-# a single number of the twister for the whole mask, and draws the mask by another generator. can_skip finds that out by
-# a trial; then every rank draws the whole mask.
+# 16 ns. csrc/twister.cpp draws the same numbers in 2 ns, and skips an element in 0.6 ns. With MKL on Intel's CPUs,
+# torch takes a single number of the twister for the whole mask, and draws the mask by another generator. can_skip finds
+# that out by a trial; then every rank draws the whole mask.

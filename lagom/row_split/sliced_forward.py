@@ -44,6 +44,8 @@ class SlicedForward:
 
     share: BatchShare
     draws: Draws | None
+    needs_mode: bool = False
+    """Whether only a dispatch mode sees all draws of the forward."""
     was_at_prompt: bool = False
     """Whether a person typed at a debugger's prompt inside the forward: this may have added nodes to the graph."""
 
@@ -56,7 +58,7 @@ class SlicedForward:
             return
         session.sliced_forward = self
         try:
-            with self.draws or nullcontext():
+            with self.draws.entered(by_mode=self.needs_mode) if self.draws else nullcontext():
                 yield
         finally:
             session.sliced_forward = before
@@ -100,6 +102,7 @@ class SlicedRuns:
         region = SlicedForward(
             BatchShare(block.num_mine, block.num_all, block.even),
             Draws(block, finding.axes, finding.reads, finding.multiples) if watches else None,
+            finding.needs_mode,
         )
         with _detour(candidate, finding, region.draws) as restore, region.enter(session):
             before = num_nodes_made()

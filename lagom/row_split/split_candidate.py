@@ -86,6 +86,9 @@ class SplitFinding:
     """Kinds of draws with several rows for each row of the batch."""
     reads: list[object] = field(default_factory=list)
     """Numbers of a buffer, a draw or another tensor that the forward read, by which it may have chosen its way."""
+    needs_mode: bool = False
+    """Whether only a dispatch mode sees all draws and reads as the probe did; see Note [Watched operations] in
+    watched_operations.py."""
     changes_buffers: bool = False
     """Whether the forward has changed buffers."""
     ways: dict[object, set[int]] = field(default_factory=dict)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import copy
+import os
 import random
 import sys
 import threading
@@ -97,6 +98,49 @@ def test_a_compiled_model_trains_and_is_evaluated(batches: Batches) -> None:
         own = slice(1, None) if batches == "split" else slice(None)  # the losses are those of the share
         for one, other in zip(found[own], wanted[own], strict=True):
             torch.testing.assert_close(one, other, rtol=0, atol=1e-12)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
+def test_code_that_is_compiled_later_in_a_forward_draws_for_the_whole_batch() -> None:
+    def in_another_thread(graph: Any, _: Any) -> Any:
+        """Compile to code whose operations torch's dispatcher does not show to this thread."""
+
+        def run(*inputs: Any) -> Any:
+            found: list[Any] = []
+            thread = threading.Thread(target=lambda: found.append(graph(*inputs)))
+            thread.start()
+            thread.join()
+            return found[0]
+
+        return run
+
+    def program(_: Session) -> Any:
+        rows: list[int] = []
+        note = rows.append
+
+        class Hurrying(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.first, self.rest = network(nn.Dropout(0.3)), nn.Linear(5, 1).double()
+
+            def forward(self, x: Tensor) -> Any:
+                note(len(x))
+                fast: Any = torch.compile(torch.rand_like, backend=in_another_thread)
+                make = fast if "TESTS_COMPILE" in os.environ else torch.rand_like  # lagom compares no variables
+                return self.rest(self.first(x) + make(x))
+
+        model = Hurrying()
+        before = trained(model, mean_loss), list(rows)
+        os.environ["TESTS_COMPILE"] = "1"
+        try:
+            return [before[0], trained(model, mean_loss), torch.rand(3)], before[1]
+        finally:
+            del os.environ["TESTS_COMPILE"]
+
+    wanted, _ = alone(program)
+    for found, rows in run_ranks(2, program, batches="whole", always_slices=True):
+        assert rows[-1] < 5, "the forward is sliced before it compiles"
+        assert_equal(found, wanted)
 
 
 def sum_loss(session: Session) -> Any:
@@ -194,6 +238,47 @@ def noise_of_its_own(session: Session) -> Any:
     return trained(Noisy(), mean_loss)
 
 
+def draws_with_gradients(session: Session) -> Any:
+    """The program's draws are of tensors that need gradients, as dropout's are on GPUs."""
+
+    class Drawing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.rest = nn.Linear(5, 5).double(), network()
+
+        def forward(self, x: Tensor) -> Any:
+            kept = torch.native_dropout(self.first(x), 0.3, True)[0]
+            return self.rest(kept + self.first(x).uniform_())
+
+    return trained(Drawing(), mean_loss)
+
+
+def draws_without_gradients(session: Session) -> Any:
+    model = network(nn.Dropout(0.4), nn.LayerNorm(16))
+    found = trained(model, mean_loss)
+    with torch.no_grad():
+        found += [[model(x).sum().item() for x, _ in DataLoader(data(), batch_size=8)]]
+    with torch.inference_mode():
+        return [*found, [model(x).sum().item() for x, _ in DataLoader(data(), batch_size=8)]]
+
+
+def text_in_the_forward(session: Session) -> Any:
+    """torch formats a tensor without dispatch modes."""
+
+    class Formatting(nn.Module):
+        scale: Tensor
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.body = network(nn.Dropout(0.3))
+            self.register_buffer("scale", torch.full((3,), 2.0, dtype=torch.float64))
+
+        def forward(self, x: Tensor) -> Any:
+            return self.body(x) * len(str(self.scale))
+
+    return trained(Formatting(), mean_loss, epochs=6)  # enough calls for a forward that goes another way to run whole
+
+
 def recurrent(session: Session) -> Any:
     class Recurrent(nn.Module):
         def __init__(self) -> None:
@@ -245,6 +330,7 @@ def one_tensor_twice(session: Session) -> Any:
 SLICED: list[Program] = [
     *(sum_loss, contrastive, weight_decay_in_the_loss, dropout_and_batch_norm, chained_modules, penalised_gradient),
     *(two_heads, repeated_in_the_backward, noise_of_its_own, recurrent, attention, one_tensor_twice),
+    *(draws_with_gradients, draws_without_gradients, text_in_the_forward),
 ]
 
 

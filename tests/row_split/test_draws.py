@@ -1,0 +1,69 @@
+"""``Draws``: the same numbers and graphs with a dispatch mode, and with watched operations only."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from lagom.row_split.draws import Draws, OtherWayError
+from lagom.row_split.whole_batch import RowBlock
+
+BLOCK = RowBlock(1, 2, 7)
+DRAWS: dict[str, Callable[[Tensor], Any]] = {
+    "dropout": F.dropout,
+    "native_dropout": lambda x: torch.native_dropout(x, 0.3, True)[0],
+    "rand": lambda x: torch.rand(len(x), 5) + x,
+    "randn_like": lambda x: torch.randn_like(x) * x,
+    "in place": lambda x: (x + 1).uniform_(),
+    "attention": lambda x: F.scaled_dot_product_attention(x[:, None], x[:, None], x[:, None], dropout_p=0.4),
+    "torch.func": lambda x: torch.vmap(lambda row: row + torch.rand_like(row), randomness="different")(x),
+}
+
+
+@pytest.mark.parametrize("draw", DRAWS.values(), ids=DRAWS)
+def test_numbers_and_graph_are_those_of_a_mode(draw: Callable[[Tensor], Any]) -> None:
+    found = []
+    for by_mode in (True, False):
+        torch.manual_seed(3)
+        x = torch.linspace(-1, 1, BLOCK.num_mine * 5).view(BLOCK.num_mine, 5).requires_grad_()
+        axes = {(f"aten.{name}", dims): 0 for name in NAMES for dims in (2, 3, 4)}
+        with Draws(BLOCK, axes, []).entered(by_mode=by_mode):
+            result = draw(x)
+        found.append((result, *torch.autograd.grad(result.sum(), x), torch.get_rng_state()))
+        assert not torch.equal(found[-1][-1], torch.Generator().manual_seed(3).get_state())
+    for one, other in zip(*found, strict=True):
+        assert torch.equal(one, other)
+    assert nodes(found[0][0]) == nodes(found[1][0])
+
+
+NAMES = (
+    *("bernoulli_.float", "native_dropout.default", "rand.default", "rand_like.default", "randn_like.default"),
+    "uniform_.default",
+)
+
+
+def nodes(result: Tensor) -> list[str]:
+    """Return the names of the graph's nodes behind ``result``."""
+    names, left = [], [result.grad_fn]
+    while left:
+        node = left.pop()
+        if node is not None:
+            names.append(node.name())
+            left += [following for following, _ in node.next_functions]
+    return names
+
+
+@pytest.mark.parametrize("by_mode", [True, False])
+def test_another_number_read_is_another_way(by_mode: bool) -> None:
+    draws = Draws(BLOCK, {}, [[2.0]])
+    with draws.entered(by_mode=by_mode):
+        assert torch.full((), 2.0).item() == 2
+        with pytest.raises(OtherWayError):
+            torch.full((), 3.0).item()
+    with pytest.raises(OtherWayError):  # also if the program's code has caught the exception
+        draws.end()
