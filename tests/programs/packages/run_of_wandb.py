@@ -42,6 +42,7 @@ run.log_artifact(artifact)
 run.summary["best"] = total
 print(f"best {wandb.run.summary['best']:.12f}, sizes {run.config['sizes']}")
 run.finish()
+wandb.teardown()  # finish() returns before the process of wandb has written the last records
 
 
 def records(path):
