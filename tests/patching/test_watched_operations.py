@@ -79,14 +79,12 @@ def test_other_threads_are_not_watched() -> None:
 
 
 def test_operations_that_a_program_adds_are_seen_once_they_are_registered() -> None:
-    @torch.library.custom_op("lagom_tests::throw", mutates_args=(), tags=torch.Tag.nondeterministic_seeded)
-    def throw(x: torch.Tensor) -> torch.Tensor:
-        return torch.rand(len(x))
-
+    torch.library.define("lagom_tests::throw", "(Tensor x) -> Tensor", tags=[torch.Tag.nondeterministic_seeded])
+    torch.library.impl("lagom_tests::throw", "CPU", lambda x: torch.rand(len(x)))
     log: list[str] = []
     register_kernels()
     with watched(Notes("", log)):
-        assert throw(torch.zeros(3)).shape == (3,)
+        assert torch.ops.lagom_tests.throw(torch.zeros(3)).shape == (3,)
     assert log == ["throw"]
 
 
