@@ -39,7 +39,6 @@ class Case:
 _DRAWS = "draws random numbers for a share that one process draws for the batch"
 _WEIGHTED: Final = "a mean with weights of its own"
 _SUMMED: Final = "a sum over a batch"
-_COINS = "common random numbers start anew after shares of different sizes, whatever was drawn"
 
 CASES = (
     Case(program="accumulation"),
@@ -119,7 +118,7 @@ CASES = (
     Case(program="tied"),
     Case(program="time_first", prints="own"),
     Case(program="translation", options={"batch_size": 6}, prints="own"),
-    Case(program="translation", options={"batch_size": 7}, split="off", why=_COINS, prints="own"),
+    Case(program="translation", options={"batch_size": 7}, prints="own"),
     Case(program="two_losses"),
     Case(program="uncertainty", split="off", why=_DRAWS),
     Case(program="until", split="error", why="DivergenceError"),
