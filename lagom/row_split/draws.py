@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_flatten
 
 from lagom.errors import LagomError
 from lagom.patching.late_dynamo import num_compilations
-from lagom.patching.watched_operations import is_composite, watched
+from lagom.patching.watched_operations import is_composite, is_watched, watched
 from lagom.row_split.skipped_draws import draw_own_rows
 
 if TYPE_CHECKING:
@@ -111,12 +111,13 @@ class Draws(OperationMode):
             return
         with watched(self._watched):
             yield
-        if num_compilations() != before:
-            self._stray("compiles its code")
+            is_lost = not is_watched()  # torch.export leaves the key out at its end
+        if is_lost or num_compilations() != before:
+            self._stray("compiles or exports code")
 
     def _watched(self, function: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if self._is_pausing():
-            return function(*args, **kwargs)
+        if self._is_pausing() or torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None:
+            return function(*args, **kwargs)  # typed at a prompt, or traced without numbers
         if torch._C._functorch.peek_interpreter_stack() is not None or (
             torch.is_grad_enabled() and any(isinstance(one, torch.Tensor) and one.requires_grad for one in args)
         ):

@@ -100,11 +100,10 @@ def test_a_compiled_model_trains_and_is_evaluated(batches: Batches) -> None:
             torch.testing.assert_close(one, other, rtol=0, atol=1e-12)
 
 
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
-def test_code_that_is_compiled_later_in_a_forward_draws_for_the_whole_batch() -> None:
-    def in_another_thread(graph: Any, _: Any) -> Any:
-        """Compile to code whose operations torch's dispatcher does not show to this thread."""
+def compiles(x: Tensor) -> Any:
+    """Draw in code whose operations torch's dispatcher does not show to this thread."""
 
+    def in_another_thread(graph: Any, _: Any) -> Any:
         def run(*inputs: Any) -> Any:
             found: list[Any] = []
             thread = threading.Thread(target=lambda: found.append(graph(*inputs)))
@@ -114,6 +113,26 @@ def test_code_that_is_compiled_later_in_a_forward_draws_for_the_whole_batch() ->
 
         return run
 
+    draw: Any = torch.rand_like
+    fast: Any = torch.compile(draw, backend=in_another_thread)
+    return fast(x)
+
+
+def compiles_what_draws_in_another_way(x: Tensor) -> Any:
+    def draw(x: Any) -> Any:
+        return torch.rand_like(x.t()).t()
+
+    return torch.compile(draw, backend="eager")(x)
+
+
+def exports(x: Tensor) -> Tensor:
+    torch.export.export(nn.Softplus(), (torch.zeros(3),), strict=False)
+    return torch.rand_like(x)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
+@pytest.mark.parametrize("make", [compiles, compiles_what_draws_in_another_way, exports])
+def test_code_that_is_compiled_later_in_a_forward_draws_for_the_whole_batch(make: Callable[[Tensor], Any]) -> None:
     def program(_: Session) -> Any:
         rows: list[int] = []
         note = rows.append
@@ -125,9 +144,8 @@ def test_code_that_is_compiled_later_in_a_forward_draws_for_the_whole_batch() ->
 
             def forward(self, x: Tensor) -> Any:
                 note(len(x))
-                fast: Any = torch.compile(torch.rand_like, backend=in_another_thread)
-                make = fast if "TESTS_COMPILE" in os.environ else torch.rand_like  # lagom compares no variables
-                return self.rest(self.first(x) + make(x))
+                made = make(x) if "TESTS_COMPILE" in os.environ else torch.rand_like(x)  # lagom compares no variables
+                return self.rest(F.dropout(self.first(x) + made, 0.2))
 
         model = Hurrying()
         before = trained(model, mean_loss), list(rows)
