@@ -59,7 +59,7 @@ void Twister::draw_mask(double probability, uint8_t* out, uint64_t count) {
         place += 2 * pairs - held;
         if (!count) break;
         held = all % 2;
-        words[0] = words[all - 1];
+        if (held) words[0] = words[all - 1];
         renew(now);
         place = 0;
     }

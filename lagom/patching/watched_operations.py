@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +21,8 @@ TAGS = {torch.Tag.nondeterministic_seeded, torch.Tag.data_dependent_output, torc
 _KEY = torch._C.DispatchKey.PreDispatch
 _handlers: list[Handler] = []
 """Functions of the contexts that are entered, the innermost last."""
+_running = threading.local()
+"""``depth``: number of handlers that run in this thread; the innermost of the others is called next."""
 _libraries: dict[str, Library] = {}
 """Keeps the kernels registered, by the namespace of their operations."""
 _num_known = 0
@@ -87,14 +90,16 @@ def _has_kernel(function: OpOverload, key: str) -> bool:
 
 def _kernel(function: OpOverload) -> Callable[..., Any]:
     def run(*args: Any, **kwargs: Any) -> Any:
-        handler = _handlers.pop() if _handlers else None
-        torch._C._dispatch_tls_set_dispatch_key_included(_KEY, bool(_handlers))
+        was_included, depth = is_watched(), getattr(_running, "depth", 0)
+        _running.depth = depth + 1
+        torch._C._dispatch_tls_set_dispatch_key_included(_KEY, len(_handlers) > depth + 1)
         try:
-            return function(*args, **kwargs) if handler is None else handler(function, args, kwargs)
+            if depth >= len(_handlers):
+                return function(*args, **kwargs)
+            return _handlers[-1 - depth](function, args, kwargs)
         finally:
-            torch._C._dispatch_tls_set_dispatch_key_included(_KEY, True)
-            if handler is not None:
-                _handlers.append(handler)
+            torch._C._dispatch_tls_set_dispatch_key_included(_KEY, was_included)
+            _running.depth = depth
 
     return run
 
@@ -110,6 +115,8 @@ def _kernel(function: OpOverload) -> Callable[..., Any]:
 #
 # - The kernel runs before autograd, not after it. A handler that must run after it enters a mode.
 # - Composite operations have no kernel here: the dispatcher takes them apart, and calls the kernels of their parts.
-# - Operations that torch's own kernels call are seen too, if there is no autograd in between (inference mode).
+# - Some operations that torch's own kernels call are seen too: all of them in inference mode, else those of kernels
+#   that are not below autograd (``histc``, a mask in ``index_put``). A forward with such operations keeps the mode.
 # - A mode keeps Dynamo from compiling. Compiled code does not call single operations, so they would not be seen.
+# - The end of a trace for export leaves the key out.
 # - A higher-order operator (flex_attention) has no kernel for the key, and raises an error. So it does with a mode.

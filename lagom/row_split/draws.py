@@ -90,7 +90,10 @@ class Draws(OperationMode):
         self._remedy = remedy
         self._reads = None if reads is None else iter(reads)
         self._may_stray = reads is not None
-        self._has_strayed = False
+        self.has_strayed = False
+        """Whether the forward has taken another way than in its probe."""
+        self._is_traced = False
+        """Whether Dynamo, or another tracer, has run operations of the forward without numbers."""
         self._multiples = multiples
         self.is_paused = False
         """Whether operations run unchanged for now."""
@@ -102,22 +105,24 @@ class Draws(OperationMode):
         """Context manager in which operations draw this rank's rows, and reads are compared.
 
         Args:
-            by_mode: handle all operations by the dispatch mode, not only those that draw or read.
+            by_mode: handle all operations by the dispatch mode, not only those that draw or read. Without effect inside
+                of another ``Draws`` that handles those only: a mode would come after it, and must come before it.
         """
-        before = num_compilations()
-        if by_mode or before:
+        if not is_watched() and (by_mode or num_compilations()):
             with self:
                 yield
             return
         with watched(self._watched):
             yield
             is_lost = not is_watched()  # torch.export leaves the key out at its end
-        if is_lost or num_compilations() != before:
+        if is_lost or self._is_traced:
             self._stray("compiles or exports code")
 
     def _watched(self, function: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if self._is_pausing() or torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None:
-            return function(*args, **kwargs)  # typed at a prompt, or traced without numbers
+        is_traced = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
+        self._is_traced = self._is_traced or is_traced
+        if is_traced or self._is_pausing():
+            return function(*args, **kwargs)
         if torch._C._functorch.peek_interpreter_stack() is not None or (
             torch.is_grad_enabled() and any(isinstance(one, torch.Tensor) and one.requires_grad for one in args)
         ):
@@ -156,12 +161,12 @@ class Draws(OperationMode):
             OtherWayError: when the forward has taken another way, also if its code has caught the exception.
         """
         reads, self._reads, self._may_stray = self._reads, None, False
-        if self._has_strayed or (reads is not None and next(reads, None) is not None):
+        if self.has_strayed or (reads is not None and next(reads, None) is not None):
             raise OtherWayError
 
     def _stray(self, what: str) -> NoReturn:
         if self._may_stray:
-            self._has_strayed = True
+            self.has_strayed = True
             raise OtherWayError
         raise LagomError(f"a forward that is sliced {what}, which it did not at its first call; {self._remedy}")
 
@@ -229,6 +234,8 @@ def draw_block(
     Raises:
         UnsupportedDrawError: when the draw depends on the values of its input.
     """
+    if args and hasattr(args[0], "fake_mode"):
+        return function(*args, **kwargs)  # a FakeTensor has no numbers
     shape = draw_shape(function, args, kwargs)
     axis = find_axis(function, shape)
     if axis is None or shape[axis] % block.num_mine:

@@ -33,7 +33,9 @@ def draw_own_rows(
         False if nothing was drawn, because numbers of this kind cannot be skipped.
     """
     mask: Tensor = args[0]
-    if function is not torch.ops.aten.bernoulli_.float or not mask.is_cpu or not _lies_by_rows(mask, axis):
+    if function is not torch.ops.aten.bernoulli_.float or type(mask) is not torch.Tensor or not mask.is_cpu:
+        return False  # a tensor of another class may have no memory
+    if not _lies_by_rows(mask, axis):
         return False
     # With micro-batches in a sliced forward, the forward's own ``Draws`` is active here: it must see the whole draw.
     if torch._C._len_torch_dispatch_stack() or is_watched() or not can_skip():

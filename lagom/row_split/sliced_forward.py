@@ -152,14 +152,20 @@ def _detour(candidate: SplitCandidate, finding: SplitFinding, draws: Draws | Non
             draws.end()
         elif not all(torch.equal(state, one.get_state()) for state, one in zip(states, generators, strict=True)):
             raise OtherWayError
-    except OtherWayError as error:
+    except Exception as error:
+        # Compilers and TorchScript raise errors of their own in place of an OtherWayError.
+        has_strayed = draws is not None and draws.has_strayed and not isinstance(error, LagomError)
+        if not isinstance(error, OtherWayError) and not has_strayed:
+            raise
         restore()
         if isinstance(error, NewWayError):
             raise
         finding.detours += 1
         if finding.detours > _MAX_DETOURS:
             finding.reason = f"{OFTEN}, by numbers that it reads or draws"
-        raise
+        if isinstance(error, OtherWayError):
+            raise
+        raise OtherWayError from error
     finding.detours = max(0, finding.detours - 1)
 
 

@@ -78,6 +78,30 @@ def test_other_threads_are_not_watched() -> None:
     assert log == []
 
 
+def test_threads_that_inherit_the_key_do_not_disturb_each_other() -> None:
+    """torch's own threads (of a backward, of TorchScript's fork) inherit it; here the threads set it themselves."""
+    log: list[str] = []
+
+    def draw() -> None:
+        set_included = torch._C._dispatch_tls_set_dispatch_key_included
+        set_included(torch._C.DispatchKey.PreDispatch, True)
+        try:
+            for _ in range(200):
+                torch.rand(2)
+        finally:
+            set_included(torch._C.DispatchKey.PreDispatch, False)
+
+    with watched(Notes("", log)):
+        threads = [threading.Thread(target=draw) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for _ in range(200):
+            torch.rand(2)
+        for thread in threads:
+            thread.join()
+    assert log == ["rand"] * 1000
+
+
 def test_operations_that_a_program_adds_are_seen_once_they_are_registered() -> None:
     torch.library.define("lagom_tests::throw", "(Tensor x) -> Tensor", tags=[torch.Tag.nondeterministic_seeded])
     torch.library.impl("lagom_tests::throw", "CPU", lambda x: torch.rand(len(x)))

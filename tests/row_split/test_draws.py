@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 
 from lagom.row_split.draws import Draws, OtherWayError
@@ -56,6 +57,56 @@ def nodes(result: Tensor) -> list[str]:
             names.append(node.name())
             left += [following for following, _ in node.next_functions]
     return names
+
+
+@pytest.mark.parametrize("inner_by_mode", [True, False])
+@pytest.mark.parametrize("outer_by_mode", [True, False])
+def test_a_micro_batch_of_a_ranks_rows_draws_for_the_whole_batch(outer_by_mode: bool, inner_by_mode: bool) -> None:
+    axes = {("aten.bernoulli_.float", 2): 0}
+    outer, inner = Draws(RowBlock(1, 2, 8), axes), Draws(RowBlock(0, 2, 4), axes)
+    torch.manual_seed(3)
+    wanted = torch.empty(8, 5).bernoulli_(0.3)[4:6], torch.get_rng_state()
+    torch.manual_seed(3)
+    with outer.entered(by_mode=outer_by_mode), inner.entered(by_mode=inner_by_mode):
+        found = torch.empty(2, 5).bernoulli_(0.3)
+    assert torch.equal(found, wanted[0])
+    assert torch.equal(torch.get_rng_state(), wanted[1])
+
+
+class Described(torch.Tensor):
+    """A tensor without numbers of its own."""
+
+    held: Tensor
+
+    @staticmethod
+    def __new__(cls, like: Tensor) -> Any:
+        made = torch.Tensor._make_wrapper_subclass(cls, like.shape, dtype=like.dtype)
+        made.held = like
+        return made
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        held = [one.held if isinstance(one, Described) else one for one in args]
+        found = func(*held, **(kwargs or {}))
+        return args[0] if found is held[0] else Described(found)
+
+
+def test_a_tensor_without_memory_is_drawn_by_torch() -> None:
+    torch.manual_seed(3)
+    wanted = torch.empty(8, 5).bernoulli_(0.3)[:4]
+    torch.manual_seed(3)
+    mask = Described(torch.empty(4, 5))
+    with Draws(RowBlock(0, 2, 8), {("aten.bernoulli_.float", 2): 0}).entered(by_mode=False):
+        mask.bernoulli_(0.3)
+    assert torch.equal(mask.held, wanted)
+
+
+def test_a_tensor_without_numbers_is_left_alone() -> None:
+    mask = FakeTensorMode().from_tensor(torch.empty(4, 5))
+    state = torch.get_rng_state()
+    with Draws(RowBlock(0, 2, 8), {("aten.bernoulli_.float", 2): 0}).entered(by_mode=False):
+        assert mask.bernoulli_(0.3) is mask
+    assert torch.equal(torch.get_rng_state(), state)
 
 
 @pytest.mark.parametrize("by_mode", [True, False])
