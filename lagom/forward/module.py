@@ -67,7 +67,7 @@ def prepare_forwards(session: Session, streams: OwnStreams) -> Iterator[None]:
     forwards = _ForwardState(session, streams)
     with ExitStack() as stack:
         stack.enter_context(replaced(nn.Module, "__call__", _make_call(forwards)))
-        if session.world_size > 1:
+        if session.world_size > 1 or session.config.micro_batches is not None:
             stack.enter_context(replaced(torch.utils.checkpoint, _CHECKPOINT, _make_checkpoint_generator(forwards)))
             stack.enter_context(patch_reentrant_checkpoints(session))
         yield
@@ -234,13 +234,18 @@ def patch_reentrant_checkpoints(session: Session) -> Iterator[None]:
 
 
 def _repeat_in_region(session: Session, function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a checkpoint's ``function`` that enters the present sliced forward again when the backward repeats it."""
-    region = session.sliced_forward
-    if region is None:
+    """Return a checkpoint's ``function`` that the backward repeats as a part of the present forward.
+
+    It enters the sliced forward and the micro-batch again in which the program has called it.
+    """
+    regions = [region for region in (session.sliced_forward, session.micro_batch) if region is not None]
+    if not regions:
         return function
 
     def again(*args: Any, **kwargs: Any) -> Any:
-        with region.enter(session):
+        with ExitStack() as stack:
+            for region in regions:
+                stack.enter_context(region.enter(session))
             return function(*args, **kwargs)
 
     return again

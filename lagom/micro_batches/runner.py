@@ -16,6 +16,7 @@ from lagom.random_states import equal_random_states, random_states, set_random_s
 from lagom.row_split.draws import Draws
 from lagom.row_split.recorder import BatchStatistics, NotByRowsError
 from lagom.row_split.restore import restored_state
+from lagom.row_split.sliced_forward import MicroBatch
 from lagom.row_split.split_candidate import SplitCandidate, SplitFinding, is_batch, silent
 from lagom.row_split.whole_batch import RowBlock
 from lagom.run_state.oom_errors import wanted_bytes
@@ -85,7 +86,7 @@ class MicroBatchRunner:
                     self._session.weights.resident.begin()
                 reads = None if has_run else finding.reads
                 draws = Draws(block, finding.axes, reads, finding.multiples, _REMEDY)
-                with self._left_alone(), draws.entered(by_mode=finding.needs_mode):
+                with MicroBatch(draws, finding.needs_mode, self._left_alone).enter(self._session):
                     outputs, spec = tree_flatten(candidate.run(list(leaves)))
                 draws.end()
             finally:

@@ -20,6 +20,7 @@ from lagom.run_state.loader_pass import BatchShare
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+    from contextlib import AbstractContextManager
 
     from lagom.session.session import Session
 
@@ -74,6 +75,31 @@ class SlicedForward:
             yield
         finally:
             self.draws.is_paused = False
+
+
+@dataclass(eq=False)
+class MicroBatch:
+    """Holds the mode for random draws while the forward of a micro-batch runs."""
+
+    draws: Draws
+    needs_mode: bool
+    """Whether only a dispatch mode sees all draws of the forward."""
+    left_alone: Callable[[], AbstractContextManager[None]]
+    """Returns a context manager in which called modules are not split."""
+
+    @contextmanager
+    def enter(self, session: Session) -> Iterator[None]:
+        """Let random draws see the whole batch; a nested entry changes nothing."""
+        before = session.micro_batch
+        if before is self:
+            yield
+            return
+        session.micro_batch = self
+        try:
+            with self.left_alone(), self.draws.entered(by_mode=self.needs_mode):
+                yield
+        finally:
+            session.micro_batch = before
 
 
 class SlicedRuns:

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from lagom.plan import Plan
     from lagom.restart.sleeping_twin import TwinForks
     from lagom.row_split.recorder import BatchStatistics
-    from lagom.row_split.sliced_forward import SlicedForward
+    from lagom.row_split.sliced_forward import MicroBatch, SlicedForward
     from lagom.search.on_rank.trial import Trial
     from lagom.snapshots.snapshot_taker import Snapshots
     from lagom.zero.gradient_shards import GradientShards
@@ -138,6 +138,8 @@ class Session:
     """Decides whether leaves that are not Parameters are weights or data."""
     sliced_forward: SlicedForward | None = field(default=None, init=False)
     """The sliced forward that is running; None outside of one."""
+    micro_batch: MicroBatch | None = field(default=None, init=False)
+    """The micro-batch whose forward is running; None outside of one."""
     probe_statistics: BatchStatistics | None = field(default=None, init=False)
     """Statistics for BatchNorm during a probe of a forward; None outside of a probe."""
     agreement: AgreedExchange | None = field(default=None, init=False)

@@ -98,6 +98,30 @@ def test_ranks_train_as_without_them(world_size: int, zero_lvl: int, batches: Ba
         assert differ(found[0], alone(train)) < 1e-12
 
 
+class Repeating(Residual):
+    """Lets the backward repeat its forward, dropout included."""
+
+    def __init__(self, use_reentrant: bool) -> None:
+        super().__init__()
+        self.use_reentrant = use_reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        repeated: Tensor = checkpoint(super().forward, x, use_reentrant=self.use_reentrant)
+        return repeated
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_a_checkpoint_of_the_program_repeats_its_draws(use_reentrant: bool, world_size: int) -> None:
+    def train(session: Session) -> Any:
+        return trained(session, network(Repeating(use_reentrant)), mean_loss)
+
+    wanted = alone(train)
+    for found in run_ranks(world_size, train, batches="whole", micro_batches=2):
+        assert found["num"] == 2
+        assert differ(found, wanted) < 1e-12
+
+
 class Odd(nn.Module):
     """A forward that is odd in one way, named by ``kind``."""
 
