@@ -21,7 +21,6 @@ DRAWS: dict[str, Callable[[Tensor], Any]] = {
     "rand": lambda x: torch.rand(len(x), 5) + x,
     "randn_like": lambda x: torch.randn_like(x) * x,
     "in place": lambda x: (x + 1).uniform_(),
-    "attention": lambda x: F.scaled_dot_product_attention(x[:, None], x[:, None], x[:, None], dropout_p=0.4),
     "torch.func": lambda x: torch.vmap(lambda row: row + torch.rand_like(row), randomness="different")(x),
 }
 
