@@ -56,6 +56,19 @@ def test_own_rows_of_a_mask_are_those_of_the_whole(dtype: torch.dtype, rows_of: 
     assert torch.equal(one.get_state(), other.get_state())
 
 
+@needs_native
+def test_the_trial_does_not_depend_on_the_programs_defaults() -> None:
+    wanted = can_skip()
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        can_skip.cache_clear()
+        with torch.device("meta"):
+            assert can_skip() == wanted
+    finally:
+        torch.set_default_dtype(before)
+
+
 @pytest.mark.parametrize(("args", "kwargs"), [((), {}), ((), {"p": 0.2}), ((0.2,), {})])
 def test_the_probability_may_be_torchs_default(args: tuple[float, ...], kwargs: dict[str, float]) -> None:
     if not can_skip():
