@@ -38,6 +38,8 @@ class Rehearsal:
     """Turn dropout off, and derive a sample's random numbers from its index, so that ranks draw none of their own."""
     jumps: bool = False
     """Make clocks jump at each read by the program, so that values that depend on time differ between two runs."""
+    other_threads: bool = False
+    """Let torch use one thread instead of several, or two instead of one, which changes rounding and nothing else."""
     snapshot_after: int | None = None
     """Take a snapshot when the program asks for a batch after this many backwards; None: take none."""
     num_before: int = 0

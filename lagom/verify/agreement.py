@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 
@@ -37,6 +38,40 @@ def compare(one: Record, ranks: Sequence[Record], again: Record | None = None) -
 def agreement_level(rows: Sequence[ComparisonRow]) -> AgreementLevel:
     """Return the level of the worst row."""
     return max((row.level for row in rows), default=AgreementLevel.UNKNOWN)
+
+
+def compare_rounding(one: Record, ranks: Sequence[Record], control: Record) -> ComparisonRow:
+    """Set the differences of rank 0 beside those of ``control``: one process that rounds otherwise.
+
+    Both add the same floats in another order than ``one``, so their differences have the same size if nothing is wrong.
+    """
+    threads, ranked = (
+        f"{_loss_error(one, other):.0e} loss, {_way_error(one, other):.0e} weights" for other in (control, ranks[0])
+    )
+    note = "relative; left: one process with other threads, and forwards in two halves"
+    return ComparisonRow("rounding", threads, ranked, AgreementLevel.UNKNOWN, note)
+
+
+def is_rounded(one: Record, ranks: Sequence[Record]) -> bool:
+    """Return whether losses or trained weights of rank 0 differ from those of one process at all."""
+    return _loss_error(one, ranks[0]) > 0 or _way_error(one, ranks[0]) > 0
+
+
+def _loss_error(one: Record, other: Record) -> float:
+    """Return the largest difference of a loss, relative to the largest loss of ``one``."""
+    largest = max((abs(step.loss) for step in one.steps if math.isfinite(step.loss)), default=0.0)
+    errors = [abs(left.loss - right.loss) for left, right in zip(one.steps, other.steps, strict=False)]
+    return max((error for error in errors if math.isfinite(error)), default=0.0) / largest if largest else 0.0
+
+
+def _way_error(one: Record, other: Record) -> float:
+    """Return the difference of all parameters' movements, relative to the movement in ``one``."""
+    pairs = [(leaf, other.leaves[number]) for number, leaf in one.leaves.items() if number in other.leaves]
+    moved = norm(distance(leaf.start, leaf.end) for leaf, _ in pairs)
+    error = norm(
+        distance(difference(leaf.end, leaf.start), difference(their.end, their.start)) for leaf, their in pairs
+    )
+    return error / moved if moved and math.isfinite(error) else 0.0
 
 
 def _losses(one: Record, ranks: Sequence[Record]) -> ComparisonRow:

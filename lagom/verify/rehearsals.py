@@ -15,7 +15,7 @@ from lagom.plan import Plan, Rehearsal
 from lagom.restart.history import RunHistory
 from lagom.restart.kept_snapshots import SnapshotFolder
 from lagom.verify.advice import advise
-from lagom.verify.agreement import agreement_level, compare
+from lagom.verify.agreement import agreement_level, compare, compare_rounding, is_rounded
 from lagom.verify.comparison_row import AgreementLevel, ComparisonRow
 from lagom.verify.on_rank.record import Record
 from lagom.verify.resumption import (
@@ -161,7 +161,17 @@ class _Rehearsals:
                 return _Finding("unsteady", repeated)
             rows = compare(one, ranks, again)
         verdict = _VERDICTS[agreement_level(rows)]
+        if verdict == "agrees" and plan.config.batches == "whole" and is_rounded(one, ranks):
+            rows = [*rows, *self._rounding(plan, one, ranks, limits)]
         return _Finding("raises" if one.error and verdict == "agrees" else verdict, rows)
+
+    def _rounding(self, plan: Plan, one: Record, ranks: Sequence[Record], limits: Rehearsal) -> Sequence[ComparisonRow]:
+        """Return the row that shows whether rounding alone explains the ranks' differences; none if it cannot run."""
+        alone = dataclasses.replace(plan, world_size=1)
+        if plan.config.backend == "torch" and plan.config.micro_batches is None:
+            alone = alone.with_config(micro_batches=2)
+        control = self._run(alone, dataclasses.replace(limits, other_threads=True, snapshot_after=None))
+        return () if isinstance(control, str) else (compare_rounding(one, ranks, control[0]),)
 
     def go_on(self, found: _Finding) -> _Finding:
         """Rehearse that the plan's run goes on from a snapshot; return ``found`` with the comparison's row."""

@@ -201,6 +201,28 @@ def test_a_program_that_ranks_run_as_one_process_does_is_said_to_agree(world_siz
     assert str(found).endswith("The ranks do what one process does.")
 
 
+def train_wide() -> None:
+    """Train a network in float32 that is large enough to be split."""
+    x = torch.rand(768, 64, generator=torch.Generator().manual_seed(5))
+    net = nn.Sequential(nn.Linear(64, 1024), nn.ReLU(), nn.Linear(1024, 1024), nn.ReLU(), nn.Linear(1024, 1))
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    for inputs, targets in DataLoader(TensorDataset(x, x[:, :1].sin()), batch_size=256):
+        optimizer.zero_grad()
+        nn.functional.mse_loss(net(inputs), targets).backward()
+        optimizer.step()
+
+
+def test_rounding_of_the_ranks_is_shown_beside_that_of_one_process() -> None:
+    one, ranks = re.findall(r"(\S+) loss, (\S+) weights", row(verified(train_wide, batches="whole"), "rounding"))
+    assert max(map(float, one + ranks)) < 1e-5
+    assert float(one[1]) > 0
+    assert float(ranks[1]) > 0
+
+
+def test_without_rounding_there_is_no_control() -> None:
+    assert "rounding" not in str(train_verified(2))
+
+
 def fetches_ahead() -> list[torch.Tensor]:
     """Fetch the next batch between forward and backward; the last batch has 5 samples."""
     net = network()

@@ -73,6 +73,9 @@ def rehearse(
     started = time.monotonic()
     with ExitStack() as stack:
         printed = stack.enter_context(kept_output()) if output is None else output
+        if rehearsal.other_threads:
+            stack.callback(torch.set_num_threads, torch.get_num_threads())
+            torch.set_num_threads(1 if torch.get_num_threads() > 1 else 2)
         notes = RecordInProgress(session, rehearsal, leaves, printed)
         if session.snapshots is not None:
             notes.join(session.snapshots)
