@@ -16,6 +16,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from lagom.deepspeed.engine import Engine
 from lagom.deepspeed.loading import as_imported, check_nvme, environment, load, variable
 from lagom.errors import LagomError
+from lagom.patching.object_reference import tensor_dictionary
 from lagom.zero.optimizer_probe import ShardingKind, probe_optimizer
 
 if TYPE_CHECKING:
@@ -68,7 +69,7 @@ class Engines:
         self._at = at
         self._say = say
         self._engines: list[Engine] = []
-        self._by_leaf: WeakIdKeyDictionary = WeakIdKeyDictionary()
+        self._by_leaf: WeakIdKeyDictionary = tensor_dictionary()
         self._deepspeed: Any = None
         self.inside = False
         """Whether DeepSpeed's own code runs now, and not the program's."""

@@ -9,6 +9,7 @@ import torch
 from torch.nn.parameter import is_lazy
 
 from lagom.gradients.checksum import checksums
+from lagom.patching.object_reference import HiddenReference
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -49,7 +50,7 @@ class BufferSync:
         self._owners: dict[Key, tuple[weakref.ref[nn.Module], str]] = {}
         self._followers: dict[Key, tuple[weakref.ref[nn.Module], str]] = {}
         """Module and name of each buffer that follows rank 0's."""
-        self._seen: dict[Key, tuple[weakref.ref[torch.Tensor], int]] = {}
+        self._seen: dict[Key, tuple[HiddenReference[torch.Tensor], int]] = {}
         """Each such buffer, and its version when it was last copied."""
         self._restless: set[Key] = set()
         """Buffers to copy after every backward, since they change without a new version."""
@@ -113,7 +114,7 @@ class BufferSync:
             self._restless |= different - changed
         self._agreed = sorted(common & ({key for _, row in rows for key in row} | self._restless))
         for key, buffer in _living_buffers(self._followers):
-            self._seen[key] = (weakref.ref(buffer), buffer._version)
+            self._seen[key] = (HiddenReference(buffer), buffer._version)
 
     def broadcast_changed(self) -> None:
         """Broadcast the changed buffers from rank 0; a collective if there are any. All ranks must agree on them."""
@@ -124,7 +125,7 @@ class BufferSync:
         found = [(key, buffer) for key, buffer in _living_buffers(self._followers) if key in keys]
         by_device: dict[torch.device, list[torch.Tensor]] = {}
         for key, buffer in sorted(found, key=lambda pair: pair[0]):
-            self._seen[key] = (weakref.ref(buffer), buffer._version)
+            self._seen[key] = (HiddenReference(buffer), buffer._version)
             by_device.setdefault(buffer.device, []).append(buffer)
         for buffers in by_device.values():
             self._broadcast(buffers)

@@ -14,6 +14,7 @@ import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
 from lagom.errors import LagomError
+from lagom.patching.object_reference import HiddenReference, tensor_dictionary
 from lagom.run_state.loader_pass import is_alive
 from lagom.run_state.loss_terms import find_nodes, metadata, root_nodes
 from lagom.run_state.nested_tensors import tensors
@@ -49,7 +50,7 @@ class PassUse:
     has_ended: bool = False
     _mark: weakref.ref[_Mark] | None = None
     """Mark in the graph of the model's first outputs; after the end of the pass, of its latest ones."""
-    _inputs: list[weakref.ref[torch.Tensor]] = field(default_factory=list)
+    _inputs: list[HiddenReference[torch.Tensor]] = field(default_factory=list)
     """The first tensor that the model was called with, by weak reference; empty before the first forward."""
 
     @property
@@ -70,7 +71,7 @@ class PassUse:
     def record_forward(self, data: Any, outputs: Any) -> None:
         """Record that a model computed ``outputs`` for ``data`` of this pass."""
         if not self.has_forwards:
-            self._inputs = [weakref.ref(tensor) for tensor in tensors(data)[:1]]
+            self._inputs = [HiddenReference(tensor) for tensor in tensors(data)[:1]]
         self.has_forwards = True
         nodes = [output.grad_fn for output in tensors(outputs) if output.grad_fn is not None]
         if nodes and (self._mark is None or not self.is_open):
@@ -95,7 +96,7 @@ class EvaluationPassDetector:
         self._say_once = say_once
         self._pending: list[PassUse] = []
         """Passes without a backward so far."""
-        self._last: WeakIdKeyDictionary = WeakIdKeyDictionary()
+        self._last: WeakIdKeyDictionary = tensor_dictionary()
         """For each data set the last use, by the place of the program that reads it (a hash of the call stack)."""
         self._num_passes = 0
         self._last_evaluation = 0

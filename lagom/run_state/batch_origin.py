@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import weakref
 from typing import Any
 
 import torch
 
 from lagom.errors import LagomError
+from lagom.patching.object_reference import HiddenReference
 from lagom.run_state.loader_pass import BatchShare, is_alive, shape_of
 from lagom.run_state.loss_terms import find_share
 from lagom.run_state.nested_tensors import tensors
@@ -21,7 +21,7 @@ class BatchTracker:
 
     def __init__(self, world_size: int) -> None:
         self._world_size = world_size
-        self._shares: dict[int, tuple[weakref.ref[torch.Tensor], BatchShare]] = {}
+        self._shares: dict[int, tuple[HiddenReference[torch.Tensor], BatchShare]] = {}
         """Tensor and share by the tensor's id; dead tensors are removed now and then."""
         self._max_shares = _FEW
         self.num_batches = 0
@@ -50,7 +50,7 @@ class BatchTracker:
                     self._shares.pop(key, None)
             self._max_shares = max(2 * len(self._shares), _FEW)
         for tensor in tensors(data):
-            self._shares[id(tensor)] = weakref.ref(tensor), share
+            self._shares[id(tensor)] = HiddenReference(tensor), share
             shape = shape_of(tensor)
             is_new = len(shape) > 1 and shape not in self.shapes
             if is_new and tensor.is_floating_point() and tensor.numel() > len(tensor):

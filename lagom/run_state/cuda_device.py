@@ -14,8 +14,8 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import _BaseDataLoaderIter
-from torch.utils.weak import WeakIdKeyDictionary
 
+from lagom.patching.object_reference import tensor_dictionary
 from lagom.patching.replace import replaced
 from lagom.run_state.nested_tensors import tensors
 
@@ -63,7 +63,7 @@ class TrainedModules:
         self._modules = modules
         self._device = device
         self._may_move = may_move
-        self._waiting = WeakIdKeyDictionary()
+        self._waiting = tensor_dictionary()
         """Parameters that optimizers got since the last move."""
         self._optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         """Optimizers that got these parameters."""

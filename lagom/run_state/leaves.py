@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import weakref
 from typing import TYPE_CHECKING
 
 import torch
 from torch.autograd.graph import GradientEdge
 from torch.nn.parameter import is_lazy
+
+from lagom.patching.object_reference import HiddenReference
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -25,8 +26,8 @@ class Leaves:
     """
 
     def __init__(self) -> None:
-        self._by_id: dict[int, tuple[weakref.ref[torch.Tensor], int]] = {}
-        self._by_number: dict[int, weakref.ref[torch.Tensor]] = {}
+        self._by_id: dict[int, tuple[HiddenReference[torch.Tensor], int]] = {}
+        self._by_number: dict[int, HiddenReference[torch.Tensor]] = {}
         self._next = 0
 
     def add_leaf(self, leaf: torch.Tensor) -> int:
@@ -39,7 +40,7 @@ class Leaves:
                 del self._by_id[key]
             self._by_number.pop(number, None)
 
-        ref = weakref.ref(leaf, forget)
+        ref = HiddenReference(leaf, forget)
         self._by_id[key] = (ref, number)
         self._by_number[number] = ref
         self._next += 1

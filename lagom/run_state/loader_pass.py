@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from lagom.errors import LagomError
+from lagom.patching.object_reference import HiddenReference
 from lagom.run_state.nested_tensors import tensors
 
 if TYPE_CHECKING:
@@ -180,7 +181,7 @@ class PassTracker:
         return self._last
 
 
-def is_alive(ref: weakref.ref[torch.Tensor]) -> bool:
+def is_alive(ref: HiddenReference[torch.Tensor]) -> bool:
     """Return whether the tensor that ``ref`` refers to is still alive."""
     tensor = ref()
     if tensor is not None:

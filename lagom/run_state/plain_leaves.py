@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.autograd.graph import GradientEdge
-from torch.utils.weak import WeakIdKeyDictionary
 
 from lagom.errors import DivergenceError, LagomError
+from lagom.patching.object_reference import tensor_dictionary
 from lagom.run_state.leaves import ACCUMULATE, leaf_of_node
 
 if TYPE_CHECKING:
@@ -44,8 +44,8 @@ class PlainLeaves:
         self._batches = batches
         self._leaves = leaves
         self._say_once = say_once
-        self._weights = WeakIdKeyDictionary()
-        self._data = WeakIdKeyDictionary()
+        self._weights = tensor_dictionary()
+        self._data = tensor_dictionary()
         """For each leaf that was taken for data, the number of batches seen by then."""
 
     def examine(self, roots: Sequence[Any], leaves: Sequence[torch.Tensor], share: BatchShare | None) -> None:

@@ -23,6 +23,7 @@ from lagom.optimizers.fast_step import skip_profiler_ranges
 from lagom.optimizers.grouped_adam import grouped_adam
 from lagom.optimizers.lr_scaling import scale_learning_rates
 from lagom.optimizers.zero_steps import shard_steps
+from lagom.patching.object_reference import swappable_tensors
 from lagom.row_split.row_losses import share_losses
 from lagom.row_split.slicer import watch_packing
 from lagom.run_state.mixed_devices import meet_on
@@ -58,6 +59,7 @@ def patched(session: Session) -> Iterator[None]:
         if line := untried(torch.__version__):
             session.say_once(line)
         stack.enter_context(own_init_process_group(session))
+        stack.enter_context(swappable_tensors())
         on_cuda = session.device.type == "cuda"
         moves = on_cuda and not session.plan.names_gpu
         if not distributed and (moves or session.config.backend == "deepspeed"):

@@ -23,6 +23,7 @@ from lagom.gradients.divergence import DivergenceMonitor
 from lagom.gradients.gradient_averager import GradientAverager
 from lagom.gradients.reduction.mean import make_reduction
 from lagom.loaders.evaluation_passes import EvaluationPassDetector
+from lagom.patching.object_reference import tensor_dictionary
 from lagom.run_state.batch_origin import BatchTracker
 from lagom.run_state.leaves import Leaves
 from lagom.run_state.loader_pass import NOT_SHARED, BatchShare, LoaderPass, PassTracker
@@ -128,9 +129,9 @@ class Session:
     _thread_local: threading.local = field(default_factory=threading.local, init=False)
     modules: ModuleRegistry = field(default_factory=ModuleRegistry, init=False)
     leaves: Leaves = field(default_factory=Leaves, init=False)
-    synchronised_buffers: WeakIdKeyDictionary = field(default_factory=WeakIdKeyDictionary, init=False)
+    synchronised_buffers: WeakIdKeyDictionary = field(default_factory=tensor_dictionary, init=False)
     """Buffers that lagom's forward keeps equal on all ranks."""
-    repeated_inputs: WeakIdKeyDictionary = field(default_factory=WeakIdKeyDictionary, init=False)
+    repeated_inputs: WeakIdKeyDictionary = field(default_factory=tensor_dictionary, init=False)
     """Leaves whose gradients stay the rank's own, such as inputs of forwards that a backward recomputes."""
     batch_tracker: BatchTracker = field(init=False)
     """Finds the batch that a tensor comes from."""

@@ -6,11 +6,11 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.utils.weak import WeakIdKeyDictionary
 
 from lagom.collectives.plain_values import all_gather_values
 from lagom.errors import DivergenceError, LagomError
 from lagom.gradients.reduction.buckets import ShardMap, make_shard_map
+from lagom.patching.object_reference import tensor_dictionary
 from lagom.run_state.memory_layout import flatten_like, flatten_memory, is_dense
 from lagom.zero.gradient_part import GradientPart, ShardedGradient, parts_of_parameters
 
@@ -41,7 +41,7 @@ class GradientShards:
         self._leaves = leaves
         self._may_meet = may_meet
         self._say = say
-        self._entries = WeakIdKeyDictionary()
+        self._entries = tensor_dictionary()
         self._clock = 0
         """Number of changes of the shards: if it is equal on two ranks, their shards are of the same gradients."""
         self._num_sharded = 0

@@ -5,7 +5,6 @@ See Note [Trials].
 
 from __future__ import annotations
 
-import weakref
 from typing import TYPE_CHECKING, Any
 
 from torch.utils.data._utils.worker import _IterableDatasetStopIteration
@@ -14,7 +13,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from lagom.errors import CollectiveError, DivergenceError, PayloadError
 from lagom.loaders.sharing.equal_batches import BatchComparison
 from lagom.loaders.sharing.shared_mappings import find_files
-from lagom.patching.object_reference import ObjectReference
+from lagom.patching.object_reference import HiddenReference, ObjectReference
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -43,7 +42,7 @@ class Choices:
 
     def make_memory(self, loader: DataLoader[Any]) -> Callable[[int], None]:
         """Return a function that remembers a choice for all loaders with the data set and functions of ``loader``."""
-        functions, ref = _functions(loader), weakref.ref(_owner(loader))
+        functions, ref = _functions(loader), HiddenReference(_owner(loader))
 
         def remember(choice: int) -> None:
             owner = ref()

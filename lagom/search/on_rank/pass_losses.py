@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import functools
-import weakref
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from lagom.patching.object_reference import HiddenReference
 from lagom.patching.replace import replaced
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ def record_pass_losses(session: Session, report: Callable[[float], None]) -> Ite
     def scaled(self: Any, outputs: Any) -> Any:
         found = scale(self, outputs)
         if isinstance(outputs, Tensor):
-            losses.unscaled = weakref.ref(found), outputs.detach()
+            losses.unscaled = HiddenReference(found), outputs.detach()
         else:
             losses.are_one = False
         return found
@@ -56,7 +56,7 @@ class _PassLosses:
         self._report = report
         self.are_one = session.world_size == 1 or session.config.batches == "whole"
         """Whether each batch has had one loss so far, equal on all ranks."""
-        self.unscaled: tuple[weakref.ref[Tensor], Tensor] | None = None
+        self.unscaled: tuple[HiddenReference[Tensor], Tensor] | None = None
         """The tensor that a GradScaler has returned last, and the unscaled loss of which it is made."""
         self._at: tuple[int, int] = (0, 0)
         self._total: float | Tensor = 0.0
