@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.autograd import Function
+
+from lagom.run_state.exchange_function import ExchangeFunction
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -84,11 +85,13 @@ def moments_of(merged: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return count, mean, var, torch.where(replicated, merged[ELEMENTS], count)
 
 
-class NormaliseFunction(Function):
+class NormaliseFunction(ExchangeFunction):
     """Normalises by given statistics, with gradients as if these were computed from the inputs of all ranks.
 
     See Note [BatchNorm] for the formula.
     """
+
+    gives_whole = False
 
     @staticmethod
     def forward(
@@ -180,8 +183,10 @@ def _differentiable_gradients(ctx: Any, dy: Tensor) -> list[Tensor | None]:
     return [next(gradients) if needs else None for needs in needed[:3]]
 
 
-class _SumFunction(Function):
+class _SumFunction(ExchangeFunction):
     """Sums over the ranks; the gradient is the sum of the ranks' gradients."""
+
+    gives_whole = False
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, call: BatchNormCall) -> Tensor:

@@ -6,13 +6,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.autograd import Function
 
 from lagom.collectives.plain_values import all_gather_values
 from lagom.errors import DivergenceError, LagomError
 from lagom.gradients.checksum import hash_values
 from lagom.gradients.gradient_averager import ReachedLeaves
 from lagom.gradients.tensor_averager import view_as_real
+from lagom.run_state.exchange_function import ExchangeFunction
 from lagom.run_state.leaves import ACCUMULATE, leaf_of_node
 from lagom.run_state.memory_layout import resolve_lazy
 from lagom.run_state.plain_leaves import Likeness
@@ -183,7 +183,7 @@ def _copy(gradient: Tensor) -> Tensor:
     return gradient.detach().clone() if resolved is gradient else resolved.detach()
 
 
-class AverageFunction(Function):
+class AverageFunction(ExchangeFunction):
     """Replaces this rank's gradients by averages; its backward averages the incoming gradients over the ranks."""
 
     @staticmethod

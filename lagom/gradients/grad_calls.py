@@ -12,6 +12,7 @@ from lagom.gradients.autograd_grad import is_averaged
 from lagom.gradients.backward_gradients import DelayedHooks, run_hooks
 from lagom.gradients.batched_roots import take_one_by_one
 from lagom.row_split.row_functions import is_batched, passes_gather
+from lagom.run_state.exchange_function import find_exchanges
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -38,16 +39,18 @@ class GradCalls:
     def run(self, outputs: Sequence[Any], args: tuple[Any, ...], options: dict[str, Any]) -> Any:
         """Run ``torch.autograd.grad``; average gradients (see ``_find_averaged_inputs``) unless inside a backward."""
         inputs: Sequence[Any] = args[3]
-        if self._must_take_one_by_one(outputs, args):
+        if self._takes_several(outputs, args) and (exchanges := find_exchanges(outputs)):
+            run = self.run if any(one.gives_whole for one in exchanges) else self._run_alone
+            if run != self.run:
+                self._find_averaged_inputs(outputs, inputs, args[0])  # records the inputs
 
             def take(roots: tuple[Tensor, ...], is_last: bool) -> Any:
-                return self.run(outputs, (roots, args[1] if is_last else True, *args[2:]), options)
+                return run(outputs, (roots, args[1] if is_last else True, *args[2:]), options)
 
             return take_one_by_one(args[0], take)
         shared = [] if self._session.depth else self._find_averaged_inputs(outputs, inputs, args[0])
         if not shared:
-            with inside_backward(self._session):
-                return self._original(outputs, *args, **options)
+            return self._run_alone(outputs, args, options)
         self._session.distributed_part = self._session.distributed_part or "torch.autograd.grad was called"
         weights = self._find_weights(outputs, inputs)
         roots, term_hooks = self._session.loss_weights.weight_gradients(outputs, args[0], self._session.weight)
@@ -85,13 +88,18 @@ class GradCalls:
         shares = [session.batch_tracker.share(one) for one in inputs]
         return [1.0 if share is None else share.weight(session.world_size) for share in shares]
 
-    def _must_take_one_by_one(self, outputs: Sequence[Any], args: tuple[Any, ...]) -> bool:
-        """Return whether the call asks for several gradients at once of a tensor that ranks have computed by rows."""
+    def _run_alone(self, outputs: Sequence[Any], args: tuple[Any, ...], options: dict[str, Any]) -> Any:
+        """Run ``torch.autograd.grad``; its gradients stay this rank's own."""
+        with inside_backward(self._session):
+            return self._original(outputs, *args, **options)
+
+    def _takes_several(self, outputs: Sequence[Any], args: tuple[Any, ...]) -> bool:
+        """Return whether the call asks for several gradients of a tensor at once."""
         if self._session.depth or self._session.sliced_forward is not None or self._session.is_probing:
             return False
         if not any(isinstance(root, Tensor) and is_batched(root) and root.numel() for root in args[0]):
             return False
-        return not any(isinstance(one, Tensor) and is_batched(one) for one in outputs) and passes_gather(outputs)
+        return not any(isinstance(one, Tensor) and is_batched(one) for one in outputs)
 
     def _find_averaged_inputs(self, outputs: Sequence[Any], inputs: Sequence[Any], roots: Sequence[Any]) -> list[int]:
         """Return the indices of the ``inputs`` whose gradients are averaged; record facts about the other inputs."""

@@ -11,6 +11,7 @@ import torch
 from torch.autograd import Function
 from torch.autograd.graph import GradientEdge
 
+from lagom.run_state.exchange_function import ExchangeFunction
 from lagom.run_state.loss_terms import find_nodes, root_nodes
 
 if TYPE_CHECKING:
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     from lagom.row_split.whole_batch import Orders, RowExchange
 
 
-class SliceFunction(Function):
+class SliceFunction(ExchangeFunction):
     """This rank's block of a whole tensor; the gradient is gathered and divided by the number of ranks."""
 
     @staticmethod
@@ -35,7 +36,7 @@ class SliceFunction(Function):
         return whole / ctx.exchange.block.world_size, None, None
 
 
-class GatherFunction(Function):
+class GatherFunction(ExchangeFunction):
     """Whole tensors from every rank's block; the gradient is this rank's block, times the number of ranks."""
 
     @staticmethod

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.utils.data import DataLoader, TensorDataset
 
+from lagom.config.torch_distributed import Batches
 from lagom.errors import DivergenceError
 from lagom.session.session import Session
 from tests.ranks import alone, check_against_one_process, run_ranks
@@ -268,3 +270,70 @@ def test_gradients_per_sample_are_left_alone() -> None:
         return rows[0, 0].tolist()
 
     assert run_ranks(2, run) == [[1.0, 1.0], [2.0, 2.0]]
+
+
+def batched_second_derivatives(_: Session) -> list[Tensor]:
+    """Hessians of leaves, of a Parameter and of a model's weights, and what is trained by one of them."""
+    leaf = torch.tensor([1.0, 2.0], dtype=torch.float64, requires_grad=True)
+    (gradient,) = torch.autograd.grad((leaf**3).sum(), leaf, create_graph=True)
+    found = list(torch.autograd.grad(gradient, leaf, torch.eye(2, dtype=leaf.dtype), is_grads_batched=True))
+    model = mlp()
+    names = list(model.parameters())
+    for x, y in loader():
+        by_weight, _bias = torch.autograd.grad(mse(model)(x, y), [names[0], names[-1]], create_graph=True)
+        (several,) = torch.func.vmap(
+            lambda root, out=by_weight, leaf=names[0]: torch.autograd.grad(out, leaf, root, retain_graph=True)
+        )(torch.ones_like(by_weight).expand(2, *by_weight.shape))
+        roots = torch.eye(by_weight.numel(), dtype=x.dtype)[:3]
+        (rows,) = torch.autograd.grad(by_weight.flatten(), names[0], roots, is_grads_batched=True)
+        found += [rows, several]
+        with torch.no_grad():
+            names[0].sub_(rows.sum(0), alpha=0.01)
+    return [each.detach() for each in found]
+
+
+@pytest.mark.parametrize("batches", ["whole", "split"])
+def test_batched_second_derivatives_are_those_of_one_machine(batches: Batches) -> None:
+    check_against_one_process(batched_second_derivatives, batches=batches)
+
+
+@pytest.mark.soak
+def test_batched_second_derivatives_on_three_ranks() -> None:
+    check_against_one_process(batched_second_derivatives, 3, batches="whole")
+
+
+def after_a_backward_with_a_graph(_: Session) -> list[Tensor]:
+    model = mlp()
+    weight = next(model.parameters())
+    found: list[Tensor] = []
+    for x, y in loader():
+        model.zero_grad()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of a reference cycle
+            mse(model)(x, y).backward(create_graph=True)
+        assert weight.grad is not None
+        roots = torch.eye(weight.numel(), dtype=x.dtype)[:2]
+        found += torch.autograd.grad(weight.grad.flatten(), weight, roots, is_grads_batched=True)
+    model.zero_grad()  # the graph of a gradient holds its leaf
+    return found
+
+
+def test_a_gradient_with_a_graph_has_batched_derivatives() -> None:
+    check_against_one_process(after_a_backward_with_a_graph, batches="whole")
+
+
+def test_gradients_through_batchnorm_of_several_outputs_at_once_are_the_rank_s_own() -> None:
+    def run(_: Session) -> Any:
+        torch.manual_seed(1)
+        model = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3), nn.Tanh()).double()
+        weight, found = next(model.parameters()), []
+        for x, _ in loader(4):
+            sums = model(x).sum(0)
+            several = torch.autograd.grad(sums, weight, torch.eye(3).double(), retain_graph=True, is_grads_batched=True)
+            sums.sum().backward()
+            found.append(several[0])
+        return found
+
+    wanted = alone(run)
+    for mine, other, whole in zip(*run_ranks(2, run), wanted, strict=True):
+        torch.testing.assert_close(mine + other, whole, rtol=0, atol=1e-12)
