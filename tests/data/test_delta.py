@@ -79,6 +79,18 @@ def test_a_table_in_any_file_system_is_read(table: Path, has_hint: bool) -> None
         memory.rm("/delta", recursive=True)
 
 
+def test_texts_that_a_delete_has_rewritten_are_read_beside_others(tmp_path: Path) -> None:
+    from deltalake import DeltaTable, write_deltalake
+
+    folder = str(tmp_path / "table")
+    write_deltalake(folder, pa.table({"id": range(4), "text": list("abcd"), "list": [[str(n)] for n in range(4)]}))
+    DeltaTable(folder).delete("id < 2")  # deltalake writes what is left as string_view
+    write_deltalake(folder, pa.table({"id": [9], "text": ["new"], "list": [["9"]]}), mode="append")
+    (found,) = ParquetLoader(ParquetDataset(folder, columns=["id", "text"]), 99)
+    assert sorted(zip(found["id"].tolist(), found["text"], strict=True)) == [(2, "c"), (3, "d"), (9, "new")]
+    assert ids(folder, filters=[("text", "in", ["d", "new"])]) == [3, 9]
+
+
 def test_a_log_that_lacks_a_commit_is_an_error_not_another_version(table: Path) -> None:
     commit(table, 3).unlink()
     with pytest.raises(DataError, match=r"the Delta table .*table has a log that deltalake cannot read: .* 2 .* 4"):

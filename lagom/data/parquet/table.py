@@ -11,6 +11,7 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lagom.data.column_types import unischema
+from lagom.data.column_types.common_types import cast, is_read_as
 from lagom.data.sources.file_versions import FileVersions
 from lagom.data.sources.files import DataFile, Location, arrow, locate
 from lagom.data.sources.footers import PAGE_BYTES, Footer, check_names, common_field, open_file, partitions_of
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
 
 _THREADS = 16
 """Number of threads that read footers; they mostly wait for the file system."""
+_MOST_COUNTED = 1 << 16
+"""Largest number of rows that are read at a time to count those that pass the filter."""
 
 
 @dataclass(frozen=True)
@@ -149,9 +152,12 @@ class Table:
         for field in self.partition_fields():
             batch = batch.append_column(field, pa.repeat(_partition_value(file, field), len(batch)))
         for number, field in enumerate(self._read):
+            place = batch.schema.get_field_index(field.name)
             # A file of a Delta table lacks columns that were added to the table later.
-            if number not in without and field.name not in batch.schema.names:
+            if place < 0 and number not in without:
                 batch = batch.append_column(field, pa.nulls(len(batch), field.type))
+            elif place >= 0 and not is_read_as(batch.schema.field(place).type, field.type):
+                batch = batch.set_column(place, field, cast(batch.column(place), field.type))
         if self.filter is not None:
             kept = pa.Table.from_batches([batch]).filter(self.filter).combine_chunks().to_batches()
             batch = kept[0] if kept else batch.slice(0, 0)
@@ -221,7 +227,7 @@ def table(sources: Sequence[str], columns: Columns | None, filters: Any, filesys
         stamps=stamps,
     )
     if expression is not None:
-        made = replace(made, groups=tuple(_counted(made)))
+        made = replace(made, groups=tuple(_counted(made, used)))
     if not made.groups:
         raise DataError(
             f"no row of {sources[0]} passes the filters" if made.num_stored else f"{sources[0]} has no rows"
@@ -267,33 +273,49 @@ def _expression(filters: Any) -> tuple[Any, list[str]]:
     return expression, list(dict.fromkeys(names))
 
 
-def _counted(made: Table) -> list[RowGroup]:
-    """Return the row groups with rows that pass the filter, and the counts of such rows; reads the filter's columns."""
+def _counted(made: Table, used: list[str]) -> list[RowGroup]:
+    """Return the row groups with rows that pass the filter, and the counts of such rows; reads the columns ``used``."""
     import pyarrow as pa
-    import pyarrow.dataset as ds
 
-    form = ds.ParquetFileFormat(coerce_int96_timestamp_unit="us")
-    fields = pa.schema(made.partition_fields())
-
-    def counted(number: int) -> list[RowGroup]:
-        file = made.files[number]
-        told = None
-        for field in fields:
-            value = _partition_value(file, field)
-            here = ds.field(field.name) == value if value.is_valid else ds.field(field.name).is_null()
-            told = here if told is None else told & here
-        found = []
-        for group in (group for group in made.groups if group.file == number):
-            part = form.make_fragment(file.path, made.home, partition_expression=told, row_groups=[group.index])
-            names = (*part.physical_schema.names, *fields.names)
-            added = pa.schema([field for field in made.fields + made.also if field.name not in names])
-            schema = pa.unify_schemas([part.physical_schema, fields, added])
-            found.append(replace(group, num_rows=part.scanner(schema=schema, filter=made.filter).count_rows()))
-        return found
-
+    fields = tuple(field for field in made.fields + made.also if field.name in used)
+    asked = replace(made, fields=fields, also=())
     try:
         with ThreadPoolExecutor(_THREADS) as pool:
-            parts = list(pool.map(counted, range(len(made.files))))
+            parts = list(pool.map(lambda number: _counted_in(asked, number), range(len(made.files))))
     except (pa.ArrowInvalid, pa.ArrowNotImplementedError, pa.ArrowKeyError) as error:
         raise ValueError(f"filters cannot be applied: {error}") from error
     return [group for part in parts for group in part if group.num_rows]
+
+
+def _counted_in(asked: Table, number: int) -> list[RowGroup]:
+    """Count the rows that pass the filter in file ``number``: by Arrow, which knows statistics, or by reading."""
+    import pyarrow as pa
+    import pyarrow.dataset as ds
+
+    file = asked.files[number]
+    form = ds.ParquetFileFormat(coerce_int96_timestamp_unit="us")
+    fields = pa.schema(asked.partition_fields())
+    told = None
+    for field in fields:
+        value = _partition_value(file, field)
+        here = ds.field(field.name) == value if value.is_valid else ds.field(field.name).is_null()
+        told = here if told is None else told & here
+    found = []
+    for place, group in enumerate(asked.groups):
+        if group.file != number:
+            continue
+        part = form.make_fragment(file.path, asked.home, partition_expression=told, row_groups=[group.index])
+        stored = part.physical_schema
+        if not all(
+            is_read_as(stored.field(field.name).type, field.type)
+            for field in asked.fields
+            if field.name in stored.names
+        ):
+            read = asked.batches(asked.open(number).parquet, place, _MOST_COUNTED, threads=False)
+            found.append(replace(group, num_rows=sum(map(len, read))))
+            continue
+        names = (*stored.names, *fields.names)
+        added = pa.schema([field for field in asked.fields if field.name not in names])
+        schema = pa.unify_schemas([stored, fields, added])
+        found.append(replace(group, num_rows=part.scanner(schema=schema, filter=asked.filter).count_rows()))
+    return found

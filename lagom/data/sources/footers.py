@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
+from itertools import combinations
 from typing import TYPE_CHECKING, Any
 
 from lagom.data.column_types import types
+from lagom.data.column_types.common_types import common_type
 from lagom.errors import DataError
 
 if TYPE_CHECKING:
@@ -179,7 +181,8 @@ def common_field(
         added: columns that may have been added to the table later, so that older files lack them.
 
     Raises:
-        DataError: if files have the column with different types, or lack a column that is not in ``added``.
+        DataError: if no type holds the values of all files without loss, or a file lacks a column that is not in
+            ``added``.
         ValueError: if the first file has no such column; for one in ``added``, if no file has it.
     """
     if name in partitions:
@@ -191,17 +194,19 @@ def common_field(
         raise ValueError(f"there is no column {name!r} in {files[0].path}, which has {[*schema.names, *partitions]}")
     wanted = schema.field(name)
     for file, footer in zip(files, footers, strict=True):
-        if name not in footer.schema.names:
-            if name in added:
-                continue
+        if name not in footer.schema.names and name not in added:
             raise DataError(f"column {name!r} is in {files[0].path} but not in {file.path}")
-        found = footer.schema.field(name)
-        if _bare(found.type) != _bare(wanted.type):
-            raise DataError(
-                f"column {name!r} is {wanted.type} in {files[first].path} and {found.type} in {file.path}; "
-                "have the data set written with one type"
-            )
-    return wanted
+    paths: dict[Any, str] = {}
+    for number in have:
+        paths.setdefault(footers[number].schema.field(name).type, files[number].path)
+    common = common_type(paths)
+    if common is None:
+        one, other = next(pair for pair in combinations(paths, 2) if common_type(pair) is None)
+        raise DataError(
+            f"column {name!r} is {one} in {paths[one]} and {other} in {paths[other]}; have the data set written with "
+            "one type"
+        )
+    return wanted.with_type(common)
 
 
 def _partition_field(name: str, files: list[DataFile], dtype: np.dtype[Any] | None) -> Any:
@@ -211,12 +216,6 @@ def _partition_field(name: str, files: list[DataFile], dtype: np.dtype[Any] | No
         return pa.field(name, pa.string() if dtype.kind in "USO" else pa.from_numpy_dtype(dtype))
     values = [dict(file.partition)[name] for file in files]
     return pa.field(name, pa.int64() if all(_is_integer(value) for value in values) else pa.string())
-
-
-def _bare(kind: Any) -> str:
-    """Return the type as text, without the names that writers give to the items of lists."""
-    kind = types.plain(kind)
-    return f"{_bare(kind.value_type)}[]" if types.is_ragged(kind) else str(kind)
 
 
 def _is_integer(value: str | None) -> bool:
