@@ -160,6 +160,26 @@ def test_ranks_that_wait_for_each_other_are_told() -> None:
     assert set(told) == {f"no rank can go on: {'; '.join(waits)}. All ranks must ask for the same names"}
 
 
+def test_a_rank_that_has_joined_is_told_when_the_others_wait_for_each_other() -> None:
+    def crosses() -> tuple[str, int]:
+        hvd.init()
+        with pytest.raises(hvd.HorovodInternalError) as raised:
+            hvd.join() if hvd.rank() == 0 else hvd.allreduce(torch.ones(1), name=f"of rank {hvd.rank()}")
+        assert hvd.allreduce(torch.ones(1), op=hvd.Sum).item() == hvd.size()  # and goes on
+        if hvd.rank() == 0:  # and joins
+            return str(raised.value), hvd.join()
+        assert hvd.allreduce(torch.ones(1), op=hvd.Sum).item() == hvd.size() - 1
+        return str(raised.value), hvd.join()
+
+    told = run(crosses, num_proc=3)
+    message = (
+        "no rank can go on: rank 0 has joined; rank 1 waits for 'of rank 1'; rank 2 waits for 'of rank 2'. "
+        "All ranks must ask for the same names"
+    )
+    assert {text for text, _ in told} == {message}
+    assert len({last for _, last in told} & {1, 2}) == 1 == len({last for _, last in told})
+
+
 @pytest.mark.soak  # above, ranks that wait in vain are told by default
 def test_a_rank_that_is_awaited_too_long_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", "1.5")

@@ -43,7 +43,7 @@ class Negotiator:
         self._waiting: list[str] = []
         self._version = 0
         self._stuck_since: float | None = None
-        self._joined: threading.Event | None = None
+        self._join: _Join | None = None
         self._last_joined = -1
         self._have_joined: set[int] = set()
         self._closed_reason = ""
@@ -91,18 +91,19 @@ class Negotiator:
         """Contribute zeros, on this ``gpu``, until all ranks have joined; return the global rank that joined last.
 
         Raises:
-            HorovodInternalError: when the negotiator is or was closed, or a rank has ended.
+            HorovodInternalError: when the negotiator is or was closed, a rank has ended, or the ranks that have not
+                joined wait for different names.
         """
-        joined = threading.Event()
+        join = _Join()
         with self._changed:
             self._check_open()
             self._ranks.gpu_of_zeros = gpu
-            self._joined = joined
+            self._join = join
             self._wake()
-        self._wait_for(joined, "join()")
-        with self._changed:
-            self._check_open()
-            return self._ranks.members[self._last_joined]
+        self._wait_for(join.done, "join()")
+        if join.error is not None:
+            raise HorovodInternalError(str(join.error)) from join.error
+        return self._ranks.members[join.last_rank]
 
     def close(self, reason: str) -> None:
         """Accept nothing more; exchanges that are under way fail."""
@@ -140,7 +141,7 @@ class Negotiator:
         try:
             while not done.wait(LOOK_S):
                 with self._changed:
-                    pending = sorted(self._entries) + (["join()"] if self._joined is not None else [])
+                    pending = sorted(self._entries) + (["join()"] if self._join is not None else [])
                 self._stall_check.check(name, time.monotonic() - started, pending, self._ranks.members)
         finally:
             with self._changed:
@@ -170,7 +171,7 @@ class Negotiator:
     def _wait_for_work(self) -> bool:
         """Wait until there is something to exchange; return False once closed."""
         with self._changed:
-            self._changed.wait_for(lambda: self._closed_reason or self._entries or self._joined is not None)
+            self._changed.wait_for(lambda: self._closed_reason or self._entries or self._join is not None)
             if not self._waiting:
                 # Let requests that follow within a moment join this round, unless the program waits already.
                 self._changed.wait_for(lambda: self._closed_reason or self._waiting, self._cycle_s)
@@ -180,7 +181,7 @@ class Negotiator:
         waits = any(name in self._entries or name == "join()" for name in self._waiting)
         stuck_s = time.monotonic() - self._stuck_since if self._stuck_since is not None and waits else -1.0
         requests = tuple(entry.request for entry in self._entries.values())
-        return RankMessage(requests, self._joined is not None, stuck_s)
+        return RankMessage(requests, self._join is not None, stuck_s)
 
     def _serve(self, messages: list[RankMessage]) -> bool:
         """Do all exchanges that every rank has asked for, or end a join or a deadlock; return whether there was any."""
@@ -195,12 +196,14 @@ class Negotiator:
             return True
         if len(self._have_joined) == len(messages):
             with self._changed:
-                joined, self._joined = self._joined, None
+                join, self._join = self._join, None
                 self._have_joined = set()
-            assert joined is not None
-            joined.set()
+            assert join is not None
+            join.last_rank = self._last_joined
+            join.done.set()
             return True
         if all(message.stuck_s >= _DEADLOCK_S for message in messages if not message.has_joined):
+            self._have_joined = set()  # their join() fails too, and they may call it again
             self._fail(HorovodInternalError(describe_deadlock(messages, self._ranks.members)))
             return True
         return False
@@ -228,13 +231,24 @@ class Negotiator:
     def _fail(self, error: BaseException) -> None:
         with self._changed:
             entries, self._entries = list(self._entries.values()), {}
-            joined, self._joined = self._joined, None
+            join, self._join = self._join, None
             self._stuck_since = None
         for entry in entries:
             entry.error = error
             entry.done.set()
-        if joined is not None:
-            joined.set()
+        if join is not None:
+            join.error = error
+            join.done.set()
+
+
+class _Join:
+    """A call of ``join`` that waits for the other ranks."""
+
+    def __init__(self) -> None:
+        self.done = threading.Event()
+        self.error: BaseException | None = None
+        self.last_rank = -1
+        """Place of the rank that joined last, once ``done`` without an error."""
 
 
 # Note [Names]
