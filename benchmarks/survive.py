@@ -1,6 +1,6 @@
 """Measures the time to begin a run again after a killed rank, and the cost of the protection until then.
 
-    python -m benchmarks.survive [--rounds 5] [--only "1 GB of state" [--protection twins]]
+    python -m benchmarks.survive [--rounds 5] [--only "1 GB of state"]
 
 It runs on 2 ranks of this machine, and of Spark local[2].
 
@@ -8,9 +8,9 @@ It runs on 2 ranks of this machine, and of Spark local[2].
   include the warm launch of a run.
 - The second table has medians of the same program with max_failures=3 and 0, in turns: the time of a short training
   step, and of files that rank 0 writes.
-- The third table is printed for sleeping twins, and then for snapshots, with steps and states of several sizes. It has
-  the seconds from the kill to the beginning and to the end of the next step, and rank 0's processor time per step with
-  and without the protection, in turns.
+- The third table is of runs with snapshots, with steps and states of several sizes. It has the seconds from the kill to
+  the beginning and to the end of the next step, and rank 0's processor time per step with and without snapshots, in
+  turns.
 
 All tables together take more than an hour; ``--only`` prints the third table for one size. How the times depend on the
 place in a pass is measured by ``benchmarks.survive_passes``.
@@ -46,8 +46,8 @@ SIZES = {"1 MB of state": (289, 64, 450), "100 MB of state": (2887, 16, 25), "1 
 
 The state is the layer's weights and the two states of Adam.
 """
-PROTECTIONS: dict[str, dict[str, Any]] = {"twins": {"sleeping_twins": True}, "snapshots": {"snapshot_every_s": "auto"}}
-"""Settings of each protection, by the key that run.json has as soon as the run is protected."""
+PROTECTION: dict[str, Any] = {"snapshot_every_s": "auto"}
+"""Settings of a run that goes on in mid-epoch."""
 LAUNCHERS: tuple[Launcher, ...] = ("local", "spark")
 
 
@@ -56,8 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = _arguments(argv)
     if args.only is not None:
         with tempfile.TemporaryDirectory() as folder:
-            for protection in PROTECTIONS if args.protection is None else (args.protection,):
-                show_cost(protection, Path(folder), args.rounds, {args.only: SIZES[args.only]})
+            show_cost(Path(folder), args.rounds, {args.only: SIZES[args.only]})
         return 0
     from benchmarks import peers  # not above: ranks import this file, and Spark's modules would count as theirs
 
@@ -68,23 +67,22 @@ def main(argv: Sequence[str] | None = None) -> int:
         for name, (protected, alone) in costs(Path(folder), args.rounds).items():
             ratio = statistics.median(protected) / statistics.median(alone)
             print(f"{name:22} {_shown(protected, 'us')}, without {_shown(alone, 'us')}: {ratio:.3f} times")
-        for protection in PROTECTIONS:
-            show_cost(protection, Path(folder), args.rounds, SIZES)
+        show_cost(Path(folder), args.rounds, SIZES)
     return 0
 
 
-def show_cost(protection: str, folder: Path, rounds: int, sizes: Mapping[str, tuple[int, int, int]]) -> None:
-    """Print the third table, of ``protection``: sleeping twins or snapshots."""
+def show_cost(folder: Path, rounds: int, sizes: Mapping[str, tuple[int, int, int]]) -> None:
+    """Print the third table."""
     for name, size in sizes.items():
-        places = [folder / f"{protection}-{name}-{number}" for number in range(rounds)]
-        begins, ends = zip(*(going_on_s(protection, size, place) for place in places), strict=True)
+        places = [folder / f"{name}-{number}" for number in range(rounds)]
+        begins, ends = zip(*(going_on_s(size, place) for place in places), strict=True)
         shown = f"{_shown(begins, 's')}; {_shown(ends, 's')} to its end"
-        print(f"{name:18} {protection}, from the kill to the next step: {shown}")
+        print(f"{name:18} from the kill to the next step: {shown}")
         found: dict[bool, dict[str, list[float]]] = {True: {"us": [], "wall_us": []}, False: {"us": [], "wall_us": []}}
         for number in range(rounds):
             for protects in (True, False) if number % 2 else (False, True):
-                settings = PROTECTIONS[protection] if protects else {}
-                value = _run_loops(size, folder / f"{protection}-{name}", settings).per_rank[0]
+                settings = PROTECTION if protects else {}
+                value = _run_loops(size, folder / name, settings).per_rank[0]
                 for key, values in found[protects].items():
                     values.append(value[key])
         for key, what in ("us", "processor time of a step"), ("wall_us", "a step"):
@@ -101,13 +99,13 @@ def _run_loops(size: tuple[int, int, int], run_dir: Path, settings: Mapping[str,
     return experiment.lagom(loops, config)
 
 
-def going_on_s(protection: str, size: tuple[int, int, int], folder: Path) -> tuple[float, float]:
+def going_on_s(size: tuple[int, int, int], folder: Path) -> tuple[float, float]:
     """Return the seconds from the kill of rank 1 to the beginning and to the end of the first step after it."""
     folder.mkdir()
     killed_at: list[float] = []
 
     def kill() -> None:
-        while not (pids := _pids(folder, protection)):
+        while not (pids := _pids(folder, protected=True)):
             time.sleep(0.01)
         killed_at.append(time.time())
         os.kill(pids[1], signal.SIGKILL)
@@ -115,7 +113,7 @@ def going_on_s(protection: str, size: tuple[int, int, int], folder: Path) -> tup
 
     thread = threading.Thread(target=kill)
     thread.start()
-    result = _run_loops((*size[:2], 100 * size[2]), folder, PROTECTIONS[protection])
+    result = _run_loops((*size[:2], 100 * size[2]), folder, PROTECTION)
     thread.join()
     assert "batch" in result.failures[0]["resumed_from"], result.failures
     value = result.per_rank[0]
@@ -251,10 +249,10 @@ def _median_us(call: Callable[[], None], num: int) -> float:
     return statistics.median(times)
 
 
-def _pids(folder: Path, protection: str = "") -> list[int]:
+def _pids(folder: Path, *, protected: bool = False) -> list[int]:
     for path in folder.glob("*/run.json"):
         facts = json.loads(path.read_text())
-        ranks = facts["ranks"] if not protection or facts.get(protection) else {}
+        ranks = facts["ranks"] if not protected or facts.get("snapshots") else {}
         if len(ranks) == WORLD_SIZE and all("pid" in one for one in ranks.values()):
             return [ranks[str(rank)]["pid"] for rank in range(WORLD_SIZE)]
     return []
@@ -267,8 +265,7 @@ def _shown(values: Sequence[float], unit: str) -> str:
 def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Time to begin again after a loss, and its cost until then.")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--only", choices=SIZES, help="measure only the cost of protection with this state")
-    parser.add_argument("--protection", choices=PROTECTIONS, help="with --only: measure only this one")
+    parser.add_argument("--only", choices=SIZES, help="measure only the cost of snapshots with this state")
     return parser.parse_args(argv)
 
 

@@ -2,12 +2,11 @@
 
     python -m benchmarks.survive_kills [--steps 6000] [--kills 3] [--only "lagom, snapshots"]
 
-Two ranks of this machine train a layer of 1024 by 1024 with Adam (12 MB of state), in five forms: lagom with sleeping
-twins; lagom with a snapshot every 10 s; lagom with neither, which begins again from the start; torchrun --max-restarts
-with DDP, a DistributedSampler and checkpoint code by hand, every 10 s; and the same program as a Ray Train trainer with
-max_failures, if Ray is installed (pip install "ray[train]"). Each form runs once without a kill, and once with SIGKILLs
-of rank 1 that divide the time of the first run into equal parts. The table has the seconds of both runs, and the
-seconds lost per kill.
+Two ranks of this machine train a layer of 1024 by 1024 with Adam (12 MB of state), in four forms: lagom with a snapshot
+every 10 s; lagom without, which begins again from the start; torchrun --max-restarts with DDP, a DistributedSampler and
+checkpoint code by hand, every 10 s; and the same program as a Ray Train trainer with max_failures, if Ray is installed
+(pip install "ray[train]"). Each form runs once without a kill, and once with SIGKILLs of rank 1 that divide the time of
+the first run into equal parts. The table has the seconds of both runs, and the seconds lost per kill.
 """
 
 from __future__ import annotations
@@ -39,7 +38,6 @@ SIZE, BATCH, ROWS = 1024, 8, 512
 EVERY_S = 10.0
 """Seconds between two snapshots, or between two checkpoints."""
 FORMS: dict[str, dict[str, Any]] = {
-    "lagom, sleeping twins": {"sleeping_twins": True},
     "lagom, snapshots": {"snapshot_every_s": EVERY_S},
     "lagom, begins again": {},
 }

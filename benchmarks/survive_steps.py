@@ -1,10 +1,10 @@
-"""Measures the cost of twins and snapshots in a training: time of the steps after each fork, and of ``next(loader)``.
+"""Measures the cost of snapshots in a training: time of the steps after each fork, and of ``next(loader)``.
 
-    python -m benchmarks.survive_steps [--only "100 MB of state"] [--protection twins] [--seconds 120]
+    python -m benchmarks.survive_steps [--only "100 MB of state"] [--seconds 120]
 
 The times of whole runs with and without protection differ by chance by more than 1%, the cost that must be noticed. So
 one run is compared with itself: the cost of a fork is the time of the steps in a window after its beginning, less the
-time of as many steps before it. The window has three steps, and with snapshots the time to write a snapshot. The same
+time of as many steps before it. The window has three steps, and the time to write a snapshot. The same
 difference is computed at moments in the middle between two forks, where it should be 0; this is the error. For the
 smallest step, another line has medians of the time of ``next(loader)`` with and without protection, in turns.
 
@@ -29,11 +29,11 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
-from benchmarks.survive import PROTECTIONS, SIZES, WORLD_SIZE
+from benchmarks.survive import PROTECTION, SIZES, WORLD_SIZE
 from lagom import experiment
 from lagom.config import TorchDistributedConfig
 
-WINDOWS_S = {"twins": dict.fromkeys(SIZES, 0.1), "snapshots": dict(zip(SIZES, (0.5, 2.0, 15.0), strict=True))}
+WINDOWS_S = dict(zip(SIZES, (0.5, 2.0, 15.0), strict=True))
 _ROUNDS, _ROUND_S = 5, 4.0
 _FIRST_STEPS = 30
 LEAST_STEPS = 3
@@ -41,20 +41,17 @@ LEAST_STEPS = 3
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure, and print a line or two for each protection and size."""
+    """Measure, and print a line or two for each size."""
     args = _arguments(argv)
     with tempfile.TemporaryDirectory() as folder:
         for name in SIZES if args.only is None else (args.only,):
             width = SIZES[name][0]
             step_s = run(width, _FIRST_STEPS, Path(folder), {})["step_s"]
-            for protection in PROTECTIONS if args.protection is None else (args.protection,):
-                settings = PROTECTIONS[protection]
-                found = run(width, int(args.seconds / step_s), Path(folder), settings)
-                window_s = max(WINDOWS_S[protection][name], 3 * found["step_s"])
-                print(f"{name:18} {protection}: {cost(found, window_s)}", flush=True)
-                if name == next(iter(SIZES)):
-                    told = of_next(width, int(_ROUND_S / step_s), Path(folder), settings)
-                    print(f"{name:18} {protection}: {told}", flush=True)
+            found = run(width, int(args.seconds / step_s), Path(folder), PROTECTION)
+            window_s = max(WINDOWS_S[name], 3 * found["step_s"])
+            print(f"{name:18} {cost(found, window_s)}", flush=True)
+            if name == next(iter(SIZES)):
+                print(f"{name:18} {of_next(width, int(_ROUND_S / step_s), Path(folder), PROTECTION)}", flush=True)
     return 0
 
 
@@ -154,7 +151,6 @@ def _shown(seconds: Sequence[float]) -> str:
 def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Cost of protection, by the steps after each fork.")
     parser.add_argument("--only", choices=SIZES, help="measure only this state")
-    parser.add_argument("--protection", choices=PROTECTIONS, help="measure only this one")
     parser.add_argument("--seconds", type=float, default=120.0, help="of each run")
     return parser.parse_args(argv)
 

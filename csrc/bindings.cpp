@@ -81,13 +81,6 @@ Communicator* join(int fd, int rank, const Processes& processes, double timeout_
     return new Communicator(fd, rank, peers_of(processes), lagom::Limits{timeout_s, spin_s, yields, interrupted});
 }
 
-// Joins another segment in a process forked from a rank, which takes the rank's place there. `self` is made anew in
-// place, so that objects that refer to it keep working. After a Failure, `self` must not be used any more.
-void rejoin(Communicator& self, int fd, int rank, const Processes& processes, double timeout_s, double spin_s, int yields) {
-    self.~Communicator();
-    new (&self) Communicator(fd, rank, peers_of(processes), lagom::Limits{timeout_s, spin_s, yields, interrupted});
-}
-
 // Holds the buffer of a Python object, such as a memoryview, for the life of this object.
 struct Bytes {
     Py_buffer view{};
@@ -291,7 +284,6 @@ NB_MODULE(_native, module) {
             return std::make_tuple(found.words, found.number, found.missing); })
         .def("abort", &Communicator::abort)
         .def("close", &Communicator::close, Released())
-        .def("forget", &Communicator::forget)
-        .def("rejoin", &rejoin, "fd"_a, "rank"_a, "processes"_a, "timeout_s"_a, "spin_s"_a, "yields"_a);
+        .def("forget", &Communicator::forget);
     module.def("join", &join, "fd"_a, "rank"_a, "processes"_a, "timeout_s"_a, "spin_s"_a, "yields"_a);
 }

@@ -103,7 +103,6 @@ def _run(args: argparse.Namespace) -> int:
         timeout_s=args.timeout,
         max_failures=args.max_failures,
         min_world_size=args.min_world_size,
-        sleeping_twins=args.sleeping_twins,
         snapshot_every_s=args.snapshot_every,
         debug=_debug(args),
         name=script.__name__,

@@ -43,9 +43,6 @@ def add_run_options(run: argparse.ArgumentParser) -> None:
         help="keep the state of the program each S seconds, from which the run goes on, also by lagom resume; "
         "auto: each 10, or more if that would take more than 1%% of the time",
     )
-    run.add_argument(
-        "--sleeping-twins", action="store_true", help="keep copies of the ranks that go on when one is killed"
-    )
 
 
 def _seconds_or_auto(text: str) -> float | str:

@@ -18,17 +18,6 @@ def has_huge_pages() -> bool:
     return is_given and library == "glibc" and tuple(map(int, version.split("."))) >= (2, 35)
 
 
-def can_collapse() -> bool:
-    """Whether this system has huge pages of 2 MB, and joins small ones when it is asked to."""
-    is_usual = has_huge_pages() and int((_SETTING.parent / "hpage_pmd_size").read_text()) == 2 << 20
-    return is_usual and tuple(int(part) for part in platform.release().split(".")[:2]) >= (6, 1)
-
-
-def only_if_asked() -> bool:
-    """Whether memory is in huge pages only if the program asks for them."""
-    return has_huge_pages() and "[madvise]" in _SETTING.read_text()
-
-
 def use_huge_pages() -> None:
     """Put this process's memory into pages of 2 MB, where the system can: a fork copies the table of all pages.
 

@@ -13,7 +13,7 @@ ROOT = Path(__file__).parent.parent
 PAGE = (ROOT / "docs" / "architecture.md").read_text()
 SYMPTOMS = PAGE.partition("\n## Where to begin")[2].partition("\n## ")[0].split("\n### ")[1:]
 NAMES = [symptom.partition("\n")[0] for symptom in SYMPTOMS]
-SAMPLES = {"run.json", "without_twins", "without_snapshots"}
+SAMPLES = {"run.json", "without_snapshots"}
 """Texts in code type that are no name in a file of lagom's."""
 
 

@@ -86,7 +86,6 @@ class Net:
         ({"timeline": "/nowhere/at/all.json", "run_dir": "runs"}, "'/nowhere/at/all.json'", "no folder /nowhere/at"),
         ({"max_failures": -1}, "-1", "at least 0"),
         ({"max_failures": None}, "None", "how often"),
-        ({"sleeping_twins": 1}, "1", "True or False"),
         ({"debug": "last"}, "'last'", "'first', the number of a rank, or None"),
         ({"debug": True}, "True", "'first', the number of a rank, or None"),
         ({"debug": -1}, "-1", "'first', the number of a rank, or None"),
@@ -159,6 +158,13 @@ def test_a_misspelt_field_is_refused_with_the_nearest_one(name: str, meant: str)
         with pytest.raises((TypeError, AttributeError), match=f"no field '{name}'; did you mean '{meant}'") as raised:
             use()
         assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize(("name", "instead"), [("sleeping_twins", "snapshot_every_s")])
+def test_a_removed_field_is_refused_saying_what_to_use(name: str, instead: str) -> None:
+    setting: dict[str, Any] = {name: True}
+    with pytest.raises(TypeError, match=f"^{name} is gone; use .*{instead}"):
+        TorchDistributedConfig(**setting)
 
 
 def test_a_misspelt_name_of_the_package_is_refused_with_the_nearest_one() -> None:

@@ -39,20 +39,10 @@ class BackgroundExchanges:
     """Runs calls in one thread, one after the other."""
 
     def __init__(self, name: str) -> None:
-        self._name = name
-        self.begin()
-
-    def begin(self) -> None:
-        """Start the thread; call this again in a forked process, which does not inherit the thread."""
         self._queue: queue.SimpleQueue[BackgroundTask | None] = queue.SimpleQueue()
         self._ended = threading.Event()
-        self._thread = threading.Thread(target=_run, args=(self._queue, self._ended), name=self._name, daemon=True)
+        self._thread = threading.Thread(target=_run, args=(self._queue, self._ended), name=name, daemon=True)
         self._thread.start()
-
-    @property
-    def number(self) -> int | None:
-        """The operating system's id of the thread."""
-        return self._thread.native_id
 
     def later(self, call: Callable[[], None]) -> Work:
         """Queue ``call`` behind all earlier calls; return its handle, whose ``wait`` fails if ``close`` came before."""

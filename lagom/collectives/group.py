@@ -258,23 +258,6 @@ class Group(RequestExchange):
         """Exchange an empty message, which connects the ranks: from then on they notice when one ends; a collective."""
         self.exchange(b"")
 
-    @property
-    def only_memory(self) -> bool:
-        """Whether all exchanges so far went through memory that all ranks share: ``reconnect`` needs this."""
-        return self._transports.only_memory
-
-    @property
-    def thread(self) -> int | None:
-        """The operating system's id of the thread that runs ``all_reduce_aside``; None without a thread."""
-        return self._thread.number if self._thread is not None else None
-
-    def reconnect(self) -> None:
-        """Connect with the other ranks again after a fork has replaced the process of each rank; a collective."""
-        with Operation("connecting"):
-            self._transports.reconnect()
-        if self._thread is not None:
-            self._thread.begin()
-
     def close(self) -> None:
         """Close the connections to the other ranks, except those of gloo and NCCL.
 

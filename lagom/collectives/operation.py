@@ -75,12 +75,6 @@ class _RecordedWork:
         return self._work.is_completed()
 
 
-on_failure: list[Callable[[], None]] = []
-"""Functions to call in this process before a failed exchange raises its CollectiveError."""
-
-
 def named(operation: str, error: Exception) -> CollectiveError:
-    """Call all of ``on_failure``, and return the error to raise when ``operation`` failed with ``error``."""
-    for call in on_failure:
-        call()
+    """Return the error to raise when ``operation`` failed with ``error``."""
     return CollectiveError(f"{operation} failed, as a rule because another rank is gone: {error}")

@@ -43,7 +43,6 @@ def shared(
     timeout_s: float,
     number: int = 1,
     key: bytes = b"",
-    former: Sequence[Communicator] = (),
 ) -> tuple[list[list[int]], list[Communicator]] | str:
     """Return the ranks of each host, and ``number`` communicators of this host's ranks; a collective.
 
@@ -54,8 +53,6 @@ def shared(
         all_gather: gathers a text of every rank before the ranks are connected.
         timeout_s: how long an exchange will wait for a rank.
         key: secret of the run's ranks.
-        former: the ``number`` communicators of the process that this process, its fork, replaces as a rank. They are
-            connected with new memory, and returned.
 
     Raises:
         OSError, RuntimeError: when a rank ends during the call.
@@ -66,7 +63,7 @@ def shared(
         return homes
     peers = next(home for home in homes if rank in home)
     number = number if len(homes) == 1 or len(peers) > 1 else 0
-    made = _joined(rank, peers, all_gather, timeout_s, number, key, former)
+    made = _joined(rank, peers, all_gather, timeout_s, number, key)
     return made if isinstance(made, str) else (homes, made)
 
 
@@ -87,7 +84,6 @@ def _joined(
     timeout_s: float,
     number: int,
     key: bytes,
-    former: Sequence[Communicator],
 ) -> list[Communicator] | str:
     fds: list[int] = []
     problem = ""
@@ -96,9 +92,7 @@ def _joined(
             processes = _handed_round(rank, peers, all_gather, number, key, fds)
             spin_s, yields = _patience(len(peers))
             place = peers.index(rank)
-            made = list(former) or [native().join(fd, place, processes, timeout_s, spin_s, yields) for fd in fds]
-            for one, fd in zip(former, fds, strict=bool(former)):
-                one.rejoin(fd, place, processes, timeout_s, spin_s, yields)
+            made = [native().join(fd, place, processes, timeout_s, spin_s, yields) for fd in fds]
         except (OSError, RuntimeError) as error:
             problem = f"{error} (rank {rank})"
         problems = [part.decode() for part in all_gather(problem.encode()) if part]

@@ -122,18 +122,6 @@ class Transports:
                     log.log(level, "CPU tensors are not exchanged through shared memory: %s", found)
         return self._fast
 
-    @property
-    def only_memory(self) -> bool:
-        """Return whether all exchanges so far went through memory that all ranks share."""
-        return self.memory is not None and self._messages is None and not self._gloo and self._nccl is None
-
-    def reconnect(self) -> None:
-        """Share memory with the other ranks again after a fork has replaced the process of each rank; a collective."""
-        former = [one.memory for one in self._fast or () if one.memory is not None]
-        found = shared(self._rank, self._all_gather, self._timeout_s, len(former), self._credentials.key, former)
-        if isinstance(found, str):
-            raise OSError(found)
-
     def messages(self) -> Messages:
         """Return the exchange of messages: through memory of all ranks, else by sockets, with several hosts by both."""
         if self._fast is None:

@@ -14,6 +14,10 @@ from dataclasses import FrozenInstanceError, fields, is_dataclass
 from typing import Any, TypeVar
 
 _Config = TypeVar("_Config")
+_REMOVED = {
+    "sleeping_twins": "sleeping_twins is gone; use snapshot_every_s='auto', which also resumes a run in mid-epoch",
+}
+"""Fields that a config class had once, with the text that says what to use instead."""
 
 
 def explain_fields(cls: type[_Config]) -> type[_Config]:
@@ -75,5 +79,7 @@ def _names(cls: Any) -> tuple[str, ...]:
 
 def _check_name(cls: type, name: str, kind: type[Exception]) -> None:
     if name not in _names(cls):
+        if name in _REMOVED:
+            raise kind(_REMOVED[name])
         more = nearest(name, _names(cls)) or f"; help({cls.__name__}) lists its fields"
         raise kind(f"{cls.__name__} has no field {name!r}{more}")

@@ -133,9 +133,6 @@ class TorchDistributedConfig:
     """Opens a debugger on a rank whose function has failed, before the run ends. "first": on the first rank that fails;
     a number: on this rank, where ``breakpoint()`` stops as well. Ranks then wait for each other for up to ten days.
     None: only ``breakpoint()`` opens a debugger, on rank 0. docs/debug.md shows how to use it."""
-    sleeping_twins: bool = False
-    """Whether ranks on the CPUs of this machine keep sleeping copies of themselves, which go on in the middle of a pass
-    when a rank is killed. docs/survive.md says for which programs, and what it costs."""
     snapshot_every_s: float | Literal["auto"] | None = None
     """Seconds between two snapshots of the program's state in the run's folder, written while the training goes on. A
     run that is lost goes on from the last snapshot, and so does ``experiment.resume(run_dir)``, in the middle of a pass
@@ -232,8 +229,6 @@ class TorchDistributedConfig:
             raise ValueError(
                 f"snapshot_every_s is {self.snapshot_every_s!r}; want seconds, more than 0, 'auto', or None for never"
             )
-        if not isinstance(self.sleeping_twins, bool):
-            raise ValueError(f"sleeping_twins is {self.sleeping_twins!r}; want True or False")
         if self.debug not in (None, "first") and (not _is_int(self.debug) or int(self.debug) < 0):
             raise ValueError(f"debug is {self.debug!r}; want 'first', the number of a rank, or None")
         if self.debug is not None and self.launcher == "inline":

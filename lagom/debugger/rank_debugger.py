@@ -14,7 +14,6 @@ from lagom.errors import CollectiveError, LagomError
 from lagom.patching.import_hooks import on_import
 from lagom.patching.replace import replaced
 from lagom.random_states import random_states, set_random_states
-from lagom.restart.stand_in import rank_pid
 from lagom.wire.client import Message
 
 if TYPE_CHECKING:
@@ -38,7 +37,7 @@ class RankDebugger:
         """The rank's state, once there is one."""
         self._plan, self._rank = plan, rank
         self._ask, self._tell = ask, tell
-        self._pid = rank_pid()
+        self._pid = os.getpid()
         self._turn = threading.Lock()
         self._stopped: int | None = None
         """Id of the thread that is at the prompt; None if none is."""
@@ -178,7 +177,7 @@ class RankDebugger:
         Raises:
             LagomError: if no rank can stop here: in a process that a rank has forked, or in a trial of a search.
         """
-        if rank_pid() != self._pid:
+        if os.getpid() != self._pid:
             refuse()
         if self._plan.searches:
             raise LagomError(

@@ -25,7 +25,6 @@ from lagom.errors import LagomError
 from lagom.files import share_disk
 from lagom.patching.importers import Importers
 from lagom.patching.replace import replaced
-from lagom.restart.stand_in import rank_pid
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -85,14 +84,14 @@ class _Joining:
         self._session = session
         self._original = original
         self._signature = inspect.signature(original)
-        self._pid = rank_pid()
+        self._pid = os.getpid()
         self._num = 0
         self._stack = stack
 
     def patched(self) -> Callable[..., None]:
         @functools.wraps(self._original)
         def init_process_group(*args: Any, **kwargs: Any) -> None:
-            if self.over or rank_pid() != self._pid or dist.is_initialized() or _is_fake(args, kwargs):
+            if self.over or os.getpid() != self._pid or dist.is_initialized() or _is_fake(args, kwargs):
                 self._original(*args, **kwargs)
                 return
             if self._session.world_size == 1:

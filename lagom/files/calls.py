@@ -12,8 +12,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from lagom.restart.file_changes import FileChanges
-
 READ = {"stat": True, "lstat": False, "access": True, "readlink": False, "statvfs": True}
 READ |= {"getxattr": True, "listxattr": True}
 """Functions that read a path, and whether they follow links by default."""
@@ -67,7 +65,6 @@ class FileCalls(ABC):
         self.original: dict[str, Any] = {name: getattr(os, name) for name in _names() if hasattr(os, name)}
         self.original["io.open"] = io.open
         self.by_name = by_name
-        self.changes = FileChanges(host_dir)
         self._alone = _left_alone()
         self._host_dir = os.path.realpath(host_dir) + "/"
         self._files = self._host_dir + "files/"  # the ranks' working directory, if the host lacks the driver's

@@ -52,7 +52,6 @@ def own_disk(
     lands: bool = True,
     written: WrittenFiles | None = None,
     tell: Tell = lambda _: None,
-    notices: bool = False,
     begins: str | None = None,
 ) -> Iterator[None]:
     """Patch file functions so that the program sees the disk as one process would.
@@ -64,7 +63,6 @@ def own_disk(
         lands: whether rank 0 uses the real disk; otherwise (in a search, a rehearsal) it has an overlay too.
         written: the files that earlier attempts of the run have written; None if the run cannot begin again.
         tell: called with changes of rank 0, if it uses the real disk and ``written`` is not None.
-        notices: whether ``notice_changes`` has an effect.
         begins: a folder that ``keep_disk`` has made, with whose files an overlay begins; None for an empty overlay.
     """
     global _calls  # the one disk of this process
@@ -92,7 +90,7 @@ def own_disk(
             else:
                 calls = OtherRankCalls(host_dir, by_name, journal, own)
             stack.callback(calls.overlay.close)
-        for owner, name, value in _installed(calls, notices):
+        for owner, name, value in _installed(calls):
             stack.enter_context(replaced(owner, name, value))
         stack.enter_context(interpose_libraries(calls, reads=isinstance(calls, OtherRankCalls)))
         if isinstance(calls, FirstRankCalls) and world_size > 1:
@@ -165,7 +163,6 @@ def path_to_write(path: str) -> str:
     """
     if _calls is None:
         return path
-    _calls.changes.rewrites()
     return _calls.path_to_write(path)
 
 
@@ -215,20 +212,9 @@ def writes_for_real() -> bool:
     return not isinstance(_calls, OtherRankCalls)
 
 
-def notice_changes(rewrites: Callable[[], None], appends: Callable[[str, bool], None]) -> None:
-    """From now on call ``rewrites`` before the program changes the disk, and ``appends`` when it begins to append.
-
-    See ``FileChanges`` in restart/file_changes.py.
-    """
-    if _calls is not None:
-        _calls.changes.rewrites, _calls.changes.appends = rewrites, appends
-
-
-def _installed(calls: FileCalls, notices: bool) -> Iterator[tuple[object, str, Any]]:
+def _installed(calls: FileCalls) -> Iterator[tuple[object, str, Any]]:
     """Yield the replacements: owner, name, new function."""
     new = calls.replacements()
-    if notices:
-        new = calls.changes.noticed(new, lambda: calls.own.inside, calls.original)
     opened = new.pop("io.open")
     for owner in (builtins, io, _io):
         yield owner, "open", opened

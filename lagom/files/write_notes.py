@@ -13,7 +13,6 @@ from typing import Any
 
 from lagom.files.program_streams import GrowingStreams
 from lagom.restart.disks import this_host
-from lagom.restart.stand_in import rank_pid
 from lagom.restart.written_files import REWRITTEN, WrittenFiles, beside, identity_of, partial_folder
 
 Tell = Callable[[Mapping[str, Any]], None]
@@ -34,7 +33,7 @@ class WriteNotes:
         """Whether there may be files of lagom's own beside files of the program."""
         self._token = written.token
         self._send = tell
-        self._pid = rank_pid()
+        self._pid = os.getpid()
         self._appended = {path for path, file in written.appended.items() if not file.in_place}
         self._emptied: dict[str, bool] = {}
         """Files that the program has created, emptied, replaced or changed in place, and whether each existed then."""
@@ -46,7 +45,7 @@ class WriteNotes:
     @property
     def is_active(self) -> bool:
         """Whether this is the rank's own process; its forks must not use the connection that they inherit."""
-        return rank_pid() == self._pid
+        return os.getpid() == self._pid
 
     def tell(self, what: str, path: str, **more: Any) -> None:
         """Tell the driver that ``what`` happens to the file ``path``, with further fields ``more``."""

@@ -73,11 +73,6 @@ def fit_reports(reports: Sequence[Message]) -> list[Message]:
     return found
 
 
-def is_loss(report: Message) -> bool:
-    """Return whether ``report`` is that of a killed rank, or of a rank that ended only because another one failed."""
-    return not report["ok"] and bool(report.get("lost") or report.get("consequence"))
-
-
 def called_exit(report: Message | None) -> bool:
     """Return whether the rank called ``sys.exit``."""
     return report is not None and "exit" in report

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import socket
 from dataclasses import dataclass, field
 
 from lagom.host.stall_detector import Pulse
@@ -37,29 +36,10 @@ class ForkedRank:
 
     def close(self) -> None:
         """Close the connection and files of the rank, which has ended."""
-        self._close_links()
-        os.close(self.stacks)
-
-    def _close_links(self) -> None:
         self.control.close()
-        for fd in (self.stdout, self.stderr, self.pidfd):
+        for fd in (self.stdout, self.stderr, self.pidfd, self.stacks):
             if fd is not None:
                 os.close(fd)
-
-    def wake(self, pid: int, bed: socket.socket, stall_timeout_s: float) -> None:
-        """Have the sleeping twin ``pid``, at the other end of ``bed``, go on in place of the rank's ended process."""
-        self._close_links()
-        ours, theirs = socket.socketpair()
-        (self.stdout, out), (self.stderr, err) = os.pipe(), os.pipe()
-        socket.send_fds(bed, [b"{}"], [theirs.fileno(), out, err])
-        theirs.close()
-        for fd in (out, err):
-            os.close(fd)
-        for fd in (self.stdout, self.stderr):
-            os.set_blocking(fd, False)
-        self.pid, self.pidfd, self.control = pid, open_pidfd(pid), DriverClient(ours)
-        self.pulse, self.tail = Pulse(stall_timeout_s), bytearray()
-        self.report, self.ended = None, False
 
 
 def open_pidfd(pid: int) -> int | None:

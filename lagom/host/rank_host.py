@@ -19,17 +19,15 @@ from lagom.control_groups import available_cores
 from lagom.errors import LagomError
 from lagom.host.forked_rank import ForkedRank, open_pidfd
 from lagom.host.supervisor import RankSupervisor
-from lagom.host.twin_sets import TwinSets
 from lagom.host.workspace import HostWorkspace
 from lagom.restart.prepared_files import prepare_files
-from lagom.restart.sleeping_twin import can_have_twins
 from lagom.wire.client import DriverClient, Message
 from lagom.wire.rendezvous import join_run
 from lagom.wire.server import anonymous_file
 from lagom.wire.spec import RankSpec, RunSpec
 from lagom.worker.rank_process import run_rank
 
-_FILES_OF_RANK = 8  # link, output, errors, stacks, outcome, end, twins, and one for its fork
+_FILES_OF_RANK = 7  # link, output, errors, stacks, outcome, end, and one for its fork
 _FILES = 200  # other open files of this process
 
 
@@ -69,14 +67,12 @@ def run_task_ranks(
             door.listen(1024)
         watch = RankSupervisor(link, spec.plan)
         stack.callback(watch.end_all)
-        if table["store"] is None and len(ranks) == spec.plan.world_size and _can_have_twins(spec):
-            watch.keep_twins(ranks, str(ground.host_dir / "store"), spec.losses_left)
         local_ranks = list[int]()
         for rank, outcome_fd in zip(ranks, outcome_fds, strict=True):
             gpu = gpus[rank - first] if gpus else None
             store_fd = door.fileno() if door is not None and table["store"] is not None and rank == 0 else None
             seat = rank_spec(table, rank, spec, ground, outcome_fd, store_fd, gpu)
-            watch.add(fork_rank(spec, seat, ground, watch.twins))
+            watch.add(fork_rank(spec, seat, ground))
             local_ranks.append(seat.local_rank)
         watch.report_start()
         reports = watch.supervise()
@@ -107,15 +103,6 @@ def allow_files(num_ranks: int) -> None:
             "raise the limit (ulimit -Hn), or ask for fewer ranks"
         )
     resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
-
-
-def _can_have_twins(spec: RunSpec) -> bool:
-    """Return whether the ranks of ``spec``, which are all children of this process, may have sleeping twins."""
-    plan, config = spec.plan, spec.plan.config
-    is_plain = config.backend == "torch" and not (plan.already_distributed or plan.gpu or config.timeline)
-    alone = plan.world_size == 1 or plan.rehearsal is not None or plan.searches
-    is_asked = config.sleeping_twins and spec.losses_left > 0
-    return is_asked and is_plain and not alone and can_have_twins()
 
 
 def join_message(
@@ -196,16 +183,12 @@ def _pipe(stack: contextlib.ExitStack) -> tuple[int, int]:
     return ends
 
 
-def fork_rank(spec: RunSpec, seat: RankSpec, ground: HostWorkspace, twins: TwinSets | None = None) -> ForkedRank:
-    """Fork the process of ``seat``, whose sleeping twins ``twins`` will keep; return it as its host process sees it.
+def fork_rank(spec: RunSpec, seat: RankSpec, ground: HostWorkspace) -> ForkedRank:
+    """Fork the process of ``seat``; return it as its host process sees it.
 
     Raises:
         OSError: if there are not enough processes, files or memory.
     """
-    if twins is not None:
-        host_end, rank_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        twins.add(seat.rank, host_end)
-        seat = dataclasses.replace(seat, twin_fd=rank_end.fileno(), twins_due=twins.due)
     ours, theirs = socket.socketpair()
     parent = os.getpid()
     # Until Python 3.12, invalidate_caches() in a rank reads every archive in this cache again: 0.1 s for Spark's.
@@ -224,8 +207,6 @@ def fork_rank(spec: RunSpec, seat: RankSpec, ground: HostWorkspace, twins: TwinS
     with contextlib.suppress(OSError):
         os.setpgid(pid, pid)  # parent and child both call setpgid, as either may run first
     theirs.close()
-    if twins is not None:
-        rank_end.close()
     os.close(out_write)
     os.close(err_write)
     for fd in (out_read, err_read):

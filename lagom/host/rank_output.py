@@ -32,11 +32,11 @@ class RankOutput:
                 while self._read(rank, stream):
                     pass
 
-    def mark(self, ranks: Iterable[ForkedRank], number: int, kept: int) -> None:
-        """Forward the output of ``ranks``, then have the driver set mark ``number`` and drop those before ``kept``."""
+    def mark(self, ranks: Iterable[ForkedRank], number: int) -> None:
+        """Forward the output of ``ranks``, then have the driver set mark ``number``."""
         for rank in ranks:
             self.drain(rank)
-        self._driver.send({"type": "mark", "number": number, "kept": kept}, sure=True)
+        self._driver.send({"type": "mark", "number": number}, sure=True)
 
     def forward(self, rank: ForkedRank, stream: str, data: str) -> None:
         """Send ``data``, one character a byte, to the driver as output of ``rank``."""

@@ -7,19 +7,16 @@ import os
 import selectors
 import signal
 import time
-from collections.abc import Collection, Mapping, Sequence
-from functools import partial
+from collections.abc import Collection, Mapping
 
 from lagom.host import oom_kills
 from lagom.host.descendants import end_rank, reap_adopted
 from lagom.host.driver_link import DriverLink
-from lagom.host.end_reports import called_exit, death_report, is_loss, stop_report
+from lagom.host.end_reports import called_exit, death_report, stop_report
 from lagom.host.forked_rank import ForkedRank
 from lagom.host.rank_output import RankOutput
 from lagom.host.stall_detector import Pulse, StallDetector
-from lagom.host.twin_sets import TwinSets
 from lagom.plan import Plan
-from lagom.restart.kept_snapshots import FIRST_MARK
 from lagom.wire.client import DriverClient, LinkClosed, Message
 from lagom.wire.rendezvous import LEAVE_S, WRITE_S
 
@@ -47,21 +44,12 @@ class RankSupervisor:
         """Whether a rank of the run is in the debugger: then ranks make no progress and are not checked for stalls."""
         self._answers: list[Message] = []
         """The driver's answers to the reports of a trial, by number."""
-        self.twins: TwinSets | None = None
         if link is not None:
             self._selector.register(link, selectors.EVENT_READ, lambda: self._read_driver(link))
-
-    def keep_twins(self, ranks: Sequence[int], store: str, losses_left: int) -> None:
-        """Keep sleeping twins of ``ranks``, whose store of the run is the file ``store``."""
-        mark = partial(self._output.mark, self._ranks)
-        self.twins = TwinSets(ranks, store, losses_left, self._selector, self.driver, mark)
 
     def add(self, rank: ForkedRank) -> None:
         """Supervise ``rank`` too."""
         self._ranks.append(rank)
-        self._hear(rank)
-
-    def _hear(self, rank: ForkedRank) -> None:
         self._selector.register(rank.control, selectors.EVENT_READ, lambda: self._read_rank(rank))
         self._output.register(rank)
         if rank.pidfd is not None:
@@ -87,8 +75,6 @@ class RankSupervisor:
             for key, _ in self._selector.select(self._patience()):
                 key.data()
             self.driver.flush()
-            if self.twins is not None:
-                self.twins.look(any(rank.report is not None and not is_loss(rank.report) for rank in self._ranks))
             reap_adopted([*(rank.pid for rank in self._ranks), *kept])
             for rank in self._ranks:
                 if rank.pidfd is None and not rank.ended:
@@ -111,8 +97,6 @@ class RankSupervisor:
 
     def end_all(self) -> None:
         """End every rank with all its children, and read their last messages."""
-        if self.twins is not None:
-            self.twins.close()
         for rank in self._ranks:
             self._kill(rank, self._kept)
             if not rank.ended:
@@ -128,8 +112,7 @@ class RankSupervisor:
     def _patience(self) -> float | None:
         if any(rank.pidfd is None for rank in self._ranks) or self.driver.waiting():
             return _POLL_S
-        next_look = self.twins.next_look() if self.twins is not None else None
-        ends = [end for end in (self._deadline, next_look) if end is not None]
+        ends = [] if self._deadline is None else [self._deadline]
         return max(0.0, min([self._stall_detector.interval_s, *(end - time.monotonic() for end in ends)]))
 
     def _read_driver(self, link: DriverClient) -> None:
@@ -218,10 +201,7 @@ class RankSupervisor:
             self._selector.unregister(rank.pidfd)
         self._drain(rank)
         if rank.report is None:
-            report = death_report(rank.rank, status, bytes(rank.tail), self._kills)
-            if report["lost"] and self._wake_twins(report):
-                return
-            rank.report = report
+            rank.report = death_report(rank.rank, status, bytes(rank.tail), self._kills)
             self._tell_failure(rank)
         self._kill(rank, self._kept)  # end the processes that the rank left behind
 
@@ -236,47 +216,10 @@ class RankSupervisor:
         A message "at" is not passed on: read and mark the output of the ranks, and tell rank 0, which waits for this.
         """
         if message["what"] == "at":
-            self._output.mark(self._ranks, FIRST_MARK + message["number"], 0)
+            self._output.mark(self._ranks, message["number"])
             rank.send({"type": "marked"})
         else:
             self.driver.send(message, sure=True)
-
-    def _wake_twins(self, report: Message) -> bool:
-        """Have all ranks' twins go on after the loss of which ``report`` tells; return False if they cannot."""
-        others = [rank.report for rank in self._ranks if rank.report is not None]
-        if self.twins is None or not self.driver.is_open or not self.twins.may_wake or not all(map(is_loss, others)):
-            return False
-        at = time.time()
-        for rank in self._ranks:
-            self._kill_but_twins(rank)
-        found = self.twins.take()
-        if found is None:
-            return False
-        for rank in self._ranks:
-            for heard in (rank.control, rank.stdout, rank.stderr):
-                with contextlib.suppress(KeyError):
-                    self._selector.unregister(heard)
-            rank.wake(found.pids[rank.rank], found.beds[rank.rank], self._plan.config.stall_timeout_s)
-            self._hear(rank)
-            self.twins.add(rank.rank, found.beds[rank.rank])
-        self._deadline = None
-        told = {"rank": report["rank"], "cause": report["message"], "at": at, "began": found.began}
-        pids = {str(rank.rank): rank.pid for rank in self._ranks}
-        place = {"number": found.number, "place": found.place, "pids": pids}
-        self.driver.send({"type": "woken", **place, **told}, sure=True)
-        return True
-
-    def _kill_but_twins(self, rank: ForkedRank) -> None:
-        """Kill ``rank`` and its processes, but not the other ranks nor twins; read what it has said."""
-        assert self.twins is not None
-        self._kill(rank, self.twins.pids())
-        if not rank.ended:
-            with contextlib.suppress(ChildProcessError):
-                os.waitpid(rank.pid, 0)
-            rank.ended = True
-            if rank.pidfd is not None:
-                self._selector.unregister(rank.pidfd)
-            self._drain(rank)
 
     def _drain(self, rank: ForkedRank) -> None:
         with contextlib.suppress(OSError):

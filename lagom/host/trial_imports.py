@@ -13,13 +13,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from lagom.random_states import equal_random_states, random_states
-from lagom.restart.twin_obstacles import OF_JEMALLOC
 from lagom.wire.spec import RunSpec
 from lagom.worker.rank_environment import set_environment
 
 _MANY = 40
 """Number of modules from which importing them before the fork pays: a few hundred take a second in each trial."""
 _LIMIT_S = 60
+_JEMALLOC = "jemalloc_bg_thd"
+"""Name of the thread of jemalloc, the allocator in pyarrow, which does its work itself in a fork."""
 
 
 class TrialImports:
@@ -75,7 +76,7 @@ def _is_harmless(names: Sequence[str]) -> bool:
 def _threads() -> list[str]:
     """Return the names of this process's threads, without those that start again by themselves after a fork."""
     names = [Path(task, "comm").read_text().strip() for task in Path("/proc/self/task").iterdir()]
-    return [name for name in names if name != OF_JEMALLOC]
+    return [name for name in names if name != _JEMALLOC]
 
 
 def _import(names: Sequence[str]) -> None:

@@ -87,7 +87,7 @@ class LocalLauncher:
             spec = spec_of(plan, size)
             if history is not None:
                 files, snapshots = history.files_before(), history.snapshots
-                spec = dataclasses.replace(spec, files=files, snapshots=snapshots, losses_left=history.num_left)
+                spec = dataclasses.replace(spec, files=files, snapshots=snapshots)
             request = pickle.dumps((spec, visible_gpus() if plan.gpu else ()))
             try:
                 run = self._attempt(plan, request, fds, records, history)

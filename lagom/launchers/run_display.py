@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import partial
 
 from lagom.debugger.terminal import DebugTerminal
@@ -12,7 +11,6 @@ from lagom.monitor.stall_texts import stall_text
 from lagom.plan import Plan
 from lagom.records.run_dir import RunRecords
 from lagom.restart.history import RunHistory
-from lagom.restart.losses import Loss
 from lagom.wire.client import Message
 
 
@@ -74,15 +72,9 @@ class RunDisplay:
             if records is not None:
                 records.started(event["pids"])
         elif kind == "mark":
-            self._history.output.mark(event["number"], event["kept"])
-        elif kind == "twins":
-            self._note("twins", {"number": event["number"], "at": _place(event["place"])})
-        elif kind == "no_twins":
-            self._note("without_twins", event["why"])
+            self._history.output.mark(event["number"])
         elif kind == "snapshot":
             self._show_snapshot(event)
-        elif kind == "woken":
-            self._go_on(event)
         elif kind == "dropped":
             self._progress.warn(f"{event['messages']} pieces of output were dropped: the driver could not keep up")
         elif kind == "warning":
@@ -97,15 +89,6 @@ class RunDisplay:
             self._progress.show(event)
             if records is not None and kind == "progress":
                 records.progressed(event)
-
-    def _go_on(self, event: Message) -> None:
-        """Show and record that the ranks' sleeping twins have gone on after a loss."""
-        place = _place(event["place"])
-        loss = Loss(rank=event["rank"], host=event["host"], cause=event["cause"], at=event["at"])
-        self._history.go_on(loss, place, event["at"] - event["began"], event["number"])
-        self._progress.warn(f"{loss.cause}; the run goes on from {place}")
-        if self._records is not None:
-            self._records.started(event["pids"])
 
     def _show_snapshot(self, event: Message) -> None:
         """Record a snapshot, and first put it in place if a host has sent it; or show why none can be taken."""
@@ -151,11 +134,3 @@ class RunDisplay:
         if self._history.output.is_new_picture(png):
             path = self._records.showed(png) if self._records is not None else None
             self._progress.picture(png, path)
-
-
-def _place(place: Sequence[int | None]) -> str:
-    """Return the place at which twins sleep, as a text; ``place`` is a number of backwards, an epoch and a step."""
-    num_backwards, epoch, step = place
-    if epoch is None or step is None:
-        return f"after {num_backwards} backwards"
-    return f"batch {step + 1} of epoch {epoch}"

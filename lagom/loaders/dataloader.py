@@ -157,8 +157,6 @@ def _make_iterator_init(loaders: PassStarter) -> Any:
             original(self, loader)
             return
         session.reads_in_threads = session.reads_in_threads or session.is_in_thread
-        if session.twins is not None and loader.num_workers and session.may_meet:
-            session.twins.point(begins_pass=True)
         current = loaders.readers.read(begin, self, loader) if session.is_in_thread else begin(self, loader)
         if not session.distributed:
             return
@@ -220,8 +218,6 @@ def _make_next(session: Session, readers: ReaderThreads) -> Any:
         current = held.get(PASS)
         if current is None or not session.live:
             return original(self)
-        if session.twins is not None and not self._num_workers and session.may_meet:
-            session.twins.point()
         if session.snapshots is not None:
             session.snapshots.point(self)
             session.snapshots.program.loaders.take_batch(self)

@@ -231,7 +231,7 @@ def _part(name: str | None, piece: ast.AST, package: str) -> _Part:
 #
 # The answer decides the environment (see rank_environment.py), the GPUs that the rank can see, whether lagom's stand-in
 # for Horovod can be imported, and whether a process that the program starts is one of its ranks. A distributed program
-# runs without verify, lr_scaling, snapshots and sleeping twins. After a loss it begins again only with as many ranks as
+# runs without verify, lr_scaling and snapshots. After a loss it begins again only with as many ranks as
 # before, unless min_world_size allows fewer. In all else a program that names the call but does not reach it, because
 # an option is off, is still run as an ordinary program: the patches are turned off by the call itself. See Note
 # [Joining] in distributed/init_process_group.py.

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any
 
-from lagom.restart.kept_snapshots import FIRST_MARK, Snapshot, SnapshotFolder, SnapshotPlace
+from lagom.restart.kept_snapshots import Snapshot, SnapshotFolder, SnapshotPlace
 from lagom.restart.losses import Loss
 from lagom.restart.shown_output import ShownOutput
 from lagom.restart.written_files import WrittenFiles
@@ -125,25 +125,11 @@ class RunHistory:
         """Return how many losses the run may yet go on after."""
         return max(0, self._max_failures - len(self.failures))
 
-    def go_on(self, loss: Loss, place: str, seconds: float, number: int) -> None:
-        """Add ``loss``, after which twins go on with the present attempt from ``place``, where its output was marked.
-
-        Args:
-            seconds: the time since the run was at ``place``.
-            number: number of the output's mark.
-        """
-        self._add(loss)
-        self._complete(place, seconds)
-        self.output.go_back(number)
-
-    def _add(self, loss: Loss) -> None:
+    def fail(self, loss: Loss) -> None:
+        """Add ``loss`` to the failures, and prepare for the next attempt."""
         when = datetime.datetime.fromtimestamp(loss.at, datetime.timezone.utc).isoformat(timespec="milliseconds")
         failure = {"time": when, "rank": loss.rank, "host": loss.host, "cause": loss.cause}
         self.failures.append({**failure, "resumed_from": None, "seconds_lost": None})
-
-    def fail(self, loss: Loss) -> None:
-        """Add ``loss`` to the failures, and prepare for the next attempt."""
-        self._add(loss)
         self._complete(None, time.time() - self._began)
         self.prepare()
         self._follows_loss = True
@@ -154,7 +140,7 @@ class RunHistory:
         newest = self.folder.newest() if self.folder is not None else None
         if newest is not None:
             self._resume(newest)
-            self.output.go_back(FIRST_MARK + newest.number)
+            self.output.go_back(newest.number)
         else:
             self.output.begin_again()
         self.loss = self._joined = None

@@ -21,8 +21,6 @@ FETCHED = "snapshot"
 """Name under which hosts without the run's folder fetch a snapshot; begins the names of snapshots that they send."""
 UNREHEARSED = "not rehearsed: "
 """Begins a reason for having no snapshots that holds for a rehearsal alone."""
-FIRST_MARK = 1 << 40
-"""The mark of snapshot n in the run's output has the number ``FIRST_MARK + n``; smaller ones are of sleeping twins."""
 _LOCK = ".lock"
 _KEPT = 2
 """Snapshots that are kept: the newest, and the one before it."""

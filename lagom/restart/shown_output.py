@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 MAX_BYTES, MAX_BYTES_OF_OTHERS = 16 << 20, 256 << 10
@@ -38,15 +38,15 @@ class _Stream:
         """Texts of earlier attempts with which this attempt's agrees so far."""
         self._own = _Text(limit)
         self._marks: dict[int, int] = {}
-        """Length of this attempt's text at the marks to which it may go back, by their numbers."""
+        """Length of this attempt's text at each snapshot, by the snapshot's number."""
         self._line_is_open = False
 
     def begin_again(self) -> None:
         self._earlier.append(self._own)
         self._alike, self._own = list(self._earlier), _Text(self._limit)
 
-    def mark(self, number: int, kept: int) -> None:
-        self._marks = {**_since(kept, self._marks), number: self._own.length}
+    def mark(self, number: int) -> None:
+        self._marks[number] = self._own.length
 
     def go_back(self, number: int) -> None:
         lost, length = self._own, self._marks.get(number, 0)
@@ -84,7 +84,7 @@ class _Stream:
 class ShownOutput:
     """The output of all attempts, by rank and stream; and the pictures.
 
-    A run is deterministic: a new attempt repeats the lost one's output from the start, or from its snapshot or twins.
+    A run is deterministic: a new attempt repeats the lost one's output from the start, or from its snapshot.
     Output is held back until it differs for the first time.
     """
 
@@ -100,11 +100,11 @@ class ShownOutput:
             stream.begin_again()
         self._num_repeated = 0
 
-    def mark(self, number: int, kept: int) -> None:
-        """Mark where the present attempt's output is, as ``number``, to go back there; keep marks from ``kept`` on."""
+    def mark(self, number: int) -> None:
+        """Mark where the present attempt's output is at snapshot ``number``, to go back there."""
         for stream in self._streams.values():
-            stream.mark(number, kept)
-        self._picture_marks = {**_since(kept, self._picture_marks), number: self._num_pictures()}
+            stream.mark(number)
+        self._picture_marks[number] = self._num_pictures()
 
     def go_back(self, number: int) -> None:
         """Compare what comes from now on with what came after the mark ``number``."""
@@ -134,10 +134,6 @@ class ShownOutput:
         self._num_repeated = None
         self._pictures.append(digest)
         return True
-
-
-def _since(kept: int, marks: Mapping[int, int]) -> dict[int, int]:
-    return {number: length for number, length in marks.items() if number >= kept}
 
 
 def _common_length(one: bytearray, other: bytearray) -> int:

@@ -1,5 +1,5 @@
 """A run on one rank: its state, and the list of all patches.
 
 Start with ``patched.py``, which lists the patches of all packages in order. ``session.py`` is the state that the
-patches share. ``twin_process.py`` serves the copies of a rank's process that replace it after a loss.
+patches share.
 """

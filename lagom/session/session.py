@@ -43,7 +43,6 @@ if TYPE_CHECKING:
     from lagom.debugger.rank_debugger import RankDebugger
     from lagom.monitor.spans import Spans
     from lagom.plan import Plan
-    from lagom.restart.sleeping_twin import TwinForks
     from lagom.row_split.recorder import BatchStatistics
     from lagom.row_split.sliced_forward import MicroBatch, SlicedForward
     from lagom.search.on_rank.trial import Trial
@@ -158,8 +157,6 @@ class Session:
     """Takes snapshots of the program's state; None if the run keeps none."""
     learned: dict[str, tuple[Callable[[], Learned], Callable[[Any], None]]] = field(default_factory=dict, init=False)
     """By name, a function that returns learned facts about the program, and one that sets them in another process."""
-    twins: TwinForks | None = field(default=None, init=False)
-    """Keeps forks of this process that take its place after a loss; None if the run has no twins."""
     notes: SealedStore | None = field(default=None, init=False)
     """Store for texts that ranks leave for each other without a collective; None with a single rank."""
     reads_in_threads: bool = field(default=False, init=False)
@@ -207,10 +204,7 @@ class Session:
 
     @property
     def live(self) -> bool:
-        """Whether patches act: not once ``has_joined``, in forked processes, or for a thread at a debugger's prompt.
-
-        A sleeping twin, a forked process that takes the rank's place after a loss, sets this to True again.
-        """
+        """Whether patches act: not once ``has_joined``, in forked processes, or for a thread at a debugger's prompt."""
         return self._live and (self.typing_thread is None or self.typing_thread != threading.get_ident())
 
     @live.setter

@@ -55,12 +55,6 @@ class SnapshotPace:
         self._system_s = _system_s()
         self._usual = (self._system_s - self._rested_system_s) / max(now - self._rested_at, 1e-3)
 
-    def add(self, seconds: float) -> None:
-        """Add time that the system has taken for rank 0's pages since the fork; it counts with "auto"."""
-        if self._counts_all:
-            self._cost_s += seconds
-            self._system_s += seconds
-
     def written(self, used_s: float) -> None:
         """Note that the fork has written the snapshot, with ``used_s`` seconds of processor time."""
         now = time.perf_counter()

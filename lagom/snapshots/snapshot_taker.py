@@ -21,8 +21,6 @@ from lagom.call import Call
 from lagom.errors import LagomError, SnapshotError
 from lagom.payload import Parcel, parts_of
 from lagom.restart.kept_snapshots import Snapshot
-from lagom.restart.split_pages import SplitPages
-from lagom.restart.twin_obstacles import is_restarted
 from lagom.snapshots.call_memory import CallMemory
 from lagom.snapshots.frame_position import NoSnapshotError
 from lagom.snapshots.passes.loader_positions import PASS_START
@@ -44,6 +42,8 @@ FORKED: tuple[str, ...] = ("cpu",)
 """Types of devices whose tensors a fork can read. CUDA does not work in a fork: ranks on GPUs pickle, then fork."""
 _THREADS = ("lagom", "QueueFeeder", "GetTelemetryConfig", "MLflowTelemetry")
 """Beginnings of the names of threads that a snapshot may leave out: the program does not need them to go on."""
+_RESTARTED = {"TMonitor", "_AsyncWriterThread"}
+"""Classes of threads that are started again: of tqdm's bars, and of TensorBoard's writers."""
 
 
 class Snapshots:
@@ -75,7 +75,6 @@ class Snapshots:
         self._memory = CallMemory(payload_fd, files.call)
         self._lengths = lengths
         self._pace = SnapshotPace(session.config.snapshot_every_s or 0.0)
-        self._pages = SplitPages()
         self._number = files.last_number
         self._facts: dict[str, Any] = {}
         """The description of the snapshot that is being written."""
@@ -149,7 +148,7 @@ class Snapshots:
             raise NoSnapshotError("the program is distributed already")
         for thread in threading.enumerate():
             is_known = thread is threading.main_thread() or thread.name.startswith(_THREADS)
-            if is_known or is_restarted(thread):
+            if is_known or _is_restarted(thread):
                 continue
             raise NoSnapshotError(f"the program has a thread, {thread.name}")
         if "wandb" in sys.modules:
@@ -198,7 +197,6 @@ class Snapshots:
             "world_size": self._session.world_size,
         }
         state = random.getstate()
-        self._pages.before_fork()
         pid, reader, writer = _fork()
         if pid == 0:
             random.setstate(state)  # Python seeds ``random`` anew in each fork
@@ -206,13 +204,7 @@ class Snapshots:
         os.close(writer)
         self._child, self._answer = pid, reader
         self._pace.fork(start)
-        self._counted(self._pages.copy_written)
         self._pace.next_at = self._pace.forked_at + _FIRST_LOOK_S
-
-    def _counted(self, call: Callable[[], None]) -> None:
-        start = time.perf_counter()
-        call()
-        self._pace.add(time.perf_counter() - start)
 
     def _write_in_fork(self, number: int, pickle: Callable[[], Pickled], writer: int) -> None:
         """Write the snapshot in a fork, send the result to the rank by ``writer``, and end the fork."""
@@ -243,7 +235,6 @@ class Snapshots:
             used_s = usage.ru_utime + usage.ru_stime
         except ChildProcessError:  # the program has waited for it
             pid, used_s = self._child, 0.0
-        self._counted(partial(self._pages.join, is_over=pid != 0))
         if pid == 0:
             self._pace.next_at = time.perf_counter() + _LOOK_S
             if self._pace.next_at - self._pace.forked_at > _PATIENCE_S:
@@ -273,6 +264,11 @@ class Snapshots:
             raise
         except Exception as error:
             raise SnapshotError(f"the snapshot cannot be put back: {type(error).__name__}: {error}") from error
+
+
+def _is_restarted(thread: threading.Thread) -> bool:
+    """Return whether ``thread`` belongs to a bar or writer, which starts it again in another process."""
+    return type(thread).__name__ in _RESTARTED and type(thread).__module__.startswith(("tqdm.", "tensorboard."))
 
 
 def _let_go(kept: int) -> None:

@@ -1,7 +1,7 @@
 """``write_events_once``: lets only rank 0 write TensorBoard's events to a URL, since ranks' own disks hold no URLs.
 
-Queued events are written to disk before the program saves a file, and before a snapshot or a twin of the program is
-made, since a new attempt after a loss goes on from these.
+Queued events are written to disk before the program saves a file, and before a snapshot of the program is taken, since
+a new attempt after a loss goes on from these.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import os
 import pickle
-import queue
 import re
 import sys
 import tempfile
@@ -25,7 +24,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from types import ModuleType
 
-    from lagom.restart.sleeping_twin import TwinForks
     from lagom.session.session import Session
 
 _MODULES = "tensorboard.summary.writer.event_file_writer", "tensorboardX.event_file_writer"
@@ -45,8 +43,6 @@ def write_events_once(session: Session) -> Iterator[None]:
         def change(module: ModuleType) -> None:
             writer = vars(module)["EventFileWriter"]
             stack.enter_context(replaced(writer, "__init__", _aside(session, vars(writer)["__init__"])))
-            if (queued := vars(module).get(_QUEUED)) is not None:
-                stack.enter_context(replaced(queued, "__init__", _followed(session, queued.__init__)))
 
         with on_import(dict.fromkeys(_MODULES, change)):
             yield
@@ -66,39 +62,6 @@ def _aside(session: Session, original: Callable[..., None]) -> Callable[..., Non
             self._logdir = logdir  # get_logdir() returns the program's own folder
 
     return init
-
-
-def _followed(session: Session, original: Callable[..., None]) -> Callable[..., None]:
-    """Wrap the constructor of TensorBoard's queue of events, so that each new queue works in twins.
-
-    Queues that are restored from a snapshot are made by this constructor too.
-    """
-
-    @functools.wraps(original)
-    def init(self: Any, *args: Any, **kwargs: Any) -> None:
-        original(self, *args, **kwargs)
-        if session.twins is not None:
-            _restart_in_twins(session.twins, self)
-
-    return init
-
-
-def _restart_in_twins(twins: TwinForks, writer: Any) -> None:
-    """Write the queued events of ``writer`` before each fork of a twin, and start its thread anew in the twin."""
-
-    def flush() -> None:
-        if not writer._closed:
-            writer.flush()
-
-    def restart() -> None:
-        if not writer._closed:
-            thread, writer._lock = writer._worker, threading.Lock()
-            writer._byte_queue = queue.Queue(writer._byte_queue.maxsize)
-            writer._worker = type(thread)(writer._byte_queue, writer._writer, thread._flush_secs)
-            writer._worker.start()
-
-    twins.before.append(flush)
-    twins.after.append(restart)
 
 
 def write_queued_events() -> None:

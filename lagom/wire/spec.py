@@ -56,8 +56,6 @@ class RunSpec:
     encrypt."""
     snapshots: SnapshotPlace | None = None
     """Folder of rank 0's snapshots, and the snapshot from which ranks resume; None if none are kept."""
-    losses_left: int = 0
-    """Number of further losses after which sleeping twins may continue this run; 0 on Spark, which has no twins."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -90,10 +88,6 @@ class RankSpec:
     """Index of the rank's own GPU among the devices in ``gpu``."""
     nccl: bool = False
     """Whether no two ranks share a GPU, which NCCL refuses; meaningless for ranks on the CPU."""
-    twin_fd: int | None = None
-    """Connection to the host process for the rank's sleeping twins; None if the rank keeps no twins."""
-    twins_due: memoryview | None = None
-    """Memory shared by the host's ranks: after how many backwards the next twins are forked; None without twins."""
     key: bytes = field(default=b"", repr=False)
     """Key by which ranks authenticate each other; derived from the run's secret."""
     certificate: str = field(default="", repr=False)

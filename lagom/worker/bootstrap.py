@@ -24,7 +24,6 @@ from lagom.monitor.spans import Spans
 from lagom.plan import Plan
 from lagom.program.signature import arguments, check_returned, makes_data
 from lagom.random_states import random_states, set_random_states, start_random_states
-from lagom.restart.stand_in import rank_pid
 from lagom.run_state.cuda_device import move_to_device
 from lagom.run_state.leaves import Leaves
 from lagom.run_state.random_streams import seed_everything
@@ -151,11 +150,11 @@ def end_forks() -> Iterator[None]:
     The child is not a rank, so it must not report the rank's outcome or take part in exchanges. It ends as Python ends
     a program.
     """
-    rank, code = rank_pid(), 0
+    rank, code = os.getpid(), 0
     try:
         yield
     except BaseException as error:
-        if rank_pid() == rank:
+        if os.getpid() == rank:
             raise
         code = 1
         if not isinstance(error, SystemExit):
@@ -164,7 +163,7 @@ def end_forks() -> Iterator[None]:
             code = error.code or 0
         else:
             print(error.code, file=sys.stderr)
-    if rank_pid() != rank:
+    if os.getpid() != rank:
         run_exit_handlers(lambda: os._exit(code))
         os._exit(code)
 

@@ -8,21 +8,19 @@ from __future__ import annotations
 
 import contextlib
 import os
-import socket
 import threading
 import time
 from typing import TYPE_CHECKING, Any
 
-from lagom.wire.client import DriverClient
 from lagom.worker import stack_dump
 from lagom.worker.resource_usage import ResourceUsage, processor_s_below
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping
+    from collections.abc import Iterable, Mapping
 
     from lagom.plan import Plan
     from lagom.session.session import Session
-    from lagom.wire.client import Message
+    from lagom.wire.client import DriverClient, Message
 
 
 _ANSWER_S = 60.0
@@ -46,8 +44,6 @@ class Heartbeat:
         self._interval_s = min(plan.config.hb_interval, plan.config.stall_timeout_s / 4)
         self._stacks_fd = stacks_fd
         self._lock = threading.Lock()
-        self._turn = threading.Lock()
-        self._beating: threading.Thread | None = None
         self._session: Session | None = None
         self._thread = threading.get_ident()
         self._at: tuple[int, int] | None = None
@@ -67,33 +63,7 @@ class Heartbeat:
         self._last = (time.monotonic(), 0.0, 0.0)
         self._earlier = self._last, []
         self._usage = ResourceUsage(session.device.type)
-        self._begin()
-
-    def _begin(self) -> None:
-        self._beating = threading.Thread(target=self._beat, name="lagom-heart", daemon=True)
-        self._beating.start()
-
-    @property
-    def fd(self) -> int:
-        """The descriptor of the connection."""
-        return self._control.fileno()
-
-    @property
-    def thread(self) -> int | None:
-        """The operating system's id of the thread; None before ``beat_for``."""
-        return self._beating.native_id if self._beating is not None else None
-
-    @contextlib.contextmanager
-    def still(self) -> Iterator[None]:
-        """Context manager that keeps the thread from sending, so that the process can fork."""
-        with self._turn, self._lock:
-            yield
-
-    def go_on(self, control: socket.socket) -> None:
-        """Start the thread again in a twin that has replaced the rank's process; ``control`` is the new connection."""
-        os.close(self._control.fileno())
-        self._control, self._waited = DriverClient(control), []
-        self._begin()
+        threading.Thread(target=self._beat, name="lagom-heart", daemon=True).start()
 
     def send_outcome(self, report: Message) -> None:
         """Report the final progress, then the outcome ``report``."""
@@ -125,9 +95,8 @@ class Heartbeat:
         assert self._session is not None
         pause = threading.Event()
         while not pause.wait(self._interval_s):
-            with self._turn:
-                if not self._report(self._session):
-                    return
+            if not self._report(self._session):
+                return
 
     def _report(self, session: Session) -> bool:
         """Report once; return whether the connection still exists."""

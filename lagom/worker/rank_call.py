@@ -22,14 +22,12 @@ from lagom.patching.importers import imported_after, newest_module
 from lagom.payload import Parcel, unpack, unpack_file
 from lagom.pickler import classes_received
 from lagom.program.sources import is_installed
-from lagom.restart.sleeping_twin import TwinForks
 from lagom.search.on_rank.trial import Trial, TrialPruned, metric_of
 from lagom.wire.client import DriverClient, Message
 from lagom.wire.spec import RankSpec, RunSpec
 from lagom.worker.heartbeat import Heartbeat
 from lagom.worker.outcome import pack_error, pack_result
 from lagom.worker.process_settings import library_settings, set_process_settings
-from lagom.worker.process_tree import children
 from lagom.world import Place, rank_calls_reported
 
 if TYPE_CHECKING:
@@ -92,7 +90,6 @@ class RankCall:
             lands=plan.rehearsal is None and not plan.searches,
             written=self._spec.files,
             tell=self._heart.tell,
-            notices=seat.twin_fd is not None,
             begins=begins,
         )
         stack = contextlib.ExitStack()
@@ -143,26 +140,8 @@ class RankCall:
         session.fail = self._fail
         session.debugger, self._debugger.session = self._debugger, session
         session.trial = self._trial
-        self._have_twins(session)
         self._keep_snapshots(session)
         self._heart.beat_for(session)
-
-    def _have_twins(self, session: Session) -> None:
-        seat = self._seat
-        if seat.twin_fd is None or seat.twins_due is None:
-            return
-        from lagom.collectives.operation import on_failure
-        from lagom.files import notice_changes
-        from lagom.session.twin_process import RankTwins
-        from lagom.worker.bootstrap import flush
-        from lagom.worker.rank_process import die_with
-
-        fds = [0, 1, 2, seat.payload_fd, *([seat.stacks_fd] if seat.stacks_fd is not None else [])]
-        process = RankTwins(session, self._heart, fds, seat.outcome_fd, children, flush, die_with)
-        channel = socket.socket(fileno=seat.twin_fd)
-        session.twins = TwinForks(channel, seat.twins_due, seat.rank, process, seat.host_dir)
-        on_failure.append(session.twins.hold)
-        notice_changes(session.twins.rewrites, session.twins.appends)
 
     def _keep_snapshots(self, session: Session) -> None:
         if (place := self._spec.snapshots) is None:

@@ -20,7 +20,6 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, NoReturn
 
 from lagom.monitor.output import OWN, OWN_NOTICE
-from lagom.restart.stand_in import rank_pid
 from lagom.wire.framing import Message, shorten
 from lagom.wire.spec import RankSpec, RunSpec
 from lagom.worker.rank_call import RankCall
@@ -64,7 +63,7 @@ def _detach(seat: RankSpec, ground: HostWorkspace, stdout: int, stderr: int, par
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(stdout, 1)
     os.dup2(stderr, 2)
-    seats = {seat.control_fd, seat.outcome_fd, seat.store_fd, seat.stacks_fd, seat.twin_fd}
+    seats = {seat.control_fd, seat.outcome_fd, seat.store_fd, seat.stacks_fd}
     close_all_but({0, 1, 2, ground.payload_fd, *seats})
     streams: dict[str, io.TextIOBase] = {"stdin": open(0, closefd=False)}  # noqa: SIM115
     for fd, name in ((1, "stdout"), (2, "stderr")):
@@ -99,11 +98,11 @@ class _OwnLines(logging.StreamHandler):  # type: ignore[type-arg]  # which Pytho
     def __init__(self) -> None:
         super().__init__()
         self.tell: Callable[[Message], None] | None = None
-        self._pid = rank_pid()
+        self._pid = os.getpid()
 
     def emit(self, record: logging.LogRecord) -> None:
         """Send ``record``, or write it."""
-        if self.tell is None or rank_pid() != self._pid:
+        if self.tell is None or os.getpid() != self._pid:
             super().emit(record)
             return
         for file in (sys.__stdout__, sys.__stderr__):  # output from before this message must reach the driver first

@@ -135,7 +135,7 @@ def driver(debug: Any = None) -> tuple[Channel, DebugTerminal, list[Any]]:
     return channel, DebugTerminal(two, channel, shown.append), shown
 
 
-def test_a_failure_after_another_from_which_twins_have_gone_on_gets_a_turn(person: Person) -> None:
+def test_a_failure_of_a_new_attempt_gets_a_turn(person: Person) -> None:
     channel, terminal, shown = driver("first")
     for _ in range(2):
         terminal.take(0, {"step": "begin", "rank": 0, "failed": True, "consequence": False})

@@ -36,26 +36,21 @@ from tests.snapshots.slowed import slowly
 
 WAYS: dict[str, tuple[dict[str, Any], str]] = {
     "begins again": ({}, "ranks"),
-    "twins": ({"sleeping_twins": True}, "twins"),
     "snapshots": ({"snapshot_every_s": 0.05}, "snapshots"),
 }
 """Settings, and the key that is in run.json from when on a rank is killed."""
 WITHOUT_LOADER = tuple(str(case) for case in CASES if not case.shared)
 UNPROTECTED: dict[str, tuple[str, ...]] = {
     "begins again": (),
-    "twins": (*WITHOUT_LOADER, "functional", "private"),  # these call no backward()
     "snapshots": (*WITHOUT_LOADER, "clamped", "spectral"),  # hooks of a parameter, and a parametrized module
 }
-"""Programs that have no twins, or of which no snapshot can be taken: no rank of theirs is killed."""
+"""Programs of which no snapshot can be taken: no rank of theirs is killed."""
 BY_DEFAULT = (
-    *(("accumulation", "twins"), ("early_stopping", "snapshots"), ("tied", "begins again")),
-    *(("averaging", "snapshots"), ("scaled", "twins")),
+    *(("accumulation", "snapshots"), ("early_stopping", "snapshots"), ("tied", "begins again")),
+    *(("averaging", "snapshots"), ("scaled", "snapshots")),
 )
 TELL_WHAT_IS_THERE = ("journal", "resumed")
-"""Programs that write or print which files there are: after a loss also those that the lost attempt has left.
-
-Twins find none such, since each new file ends them.
-"""
+"""Programs that write or print which files there are: after a loss also those that the lost attempt has left."""
 SEEDS = range(2)
 SHARES = (1.0, 0.3, 0.0, 0.0)
 """Parts of the drawn time until the kill, which are tried in turn while a run ends before."""
@@ -99,10 +94,9 @@ def judge_kill(case: Case, way: str, draw: random.Random, *, by_rows: bool = Fal
         assert found.facts.get(WAYS[way][1]) is None
     else:
         assert resumed_from, "no rank was killed"
-    goes_on = bool(resumed_from) and all("batch" in place for place in resumed_from)
-    assert goes_on or way != "snapshots" or not resumed_from
+    assert way != "snapshots" or all("batch" in place for place in resumed_from)
     assert judge.differences(found.result.value[0], wanted.result.value[0], tolerance=0.0) == []
-    if (way == "twins" and goes_on) or not resumed_from or str(case) not in TELL_WHAT_IS_THERE:
+    if not resumed_from or str(case) not in TELL_WHAT_IS_THERE:
         assert found.printed == wanted.printed
         assert judge.text_differences(found.printed, one_process(case).ranks[0].text) == []
         assert judge.file_differences(found.files, wanted.files, tolerance=0.0) == []
@@ -178,8 +172,8 @@ def plain_run(case: Case, by_rows: bool, **where: Any) -> Ended:
 def run(case: Case, by_rows: bool = False, goes_on: Callable[[Path], Result] | None = None, **settings: Any) -> Ended:
     """Run a program in a folder of its own; if it loses a rank for good, ``goes_on`` gets the folder of the run."""
     # On Spark a driver hears of a snapshot later.
-    slow = {"pause_s": 0.1 if settings["launcher"] == "spark" else 0.03, "wait_s": 1.0 * ("sleeping_twins" in settings)}
-    train = partial(slowly, judge.PROGRAMS[case.program].train, dict(case.options), by_rows=by_rows, **slow)
+    pause_s = 0.1 if settings["launcher"] == "spark" else 0.03
+    train = partial(slowly, judge.PROGRAMS[case.program].train, dict(case.options), by_rows=by_rows, pause_s=pause_s)
     seed_everything(0)
     start, num_lost = time.monotonic(), 0
     with judge.scratch() as folder:

@@ -72,7 +72,7 @@ def test_an_attempt_that_goes_on_from_a_mark_shows_one_text(seed: int) -> None:
         mark = draw.randrange(at, len(text) - 10)
         lost = draw.randrange(mark, len(text))
         found += output.new_part(0, "stdout", text[at:mark])
-        output.mark(number, number)
+        output.mark(number)
         found += output.new_part(0, "stdout", text[mark:lost])
         output.go_back(number)
         at = mark
@@ -80,11 +80,11 @@ def test_an_attempt_that_goes_on_from_a_mark_shows_one_text(seed: int) -> None:
     assert found == text
 
 
-def test_a_mark_is_kept_while_it_is_needed() -> None:
+def test_an_older_mark_is_kept() -> None:
     output = ShownOutput()
     output.new_part(0, "stdout", b"a\n")
     for number in range(1, 5):
-        output.mark(number, kept=1)
+        output.mark(number)
         assert output.new_part(0, "stdout", b"b\n") == b"b\n"
     output.go_back(1)
     assert output.new_part(0, "stdout", b"b\n" * 5) == b"b\n"

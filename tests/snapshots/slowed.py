@@ -1,4 +1,4 @@
-"""``slowly``: a program with time for twins and snapshots; in a file without the tests' own state, which goes along."""
+"""``slowly``: a program with time for snapshots; in a file without the tests' own state, which goes along."""
 
 from __future__ import annotations
 
@@ -24,13 +24,11 @@ class SlowRank:
         self._set()
 
     def _set(self) -> None:
-        from lagom.restart import twin_pace
         from lagom.row_split import whole_batch
         from lagom.snapshots import snapshot_pace
 
-        # In a hundredth of a short run there would be no twins and snapshots, and rows of small models are not shared.
-        twin_pace.SHARE = snapshot_pace.SHARE = 1.0
-        twin_pace.MIN_S = 0.05
+        # In a hundredth of a short run there would be no snapshots, and rows of small models are not shared.
+        snapshot_pace.SHARE = 1.0
         whole_batch.ALWAYS = self.by_rows
         fetch: Any = _MapDatasetFetcher.fetch
 
@@ -44,15 +42,13 @@ class SlowRank:
 
 
 def slowly(
-    train: Callable[..., Any], options: dict[str, Any], *, by_rows: bool, pause_s: float, wait_s: float
+    train: Callable[..., Any], options: dict[str, Any], *, by_rows: bool, pause_s: float
 ) -> tuple[Any, list[Any]]:
-    """Call ``train`` with as many twins and snapshots as there can be; return its value, and the indices it fetched.
+    """Call ``train`` with as many snapshots as there can be; return its value, and the indices it fetched.
 
     Args:
         by_rows: has ranks share out the rows of each model for which that is right, however small it is.
         pause_s: time that a fetch takes.
-        wait_s: time before: a rank is a second old when it first forks a twin.
     """
     rank = SlowRank(by_rows=by_rows, pause_s=pause_s)
-    time.sleep(wait_s)
     return train(**options), rank.fetched

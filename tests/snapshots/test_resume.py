@@ -348,7 +348,7 @@ def test_kills_at_random_moments_change_nothing(seed: int, whole: Any, tmp_path:
 
     thread = threading.Thread(target=kill)
     thread.start()
-    result = experiment.lagom(train, config(tmp_path, world_size=2, snapshot_every_s=0.2, sleeping_twins=seed % 3 == 0))
+    result = experiment.lagom(train, config(tmp_path, world_size=2, snapshot_every_s=0.2))
     thread.join()
     assert same(result.value, whole[0])
     assert (tmp_path / "rows.csv").read_text() == whole[1]
