@@ -147,7 +147,6 @@ CONTENDERS: Mapping[str, tuple[Any, Mapping[str, Any]]] = {
     "no overlap": (after_the_backward, {"batches": "per_rank"}),
     "all ranks, gloo": (by_lagom, {"batches": "per_rank", "collectives": "gloo"}),
     "bf16": (by_lagom, {"batches": "per_rank", "gradient_compression": "bf16"}),
-    "powersgd": (by_lagom, {"batches": "per_rank", "gradient_compression": "powersgd"}),
 }
 """Function and settings of each contender."""
 

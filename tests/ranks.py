@@ -22,8 +22,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore, PrefixStore, Store
 
-import lagom.gradients.reduction.powersgd
-import lagom.gradients.reduction.sliced  # noqa: F401  # a session imports both, in every forked rank
+import lagom.gradients.reduction.sliced  # noqa: F401  # a session imports it, in every forked rank
 from lagom.collectives.group import Group
 from lagom.collectives.native import native
 from lagom.collectives.run_store import SealedStore, all_gather_by

@@ -16,7 +16,7 @@ Backend = Literal["torch", "deepspeed"]
 Collectives = Literal["auto", "gloo"]
 Batches = Literal["split", "whole", "per_rank"]
 Evaluation = Literal["gathered", "replicated", "sharded"]
-Compression = Literal["fp16", "bf16", "powersgd"]
+Compression = Literal["fp16", "bf16"]
 Reduction = Literal["mean", "adasum"]
 LrScaling = Literal["linear"]
 Debug = Literal["first"] | int | None
@@ -81,8 +81,7 @@ class TorchDistributedConfig:
     installed without its compiled part), between hosts through lagom's own sockets, and through gloo what these do not
     carry; "gloo": through gloo."""
     gradient_compression: Compression | None = None
-    """How gradients travel between ranks. "fp16" and "bf16" halve the bytes; "powersgd" sends matrices as products of
-    two thin ones. None: unchanged."""
+    """How gradients travel between ranks. "fp16" and "bf16" halve the bytes. None: unchanged."""
     reduction: Reduction = "mean"
     """How the gradients of all ranks are combined: "mean"; or "adasum", which adds gradients that point differently."""
     lr_scaling: LrScaling | None = None
@@ -154,6 +153,8 @@ class TorchDistributedConfig:
         _one_of("sync_batchnorm", self.sync_batchnorm, (False, True))
         _one_of("allow_unencrypted_collectives", self.allow_unencrypted_collectives, (False, True))
         _one_of("verify", self.verify, (False, True))
+        if self.gradient_compression == "powersgd":
+            raise ValueError("gradient_compression='powersgd' is gone; use 'fp16' or 'bf16'")
         _one_of("gradient_compression", self.gradient_compression, (None, *get_args(Compression)))
         _one_of("lr_scaling", self.lr_scaling, (None, *get_args(LrScaling)))
         _one_of("zero_lvl", self.zero_lvl, (0, 1, 2, 3))
@@ -283,21 +284,6 @@ class TorchDistributedConfig:
             raise ValueError(f"verify=True compares with one process, and {asked} gives other numbers; verify without")
         if asked and self.backend == "deepspeed":
             raise ValueError(f"{asked} is not for backend='deepspeed', which has settings for it in deepspeed_config")
-        if self.gradient_compression == "powersgd":
-            if self.reduction == "adasum":
-                raise ValueError(
-                    "gradient_compression='powersgd' averages; with reduction='adasum' use 'fp16' or 'bf16'"
-                )
-            if self.zero_lvl > 1:
-                raise ValueError(
-                    "gradient_compression='powersgd' keeps as much as all gradients on every rank, which "
-                    f"zero_lvl={self.zero_lvl} is there to avoid; use zero_lvl=1, or 'fp16' or 'bf16'"
-                )
-            if self.mixed_precision == "fp16":
-                raise ValueError(
-                    "gradient_compression='powersgd' keeps what is lost for the next step, where the scale of "
-                    "mixed_precision='fp16' may be another; use mixed_precision='bf16'"
-                )
 
 
 def _one_of(name: str, value: object, choices: tuple[object, ...]) -> None:

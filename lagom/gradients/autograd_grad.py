@@ -76,12 +76,12 @@ class AutogradGradAverager:
         """Average the gradients of a backward with ``create_graph=True``; the averages can be differentiated.
 
         Raises:
-            LagomError: if the run uses PowerSGD or Adasum, which cannot be differentiated.
+            LagomError: if the run uses Adasum, which cannot be differentiated.
         """
         if not self._gradient_averager.reduction.is_linear:
             raise LagomError(
                 "a backward with create_graph=True needs averages of gradients, which can be differentiated: with "
-                "gradient_compression='powersgd' or reduction='adasum' use torch.autograd.grad, whose gradients are"
+                "reduction='adasum' use torch.autograd.grad, whose gradients are"
             )
         own = {id(leaf): leaf.grad for leaf in pending.leaves if leaf.grad is not None and leaf.grad.requires_grad}
         with torch.no_grad():

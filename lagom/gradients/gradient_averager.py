@@ -221,7 +221,6 @@ class GradientAverager:
         return number
 
     def _forget_dead_leaves(self) -> None:
-        self.reduction.forget(lambda number: self._leaves.tensor(number) is not None)
         for numbers in (self._divergence.reached, self._verified.local, self._inputs):
             numbers.intersection_update([number for number in numbers if self._leaves.tensor(number) is not None])
 

@@ -62,10 +62,9 @@ class Layout:
         for i in self.order:
             entry = entries[i]
             size = entry.shape.numel() * as_type(entry.dtype).itemsize
-            is_apart = entry.cuda or (reduction is not None and reduction.travels_alone(entry))
             if entry.sparse:
                 self.sparse.append(i)
-            elif not is_apart and size <= room:
+            elif not entry.cuda and size <= room:
                 self.framed.append(i)
                 room -= size
             else:

@@ -8,12 +8,12 @@ from lagom.gradients.reduction.buckets import finish_all_reduce, start_all_reduc
 from lagom.gradients.reduction.layout import wire_dtype
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
     import torch
 
     from lagom.collectives.group import Group
-    from lagom.gradients.reduction.layout import Bucket, Layout, LayoutEntry
+    from lagom.gradients.reduction.layout import Layout
 
 
 class Reduction(Protocol):
@@ -30,14 +30,8 @@ class Reduction(Protocol):
     def wire_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """Return the type in which gradients of ``dtype`` are sent."""
 
-    def travels_alone(self, entry: LayoutEntry) -> bool:
-        """Return whether a gradient must travel in a bucket, however small it is."""
-
     def reduce(self, layout: Layout, gradients: Sequence[torch.Tensor]) -> None:
         """Combine the gradients in ``layout.buckets``, in place; a collective if there are any."""
-
-    def forget(self, is_alive: Callable[[int], bool]) -> None:
-        """Drop the state of leaves for whose numbers ``is_alive`` is False."""
 
 
 class Mean:
@@ -57,26 +51,18 @@ class Mean:
         """Return ``dtype`` if gloo and NCCL can add it, else float32."""
         return wire_dtype(dtype)
 
-    def travels_alone(self, entry: LayoutEntry) -> bool:
-        """Return False: any small gradient may travel with the signature."""
-        return False
-
     def reduce(self, layout: Layout, gradients: Sequence[torch.Tensor]) -> None:
-        """Average the gradients in ``layout.buckets``; a collective."""
-        self.average(layout.buckets, gradients)
+        """Average the gradients in ``layout.buckets``; a collective.
 
-    def average(self, buckets: Sequence[Bucket], gradients: Sequence[torch.Tensor]) -> None:
-        """Average the gradients in ``buckets``. All travel at the same time, since an exchange is mostly waiting."""
+        All travel at the same time, since an exchange is mostly waiting.
+        """
         world_size = self._group.world_size
         moving = [
             start_all_reduce([gradients[i] for i in bucket.indices], self._group.all_reduce_later, world_size)
-            for bucket in buckets
+            for bucket in layout.buckets
         ]
         for one in moving:
             finish_all_reduce(one, self._group.wait, world_size)
-
-    def forget(self, is_alive: Callable[[int], bool]) -> None:
-        """Do nothing: the mean has no state."""
 
 
 def make_reduction(group: Group, compression: str | None, adaptive: bool) -> Reduction:
@@ -88,11 +74,8 @@ def make_reduction(group: Group, compression: str | None, adaptive: bool) -> Red
     """
     if compression is None and not adaptive:
         return Mean(group)
-    from lagom.gradients.reduction.powersgd import PowerSGD
     from lagom.gradients.reduction.sliced import HALVES, Adasum, SlicedMean
 
-    if compression == "powersgd":
-        return PowerSGD(group)
     half = HALVES.get(compression or "")
     if adaptive:
         return Adasum(group, half)
@@ -104,7 +87,7 @@ def make_reduction(group: Group, compression: str | None, adaptive: bool) -> Red
 # Gradients of backwards are averaged in one place, `TensorAverager.average`: those of ordinary and cached backwards,
 # postponed sums of accumulation, and gradients that ZeRO cuts afterwards. Only buckets that are sent while a backward
 # runs are not (`bucket_pipeline.py`); they need a `Reduction` that `overlaps`. The `Reduction` chooses in which type
-# gradients travel, which of them travel with the signature, and how the others are combined. It does not change
+# gradients travel, how many of them travel with the signature, and how the others are combined. It does not change
 # signatures and agreement. The checksums of parameters are compared as ever, so a reduction must give the same bits on
 # all ranks. Sparse gradients (which Adasum refuses), gradients of torch.autograd.grad and statistics are averaged by
 # the mean in any case. Buffers are copied from rank 0.

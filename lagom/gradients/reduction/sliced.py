@@ -14,9 +14,9 @@ from lagom.errors import LagomError
 from lagom.gradients.reduction.layout import wire_dtype
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
-    from lagom.gradients.reduction.layout import Bucket, Layout, LayoutEntry
+    from lagom.gradients.reduction.layout import Bucket, Layout
 
 HALVES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 _ALIGNED = 16
@@ -60,13 +60,6 @@ class _SlicedReduction:
         """Return the half-precision type, if one was asked for and is shorter, else the type that can be added."""
         own = wire_dtype(dtype)
         return own if self._half is None or own.itemsize <= self._half.itemsize else self._half
-
-    def travels_alone(self, entry: LayoutEntry) -> bool:
-        """Return False: any small gradient may travel with the signature, if ``frame_bytes`` leaves room."""
-        return False
-
-    def forget(self, is_alive: Callable[[int], bool]) -> None:
-        """Do nothing: slices have no state."""
 
     def _make_slices(self, bucket: Bucket, gradients: Sequence[torch.Tensor]) -> _Slices:
         found = [gradients[i] for i in bucket.indices]
