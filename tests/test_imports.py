@@ -139,7 +139,6 @@ EAGER = {
     "lagom.launchers.spark_session": {"pyspark"},
     "lagom.pickler": {"cloudpickle"},
     "lagom.search.samplers.grid_sampler": {"optuna"},
-    "lagom.search.samplers.tpe_sampler": {"optuna"},
 }
 """But for these modules, and packages."""
 NOTHING = {"lagom.launchers.spark_task", "lagom.run_state.malloc_trim"}

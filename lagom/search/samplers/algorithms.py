@@ -57,10 +57,7 @@ def sampler(config: HyperparameterOptConfig, num_known: int = 0) -> BaseSampler:
         return GridSampler(grid(config), seed=config.seed)  # skips values of earlier trials by itself
     seed = None if config.seed is None else (config.seed + 0x9E3779B1 * num_known) % 2**32
     if config.optimizer in ("tpe", _HYPERBAND):
-        from lagom.search.samplers.tpe_sampler import TPESampler, known_version  # imports Optuna
-
-        space = _distributions(config)
-        return TPESampler(space, seed) if space and known_version() else samplers.TPESampler(seed=seed)
+        return samplers.TPESampler(seed=seed)
     return samplers.GPSampler(seed=seed) if config.optimizer == "gp" else samplers.RandomSampler(seed=seed)
 
 
@@ -152,24 +149,6 @@ def importances(study: Study) -> dict[str, float]:
         except (RuntimeError, ValueError):  # Optuna cannot assess these trials
             return {}
     return {name: share for name, share in found.items() if math.isfinite(share)}
-
-
-def _distributions(config: HyperparameterOptConfig) -> Mapping[str, Any] | None:
-    """Return the distribution of each hyperparameter by name; None if the searchspace is a function."""
-    from optuna import distributions
-
-    space = config.searchspace
-    if not isinstance(space, Searchspace):
-        return space if isinstance(space, Mapping) else None
-    found: dict[str, Any] = {}
-    for each in space.parameters:
-        if each.type == "DOUBLE":
-            found[each.name] = distributions.FloatDistribution(each.values[0], each.values[1], log=each.log)
-        elif each.type == "INTEGER":
-            found[each.name] = distributions.IntDistribution(each.values[0], each.values[1], log=each.log)
-        else:
-            found[each.name] = distributions.CategoricalDistribution(each.labels)
-    return found
 
 
 def _label(trial: Trial | FrozenTrial, each: Parameter) -> Any:
