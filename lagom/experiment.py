@@ -220,10 +220,13 @@ def _run(
 ) -> Result:
     with frames_of_run(call.provided, snapshots):
         outcomes, failures = run_attempts(launcher, the_plan, call, records, snapshots)
-        value, values = _values([outcome.load() for outcome in outcomes], the_plan)
+        returned = [outcome.load() for outcome in outcomes]
+        value, values = _values(returned, the_plan)
         seconds = time.monotonic() - started
         if snapshots is not None:
             keep_result(snapshots, value, values, seconds)
+    if changed := returned[0].get("changed"):
+        _say_changed(changed, the_plan.name, records)
     if records is not None:
         records.ended({"outcome": "returned", "value": value, "per_rank": values})
     return Result(
@@ -248,6 +251,18 @@ def _values(returned: Sequence[Mapping[str, Any]], the_plan: Plan) -> tuple[Any,
     return value, values
 
 
+def _say_changed(names: Sequence[str], name: str, records: RunRecords | None) -> None:
+    """Say which of the caller's objects the function has changed on the ranks, and that they are as before here."""
+    shown = [*names[:_MAX_NAMES], *([f"{len(names) - _MAX_NAMES} more"] if len(names) > _MAX_NAMES else [])]
+    what = " and ".join(filter(None, (", ".join(shown[:-1]), shown[-1])))
+    yours = "yours are as before: return them" if len(names) > 1 else "yours is as before: return it"
+    text = f"lagom: {name}: changed {what} on the ranks; {yours}"
+    sys.stderr.write(f"{text}\n")
+    if records is not None:
+        records.said(text)
+
+
+_MAX_NAMES = 6
 _command_line: tuple[TorchDistributedConfig, Collection[str]] | None = None
 
 

@@ -70,8 +70,9 @@ ROOMS = {
     "pickler plan program random_states restart run_state search.on_rank session snapshots verify.on_rank wire world "
     "zero numpy torch IPython",
     # What a rank does with the program, from the top down.
-    "session": "collectives collectives.torch_backend deepspeed distributed errors files forward gradients "
-    "gradients.reduction loaders optimizers patching restart row_split run_state timing torch_versions tracking torch",
+    "session": "call collectives collectives.torch_backend deepspeed distributed errors files forward gradients "
+    "gradients.reduction loaders optimizers patching program restart row_split run_state timing torch_versions "
+    "tracking torch",
     "torch_versions": "",
     "snapshots": "call errors loaders patching payload pickler program random_states restart snapshots.passes "
     "tracking unpicklable wire torch",

@@ -133,8 +133,8 @@ def reachable_modules(*values: Any) -> Iterator[Any]:
         elif isinstance(value, property):
             waiting += [value.fget, value.fset]
         elif isinstance(value, type):
-            waiting += [*vars(value).values(), *value.__bases__] if _is_own(value) else []
-        elif _is_own(type(value)):
+            waiting += [*vars(value).values(), *value.__bases__] if is_own(value) else []
+        elif is_own(type(value)):
             waiting.append(type(value))
 
 
@@ -203,7 +203,7 @@ def is_foreign(function: types.FunctionType) -> bool:
     return (function.__module__ or "").partition(".")[0] == "lagom" or is_installed(function.__code__.co_filename)
 
 
-def _is_own(cls: type) -> bool:
+def is_own(cls: type) -> bool:
     """Return whether the user wrote ``cls``."""
     if cls.__module__ == "__main__":
         return True

@@ -109,15 +109,22 @@ def restore_buffers(copies: Sequence[tuple[Tensor, Tensor]]) -> None:
 
 
 def parameter_checksums(module: nn.Module) -> list[int]:
-    """Return a checksum of each strided parameter: the sum of the bits of at most a million elements."""
-    marks = []
-    for parameter in module.parameters():
-        if parameter.layout == torch.strided and not parameter.is_meta and parameter.itemsize in _BITS:
-            flat = parameter.detach().reshape(-1)
-            some = torch.view_as_real(flat) if flat.is_complex() else flat
-            some = some[:: -(-len(some) // _MANY)] if len(some) > _MANY else some
-            marks.append(int(some.contiguous().view(_BITS[some.itemsize]).sum(dtype=torch.int64)))
-    return marks
+    """Return the checksum of each parameter that has one."""
+    return [mark for parameter in module.parameters() if (mark := tensor_checksum(parameter)) is not None]
+
+
+def tensor_checksum(tensor: Tensor) -> int | None:
+    """Return the sum of the bits of at most a million elements; None if the tensor has no dense memory."""
+    if tensor.layout != torch.strided or tensor.is_meta or tensor.itemsize not in _BITS:
+        return None
+    flat = tensor.detach().reshape(-1)
+    some = torch.view_as_real(flat) if flat.is_complex() else flat
+    some = (some[:: -(-len(some) // _MANY)] if len(some) > _MANY else some).contiguous()
+    if some.numel() * some.itemsize % 8:
+        return int(some.view(_BITS[some.itemsize]).sum(dtype=torch.int64))
+    # A sum of 8 bytes at a time takes a tenth of the time; torch wants them aligned.
+    aligned = some.clone() if some.storage_offset() * some.itemsize % 8 else some
+    return int(aligned.view(torch.int64).sum())
 
 
 _MANY = 1 << 20

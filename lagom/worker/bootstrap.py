@@ -28,6 +28,7 @@ from lagom.run_state.cuda_device import move_to_device
 from lagom.run_state.leaves import Leaves
 from lagom.run_state.random_streams import seed_everything
 from lagom.search.on_rank.reports import report_logged_values
+from lagom.session.call_changes import CallChanges
 from lagom.session.patched import patched
 from lagom.session.session import Session
 from lagom.verify.on_rank.rehearsal import kept_output, numbered_parameters, rehearse
@@ -46,8 +47,8 @@ from lagom.world import Place, place_set
 
 Returned = dict[str, Any]
 """Dict with ``value``, the function's return value (in a rehearsal its ``Record``); ``samples``, the number of samples
-that this rank trained on; and ``random``, the final states of those random generators that began in the driver's state,
-only on rank 0, and only if there are any."""
+that this rank trained on; and only on rank 0, if there are any: ``random``, the final states of those random generators
+that began in the driver's state, and ``changed``, names of the program's objects that the function has changed."""
 
 
 def run(
@@ -108,28 +109,34 @@ def run(
         stack.enter_context(seeded(plan.config.seed, call.random_states))
         # A snapshot is restored in ``_function``, when standard output is what the program will write to.
         output = stack.enter_context(kept_output()) if leaves is not None else None
-        function = _function(session, call, stack)
+        function, changes = _function(session, call, stack)
         if seat is not None:  # without a seat, the program's forks belong to the caller
             stack.enter_context(end_forks())
         if leaves is not None:
             return {"value": rehearse(session, leaves, function, output), "samples": session.samples_trained}
-        return _returned(session, call, function)
+        return _returned(session, call, function, changes)
 
 
-def _function(session: Session, call: Call, stack: ExitStack) -> Callable[[], Any]:
-    """Return a function that calls the training function, or its remaining part if the run resumes from a snapshot."""
+def _function(session: Session, call: Call, stack: ExitStack) -> tuple[Callable[[], Any], CallChanges | None]:
+    """Return a function that calls the training function, or its remaining part if the run resumes from a snapshot.
+
+    The second item remembers the objects that the training function may change; None if nobody is to know.
+    """
     reporter, snapshots = Reporter(session), session.snapshots
-    rest = None
+    rest, changes = None, None
     if snapshots is not None:
         stack.enter_context(snapshots.program.installed())
         rest = snapshots.prepare(call, {"reporter": reporter})
     if rest is None:
         positional, named = arguments(call.function, MadeArguments(dict(call.provided) | {"reporter": reporter}))
         rest = functools.partial(call.function, *positional, **named)
-    return rest if snapshots is None else functools.partial(snapshots.program.run, rest)
+        plan, is_trial = session.plan, session.trial is not None
+        if session.rank == 0 and plan.launcher != "inline" and plan.rehearsal is None and not is_trial:
+            changes = CallChanges(call, reads_parameters=plan.config.zero_lvl < 3)
+    return (rest if snapshots is None else functools.partial(snapshots.program.run, rest)), changes
 
 
-def _returned(session: Session, call: Call, function: Callable[[], Any]) -> Returned:
+def _returned(session: Session, call: Call, function: Callable[[], Any], changes: CallChanges | None) -> Returned:
     examined = session.debugger.post_mortem() if session.debugger is not None else nullcontext()
     with OutOfMemoryReport(session), DiskFullReport(session), examined:
         session.is_called = True
@@ -138,6 +145,8 @@ def _returned(session: Session, call: Call, function: Callable[[], Any]) -> Retu
         if session.device.type != "cpu" and not session.plan.names_gpu:
             value = move_to_device(value, torch.device("cpu"))
     returned = {"value": value, "samples": session.samples_trained}
+    if changes is not None and (names := changes.names(value)):
+        returned["changed"] = names
     if session.rank == 0 and call.random_states is not None:
         returned["random"] = {name: state for name, state in random_states().items() if name in call.random_states}
     return returned
