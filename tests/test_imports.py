@@ -16,8 +16,6 @@ import pytest
 
 from tests.sources import ROOT, without_collections
 
-LARGEST_ROOM = 18  # files, beside __init__.py
-
 ROOMS = {
     # What driver and ranks share; needs no torch.
     "call": "",
@@ -177,11 +175,6 @@ def test_no_module_name_is_there_twice() -> None:
     names = Counter(name.rsplit(".", 1)[-1] for name in read() if not name.startswith("lagom.compat"))
     packages = {room.rsplit(".", 1)[-1] for room in ROOMS}
     assert [name for name, count in names.items() if count > 1 and name not in packages] == []
-
-
-def test_a_room_can_be_seen_at_a_glance() -> None:
-    sizes = Counter(_room(name) for name in read() if name not in _PACKAGES and not name.startswith("lagom.compat"))
-    assert {room: size for room, size in sizes.items() if size > LARGEST_ROOM} == {}
 
 
 def test_what_launches_on_spark_comes_without_torch() -> None:

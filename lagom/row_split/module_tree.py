@@ -90,7 +90,7 @@ class ModuleTree:
             return replace(calls, findings={}), 0, [], []
         around, fresh = listed.surroundings, Surroundings(inside)
         places = around.find_in(fresh)
-        flags, states = around.flags(), tuple(map(_module_state, inside))
+        flags, states = around.flags(), tuple(map(module_state, inside))
 
         def in_order(all_flags: Sequence[object]) -> tuple[object, ...]:
             return tuple([all_flags[index] for index, _ in places])
@@ -115,7 +115,7 @@ class ModuleTree:
             return calls
         around = self.surroundings(module)
         around.keep(places)
-        flags, states = around.flags(), tuple(map(_module_state, inside))
+        flags, states = around.flags(), tuple(map(module_state, inside))
         for kind, finding in findings:
             own = _with_difference(kind.states, states), _with_difference(kind.flags, flags)
             calls.findings[kind._replace(states=own[0], flags=own[1])] = finding
@@ -207,7 +207,7 @@ def call_kind(candidate: SplitCandidate, surroundings: Surroundings, *, is_short
         else (leaf if isinstance(leaf, (bool, int, str, type(None))) else (type(leaf), _sign(leaf)))
         for leaf in candidate.leaves
     )
-    states = tuple(map(_module_state, candidate.inside))
+    states = tuple(map(module_state, candidate.inside))
     modes = (
         torch.is_grad_enabled(),
         torch.is_inference_mode_enabled(),
@@ -239,7 +239,7 @@ def _sign(leaf: object) -> int:
     return (leaf > 0) - (leaf < 0) if isinstance(leaf, float) else 0
 
 
-def _module_state(module: nn.Module) -> object:
+def module_state(module: nn.Module) -> tuple[Any, ...]:
     """Return the state of ``module`` that may change its forward's way: modes, hooks, and its own attributes."""
     state = module.__dict__
     hooked = [name for name in _HOOKS if state.get(name)]
