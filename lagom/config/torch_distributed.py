@@ -153,7 +153,7 @@ class TorchDistributedConfig:
         _one_of("sync_batchnorm", self.sync_batchnorm, (False, True))
         _one_of("allow_unencrypted_collectives", self.allow_unencrypted_collectives, (False, True))
         _one_of("verify", self.verify, (False, True))
-        if self.gradient_compression == "powersgd":
+        if str(self.gradient_compression) == "powersgd":
             raise ValueError("gradient_compression='powersgd' is gone; use 'fp16' or 'bf16'")
         _one_of("gradient_compression", self.gradient_compression, (None, *get_args(Compression)))
         _one_of("lr_scaling", self.lr_scaling, (None, *get_args(LrScaling)))
