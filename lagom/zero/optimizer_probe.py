@@ -17,13 +17,14 @@ from lagom.zero.probe_copies import (
     EVERY_OTHER,
     HALVES,
     capped_shape,
-    fill_gradient,
+    copy_group,
     initial_values,
+    set_gradients,
     typical_parameters,
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Collection, Sequence
 
     from torch.optim import Optimizer
 
@@ -95,7 +96,7 @@ class _Outcome(NamedTuple):
     values: list[torch.Tensor]
     """Values of all small parameters, also of those that were not stepped."""
     settings: list[dict[str, Any]]
-    """Plain values in the groups and attributes of the copy; the step of some optimizers changes these."""
+    """Plain values in each group, and last in the attributes of the copy; the step of some optimizers changes these."""
     states: dict[int, Any]
     """The stepped piece and its optimizer state, by index of the small parameter."""
 
@@ -107,18 +108,24 @@ class _Probe:
         self._dtype = dtype
         self._closure = closure
         self.changes_gradients = False
+        self._ignored: frozenset[str] = frozenset()
+        """Attributes that may differ between ranks, since no step depends on them."""
 
     def kind(self) -> ShardingKind:
         whole = self._step_copy(lambda small, _: [small])
         start = [initial_values(small, self._dtype) for small in whole.values]
-        moved = max((float((a - b).abs().max()) for a, b in zip(whole.values, start, strict=True)), default=0.0)
+        changes = [float((a - b).abs().max()) for a, b in zip(whole.values, start, strict=True)]
+        moved = max(changes, default=0.0)
         if not 0 < moved < float("inf"):
             return ShardingKind.COUPLED  # nothing to compare
+        if any((one > 0) != (twin > 0) for one, twin in zip(changes[::2], changes[1::2], strict=True)):
+            return ShardingKind.COUPLED  # it steps parameters that it holds elsewhere than in its groups
         try:
             nothing = self._step_copy(lambda *_: [])  # a rank may have no part of a group: its list is then empty
         except Exception:
             return ShardingKind.COUPLED
-        if nothing.settings != whole.settings:
+        self._ignored = self._find_ignorable(nothing, whole)
+        if not self._have_equal_settings(nothing, whole):
             return ShardingKind.COUPLED
         limit = _TOLERANCE[self._dtype] * moved
         for kind, parts in ((ShardingKind.ELEMENTWISE, HALVES), (ShardingKind.BY_PARAMETER, EVERY_OTHER)):
@@ -132,6 +139,33 @@ class _Probe:
                 return kind
         return ShardingKind.COUPLED
 
+    def _find_ignorable(self, nothing: _Outcome, whole: _Outcome) -> frozenset[str]:
+        """Return the private flags that only a step with parameters changes, if no step depends on them.
+
+        An example is the flag of ``SGD(fused=True)`` that says that types have yet to be checked. A copy that has the
+        first values of these flags before each step must give the results of ``whole``. Not ignored are public
+        attributes, which the program may read, and values of other types, such as a cached number of elements.
+        """
+        left, right = nothing.settings[-1], whole.settings[-1]
+        found = frozenset(
+            key
+            for key, value in right.items()
+            if key.startswith("_") and value in ("True", "False") and left.get(key) != value
+        )
+        if found:
+            again = self._step_copy(lambda small, _: [small], reset=found)
+            if not all(map(torch.equal, again.values, whole.values)):
+                return frozenset()
+        return found
+
+    def _have_equal_settings(self, one: _Outcome, other: _Outcome) -> bool:
+        """Return whether the settings of two copies are equal, apart from those that no step depends on."""
+        left, right = (
+            {key: value for key, value in outcome.settings[-1].items() if key not in self._ignored}
+            for outcome in (one, other)
+        )
+        return one.settings[:-1] == other.settings[:-1] and left == right
+
     def _agree(
         self,
         whole: _Outcome,
@@ -142,7 +176,7 @@ class _Probe:
     ) -> bool:
         """Return whether each part changed as in the step of whole parameters, and nothing outside the part changed."""
         for outcome, mine, other in zip(apart, parts, parts[::-1], strict=True):
-            if outcome.settings != whole.settings:
+            if not self._have_equal_settings(outcome, whole):
                 return False
             for i, (value, wanted, before) in enumerate(zip(outcome.values, whole.values, start, strict=True)):
                 pairs = [*zip(mine(value, i), mine(wanted, i), strict=True)]
@@ -152,13 +186,20 @@ class _Probe:
                     return False
         return True
 
-    def _step_copy(self, part: Part) -> _Outcome:
-        """Step ``part`` of each parameter of a copy, and return the outcome."""
+    def _step_copy(self, part: Part, reset: Collection[str] = ()) -> _Outcome:
+        """Step ``part`` of each parameter of a copy, and return the outcome.
+
+        Before each step the attributes named in ``reset`` get the values that they had at first.
+        """
         clone, groups = self._copy_optimizer()
+        first = {key: vars(clone)[key] for key in reset if key in vars(clone)}
         for group, smalls in zip(clone.param_groups, groups, strict=True):
             group["params"] = [piece for i, small in enumerate(smalls) for piece in part(small, i)]
         for number in range(_NUM_STEPS):
-            given = _set_gradients(clone, groups, part, number)
+            for key in reset:
+                vars(clone).pop(key, None)
+            vars(clone).update(first)
+            given = set_gradients(clone, groups, part, number)
             if self._closure:
                 self._step(clone, _constant_closure)
             else:
@@ -203,7 +244,7 @@ class _Probe:
             elif key.endswith("_hooks"):
                 value = OrderedDict()
             elif key == "param_groups":
-                value = [_copy_group(group, smalls, memo) for group, smalls in zip(value, groups, strict=True)]
+                value = [copy_group(group, smalls, memo) for group, smalls in zip(value, groups, strict=True)]
             else:
                 value = copy.deepcopy(value, memo)
             vars(clone)[key] = value
@@ -220,31 +261,6 @@ class _Probe:
                 found.append(initial_values(small, self._dtype).requires_grad_())
             memo[id(p)] = found[-2]
         return found
-
-
-def _copy_group(group: dict[str, Any], smalls: list[torch.Tensor], memo: dict[int, Any]) -> dict[str, Any]:
-    found = {key: copy.deepcopy(value, memo) for key, value in group.items() if key not in ("params", "lr")}
-    rate = group.get("lr")
-    if "lr" in group:  # a warm-up begins with a learning rate of 0, with which no parameter would change
-        found["lr"] = torch.full_like(rate, 1e-2) if isinstance(rate, torch.Tensor) else 1e-2
-    return {"params": list(smalls), **found}
-
-
-def _set_gradients(
-    clone: Any, groups: list[list[torch.Tensor]], part: Part, number: int
-) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Set the gradients of the stepped pieces for step ``number``; return each piece with a copy of its gradient."""
-    given = []
-    for group, smalls in zip(clone.param_groups, groups, strict=True):
-        pieces = iter(group["params"])
-        for i, small in enumerate(smalls):
-            gradient = torch.empty_like(small, requires_grad=False)
-            fill_gradient(gradient, number + i + 2)
-            for one in part(gradient, i):
-                piece = next(pieces)
-                piece.grad = one.detach().clone()
-                given.append((piece, one.detach()))
-    return given
 
 
 def _has_separable_state(whole: _Outcome, *halves: _Outcome) -> bool:
@@ -300,4 +316,8 @@ def _constant_closure() -> torch.Tensor:
 #
 # An optimizer is coupled if it draws random numbers (ranks would draw different amounts), cannot be copied, raises when
 # it is stepped in parts, changes no parameter of the copy, drops gradients, is differentiable, or holds its parameters
-# elsewhere than in its groups (LBFGS). A coupled optimizer gives the right results, and saves nothing.
+# elsewhere than in its groups (LBFGS): then one of two copies of a parameter moves, and the other does not. A coupled
+# optimizer gives the right results, and saves nothing.
+#
+# A rank without any part keeps the settings of an optimizer that has stepped nothing. So these must be those of the
+# others, but for private flags on which no step depends: torch's fused SGD and Adagrad check types once, and note it.

@@ -1,8 +1,9 @@
-"""Small copies of parameters for the optimizer probe: their shapes, values, gradients and parts."""
+"""Small copies of parameters for the optimizer probe: their groups, shapes, values, gradients and parts."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import copy
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.nn.parameter import is_lazy
@@ -68,3 +69,29 @@ def fill_gradient(tensor: torch.Tensor, number: int) -> None:
     places = torch.arange(1, tensor.numel() + 1, dtype=tensor.dtype, device=tensor.device)
     values = torch.sin(places * (1.3 + 0.7 * number)) * (0.1 + places / tensor.numel())
     tensor.copy_(values.view(tensor.shape))
+
+
+def copy_group(group: dict[str, Any], smalls: list[torch.Tensor], memo: dict[int, Any]) -> dict[str, Any]:
+    """Return a copy of a group's settings with the parameters ``smalls``, and a learning rate of 0.01."""
+    found = {key: copy.deepcopy(value, memo) for key, value in group.items() if key not in ("params", "lr")}
+    rate = group.get("lr")
+    if "lr" in group:  # a warm-up begins with a learning rate of 0, with which no parameter would change
+        found["lr"] = torch.full_like(rate, 1e-2) if isinstance(rate, torch.Tensor) else 1e-2
+    return {"params": list(smalls), **found}
+
+
+def set_gradients(
+    clone: Any, groups: list[list[torch.Tensor]], part: Part, number: int
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Set the gradients of the stepped pieces for step ``number``; return each piece with a copy of its gradient."""
+    given = []
+    for group, smalls in zip(clone.param_groups, groups, strict=True):
+        pieces = iter(group["params"])
+        for i, small in enumerate(smalls):
+            gradient = torch.empty_like(small, requires_grad=False)
+            fill_gradient(gradient, number + i + 2)
+            for one in part(gradient, i):
+                piece = next(pieces)
+                piece.grad = one.detach().clone()
+                given.append((piece, one.detach()))
+    return given

@@ -168,3 +168,36 @@ def test_nothing_is_left_behind() -> None:
     assert all(p.grad is None for p in params)
     assert not optimizer.state
     assert torch.equal(torch.get_rng_state(), before[1])
+
+
+class Flagged(Optimizer):
+    """Sets ``name`` from True to False by its first step; with ``counts``, the flag changes that step."""
+
+    def __init__(self, params: Any, name: str, counts: bool) -> None:
+        self.name, self.counts = name, counts
+        setattr(self, name, True)
+        super().__init__(params, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        first = getattr(self, self.name)
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.sub_(p.grad, alpha=group["lr"] * (2 if first and self.counts else 1))
+                setattr(self, self.name, False)
+
+
+def test_a_flag_that_no_step_depends_on_is_ignored() -> None:
+    assert found(Flagged(_params(), "_is_unchecked", False)) is ShardingKind.ELEMENTWISE
+    assert found(Flagged(_params(), "_is_unchecked", True)) is ShardingKind.COUPLED
+    assert found(Flagged(_params(), "unchecked", False)) is ShardingKind.COUPLED  # the program may read it
+    fused = SGD(_params(), 0.1, fused=True)
+    assert found(fused) is ShardingKind.ELEMENTWISE
+    assert found(copy.deepcopy(fused)) is ShardingKind.ELEMENTWISE  # a copy has no flag before its first step
+
+
+def test_parameters_held_elsewhere_than_in_the_groups() -> None:
+    matrices = [nn.Parameter(torch.randn(72, 72, dtype=torch.float64)) for _ in range(2)]
+    kinds: list[dict[str, Any]] = [{}, {"line_search_fn": "strong_wolfe"}]
+    for options in kinds:
+        assert found(LBFGS(matrices, **options), closure=True) is ShardingKind.COUPLED
