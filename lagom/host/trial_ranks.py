@@ -54,7 +54,7 @@ class TrialRanks:
 
     def begin(self, trial: Message) -> bool:
         """Hand the ranks their trial; return whether all are there, and none was killed while it waited."""
-        message = {name: trial[name] for name in ("change", "metric", "env")} | {"type": "trial"}
+        message = {name: trial[name] for name in ("number", "change", "metric", "env")} | {"type": "trial"}
         threads = chosen_threads(self._spec) or trial["threads"]
         try:
             for rank, seat in zip(self._ranks, self._seats(trial["gpus"]), strict=True):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import gc
 from contextlib import ExitStack, contextmanager
 from types import ModuleType
 from typing import TYPE_CHECKING
@@ -10,6 +12,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 _NOTHING = object()
+_HEAP_TYPE = 1 << 9
+"""Py_TPFLAGS_HEAPTYPE, a flag of types that are made at run time: all classes in Python."""
 _active: dict[int, tuple[object, str, object]] = {}
 """Owner, name and earlier value of each replaced attribute, in the order of replacement.
 
@@ -24,7 +28,7 @@ def replaced(owner: object, name: str, value: object) -> Iterator[None]:
     before = vars(owner).get(name, _NOTHING)
     entry = owner, name, before
     _active[id(entry)] = entry
-    setattr(owner, name, value)
+    _set(owner, name, value)
     try:
         yield
     finally:
@@ -59,4 +63,14 @@ def _put_back(owner: object, name: str, before: object) -> None:
     if before is _NOTHING:
         delattr(owner, name)
     else:
-        setattr(owner, name, before)
+        _set(owner, name, before)
+
+
+def _set(owner: object, name: str, value: object) -> None:
+    if not isinstance(owner, type) or owner.__flags__ & _HEAP_TYPE:
+        setattr(owner, name, value)
+        return
+    # Python refuses to set an attribute of a type written in C, such as torch.Generator, whose own dict takes it.
+    (attributes,) = gc.get_referents(owner.__dict__)
+    attributes[name] = value
+    ctypes.pythonapi.PyType_Modified(ctypes.py_object(owner))

@@ -2,6 +2,6 @@
 
 State without patches: ``loader_pass.py`` (current batch and this rank's share), ``batch_origin.py`` (the batch that a
 tensor comes from), ``leaves.py`` (parameters that a backward reaches), ``random_streams.py`` (generators that draw the
-same numbers on all ranks, and generators that draw different ones). Only ``cuda_device.py`` and ``mixed_devices.py``
-patch torch, for programs that name no GPU.
+same numbers on all ranks, and generators that draw different ones). Patches: ``cuda_device.py`` and
+``mixed_devices.py``, for programs that name no GPU; ``fresh_seeds.py``, for programs that ask for a fresh seed.
 """

@@ -111,6 +111,13 @@ class OwnStreams:
         self._device = device
         self._on_cuda = device.type == "cuda"
         self._cuda: Any = None
+        self._fetching_thread: int | None = None
+        """The thread that draws in ``in_fetch``."""
+
+    @property
+    def is_fetching(self) -> bool:
+        """Whether this thread fetches samples with the rank's own streams."""
+        return self._fetching_thread == threading.get_ident()
 
     def _seed_streams(self) -> None:
         origin = self._seed_of_run
@@ -131,12 +138,14 @@ class OwnStreams:
         with DRAWING:
             if self._torch is None:
                 self._seed_streams()
-            common = random.getstate()
+            common, outer = random.getstate(), self._fetching_thread
             random.setstate(self._random)
+            self._fetching_thread = threading.get_ident()
             try:
                 with self.in_forward(), self._swap_numpy():
                     yield
             finally:
+                self._fetching_thread = outer
                 self._random = random.getstate()
                 random.setstate(common)
 

@@ -26,6 +26,7 @@ from lagom.optimizers.zero_steps import shard_steps
 from lagom.patching.object_reference import swappable_tensors
 from lagom.row_split.row_losses import share_losses
 from lagom.row_split.slicer import watch_packing
+from lagom.run_state.fresh_seeds import equal_fresh_seeds
 from lagom.run_state.mixed_devices import meet_on
 from lagom.run_state.random_streams import OwnStreams
 from lagom.timing.program_spans import recorded_calls
@@ -60,6 +61,8 @@ def patched(session: Session) -> Iterator[None]:
             session.say_once(line)
         stack.enter_context(own_init_process_group(session))
         stack.enter_context(swappable_tensors())
+        if (distributed or session.plan.rehearsal is not None) and not session.plan.already_distributed:
+            stack.enter_context(equal_fresh_seeds(session, streams))
         on_cuda = session.device.type == "cuda"
         moves = on_cuda and not session.plan.names_gpu
         if not distributed and (moves or session.config.backend == "deepspeed"):

@@ -105,7 +105,7 @@ class RankCall:
         os.environ.update(trial["env"])
         own = {name: trial[name] for name in ("gpu", "gpu_index", "nccl", "threads")}
         self._seat = dataclasses.replace(self._seat, **own)
-        self._trial = Trial(self._heart.ask, trial["metric"])
+        self._trial = Trial(self._heart.ask, trial["metric"], trial["number"])
         self._change = base64.b64decode(trial["change"])
 
     def _outcome(self) -> tuple[Parcel, Message]:

@@ -17,9 +17,10 @@ class TrialPruned(BaseException):
 class Trial:
     """Sends the reports of a trial to the driver, and ends the trial when the driver says so."""
 
-    def __init__(self, ask: Callable[[dict[str, Any]], Mapping[str, Any]], metric: str) -> None:
+    def __init__(self, ask: Callable[[dict[str, Any]], Mapping[str, Any]], metric: str, number: int = 0) -> None:
         """Report values of ``metric`` with ``ask``, which sends a message to the driver and returns the answer."""
         self._ask = ask
+        self.number = number
         self.metric = metric
         self.logged: float | None = None
         """The last value logged by the reporter, MLflow or TensorBoard: the metric, if the function returns nothing."""
