@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import fields, replace
@@ -35,6 +34,7 @@ from lagom.search.ablate import ablate
 from lagom.search.ablation_result import AblationResult
 from lagom.search.search import search
 from lagom.search.search_result import SearchResult
+from lagom.timings import Timings
 from lagom.verify.rehearsals import verify
 from lagom.verify.verification import say_not_rehearsed, show
 from lagom.worker.process_settings import process_settings
@@ -84,15 +84,18 @@ def lagom(train: Callable[..., Any], config: TorchDistributedConfig) -> Result |
         return search(train, config)
     if isinstance(config, AblationConfig):
         return ablate(train, config)
-    started = time.monotonic()
+    timings = Timings()
     provided = checked(train, config)
     launcher = choose(config.launcher)
     name = function_name(train)
     cluster = launcher.cluster()
     the_plan = plan(config, cluster, name, **facts_of_code(train, provided, cluster))
+    timings.end("prepare")
+    written = write_frame(provided)
+    timings.end("frame" if any(written[name] is not provided[name] for name in _SETS & provided.keys()) else "prepare")
     call = Call(
         function=train,
-        provided=write_frame(provided),
+        provided=written,
         random_states=random_start(config),
         settings=process_settings(),
         sources=source_files(train, *provided.values(), *config.hparams.values())
@@ -103,12 +106,14 @@ def lagom(train: Callable[..., Any], config: TorchDistributedConfig) -> Result |
         if the_plan.already_distributed:
             say_not_rehearsed(name)
         else:
+            timings.end("prepare")
             show(verify(launcher, the_plan, call))
-    with run_records(config, the_plan, launcher.where(), source_of(train)) as records:
+            timings.end("verify")
+    with run_records(config, the_plan, launcher.where(), source_of(train), began=timings.began) as records:
         snapshots = keep_call(records, the_plan, call, source_of(train))
         with _kept_for(snapshots, records):
             try:
-                return _run(launcher, the_plan, call, records, snapshots, started)
+                return _run(launcher, the_plan, call, records, snapshots, timings)
             except (Exception, KeyboardInterrupt) as error:
                 _cut_frames(error, the_plan)
                 raise error  # in Python 3.10, a bare raise would restore the frames
@@ -133,22 +138,27 @@ def resume(
         ValueError: if there is no such run.
         Exception: as ``lagom``.
     """
-    started = time.monotonic()
+    timings = Timings()
     with _kept_run(run_dir) as (run, call, snapshots, upload):
         folder = snapshots.run_dir
         if (kept := read_result(snapshots)) is not None:
-            value, values, seconds = kept
+            value, values, parts = kept
             sys.stderr.write(f"lagom: {run.name}: the run had ended already; nothing is computed again\n")
-            return Result(value, values, seconds=seconds, name=run.name, where="", run_dir=folder, upload=upload)
+            seconds = sum(parts.values())
+            return Result(
+                value, values, seconds=seconds, timings=parts, name=run.name, where="", run_dir=folder, upload=upload
+            )
         changed: dict[str, Any] = {"world_size": world_size, "launcher": launcher}
         config = replace(run.config, **{name: value for name, value in changed.items() if value is not None})
         chosen = choose(config.launcher)
         cluster = chosen.cluster()
         facts = facts_of_code(call.function, call.provided, cluster) | {"already_distributed": False}
         the_plan = plan(config, cluster, run.name, **facts)
-        with run_records(config, the_plan, chosen.where(), run.source, folder, upload) as records:
+        began = timings.began
+        with run_records(config, the_plan, chosen.where(), run.source, folder, upload, began=began) as records:
+            timings.add_earlier(records.earlier_s if records is not None else 0.0)
             try:
-                return _run(chosen, the_plan, call, records, snapshots, started)
+                return _run(chosen, the_plan, call, records, snapshots, timings)
             except (Exception, KeyboardInterrupt) as error:
                 _cut_frames(error, the_plan)
                 raise error  # as in lagom()
@@ -216,23 +226,28 @@ def _run(
     call: Call,
     records: RunRecords | None,
     snapshots: SnapshotFolder | None,
-    started: float,
+    timings: Timings,
 ) -> Result:
     with frames_of_run(call.provided, snapshots):
-        outcomes, failures = run_attempts(launcher, the_plan, call, records, snapshots)
+        timings.end("prepare")
+        outcomes, failures = run_attempts(launcher, the_plan, call, records, snapshots, timings)
         returned = [outcome.load() for outcome in outcomes]
         value, values = _values(returned, the_plan)
-        seconds = time.monotonic() - started
+        for part, seconds in returned[0].get("timings", {}).items():
+            timings.end(part, seconds)
+        timings.end("collect")
         if snapshots is not None:
-            keep_result(snapshots, value, values, seconds)
+            keep_result(snapshots, value, values, timings.parts())
     if changed := returned[0].get("changed"):
         _say_changed(changed, the_plan.name, records)
     if records is not None:
-        records.ended({"outcome": "returned", "value": value, "per_rank": values})
+        ended = {"outcome": "returned", "value": value, "per_rank": values}
+        records.ended(ended, timings.seconds(), timings.parts())
     return Result(
         value,
         values,
-        seconds=seconds,
+        seconds=timings.seconds(),
+        timings=timings.parts(),
         name=the_plan.name,
         where=launcher.where(),
         run_dir=records.folder if records is not None else None,
@@ -263,6 +278,7 @@ def _say_changed(names: Sequence[str], name: str, records: RunRecords | None) ->
 
 
 _MAX_NAMES = 6
+_SETS = {"train_set", "test_set"}
 _command_line: tuple[TorchDistributedConfig, Collection[str]] | None = None
 
 

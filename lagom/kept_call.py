@@ -140,11 +140,11 @@ def read_call(folder: Path) -> Iterator[tuple[KeptRun, Call, SnapshotFolder]]:
         sys.path[:] = path
 
 
-def keep_result(folder: SnapshotFolder, value: Any, values: list[Any], seconds: float) -> None:
+def keep_result(folder: SnapshotFolder, value: Any, values: list[Any], timings: dict[str, float]) -> None:
     """Write the result of a run and remove its snapshots; keep them if the result cannot be pickled or written."""
     partial = f"{folder.path}/.result"
     try:
-        _write(partial, (value, values, seconds))
+        _write(partial, (value, values, timings))
         os.replace(partial, folder.result)
     except (PayloadError, OSError):  # the snapshots stay, from which ``resume`` computes the result again
         with suppress(OSError):
@@ -153,11 +153,11 @@ def keep_result(folder: SnapshotFolder, value: Any, values: list[Any], seconds: 
         folder.remove_all()  # the run has ended, so nothing resumes from its snapshots
 
 
-def read_result(folder: SnapshotFolder) -> tuple[Any, list[Any], float] | None:
+def read_result(folder: SnapshotFolder) -> tuple[Any, list[Any], dict[str, float]] | None:
     """Return what ``keep_result`` has written; None if the run has not ended."""
     if not os.path.exists(folder.result):
         return None
-    found: tuple[Any, list[Any], float] = _read(folder.result)
+    found: tuple[Any, list[Any], dict[str, float]] = _read(folder.result)
     return found
 
 

@@ -73,12 +73,15 @@ def run_records(
     source: str | None,
     folder: Path | None = None,
     upload: Upload | None = None,
+    *,
+    began: float,
 ) -> Iterator[RunRecords | None]:
     """Open new records of the run, or the records in ``folder``; record an error that the context raises.
 
     Yield None if the config keeps no records, or if the default folder cannot be written to.
 
     Args:
+        began: monotonic time of the call, from which the records count seconds.
         folder: records of an earlier process of the same run, with their ``upload``, if they are kept at a URL.
 
     Raises:
@@ -95,9 +98,9 @@ def run_records(
     facts |= {name: getattr(the_plan, name) for name in ("world_size", "gpu", "ranks_per_slot")}
     facts |= {name: getattr(config, name) for name in ("seed", "zero_lvl")}
     if folder is not None:
-        records: RunRecords | None = RunRecords(folder.resolve(), facts, upload)
+        records: RunRecords | None = RunRecords(folder.resolve(), facts, upload, began=began)
     else:
-        records = new_records(config.run_dir, config.run_dir == DEFAULT_RUN_DIR, facts)
+        records = new_records(config.run_dir, config.run_dir == DEFAULT_RUN_DIR, facts, began)
     try:
         yield records
     except BaseException as error:

@@ -9,6 +9,7 @@ import urllib.parse
 import webbrowser
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from lagom.monitor.notebook import notebook
@@ -80,6 +81,7 @@ class Result(Mapping[str, Any]):
         per_rank: list[Any],
         *,
         seconds: float,
+        timings: Mapping[str, float] = MappingProxyType({}),
         name: str = "",
         where: str = "",
         run_dir: Path | None = None,
@@ -91,6 +93,7 @@ class Result(Mapping[str, Any]):
         self._value = value
         self._per_rank = tuple(per_rank)
         self._seconds = seconds
+        self._timings = dict(timings)
         self._name = name
         self._where = where
         self._run_dir = run_dir
@@ -114,8 +117,18 @@ class Result(Mapping[str, Any]):
 
     @property
     def seconds(self) -> float:
-        """Wall-clock seconds from the call to the result."""
+        """Wall-clock seconds from the call to the result: the sum of ``timings``."""
         return self._seconds
+
+    @property
+    def timings(self) -> dict[str, float]:
+        """Seconds of each part of the run that took time, in order.
+
+        "earlier": earlier processes of a resumed run; "prepare": checks, plan and sources; "frame": the DataFrame
+        written; "verify": rehearsals; "lost": attempts that were lost; "slots": the call sent, and the wait for slots;
+        "start": ranks start, and unpack the call; "function": the function itself; "collect": the result collected.
+        """
+        return dict(self._timings)
 
     @property
     def failures(self) -> list[dict[str, Any]]:

@@ -24,6 +24,7 @@ ROOMS = {
     "control_groups": "",
     "errors": "",
     "random_states": "numpy torch",
+    "timings": "",
     "world": "",
     "config": "errors",
     "plan": "cluster config errors",
@@ -35,12 +36,12 @@ ROOMS = {
     "debugger": "config errors monitor patching plan random_states restart row_split wire",
     "wire": "errors plan restart cryptography",
     "monitor": "wire",
-    "records": "errors monitor restart wire fsspec pyarrow",
+    "records": "errors monitor restart timings wire fsspec pyarrow",
     # The driver.
     "aggregate": "contents",
     "result": "config monitor records",
     "launchers": "call cluster config control_groups data.parquet debugger errors executor host monitor payload plan "
-    "program records restart wire worker world cloudpickle numpy pyarrow pyspark torch",
+    "program records restart timings wire worker world cloudpickle numpy pyarrow pyspark torch",
     "verify": "call config errors kept_call launchers plan records restart verify.on_rank",
     "search": "aggregate call cluster config errors launchers monitor payload plan preparation program random_states "
     "records result search.on_rank search.pages search.samplers search.slots wire worker optuna pandas",
@@ -52,7 +53,7 @@ ROOMS = {
     "kept_call": "call config errors payload plan program records restart snapshots",
     "preparation": "cluster config debugger errors launchers plan program random_states records",
     "experiment": "aggregate call config kept_call launchers plan preparation program random_states records restart "
-    "result search verify worker",
+    "result search timings verify worker",
     "doctor": "__init__ call collectives config control_groups errors launchers memory_plan plan worker world torch",
     "horovodrun": "__init__ torch",
     "cli": "__init__ cli_options config doctor errors experiment horovodrun launchers program records result search "

@@ -41,7 +41,6 @@ def serve_trials(
     link.send(join | {"cores": cores, "sees_driver": not ground.scratch})  # whether it sees the driver's files
     unread: list[Message] = []
     imports = TrialImports(spec)
-    imported: Sequence[str] = ()
 
     def fork() -> TrialRanks:
         return TrialRanks(spec, join, ground, link)
@@ -54,16 +53,16 @@ def serve_trials(
         if message["type"] == "over":
             _close(ranks)
             return
-        if imports.add(imported) or ranks is None or not ranks.begin(message):  # they lack libraries, or were killed
+        if imports.add() or ranks is None or not ranks.begin(message):  # they lack libraries, or were killed
             _close(ranks)
             ranks = fork()
             ranks.begin(message)
         begun, following = time.monotonic(), None
         with contextlib.suppress(OSError):  # no memory or process is left beside the trial: fork them after it
             following = fork()
-        reports = ranks.watch.supervise(following.pids if following is not None else ())
+        reports = ranks.watch.supervise([*(following.pids if following is not None else ()), *imports.pids])
         _report(message, ranks, reports, time.monotonic() - begun, link)
-        imported = next((report["imports"] for report in reports if "imports" in report), ())
+        imports.try_out(next((report["imports"] for report in reports if "imports" in report), ()))
         unread += ranks.watch.unread
         ranks.close()
         ranks = following

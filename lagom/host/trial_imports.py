@@ -15,6 +15,7 @@ from pathlib import Path
 from lagom.random_states import equal_random_states, random_states
 from lagom.wire.spec import RunSpec
 from lagom.worker.rank_environment import set_environment
+from lagom.worker.rank_process import die_with
 
 _MANY = 40
 """Number of modules from which importing them before the fork pays: a few hundred take a second in each trial."""
@@ -32,31 +33,61 @@ class TrialImports:
 
     def __init__(self, spec: RunSpec) -> None:
         self._tried: set[str] = set()
+        self._names: list[str] = []
+        self._child: int | None = None
+        """Process that tries to import ``_names``."""
         set_environment(spec.env, only=spec.whole_env)
 
-    def add(self, names: Sequence[str]) -> bool:
-        """Import ``names``, modules of installed packages that a trial has imported; return whether this was done.
+    @property
+    def pids(self) -> list[int]:
+        """The process that tries to import modules, if it has not ended."""
+        return [self._child] if self._child is not None else []
 
-        A child process imports them first. If the child crashes, takes more than ``_LIMIT_S``, draws random numbers or
-        starts threads (which do not survive a fork), this process imports nothing, and the trials import the modules
-        themselves. So they do if fewer than ``_MANY`` modules are new. No module is tried twice. A module whose import
-        raises an error is left out.
+    def try_out(self, names: Sequence[str]) -> None:
+        """Import ``names``, modules of installed packages that a trial has imported, in a child, while a trial runs.
+
+        Do nothing if fewer than ``_MANY`` modules are new, or a child is still at it. No module is tried twice.
         """
         new = [name for name in names if name not in sys.modules and name not in self._tried]
-        self._tried.update(new)
-        if len(new) < _MANY or not _is_harmless(new):
+        if self._child is None and len(new) >= _MANY:
+            self._tried.update(new)
+            self._names = new
+            with contextlib.suppress(OSError):  # there is no memory or process left
+                self._child = _fork_to_try(new)
+
+    def add(self) -> bool:
+        """Import the modules that a child has imported without harm; return whether this was done.
+
+        If the child crashed, took more than ``_LIMIT_S``, drew random numbers or started threads (which do not survive
+        a fork), this process imports nothing, and the trials import the modules themselves. So they do as long as the
+        child runs. A module whose import raises an error is left out.
+        """
+        if self._child is None:
+            return False
+        try:
+            pid, status = os.waitpid(self._child, os.WNOHANG)
+        except ChildProcessError:  # another part of this process has awaited it
+            pid, status = self._child, 1
+        if pid == 0:
+            return False
+        self._child = None
+        if status:
             return False
         from lagom.host.preload import look_at_loaded  # imports torch, which an executor may lack
 
-        _import(new)
+        _import(self._names)
         look_at_loaded()
         gc.collect()
         gc.freeze()
         return True
 
 
-def _is_harmless(names: Sequence[str]) -> bool:
-    """Return whether a child that imports ``names`` then has no other thread, and has drawn no random numbers."""
+def _fork_to_try(names: Sequence[str]) -> int:
+    """Fork a child that imports ``names``; its status is 0 if it then has no other thread, and drew no random numbers.
+
+    Return its process id.
+    """
+    parent = os.getpid()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # of threads, which this process does not have
         pid = os.fork()
@@ -65,12 +96,13 @@ def _is_harmless(names: Sequence[str]) -> bool:
         try:
             signal.signal(signal.SIGALRM, signal.SIG_DFL)
             signal.alarm(_LIMIT_S)
+            die_with(parent)
             before = random_states()
             _import(names)
             code = 0 if len(_threads()) == 1 and equal_random_states(random_states(), before) else 1
         finally:
             os._exit(code)
-    return os.waitpid(pid, 0)[1] == 0
+    return pid
 
 
 def _threads() -> list[str]:

@@ -18,6 +18,7 @@ from lagom.restart.history import Failure, RunHistory
 from lagom.restart.kept_snapshots import SnapshotFolder
 from lagom.restart.losses import Loss, loss_in
 from lagom.restart.prepared_files import put_back, remove_siblings
+from lagom.timings import Timings
 
 REPLACED_S = 4.0  # longest wait for the replacement of a lost executor, before a run begins again without it
 LAST_S = 90.0  # the same wait if the run cannot begin again without it
@@ -29,11 +30,13 @@ def run_attempts(
     call: Call,
     records: RunRecords | None = None,
     snapshots: SnapshotFolder | None = None,
+    timings: Timings | None = None,
 ) -> tuple[list[Outcome], list[Failure]]:
     """Run ``call`` under ``plan``, again after up to ``max_failures`` losses; return the last outcomes and all losses.
 
     Args:
         snapshots: folder of the run's snapshots; the first attempt goes on from the newest, if there is one.
+        timings: counts the time of lost attempts, and the last attempt's time until its ranks began.
 
     Raises:
         Exception: as ``raise_failure`` and ``Launcher.run``; after a loss only if attempts or slots do not suffice.
@@ -41,7 +44,11 @@ def run_attempts(
     attempts = _Attempts(launcher, plan, call, records, snapshots)
     history = attempts.history
     try:
-        return attempts.run(), history.failures
+        outcomes = attempts.run()
+        if timings is not None:
+            timings.end_at("lost", history.attempt_began_at if history.has_begun_again else None)
+            timings.end_at("slots", history.ranks_began_at)
+        return outcomes, history.failures
     except KeyboardInterrupt:
         attempts.say_how_to_go_on()
         raise
@@ -98,6 +105,7 @@ class _Attempts:
             Exception: the program's own error; it is returned if the attempt before had fewer ranks.
         """
         history = self.history
+        history.attempt_began()
         try:
             outcomes = self._launcher.run(self._now, self._call, self._records, history)
             reports = [outcome.report for outcome in outcomes if not outcome.report["ok"]]

@@ -64,6 +64,8 @@ class InlineLauncher:
                 "another thread of this process has a run with launcher='inline', which changes torch for the whole "
                 "process; wait for it, or use launcher='local'"
             )
+        if history is not None:
+            history.ranks_began()
         with contextlib.ExitStack() as stack:
             stack.callback(_running.release)
             folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="lagom-"))

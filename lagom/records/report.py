@@ -14,6 +14,7 @@ from lagom.records.chart import line_chart
 from lagom.records.json_values import loaded, numbers_first, text_of
 from lagom.records.run_dir import PROGRESS, RESULT, RUN
 from lagom.records.timeline_svg import timeline_section
+from lagom.timings import PARTS
 
 _TAIL = 16_384  # bytes of each rank's output that the page shows
 _MAX_RANKS = 16
@@ -51,6 +52,7 @@ def report(folder: Path) -> str:
     said = _tail(folder / "lagom.log")
     parts = [
         f"<h1>{_text(run['name'])}</h1><p>{_text(_headline(run, result))}</p>",
+        _timings(result.get("timings") or {}),
         _outcome(result),
         _failures(run.get("failures") or ()),
         f"<div class=charts>{charts}</div>" if events else "<p>No rank has told of its progress.</p>",
@@ -121,6 +123,25 @@ def _outcome(result: Mapping[str, Any]) -> str:
     return f"<p class=bad>{_text(text)}</p>" + (
         f"<pre>{_text(result['traceback'])}</pre>" if result.get("rank") is not None else ""
     )
+
+
+def _timings(parts: Mapping[str, float]) -> str:
+    """Return a bar of the run's time, divided into its parts, with a line for each part below."""
+    total = sum(parts.values())
+    if not total:
+        return ""
+    colours = dict(zip(PARTS, _PART_COLOURS, strict=True))
+    shown = {name: seconds for name, seconds in parts.items() if seconds >= 0.005 or seconds >= total / 100}
+    boxes = "".join(
+        f"<i style='flex:{seconds / total:.5f};background:{colours.get(name, '#888')}' title='{_text(name)}'></i>"
+        for name, seconds in parts.items()
+    )
+    lines = "".join(
+        f"<span><i style='background:{colours.get(name, '#888')}'></i>{_text(PARTS.get(name, name))} "
+        f"<b>{seconds:.2f} s</b></span>"
+        for name, seconds in shown.items()
+    )
+    return f"<div class=parts>{boxes}</div><div class=legend>{lines}</div>"
 
 
 def _failures(failures: Sequence[Mapping[str, Any]]) -> str:
@@ -243,6 +264,10 @@ def _text(value: object) -> str:
     return html.escape(str(value))
 
 
+_PART_COLOURS = (
+    "#8a8f98", "#b7bcc4", "#c99a2e", "#8e6bbf", "#c0392b", "#e0a458", "#5f9ed1", "#2a7f62", "#7a5c3e",
+)  # fmt: skip
+"""One for each of ``PARTS``."""
 _STYLE = """<style>
 :root { color-scheme: light dark }
 body { font: 15px/1.45 system-ui, sans-serif; max-width: 1080px; margin: 2em auto; padding: 0 1em;
@@ -256,6 +281,10 @@ th { text-align: left; padding-right: 1.5em; font-weight: 500; vertical-align: t
 @media (prefers-color-scheme: dark) {
   body { color: #ddd; background: #16181c } pre { background: #24272d } .good { color: #6fcf87 } .bad { color: #ff8a80 }
 }
+.parts { display: flex; height: 14px; border-radius: 3px; overflow: hidden; margin-top: .6em }
+.legend { font-size: 13px; margin: .3em 0 1em } .legend span { margin-right: 1.4em; white-space: nowrap }
+.legend i { display: inline-block; width: .8em; height: .8em; border-radius: 2px; margin-right: .4em }
+.legend b { font-weight: 600; font-variant-numeric: tabular-nums }
 .wraps { white-space: pre-wrap }
 td.whole { white-space: nowrap; padding-right: 1em }
 td { font-family: ui-monospace, monospace; font-size: 13px; word-break: break-word; white-space: pre-wrap }

@@ -69,10 +69,12 @@ class RunRecords:
         facts: Mapping[str, Any],
         upload: Upload | None = None,
         retention: Retention | None = None,
+        began: float | None = None,
     ) -> None:
         """Write to ``folder``, which may hold the records of an earlier process of the same run.
 
-        With ``retention``, older runs beside ``folder`` are removed when this run ends.
+        With ``retention``, older runs beside ``folder`` are removed when this run ends. Seconds are counted from the
+        monotonic time ``began``, by default from now on.
 
         Raises:
             OSError: if nothing can be written there, or another process writes to ``folder``.
@@ -86,7 +88,9 @@ class RunRecords:
         self.upload = upload
         """Upload to ``run_dir``, if ``run_dir`` is a URL; else None."""
         self.broken = False
-        self._started = time.monotonic() - recorded_seconds(folder / RESULT, folder / PROGRESS)
+        self.earlier_s = recorded_seconds(folder / RESULT, folder / PROGRESS)
+        """Seconds that earlier processes of the same run took."""
+        self._started = (time.monotonic() if began is None else began) - self.earlier_s
         source = facts.get("source")
         self._checkout = GitCheckout(Path(source).parent if source else Path.cwd())
         now = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
@@ -234,12 +238,17 @@ class RunRecords:
             file.write(text.rstrip("\n") + "\n")
 
     @_harmless
-    def ended(self, outcome: Mapping[str, Any]) -> None:
-        """Record the outcome of the run."""
+    def ended(
+        self, outcome: Mapping[str, Any], seconds: float | None = None, parts: Mapping[str, float] | None = None
+    ) -> None:
+        """Record the outcome of the run, and the seconds that it and its ``parts`` took; by default until now."""
+        took: dict[str, Any] = {"seconds": round(time.monotonic() - self._started, 3) if seconds is None else seconds}
+        took |= {"timings": dict(parts)} if parts is not None else {}
+        self._facts |= took
         self._checkout.finish()
         self._process["git"] = self._checkout.facts()
         self._write(RUN, self._facts)
-        self._write(RESULT, {**outcome, "seconds": round(time.monotonic() - self._started, 3)})
+        self._write(RESULT, {**outcome, **took})
 
     def close(self) -> None:
         """Stop writing, remove older runs, unlock the folder, and upload the rest."""
@@ -266,13 +275,16 @@ class RunRecords:
             partial.replace(self.folder / name)
 
 
-def records(run_dir: str | os.PathLike[str] | None, is_default: bool, facts: Mapping[str, Any]) -> RunRecords | None:
+def records(
+    run_dir: str | os.PathLike[str] | None, is_default: bool, facts: Mapping[str, Any], began: float | None = None
+) -> RunRecords | None:
     """Make a new folder under ``run_dir``, and return its writer; None if nothing is to be recorded.
 
     If the default folder cannot be written to, warn and return None.
 
     Args:
         is_default: whether ``run_dir`` is the default, in which older runs are removed.
+        began: monotonic time of the call.
 
     Raises:
         PlanError: when ``run_dir`` was asked for and cannot be written to.
@@ -284,12 +296,12 @@ def records(run_dir: str | os.PathLike[str] | None, is_default: bool, facts: Map
     name = re.sub(r"[^\w.-]+", "-", str(facts["name"]))[:60]
     name = f"{now}-{name}-{secrets.token_hex(3)}"
     if is_url(run_dir):
-        return _elsewhere(os.fspath(run_dir), name, facts)
+        return _elsewhere(os.fspath(run_dir), name, facts, began)
     folder = on_disk(run_dir) / name
     retention = Retention.from_environment() if is_default else None
     try:
         folder.mkdir(parents=True, mode=0o700)
-        return RunRecords(folder.resolve(), facts, retention=retention)
+        return RunRecords(folder.resolve(), facts, retention=retention, began=began)
     except OSError as error:
         text = f"run_dir is {os.fspath(run_dir)!r}, and nothing can be written there: {error}"
         if is_default:
@@ -298,10 +310,10 @@ def records(run_dir: str | os.PathLike[str] | None, is_default: bool, facts: Map
         raise PlanError(f"{text}; name another folder, or None to keep nothing") from error
 
 
-def _elsewhere(url: str, name: str, facts: Mapping[str, Any]) -> RunRecords:
+def _elsewhere(url: str, name: str, facts: Mapping[str, Any], began: float | None) -> RunRecords:
     try:
         upload = Upload(url, name)
-        return RunRecords(upload.folder, facts, upload)
+        return RunRecords(upload.folder, facts, upload, began=began)
     except Exception as error:  # each file system has errors of its own
         kind = url.partition(":")[0]
         raise PlanError(

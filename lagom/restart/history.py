@@ -58,6 +58,12 @@ class RunHistory:
                 self.files.take(message)
             self._resume(newest)
         self._joined: float | None = None
+        self.attempt_began_at: float | None = None
+        """Monotonic time at which the present attempt began."""
+        self.has_begun_again = False
+        """Whether the present attempt is not the first one."""
+        self.ranks_began_at: float | None = None
+        """Monotonic time at which its ranks began; None if they have not, or did not say so."""
         self._follows_loss = False
         """Whether the present attempt was begun after a failure: it completes this failure's record."""
 
@@ -66,13 +72,18 @@ class RunHistory:
         """Return the number of the present attempt: one more than the losses so far."""
         return len(self.failures) + 1
 
+    def attempt_began(self) -> None:
+        """Note that an attempt begins, which first waits for slots."""
+        self.has_begun_again = self.attempt_began_at is not None
+        self.attempt_began_at, self.ranks_began_at = time.monotonic(), None
+
     def ranks_began(self) -> None:
         """Note that the ranks of the present attempt have begun.
 
         The time since the snapshot that they go on from, or since the lost attempt began, is lost.
         """
         if self._joined is None:
-            self._joined = time.time()
+            self._joined, self.ranks_began_at = time.time(), time.monotonic()
             if self._follows_loss:
                 before = self.resumed.facts["at"] if self.resumed is not None else self._began
                 self._complete(self.resumed.place if self.resumed is not None else BEGINNING, self._joined - before)

@@ -102,6 +102,7 @@ class AblationTrials:
             "state": outcome.state,
             "seconds": outcome.seconds,
             "started": outcome.started,
+            "prepare_s": outcome.prepare_s,
             "slot": outcome.slot,
             "error": outcome.error,
             "traceback": outcome.traceback,

@@ -74,7 +74,7 @@ def run_trials(
     number = num_slots(of_trial, cluster, config.num_slots, num_trials)
     resume = Path(config.resume).expanduser() if config.resume is not None else None
     with contextlib.ExitStack() as stack:
-        records = stack.enter_context(run_records(trial, of_trial, where, source_of(train), resume))
+        records = stack.enter_context(run_records(trial, of_trial, where, source_of(train), resume, began=started))
         folder = records.folder if records is not None else None
         source = stack.enter_context(contextlib.closing(make_source(folder)))
         total = num_trials if resume is None else None
@@ -97,10 +97,11 @@ def run_trials(
         if source.kept_trial is not None:
             for problem in put_in_place(loop.folder_of(source.kept_trial)):
                 progress.warn(problem)
+        seconds = round(time.monotonic() - started + (records.earlier_s if records is not None else 0.0), 3)
         if records is not None:
             summary = _summary(source.trials(), config.direction if searched is not None else "")
-            records.ended({"outcome": "interrupted" if interrupted else "returned", "value": summary})
-    seconds = time.monotonic() - started
+            ended = {"outcome": "interrupted" if interrupted else "returned", "value": summary}
+            records.ended(ended, seconds)
     return source, TrialsRun(name=of_trial.name, seconds=seconds, where=where, run_dir=folder, interrupted=interrupted)
 
 

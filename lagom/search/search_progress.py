@@ -17,6 +17,7 @@ from lagom.records.run_dir import RunRecords
 from lagom.result import lasted
 from lagom.search.pages.axis import shown
 from lagom.search.pages.live_table import SlotRow, cut, live_table
+from lagom.search.pages.slot_timeline import busy_share
 from lagom.search.trial_source import TrialOutcome, TrialSpec
 from lagom.wire.client import Message
 
@@ -26,8 +27,6 @@ class _SlotState:
     """State of one slot, for the display."""
 
     host: str
-    since: float
-    """Monotonic time at which the slot joined."""
     number: int | None = None
     """Number of the trial that the slot runs; None if it is idle."""
     params: Mapping[str, Any] = field(default_factory=dict)
@@ -35,6 +34,8 @@ class _SlotState:
     step: int | None = None
     began: float = 0.0
     """Monotonic time at which the slot got its last trial."""
+    has_run: bool = False
+    """Whether the slot has had a trial."""
     busy_s: float = 0.0
     """Seconds for which the slot has run trials that are over."""
     unsaid: bytes = b""
@@ -67,6 +68,8 @@ class SearchProgress:
         self._failure = ""
         self._told_failures: set[str] = set()
         self._began = time.monotonic()
+        self._first_began, self._last_ended = 0.0, 0.0
+        """Monotonic times at which the first trial began, and at which the last one ended; 0 before that."""
         self.shows_output = False
         """Whether to show what rank 0 of each trial prints, each line after the trial's number."""
 
@@ -75,7 +78,7 @@ class SearchProgress:
         kind = message["type"]
         if kind == "join":
             host = str(message["host"]).split("|")[0]
-            self._slots[number] = _SlotState(host, time.monotonic())
+            self._slots[number] = _SlotState(host)
             if len(self._slots) == self._num_slots:
                 self._line.say_outside_notebook(f"lagom: {self._name}: {self._slots_and_place()}")
         elif (slot := self._slots.get(number)) is not None:
@@ -118,7 +121,8 @@ class SearchProgress:
     def _take_of(self, slot: _SlotState, kind: str, message: Message) -> None:
         now = time.monotonic()
         if kind == "trial":
-            slot.number, slot.params, slot.began = message["number"], message["params"], now
+            slot.number, slot.params, slot.began, slot.has_run = message["number"], message["params"], now, True
+            self._first_began = self._first_began or now
             slot.value = slot.step = None
         elif kind == "report":
             slot.value, slot.step = message["value"], message["step"]
@@ -128,7 +132,7 @@ class SearchProgress:
             if slot.unsaid:
                 self._print(slot, b"\n")
             slot.busy_s += now - slot.began if slot.number is not None else 0.0
-            slot.number = None
+            slot.number, self._last_ended = None, now
         elif kind == "stalled":
             text = stall_text({message["rank"]: message}, message["rank"] + 1)
             self.warn(f"trial {slot.number}: {text}")
@@ -164,13 +168,12 @@ class SearchProgress:
         return lasted(time.monotonic() - self._began)
 
     def _busy(self) -> float:
-        """Return the fraction of the slots' total time in which they had a trial."""
-        now = time.monotonic()
-        total = sum(now - slot.since for slot in self._slots.values())
-        busy = sum(
-            slot.busy_s + (now - slot.began if slot.number is not None else 0.0) for slot in self._slots.values()
-        )
-        return busy / total if total else 0.0
+        """Return the share of time in which slots had a trial, as the report's chart of slots has it."""
+        slots = [slot for slot in self._slots.values() if slot.has_run]
+        is_running = any(slot.number is not None for slot in slots)
+        now = time.monotonic() if is_running else self._last_ended
+        busy = sum(slot.busy_s + (now - slot.began if slot.number is not None else 0.0) for slot in slots)
+        return busy_share(busy, len(slots), now - self._first_began)
 
     def _slots_and_place(self) -> str:
         return f"{self._num_slots} trial{'s' * (self._num_slots != 1)} at a time on {self._where}"

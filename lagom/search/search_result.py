@@ -68,10 +68,11 @@ class SearchResult(Mapping[str, Any]):
     def trials(self) -> list[dict[str, Any]]:
         """One dict for each trial, by number.
 
-        Its keys are "number", "params", "value", "state" ("complete", "pruned" or "failed"), "seconds", "started"
-        (seconds since the epoch), "slot", "error", "traceback", "folder" (its output and its files; None without
-        records) and "returned" (what the function returned, in types of JSON; None in a search if that takes more than
-        4,096 characters). The value of a pruned trial is the last that it reported.
+        Its keys are "number", "params", "value", "state" ("complete", "pruned" or "failed"), "seconds", "started" (when
+        a slot got it, in seconds since the epoch), "prepare_s" (seconds until it began there), "slot", "error",
+        "traceback", "folder" (its output and its files; None without records) and "returned" (what the function
+        returned, in types of JSON; None in a search if that takes more than 4,096 characters). The value of a pruned
+        trial is the last that it reported.
         """
         return self._trials
 

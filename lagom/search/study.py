@@ -132,6 +132,7 @@ class Study:
         facts = {
             "seconds": outcome.seconds,
             "started": outcome.started,
+            "prepare_s": outcome.prepare_s,
             "slot": outcome.slot,
             "error": outcome.error,
             "traceback": outcome.traceback,
@@ -172,8 +173,8 @@ class Study:
         """Return one dict for each trial that has ended, in the order of the trials' numbers.
 
         The keys are "number", "params", "value", "state" ("complete", "pruned" or "failed"), "seconds", "started",
-        "slot", "error", "traceback", "folder" and "returned". The "value" of a pruned trial is the value that it
-        reported at its last step; the "value" of a failed trial is None.
+        "prepare_s", "slot", "error", "traceback", "folder" and "returned". The "value" of a pruned trial is the value
+        that it reported at its last step; the "value" of a failed trial is None.
         """
         found = self.optuna.get_trials(deepcopy=False)
         return [self._row(each) for each in found if each.state.name in _STATES]
@@ -201,6 +202,7 @@ class Study:
             "state": _STATES[trial.state.name],
             "seconds": facts.get("seconds"),
             "started": facts.get("started"),
+            "prepare_s": facts.get("prepare_s", 0.0),
             "slot": facts.get("slot"),
             "error": facts.get("error", ""),
             "traceback": facts.get("traceback", ""),

@@ -237,6 +237,7 @@ class TrialLoop:
         for problem in message["problems"]:
             log.warning(problem)
         facts: dict[str, Any] = {"seconds": message["seconds"], "started": slot.began, "slot": number}
+        facts["prepare_s"] = round(max(0.0, time.time() - slot.began - message["seconds"]), 3)
         facts["folder"] = self.folder_of(spec.number)
         unpack_files(self.folder_of(spec.number))
         loaded = _Loaded(b"".join(slot.parts))

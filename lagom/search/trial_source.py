@@ -39,6 +39,8 @@ class TrialOutcome:
     seconds: float = 0.0
     started: float | None = None
     """Time at which a slot got the trial, in seconds since the epoch."""
+    prepare_s: float = 0.0
+    """Seconds between that time and the trial's own begin, in which the slot prepared it."""
     slot: int = 0
     folder: Path | None = None
     """The trial's own folder, with its output and the files that it wrote."""

@@ -10,6 +10,7 @@ import gc
 import io
 import os
 import sys
+import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -47,8 +48,9 @@ from lagom.world import Place, place_set
 
 Returned = dict[str, Any]
 """Dict with ``value``, the function's return value (in a rehearsal its ``Record``); ``samples``, the number of samples
-that this rank trained on; and only on rank 0, if there are any: ``random``, the final states of those random generators
-that began in the driver's state, and ``changed``, names of the program's objects that the function has changed."""
+that this rank trained on; ``timings``, seconds until the call of the function and in it; and only on rank 0, if there
+are any: ``random``, the final states of those random generators that began in the driver's state, and ``changed``,
+names of the program's objects that the function has changed."""
 
 
 def run(
@@ -66,6 +68,7 @@ def run(
         seat: the rank's resources; None for an inline run in the caller's process, whose settings then stay.
         watch: called with the session before the patches are entered.
     """
+    began = time.monotonic()
     with ExitStack() as stack:
         stack.enter_context(environment(seat))
         stack.enter_context(place_set(place))
@@ -114,7 +117,7 @@ def run(
             stack.enter_context(end_forks())
         if leaves is not None:
             return {"value": rehearse(session, leaves, function, output), "samples": session.samples_trained}
-        return _returned(session, call, function, changes)
+        return _returned(session, call, function, changes, began)
 
 
 def _function(session: Session, call: Call, stack: ExitStack) -> tuple[Callable[[], Any], CallChanges | None]:
@@ -136,15 +139,19 @@ def _function(session: Session, call: Call, stack: ExitStack) -> tuple[Callable[
     return (rest if snapshots is None else functools.partial(snapshots.program.run, rest)), changes
 
 
-def _returned(session: Session, call: Call, function: Callable[[], Any], changes: CallChanges | None) -> Returned:
+def _returned(
+    session: Session, call: Call, function: Callable[[], Any], changes: CallChanges | None, began: float
+) -> Returned:
     examined = session.debugger.post_mortem() if session.debugger is not None else nullcontext()
     with OutOfMemoryReport(session), DiskFullReport(session), examined:
         session.is_called = True
+        called = time.monotonic()
         value = function()
+        timings = {"start": called - began, "function": time.monotonic() - called}
         check_returned(call.function, value)
         if session.device.type != "cpu" and not session.plan.names_gpu:
             value = move_to_device(value, torch.device("cpu"))
-    returned = {"value": value, "samples": session.samples_trained}
+    returned = {"value": value, "samples": session.samples_trained, "timings": timings}
     if changes is not None and (names := changes.names(value)):
         returned["changed"] = names
     if session.rank == 0 and call.random_states is not None:

@@ -85,7 +85,14 @@ def test_a_run_leaves_its_settings_versions_ranks_output_progress_and_result(tmp
     assert (facts["source"], facts["git"]["folder"]) == (__file__, str(Path(__file__).parents[2]))
     assert re.fullmatch("[0-9a-f]{40}", facts["git"]["commit"])
     assert isinstance(facts["git"]["changes"], list)
-    assert 0 < facts["seconds_to_join"] < loaded(folder / "result.json")["seconds"]
+    assert 0 < facts["seconds_to_join"] < result.seconds
+    assert facts["seconds"] == loaded(folder / "result.json")["seconds"] == result.seconds
+    assert facts["timings"] == loaded(folder / "result.json")["timings"] == result.timings
+    assert list(result.timings) == ["prepare", "slots", "start", "function", "collect"]
+    assert sum(result.timings.values()) == pytest.approx(result.seconds)
+    page = result.report(tmp_path / "page.html").read_text()
+    assert f"{result.seconds:.2f} s" in page
+    assert f"<b>{result.timings['function']:.2f} s</b>" in page
     for rank in range(2):
         lines = (folder / f"rank-{rank}.log").read_text().splitlines()
         assert sorted(lines) == sorted([*(f"batch {number}" for number in range(8)), "from C"])

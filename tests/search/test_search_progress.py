@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import xml.etree.ElementTree as ElementTree
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -99,6 +100,29 @@ def test_the_table_follows_a_search_from_the_first_slot_to_the_end(
     assert "4 of 4 trials done, 1 pruned, 1 failed, best 0.25 (trial 3), slots" in display.lines()[2]
     assert "best with lr=1" in display.lines()
     assert "width:100%" in display.shown
+
+
+def test_slots_are_as_busy_as_in_the_reports_chart(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The trials of tests/search/test_search_report.py: 83 % of the time from the first start to the last end."""
+    now = [50.0]
+    monkeypatch.setattr(search_progress, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    progress = SearchProgress("train", "this machine", 3, "min", None)
+    join(progress, "box", "box", "box")  # the third slot never has a trial
+    now[0] = 100.0
+    for first in (0, 2):
+        for slot in (0, 1):
+            begin(progress, slot, first + slot)
+        now[0] += 2.0
+        for slot in (0, 1):
+            end(progress, slot, first + slot, "complete", 1.0)
+    begin(progress, 0, 4)
+    now[0] += 2.0
+    end(progress, 0, 4, "complete", 1.0)
+    now[0] += 30.0
+    progress.close()
+    assert "slots 83% busy" in capsys.readouterr().err
 
 
 def test_of_many_slots_some_are_shown_and_hosts_are_named(display: Display) -> None:

@@ -137,7 +137,18 @@ def test_slots_have_their_trials_where_they_ran(tmp_path: Path) -> None:
     assert boxes["trial 0"].attrib["x"] == boxes["trial 1"].attrib["x"]
     assert boxes["trial 0"].attrib["y"] == boxes["trial 2"].attrib["y"] != boxes["trial 1"].attrib["y"]
     assert float(boxes["trial 2"].attrib["x"]) > float(boxes["trial 0"].attrib["x"])
-    assert {"slot 0", "slot 1", "100% busy", "67% busy", "6 s"} <= set(texts(chart))
+    assert {"slot 0", "slot 1", "Slots, 83% busy", "100% busy", "67% busy", "6 s"} <= set(texts(chart))
+
+
+def test_the_time_in_which_a_slot_prepares_a_trial_is_drawn_and_busy(tmp_path: Path) -> None:
+    late = [one | ({"seconds": 0.5, "prepare_s": 1.5} if one["number"] == 2 else {}) for one in TRIALS]
+    chart = charts(late, tmp_path)["Slots"]
+    titles = [one.find(f"{SVG}title").text for one in chart.iter(f"{SVG}rect") if len(one)]
+    assert [title for title in titles if "prepared for 1.5 s" in title and title.startswith("trial 2")]
+    boxes = [one for one in chart.iter(f"{SVG}rect") if len(one) and "trial 2" in one.find(f"{SVG}title").text]
+    pale, box = (float(one.attrib["x"]) for one in boxes)
+    assert box > pale
+    assert {"Slots, 83% busy", "100% busy", "67% busy"} <= set(texts(chart))
 
 
 def test_the_time_between_a_search_and_its_resumption_is_left_out(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 from lagom.records.report import page, settings_sections
 from lagom.search.pages.axis import shown
 from lagom.search.pages.best_value_chart import best_value_chart, short_error
-from lagom.search.pages.slot_timeline import starts
+from lagom.search.pages.slot_timeline import held_s, starts
 
 _MAX_ROWS = 1000
 _LONGEST = 24  # characters of a hyperparameter
@@ -30,7 +30,7 @@ def value_charts(trials: Sequence[Mapping[str, Any]], direction: str) -> str:
     over_time = ""
     if timed:
         over_time = best_value_chart(
-            "Best value over time", timed, direction, lambda one: begins[one["number"]] + one["seconds"], " s"
+            "Best value over time", timed, direction, lambda one: begins[one["number"]] + held_s(one), " s"
         )
     return f"<div class=charts>{over_trials}{over_time}</div>"
 
