@@ -20,7 +20,7 @@ import numpy
 import torch
 import torch.distributed.nn  # torch 2.6 puts a folder on sys.path when this is first imported
 
-import lagom.data.parquet.dataset  # a Dataset with an initializer: a test that imports it first would leave it
+import lagom.data.parquet.petastorm_loader  # Datasets with an initializer: a test that imports them would leave them
 import lagom.search.on_rank.changed_samples  # noqa: F401  # likewise
 
 with contextlib.suppress(ImportError):

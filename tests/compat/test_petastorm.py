@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import decimal
 import importlib
+import inspect
+import io
 import os
 import pickle
 import subprocess
 import sys
 from collections import defaultdict
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +20,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
+from pyspark.sql import types as t
 
 import lagom
 import lagom.compat.petastorm
@@ -36,6 +41,17 @@ pytestmark = pytest.mark.filterwarnings("ignore:The given NumPy array is not wri
 def rows(reader: Any) -> list[int]:
     with reader:
         return sorted(int(row.id) for row in reader)
+
+
+def saved(cells: list[Any]) -> Any:
+    """Cells as NdarrayCodec writes them."""
+    found: list[Any] = []
+    for cell in cells:
+        file = io.BytesIO()
+        if cell is not None:
+            np.save(file, cell)
+        found.append(None if cell is None else file.getvalue())
+    return pa.array(found)
 
 
 def test_readers_of_all_kinds_read_what_petastorm_wrote(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -275,6 +291,148 @@ def test_schemas_and_indexes_are_unpickled(tmp_path: Path) -> None:
     old = b"cnumpy\nunicode_\n."
     assert loads(old) is np.str_
     assert loads(pickle.dumps(defaultdict(set))) == {}
+
+
+COLUMNS: dict[str, tuple[Any, Any, Any]] = {
+    "f32": (np.float32, t.FloatType(), pa.array([1.5, None, 2.5], pa.float32())),
+    "f64": (np.float64, t.DoubleType(), pa.array([1.5, None, 2.5])),
+    "i8": (np.int8, t.ByteType(), pa.array([1, None, 2], pa.int8())),
+    "i32": (np.int32, t.IntegerType(), pa.array([1, None, 2], pa.int32())),
+    "u16": (np.uint16, t.IntegerType(), pa.array([1, 65535, 2], pa.int32())),
+    "u32": (np.uint32, t.LongType(), pa.array([1, None, 2])),
+    "bool": (np.bool_, t.BooleanType(), pa.array([True, None, False])),
+    "stamp": (np.datetime64, t.TimestampType(), pa.array([1, 2, 1109302200000001], pa.timestamp("us"))),
+    "utc": (np.datetime64, t.TimestampType(), pa.array([1, 2, 1109302200000001], pa.timestamp("us", tz="UTC"))),
+    "nanos": (np.datetime64, t.TimestampType(), pa.array([1, 2000, 1109302200000001], pa.timestamp("ns"))),
+    "day": (np.datetime64, t.DateType(), pa.array([1, None, 17898], pa.date32())),
+    "price": (
+        decimal.Decimal,
+        t.DecimalType(10, 2),
+        pa.array([Decimal("1.10"), None, Decimal(3)], pa.decimal128(10, 2)),
+    ),
+    "text": (np.str_, t.StringType(), pa.array(["a", None, "c"])),
+    "bytes": (np.bytes_, t.BinaryType(), pa.array([b"a\0", None, b"c"])),
+    "texts": (np.str_, None, saved([np.array(["a", "bc"]), np.array(["d"]), np.array([], "U1")])),
+    "raw": (np.bytes_, None, saved([np.array([b"a", b"bc"]), np.array([b"d"]), np.array([], "S1")])),
+    "wide": (np.uint32, None, saved([np.array([1, 2**32 - 1], np.uint32), None, np.array([7], np.uint32)])),
+}
+"""For each field: numpy's type, Spark's type, or None for arrays, and what the file has."""
+
+
+@pytest.mark.filterwarnings("ignore:no explicit representation of timezones")
+@pytest.mark.parametrize("name", COLUMNS)
+def test_a_transform_of_rows_gets_what_petastorm_gives_it(tmp_path: Path, name: str) -> None:
+    from petastorm import TransformSpec, make_reader
+    from petastorm.codecs import NdarrayCodec, ScalarCodec
+    from petastorm.unischema import Unischema, UnischemaField
+
+    kind, stored, column = COLUMNS[name]
+    codec, shape = (NdarrayCodec(), (None,)) if stored is None else (ScalarCodec(stored), ())
+    fields = [
+        UnischemaField("id", np.int64, (), ScalarCodec(t.LongType()), False),
+        UnischemaField(name, kind, shape, codec, True),
+    ]
+    table = pa.table({"id": [0, 1, 2], name: column})
+    pq.write_table(table, tmp_path / "part-0.parquet")
+    told = {"unischema": pickle.dumps(Unischema("Rows", fields)), "num_row_groups_per_file": b'{"part-0.parquet": 1}'}
+    metadata = {f"dataset-toolkit.{key}.v1": value for key, value in told.items()}
+    pq.write_metadata(table.schema.with_metadata(metadata), tmp_path / "_common_metadata")
+    got: list[Any] = []
+
+    def look(row: dict[str, Any]) -> dict[str, Any]:
+        got.append((type(row[name]), getattr(row[name], "dtype", None), repr(row[name])))
+        return {"id": row["id"]}
+
+    spec = TransformSpec(look, selected_fields=["id"])
+    with make_reader(tmp_path.as_uri(), transform_spec=spec, reader_pool_type="dummy") as reader:
+        assert len(list(reader)) == 3
+    wanted, got = got, []
+    (found,) = lagom.PetastormDataLoader(tmp_path, 3, spec, shuffle=False)
+    assert got == wanted
+    assert found["id"].tolist() == [0, 1, 2]
+
+
+LISTS = {
+    "ints": pa.array([[1, 2], None, [3]], pa.list_(pa.int32())),
+    "words": pa.array([["x"], None, ["y", "z"]]),
+    "holes": pa.array([[1, None], [2], [3]], pa.list_(pa.int64())),
+}
+FRAMES = {name: column for name, (_, stored, column) in COLUMNS.items() if stored is not None} | LISTS
+
+
+@pytest.mark.parametrize("name", FRAMES)
+def test_a_transform_of_frames_gets_what_petastorm_gives_it(tmp_path: Path, name: str) -> None:
+    from petastorm import TransformSpec, make_batch_reader
+
+    pq.write_table(pa.table({"id": [0, 1, 2], name: FRAMES[name]}), tmp_path / "part-0.parquet")
+    got: list[Any] = []
+
+    def look(frame: Any) -> Any:
+        got.append((frame[name].dtype, [(type(one), repr(one)) for one in frame[name]]))
+        return frame[["id"]]
+
+    spec = TransformSpec(look, selected_fields=["id"])
+    with make_batch_reader(tmp_path.as_uri(), transform_spec=spec, reader_pool_type="dummy") as reader:
+        list(reader)
+    wanted, got = got, []
+    (found,) = lagom.PetastormDataLoader(tmp_path, 3, spec, shuffle=False)
+    assert got == wanted
+    assert found["id"].tolist() == [0, 1, 2]
+
+
+def test_each_option_of_petastorm_is_served_or_refused_with_what_to_do(tmp_path: Path) -> None:
+    from petastorm import make_batch_reader, make_reader, pytorch
+
+    url = write(tmp_path / "table", [[30, 40]]).as_uri()
+    kinds = (pytorch.DataLoader, pytorch.BatchedDataLoader, pytorch.InMemBatchedDataLoader)
+    options = {name for made in (make_reader, make_batch_reader, *kinds) for name in inspect.signature(made).parameters}
+    served = options & set(inspect.signature(lagom.PetastormDataLoader).parameters) | {"collate_fn"}
+    assert {"schema_fields", "transform_spec", "filters", "seed", "shuffle_rows", "batch_size"} <= served
+    for name in sorted(options - served):
+        with pytest.raises(ValueError, match=rf"{name} is an option of petastorm's readers; \S+ .*"):
+            lagom.PetastormDataLoader(url, 7, **{name: None})  # type: ignore[arg-type]
+    loader = lagom.PetastormDataLoader(url, 7, shuffle_row_groups=False, shuffle_rows=True, seed=1)
+    assert next(iter(loader))["id"].tolist() != list(range(7))
+    loader.dataset.close()  # type: ignore[attr-defined]
+
+
+def test_a_reader_in_place_of_a_path_is_an_error_that_names_it(tmp_path: Path) -> None:
+    from petastorm import make_reader
+
+    url = write(tmp_path / "table", [[3, 4]]).as_uri()
+    with make_reader(url, reader_pool_type="dummy") as reader:
+        with pytest.raises(ValueError, match="the data set is a Reader of petastorm; pass the path or URL"):
+            lagom.PetastormDataLoader(reader, 7)
+        assert len(list(reader)) == 7
+
+
+def test_a_process_without_petastorm_says_so_in_a_line(tmp_path: Path) -> None:
+    env = os.environ | {"PYTHONPATH": travel.archive()}
+    command = [sys.executable, "-S", "-c", "import petastorm"]  # without site-packages
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=env, check=False)
+    last = done.stderr.splitlines()[-1]
+    assert last.startswith(f"ModuleNotFoundError: {sys.executable} has no petastorm, and Spark's Python workers")
+    assert "pip install petastorm==0.12.1 there, or set PYSPARK_PYTHON" in last
+
+
+@pytest.mark.soak  # ``test_a_process_without_petastorm_says_so_in_a_line`` is without Spark
+def test_workers_without_petastorm_are_an_error_before_anything_is_written(tmp_path: Path) -> None:
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\nexec {sys.executable} -S "$@"\n')
+    python.chmod(0o755)
+    code = f"""
+import lagom.compat.petastorm
+from petastorm.etl.dataset_metadata import materialize_dataset
+from pyspark.sql import SparkSession
+from tests.data.write_rows import schema
+spark = SparkSession.builder.master("local[1]").config("spark.ui.enabled", "false").getOrCreate()
+with materialize_dataset(spark, {(tmp_path / "table").as_uri()!r}, schema()):
+    print("has begun")
+"""
+    env = os.environ | {"PYSPARK_PYTHON": str(python)}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, check=False)
+    assert done.stdout == ""
+    assert f"ModuleNotFoundError: {sys.executable} has no petastorm" in done.stderr.splitlines()[-1]
 
 
 def test_what_petastorm_wrote_lagom_reads(tmp_path: Path) -> None:

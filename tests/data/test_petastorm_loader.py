@@ -70,12 +70,12 @@ def test_rows_are_what_petastorm_wrote(num_workers: int, num_threads: int, monke
             if value is None or isinstance(value, str):
                 assert found[name] == value
             elif isinstance(value, decimal.Decimal):
-                assert found[name] == float(value)
+                assert (type(found[name]), found[name]) == (decimal.Decimal, value)
             elif name == "jpeg":  # what is lossy has been lost
                 assert np.abs(found[name].astype(int) - value).max() < 8
             else:
                 assert np.array_equal(found[name], value)
-        assert found["small"].dtype == np.uint8
+        assert (found["small"].dtype, found["grey"].dtype) == (np.uint8, np.uint16)
         return {"id": found["id"]}
 
     torch.set_num_threads(num_threads)
@@ -279,6 +279,52 @@ def test_transforms_are_petastorms() -> None:
         lagom.PetastormDataLoader(WRITTEN, 20, 3)
     with pytest.raises(ValueError, match="say one of them"):
         TransformSpec(removed_fields=["a"], selected_fields=["b"])
+
+
+def test_values_that_a_function_returns_unchanged_are_as_without_it(tmp_path: Path) -> None:
+    columns = {
+        "small": pa.array([1, 65535], pa.uint16()),
+        "large": pa.array([1, 2**32 - 1], pa.uint32()),
+        "price": pa.array([decimal.Decimal("1.10"), decimal.Decimal("2.25")]),
+        "day": pa.array([1, 17898], pa.date32()),
+        "stamp": pa.array([1, 1109302200000001], pa.timestamp("us")),
+        "nanos": pa.array([1, 1109302200000001], pa.timestamp("ns", "UTC")),
+        "lists": pa.array([[1, 2], [3, 65535]], pa.list_(pa.uint16())),
+        "prices": pa.array([[decimal.Decimal("1.10")], [decimal.Decimal("2.25")]]),
+        "struct": pa.array([{"x": 1, "price": decimal.Decimal(3)}, {"x": 2, "price": decimal.Decimal(4)}]),
+        "bytes": pa.array([b"a\0", b"b"]),
+    }
+    folder = written(tmp_path, columns)
+    (plain,) = lagom.PetastormDataLoader(folder, 2, shuffle=False)
+    (found,) = lagom.PetastormDataLoader(folder, 2, lambda frame: frame, shuffle=False)
+    assert repr(found) == repr(plain)
+    assert repr({**plain, "struct": plain["struct"]["x"]}).count("dtype=torch.float64") == 2
+    loader = lagom.PetastormDataLoader(folder, 2, lambda frame: frame[["price", "stamp"]])
+    loader.dataset.constants |= {"price": 1.5, "stamp": 7}  # type: ignore[attr-defined]
+    (found,) = loader
+    assert (found["price"].tolist(), found["stamp"].tolist()) == ([1.5, 1.5], [7, 7])
+    texts = written(tmp_path / "texts", {"texts": [["a"], ["b"]], "x": [1, 2]})
+    with pytest.raises(DataError, match=r"field 'texts' .* it is an array of texts .* convert or drop it"):
+        list(lagom.PetastormDataLoader(texts, 2, lambda frame: frame))
+    (found,) = lagom.PetastormDataLoader(texts, 2, lambda frame: frame.assign(texts=frame["texts"].str.len()))
+    assert found["texts"].tolist() == [1, 1]
+
+
+def test_fields_that_a_spec_without_a_function_drops_are_not_read(tmp_path: Path) -> None:
+    folder = written(tmp_path, {"id": [1, 2], "x": [0.5, 1.5], "texts": [["a"], ["b"]]})
+    for spec in (TransformSpec(removed_fields=["texts"]), TransformSpec(selected_fields=["x", "id"])):
+        loader = lagom.PetastormDataLoader(folder, 2, spec, shuffle=False)
+        (found,) = loader
+        assert {name: column.tolist() for name, column in found.items()} == {"id": [1, 2], "x": [0.5, 1.5]}
+        assert loader.dataset.columns == list(found)  # type: ignore[attr-defined]
+    with pytest.raises(ValueError, match="selected_fields names 'y'"):
+        lagom.PetastormDataLoader(folder, 2, TransformSpec(selected_fields=["y"]))
+
+
+def test_what_is_no_path_is_an_error_that_says_so() -> None:
+    for wrong in (3, [3], object()):
+        with pytest.raises(ValueError, match=r"the data set is .*; it is a path, a URL or a list of these"):
+            lagom.PetastormDataLoader(wrong, 2)  # type: ignore[arg-type]
 
 
 def test_plain_parquet_is_transformed_as_frames(tmp_path: Path) -> None:

@@ -152,6 +152,11 @@ def test_nulls_in_texts_lists_and_structs_are_seen(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"column 't', row 1: a null, for which 0 cannot stand in string"):
         batch(tmp_path, {"t": ["a", None]}, nulls=0)
     assert batch(tmp_path, {"t": ["a", None]}, nulls="mask")["t"] == ["a", None]
+    assert batch(tmp_path, {"t": ["a", None]}, nulls="")["t"] == ["a", ""]
+    found = batch(tmp_path, {"t": ["a", None], "b": [b"a", None], "i": [1, None]}, nulls={"t": "", "b": "", "i": -1})
+    assert (found["t"], found["b"], found["i"].tolist()) == (["a", ""], [b"a", b""], [1, -1])
+    with pytest.raises(DataError, match=r"a null, and int64 has no text; nulls= may be a number"):
+        batch(tmp_path, {"i": [1, None]}, nulls="")
     with pytest.raises(DataError, match=r"column 'a', row 2: a null inside of a list"):
         batch(tmp_path, {"a": [[1.0, 2.0], [3.0, 4.0], [5.0, None]]})
     with pytest.raises(DataError, match="a null inside of a list"):
@@ -184,6 +189,7 @@ def test_lists_of_different_lengths_are_an_error_until_the_program_chooses(tmp_p
     lists = {"a": [[1.0], [2.0, 3.0], [], [4.0, 5.0, 6.0]]}
     with pytest.raises(DataError, match=r"column 'a', row 1: a list of 2 where others have 1; ragged= may be"):
         batch(tmp_path, lists)
+    assert torch.equal(batch(tmp_path, lists, ragged={"a": "pad"})["a"], batch(tmp_path, lists, ragged="pad")["a"])
     padded = batch(tmp_path, lists, ragged="pad")["a"]
     assert padded.tolist() == [[1, 0, 0], [2, 3, 0], [0, 0, 0], [4, 5, 6]]
     assert [part.tolist() for part in batch(tmp_path, lists, ragged="list")["a"]] == lists["a"]

@@ -56,14 +56,25 @@ def _find_package() -> ModuleSpec | None:
     """Find petastorm; skip a script of that name, whose folder stands first on ``sys.path``.
 
     Raises:
-        ImportError: if another release than 0.12 is installed.
+        ImportError: if another release than 0.12 is installed, or none in a process that has only the archive.
     """
     for entry in sys.path:
         spec = PathFinder.find_spec(_PACKAGE, [entry]) if os.path.basename(entry) != SHIM else None
         if spec is not None and spec.submodule_search_locations is not None:
             _check_version()
             return spec
+    if any(os.path.basename(entry) == SHIM for entry in sys.path):
+        # Without an error, Python would find the archive again, which imports petastorm, and so on.
+        raise ModuleNotFoundError(missing(sys.executable), name=_PACKAGE)
     return None
+
+
+def missing(python: str) -> str:
+    """Return an error text: ``python``, which Spark's workers or a pool's processes run, has no petastorm."""
+    return (
+        f"{python} has no petastorm, and Spark's Python workers (or petastorm's processes) run it: pip install "
+        "petastorm==0.12.1 there, or set PYSPARK_PYTHON, before the session starts, to a Python that has it"
+    )
 
 
 def _check_version() -> None:

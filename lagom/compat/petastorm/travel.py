@@ -13,7 +13,7 @@ import weakref
 import zipfile
 from typing import Any
 
-from .finder import SHIM
+from .finder import SHIM, missing
 
 _FILES = ("__init__", "finder", "legacy", "mending", "names", "travel")
 _NAME = "_lagom_petastorm"
@@ -26,16 +26,33 @@ importlib.import_module("{_NAME}")
 del sys.modules["petastorm"]
 importlib.import_module("petastorm")
 '''
+_LOOK = "(__import__('sys').executable, __import__('importlib.util').util.find_spec('petastorm') is not None)"
+"""Python of a worker, and whether it has petastorm, as an expression."""
 _shipped: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def ship(context: Any) -> None:
-    """Let the Python workers of a SparkContext import petastorm as this process does."""
+    """Let the Python workers of a SparkContext import petastorm as this process does.
+
+    Raises:
+        ModuleNotFoundError: if a worker has no petastorm; otherwise each of its tasks would fail with a long traceback.
+    """
     if context not in _shipped:
+        _check_worker(context)
         before = list(sys.path)
         context.addPyFile(archive())
         sys.path[:] = before  # the archive is for the workers alone; this process has petastorm itself
         _shipped.add(context)
+
+
+def _check_worker(context: Any) -> None:
+    try:
+        # A function of Python's own, since a worker may not be able to import this module.
+        ((python, found),) = context.parallelize([_LOOK], 1).map(eval).collect()
+    except Exception:  # the program's own job will say what is wrong with the cluster
+        return
+    if not found:
+        raise ModuleNotFoundError(missing(python), name="petastorm")
 
 
 @functools.cache

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from decimal import Decimal
 from typing import Any
 
 import numpy as np
@@ -24,13 +25,16 @@ class RowError(Exception):
         self.row = row
 
 
-def dense(array: Any, kind: Any, fill: int | float, *, strict: bool, depth: int = 0) -> NDArray[Any]:
+def dense(
+    array: Any, kind: Any, fill: int | float, *, strict: bool, depth: int = 0, is_own: bool = False
+) -> NDArray[Any]:
     """Return the rows of an Arrow array as one numpy array of shape ``(rows, ...)``, with ``fill`` for nulls.
 
     Args:
         kind: Arrow's type of the rows.
         strict: whether a null inside a list is an error. The caller checks nulls at the top.
         depth: number of lists around ``array``.
+        is_own: whether unsigned integers keep their type.
 
     Raises:
         RowError: for the first row with a list of another length, or with a null that ``strict`` forbids.
@@ -44,10 +48,10 @@ def dense(array: Any, kind: Any, fill: int | float, *, strict: bool, depth: int 
         array = array.dictionary_decode()
     if strict and depth and array.null_count:
         row = int(np.argmin(array.is_valid().to_numpy(zero_copy_only=False)))
-        raise RowError(row, 'a null inside of a list; nulls= may be a number to put there, or "nan" (floats)')
+        raise RowError(row, _INNER_NULL)
     if types.is_list(kind):
-        return _dense_lists(array, kind, fill, strict=strict, depth=depth)
-    wanted = types.numpy_type(kind)
+        return _dense_lists(array, kind, fill, strict=strict, depth=depth, is_own=is_own)
+    wanted = types.numpy_type(kind, is_own=is_own)
     if pa.types.is_temporal(kind):
         array = array.view(pa.from_numpy_dtype(wanted))
     elif pa.types.is_decimal(kind):
@@ -86,12 +90,12 @@ def writable(array: NDArray[Any]) -> NDArray[Any]:
     return array if array.flags.writeable else array.copy()
 
 
-def _dense_lists(array: Any, kind: Any, fill: int | float, *, strict: bool, depth: int) -> NDArray[Any]:
+def _dense_lists(array: Any, kind: Any, fill: int | float, *, strict: bool, depth: int, is_own: bool) -> NDArray[Any]:
     count = len(array)
     valid = array.is_valid().to_numpy(zero_copy_only=False) if array.null_count else None
     length = _one_length(array, kind, valid)
     try:
-        inner = dense(array.flatten(), kind.value_type, fill, strict=strict, depth=depth + 1)
+        inner = dense(array.flatten(), kind.value_type, fill, strict=strict, depth=depth + 1, is_own=is_own)
     except RowError as error:
         row = error.row // max(length, 1)
         raise RowError(row if valid is None else int(np.flatnonzero(valid)[row]), str(error)) from None
@@ -123,6 +127,7 @@ def _one_length(array: Any, kind: Any, valid: NDArray[np.bool_] | None) -> int:
     return first
 
 
+_INNER_NULL = 'a null inside of a list; nulls= may be a number to put there, or "nan" (floats)'
 RAGGED_CHOICES = 'ragged= may be "pad" (with zeros, to the longest of a batch) or "list" (a list of tensors)'
 
 
@@ -150,6 +155,49 @@ def vectors(array: Any) -> NDArray[np.float64]:
     out = np.zeros((count, size))
     out[rows, columns] = values.flatten().to_numpy(zero_copy_only=False)
     return out
+
+
+def filled(array: Any, fill: int | float) -> Any:
+    """Return an Arrow array with ``fill`` for nulls, also inside of lists; a list that is null becomes empty.
+
+    Raises:
+        ValueError: if the type of ``array`` cannot hold ``fill``.
+    """
+    import pyarrow as pa
+
+    if not array.null_count and not types.is_list(array.type):
+        return array
+    if not types.is_ragged(array.type):
+        value = Decimal(repr(fill)) if pa.types.is_decimal(array.type) else fill
+        return array.fill_null(pa.scalar(value).cast(array.type))
+    lengths = array.value_lengths().fill_null(0).to_numpy(zero_copy_only=False)
+    starts = pa.array(np.concatenate([[0], np.cumsum(lengths)]), pa.int64())
+    return pa.LargeListArray.from_arrays(starts, filled(array.flatten(), fill))
+
+
+def check_inner_nulls(array: Any) -> None:
+    """Check that no list of an Arrow array contains a null.
+
+    Raises:
+        RowError: for the first row with such a list.
+    """
+    import pyarrow.compute as pc
+
+    rows = None
+    while types.is_list(array.type):
+        parents = pc.list_parent_indices(array)
+        rows, array = parents if rows is None else rows.take(parents), array.flatten()
+        if array.null_count:
+            row = rows[int(np.argmin(array.is_valid().to_numpy(zero_copy_only=False)))].as_py()
+            raise RowError(row, _INNER_NULL)
+
+
+def objects(array: Any) -> list[Any]:
+    """Return the values of an Arrow array: numpy arrays for lists, Python's objects for others, and None for nulls."""
+    if types.is_list(array.type):
+        return list(array.to_pandas())
+    found: list[Any] = array.to_pylist()
+    return found
 
 
 def tensors(array: Any) -> list[torch.Tensor]:

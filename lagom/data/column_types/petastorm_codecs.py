@@ -8,6 +8,8 @@ import re
 import zipfile
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from decimal import Decimal
+from functools import partial
 from itertools import pairwise, starmap
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -36,21 +38,56 @@ _WIDER: dict[np.dtype[Any], np.dtype[Any]] = {
 }
 _HEADER = re.compile(rb"\{'descr': '([<>|][biufc]\d+)', 'fortran_order': (False|True), 'shape': \(([\d, ]*)\), \} *\n")
 """Header that ``numpy.save`` writes before the numbers, without its first bytes."""
+_ARRAY_CODECS = ("NdarrayCodec", "CompressedNdarrayCodec")
 _CELLS, _BYTES = 8, 64 << 10
 """A further thread pays if it decodes at least this many cells, or this many bytes of encoded cells."""
 
 
-def codec(field: UnischemaField, ragged: str) -> Codec | None:
-    """Return the codec for the cells of ``field``; None if Arrow's type is enough to convert them."""
+def codec(field: UnischemaField, ragged: str, *, is_own: bool = False) -> Codec | None:
+    """Return the codec for the cells of ``field``; None if Arrow's type is enough to convert them.
+
+    Args:
+        is_own: whether values keep the types of petastorm's schema, for a function; otherwise they get types that torch
+            computes with.
+
+    Raises:
+        ValueError: for arrays that are no numbers, unless ``is_own``.
+    """
+    is_number = field.dtype is not None and field.dtype.kind in "biuf"
+    if field.codec in _ARRAY_CODECS and not is_number and not is_own:
+        raise ValueError(
+            f"column {field.name!r} has arrays of {_told(field.dtype)}, which cannot be a tensor; leave it out "
+            "(schema_fields=, columns=), or have the function of a transform_spec convert or drop it"
+        )
     if field.codec == "NdarrayCodec":
-        return NumpySaved(field, ragged)
+        return NumpySaved(field, ragged, is_own)
     if field.codec == "CompressedNdarrayCodec":
-        return CellByCell(field, ragged, _unzipped)
+        return CellByCell(field, ragged, _unzipped, is_own)
     if field.codec == "CompressedImageCodec":
-        return CellByCell(field, ragged, images.decode)
-    if field.shape == () and field.dtype is not None and field.dtype.kind in "biuf":
-        return Scalar(field.dtype)
+        return CellByCell(field, ragged, images.decode, is_own)
+    if field.shape == () and field.dtype is not None and is_number:
+        return Scalar(field.dtype, is_own)
     return None
+
+
+def _told(dtype: np.dtype[Any] | None) -> str:
+    return {"U": "texts", "S": "bytes"}.get("" if dtype is None else dtype.kind, str(dtype))
+
+
+def cells_for_function(field: UnischemaField | None) -> Callable[[Any], list[Any]]:
+    """Return the function that makes a list of the cells of an Arrow array, as petastorm passes them to a transform."""
+    if field is None or field.codec in _ARRAY_CODECS or field.shape != ():
+        return lists.objects
+    return partial(_scalars, Decimal if field.dtype is None else field.dtype.type)
+
+
+def _scalars(kind: Callable[[Any], Any], array: Any) -> list[Any]:
+    import pyarrow as pa
+
+    if not pa.types.is_timestamp(array.type):
+        return [None if value is None else kind(value) for value in array.to_pylist()]
+    found = array.cast(pa.timestamp("us", array.type.tz), safe=False).cast(pa.timestamp("us")).to_numpy(False)
+    return [value if valid else None for value, valid in zip(found, array.is_valid().to_pylist(), strict=True)]
 
 
 @dataclass(frozen=True)
@@ -58,15 +95,16 @@ class Scalar:
     """Converts a plain column of numbers to the type in petastorm's schema."""
 
     dtype: np.dtype[Any]
+    is_own: bool = False
 
     def convert(self, array: Any, path: Path, where: Where) -> Values:
-        """Return the numbers in the schema's type, or in a wider type that torch can compute with.
+        """Return the numbers in the schema's type, or in a wider type that torch can compute with, unless ``is_own``.
 
         Raises:
             DataError: for a number that the schema's type cannot hold.
         """
-        found = lists.dense(array, array.type, 0, strict=False)
-        wanted = computable(self.dtype)
+        found = lists.dense(array, array.type, 0, strict=False, is_own=self.is_own)
+        wanted = self.dtype if self.is_own else computable(self.dtype)
         made = found.astype(self.dtype) if _may_change(found.dtype, self.dtype) else found
         if made is not found and (changed := made != found).any():
             row = int(np.argmax(changed))
@@ -80,6 +118,7 @@ class NumpySaved:
 
     field: UnischemaField
     ragged: str
+    is_own: bool = False
 
     def convert(self, array: Any, path: Path, where: Where) -> Values:
         """Return one array for all rows, or one for each row if the field's shape differs from row to row.
@@ -89,20 +128,21 @@ class NumpySaved:
         Raises:
             DataError: for a cell that is no saved array, or does not fit the field.
         """
-        ragged = None in self.field.shape
+        ragged = None in self.field.shape or self.field.dtype is None or self.field.dtype.kind not in "biuf"
         if not ragged and not array.null_count:
-            whole = _alike(_Buffers(array), self.field, where.memory)
+            whole = _alike(_Buffers(array), self.field, where.memory, self.is_own)
             if whole is not None:
                 return Dense(whole)
 
         def one(row: int) -> NDArray[Any] | None:
             try:
-                return _checked(_saved(array[row].as_buffer()), self.field) if array[row].is_valid else None
+                cell = array[row].as_buffer() if array[row].is_valid else None
+                return None if cell is None else _checked(_saved(cell), self.field, self.is_own)
             except Exception as error:  # numpy raises many kinds of errors for damaged bytes
                 raise where.error(path, row, f"is no array as NdarrayCodec writes it: {error}") from error
 
         made = [one(row) for row in range(len(array))]
-        found = _cells(made, self.field, self.ragged, path)
+        found = _cells(made, self, path)
         return found if ragged else Dense(found.dense())
 
 
@@ -113,6 +153,7 @@ class CellByCell:
     field: UnischemaField
     ragged: str
     decode_one: Callable[[Any], NDArray[Any]]
+    is_own: bool = False
 
     def convert(self, array: Any, path: Path, where: Where) -> Values:
         """Return the encoded cells with their origins."""
@@ -140,7 +181,9 @@ class Decoder:
         def one(place: int) -> NDArray[Any] | None:
             cell = array[place].as_buffer() if array[place].is_valid else None
             try:
-                return None if cell is None else _checked(self.codec.decode_one(cell), self.codec.field)
+                return (
+                    None if cell is None else _checked(self.codec.decode_one(cell), self.codec.field, self.codec.is_own)
+                )
             except LagomError:  # a package is missing
                 raise
             except Exception as error:  # decoders raise many kinds of errors for damaged bytes
@@ -158,7 +201,7 @@ class Decoder:
         with ThreadPoolExecutor(threads) as pool:
             parts = list(pool.map(some, starmap(range, pairwise(bounds))))
         cells = [cell for part in parts for cell in part]
-        return _cells(cells, self.codec.field, self.codec.ragged, self.path)
+        return _cells(cells, self.codec, self.path)
 
 
 def computable(dtype: np.dtype[Any]) -> np.dtype[Any]:
@@ -187,27 +230,29 @@ def _may_change(found: np.dtype[Any], wanted: np.dtype[Any]) -> bool:
     return wanted.kind in "bui" and not np.can_cast(found, wanted)
 
 
-def _cells(cells: list[NDArray[Any] | None], field: UnischemaField, ragged: str, path: Path) -> CellColumn:
+def _cells(cells: list[NDArray[Any] | None], codec: NumpySaved | CellByCell, path: Path) -> CellColumn:
+    field = codec.field
     assert field.dtype is not None
     shape = None if None in field.shape else tuple(size for size in field.shape if size is not None)
-    return CellColumn(cells, ragged, ".".join(path), shape, computable(field.dtype))
+    dtype = field.dtype if codec.is_own else computable(field.dtype)
+    return CellColumn(cells, codec.ragged, ".".join(path), shape, dtype)
 
 
-def _misfit(shape: tuple[int, ...], dtype: np.dtype[Any], field: UnischemaField) -> str | None:
+def _misfit(shape: tuple[int, ...], dtype: np.dtype[Any], field: UnischemaField, is_own: bool) -> str | None:
     """Return why an array of ``shape`` and ``dtype`` cannot be a cell of ``field``; None if it can."""
     fits = len(shape) == len(field.shape) and all(
         wanted in (None, size) for size, wanted in zip(shape, field.shape, strict=True)
     )
     if not fits or field.dtype is None or dtype.type is not field.dtype.type:
         return f"{dtype} of shape {shape}, where the schema has {field.dtype} of shape {field.shape}"
-    return None if dtype.kind in "biuf" else f"{dtype} cannot be a tensor"
+    return None if is_own or dtype.kind in "biuf" else f"{dtype} cannot be a tensor"
 
 
-def _checked(found: NDArray[Any], field: UnischemaField) -> NDArray[Any]:
-    if why := _misfit(found.shape, found.dtype, field):
+def _checked(found: NDArray[Any], field: UnischemaField, is_own: bool) -> NDArray[Any]:
+    if why := _misfit(found.shape, found.dtype, field, is_own):
         raise ValueError(why)
     assert field.dtype is not None
-    return widened(found, field.dtype)
+    return found if is_own else widened(found, field.dtype)
 
 
 def _saved(cell: Any) -> NDArray[Any]:
@@ -269,7 +314,7 @@ class _Buffers:
         self.data = np.frombuffer(data, np.uint8) if data is not None else np.empty(0, np.uint8)
 
 
-def _alike(cells: _Buffers, field: UnischemaField, memory: ReusedArrays | None) -> NDArray[Any] | None:
+def _alike(cells: _Buffers, field: UnischemaField, memory: ReusedArrays | None, is_own: bool) -> NDArray[Any] | None:
     """Return cells with equal headers as one array; None if headers differ or a cell does not fit ``field`` or int64.
 
     Args:
@@ -280,7 +325,7 @@ def _alike(cells: _Buffers, field: UnischemaField, memory: ReusedArrays | None) 
         return None
     matrix = cells.data[cells.offsets[0] : cells.offsets[-1]].reshape(len(lengths), int(lengths[0]))
     header = read_header(matrix[0].tobytes())
-    if header is None or _misfit(header.shape, header.dtype, field):
+    if header is None or _misfit(header.shape, header.dtype, field, is_own):
         return None
     shape, is_fortran, dtype, start = header
     size = int(np.prod(shape)) * dtype.itemsize
@@ -294,5 +339,8 @@ def _alike(cells: _Buffers, field: UnischemaField, memory: ReusedArrays | None) 
     if is_fortran:
         body = np.ascontiguousarray(body.reshape(len(lengths), *shape[::-1]).transpose(0, *range(len(shape), 0, -1)))
     assert field.dtype is not None
-    # Converts to the machine's byte order, if the file has another.
-    return widened(body.reshape(len(lengths), *shape), field.dtype) if _fits(body) else None
+    body = body.reshape(len(lengths), *shape)
+    # Both convert to the machine's byte order, if the file has another.
+    if is_own:
+        return body.astype(field.dtype, copy=False)
+    return widened(body, field.dtype) if _fits(body) else None

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from lagom.data.column_types import lists, types
+from lagom.data.column_types import common_types, lists, types
 from lagom.data.column_types.values import Arrow, Dense, Nulls, Path, Values
 from lagom.errors import DataError
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from lagom.data.parquet.table import Table
 
 Policy = str | int | float
-NULLS = ("error", "mask", "nan")
+NULLS = ("error", "mask", "nan", "")
 RAGGED = ("error", "pad", "list")
 _ROW_BITS = 40
 
@@ -69,6 +69,9 @@ class ColumnEntry:
     nulls: Policy
     ragged: str
     codec: Codec | None = None
+    cells: Callable[[Any], list[Any]] | None = None
+    """Makes the cells of an Arrow array that the function of a transform gets: values then keep the types of the file.
+    If None, values get types that torch computes with."""
 
     def convert(self, column: Any, where: Where) -> dict[Path, Values]:
         """Return the values of this entry, and its mask if ``nulls`` is "mask", by path.
@@ -114,13 +117,15 @@ class ColumnEntry:
         row = int(np.argmin(_valid(array)))
         if self.nulls == "error":
             raise error_at(row, f"a null; {_NULL_CHOICES}")
-        if self.nulls == "mask":
+        if self.nulls == "mask" or (self.nulls == "" and types.is_text(self.type) and self.codec is None):
             return
         is_cell = self.codec is not None and not types.is_number(self.type)
         if is_cell or types.is_text(self.type) or types.is_vector(self.type):
-            raise error_at(row, f'a null, for which {self.nulls!r} cannot stand in {self.type}; nulls="mask" can')
-        if self.nulls == "nan" and not types.is_float(types.innermost(self.type)):
-            raise error_at(row, f"a null, and {self.type} has no NaN; {_NULL_CHOICES}")
+            also = ' or ""' if types.is_text(self.type) and not is_cell else ""
+            raise error_at(row, f'a null, for which {self.nulls!r} cannot stand in {self.type}; nulls="mask"{also} can')
+        if self.nulls == "" or (self.nulls == "nan" and not types.is_float(types.innermost(self.type))):
+            what = "text" if self.nulls == "" else "NaN"
+            raise error_at(row, f"a null, and {self.type} has no {what}; {_NULL_CHOICES}")
 
     def _values(self, array: Any, where: Where, error_at: Callable[[int, str], Exception]) -> Values:
         import pyarrow as pa
@@ -135,17 +140,31 @@ class ColumnEntry:
                 vectors = lists.vectors(array)
                 return Nulls(vectors, 0) if has_none else Dense(vectors)
             if types.is_text(self.type):
-                return Arrow(_large(array), _listed)
+                return Arrow(_large(array.fill_null("") if self.nulls == "" else array), self.cells or lists.objects)
+            if self.cells is not None and self._stays_in_arrow:
+                return Arrow(self._kept(array), self.cells)
             if self.ragged != "error" and types.is_ragged(self.type):
                 return self._ragged(array)
             fill = self._fill()
             strict = self.nulls in ("error", "mask")
-            found = lists.writable(lists.dense(array, self.type, fill, strict=strict))
+            found = lists.writable(lists.dense(array, self.type, fill, strict=strict, is_own=self.cells is not None))
             return Nulls(found, fill) if has_none and not found.size else Dense(found)
         except lists.RowError as error:
             raise error_at(error.row, str(error)) from None
         except (ValueError, OverflowError, ArithmeticError) as error:  # Arrow's errors are ValueErrors
             raise error_at(0, f"or one after it cannot be made numbers: {error}") from error
+
+    @property
+    def _stays_in_arrow(self) -> bool:
+        """Whether a function gets values that numpy has no numbers for, or lists, each with its own length."""
+        is_number = types.is_plain_number(types.innermost(self.type))
+        return not is_number or (types.is_ragged(self.type) and self.ragged == "list")
+
+    def _kept(self, array: Any) -> Any:
+        array = common_types.cast(array, common_types.logical(array.type))
+        if self.nulls == "error":
+            lists.check_inner_nulls(array)
+        return array if isinstance(self.nulls, str) and self.nulls != "nan" else lists.filled(array, self._fill())
 
     def _ragged(self, array: Any) -> Values:
         import pyarrow as pa
@@ -159,7 +178,9 @@ class ColumnEntry:
             lengths = np.where(_valid(array), lengths, 0)
         strict = self.nulls in ("error", "mask")
         try:
-            values = lists.dense(array.flatten(), inner, self._fill(), strict=strict, depth=1)
+            values = lists.dense(
+                array.flatten(), inner, self._fill(), strict=strict, depth=1, is_own=self.cells is not None
+            )
         except lists.RowError as error:
             row = int(np.searchsorted(np.cumsum(lengths), error.row, side="right"))
             raise lists.RowError(row, str(error)) from None
@@ -173,8 +194,17 @@ class ColumnEntry:
         return self.nulls
 
 
-def column_entries(field: Any, nulls: Policy, ragged: str, codec: Codec | None = None) -> list[ColumnEntry]:
+def column_entries(
+    field: Any,
+    nulls: Policy,
+    ragged: str,
+    codec: Codec | None = None,
+    cells: Callable[[Any], list[Any]] | None = None,
+) -> list[ColumnEntry]:
     """Return the entries of a batch that an Arrow field becomes: one, or for a struct one for each inner field.
+
+    Args:
+        cells: as for ``ColumnEntry``. If given, any type is allowed.
 
     Raises:
         ValueError: if the field has a type that cannot become a tensor. In a Spark DataFrame ``unsupported_part`` in
@@ -185,15 +215,15 @@ def column_entries(field: Any, nulls: Policy, ragged: str, codec: Codec | None =
     def walk(path: Path, kind: Any) -> list[ColumnEntry]:
         kind = types.plain(kind)
         if codec is not None or types.is_vector(kind):
-            return [ColumnEntry(path, kind, nulls, ragged, codec)]
+            return [ColumnEntry(path, kind, nulls, ragged, codec, cells)]
         if pa.types.is_struct(kind):
             return [entry for inner in kind for entry in walk((*path, inner.name), inner.type)]
-        if not types.can_be_tensor(kind):
+        if cells is None and not types.can_be_tensor(kind):
             raise ValueError(
                 f"column {'.'.join(path)!r} has the type {kind}, which cannot be a tensor; "
                 "leave it out with columns=[...], or have it written as numbers"
             )
-        return [ColumnEntry(path, kind, nulls, ragged)]
+        return [ColumnEntry(path, kind, nulls, ragged, cells=cells)]
 
     return walk((field.name,), field.type)
 
@@ -228,8 +258,8 @@ def check_policies(nulls: Any, ragged: Any, names: list[str]) -> None:
 
 
 _NULL_CHOICES = (
-    'nulls= may be a number to put there, "nan" (floats), "mask" (adds a column NAME__valid), "error", or a dict of '
-    "these by column"
+    'nulls= may be a number to put there, "nan" (floats), "" (texts), "mask" (adds a column NAME__valid), "error", or '
+    "a dict of these by column"
 )
 
 
@@ -243,8 +273,3 @@ def _large(array: Any) -> Any:
     import pyarrow as pa
 
     return array.cast(pa.large_string() if types.is_string(array.type) else pa.large_binary())
-
-
-def _listed(array: Any) -> list[Any]:
-    found: list[Any] = array.to_pylist()
-    return found

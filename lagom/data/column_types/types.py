@@ -71,6 +71,13 @@ def is_number(kind: Any) -> bool:
     return bool(t.is_integer(kind) or is_float(kind) or t.is_boolean(kind) or is_time)
 
 
+def is_plain_number(kind: Any) -> bool:
+    """Return whether numpy has numbers of ``kind``, or they have no type of their own in numpy: times and durations."""
+    import pyarrow.types as t
+
+    return is_number(kind) and not (t.is_decimal(kind) or t.is_date(kind) or t.is_timestamp(kind))
+
+
 def can_be_tensor(kind: Any) -> bool:
     """Return whether a column of ``kind`` can be an entry of a batch: numbers, lists of numbers, strings and bytes.
 
@@ -86,10 +93,13 @@ def is_vector(kind: Any) -> bool:
     return bool(t.is_struct(kind)) and [inner.name for inner in kind] == ["type", "size", "indices", "values"]
 
 
-def numpy_type(kind: Any) -> np.dtype[Any]:
+def numpy_type(kind: Any, *, is_own: bool = False) -> np.dtype[Any]:
     """Return the numpy type for numbers of an Arrow type: the same, or a wider type that torch can compute with.
 
     Decimals become float64. Dates and times become integers, in the unit of their type.
+
+    Args:
+        is_own: whether unsigned integers keep their type.
     """
     import pyarrow.types as t
 
@@ -97,7 +107,7 @@ def numpy_type(kind: Any) -> np.dtype[Any]:
         return np.dtype(np.float64)
     if t.is_temporal(kind):
         return np.dtype(np.int32 if kind.bit_width == 32 else np.int64)
-    wider = {"uint16": np.int32, "uint32": np.int64, "uint64": np.int64}
+    wider = {} if is_own else {"uint16": np.int32, "uint32": np.int64, "uint64": np.int64}
     found: np.dtype[Any] = np.dtype(wider.get(str(kind), kind.to_pandas_dtype()))
     return found
 

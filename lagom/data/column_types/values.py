@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
 import numpy as np
 import torch
 
+from lagom.data.column_types import lists, types
+
 if TYPE_CHECKING:
     from concurrent.futures import Executor
 
@@ -244,6 +246,10 @@ def _filled(path: Path, rows: Any, value: Any) -> Values:
 
     if isinstance(rows, Arrow) and isinstance(value, (str, bytes)):
         return Arrow(pa.array([value] * len(rows), rows.array.type), rows.finish)
+    if isinstance(rows, Arrow) and types.is_number(rows.array.type):  # decimals and dates, for a function
+        return Arrow(lists.filled(pa.nulls(len(rows), rows.array.type), value), rows.finish)
+    if isinstance(rows, Dense):
+        return Dense(np.full(rows.array.shape, value, rows.array.dtype))
     own = rows.batch()
     if not isinstance(own, torch.Tensor):
         raise ValueError(f"column {'.'.join(path)!r} has values of different shapes, which {value!r} cannot replace")

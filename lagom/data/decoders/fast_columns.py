@@ -46,7 +46,8 @@ class FastColumns:
         codec = entry.codec
         if isinstance(codec, NumpySaved):
             dtype = codec.field.dtype
-            if None not in codec.field.shape and dtype is not None and dtype == computable(dtype):
+            is_stored = dtype is not None and (codec.is_own or dtype == computable(dtype))
+            if None not in codec.field.shape and is_stored:
                 self._saved[number] = codec
             return
         kind = page_decoder.number(self.table.fields[number])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+from collections.abc import Iterable
 from dataclasses import replace
 from numbers import Integral
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from torch.utils.data import Dataset
 
-from lagom.data.column_types.petastorm_codecs import codec
+from lagom.data.column_types.petastorm_codecs import cells_for_function, codec
 from lagom.data.column_types.tensor_columns import ColumnEntry, check_policies, column_entries, policy
 from lagom.data.column_types.values import RowSpan, filled, joined
 from lagom.data.parquet import table
@@ -74,8 +75,8 @@ class ParquetDataset(Dataset[Any]):
         columns: names of columns, in the wanted order, or a function that chooses from all names; None: all.
         filters: rows to keep, in pyarrow's notation: ``[("x", ">", 0), ...]`` for "and", a list of such lists for "or".
             Row groups that cannot contain such rows are not read.
-        nulls: how to treat nulls: "error", a number to replace them, "nan", "mask" (adds an entry ``NAME__valid``), or
-            a dict of these by column.
+        nulls: how to treat nulls: "error", a number to replace them, "nan", "" (texts), "mask" (adds an entry
+            ``NAME__valid``), or a dict of these by column.
         ragged: how to treat lists of different lengths: "error", "pad" (with zeros, to the longest of a batch), "list"
             (a list of tensors), or a dict of these by column.
         window_bytes: memory of each process for the rows that are shuffled together and for the open pages of one row
@@ -93,6 +94,8 @@ class ParquetDataset(Dataset[Any]):
     """
 
     origin: Origin
+    _keeps_types = False
+    """Whether values keep the types that they have in the file, for the function of a transform."""
 
     def __init__(
         self,
@@ -124,8 +127,9 @@ class ParquetDataset(Dataset[Any]):
         for field in self.table.fields:
             name = field.name
             chosen = policy(ragged, name)
-            decoder = codec(fields[name], chosen) if name in fields else None
-            self._entries.append((name, column_entries(field, policy(nulls, name), chosen, decoder)))
+            decoder = codec(fields[name], chosen, is_own=self._keeps_types) if name in fields else None
+            cells = cells_for_function(fields.get(name)) if self._keeps_types else None
+            self._entries.append((name, column_entries(field, policy(nulls, name), chosen, decoder, cells)))
         self._num_rows = sum(self.table.counts)
         self.constants: dict[str, Any] = dict(source.constants) if isinstance(source, ParquetDataset) else {}
         """Columns that have one value in all rows, whatever the files have."""
@@ -233,10 +237,26 @@ def _origin(source: Any, filters: Any, filesystem: Any) -> Origin:
         if filters is not None and known is not None:
             raise ValueError("filters are given, and the data set has some already; say all of them in one place")
         return Origin(sources, known if filters is None else filters, home if filesystem is None else filesystem)
-    sources = [os.fspath(one) for one in ([source] if isinstance(source, (str, os.PathLike)) else source)]
+    sources = [os.fspath(one) for one in _paths(source)]
     if not sources:
         raise ValueError("the list of files is empty")
     return Origin(sources, filters, filesystem)
+
+
+def _paths(source: Any) -> list[Any]:
+    if isinstance(source, (str, os.PathLike)):
+        return [source]
+    kind = type(source)
+    if kind.__module__.partition(".")[0] == "petastorm":  # a reader, which would yield its rows here
+        raise ValueError(
+            f"the data set is a {kind.__name__} of petastorm; pass the path or URL that it reads: lagom reads the "
+            "files itself, and takes most of a reader's options (schema_fields=, transform_spec=, filters=, ...)"
+        )
+    paths = list(source) if isinstance(source, Iterable) else [source]
+    for path in paths:
+        if not isinstance(path, (str, os.PathLike)):
+            raise ValueError(f"the data set is {source!r:.80}; it is a path, a URL or a list of these")
+    return paths
 
 
 def _steps(index: NDArray[np.int64]) -> range | None:

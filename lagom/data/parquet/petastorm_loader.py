@@ -4,26 +4,16 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-import torch
-from torch.utils.data import default_collate
-
-from lagom.data.column_types import petastorm_codecs
-from lagom.data.column_types.encoded_cells import CellColumn, Encoded
-from lagom.data.column_types.values import Dense
 from lagom.data.parquet.dataset import ParquetDataset
 from lagom.data.parquet.parquet_loader import ParquetLoader
-from lagom.errors import DataError
+from lagom.data.parquet.transforms import Transform, collate
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from pathlib import Path
-
-    from lagom.data.column_types.values import Block
-    from lagom.data.parquet.rows import Rows
 
 
 class TransformSpec:
@@ -55,14 +45,41 @@ class TransformSpec:
         self.selected_fields = selected_fields
 
 
+_FILTERS = "use filters=[(column, operator, value)] here, or petastorm's own make_reader"
+_EPOCHS = "here each `for` over the loader is an epoch"
+_DIVIDED = "lagom itself divides the rows over the ranks"
+_WORKERS = "num_workers=, of torch's DataLoader, is the number of processes that read"
+_QUEUE = "rows are read ahead within window_bytes=; prefetch_factor=, of torch's DataLoader, is for its workers"
+_MIXED = "shuffle=True mixes rows of streams= places within window_bytes="
+_CACHE = "there is no cache: copy the data set to a local disk, or raise window_bytes= to keep a small table in memory"
+_HOME = "pass ParquetDataset(path, filesystem=...), with a file system of pyarrow or fsspec, in place of the path"
+_SENT = "nothing is pickled between reader and loader here; leave it out"
 _INSTEAD = {
-    "predicate": "use filters=[(column, operator, value)] here, or petastorm's own make_reader",
-    "rowgroup_selector": "use filters=[(column, operator, value)] here, or petastorm's own make_reader",
-    "num_epochs": "here each `for` over the loader is an epoch",
-    "cur_shard": "lagom itself divides the rows over the ranks",
-    "shard_count": "lagom itself divides the rows over the ranks",
-    "workers_count": "num_workers=, of torch's DataLoader, is the number of processes that read",
-    "reader_pool_type": "num_workers=, of torch's DataLoader, is the number of processes that read",
+    "predicate": _FILTERS,
+    "rowgroup_selector": _FILTERS,
+    "num_epochs": _EPOCHS,
+    "cur_shard": _DIVIDED,
+    "shard_count": _DIVIDED,
+    "shard_seed": f"{_DIVIDED}, and seed= gives their order",
+    "workers_count": _WORKERS,
+    "reader_pool_type": _WORKERS,
+    "results_queue_size": _QUEUE,
+    "shuffle_row_drop_partitions": _MIXED,
+    **dict.fromkeys(
+        ("cache_type", "cache_location", "cache_size_limit", "cache_row_size_estimate", "cache_extra_settings"), _CACHE
+    ),
+    "inmemory_cache_all": _CACHE,
+    "rows_capacity": _CACHE,
+    "hdfs_driver": _HOME,
+    "storage_options": _HOME,
+    "filesystem": _HOME,
+    "pyarrow_serialize": _SENT,
+    "zmq_copy_buffers": _SENT,
+    "convert_early_to_numpy": "values are numpy's already when transform_spec's function gets them; leave it out",
+    "transform_fn": "collate_fn= makes a batch of rows, and transform_spec= is a function of rows",
+    "reader": "pass the path or URL of the data set instead",
+    "dataset_url": "pass it as the first argument, dataset",
+    "dataset_url_or_urls": "pass it as the first argument, dataset",
 }
 """Options that are not taken, and what there is in their place."""
 
@@ -74,13 +91,15 @@ class PetastormDataLoader(ParquetLoader):
         dataset: a path, a URL or a list of these, or a ``ParquetDataset`` (a DataFrame in the config becomes one). If
             petastorm wrote the data set, cells are decoded by its schema.
         batch_size: rows of a batch.
-        transform_spec: a function or a ``TransformSpec``, also petastorm's own. The function gets None for nulls,
-            unless ``nulls`` is set, here or in the data set.
+        transform_spec: a function or a ``TransformSpec``, also petastorm's own. The function gets the types that
+            petastorm would give it, with None for nulls (NaN for floats), unless ``nulls`` is set, here or in the data
+            set.
         schema_fields: the fields to read: names, regular expressions that match names, or petastorm's fields.
         shuffle: whether each epoch has another order; True by default, as petastorm shuffles by default.
-        shuffle_row_groups: petastorm's option; see ``shuffling_queue_capacity``.
+        shuffle_row_groups: petastorm's option, like ``shuffle_rows``; see ``shuffling_queue_capacity``.
         shuffling_queue_capacity: petastorm's option; it matters only whether it is 0. If it is 0 and
-            ``shuffle_row_groups`` is False, rows come in the order of the files, also with ``shuffle=True``.
+            ``shuffle_row_groups`` and ``shuffle_rows`` are False, rows come in the order of the files, also with
+            ``shuffle=True``.
         seed: as for ``ParquetLoader``, like ``drop_last``.
         filters: as for ``ParquetDataset``, like ``nulls``, ``ragged``, ``window_bytes`` and ``streams``. With a
             function, ``ragged`` is "list" if it is not set.
@@ -99,6 +118,7 @@ class PetastormDataLoader(ParquetLoader):
         schema_fields: Sequence[Any] | None = None,
         shuffle: bool = True,
         shuffle_row_groups: bool = True,
+        shuffle_rows: bool = False,
         shuffling_queue_capacity: int = 0,
         seed: int | None = None,
         drop_last: bool = False,
@@ -117,22 +137,25 @@ class PetastormDataLoader(ParquetLoader):
         for name in sorted(options.keys() & _INSTEAD.keys()):
             raise ValueError(f"{name} is an option of petastorm's readers; {_INSTEAD[name]}")
         transforms = spec.func is not None
+        given = None
         if isinstance(dataset, ParquetDataset):
             nulls = dataset.nulls if nulls is None and dataset.nulls != "error" else nulls
             ragged = dataset.ragged if ragged is None and dataset.ragged != "error" else ragged
-        data = ParquetDataset(
+            given = dataset.columns
+        patterns = None if schema_fields is None else _patterns(schema_fields)
+        data = (_FunctionDataset if transforms else ParquetDataset)(
             dataset,
-            columns=None if schema_fields is None else functools.partial(_matching, _patterns(schema_fields)),
+            columns=functools.partial(_columns, patterns, given, None if transforms else spec),
             filters=filters,
             nulls=nulls if nulls is not None else "mask" if transforms else "error",
             ragged=ragged if ragged is not None else "list" if transforms else "error",
             window_bytes=window_bytes,
             streams=streams,
         )
-        if transforms or spec.removed_fields or spec.selected_fields is not None:
-            data.transform = _Transform(spec, is_petastorm=data.table.schema is not None, nulls_are_none=nulls is None)
+        if transforms:
+            data.transform = Transform(spec, is_petastorm=data.table.schema is not None, nulls_are_none=nulls is None)
             options.setdefault("collate_fn", collate)
-        mixed = shuffle and (shuffle_row_groups or shuffling_queue_capacity > 0)
+        mixed = shuffle and (shuffle_row_groups or shuffle_rows or shuffling_queue_capacity > 0)
         super().__init__(data, batch_size, mixed, seed=seed, drop_last=drop_last, **options)
 
 
@@ -148,139 +171,35 @@ def _patterns(fields: Any) -> list[str | re.Pattern[str]]:
     return found
 
 
+class _FunctionDataset(ParquetDataset):
+    """A data set for the function of a transform, which gets values in their own types."""
+
+    _keeps_types = True
+
+
+def _columns(
+    patterns: Sequence[str | re.Pattern[str]] | None, given: list[str] | None, spec: Any, names: list[str]
+) -> list[str]:
+    """Return the columns to read: those that ``spec`` drops without a function are not read at all.
+
+    Args:
+        patterns: names and patterns of ``schema_fields``; None: the columns ``given``, or all.
+        spec: a ``TransformSpec`` without a function; None if there is a function.
+        names: all columns of the files.
+    """
+    found = _matching(patterns, names) if patterns is not None else names if given is None else given
+    if spec is None:
+        return found
+    for name in spec.selected_fields or ():
+        if name not in found:
+            raise ValueError(f"selected_fields names {name!r}, and there are {found}")
+    removed = set(spec.removed_fields or ())
+    selected = spec.selected_fields
+    return [name for name in found if name not in removed] if selected is None else list(selected)
+
+
 def _matching(patterns: Sequence[str | re.Pattern[str]], names: list[str]) -> list[str]:
     for pattern in patterns:
         if not any(re.fullmatch(pattern, name) for name in names):
             raise ValueError(f"schema_fields names {pattern!r}, and there are {names}")
     return [name for name in names if any(re.fullmatch(pattern, name) for pattern in patterns)]
-
-
-class _Transform:
-    """Applies a ``TransformSpec`` to the rows of a batch, and returns a dict for each row."""
-
-    def __init__(self, spec: Any, *, is_petastorm: bool, nulls_are_none: bool) -> None:
-        self._func = spec.func
-        self._removed = list(spec.removed_fields or [])
-        self._selected = None if spec.selected_fields is None else list(spec.selected_fields)
-        self._is_petastorm = is_petastorm
-        self._nulls_are_none = nulls_are_none and spec.func is not None
-        self.resizes = spec.func is not None and not is_petastorm
-        """Whether the number of rows may change: a function of a DataFrame may add or drop rows."""
-
-    def __call__(self, rows: Rows) -> list[dict[str, Any]]:
-        found = numpy_rows(rows.block(), self._nulls_are_none)
-        if self._func is not None:
-            found = [self._func(row) for row in found] if self._is_petastorm else self._of_frame(found)
-        return [self._kept(row) for row in found]
-
-    def _of_frame(self, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        import pandas as pd  # type: ignore[import-untyped]
-
-        frame = self._func(pd.DataFrame({name: _column([row[name] for row in rows]) for name in rows[0]}))
-        if not isinstance(frame, pd.DataFrame):
-            raise DataError(
-                f"transform_spec's function returned {_described(frame)}; of a data set that petastorm did not write "
-                "it gets a pandas DataFrame of the rows of a batch, and returns one"
-            )
-        if not len(frame):
-            raise DataError(
-                f"transform_spec's function left none of the {len(rows)} rows that it got, a batch or a rank's "
-                "share of one; use filters=[...], or a larger batch_size"
-            )
-        columns = [_cells(frame.iloc[:, number]) for number in range(frame.shape[1])]
-        return [dict(zip(frame.columns, row, strict=True)) for row in zip(*columns, strict=True)]
-
-    def _kept(self, row: Any) -> dict[str, Any]:
-        if not isinstance(row, Mapping):
-            raise DataError(
-                f"transform_spec's function returned {_described(row)}; it gets a row as a dict, and returns one"
-            )
-        names = self._selected if self._selected is not None else [name for name in row if name not in self._removed]
-        for name in names:
-            if name not in row:
-                raise DataError(f"selected_fields names {name!r}, and a row has {list(row)} after the transform")
-        return {name: row[name] for name in names}
-
-
-def _described(value: Any) -> str:
-    return "None (is there a return?)" if value is None else f"a {type(value).__name__}"
-
-
-def _cells(column: Any) -> Any:
-    """Return the cells of a DataFrame's column; numbers keep numpy's types, which iterating over pandas would lose."""
-    return column.to_numpy() if isinstance(column.dtype, np.dtype) and column.dtype.kind in "biuf" else column
-
-
-def _column(values: list[Any]) -> Any:
-    if any(value is None or isinstance(value, np.ndarray) for value in values):
-        column = np.empty(len(values), object)
-        for row, value in enumerate(values):
-            column[row] = value
-        return column
-    return values
-
-
-def numpy_rows(block: Block, nulls_are_none: bool) -> list[dict[str, Any]]:
-    """Return the rows of ``block`` as petastorm passes them to a transform: numpy scalars and arrays, and texts.
-
-    Args:
-        nulls_are_none: whether to use the masks of columns to put None in the place of nulls.
-    """
-    columns = {path: _values(values) for path, values in block.items()}
-    if nulls_are_none:
-        for path in list(columns):
-            mask = columns.pop((*path[:-1], path[-1] + "__valid"), None)
-            if mask is not None:
-                columns[path] = [value if valid else None for value, valid in zip(columns[path], mask, strict=True)]
-    found: list[dict[str, Any]] = [{} for _ in next(iter(columns.values()))]
-    for path, values in columns.items():
-        for row, value in zip(found, values, strict=True):
-            inner = row
-            for name in path[:-1]:
-                inner = inner.setdefault(name, {})
-            inner[path[-1]] = value
-    return found
-
-
-def _values(values: Any) -> list[Any]:
-    if isinstance(values, Encoded):
-        values = values.decoded()
-    if isinstance(values, CellColumn):
-        return list(values.cells)
-    if isinstance(values, Dense):
-        return list(values.array)
-    return [value.numpy() if isinstance(value, torch.Tensor) else value for value in values.batch()]
-
-
-def collate(rows: list[dict[str, Any]]) -> Any:
-    """Make a batch from rows that are dicts: a dict of tensors, and lists of texts.
-
-    Raises:
-        DataError: if a field is None in a row, shapes or types do not fit together, or a uint64 exceeds int64.
-    """
-    for row in rows:
-        for name, value in row.items():
-            if value is None:
-                raise DataError(
-                    f"field {name!r} is None in a row that transform_spec's function returned; have the function "
-                    "replace it, or pass nulls= to the loader"
-                )
-    try:
-        return default_collate([{name: _computable(name, value) for name, value in row.items()} for row in rows])
-    except (RuntimeError, TypeError) as error:
-        shapes = {name: {np.shape(row[name]) for row in rows} for name in rows[0]}
-        told = {name: sorted(found) for name, found in shapes.items() if len(found) > 1}
-        raise DataError(f"rows do not fit into a batch{f'; shapes differ: {told}' if told else ''}: {error}") from error
-
-
-def _computable(name: str, value: Any) -> Any:
-    if not isinstance(value, (np.ndarray, np.generic)):
-        return value
-    if value.dtype.kind in "US":
-        return value.item()
-    if value.dtype.kind != "u":
-        return value
-    try:
-        return petastorm_codecs.widened(value, value.dtype)  # type: ignore[arg-type]  # a scalar is like an array of no dimension
-    except ValueError as error:
-        raise DataError(f"field {name!r} of a row that transform_spec's function returned: {error}") from error
