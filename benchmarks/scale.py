@@ -194,7 +194,7 @@ def _rounds(rank: int, gather: Gather, ip: str) -> Mesh | HostMessages:
 
 
 def _mesh(rank: int, gather: Gather, ip: str) -> Mesh:
-    return Mesh(connected(rank, None, gather(host_identity()), ip, gather, Credentials(KEY)), TIMEOUT_S)
+    return Mesh(connected(rank, None, gather(host_identity()), ip, gather, Credentials(KEY), "messages"), TIMEOUT_S)
 
 
 def _median(call: Callable[[], object], turns: int) -> float:

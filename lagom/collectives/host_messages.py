@@ -260,9 +260,10 @@ def connect_messages(
     """
     places: Sequence[object] = all_gather(connect.host_identity()) if hosts is None else home_of_ranks(hosts.homes)
     if len(set(places)) == 1:
-        return Mesh(connect.connected(rank, None, places, ip, all_gather, credentials), timeout_s)
+        return Mesh(connect.connected(rank, None, places, ip, all_gather, credentials, "messages"), timeout_s)
     homes = [[one] for one in range(len(places))] if hosts is None else hosts.homes
-    between = Mesh(connect.connected(rank, partners(homes, rank), places, ip, all_gather, credentials), timeout_s)
+    peers = connect.connected(rank, partners(homes, rank), places, ip, all_gather, credentials, "messages of hosts")
+    between = Mesh(peers, timeout_s)
     return HostMessages(None if hosts is None else hosts.near, between, homes, rank)
 
 

@@ -241,7 +241,8 @@ def connect_hosts(
     made = []
     for i in range(number):
         neighbours = [] if home is None else [firsts[(home + 1) % len(firsts)], firsts[home - 1]]
-        peers = connect.connected(rank, set(neighbours), home_of_ranks(homes), ip, all_gather, credentials)
+        places = home_of_ranks(homes)
+        peers = connect.connected(rank, set(neighbours), places, ip, all_gather, credentials, f"ring {i} of hosts")
         ring = None
         if home is not None:
             following, preceding = (peers[one] for one in neighbours)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lagom.collectives.native import native, reason_without_native
-from lagom.collectives.sockets.handshake import admit, introduce, process_of
+from lagom.collectives.sockets.handshake import End, admit, introduce, process_of
 from lagom.control_groups import available_cores
 
 if TYPE_CHECKING:
@@ -30,6 +30,7 @@ _SPIN_S = 2e-6
 """Seconds that a rank spins for another before it yields to other processes, if each rank has its own core."""
 _YIELDS = (200, 10)
 """Yields before a rank sleeps, where each rank has its own core, and where ranks share cores. See Note [Waiting]."""
+_PURPOSE = "shared memory"
 _TIMEOUT_S = 60.0
 """Seconds that the first rank waits for the next rank to ask for the memory, and that others wait for its answer."""
 _SIZE = struct.Struct("<I")
@@ -142,7 +143,7 @@ def _handed_round(
         return []
     if rank != peers[0]:
         name, nonce = json.loads(all_gather(b"", wanted=peers[:1])[peers[0]])
-        received, processes = _received(bytes.fromhex(name), key + bytes.fromhex(nonce), rank, number)
+        received, processes = _received(bytes.fromhex(name), key + bytes.fromhex(nonce), rank, peers[0], number)
         fds += received
         return processes
     nonce = secrets.token_bytes(16)
@@ -163,7 +164,7 @@ def _handed_round(
                 os.close(fds.pop())
         all_gather(json.dumps([listener.getsockname().hex(), nonce.hex()]).encode(), wanted=())
         there: dict[int, socket.socket] = {}
-        for peer, connection in admit([listener], key + nonce, _TIMEOUT_S) if size > 1 else ():
+        for peer, connection in admit([listener], key + nonce, End(rank, _PURPOSE), _TIMEOUT_S) if size > 1 else ():
             stack.enter_context(connection)
             if peer in peers:
                 there[peer] = connection
@@ -180,11 +181,11 @@ def _handed_round(
     return processes
 
 
-def _received(name: bytes, key: bytes, rank: int, number: int) -> tuple[list[int], list[_Process]]:
+def _received(name: bytes, key: bytes, rank: int, giving: int, number: int) -> tuple[list[int], list[_Process]]:
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as giver:
         giver.settimeout(_TIMEOUT_S)
         giver.connect(name)
-        introduce(giver, key, rank, _TIMEOUT_S)
+        introduce(giver, key, End(rank, _PURPOSE), giving, _TIMEOUT_S)
         head, fds, _, _ = socket.recv_fds(giver, _SIZE.size, number)
         try:
             if len(fds) != number or len(head) != _SIZE.size:

@@ -16,10 +16,12 @@ import pytest
 
 from lagom.collectives.sockets.connect import accepted, reach
 from lagom.collectives.sockets.encryption import NO_CREDENTIALS, Connection, Credentials, EncryptedSocket, encrypted
+from lagom.collectives.sockets.handshake import End, Misdirected
 from lagom.wire.tls import contexts_of_ranks, key_and_certificate
 from tests.encryption import KEY, credentials, encrypted_pair, tcp_pair
 
 LARGE = os.urandom(1 << 20) * 8
+ENDS = [End(rank, "a test", ("here", "there", "there")) for rank in range(3)]
 
 
 def test_both_ways_at_once_by_two_threads_arrives_whole() -> None:
@@ -119,21 +121,21 @@ def test_connections_in_a_host_and_without_credentials_stay_as_they_are() -> Non
 def waiting(known: Credentials) -> Any:
     """A listener of rank 0 that awaits rank 1, and what comes of it."""
     with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor(1) as pool:
-        yield listener.getsockname(), pool.submit(lambda: list(accepted([listener], {1}, known, 2.0)))
+        yield listener.getsockname(), pool.submit(lambda: list(accepted([listener], {1}, ENDS[0], known, 2.0)))
 
 
 def test_a_rank_that_knows_the_key_and_has_another_certificate_is_refused_on_either_end() -> None:
     others = Credentials(KEY, *contexts_of_ranks(key_and_certificate()))
     with waiting(credentials()) as (address, found):
         with pytest.raises(ssl.SSLError):
-            reach(address, 1, others, 10.0).recv(1)
+            reach(address, ENDS[1], 0, others, 10.0).recv(1)
         with pytest.raises(TimeoutError, match="another rank did not connect"):
             found.result()
 
 
 def test_a_rank_that_does_not_encrypt_is_refused() -> None:
     with waiting(credentials()) as (address, found):
-        with reach(address, 1, Credentials(KEY), 10.0) as plain:  # type: ignore[union-attr]
+        with reach(address, ENDS[1], 0, Credentials(KEY), 10.0) as plain:  # type: ignore[union-attr]
             plain.sendall(b"a tensor in clear" * 1000)
             with contextlib.suppress(ConnectionResetError):
                 assert b"tensor" not in plain.recv(1000)
@@ -163,7 +165,7 @@ def test_who_hands_on_the_proofs_of_two_ranks_reads_nothing() -> None:
 
         thread = threading.Thread(target=hand_on)
         thread.start()
-        one = reach(between.getsockname(), 1, credentials(), 10.0)
+        one = reach(between.getsockname(), ENDS[1], 0, credentials(), 10.0)
         ((number, other),) = found.result()
         assert number == 1
         other.sendall(b"GRADIENT" * 10_000)
@@ -177,13 +179,59 @@ def test_who_hands_on_the_proofs_of_two_ranks_reads_nothing() -> None:
     assert b"GRADIENT" not in seen
 
 
+def relay(source: socket.socket, target: socket.socket) -> None:
+    """Pass bytes on until the source ends."""
+    with contextlib.suppress(OSError):
+        while data := source.recv(1 << 16):
+            target.sendall(data)
+        target.shutdown(socket.SHUT_WR)
+
+
+@pytest.mark.parametrize(
+    ("known", "passes_proofs_on"),
+    [(Credentials(KEY), False), (credentials(), False), (credentials(), True)],
+    ids=["in clear", "by TLS", "by TLS after the proofs"],
+)
+def test_forwarders_that_exchange_the_connections_of_a_rank_are_noticed(
+    known: Credentials, passes_proofs_on: bool
+) -> None:
+    """Rank 2 connects with ranks 0 and 1, and two forwarders on the way give each the other's connection."""
+    with contextlib.ExitStack() as stack, ThreadPoolExecutor(8) as pool:
+        listeners = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(2)]
+        fronts = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(2)]
+        found = [
+            pool.submit(lambda rank=rank: list(accepted([listeners[rank]], {2}, ENDS[rank], known, 3.0)))  # type: ignore[misc]
+            for rank in range(2)
+        ]
+        places = [one.getsockname() for one in fronts]
+        reached = [pool.submit(reach, places[rank], ENDS[2], rank, known, 10.0) for rank in range(2)]
+        near = [stack.enter_context(one.accept()[0]) for one in fronts]
+        far = [stack.enter_context(socket.create_connection(one.getsockname())) for one in listeners]
+        if passes_proofs_on:
+            for one, other in zip(near, far, strict=True):
+                one.sendall(other.recv(16, socket.MSG_WAITALL))
+                other.sendall(one.recv(72, socket.MSG_WAITALL))
+                one.sendall(other.recv(56, socket.MSG_WAITALL))
+        for one, other in zip(near, reversed(far), strict=True):
+            pool.submit(relay, one, other)
+            pool.submit(relay, other, one)
+        for rank, work in enumerate(reached):
+            with pytest.raises(
+                Misdirected, match=rf"rank 2 connected with rank {rank} \(a test\), and rank {1 - rank} answered: some"
+            ):
+                work.result()
+        for each in found:
+            with pytest.raises(TimeoutError):
+                each.result()
+
+
 def test_a_rank_that_is_hung_up_on_before_its_proof_tries_again() -> None:
     """The other rank hangs up, as it does when more strangers connect than a rank keeps."""
     with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor(1) as pool:
-        later = pool.submit(reach, listener.getsockname(), 1, credentials(), 30.0)
+        later = pool.submit(reach, listener.getsockname(), ENDS[1], 0, credentials(), 30.0)
         for _ in range(3):
             listener.accept()[0].close()
-        ((number, other),) = accepted([listener], {1}, credentials(), 30.0)
+        ((number, other),) = accepted([listener], {1}, ENDS[0], credentials(), 30.0)
         one = later.result()
         other.sendall(b"!")
         assert (number, one.recv(1)) == (1, b"!")
@@ -195,10 +243,10 @@ def test_where_nothing_listens_a_rank_waits_only_if_asked() -> None:
     with socket.create_server(("127.0.0.1", 0)) as gone:
         address = gone.getsockname()
     with pytest.raises(ConnectionRefusedError):
-        reach(address, 1, credentials(), 10.0)
+        reach(address, ENDS[1], 0, credentials(), 10.0)
     start = time.monotonic()
     with pytest.raises(ConnectionRefusedError):
-        reach(address, 1, credentials(), 0.3, waits=True)
+        reach(address, ENDS[1], 0, credentials(), 0.3, waits=True)
     assert time.monotonic() - start > 0.3
 
 

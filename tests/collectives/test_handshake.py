@@ -7,17 +7,19 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 
 import pytest
 
 from lagom.collectives.sockets import handshake
-from lagom.collectives.sockets.handshake import Stranger, admit, introduce
+from lagom.collectives.sockets.handshake import End, Misdirected, Stranger, admit, introduce
 
 KEY = b"known to ranks"
-NONCE, PROOF = 16, 32
-HELLO = 4 + NONCE + PROOF
-"""Bytes of what either end says."""
+NONCE, CLAIM, PROOF = 16, 24, 32
+HELLO = CLAIM + NONCE + PROOF
+"""Bytes of what a rank that connects says."""
+HOSTS = ("here", *["there"] * 7)
 
 
 @pytest.fixture(params=[socket.AF_INET, pytest.param(socket.AF_UNIX, marks=pytest.mark.soak)])
@@ -38,7 +40,7 @@ def dial(listener: socket.socket) -> socket.socket:
 
 def first(listener: socket.socket, timeout_s: float = 30.0) -> tuple[int, socket.socket]:
     """Return the first rank that is let in, and its socket."""
-    ranks = admit([listener], KEY, timeout_s)
+    ranks = admit([listener], KEY, End(0, "a test", HOSTS), timeout_s)
     try:
         return next(ranks)
     finally:
@@ -56,7 +58,7 @@ class Dialler:
 
     def _run(self, rank: int, key: bytes) -> None:
         try:
-            introduce(self.connection, key, rank, 30.0)
+            introduce(self.connection, key, End(rank, "a test", HOSTS), 0, 30.0)
         except OSError as error:
             self.error = error
 
@@ -74,7 +76,7 @@ def test_a_rank_is_let_in_past_strangers_who_say_nothing_little_or_garbage(
         for one in silent[:5]:
             one.sendall(b"GET / HTTP/1.1\r\n")
         for one in silent[5:10]:
-            one.sendall(os.urandom(52))
+            one.sendall(os.urandom(HELLO))
         silent[10].shutdown(socket.SHUT_WR)
         rank = Dialler(listener, 7)
         number, connection = first(listener)
@@ -98,6 +100,26 @@ def test_more_silent_strangers_than_it_keeps_do_not_keep_a_rank_out(listener: so
         assert (number, rank.error) == (1, None)
 
 
+@pytest.mark.parametrize(
+    ("end", "peer", "answer"),
+    [
+        (End(7, "a test", HOSTS), 1, "rank 7 connected with rank 1 .a test., and rank 0 answered: something"),
+        (End(7, "another test", HOSTS), 0, "rank 0 answered for another purpose, or from another host"),
+        (End(7, "a test", ("here",) * 8), 0, "rank 0 answered for another purpose, or from another host"),
+    ],
+    ids=["rank", "purpose", "host"],
+)
+def test_a_rank_that_means_another_end_is_told_who_has_answered(
+    end: End, peer: int, answer: str, listener: socket.socket
+) -> None:
+    with ThreadPoolExecutor(1) as pool, dial(listener) as connection:
+        admitted = pool.submit(first, listener, 0.5)
+        with pytest.raises(Misdirected, match=answer):
+            introduce(connection, KEY, end, peer, 30.0)
+        with pytest.raises(TimeoutError):
+            admitted.result()
+
+
 def test_a_hello_in_pieces_is_a_hello(listener: socket.socket) -> None:
     with dial(listener) as connection:
 
@@ -112,7 +134,7 @@ def test_a_hello_in_pieces_is_a_hello(listener: socket.socket) -> None:
                     connection.sendall(data[i : i + 1])
                     time.sleep(0.001)
 
-        thread = threading.Thread(target=introduce, args=(Slow(), KEY, 3, 30.0))
+        thread = threading.Thread(target=introduce, args=(Slow(), KEY, End(3, "a test", HOSTS), 0, 30.0))
         thread.start()
         number, found = first(listener)
         thread.join()
@@ -141,7 +163,7 @@ def test_who_does_not_know_the_key_is_refused_on_either_end(listener: socket.soc
         connection.setblocking(True)
         connection.sendall(b"n" * NONCE)
         connection.recv(HELLO, socket.MSG_WAITALL)
-        connection.sendall(b"p" * PROOF)
+        connection.sendall(b"p" * (CLAIM + PROOF))
         rank.end()
     assert isinstance(rank.error, Stranger)
 
@@ -156,7 +178,7 @@ def test_what_was_recorded_of_one_connection_opens_no_other(listener: socket.soc
 
     with Recorded(listener.family, socket.SOCK_STREAM) as connection:
         connection.connect(listener.getsockname())
-        thread = threading.Thread(target=introduce, args=(connection, KEY, 3, 30.0))
+        thread = threading.Thread(target=introduce, args=(connection, KEY, End(3, "a test", HOSTS), 0, 30.0))
         thread.start()
         first(listener)[1].close()
         thread.join()
@@ -198,7 +220,7 @@ def test_what_says_a_byte_now_and_then_in_a_listeners_place_is_given_up_in_time(
     thread.start()
     try:
         with dial(listener) as connection, pytest.raises(TimeoutError):
-            introduce(connection, KEY, 1, 0.3)
+            introduce(connection, KEY, End(1, "a test", HOSTS), 0, 0.3)
     finally:
         over.set()
         thread.join()

@@ -20,10 +20,10 @@ import torch.distributed as dist
 from lagom.collectives.run_store import reconnected
 from lagom.collectives.sockets.connect import reach
 from lagom.collectives.sockets.encryption import Credentials
-from lagom.collectives.sockets.handshake import introduce
+from lagom.collectives.sockets.handshake import End, introduce
 from lagom.collectives.sockets.rank_store import RankStore
 from lagom.collectives.sockets.value_client import ValueClient
-from lagom.collectives.sockets.value_server import REQUEST, Ask, ValueServer
+from lagom.collectives.sockets.value_server import REQUEST, Ask, ValueServer, store_purpose
 from tests.encryption import KEY, credentials, encrypted_stores
 
 Use = Callable[[Any], Any]
@@ -132,7 +132,7 @@ def test_a_question_that_waits_is_asked_once_and_ends_in_time(rank: int, monkeyp
 
 def test_a_rank_that_hangs_up_while_it_waits_disturbs_nobody() -> None:
     with server_of([1, 2]) as (server, address):
-        gone = reach(address, 1, credentials(), 30.0)
+        gone = reach(address, End(1, store_purpose(address)), 0, credentials(), 30.0)
         client = ValueClient(address, 2, credentials(), 30.0)
         gone.sendall(REQUEST.pack(1, Ask.AWAIT, 4, 2) + b"late" + b"30")
         gone.sendall(REQUEST.pack(2, Ask.SET, 1, 1) + b"a" + b"b")
@@ -160,7 +160,7 @@ def test_strangers_get_nothing_and_later_ones_find_no_open_port() -> None:
     with server_of([1, 2]) as (server, address):
         server.ask(Ask.SET, "name", b"a value")
         first = ValueClient(address, 1, credentials(), 30.0)
-        for says in (b"", b"GET name\r\n", os.urandom(52), b"\2\4\0\0\0" + bytes(8) + b"name"):
+        for says in (b"", b"GET name\r\n", os.urandom(72), b"\2\4\0\0\0" + bytes(8) + b"name"):
             with socket.create_connection(address, timeout=30) as stranger:
                 stranger.sendall(says)
                 stranger.shutdown(socket.SHUT_WR)
@@ -214,7 +214,7 @@ def recorded_proof(address: tuple[str, int]) -> bytes:
     Recorded.said = b""
     with Recorded() as connection:
         connection.connect(address)
-        introduce(connection, KEY, 1, 30.0)
+        introduce(connection, KEY, End(1, store_purpose(address)), 0, 30.0)
     return Recorded.said
 
 
@@ -226,7 +226,7 @@ def test_2000_strangers_who_are_silent_say_garbage_or_repeat_a_rank_keep_no_rank
     with server_of([1, 2]) as (server, address), contextlib.ExitStack() as stack:
         server.ask(Ask.SET, "name", b"a value")
         proof = recorded_proof(address)
-        assert len(proof) == 52
+        assert len(proof) == 72
         strangers: list[socket.socket] = []
 
         def flood(says: bytes) -> None:
@@ -236,7 +236,7 @@ def test_2000_strangers_who_are_silent_say_garbage_or_repeat_a_rank_keep_no_rank
                     strangers.append(one)
                     one.sendall(says)
 
-        threads = [threading.Thread(target=flood, args=(says,)) for says in (b"", os.urandom(52), proof)]
+        threads = [threading.Thread(target=flood, args=(says,)) for says in (b"", os.urandom(72), proof)]
         for thread in threads:
             stack.callback(thread.join)
             thread.start()
@@ -268,7 +268,7 @@ def test_a_number_added_to_a_text_is_refused_and_the_store_goes_on(rank: int) ->
 
 def test_what_is_no_request_ends_only_its_own_connection() -> None:
     with server_of([1, 2]) as (server, address):
-        wrong = reach(address, 1, credentials(), 30.0)
+        wrong = reach(address, End(1, store_purpose(address)), 0, credentials(), 30.0)
         wrong.settimeout(30.0)
         client = ValueClient(address, 2, credentials(), 30.0)
         wrong.sendall(b"\0\0\0\0\xff" + bytes(12))

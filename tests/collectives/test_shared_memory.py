@@ -20,7 +20,7 @@ import torch
 from lagom.collectives import shared_memory as handing
 from lagom.collectives.native import OPERATIONS, TYPES, native
 from lagom.collectives.shared_memory import shared
-from lagom.collectives.sockets.handshake import Stranger, introduce
+from lagom.collectives.sockets.handshake import End, Stranger, introduce
 from lagom.errors import CollectiveError
 from lagom.session.session import Session
 from tests.leaks import shared_memory_files
@@ -372,7 +372,7 @@ def test_a_stranger_gets_no_memory() -> None:
             with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as visitor:
                 visitor.connect(bytes.fromhex(name))
                 try:
-                    introduce(visitor, key + bytes.fromhex(nonce), 1, 30.0)
+                    introduce(visitor, key + bytes.fromhex(nonce), End(1, "shared memory"), 0, 30.0)
                 except Stranger:
                     strangers.append(b"")
                     continue

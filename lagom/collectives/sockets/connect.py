@@ -11,8 +11,8 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-from lagom.collectives.sockets.encryption import encrypted
-from lagom.collectives.sockets.handshake import HungUp, admit, introduce
+from lagom.collectives.sockets.encryption import EncryptedSocket, encrypted
+from lagom.collectives.sockets.handshake import End, HungUp, admit, claimed, introduce
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Sequence
@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 _TIMEOUT_S = 60.0
 """Seconds that a rank waits for its next connection with another rank, once all are known to be alive."""
+_CLAIM_S = 30.0
+"""Seconds that a rank waits inside an encrypted connection to hear which rank is at the other end."""
 _PAUSE_MS = 20, 100
 """Shortest and longest pause before the next try."""
 
@@ -43,6 +45,7 @@ def connected(
     ip: str,
     all_gather: Gather,
     credentials: Credentials,
+    purpose: str,
 ) -> list[Connection | None]:
     """Return a list with the connection to each partner at the partner's rank, and None elsewhere; a collective.
 
@@ -52,8 +55,10 @@ def connected(
         ip: address at which other hosts reach this one.
         all_gather: gathers a text of every rank, here the address at which the rank listens. The text is not secret.
         credentials: key and certificates that the run's ranks share.
+        purpose: the purpose of the connections, of which both ends assure themselves.
 
     Raises:
+        Misdirected: when a connection does not end where it should.
         OSError: when a rank cannot be reached.
     """
     peers: list[Connection | None] = [None] * len(homes)
@@ -70,18 +75,21 @@ def connected(
             listeners.append(stack.enter_context(listen(family, (ip, 0))))
             address = list(listeners[1].getsockname()[:2])
         mine = json.dumps([listeners[0].getsockname().hex(), address])
+        # With the listener's address the purpose is different for each call.
+        end = End(rank, f"{purpose} at {mine}", homes)
         rows = all_gather(mine.encode(), wanted=None if partners is None else lower)
         for peer in lower:
             name, where = json.loads(rows[peer])
             place = bytes.fromhex(name) if homes[peer] == homes[rank] else (str(where[0]), int(where[1]))
-            peers[peer] = reach(place, rank, credentials, _TIMEOUT_S)
-        for peer, found in accepted(listeners, others[len(lower) :], credentials, _TIMEOUT_S):
+            there = end._replace(purpose=f"{purpose} at {rows[peer].decode()}")
+            peers[peer] = reach(place, there, peer, credentials, _TIMEOUT_S)
+        for peer, found in accepted(listeners, others[len(lower) :], end, credentials, _TIMEOUT_S):
             peers[peer] = found
     return peers
 
 
 def accepted(
-    listeners: Sequence[socket.socket], awaited: Collection[int], credentials: Credentials, timeout_s: float
+    listeners: Sequence[socket.socket], awaited: Collection[int], end: End, credentials: Credentials, timeout_s: float
 ) -> Iterator[tuple[int, Connection]]:
     """Yield each of the ``awaited`` ranks with its connection, in the order in which they connect.
 
@@ -89,11 +97,11 @@ def accepted(
         TimeoutError: when no rank has come for ``timeout_s``.
     """
     left = set(awaited)
-    for peer, found in admit(listeners, credentials.key, timeout_s) if left else ():
+    for peer, found in admit(listeners, credentials.key, end, timeout_s) if left else ():
         if found.family != socket.AF_UNIX:
             found.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         try:
-            connection = encrypted(found, credentials, accepts=True)
+            connection = _proven(encrypted(found, credentials, accepts=True), end, peer, listens=True)
         except OSError:  # a man in the middle, or a rank that has ended; a living rank at the other end raises an error
             found.close()
             continue
@@ -104,9 +112,15 @@ def accepted(
 
 
 def reach(
-    place: bytes | tuple[str, int], rank: int, credentials: Credentials, timeout_s: float, *, waits: bool = False
+    place: bytes | tuple[str, int],
+    end: End,
+    peer: int,
+    credentials: Credentials,
+    timeout_s: float,
+    *,
+    waits: bool = False,
 ) -> Connection:
-    """Connect with the rank that listens at ``place``, the name of a Unix socket or an address.
+    """Connect with rank ``peer``, which listens at ``place``, the name of a Unix socket or an address.
 
     Try again if the listener hangs up: while many strangers connect, it closes the oldest connections without a proof.
 
@@ -114,6 +128,7 @@ def reach(
         waits: try again also if nothing listens at ``place`` yet.
 
     Raises:
+        Misdirected: when another rank of this run has answered.
         OSError: when the rank cannot be reached, or the listener is not a rank of this run.
     """
     deadline = time.monotonic() + timeout_s
@@ -123,7 +138,8 @@ def reach(
         found: socket.socket | None = None
         try:
             found = _dialled(place, left_s)
-            return encrypted(introduce(found, credentials.key, rank, left_s), credentials, accepts=False)
+            introduce(found, credentials.key, end, peer, left_s)
+            return _proven(encrypted(found, credentials, accepts=False), end, peer, listens=False)
         except OSError as error:
             if found is not None:
                 found.close()
@@ -132,6 +148,27 @@ def reach(
                 raise
         shortest, longest = _PAUSE_MS
         time.sleep((shortest + secrets.randbelow(longest - shortest)) / 1e3)
+
+
+def _proven(connection: Connection, end: End, peer: int, *, listens: bool) -> Connection:
+    """Check inside an encrypted connection that its other end is that of the proofs; return ``connection``.
+
+    All ranks have the same certificate, so TLS alone does not say which rank is at the other end.
+
+    Raises:
+        Misdirected: when it is another rank's.
+        OSError: when the other end does not answer.
+    """
+    if isinstance(connection, EncryptedSocket):
+        connection.settimeout(_CLAIM_S)
+        connection.sendall(end.claim(peer, listens=listens))
+        try:
+            end.check(claimed(connection), peer, listens=listens)
+        except OSError:
+            connection.close()
+            raise
+        connection.settimeout(None)
+    return connection
 
 
 def host_identity() -> bytes:

@@ -199,4 +199,6 @@ def _first_block(parts: Sequence[bytes | memoryview]) -> bytes | memoryview:
 # with the run's secret inside Spark's job. Each end of a connection shows the certificate, proves that it has the key,
 # and accepts no other certificate. The proofs of Note [Proofs of ranks] in handshake.py come first, unencrypted: a
 # stranger fails there as it does without encryption, and reaches no code of OpenSSL. A man in the middle can pass on
-# the proofs of two ranks, but then lacks the certificate's key.
+# the proofs of two ranks, but then lacks the certificate's key. It could also pass on the proofs, and then exchange two
+# connections before TLS begins: all ranks have the same certificate. So both ends repeat their claims inside TLS
+# (``_proven`` in connect.py).

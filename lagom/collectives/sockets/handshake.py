@@ -1,23 +1,31 @@
-"""``introduce`` and ``admit``: prove on a new connection between two ranks that both know the run's key."""
+"""``introduce`` and ``admit``: prove on a new connection between two ranks that both know the run's key, and which
+ranks they are. See Note [Proofs of ranks].
+"""
 
 from __future__ import annotations
 
+import hashlib
 import hmac
+import json
 import os
 import secrets
 import select
 import socket
 import struct
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+    from lagom.collectives.sockets.encryption import EncryptedSocket
+
 _NONCE = 16
 _PROOF = 32
-_RANK = struct.Struct("<I")
-_HELLO = _RANK.size + _NONCE + _PROOF
+CLAIM = struct.Struct("<II16s")
+"""What one end says of a connection: its own rank, the rank that it means at the other end, and ``End.digest``."""
+_HELLO = CLAIM.size + _NONCE + _PROOF
+_ANSWER = CLAIM.size + _PROOF
 HELLO_S = 5.0
 """Seconds in which a connection must prove itself."""
 MAX_STRANGERS = 256
@@ -32,29 +40,80 @@ class HungUp(Stranger):
     """The other end has closed the connection before its proof."""
 
 
-def introduce(connection: socket.socket, key: bytes, rank: int, timeout_s: float) -> socket.socket:
-    """Prove to the listener that this is ``rank``, check the listener's proof, and return ``connection``.
+class Misdirected(ConnectionError):
+    """The other end is a rank of this run, but not the end that this connection was meant for."""
+
+
+class End(NamedTuple):
+    """This rank's end of its connections with other ranks, as it means them."""
+
+    rank: int
+    purpose: str
+    """The connections' purpose, equal on both ends, and different for any other connection of the same two ranks."""
+    hosts: Sequence[object] = ()
+    """Host of each rank, equal on all ranks; empty if all ranks share a host, or this end does not know the hosts."""
+
+    def claim(self, peer: int, *, listens: bool) -> bytes:
+        """Return what this end says of its connection with rank ``peer``."""
+        return CLAIM.pack(self.rank, peer, self.digest(peer, listens=listens))
+
+    def digest(self, peer: int, *, listens: bool) -> bytes:
+        """Return 16 bytes that both ends compute, of the purpose and of both hosts."""
+        order = (peer, self.rank) if listens else (self.rank, peer)
+        hosts = [str(self.hosts[rank]) if rank < len(self.hosts) else "" for rank in order]
+        return hashlib.sha256(json.dumps([self.purpose, *hosts]).encode()).digest()[:16]
+
+    def check(self, claim: bytes, peer: int, *, listens: bool) -> None:
+        """Compare the ``claim`` of the other end with this end's connection with rank ``peer``.
+
+        Raises:
+            Misdirected: when the other end means another connection.
+        """
+        rank, meant, digest = CLAIM.unpack(claim)
+        found = f"rank {rank} answered"
+        if (rank, digest) == (peer, self.digest(peer, listens=listens)):
+            if meant == self.rank:
+                return
+            found += f", which means rank {meant}"
+        elif rank == peer:
+            found += " for another purpose, or from another host"
+        what = self.purpose.partition(" at ")[0]
+        raise Misdirected(
+            f"rank {self.rank} connected with rank {peer} ({what}), and {found}: something between the hosts exchanges "
+            "the connections of ranks; let their ports be neither forwarded nor redirected"
+        )
+
+
+def introduce(connection: socket.socket, key: bytes, end: End, peer: int, timeout_s: float) -> socket.socket:
+    """Prove to the listener that this is ``end``, check that the listener is rank ``peer``, and return ``connection``.
 
     Raises:
         Stranger: when the listener is another user's process, has a wrong proof, or hangs up (``HungUp``).
+        Misdirected: when the listener is another rank of this run, or listens for another purpose.
         OSError: when the listener takes longer than ``timeout_s``.
     """
     deadline = time.monotonic() + timeout_s
     if connection.family == socket.AF_UNIX and not is_own(connection):
         raise Stranger("another user's process listens where a rank should")
     nonces = _exactly(connection, _NONCE, deadline) + secrets.token_bytes(_NONCE)
-    number = _RANK.pack(rank)
-    connection.sendall(number + nonces[_NONCE:] + _proof(key, b"who connects", number, nonces))
-    if not hmac.compare_digest(_exactly(connection, _PROOF, deadline), _proof(key, b"who listens", number, nonces)):
+    own = end.claim(peer, listens=False)
+    connection.sendall(own + nonces[_NONCE:] + _proof(key, b"who connects", own, nonces))
+    answer = _exactly(connection, _ANSWER, deadline)
+    claim, proof = answer[: CLAIM.size], answer[CLAIM.size :]
+    if not hmac.compare_digest(proof, _proof(key, b"who listens", own + claim, nonces)):
         raise Stranger("what listens there is no rank of this run")
+    end.check(claim, peer, listens=False)
     connection.settimeout(timeout_s)
     return connection
 
 
-def admit(listeners: Sequence[socket.socket], key: bytes, timeout_s: float) -> Iterator[tuple[int, socket.socket]]:
+def admit(
+    listeners: Sequence[socket.socket], key: bytes, end: End, timeout_s: float
+) -> Iterator[tuple[int, socket.socket]]:
     """Yield each rank that connects and proves itself, with its connection, which does not block.
 
-    Strangers do not delay ranks: their proofs are awaited at the same time, each for ``HELLO_S``.
+    Strangers do not delay ranks: their proofs are awaited at the same time, each for ``HELLO_S``. A rank that means
+    another end than ``end`` is told so, and closed.
 
     Raises:
         TimeoutError: when no rank has proved itself for ``timeout_s``.
@@ -70,7 +129,7 @@ def admit(listeners: Sequence[socket.socket], key: bytes, timeout_s: float) -> I
         while (left := deadline - time.monotonic()) > 0:
             for number, _ in poll.poll(1e3 * min([left, *(one.left_s() for one in strangers.values())])):
                 if number in by_number:
-                    if (stranger := _accepted(by_number[number], key)) is not None:
+                    if (stranger := _accepted(by_number[number], key, end)) is not None:
                         strangers[stranger.connection.fileno()] = stranger
                         poll.register(stranger.connection, select.POLLIN)
                 elif strangers[number].hears():
@@ -85,6 +144,18 @@ def admit(listeners: Sequence[socket.socket], key: bytes, timeout_s: float) -> I
     finally:
         for stranger in strangers.values():
             stranger.connection.close()
+
+
+def claimed(connection: EncryptedSocket) -> bytes:
+    """Return the claim that the other end has sent inside an encrypted connection.
+
+    Raises:
+        OSError: when it hangs up, or does not send in time.
+    """
+    data = bytearray(CLAIM.size)
+    if connection.recv_into(memoryview(data), 0, socket.MSG_WAITALL) < CLAIM.size:
+        raise HungUp("what listens there hung up")
+    return bytes(data)
 
 
 def is_own(peer: socket.socket) -> bool:
@@ -104,7 +175,7 @@ def _credentials(peer: socket.socket) -> tuple[int, int, int]:
     return pid, uid, gid
 
 
-def _accepted(listener: socket.socket, key: bytes) -> _Stranger | None:
+def _accepted(listener: socket.socket, key: bytes, end: End) -> _Stranger | None:
     try:
         connection, _ = listener.accept()
     except OSError:  # the peer has hung up already, or this process can open no more files
@@ -113,7 +184,7 @@ def _accepted(listener: socket.socket, key: bytes) -> _Stranger | None:
     if connection.family == socket.AF_UNIX and not is_own(connection):
         connection.close()
         return None
-    return _Stranger(connection, key)
+    return _Stranger(connection, key, end)
 
 
 def _gone(strangers: dict[int, _Stranger]) -> list[int]:
@@ -125,11 +196,12 @@ def _gone(strangers: dict[int, _Stranger]) -> list[int]:
 class _Stranger:
     """A connection that has not proved itself."""
 
-    def __init__(self, connection: socket.socket, key: bytes) -> None:
+    def __init__(self, connection: socket.socket, key: bytes, end: End) -> None:
         self.connection = connection
         self.is_refused = False
         self.rank = -1
         self._key = key
+        self._end = end
         self._nonce = secrets.token_bytes(_NONCE)
         self._hello = b""
         self._deadline = time.monotonic() + HELLO_S
@@ -152,13 +224,18 @@ class _Stranger:
         self.is_refused = not data
         if len(self._hello) < _HELLO:
             return False
-        number, nonce = self._hello[: _RANK.size], self._hello[_RANK.size : -_PROOF]
+        claim, nonce = self._hello[: CLAIM.size], self._hello[CLAIM.size : -_PROOF]
         nonces = self._nonce + nonce
-        if not hmac.compare_digest(self._hello[-_PROOF:], _proof(self._key, b"who connects", number, nonces)):
+        if not hmac.compare_digest(self._hello[-_PROOF:], _proof(self._key, b"who connects", claim, nonces)):
             self.is_refused = True
             return False
-        (self.rank,) = _RANK.unpack(number)
-        self._send(_proof(self._key, b"who listens", number, nonces))
+        self.rank = CLAIM.unpack(claim)[0]
+        own = self._end.claim(self.rank, listens=True)
+        self._send(own + _proof(self._key, b"who listens", claim + own, nonces))
+        try:
+            self._end.check(claim, self.rank, listens=True)
+        except Misdirected:  # the answer has told the rank, which raises an error
+            self.is_refused = True
         return not self.is_refused
 
     def _send(self, data: bytes) -> None:
@@ -168,8 +245,8 @@ class _Stranger:
             self.is_refused = True
 
 
-def _proof(key: bytes, who: bytes, rank: bytes, nonces: bytes) -> bytes:
-    return hmac.digest(key, b"lagom ranks 1: " + who + rank + nonces, "sha256")
+def _proof(key: bytes, who: bytes, claims: bytes, nonces: bytes) -> bytes:
+    return hmac.digest(key, b"lagom ranks 2: " + who + claims + nonces, "sha256")
 
 
 def _exactly(connection: socket.socket, size: int, deadline: float) -> bytes:
@@ -185,9 +262,12 @@ def _exactly(connection: socket.socket, size: int, deadline: float) -> bytes:
 
 # Note [Proofs of ranks]
 #
-# The handshake is like that of Note [Handshake] in wire/framing.py: the listener sends a nonce; the other end sends its
-# rank number, a nonce and a proof; the listener sends its proof. The listener reads 52 bytes from a stranger, in any
-# number of pieces, and compares the proof in constant time before it uses the rank number. On a Unix socket the kernel
-# also says which user runs the process at the other end; the connection of another user is closed at once. Between
-# hosts, later messages are encrypted if Spark's encryption is set, unless ``allow_unencrypted_collectives`` is True
-# (Note [Encryption between hosts] in encryption.py). All other later messages are neither encrypted nor authenticated.
+# The handshake is like that of Note [Handshake] in wire/framing.py: the listener sends a nonce; the other end sends
+# its claim, a nonce and a proof; the listener sends its own claim and proof. A claim has the sender's rank, the rank
+# that it means at the other end, and a digest of the purpose and of the hosts of both; the proofs cover both claims.
+# So where somebody between the hosts exchanges connections, the listener refuses the rank that did not mean it, and
+# its claim tells that rank who has answered. The listener reads 72 bytes from a stranger, in any number of pieces,
+# and compares the proof in constant time before it uses the claim. On a Unix socket the kernel also says which user
+# runs the process at the other end; the connection of another user is closed at once. Between hosts, later messages
+# are encrypted if Spark's encryption is set, unless ``allow_unencrypted_collectives`` is True (Note [Encryption
+# between hosts] in encryption.py). All other later messages are neither encrypted nor authenticated.

@@ -8,7 +8,8 @@ import weakref
 from typing import TYPE_CHECKING
 
 from lagom.collectives.sockets.connect import reach
-from lagom.collectives.sockets.value_server import ANSWER, HELD_S, REFUSAL, REQUEST, VALUE, Ask
+from lagom.collectives.sockets.handshake import End
+from lagom.collectives.sockets.value_server import ANSWER, HELD_S, REFUSAL, REQUEST, VALUE, Ask, store_purpose
 
 if TYPE_CHECKING:
     from lagom.collectives.sockets.encryption import Credentials
@@ -17,7 +18,7 @@ _MOST = 1 << 32
 
 
 class ValueClient:
-    """Asks the ``ValueServer`` of another rank. Threads may ask at the same time.
+    """Asks the ``ValueServer`` of rank 0. Threads may ask at the same time.
 
     Args:
         address: address at which the server listens.
@@ -29,7 +30,8 @@ class ValueClient:
     """
 
     def __init__(self, address: tuple[str, int], rank: int, credentials: Credentials, timeout_s: float) -> None:
-        self._connection = reach(address, rank, credentials, timeout_s, waits=True)
+        end = End(rank, store_purpose(address))
+        self._connection = reach(address, end, 0, credentials, timeout_s, waits=True)
         self._connection.settimeout(timeout_s + HELD_S)
         self._failure = ""
         self._sends = threading.Lock()

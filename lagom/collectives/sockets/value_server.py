@@ -17,9 +17,10 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from lagom.collectives.sockets.connect import accepted
+from lagom.collectives.sockets.handshake import End
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterator
+    from collections.abc import Callable, Collection, Iterator, Sequence
 
     from lagom.collectives.sockets.encryption import Connection, Credentials
 
@@ -54,6 +55,11 @@ class Ask(IntEnum):
 
 
 _SETTING = frozenset({Ask.SET, Ask.ADD, Ask.SWAP})
+
+
+def store_purpose(address: Sequence[object]) -> str:
+    """Return the purpose of connections with the server that listens at ``address``, as both ends prove it."""
+    return f"the run's store at {address[0]} {address[1]}"
 
 
 class ValueServer:
@@ -138,7 +144,8 @@ class ValueServer:
 
     def _run(self) -> None:
         with contextlib.suppress(OSError, ValueError):  # a rank does not connect in time, or ``close`` was called
-            for _, connection in accepted([self._listener], self._others, self._credentials, self._timeout_s):
+            end = End(0, store_purpose(self._listener.getsockname()))
+            for _, connection in accepted([self._listener], self._others, end, self._credentials, self._timeout_s):
                 connection.setblocking(False)
                 self._peers[connection.fileno()] = _Peer(connection)
         with contextlib.suppress(OSError):
