@@ -21,6 +21,7 @@ from lagom.row_split.probe import NO_MEMORY, UNIFORM, probe
 from lagom.row_split.recorder import NotByRowsError
 from lagom.row_split.restore import SMALL
 from lagom.row_split.split_candidate import SplitCandidate, SplitFinding, is_batch
+from lagom.row_split.whole_batch import ForwardWork
 from lagom.run_state.malloc_trim import map_large_blocks
 from lagom.run_state.oom_errors import wanted_bytes
 
@@ -126,7 +127,7 @@ class MicroBatches:
         return found
 
     def _probe(self, candidate: SplitCandidate, num: int) -> SplitFinding:
-        finding = SplitFinding(candidate.rows)
+        finding = SplitFinding(ForwardWork(rows=candidate.rows))
         weights = self._session.weights
         sharded = [p for p in candidate.module.parameters() if weights is not None and weights.parts(p) is not None]
         if any(float(p.detach().abs().max()) <= SMALL for p in sharded):

@@ -40,11 +40,13 @@ class NotByRowsError(Exception):
 
 
 class FlopCounter(OperationMode):
-    """Counts the floating-point operations of a forward's matrix products and convolutions."""
+    """Counts the floating-point operations of a forward's matrix products and convolutions, and its BatchNorms."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.flops = 0.0
+        self.num_batchnorms = 0
+        """Calls of BatchNorm that use the statistics of the batch."""
 
     def run(self, function: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an operation, and count it."""
@@ -54,7 +56,12 @@ class FlopCounter(OperationMode):
         count = flop_registry.get(function._overloadpacket)
         if count is not None:
             self.flops += float(count(*args, **kwargs, out_val=result))
+        if function._schema.name in _BATCHNORMS:
+            self.num_batchnorms += bool(args[5] if len(args) > 5 else kwargs.get("training"))
         return result
+
+
+_BATCHNORMS = frozenset(f"aten::{name}" for name in ("native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm"))
 
 
 class BoundsCheck(OperationMode):

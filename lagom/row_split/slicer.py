@@ -271,15 +271,15 @@ class Slicer:
 
     def _say_whole(self, module: nn.Module, reason: str) -> None:
         if not self._depth:
+            has_parts = any(part._parameters for part in self._trees.modules_in(module, says=False)[1:])
+            how = " (modules inside it are split where they can be)" if has_parts else ", which is right but not faster"
             self._session.say_once(
-                f"{type(module).__name__} runs whole on every rank, which is right but not faster: it {reason}",
-                is_notice=True,
+                f"{type(module).__name__} runs whole on every rank{how}: it {reason}", is_notice=True
             )
 
     def _is_worth_slicing(self, finding: SplitFinding, candidate: SplitCandidate) -> bool:
         return is_worth_slicing(
-            finding.flops * candidate.rows / finding.rows,
-            finding.num_bytes * candidate.rows / finding.rows,
+            finding.work.for_rows(candidate.rows),
             self._group.world_size,
             candidate.device,
             training=torch.is_grad_enabled(),

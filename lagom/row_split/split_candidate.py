@@ -16,7 +16,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten
 from lagom.row_split.draws import DrawKind
 from lagom.row_split.recorder import BatchStatistics, FlopCounter, NotByRowsError, bounds_check
 from lagom.row_split.restore import restored_state
-from lagom.row_split.whole_batch import RowBlock
+from lagom.row_split.whole_batch import ForwardWork, RowBlock
 from lagom.run_state.oom_errors import wanted_bytes
 
 if TYPE_CHECKING:
@@ -66,12 +66,8 @@ class SplitCandidate:
 class SplitFinding:
     """Facts about a module's forward on inputs of one kind."""
 
-    rows: int
-    """Rows of the batch of the first call (with micro-batches, of the probe)."""
-    flops: float = 0.0
-    """Floating-point operations for these rows."""
-    num_bytes: int = 0
-    """Bytes of the outputs for these rows."""
+    work: ForwardWork
+    """Work of the first call (with micro-batches, only the rows of the probe)."""
     spec: TreeSpec | None = None
     """Structure of the outputs."""
     factors: list[int | None] = field(default_factory=list)
@@ -159,9 +155,19 @@ def measure_call(candidate: SplitCandidate, call: Callable[[], Any]) -> tuple[An
     """Make the ``call``; return its output and a finding with its amount of work."""
     with FlopCounter() as counter:
         output = call()
-    own = sum(parameter.numel() for parameter in candidate.module.parameters())
-    num_bytes = sum(o.numel() * o.element_size() for o in tree_flatten(output)[0] if isinstance(o, torch.Tensor))
-    return output, SplitFinding(candidate.rows, max(counter.flops, 2.0 * own * candidate.rows), num_bytes)
+    parameters = list(candidate.module.parameters())
+    own = sum(parameter.numel() for parameter in parameters)
+    work = ForwardWork(
+        rows=candidate.rows,
+        flops=max(counter.flops, 2.0 * own * candidate.rows),
+        output_bytes=sum(leaf.nbytes for leaf in tree_flatten(output)[0] if is_dense(leaf)),
+        input_bytes=sum(
+            leaf.nbytes for leaf in candidate.leaves if is_batch(leaf, candidate.rows) and leaf.requires_grad
+        ),
+        parameter_bytes=sum(parameter.nbytes for parameter in parameters if parameter.requires_grad),
+        num_batchnorms=counter.num_batchnorms,
+    )
+    return output, SplitFinding(work)
 
 
 def try_again(candidate: SplitCandidate, num_blocks: int, statistics: Callable[[BatchStatistics], Any]) -> str | None:

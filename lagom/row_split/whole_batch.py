@@ -5,7 +5,7 @@ See Note [Whole] in row_functions.py.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -41,18 +41,51 @@ Packing would take longer than an exchange for each.
 """
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ForwardWork:
+    """The amount of work of a forward, and of what ranks exchange if they split it."""
+
+    rows: int
+    """Rows of the batch that the other numbers are for."""
+    flops: float = 0.0
+    """Floating-point operations."""
+    output_bytes: float = 0.0
+    input_bytes: float = 0.0
+    """Bytes of inputs that get a gradient, which is gathered in the backward."""
+    parameter_bytes: int = 0
+    """Bytes of parameters that get a gradient: without a split every rank has the whole gradient, and averages none."""
+    num_batchnorms: int = 0
+    """Calls of BatchNorm that use the statistics of the batch."""
+
+    def for_rows(self, rows: int) -> ForwardWork:
+        """Return the work for another number of rows."""
+        ratio = rows / self.rows
+        return replace(
+            self,
+            rows=rows,
+            flops=self.flops * ratio,
+            output_bytes=self.output_bytes * ratio,
+            input_bytes=self.input_bytes * ratio,
+        )
+
+
 def is_worth_slicing(
-    flops: float, num_bytes: float, world_size: int, device: torch.device, *, training: bool, shares_memory: bool
+    work: ForwardWork, world_size: int, device: torch.device, *, training: bool, shares_memory: bool
 ) -> bool:
-    """Return whether slicing a forward of ``flops`` with ``num_bytes`` of outputs saves more time than it takes.
+    """Return whether slicing a forward saves more time than its exchanges take.
 
     Constants decide, not measurements, since all ranks must decide equally, and each run like the one before.
     """
     if ALWAYS:
         return True
-    saved = flops * (3 if training else 1) * (1 - 1 / world_size) / _SPEED[device.type]
+    saved = work.flops * (3 if training else 1) * (1 - 1 / world_size) / _SPEED[device.type]
     way = "memory" if shares_memory and device.type == "cpu" else device.type
-    return saved > _LATENCY[way] + num_bytes / _BANDWIDTH[way]
+    num_exchanges, num_bytes = 1.0 + 0.5 * work.num_batchnorms, work.output_bytes
+    if training:
+        num_exchanges += 0.5 * work.num_batchnorms + bool(work.input_bytes)
+        # An average in place takes about half the time of a gather of as many bytes.
+        num_bytes += work.input_bytes + 0.5 * work.parameter_bytes
+    return saved > num_exchanges * _LATENCY[way] + num_bytes / _BANDWIDTH[way]
 
 
 @dataclass(frozen=True)

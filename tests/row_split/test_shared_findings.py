@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from lagom.row_split.module_tree import ModuleTree, call_kind
 from lagom.row_split.shared_findings import SharedFindings
 from lagom.row_split.split_candidate import SplitFinding
+from lagom.row_split.whole_batch import ForwardWork
 from lagom.session.session import Session
 from tests.ranks import alone, run_ranks
 
@@ -145,10 +146,10 @@ def test_another_process_continues_with_the_findings() -> None:
     trees = ModuleTree(print)
     shared = SharedFindings(trees)
     findings, kind = known(shared, trees)
-    findings[kind] = SplitFinding(8, sliced=True)
+    findings[kind] = SplitFinding(ForwardWork(rows=8), sliced=True)
     state = pickle.loads(pickle.dumps(shared.state()))
     trees = ModuleTree(print)
     shared = SharedFindings(trees)
     shared.set_state(state)
     findings, kind = known(shared, trees)
-    assert findings[kind] == SplitFinding(8, sliced=True)
+    assert findings[kind] == SplitFinding(ForwardWork(rows=8), sliced=True)

@@ -30,6 +30,7 @@ from lagom.row_split.module_tree import ModuleTree
 from lagom.row_split.probe import probe
 from lagom.row_split.slicer import watch_packing
 from lagom.row_split.split_candidate import SplitFinding
+from lagom.row_split.whole_batch import ForwardWork
 from lagom.run_state.random_streams import seed_everything
 from lagom.session.session import Session
 from tests.ranks import RankFailedError, alone, lagom_log, run_ranks
@@ -856,7 +857,7 @@ def test_a_module_is_as_it_was_after_it_was_looked_at() -> None:
         with session.probing():
             x = torch.randn(8, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
             candidate = ModuleTree(print).candidate(model, nn.Module.__call__, (x,), {}, session.device)
-            finding = SplitFinding(8)
+            finding = SplitFinding(ForwardWork(rows=8))
             probe(candidate, finding, 2, session.statistics)
         assert finding.sliced, finding.reason
         assert torch.equal(states[0], torch.get_rng_state())
