@@ -17,9 +17,11 @@ from lagom.kept_call import KeptRun, keep_call, keep_result, read_call, read_res
 from lagom.launchers import choose
 from lagom.launchers.attempts import run_attempts
 from lagom.launchers.dataframes import frames_of_run, write_frame
+from lagom.launchers.failure import add_advice
 from lagom.launchers.protocol import Launcher as Launches
 from lagom.plan import Plan, plan
 from lagom.preparation import checked, facts_of_code, random_start, run_records, source_of
+from lagom.program.failure_advice import advice
 from lagom.program.own_frames import cut_own_frames
 from lagom.program.signature import function_name
 from lagom.program.sources import source_files
@@ -210,10 +212,12 @@ def _kept_for(snapshots: SnapshotFolder | None, records: RunRecords | None) -> I
 
 
 def _cut_frames(error: BaseException, the_plan: Plan) -> None:
-    """Remove lagom's frames from a traceback.
+    """Remove lagom's frames from a traceback, and add advice to an error of the program in this process.
 
     After Ctrl-C remove all, unless the program runs in this process: they say how this process waits for the ranks.
     """
+    if the_plan.launcher == "inline":  # else the rank has given advice
+        add_advice(error, advice(error, the_plan.packages, already_distributed=the_plan.already_distributed))
     if isinstance(error, KeyboardInterrupt) and the_plan.launcher != "inline":
         error.__traceback__ = None
     else:

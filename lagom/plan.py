@@ -75,6 +75,8 @@ class Plan:
     """Library that would send unencrypted although ranks are to encrypt; ranks must then share a host. Empty: none."""
     already_distributed: bool = False
     """True if the program is written for torchrun: its ranks then find torchrun's variables."""
+    packages: tuple[str, ...] = ()
+    """Packages that the program imports and the driver has; see program/failure_advice.py."""
     rehearsal: Rehearsal | None = None
     """Limits of a rehearsal, which shows no output and keeps no files; None in the run itself."""
     searches: bool = False
@@ -103,12 +105,13 @@ def plan(
     *,
     already_distributed: bool = False,
     names_gpu: bool = True,
+    packages: tuple[str, ...] = (),
 ) -> Plan:
     """Resolve ``config`` against the cluster's facts.
 
     Args:
         name: name of the run, unless the config has one.
-        already_distributed: see ``Plan``, as for ``names_gpu``; ``facts_of_code`` finds both.
+        already_distributed: see ``Plan``, as for ``names_gpu`` and ``packages``; ``facts_of_code`` finds them.
 
     Raises:
         PlanError: if the run cannot fit, with the remedy; or if ``config.debug`` is no rank of the run.
@@ -143,6 +146,7 @@ def plan(
         encrypts_ranks=encrypts_ranks,
         in_clear=_in_clear(config, gpu=cluster.gpus_per_slot > 0) if encrypts_ranks else "",
         already_distributed=already_distributed,
+        packages=packages,
     )
 
 

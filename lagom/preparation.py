@@ -21,6 +21,7 @@ from lagom.errors import LagomError, RankTraceback
 from lagom.launchers.failure import message_of
 from lagom.plan import Plan
 from lagom.program.detect_distributed import is_distributed, names_gpu, needs_nccl
+from lagom.program.failure_advice import imported_packages
 from lagom.program.signature import arguments, check_makers, unread_hparams
 from lagom.program.unreadable_data import check_data
 from lagom.random_states import random_states
@@ -142,7 +143,7 @@ def provided_arguments(config: TorchDistributedConfig) -> dict[str, Any]:
     return provided
 
 
-def facts_of_code(train: Callable[..., Any], provided: Mapping[str, Any], cluster: Cluster) -> dict[str, bool]:
+def facts_of_code(train: Callable[..., Any], provided: Mapping[str, Any], cluster: Cluster) -> dict[str, Any]:
     """Return the facts for ``plan`` that the code of the program and of its arguments shows.
 
     A program that is written for torchrun and knows only NCCL needs GPUs: without them it counts as an ordinary one,
@@ -157,7 +158,7 @@ def facts_of_code(train: Callable[..., Any], provided: Mapping[str, Any], cluste
         log.warning(_NO_NCCL)
         distributed = False
     places = not cluster.gpus_per_slot or any(word.startswith("cuda") for word in said) or names_gpu(*used)
-    return {"already_distributed": distributed, "names_gpu": places}
+    return {"already_distributed": distributed, "names_gpu": places, "packages": imported_packages(*used)}
 
 
 _NO_NCCL = (

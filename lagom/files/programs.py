@@ -21,6 +21,8 @@ log = logging.getLogger("lagom")
 _LIBRARIES = tuple({os.path.join(sysconfig.get_path(name), "") for name in ("stdlib", "purelib", "platlib")})
 _LIBRARIES += (os.path.join(str(Path(__file__).parents[1]), ""),)
 
+_PACKAGES = frozenset(("site-packages", "dist-packages"))
+
 
 @contextmanager
 def warn_of_programs(knows_rank: Callable[[], bool]) -> Iterator[None]:
@@ -56,7 +58,8 @@ def _is_of_the_program() -> bool:
     while frame.f_back is not None and frame.f_code.co_filename in (subprocess.__file__, os.__file__):
         frame = frame.f_back
     path = frame.f_code.co_filename
-    return not path.startswith(_LIBRARIES)
+    # A library may be outside of this Python, as on a PYTHONPATH: MLflow's Git runs `git version`, for example.
+    return not path.startswith(_LIBRARIES) and _PACKAGES.isdisjoint(Path(path).parts)
 
 
 def _words(command: Any) -> str:

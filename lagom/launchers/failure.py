@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Sequence
 
 from lagom.errors import LagomError, RankError, RankTraceback, StallError
@@ -53,7 +54,18 @@ def _exception(error: BaseException | None, report: Message) -> BaseException:
         with contextlib.suppress(Exception):
             error.args = with_cell_names(error.args[0]), *error.args[1:]
     error.__cause__ = RankTraceback(rank, with_cell_names(report["traceback"]))
+    add_advice(error, report.get("advice", ""))
     return error
+
+
+def add_advice(error: BaseException, text: str) -> None:
+    """Have Python show ``text`` below ``error``, whose own text stays as it is; Python 3.10 shows it at once."""
+    if not text:
+        return
+    if hasattr(error, "add_note"):
+        error.add_note(text)
+    else:
+        sys.stderr.write(f"{text}\n")
 
 
 def message_of(error: BaseException) -> str:

@@ -21,6 +21,7 @@ from lagom.debugger.rank_debugger import RankDebugger
 from lagom.patching.importers import imported_after, newest_module
 from lagom.payload import Parcel, unpack, unpack_file
 from lagom.pickler import classes_received
+from lagom.program.failure_advice import advice
 from lagom.program.sources import is_installed
 from lagom.search.on_rank.trial import Trial, TrialPruned, metric_of
 from lagom.wire.client import DriverClient, Message
@@ -123,8 +124,14 @@ class RankCall:
         except TrialPruned:
             parcel, report = Parcel({"value": None}), {"type": "outcome", "ok": True, "pruned": True}
         except BaseException as error:  # SystemExit and KeyboardInterrupt are outcomes as well
+            text = self._advice(error)
             parcel, report = pack_error(error, self._at_home)
+            report |= {"advice": text} if text else {}
         return parcel, report
+
+    def _advice(self, error: BaseException) -> str:
+        plan = self._spec.plan
+        return advice(error, plan.packages, already_distributed=plan.already_distributed)
 
     def _load(self) -> Call:
         call: Call = unpack_file(self._seat.payload_fd)

@@ -451,6 +451,27 @@ def test_nothing_is_patched_in_a_world_of_one(tmp_path: Path) -> None:
     assert run_ranks(2, run) == [False, False]
 
 
+def test_programs_that_a_library_outside_of_this_python_starts_are_not_told_of(tmp_path: Path) -> None:
+    """MLflow's Git on a PYTHONPATH runs `git version`."""
+    library = tmp_path / "site-packages" / "tool.py"
+    library.parent.mkdir()
+    library.write_text("import subprocess\ndef run():\n    subprocess.run(['true'], check=True)\n")
+    own = tmp_path / "own.py"
+    own.write_text(library.read_text())
+
+    def run(_: Session) -> list[str]:
+        said = lagom_log()
+        counts = []
+        for path in (library, own):
+            variables: dict[str, Any] = {}
+            exec(compile(path.read_text(), str(path), "exec"), variables)
+            variables["run"]()
+            counts.append(len(said))
+        return list(map(str, counts))
+
+    assert run_ranks(2, run) == [["0", "1"], ["0", "0"]]
+
+
 @pytest.mark.parametrize("knows", [False, True])
 def test_a_program_that_every_rank_starts_is_told_of_once(knows: bool, tmp_path: Path) -> None:
     def run(session: Session) -> list[str]:
