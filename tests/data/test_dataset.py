@@ -294,6 +294,22 @@ def test_batches_that_workers_fetched_ahead_do_not_count_as_seen(tmp_path: Path,
     dataset.close()
 
 
+def test_filters_that_partitions_answer_count_the_rows_of_each_row_group(tmp_path: Path) -> None:
+    for day, layout in (("day=1", [[3, 4]]), ("day=2", [[5, 2]])):
+        numbers(tmp_path / day, layout)
+    for filters, wanted in (
+        ([("day", "=", 2)], 7),
+        ([[("day", "=", 1)], [("row", ">", 4)]], 9),
+        ([("day", ">", 2)], 0),
+    ):
+        if not wanted:
+            with pytest.raises(DataError, match=r"no row .* passes the filters"):
+                ParquetDataset(tmp_path, filters=filters)
+            continue
+        dataset = ParquetDataset(tmp_path, filters=filters)
+        assert len(dataset) == sum(len(batch["row"]) for batch in ParquetLoader(dataset, 4)) == wanted
+
+
 def test_filters_keep_rows_and_count_them(tmp_path: Path) -> None:
     numbers(tmp_path / "a", [[10, 10], [10]])
     dataset = ParquetDataset(tmp_path / "a", columns=["x"], filters=[("row", ">=", 8), ("row", "<", 13)])

@@ -317,5 +317,7 @@ def _counted_in(asked: Table, number: int) -> list[RowGroup]:
         names = (*stored.names, *fields.names)
         added = pa.schema([field for field in asked.fields if field.name not in names])
         schema = pa.unify_schemas([stored, fields, added])
-        found.append(replace(group, num_rows=part.scanner(schema=schema, filter=asked.filter).count_rows()))
+        count = part.scanner(schema=schema, filter=asked.filter).count_rows()
+        # If the partition alone answers the filter, Arrow counts the rows of the whole file.
+        found.append(replace(group, num_rows=min(count, group.num_rows)))
     return found
