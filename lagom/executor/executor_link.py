@@ -170,16 +170,31 @@ def _connection() -> socket.socket:
 
 
 def _executor(root: str) -> str:
-    """Return a name for the parent process of the executor's workers.
+    """Return a name for the process of ``_owner``.
 
     The name is a hash of the pid, the host, the namespaces, Python and lagom's folder: on another host or in another
     namespace, a different process may have the same pid.
     """
-    facts = [platform.node(), str(os.getppid()), sys.executable, root]
+    facts = [platform.node(), str(_owner()), sys.executable, root]
     for kind in ("pid", "mnt", "net"):
         with contextlib.suppress(OSError):
             facts.append(os.readlink(f"/proc/self/ns/{kind}"))
     return hashlib.sha256("\n".join(facts).encode()).hexdigest()[:16]
+
+
+def _owner() -> int:
+    """Return the process with which the server ends: the parent of the executor's workers.
+
+    Spark's daemon leads the process group of its workers. If it was killed, its workers live on, as children of a
+    process that does not end, and Spark gives them further tasks: then the server ends with this worker.
+    """
+    daemon, parent = os.getpgrp(), os.getppid()
+    if parent == daemon or Path(f"/proc/{daemon}").exists():
+        return parent
+    with contextlib.suppress(OSError):
+        if b"java" in Path(f"/proc/{parent}/cmdline").read_bytes():
+            return parent  # spark.python.use.daemon is false
+    return os.getpid()
 
 
 def _start(folder: Path, root: str) -> None:
@@ -191,7 +206,7 @@ def _start(folder: Path, root: str) -> None:
             listener.bind(path)
         listener.listen(1024)
         command = [sys.executable, str(Path(__file__).with_name("start_server.py")), root]
-        command += [str(listener.fileno()), str(os.getppid()), str(folder)]
+        command += [str(listener.fileno()), str(_owner()), str(folder)]
         for fd in (listener.fileno(), alive):
             os.set_inheritable(fd, True)
         no_input = (os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0)

@@ -232,4 +232,5 @@ def _clean_up(kept: Collection[int] = ()) -> None:
 #
 # Order of ends: when a worker ends (Spark may end it with its task), its connection closes, and the server ends the
 # task's host process. When the server ends, the kernel ends the host processes, and the workers notice it by their
-# connections. The server ends with Spark's daemon, or a minute after the last worker.
+# connections. The server ends with Spark's daemon, or a minute after the last worker. Workers whose daemon was killed
+# have a server each, which ends with the worker (``_owner`` in executor_link.py).

@@ -188,6 +188,35 @@ def test_a_server_and_its_folder_which_has_a_long_path_go_with_its_daemon_even_i
     assert len(folders - set(base_dir().glob("server-*"))) == 1
 
 
+def test_the_server_of_a_worker_whose_daemon_was_killed_ends_with_the_worker() -> None:
+    file = anonymous_file("told")
+    begin, ended = multiprocessing.get_context("fork").Event(), multiprocessing.get_context("fork").Event()
+
+    def work() -> None:
+        disconnect()
+        begin.wait()  # until the daemon is gone, and Spark gives its worker another task
+        run_in_server(Facts(), [file], lambda text: [text])
+        ended.wait()
+
+    def daemon() -> None:
+        os.setpgid(0, 0)  # as Spark's daemon does
+        multiprocessing.get_context("fork").Process(target=work).start()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    process = multiprocessing.get_context("fork").Process(target=daemon)
+    process.start()
+    process.join()
+    begin.set()
+    wait_until(lambda: told(file) is not None)
+    server = told(file)["server"]
+    assert lives(server)
+    ended.set()
+    start = time.monotonic()
+    wait_until(lambda: not lives(server))
+    assert time.monotonic() - start < 30  # an unused server lives for a minute
+    os.close(file)
+
+
 @pytest.mark.soak
 def test_a_torch_that_cannot_be_imported_is_told_until_it_is_mended(
     daemon: Daemon, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
