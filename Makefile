@@ -10,7 +10,7 @@ CLASSES := .venv/spark.jsa
 # A thousand processes start in the tests: none of them should compile lagom anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup demo test soak lint types check docs dist matrix clean
+.PHONY: help setup demo test soak lint types check docs wheels dist matrix clean
 .DEFAULT_GOAL := help
 
 help:
@@ -20,6 +20,7 @@ help:
 	@echo "make check   ruff, mypy and the tests, as CI does"
 	@echo "make docs    build the site of docs/ into build/site, strictly: no dead link, no warning"
 	@echo "make dist    build and check an sdist and wheels in dist/; PYTHONS=\"python3.11 python3.13\" builds for each"
+	@echo "make wheels  only build, into build/wheels and for the Python of .venv, as CI does"
 	@echo "make matrix  run the tests on each tried combination of Python, torch and pyspark; PYTHON_COLUMNS=3.12 on one"
 	@echo "make setup   only set up .venv, and Java where there is none"
 	@echo "make clean   remove .venv and everything built"
@@ -72,6 +73,9 @@ docs: $(DOCS)/ready
 	@echo "docs: build/site/index.html"
 
 PYTHONS := $(PYTHON)
+
+wheels: $(READY)
+	@OUT=build/wheels .ci/dist
 
 dist: $(READY)
 	@PYTHONS="$(PYTHONS)" .ci/dist

@@ -99,8 +99,15 @@ def install(python: str, column: Column, folder: Path) -> None:
     # By itself and pinned: pip then takes a build for CPUs where the index has one.
     subprocess.run([*pip, f"torch=={column.torch}"], check=True)
     wanted = [f"torch=={column.torch}", f"pyspark=={column.pyspark}", "--editable", f"{ROOT}[dev,spark,connect]"]
-    subprocess.run([*pip, *wanted], check=True)
+    # The packages, and those that build lagom, whose variable older versions of pip do not know.
+    pins = dict.fromkeys(("PIP_CONSTRAINT", "PIP_BUILD_CONSTRAINT"), str(constraints(column)))
+    subprocess.run([*pip, *wanted], check=True, env=os.environ | pins)
     (folder / "installed").touch()
+
+
+def constraints(column: Column) -> Path:
+    """Return the file with the versions of all other packages in ``column``."""
+    return ROOT / "packaging" / "matrix" / f"{column.python}.txt"
 
 
 def run(python: Path, tests: Sequence[str], processes: str, max_s: float) -> tuple[Counts | None, float]:

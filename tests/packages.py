@@ -14,6 +14,7 @@ import pytest
 import torch
 
 _REQUIREMENTS = Path(__file__).parent / "programs" / "packages" / "requirements.txt"
+_CONSTRAINTS = _REQUIREMENTS.with_name("constraints.txt")
 
 
 def python_with_packages(config: pytest.Config) -> str:
@@ -29,7 +30,8 @@ def python_with_packages(config: pytest.Config) -> str:
 
 def fingerprint() -> str:
     """Return a hash of all that decides the packages, Python and torch included; it names the environment."""
-    wanted = _REQUIREMENTS.read_text() + Path(__file__).read_text() + sys.version + torch.__version__ + sys.prefix
+    pins = _REQUIREMENTS.read_text() + _CONSTRAINTS.read_text()
+    wanted = pins + Path(__file__).read_text() + sys.version + torch.__version__ + sys.prefix
     return hashlib.sha256(wanted.encode()).hexdigest()[:12]
 
 
@@ -41,7 +43,8 @@ def environment(folder: Path) -> Path:
         (site,) = folder.glob("lib/python*/site-packages")
         (site / "project.pth").write_text(f"import site; site.addsitedir({sysconfig.get_path('purelib')!r})\n")
         pinned = f"torch=={torch.__version__.partition('+')[0]}"
-        subprocess.run([python, "-m", "pip", "install", "-q", "-r", _REQUIREMENTS, pinned], check=True)
+        pip: list[str | Path] = [python, "-m", "pip", "install", "-q", "-c", _CONSTRAINTS]
+        subprocess.run([*pip, "-r", _REQUIREMENTS, pinned], check=True)
         if subprocess.run([python, "-c", "import torchvision"], capture_output=True).returncode:
             _stand_in_for_cuda(site)
         (folder / "ready").touch()
