@@ -32,7 +32,7 @@ ROOMS = {
     "pickler": "errors unpicklable cloudpickle torch numpy",
     "unpicklable": "",
     "program": "config errors cloudpickle",
-    "restart": "errors numpy",
+    "restart": "errors",
     "debugger": "config errors monitor patching plan random_states restart row_split wire",
     "wire": "errors plan restart cryptography",
     "monitor": "wire",

@@ -40,11 +40,21 @@ class _NotBegunError(LinkClosed):
 class Task(Protocol):
     """A task that a host process runs; it is sent to the process as a pickle."""
 
-    def run(self, files: Sequence[int], gather: Callable[[str], Sequence[str]]) -> None:
-        """Run the task with the descriptors ``files``; see ``run_in_server`` for ``gather``."""
+    def run(
+        self,
+        files: Sequence[int],
+        gather: Callable[[str], Sequence[str]],
+        take_payload: Callable[[str], None],
+    ) -> None:
+        """Run the task with the descriptors ``files``; see ``run_in_server`` for the functions."""
 
 
-def run_in_server(task: Task, files: Sequence[int], gather: Callable[[str], Sequence[str]] | None) -> str:
+def run_in_server(
+    task: Task,
+    files: Sequence[int],
+    gather: Callable[[str], Sequence[str]] | None,
+    take_payload: Callable[[str], None] | None = None,
+) -> str:
     """Run ``task`` in a host process that the server forks; return as a text how this process ended.
 
     Args:
@@ -52,6 +62,8 @@ def run_in_server(task: Task, files: Sequence[int], gather: Callable[[str], Sequ
         files: descriptors of open files that are passed to the host process.
         gather: sends the text of this task to all tasks of the stage, and returns their texts; None outside of barrier
             jobs.
+        take_payload: writes the payload that Spark has broadcast to the file with the given path; None if Spark has
+            broadcast none.
 
     Raises:
         PlanError: if torch cannot be imported on this executor.
@@ -69,7 +81,7 @@ def run_in_server(task: Task, files: Sequence[int], gather: Callable[[str], Sequ
             with theirs:
                 link = _sent([request, theirs.fileno(), *files])
             try:
-                reply = _reply(link, asks, gather)
+                reply = _reply(link, asks, gather, take_payload)
                 break
             except _NotBegunError:
                 disconnect()
@@ -93,8 +105,13 @@ def without_torch(problem: str) -> str:
     )
 
 
-def _reply(link: DriverClient, asks: DriverClient, gather: Callable[[str], Sequence[str]] | None) -> Message:
-    """Return the server's last reply; until it comes, answer the ``gather`` requests of the host process.
+def _reply(
+    link: DriverClient,
+    asks: DriverClient,
+    gather: Callable[[str], Sequence[str]] | None,
+    take_payload: Callable[[str], None] | None,
+) -> Message:
+    """Return the server's last reply; until it comes, answer the requests of the host process.
 
     Raises:
         _NotBegunError: if the server ended before it had started the host process.
@@ -104,8 +121,13 @@ def _reply(link: DriverClient, asks: DriverClient, gather: Callable[[str], Seque
     def answer() -> None:
         try:
             for message in asks.poll():
-                assert gather is not None
-                asks.send({"texts": list(gather(message["text"]))})
+                if "payload" in message:
+                    assert take_payload is not None
+                    take_payload(message["payload"])
+                    asks.send({})
+                else:
+                    assert gather is not None
+                    asks.send({"texts": list(gather(message["text"]))})
         except LinkClosed:
             selector.unregister(asks)
 

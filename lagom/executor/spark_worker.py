@@ -11,6 +11,7 @@ import platform
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from lagom.errors import LagomError, PlanError, RankError
@@ -25,8 +26,11 @@ from lagom.wire.spec import RunSpec
 _PART = 4 << 20  # most bytes of data in a row
 
 
-def run_task(spec: RunSpec) -> Iterator[Any]:
+def run_task(spec: RunSpec, payload: Any = None) -> Iterator[Any]:
     """Run this task's ranks, or trials of a search; yield rows with the outcomes of ranks.
+
+    Args:
+        payload: Spark's broadcast of the payload; None if there is none.
 
     Raises:
         PlanError: if this executor's Python, torch or GPUs do not fit, or Spark has started the task a second time.
@@ -46,13 +50,14 @@ def run_task(spec: RunSpec) -> Iterator[Any]:
         ip=context.getTaskInfos()[context.partitionId()].address.rsplit(":", 1)[0] if spec.plan.barrier else "",
         gpus=tuple(gpus_of_task(spec, context)),
         spark=SparkState.of_worker(),
+        is_broadcast=payload is not None,
     )
     with contextlib.ExitStack() as stack:
         files = {name: anonymous_file(name) for name in task.files}
         for fd in files.values():
             stack.callback(os.close, fd)
         gather: Callable[[str], Sequence[str]] | None = context.allGather if spec.plan.barrier else None
-        ended = run_in_server(task, list(files.values()), gather)
+        ended = run_in_server(task, list(files.values()), gather, partial(_write_payload, payload))
         told = pickle.loads(os.pread(files["told"], os.fstat(files["told"]).st_size, 0) or pickle.dumps(None))
         if isinstance(told, BaseException):
             raise told
@@ -64,6 +69,13 @@ def run_task(spec: RunSpec) -> Iterator[Any]:
             )
         parts = [_Part(rank, name, files[file], report) for rank, name, file, report in told]
         return _rows(parts, stack.pop_all())
+
+
+def _write_payload(payload: Any, path: str) -> None:
+    """Write the content of the broadcast ``payload`` to the file ``path``."""
+    with open(path, "wb", opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
+        file.write(payload.value)
+    vars(payload).pop("_value", None)  # PySpark keeps it there as long as the worker lives
 
 
 @dataclass(frozen=True, slots=True)

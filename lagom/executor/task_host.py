@@ -30,6 +30,7 @@ from lagom.worker.rank_environment import set_environment
 DIAL_S = 1.0
 _SEARCH_DIAL_S = 5.0
 _GATHER_S = 3600.0
+_BROADCAST_S = 3600.0
 _ATTEMPT = 1_000_000
 """Difference between the slot numbers of two attempts of the same task."""
 _INLINE = 8 << 20  # bytes; larger outcomes go to the driver by a connection, since Spark's results must fit its heap
@@ -51,6 +52,8 @@ class ExecutorTask:
     gpus: tuple[str, ...]
     """The GPU of each rank, in the form of CUDA_VISIBLE_DEVICES."""
     spark: SparkState
+    is_broadcast: bool = False
+    """Whether Spark has broadcast the payload to this executor."""
 
     @property
     def files(self) -> Sequence[str]:
@@ -59,16 +62,23 @@ class ExecutorTask:
             return ["told"]
         return ["told", *(f"outcome-{rank}" for rank in self.ranks), *["files"] * (0 in self.ranks)]
 
-    def run(self, files: Sequence[int], gather: Callable[[str], Sequence[str]]) -> None:
+    def run(
+        self,
+        files: Sequence[int],
+        gather: Callable[[str], Sequence[str]],
+        take_payload: Callable[[str], None],
+    ) -> None:
         """Run the ranks, or trials of a search, and write the results into the files.
 
         Args:
             files: descriptors of the files that the property ``files`` names, in the same order.
             gather: sends the text of this task to all tasks of the stage, and returns their texts.
+            take_payload: writes the payload that Spark has broadcast to the file with the given path.
         """
+        take = take_payload if self.is_broadcast else None
         by_name = dict(zip(self.files, files, strict=True))
         with on_import({"pyspark": self.spark.restore}):
-            told = _serve_slot(self) if self.spec.plan.searches else _run(self, by_name, gather)
+            told = _serve_slot(self, take) if self.spec.plan.searches else _run(self, by_name, gather, take)
         os.ftruncate(by_name["told"], 0)
         os.pwrite(by_name["told"], pickle.dumps(told), 0)
 
@@ -88,7 +98,14 @@ def run(fds: Sequence[int]) -> None:
     os.chdir(worker["cwd"])
     sys.path[:] = worker["sys_path"]
     asks = DriverClient(socket.socket(fileno=fds[1]))
-    task.run(fds[2:], lambda text: _gathered(asks, text))
+    task.run(fds[2:], lambda text: _gathered(asks, text), lambda path: _ask_for_payload(asks, path))
+
+
+def _ask_for_payload(asks: DriverClient, path: str) -> None:
+    """Have the worker write the payload, which only Spark's Python worker can get, to the file ``path``."""
+    asks.send({"payload": path})
+    if asks.receive(_BROADCAST_S) is None:
+        raise LagomError(f"Spark's broadcast did not bring the data of the call within {_BROADCAST_S:g} s")
 
 
 def _gathered(asks: DriverClient, text: str) -> Sequence[str]:
@@ -102,7 +119,10 @@ def _gathered(asks: DriverClient, text: str) -> Sequence[str]:
 
 
 def _run(
-    task: ExecutorTask, files: Mapping[str, int], gather: Callable[[str], Sequence[str]]
+    task: ExecutorTask,
+    files: Mapping[str, int],
+    gather: Callable[[str], Sequence[str]],
+    take_payload: Callable[[str], None] | None,
 ) -> Sequence[_FileReport] | Exception:
     """Run the ranks; return the files for the driver with their reports, or the exception that the task raises."""
     spec, link = task.spec, None
@@ -112,7 +132,7 @@ def _run(
         if link is not None:
             # If this process is killed, the driver notices it by the link: the worker then need not raise an error.
             os.pwrite(files["told"], pickle.dumps([]), 0)
-        return _run_ranks(task, link, gather if spec.plan.barrier else None, files)
+        return _run_ranks(task, link, gather if spec.plan.barrier else None, files, take_payload)
     except Stopped:
         return []
     except Exception as error:
@@ -126,7 +146,7 @@ def _run(
             link.close()
 
 
-def _serve_slot(task: ExecutorTask) -> Sequence[_FileReport] | Exception:
+def _serve_slot(task: ExecutorTask, take_payload: Callable[[str], None] | None) -> Sequence[_FileReport] | Exception:
     """Run trials until the search is over or the driver has ended; return an error if this host cannot run trials."""
     spec, slot = task.spec, task.attempt * _ATTEMPT + task.number
     assert spec.address is not None
@@ -135,7 +155,7 @@ def _serve_slot(task: ExecutorTask) -> Sequence[_FileReport] | Exception:
         if link is None:
             host, port = spec.address
             raise LagomError(f"{platform.node()} cannot reach the driver at {host}:{port}, which hands out the trials")
-        with contextlib.closing(link), host_workspace(spec) as place:
+        with contextlib.closing(link), host_workspace(spec, take_payload=take_payload) as place:
             ip = own_address(link.socket.getsockname()[0], spec.env)
             serve_trials(spec, slot, place, link, ip, task.gpus)
     except LinkClosed:
@@ -150,11 +170,12 @@ def _run_ranks(
     link: DriverClient | None,
     gather: Callable[[str], Sequence[str]] | None,
     fds: Mapping[str, int],
+    take_payload: Callable[[str], None] | None,
 ) -> list[_FileReport]:
     spec, ranks = task.spec, task.ranks
     outcomes = [fds[f"outcome-{rank}"] for rank in ranks]
     ip = own_address(link.socket.getsockname()[0] if link else task.ip, spec.env)
-    with host_workspace(spec) as place:
+    with host_workspace(spec, take_payload=take_payload) as place:
         reports = run_task_ranks(spec, task.number, place, link, gather, outcomes, ip, task.gpus)
         # Raise only without a link to the driver. With a link, the driver itself ends the run: a task that raises
         # fills Spark's log, and the job's failure would lose the reports of other tasks, one of which may be the cause.

@@ -12,13 +12,13 @@ import tarfile
 import tempfile
 import time
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from lagom.host.payload_copies import fetch_payload, fetch_snapshot
 from lagom.restart.kept_snapshots import FETCHED
+from lagom.wire.fetch import fetch_payload, fetch_snapshot
 from lagom.wire.server import anonymous_file
 from lagom.wire.spec import RunSpec
 
@@ -44,11 +44,14 @@ class HostWorkspace:
 
 
 @contextmanager
-def host_workspace(spec: RunSpec, payload_fd: int | None = None) -> Iterator[HostWorkspace]:
+def host_workspace(
+    spec: RunSpec, payload_fd: int | None = None, take_payload: Callable[[str], None] | None = None
+) -> Iterator[HostWorkspace]:
     """Prepare a folder for ``spec``, shared with the run's other host processes here; the last one removes the folder.
 
     Args:
-        payload_fd: file of the payload; None to take the payload from ``spec``, this host's files or the driver.
+        payload_fd: file of the payload; None to take the payload from ``spec``, this host's files, Spark or the driver.
+        take_payload: writes the payload that Spark has broadcast to a file; None if Spark has broadcast none.
 
     Raises:
         LinkClosed: if the payload or the snapshot does not arrive.
@@ -60,7 +63,7 @@ def host_workspace(spec: RunSpec, payload_fd: int | None = None) -> Iterator[Hos
         if (code := Path(__file__).parents[2]).parent == base_dir():
             stack.callback(os.close, _lock_shared(code))
         if payload_fd is None:
-            payload_fd = _payload(spec, host_dir, driver_here, stack)
+            payload_fd = _payload(spec, host_dir, driver_here, take_payload)
             stack.callback(os.close, payload_fd)
         _take_snapshot(spec, host_dir)
         cwd = Path(spec.cwd)
@@ -174,7 +177,7 @@ def _is_drivers_host(spec: RunSpec) -> bool:
         return False
 
 
-def _payload(spec: RunSpec, host_dir: Path, driver_here: bool, stack: contextlib.ExitStack) -> int:
+def _payload(spec: RunSpec, host_dir: Path, driver_here: bool, take_payload: Callable[[str], None] | None) -> int:
     if spec.payload is not None:
         fd = anonymous_file("payload")
         with os.fdopen(os.dup(fd), "wb") as file:
@@ -188,11 +191,14 @@ def _payload(spec: RunSpec, host_dir: Path, driver_here: bool, stack: contextlib
     with open(host_dir / ".payload-lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # one host process fetches, the others find the file
         if not os.path.exists(path):
-            if spec.address is None:
+            if take_payload is not None:
+                take_payload(path + ".part")
+            elif spec.address is None:
                 raise ConnectionError(
                     "the data is too large to travel inside the job, and this host cannot reach the driver"
                 )
-            stack.enter_context(fetch_payload(spec, path + ".part"))
+            else:
+                fetch_payload(spec, path + ".part")
             os.replace(path + ".part", path)
     return os.open(path, os.O_RDWR)
 

@@ -356,7 +356,6 @@ class RunView:
             self.stop()
             return
         self.channel.broadcast(table)
-        self.channel.end_relay()
         if text := other_torch(list(self._joins.values())):
             self._events.put({"type": "warning", "text": text})
 

@@ -37,7 +37,6 @@ from lagom.records.run_dir import RunRecords
 from lagom.restart.history import RunHistory
 from lagom.restart.kept_snapshots import SnapshotPlace
 from lagom.wire.failure_text import failure_in
-from lagom.wire.payload_sources import MOST_FROM_DRIVER
 from lagom.wire.server import anonymous_file
 from lagom.wire.spec import RunSpec
 from lagom.wire.tls import NoCertificate, certificate_of_a_run, key_and_certificate
@@ -106,15 +105,12 @@ class SparkLauncher:
             if address is None:
                 run.unheard()
             modules = b"" if self.facts.one_machine else modules_zip(call.function)
-            spec = payload.spec(plan, address, run.channel.secret, modules, one_machine=self.facts.one_machine)
+            spec = payload.spec(plan, address, run.channel.secret, modules, self.facts)
             if history is not None and address is not None:
                 place = payload.with_digest(history.snapshots)
                 spec = dataclasses.replace(spec, files=history.files_before(), snapshots=place)
-            passes_on = plan.num_slots > MOST_FROM_DRIVER
-            spec = dataclasses.replace(
-                spec, certificate=certificate, rank_certificate=of_ranks, passes_payload_on=passes_on
-            )
-            rows = self.run_job(run, plan, spec, stack)
+            spec = dataclasses.replace(spec, certificate=certificate, rank_certificate=of_ranks)
+            rows = self.run_job(run, plan, spec, stack, payload.broadcast(self.facts, spec))
             home = OutcomeCollector(rows, run)
             if home.all_returned or history is None or not history.begins_again(run.loss()):
                 home.unpack_files(spec.cwd)
@@ -135,19 +131,22 @@ class SparkLauncher:
             return None
         return (self.facts.advertise or bound[0], bound[1])
 
-    def run_job(self, run: RunView, plan: Plan, spec: RunSpec, stack: contextlib.ExitStack) -> Sequence[Any]:
+    def run_job(
+        self, run: RunView, plan: Plan, spec: RunSpec, stack: contextlib.ExitStack, payload: Any = None
+    ) -> Sequence[Any]:
         """Run the job in another thread, and show the run from this thread; return the rows of all tasks.
 
         End the job on Ctrl-C and failures. After a failure of a rank, rows may be missing.
 
         Args:
             stack: restores PySpark's handler of Ctrl-C when it is closed.
+            payload: Spark's broadcast of the payload; None if there is none.
 
         Raises:
             LagomError: if tasks were lost, or Spark's job failed without a failure of a rank.
         """
         group = f"lagom-{spec.run_id}"
-        function = task_by_value(task_module.spark_task(lagom_zip(), pickled(spec)))
+        function = task_of(spec, payload)
 
         def job() -> Sequence[Any]:
             self.facts.tag(group, f"lagom: {plan.name} on {plan.world_size} ranks")
@@ -241,6 +240,16 @@ class SparkPayload:
     def __exit__(self, *exc: object) -> None:
         self._files.close()
 
+    def broadcast(self, facts: SparkFacts, spec: RunSpec) -> Any:
+        """Have Spark copy the payload to all executors, until this object is closed; return Spark's broadcast.
+
+        Return None if ``spec`` has the payload, executors open it by its path, or Spark cannot broadcast.
+        """
+        if spec.payload is not None or facts.one_machine or not facts.broadcasts:
+            return None
+        with plain_interrupt():
+            return self._files.enter_context(facts.broadcast(self.fd))
+
     def with_digest(self, place: SnapshotPlace | None) -> SnapshotPlace | None:
         """Return ``place`` with the digest of the resumed snapshot, which hosts may fetch; unchanged without one."""
         if place is None or place.resumed is None or self.snapshot_fd is None:
@@ -248,20 +257,22 @@ class SparkPayload:
         return dataclasses.replace(place, sha256=place.resumed.facts.get("sha256") or digest_of(self.snapshot_fd))
 
     def spec(
-        self, plan: Plan, address: tuple[str, int] | None, secret: bytes, modules: bytes, *, one_machine: bool
+        self, plan: Plan, address: tuple[str, int] | None, secret: bytes, modules: bytes, facts: SparkFacts
     ) -> RunSpec:
         """Return the spec of the run for host processes.
 
         Args:
             address: where the driver listens; None if executors cannot reach it.
             modules: zip of the user's modules.
-            one_machine: whether executors run on this machine, and so open the payload by its path.
+            facts: they say whether executors run on this machine, and so open the payload by its path, and whether
+                Spark can broadcast it.
         """
         run_id = secrets.token_hex(8)
         here = f"/proc/{os.getpid()}/fd"
         os.pwrite(self._token, f"{run_id}\n{here}/{self.fd}\n".encode(), 0)
         size = os.fstat(self.fd).st_size
-        inline = size <= _INLINE or (address is None and not one_machine)
+        has_way = facts.one_machine or facts.broadcasts
+        inline = size <= _INLINE or (address is None and not has_way)
         return RunSpec(
             run_id=run_id,
             plan=plan,
@@ -274,7 +285,7 @@ class SparkPayload:
             token=f"{here}/{self._token}",
             payload_size=size,
             payload=_content(self.fd) if inline else None,
-            payload_sha256="" if inline or one_machine else digest_of(self.fd),
+            payload_sha256="" if inline or has_way else digest_of(self.fd),
             modules_zip=modules,
             address=address,
             secret=secret,
@@ -292,6 +303,12 @@ def pickled(spec: RunSpec) -> bytes:
     import pickle
 
     return pickle.dumps(spec)
+
+
+def task_of(spec: RunSpec, payload: Any) -> Callable[..., Any]:
+    """Return the function of the tasks of ``spec``; ``payload`` is Spark's broadcast of the payload, or None."""
+    # The broadcast is added to the travelling function: unpickled in this process, it would be one of an executor.
+    return task_by_value(task_module.spark_task)(lagom_zip(), pickled(spec), payload)  # type: ignore[no-any-return]
 
 
 def task_by_value(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import mmap
 import os
+import pickle
 import re
 import socket
 import sys
@@ -45,6 +47,8 @@ class SparkFacts:
         self.one_machine = self.master.startswith("local")
         """Whether the executors are on this machine, and so see its files."""
 
+    broadcasts = False
+    """Whether Spark can broadcast; it cannot with Connect."""
     name: str
     bind: str | None
     """Address of this machine on which to listen for ranks; None if ranks cannot reach this machine."""
@@ -119,6 +123,13 @@ class SparkFacts:
         rows: Sequence[Any] = mapped.collect()
         return rows
 
+    def broadcast(self, fd: int) -> contextlib.AbstractContextManager[Any]:
+        """Context manager that has Spark copy the file ``fd`` to all executors.
+
+        It yields Spark's broadcast, whose value has the content as bytes. Only if ``broadcasts``.
+        """
+        raise NotImplementedError
+
     @contextlib.contextmanager
     def _python_of_tasks(self) -> Iterator[None]:
         """Context manager that sets the Python in which Spark's tasks run; Connect sets none."""
@@ -155,6 +166,8 @@ _settled: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 class ClassicFacts(SparkFacts):
     """Facts of a classic session, whose driver's JVM is on this machine."""
 
+    broadcasts = True
+
     def __init__(self, session: Any) -> None:
         super().__init__(session)
         self._context = session.sparkContext
@@ -164,6 +177,21 @@ class ClassicFacts(SparkFacts):
         else:
             host = self.conf("spark.driver.host", "")
             self.bind, self.advertise = self.conf("spark.driver.bindAddress", host) or None, host
+
+    @contextlib.contextmanager
+    def broadcast(self, fd: int) -> Iterator[Any]:
+        """See ``SparkFacts.broadcast``."""
+        with mmap.mmap(fd, 0, access=mmap.ACCESS_READ) as content:
+            buffer = pickle.PickleBuffer(content)
+            try:
+                sent = self._context.broadcast(buffer)  # PySpark pickles it to a file, without another copy in memory
+            finally:
+                buffer.release()
+        try:
+            yield sent
+        finally:
+            with contextlib.suppress(Exception):  # the JVM may be gone
+                sent.destroy()
 
     def slots(self) -> int:
         """Return the scheduler's number of task slots, which depends on cores and GPUs.

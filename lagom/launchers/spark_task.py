@@ -20,8 +20,11 @@ SCHEMA = "rank int, name string, part int, data binary, report string"
 SURVEY_SCHEMA = "task int, facts string"
 
 
-def spark_task(code_zip: bytes, spec_pickle: bytes) -> Callable[[Iterator[Any]], Iterator[Any]]:
-    """Return a function for ``mapInArrow`` that runs a task's ranks and yields their outcomes as rows of ``SCHEMA``."""
+def spark_task(code_zip: bytes, spec_pickle: bytes, payload: Any = None) -> Callable[[Iterator[Any]], Iterator[Any]]:
+    """Return a function for ``mapInArrow`` that runs a task's ranks and yields their outcomes as rows of ``SCHEMA``.
+
+    ``payload`` is Spark's broadcast of the payload; None if there is none.
+    """
 
     def run(batches: Iterator[Any]) -> Iterator[Any]:
         for _ in batches:
@@ -29,7 +32,7 @@ def spark_task(code_zip: bytes, spec_pickle: bytes) -> Callable[[Iterator[Any]],
         with _sources(code_zip):
             from lagom.executor.spark_worker import run_task
 
-            rows = run_task(pickle.loads(spec_pickle))
+            rows = run_task(pickle.loads(spec_pickle), payload)
         yield from rows
 
     return run

@@ -2,5 +2,5 @@
 
 ``server.py`` is the driver's end, ``client.py`` the end of a host process or a rank; ``framing.py`` has the format,
 ``tls.py`` the encryption. ``spec.py`` describes a run to a host process; ``rendezvous.py`` lets the tasks of a run find
-each other; ``payload_sources.py`` says how hosts copy the payload from each other.
+each other; ``fetch.py`` copies large files from the driver.
 """

@@ -163,19 +163,18 @@ class DriverClient:
 
 
 def dial(
-    address: tuple[str, int], secret: bytes, hello: Message, timeout_s: float, certificate: str | ssl.SSLContext = ""
+    address: tuple[str, int], secret: bytes, hello: Message, timeout_s: float, certificate: str = ""
 ) -> DriverClient | None:
-    """Connect to the driver, or to a host that serves the payload, and prove the secret.
+    """Connect to the driver, and prove the secret.
 
     Args:
         hello: the first message, which says the connection's purpose.
-        certificate: the driver's certificate (PEM), the only one that is accepted; "" for no encryption. A TLS context
-            for a connection to another host, where both ends show a certificate.
+        certificate: the driver's certificate (PEM), the only one that is accepted; "" for no encryption.
 
     Returns:
         The connection; None if ``address`` cannot be reached, or three tries in ``timeout_s`` do not give both proofs.
     """
-    tls = trusting(certificate) if isinstance(certificate, str) and certificate else certificate
+    tls = trusting(certificate) if certificate else None
     deadline = time.monotonic() + timeout_s
     for _ in range(_TRIES):
         try:
@@ -185,7 +184,7 @@ def dial(
         try:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             probe_silence(connection, LOST_AFTER_S)
-            if isinstance(tls, ssl.SSLContext):
+            if tls is not None:
                 connection = tls.wrap_socket(connection)
             return _authenticate(connection, secret, hello, deadline)
         except (OSError, EOFError, ValueError):  # the driver hung up, or another program listens there

@@ -19,7 +19,6 @@ from lagom.restart.kept_snapshots import FETCHED, SnapshotFolder
 from lagom.wire.connection import DriverConnection
 from lagom.wire.framing import Message, body_of
 from lagom.wire.listener import DriverListener, files_for, listening_socket
-from lagom.wire.payload_relay import PayloadRelay
 from lagom.wire.peer_silence import probe_silence
 
 _BUFFER = 1 << 18  # bytes
@@ -43,7 +42,6 @@ class DriverServer:
         on_silence: Callable[[int, float], None] = lambda task, seconds: None,
         lost_after_s: float = 20.0,
         hello_s: float = 5.0,
-        secret: bytes | None = None,
         *,
         snapshot_fd: int | None = None,
         snapshots: SnapshotFolder | None = None,
@@ -53,11 +51,10 @@ class DriverServer:
         Args:
             payload_fd: file with the payload for hosts that fetch it; None if hosts get the payload in another way.
             hello_s: seconds in which a connection must prove the secret.
-            secret: secret of the run; None for a new one.
             snapshot_fd: file with a snapshot for hosts that fetch it; None without a snapshot.
             snapshots: folder for the snapshots that ranks send; None if none are kept.
         """
-        self.secret = secret or secrets.token_bytes(32)
+        self.secret = secrets.token_bytes(32)
         self.delivered: dict[str, int] = {}
         """Descriptor of each received file that is not kept as a snapshot, by the name under which it came."""
         self.digests: dict[str, str] = {}
@@ -70,7 +67,6 @@ class DriverServer:
         self._lost_after_s = lost_after_s
         self._hello_s = hello_s
         self._payload_fd, self._snapshot_fd, self._snapshots = payload_fd, snapshot_fd, snapshots
-        self._relay: PayloadRelay | None = None
         self._peers: dict[int, DriverConnection] = {}
         self._open: set[DriverConnection] = set()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -124,15 +120,6 @@ class DriverServer:
         """Call ``function`` in the channel's thread after ``delay_s``, unless the channel is closed first."""
         self._loop.call_soon_threadsafe(self._loop.call_later, delay_s, function)
 
-    def end_relay(self) -> None:
-        """Tell hosts to stop sending the payload to each other, since all hosts of the run have it."""
-
-        def end() -> None:
-            if self._relay is not None:
-                self._relay.end()
-
-        self._loop.call_soon_threadsafe(end)
-
     def _send(self, tasks: list[int] | None, message: Message) -> None:
         body = body_of(message)
 
@@ -182,28 +169,17 @@ class DriverServer:
     def _admit(self, peer: DriverConnection, hello: Message) -> None:
         """Serve an authenticated client according to the purpose in its first message."""
         purpose = hello.get("purpose")
-        if purpose not in ("fetch", "deliver", "relay"):
+        if purpose not in ("fetch", "deliver"):
             self._serve(int(hello["task"]), peer)
             return
-        if purpose == "relay":
-            self._pass_on(peer)
-        elif purpose == "fetch":
+        if purpose == "fetch":
             self._keep(peer)
             fd = self._snapshot_fd if hello.get("name") == FETCHED else self._payload_fd
-            task = self._loop.create_task(self.hand_out(peer, int(hello.get("start", 0)), fd))
+            task = self._loop.create_task(self.hand_out(peer, fd))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
         else:
             self.take_in(str(hello["name"]), int(hello["size"]), peer)
-
-    def _pass_on(self, host: DriverConnection) -> None:
-        if self._payload_fd is None:
-            raise ValueError("there is no payload here")
-        if self._relay is None:
-            self._relay = PayloadRelay(os.fstat(self._payload_fd).st_size)
-        relay = self._relay
-        relay.serve(host)
-        self._keep(host, lambda: relay.forget(host))
 
     def _keep(self, peer: DriverConnection, over: Callable[[], None] = lambda: None) -> None:
         """Keep ``peer`` among the open connections until it has ended, and then call ``over``."""
@@ -232,8 +208,9 @@ class DriverServer:
         peer.serve(lambda message: self._on_message(task, message))
         self._keep(peer, over)
 
-    async def hand_out(self, peer: DriverConnection, position: int, fd: int | None) -> None:
-        """Send the bytes of ``fd`` from ``position`` on to ``peer``; none if ``fd`` is None."""
+    async def hand_out(self, peer: DriverConnection, fd: int | None) -> None:
+        """Send the bytes of ``fd`` to ``peer``; none if ``fd`` is None."""
+        position = 0
         # Several hosts fetch at once and share the descriptor, so read by position.
         while fd is not None and not peer.gone:
             chunk = os.pread(fd, 1 << 20, position)

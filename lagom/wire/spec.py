@@ -38,9 +38,7 @@ class RunSpec:
     payload: bytes | None = None
     """The payload itself, if it is small or hosts have no other way to get it; None otherwise, and in a local run."""
     payload_sha256: str = ""
-    """Digest of a payload that other hosts must fetch; else ""."""
-    passes_payload_on: bool = False
-    """Whether hosts that have fetched the payload send it to other hosts."""
+    """Digest of a payload that other hosts must fetch from the driver; else ""."""
     modules_zip: bytes = b""
     """Zip of the user's own modules, for hosts that do not see the driver's files."""
     address: tuple[str, int] | None = None
@@ -52,8 +50,7 @@ class RunSpec:
     certificate: str = ""
     """The driver's certificate (PEM); "" if the channel is not encrypted."""
     rank_certificate: str = field(default="", repr=False)
-    """Key and certificate (PEM) for ranks of several hosts, and for hosts that copy the payload; "" if Spark does not
-    encrypt."""
+    """Key and certificate (PEM) for ranks of several hosts; "" if Spark does not encrypt."""
     snapshots: SnapshotPlace | None = None
     """Folder of rank 0's snapshots, and the snapshot from which ranks resume; None if none are kept."""
 

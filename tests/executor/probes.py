@@ -17,7 +17,9 @@ import lagom
 class Facts:
     """Tells what its host process has from the server, and what from the worker."""
 
-    def run(self, files: Sequence[int], gather: Callable[[str], Sequence[str]]) -> None:
+    def run(
+        self, files: Sequence[int], gather: Callable[[str], Sequence[str]], take_payload: Callable[[str], None]
+    ) -> None:
         """Write to the first file."""
         sys.argv[:] = ["program"]  # as a rank does
         facts = {
@@ -33,10 +35,27 @@ class Facts:
 
 
 @dataclass(frozen=True)
+class TakesPayload:
+    """Has the worker write the payload."""
+
+    path: str
+
+    def run(
+        self, files: Sequence[int], gather: Callable[[str], Sequence[str]], take_payload: Callable[[str], None]
+    ) -> None:
+        """Write the content of the payload to the first file."""
+        take_payload(self.path)
+        with open(self.path, "rb") as payload:
+            os.write(files[0], json.dumps(payload.read().decode()).encode())
+
+
+@dataclass(frozen=True)
 class Sleeps:
     """Writes the numbers of its processes, and does not end by itself."""
 
-    def run(self, files: Sequence[int], gather: Callable[[str], Sequence[str]]) -> None:
+    def run(
+        self, files: Sequence[int], gather: Callable[[str], Sequence[str]], take_payload: Callable[[str], None]
+    ) -> None:
         """Write to the first file, and sleep."""
         child = os.fork()
         if child == 0:

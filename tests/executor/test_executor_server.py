@@ -22,7 +22,7 @@ from lagom.errors import LagomError, PlanError
 from lagom.executor.executor_link import disconnect, run_in_server
 from lagom.host.workspace import base_dir
 from lagom.wire.server import anonymous_file
-from tests.executor.probes import Facts, Sleeps
+from tests.executor.probes import Facts, Sleeps, TakesPayload
 
 _PATIENCE_S = 60.0
 
@@ -124,6 +124,20 @@ def sleeping() -> Iterator[tuple[Any, list[int]]]:
     finally:
         worker.kill()
         worker.join()
+        os.close(file)
+
+
+def test_a_host_process_gets_what_only_the_worker_can_get(lasting: Daemon, tmp_path: Path) -> None:
+    file = anonymous_file("told")
+    task = TakesPayload(str(tmp_path / "payload"))
+
+    def write(path: str) -> None:
+        Path(path).write_text("of Spark's broadcast")
+
+    try:
+        ended = run_in_server(task, [file], None, write)
+        assert (ended, told(file)) == ("ended", "of Spark's broadcast")
+    finally:
         os.close(file)
 
 

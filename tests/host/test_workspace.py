@@ -216,6 +216,21 @@ def test_a_token_of_another_run_is_no_token(tmp_path: Path) -> None:
         assert place.scratch
 
 
+def test_a_payload_that_spark_has_broadcast_is_written_once_for_each_host() -> None:
+    written: list[str] = []
+
+    def take(path: str) -> None:
+        written.append(path)
+        Path(path).write_bytes(b"broadcast")
+
+    with (
+        host_workspace(spec(payload=None), take_payload=take) as first,
+        host_workspace(spec(payload=None), take_payload=take) as second,
+    ):
+        assert [os.pread(place.payload_fd, 100, 0) for place in (first, second)] == [b"broadcast"] * 2
+        assert len(written) == 1
+
+
 def test_a_payload_that_cannot_be_had_is_an_error_that_says_why() -> None:
     with (
         pytest.raises(ConnectionError, match="cannot reach the driver"),

@@ -41,7 +41,7 @@ class _Facts:
     """The facts of a Spark session that a launcher asks for."""
 
     name = "namespaces"
-    one_machine = False
+    one_machine = broadcasts = False
     advertise = None
     encrypts = True
 
@@ -94,7 +94,9 @@ class NamespaceLauncher(SparkLauncher):
                 raise outcome.load()["error"] or RuntimeError(outcome.report["traceback"])
         return [outcome.load()["value"] for outcome in found]
 
-    def run_job(self, run: RunView, plan: Plan, spec: RunSpec, stack: contextlib.ExitStack) -> Sequence[Any]:
+    def run_job(
+        self, run: RunView, plan: Plan, spec: RunSpec, stack: contextlib.ExitStack, payload: Any = None
+    ) -> Sequence[Any]:
         """Have each host run its tasks, and return their rows."""
         rows: list[Any] = []
 
@@ -161,7 +163,7 @@ class _Task:
         self._pid = fork_host(self._run)
 
     def _run(self) -> None:
-        self._task.run(list(self._files.values()), lambda _: [])
+        self._task.run(list(self._files.values()), lambda _: [], lambda _: None)
 
     def rows(self) -> list[dict[str, Any]]:
         """Wait for its end; return its outcomes."""

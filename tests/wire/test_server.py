@@ -21,8 +21,8 @@ from typing import Any
 import pytest
 
 from lagom.wire.client import DriverClient, LinkClosed, deliver, dial
+from lagom.wire.fetch import fetch_file
 from lagom.wire.framing import MAX_FRAME, NONCE, PROOF, FrameKeys, FrameSeals, Message, body_of, frame_of
-from lagom.wire.payload_copy import PayloadCopy
 from lagom.wire.server import DriverServer, anonymous_file
 
 
@@ -425,7 +425,8 @@ def payload() -> Iterator[tuple[int, bytes]]:
 
 
 def fetched(driver: Driver, path: Path, size: int, digest: str, secret: bytes | None = None) -> bytes:
-    PayloadCopy(str(path), size, digest).take(driver.address, secret or driver.channel.secret, "", 2.0)
+    secret = secret or driver.channel.secret
+    fetch_file(driver.address, secret, "", "payload", str(path), size, digest, 2.0)
     return path.read_bytes()
 
 

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from lagom.wire.client import DriverClient, Message, deliver, dial
-from lagom.wire.payload_copy import PayloadCopy
+from lagom.wire.fetch import fetch_file
 from lagom.wire.server import DriverServer, anonymous_file
 from lagom.wire.tls import NoCertificate, certificate_of_a_run
 
@@ -111,7 +111,7 @@ def test_files_go_both_ways(tmp_path: Path) -> None:
     fd = anonymous_file("test")
     os.write(fd, data)
     with channel(fd) as (made, address, certificate, _):
-        PayloadCopy(str(tmp_path / "a"), len(data), digest).take(address, made.secret, certificate, 5.0)
+        fetch_file(address, made.secret, certificate, "payload", str(tmp_path / "a"), len(data), digest, 5.0)
         assert (tmp_path / "a").read_bytes() == data
         assert deliver(address, made.secret, "outcome-0", fd, 5.0, certificate) == digest
         assert os.pread(made.delivered["outcome-0"], len(data) + 1, 0) == data

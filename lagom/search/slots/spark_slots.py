@@ -13,16 +13,14 @@ from typing import Any
 from lagom.call import Call
 from lagom.errors import LagomError, PlanError
 from lagom.launchers import spark_task as task_module
-from lagom.launchers.spark import SparkPayload, encryption, pickled, plain_interrupt, task_by_value
+from lagom.launchers.spark import SparkPayload, encryption, plain_interrupt, task_of
 from lagom.launchers.spark_failure import why_it_failed
 from lagom.launchers.spark_job import SparkJob
 from lagom.launchers.spark_session import SparkFacts
 from lagom.plan import Plan
-from lagom.program.sources import lagom_zip, modules_zip
+from lagom.program.sources import modules_zip
 from lagom.search.slots.trial_slots import SlotChannel, SlotEvent
 from lagom.wire.client import Message
-from lagom.wire.payload_sources import MOST_FROM_DRIVER
-from lagom.wire.tls import key_and_certificate
 
 _CALM_S = 10.0  # time for tasks to end after the search: Spark would end its Python workers with a cancelled job
 _END_S = 1.5  # time for tasks to end on Ctrl-C or an error, or if some tasks have not begun
@@ -60,14 +58,10 @@ class SparkSlots(SlotChannel):
         """
         self._stack.enter_context(self.channel)
         address = self._address()
-        one_machine = self._facts.one_machine
-        modules = b"" if one_machine else modules_zip(self._call.function)
-        spec = self._payload.spec(self._plan, address, self.channel.secret, modules, one_machine=one_machine)
-        relays = self._num_tasks > MOST_FROM_DRIVER
-        of_hosts = key_and_certificate() if relays and self._plan.encrypted else ""
-        spec = dataclasses.replace(spec, certificate=self._certificate, rank_certificate=of_hosts)
-        spec = dataclasses.replace(spec, passes_payload_on=relays)
-        function = task_by_value(task_module.spark_task(lagom_zip(), pickled(spec)))
+        modules = b"" if self._facts.one_machine else modules_zip(self._call.function)
+        spec = self._payload.spec(self._plan, address, self.channel.secret, modules, self._facts)
+        spec = dataclasses.replace(spec, certificate=self._certificate)
+        function = task_of(spec, self._payload.broadcast(self._facts, spec))
         ranks = self._num_tasks * self._plan.ranks_per_slot
         tasks = dataclasses.replace(self._plan, world_size=ranks)
 
