@@ -13,7 +13,6 @@
 #include <new>
 
 #include "communicator.hpp"
-#include "pages.hpp"
 #include "permutation.hpp"
 #include "ring.hpp"
 #include "twister.hpp"
@@ -25,7 +24,6 @@ namespace {
 
 using lagom::Communicator;
 using lagom::Op;
-using lagom::Pages;
 using lagom::Type;
 
 // Blocks a thread that Python ends while the thread acquires the GIL. Up to 3.13, an interpreter that shuts down
@@ -145,22 +143,6 @@ bool average(Communicator& self, nb::bytes head, const std::vector<uintptr_t>& g
                         reinterpret_cast<const void* const*>(given.data()), reinterpret_cast<void* const*>(means.data()));
 }
 
-// One column of `read_pages`: its pages; address and size of its bytes; address, piece and jump of its `Pages::Out`;
-// the number of values that are there already, and the number of values to decode.
-using Column = std::tuple<Pages*, uintptr_t, size_t, uintptr_t, size_t, size_t, size_t, size_t>;
-std::vector<std::tuple<size_t, size_t, int, size_t>> read_pages(const std::vector<Column>& columns) {
-    for (const auto& column : columns)
-        if (!std::get<4>(column)) throw lagom::Failure("a piece is empty");
-    const Unlocked released;
-    std::vector<std::tuple<size_t, size_t, int, size_t>> found;
-    for (const auto& [pages, data, size, out, piece, jump, done, rows] : columns) {
-        const auto step =
-            pages->read(static_cast<const uint8_t*>(at(data)), size, {static_cast<uint8_t*>(at(out)), piece, jump}, done, rows);
-        found.emplace_back(step.used, step.rows, int(step.status), step.wanted);
-    }
-    return found;
-}
-
 // See `lagom::stream`. Returns its ending, errno, the head of a message that differs, and the head that was expected.
 std::tuple<int, int, nb::bytes, nb::bytes> stream(int following, int preceding, nb::bytes head,
                                                   const std::vector<std::tuple<uintptr_t, size_t, int>>& outgoing,
@@ -233,13 +215,6 @@ NB_MODULE(_native, module) {
             twister->skip(2 * after);
         },
         Released());
-    nb::class_<Pages>(module, "Pages")
-        .def(nb::init<>())
-        .def("begin", [](Pages& self, bool is_snappy, bool is_optional, bool is_bytes, nb::bytes prefix, size_t size,
-                         uint64_t count, uint64_t most) {
-            if (!size || (!is_bytes && ((size != 4 && size != 8) || prefix.size()))) throw lagom::Failure("no such values");
-            self.begin({is_snappy, is_optional, is_bytes, {prefix.c_str(), prefix.size()}, size, count, most}); });
-    module.def("read_pages", &read_pages);
     module.def("stream", &stream);
     nb::class_<Sections>(module, "Sections")
         .def(nb::init<const std::vector<std::tuple<size_t, size_t, int>>&, size_t>());

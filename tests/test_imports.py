@@ -103,8 +103,7 @@ ROOMS = {
     "collectives.torch_backend": "collectives collectives.sockets monitor torch",
     # Tables.
     "data": "data.parquet",
-    "data.parquet": "data.column_types data.decoders data.sources errors fsspec numpy pandas pyarrow torch",
-    "data.decoders": "collectives data.column_types data.sources numpy torch",
+    "data.parquet": "data.column_types data.sources errors fsspec numpy pandas pyarrow torch",
     "data.sources": "data.column_types errors deltalake fsspec numpy pyarrow",
     "data.column_types": "errors cv2 numpy PIL pyarrow torch",
     # Programs that were written for others. Nothing imports these by name.

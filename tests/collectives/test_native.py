@@ -22,7 +22,6 @@ from lagom import experiment
 from lagom.collectives.native import native
 from lagom.config import TorchDistributedConfig
 from lagom.data import ParquetDataset
-from lagom.data.decoders.fast_columns import is_on
 
 pytestmark = pytest.mark.skipif(native() is None, reason="lagom was built without a compiler")
 
@@ -35,7 +34,7 @@ def table(tmp_path: Path) -> Path:
 
 
 def train(folder: str) -> Any:
-    """Train; return the weights, and whether the rank loaded the compiled part and decodes pages with it."""
+    """Train; return the weights, and whether the rank loaded the compiled part."""
     model = torch.nn.Linear(1, 1).double()
     optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
     for batch in torch.utils.data.DataLoader(ParquetDataset(folder), batch_size=8, shuffle=True):
@@ -43,7 +42,7 @@ def train(folder: str) -> Any:
         torch.nn.functional.mse_loss(model(batch["x"][:, None]), batch["y"][:, None]).backward()
         optimizer.step()
     weights = torch.nn.utils.parameters_to_vector(model.parameters()).tolist()
-    return weights, native() is not None, is_on()
+    return weights, native() is not None
 
 
 def trained(table: Path) -> Any:
@@ -52,18 +51,14 @@ def trained(table: Path) -> Any:
     return experiment.lagom(train, config).per_rank
 
 
-@pytest.mark.soak  # tests/launchers/test_doors.py and tests/data/test_page_decoder.py have one each
-def test_each_switch_leaves_the_weights_as_they_are(table: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.soak  # tests/launchers/test_doors.py has one
+def test_without_the_compiled_part_the_weights_stay_as_they_are(table: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = trained(table)
-    monkeypatch.setenv("LAGOM_PAGE_DECODER", "0")
-    without_pages = trained(table)
-    monkeypatch.delenv("LAGOM_PAGE_DECODER")
     monkeypatch.setenv("LAGOM_NATIVE", "0")
     without = trained(table)
-    assert [found[1:] for found in whole] == [(True, True)] * 2
-    assert [found[1:] for found in without_pages] == [(True, False)] * 2
-    assert [found[1:] for found in without] == [(False, False)] * 2
-    for weights, *_ in [*whole, *without_pages, *without]:
+    assert [found[1] for found in whole] == [True] * 2
+    assert [found[1] for found in without] == [False] * 2
+    for weights, _ in [*whole, *without]:
         assert np.allclose(weights, whole[0][0], rtol=0, atol=1e-12)
 
 

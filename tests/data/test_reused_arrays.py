@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from lagom.data.decoders.reused_arrays import ReusedArrays
+from lagom.data.column_types.reused_arrays import ReusedArrays
 from lagom.data.parquet.prefetch import Prefetcher
 
 

@@ -11,8 +11,8 @@ import pyarrow.parquet as pq
 import torch
 
 from lagom.data import ParquetDataset, ParquetLoader
+from lagom.data.column_types.reused_arrays import ReusedArrays
 from lagom.data.column_types.values import Dense
-from lagom.data.decoders.reused_arrays import ReusedArrays
 from lagom.data.parquet.shuffle_window import ShuffleWindow
 
 ROWS = 3000

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from lagom.data.decoders.reused_arrays import ReusedArrays
+    from lagom.data.column_types.reused_arrays import ReusedArrays
 
 
 class CellColumn:

@@ -26,10 +26,10 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+    from lagom.data.column_types.reused_arrays import ReusedArrays
     from lagom.data.column_types.tensor_columns import Codec, Where
     from lagom.data.column_types.unischema import UnischemaField
     from lagom.data.column_types.values import Path, Values
-    from lagom.data.decoders.reused_arrays import ReusedArrays
 
 _WIDER: dict[np.dtype[Any], np.dtype[Any]] = {
     np.dtype(np.uint16): np.dtype(np.int32),

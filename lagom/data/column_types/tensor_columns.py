@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from lagom.data.decoders.reused_arrays import ReusedArrays
+    from lagom.data.column_types.reused_arrays import ReusedArrays
     from lagom.data.parquet.table import Table
 
 Policy = str | int | float
@@ -104,13 +104,6 @@ class ColumnEntry:
         if self.nulls == "mask":
             valid = np.ones(len(array), bool) if not array.null_count else _valid(array)
             found[(*self.path[:-1], self.path[-1] + "__valid")] = Dense(valid.copy())
-        return found
-
-    def decoded(self, array: NDArray[Any]) -> dict[Path, Values]:
-        """Return values that lagom's own decoder has decoded, without nulls; with a mask if ``nulls`` is "mask"."""
-        found: dict[Path, Values] = {self.path: Dense(array)}
-        if self.nulls == "mask":
-            found[(*self.path[:-1], self.path[-1] + "__valid")] = Dense(np.ones(len(array), bool))
         return found
 
     def _check_nulls(self, array: Any, error_at: Callable[[int, str], Exception]) -> None:

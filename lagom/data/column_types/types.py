@@ -114,10 +114,7 @@ def numpy_type(kind: Any, *, is_own: bool = False) -> np.dtype[Any]:
 
 @functools.lru_cache(maxsize=1024)
 def as_stored(kind: Any) -> np.dtype[Any] | None:
-    """Return the numpy type of numbers that torch can use in Arrow's memory, unconverted; None for other types.
-
-    ``number`` in ``data/decoders/page_decoder.py`` accepts no others for lagom's own decoder.
-    """
+    """Return the numpy type of numbers that torch can use in Arrow's memory, unconverted; None for other types."""
     import pyarrow.types as t
 
     if not (t.is_integer(kind) or t.is_floating(kind)):

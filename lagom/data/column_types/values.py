@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from lagom.data.decoders.reused_arrays import ReusedArrays
+    from lagom.data.column_types.reused_arrays import ReusedArrays
 
 _PARTS = 8
 """Number of parts of a column that threads gather in parallel."""

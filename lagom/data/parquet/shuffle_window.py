@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+    from lagom.data.column_types.reused_arrays import ReusedArrays
     from lagom.data.column_types.values import Block, Path
-    from lagom.data.decoders.reused_arrays import ReusedArrays
 
 _WIDE = 128
 """Rows of at least this many bytes are wide: they are copied to their places one by one."""

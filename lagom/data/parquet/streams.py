@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict, deque
 from collections.abc import Generator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack, closing
+from contextlib import closing
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -14,9 +14,8 @@ import torch
 from lagom.data.column_types import values
 from lagom.data.column_types.encoded_cells import Encoded
 from lagom.data.column_types.petastorm_codecs import CellByCell
+from lagom.data.column_types.reused_arrays import ReusedArrays
 from lagom.data.column_types.tensor_columns import ColumnEntry, Where
-from lagom.data.decoders.fast_columns import FastColumns
-from lagom.data.decoders.reused_arrays import ReusedArrays
 from lagom.data.parquet.cursor import RowGroupCursor
 from lagom.data.parquet.shard import EpochOrder, RankLane, RowPiece
 from lagom.data.parquet.shuffle_window import ShuffleWindow
@@ -27,7 +26,6 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from lagom.data.column_types.values import Block, Path
-    from lagom.data.parquet.cursor import RowGroupPart
     from lagom.data.parquet.table import OpenedTable, Table
 
 MOST = 1 << 16
@@ -53,7 +51,6 @@ class Source:
         self._entries = entries
         self._shapes: dict[Path, tuple[int, ...]] = {}
         self.memory = ReusedArrays()
-        self.fast = FastColumns(table, entries)
         self._footers: OrderedDict[int, Any] = OrderedDict()
 
     def open(self, file: int) -> OpenedTable:
@@ -69,11 +66,11 @@ class Source:
         """Whether the table has columns whose cells are slow to decode."""
         return any(isinstance(entry.codec, CellByCell) for _, entries in self._entries for entry in entries)
 
-    def convert(self, rows: RowGroupPart, group: int, first: int, *, is_last: bool) -> Block:
+    def convert(self, rows: Any, group: int, first: int, *, is_last: bool) -> Block:
         """Convert rows of a row group to a block.
 
         Args:
-            rows: the decoded rows.
+            rows: the rows, as an Arrow record batch.
             group: number of the row group.
             first: index, in the row group, of the first of ``rows``.
             is_last: whether the values go into batches without another copy.
@@ -83,12 +80,7 @@ class Source:
         """
         where = Where(self.table, group, first, self.memory if is_last else None)
         found: dict[Path, Any] = {}
-        columns = iter(()) if rows.batch is None else iter(rows.batch.columns)
-        for number, (_, entries) in enumerate(self._entries):
-            if number in rows.arrays:
-                found |= entries[0].decoded(rows.arrays[number])
-                continue
-            column = next(columns)
+        for column, (_, entries) in zip(rows.columns, self._entries, strict=True):
             for entry in entries:
                 found |= entry.convert(column, where)
         for path, column in found.items():
@@ -160,17 +152,16 @@ def _row_groups(source: Source, order: EpochOrder, at: int) -> Generator[Block, 
     pieces = deque(order.pieces(0, at, order.num_rows))
     threads = min(torch.get_num_threads(), _AT_ONCE * order.window // max(order.counts))
     if threads < 2:
-        with closing(RowGroupCursor(source, most, is_alone=True, is_last=True)) as cursor:
-            for piece in pieces:
-                yield from cursor.read(piece)
+        cursor = RowGroupCursor(source, most, is_alone=True, is_last=True)
+        for piece in pieces:
+            yield from cursor.read(piece)
         return
 
     def read(cursor: RowGroupCursor, piece: RowPiece) -> tuple[RowGroupCursor, list[Block]]:
         return cursor, list(cursor.read(piece))
 
-    with ExitStack() as stack, ThreadPoolExecutor(threads) as pool:
-        made = [RowGroupCursor(source, most, is_alone=False, is_last=True) for _ in range(threads)]
-        cursors = deque(stack.enter_context(closing(cursor)) for cursor in made)
+    with ThreadPoolExecutor(threads) as pool:
+        cursors = deque(RowGroupCursor(source, most, is_alone=False, is_last=True) for _ in range(threads))
         reading: deque[Future[tuple[RowGroupCursor, list[Block]]]] = deque()
         while pieces or reading:
             while pieces and cursors:
@@ -188,9 +179,8 @@ def _shuffled(source: Source, order: EpochOrder, lane: RankLane, at: int) -> Blo
     is_alone = len(streams) == 1
     size = order.window * len(streams)
     # Copying mostly waits for memory, and numpy releases the GIL meanwhile, so threads help.
-    with ExitStack() as stack, ThreadPoolExecutor(torch.get_num_threads()) as pool:
-        made = [RowGroupCursor(source, most, is_alone=is_alone, is_last=False) for _ in streams]
-        cursors = {stream: stack.enter_context(closing(cursor)) for stream, cursor in zip(streams, made, strict=True)}
+    with ThreadPoolExecutor(torch.get_num_threads()) as pool:
+        cursors = {stream: RowGroupCursor(source, most, is_alone=is_alone, is_last=False) for stream in streams}
         for number in range(at // size, -(-order.length(lane.first) // order.window)):
             index, bases = _mixed(order, streams, number)
             mixed = ShuffleWindow(index, source.memory)
