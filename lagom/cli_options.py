@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 from lagom.config import TorchDistributedConfig
 from lagom.config.torch_distributed import RUN_DIR, Batches, Evaluation, Log
@@ -67,10 +67,7 @@ def add_training_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--zero", type=int, default=0, metavar="LEVEL", help="what is sharded: 0 nothing (the default)")
     parser.add_argument("--mixed-precision", choices=("bf16", "fp16"), help="what forwards compute in")
     parser.add_argument(
-        "--micro-batches",
-        type=_micro_batches,
-        metavar="N",
-        help="parts of a batch that a forward runs in, or 'auto': after one that ran out of memory",
+        "--micro-batches", type=int, metavar="N", help="parts of a batch that a training forward runs in"
     )
     parser.add_argument("--batches", choices=get_args(Batches), help="what a rank sees of a batch: whole, if not given")
     parser.add_argument(
@@ -125,12 +122,3 @@ def add_place(parser: argparse.ArgumentParser, ranks: str, otherwise: str = "loc
         help="where: local (processes of this machine), spark (Spark on this machine), a Spark master such as "
         f"spark://host:7077, or sc://host for Spark Connect; {otherwise}",
     )
-
-
-def _micro_batches(text: str) -> int | Literal["auto"]:
-    if text == "auto":
-        return "auto"
-    try:
-        return int(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is neither a number nor 'auto'") from None

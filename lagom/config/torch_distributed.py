@@ -22,7 +22,6 @@ LrScaling = Literal["linear"]
 Debug = Literal["first"] | int | None
 Log = Literal["rank0", "all"]
 MixedPrecision = bool | Literal["bf16", "fp16"]
-MicroBatches = int | Literal["auto"] | None
 
 RUN_DIR = "~/.lagom/runs"
 
@@ -61,10 +60,9 @@ class TorchDistributedConfig:
     """Passed through to DeepSpeed: offloading, its optimizers, bf16 and fp16, accumulation, clipping."""
     mixed_precision: MixedPrecision = False
     """Runs forwards in "bf16", or in "fp16" with scaled gradients. True: bf16 if the device has it, else fp16."""
-    micro_batches: MicroBatches = None
+    micro_batches: int | None = None
     """Runs each training forward in this many parts of a rank's batch, one after another, and again in the backward:
-    less memory, the same weights. Only for modules whose rows are independent. "auto": only after a forward has run
-    out of memory."""
+    less memory, the same weights. Only for modules whose rows are independent."""
     batches: Batches = "whole"
     """Rows of a training batch that the program sees. "whole": every rank sees all of it, and computes its rows of a
     module's forward: right for any program. "split": each rank sees its share: right where the loss is a mean over
@@ -169,8 +167,10 @@ class TorchDistributedConfig:
 
     def _check_micro_batches(self) -> None:
         num = self.micro_batches
-        if num is not None and num != "auto" and (not _is_int(num) or num < 1):
-            raise ValueError(f"micro_batches is {num!r}; want a number of parts of a batch, at least 1, 'auto' or None")
+        if str(num) == "auto":
+            raise ValueError("micro_batches='auto' is gone; use a number of parts of a batch, such as micro_batches=4")
+        if num is not None and (not _is_int(num) or num < 1):
+            raise ValueError(f"micro_batches is {num!r}; want a number of parts of a batch, at least 1, or None")
         if num is not None and self.backend == "deepspeed":
             raise ValueError(
                 "micro_batches is for backend='torch'; with 'deepspeed' use its activation checkpointing, or smaller "

@@ -1,5 +1,4 @@
 """Forwards in micro-batches, for batches whose activations do not fit the device.
 
-Start with ``split_forward.py``, which decides whether to split a call; ``runner.py`` runs the parts, and finds out
-whether one part fits into memory.
+Start with ``split_forward.py``, which decides whether to split a call; ``runner.py`` runs the parts.
 """

@@ -14,12 +14,9 @@ from torch.utils.checkpoint import checkpoint
 from lagom.errors import LagomError
 from lagom.random_states import equal_random_states, random_states, set_random_states
 from lagom.row_split.draws import Draws
-from lagom.row_split.recorder import BatchStatistics, NotByRowsError
-from lagom.row_split.restore import restored_state
 from lagom.row_split.sliced_forward import MicroBatch
-from lagom.row_split.split_candidate import SplitCandidate, SplitFinding, is_batch, silent
+from lagom.row_split.split_candidate import SplitCandidate, SplitFinding, is_batch
 from lagom.row_split.whole_batch import RowBlock
-from lagom.run_state.oom_errors import wanted_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -31,7 +28,7 @@ _REMEDY = "drop micro_batches for this program"
 
 
 class MicroBatchRunner:
-    """Runs forwards that are known to compute their rows one by one, and tries how many parts fit into memory.
+    """Runs forwards that are known to compute their rows one by one.
 
     Args:
         left_alone: returns a context manager in which called modules are not split.
@@ -98,55 +95,6 @@ class MicroBatchRunner:
             return tuple(outputs)
 
         return run
-
-    def find_fitting(self, candidate: SplitCandidate, finding: SplitFinding, num: int) -> int | None:
-        """Double ``num`` until one micro-batch fits; return twice that number, or None if no number fits.
-
-        The result is twice the number that fits, since memory is fragmented and batches differ in size. It is at most
-        the number of rows.
-
-        Raises:
-            NotByRowsError: when the forward or backward of a part fails for another reason than memory.
-        """
-        while not self._fits(candidate, finding, num):
-            if num == candidate.rows:
-                return None
-            num = min(2 * num, candidate.rows)
-        return min(2 * num, candidate.rows)
-
-    def _fits(self, candidate: SplitCandidate, finding: SplitFinding, num: int) -> bool:
-        """Return whether there is memory for the forward and backward of one of ``num`` micro-batches.
-
-        Memory for the outputs of all micro-batches and their gradients is allocated during the trial. The trial itself
-        allocates the gradients of parameters.
-
-        Raises:
-            NotByRowsError: when the trial fails for another reason than memory.
-        """
-        block = RowBlock(0, num, candidate.rows)
-        session = self._session
-        kept = restored_state(candidate.module, candidate.inside, opens=False)
-        try:
-            with kept, session.probing(), session.statistics(BatchStatistics()), silent():
-                outputs = self._part(candidate, finding, block, random_states())(*candidate.cut_leaves(block))
-                tensors = [one for one in outputs if isinstance(one, torch.Tensor)]
-                size = 2 * num * sum(one.nbytes for one in tensors)
-                room = torch.empty(size, dtype=torch.uint8, device=candidate.device)
-                roots = [one for one in tensors if one.requires_grad]
-                wanted = [p for p in candidate.module.parameters() if p.requires_grad]
-                if roots and wanted:
-                    session.depth += 1  # marks the backward as the rank's own
-                    try:
-                        torch.autograd.grad(roots, wanted, [*map(torch.zeros_like, roots)], allow_unused=True)
-                    finally:
-                        session.depth -= 1
-                del room
-            return True
-        except Exception as error:
-            if wanted_bytes(error) is None:
-                text = f"fails on a part of its batch ({type(error).__name__}: {str(error)[:200]})"
-                raise NotByRowsError(text) from error
-            return False
 
 
 def _together(parts: Sequence[Sequence[Any]], finding: SplitFinding, candidate: SplitCandidate) -> list[Any]:

@@ -25,20 +25,3 @@ def _malloc_trim() -> Any:
         return ctypes.CDLL(None).malloc_trim  # glibc only
     except (OSError, AttributeError):
         return None
-
-
-def map_large_blocks() -> None:
-    """Make malloc map blocks of 1 MB and more separately from now on, so that it returns each one when it is freed.
-
-    torch asks for aligned memory, for which glibc's heap hardly ever reuses a freed block of the same size. Steps take
-    longer, since the system clears the pages of each new block.
-    """
-    try:
-        ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, 1 << 20)
-    except (OSError, AttributeError):
-        return
-    trim_heap()
-
-
-_M_MMAP_THRESHOLD = -3
-"""``M_MMAP_THRESHOLD`` of glibc's malloc.h."""

@@ -127,7 +127,7 @@ def _advice(session: Session, wanted: int, limit: AvailableMemory, others: int) 
     if session.num_micro_batches > 1:
         smaller = f"micro_batches={2 * session.num_micro_batches}, twice as many as there were, or {smaller}"
     elif session.config.micro_batches is None and session.config.backend == "torch":
-        smaller = f"micro_batches='auto' (forwards in parts, where rows do not depend on each other), {smaller}"
+        smaller = f"micro_batches=2 (forwards in parts, where rows do not depend on each other), {smaller}"
     if not session.config.mixed_precision:
         smaller += " or mixed_precision='bf16' would need less for activations"
     with contextlib.suppress(Exception):  # an optimizer of another package may raise any error

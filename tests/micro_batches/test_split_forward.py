@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import ctypes
 import random
-import resource
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,7 +18,7 @@ from lagom.config import TorchDistributedConfig
 from lagom.config.torch_distributed import Batches
 from lagom.session.session import Session
 from tests import ranks
-from tests.ranks import RankFailedError, alone, run_ranks
+from tests.ranks import alone, run_ranks
 
 MB = 1 << 20
 WIDTH = 70
@@ -269,69 +266,6 @@ def test_half_precision_keeps_its_gradients() -> None:
         assert max(float((found["weights"][name] - was).abs().max()) for name, was in start.items()) > 2e-2
 
 
-class Deep(nn.Module):
-    """Keeps 12 activations of 2 MB for 256 rows, and computes little."""
-
-    def __init__(self, width: int = 2048) -> None:
-        super().__init__()
-        self.first, self.last = nn.Linear(8, width), nn.Linear(width, 1)
-        self.scales = nn.Parameter(torch.ones(6))
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.first(x)
-        for scale in self.scales:
-            x = x.abs() * scale
-        y: Tensor = self.last(x)
-        return y
-
-
-def limit_memory(num_bytes: int) -> None:
-    """Limit the memory of this process to ``num_bytes`` more than it has: a further allocation fails, as on a GPU."""
-    libc = ctypes.CDLL(None)
-    libc.malloc.restype = ctypes.c_void_p
-    libc.mallopt(-8, 1)  # M_ARENA_MAX: no 64 MB of address space for each thread
-    libc.mallopt(-3, 1 << 20)  # M_MMAP_THRESHOLD: freed memory can be allocated again
-    libc.malloc_trim(0)
-    mapped = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-    hard = resource.getrlimit(resource.RLIMIT_AS)[1]
-    resource.setrlimit(resource.RLIMIT_AS, (mapped, hard))
-    while libc.malloc(ctypes.c_size_t(MB)):  # what earlier tests have left free in the heap, and heaps of threads
-        pass
-    resource.setrlimit(resource.RLIMIT_AS, (mapped + num_bytes, hard))
-
-
-def _deep(only: int | None, num_bytes: int = 20 * MB) -> Callable[[Session], Any]:
-    def train(session: Session) -> Any:
-        model = Deep()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-        num = 256 * session.world_size
-        x = torch.randn(num, 8, generator=torch.Generator().manual_seed(3))
-        for _ in range(2):
-            for (batch,) in DataLoader(TensorDataset(x), batch_size=num):
-                if session.num_micro_batches == 1 and num_bytes and only in (None, session.rank):
-                    limit_memory(num_bytes)
-                optimizer.zero_grad()
-                model(batch).square().mean().backward()
-                optimizer.step()
-        return {"weights": dict(model.state_dict()), "num": session.num_micro_batches, "draw": torch.rand(())}
-
-    return train
-
-
-@pytest.mark.soak  # by default torch's error is raised, in two tests below
-@pytest.mark.forked
-def test_a_forward_that_ran_out_of_memory_runs_again_in_parts() -> None:
-    """Memory is short on all ranks, or on one rank alone."""
-    wanted = {world_size: run_ranks(world_size, _deep(None, 0)) for world_size in (1, 2)}
-    with pytest.raises(RankFailedError, match="DefaultCPUAllocator"):
-        run_ranks(1, _deep(None))
-    for world_size, zero_lvl, only in ((1, 0, None), (2, 0, 1), (2, 3, None)):
-        found = run_ranks(world_size, _deep(only), zero_lvl=zero_lvl, micro_batches="auto")
-        for rank, (one, other) in enumerate(zip(found, wanted[world_size], strict=True)):
-            assert (one["num"] > 1) == (only in (None, rank)), (world_size, zero_lvl)
-            assert differ(one, other) < 1e-6
-
-
 @pytest.mark.soak  # test_what_is_not_exact_in_parts_runs_whole
 def test_attention_that_drops_nothing_runs_in_parts() -> None:
     class Reader(nn.Module):
@@ -360,73 +294,6 @@ def test_attention_that_drops_nothing_runs_in_parts() -> None:
     found = run_ranks(1, train, micro_batches=2)[0]
     assert found["outer"] == ["CatBackward0"]  # the whole, not layer by layer
     assert differ(found, alone(train)) < 1e-12
-
-
-class Short(nn.Module):
-    """Runs out of memory for more than two rows."""
-
-    def __init__(self, norm: nn.Module) -> None:
-        super().__init__()
-        self.dense, self.norm = nn.Linear(8, 8), norm
-
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = torch.sin(torch.tanh(self.norm(self.dense(x))))
-        if len(x) > 2 and torch.is_grad_enabled():
-            raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 7 bytes.")
-        return y
-
-
-class LessMean(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return x - x.mean(0)
-
-
-@pytest.mark.parametrize(
-    ("norm", "says"),
-    [
-        (nn.Identity(), ""),
-        (nn.BatchNorm1d(8), "Short changes a buffer or an attribute at each call"),
-        (LessMean(), "Short does not fit, with its backward, in any number of them"),
-    ],
-    ids=["by rows", "statistics", "mixes rows"],
-)
-def test_what_cannot_be_helped_says_why(norm: nn.Module, says: str) -> None:
-    def train(session: Session) -> tuple[str, int]:
-        model = Short(norm)
-        try:
-            model(torch.randn(8, 8))
-        except RuntimeError as error:
-            return str(error), session.num_micro_batches
-        return "", session.num_micro_batches
-
-    text, num = run_ranks(1, train, micro_batches="auto")[0]
-    if says:
-        assert text.startswith("DefaultCPUAllocator")
-        assert f"micro_batches='auto' does not help here: {says}" in text
-    else:
-        assert (text, num) == ("", 8)
-
-
-def test_a_module_inside_one_that_computes_the_loss_is_split_after_a_lack_of_memory() -> None:
-    class WithLoss(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = Short(nn.Identity())
-
-        def forward(self, x: Tensor) -> Tensor:
-            loss: Tensor = self.inner(x).square().mean() + x.mean()
-            return loss
-
-    def train(session: Session) -> tuple[int, list[Tensor], list[Tensor]]:
-        model, x = WithLoss(), torch.randn(8, 8)
-        dense = model.inner.dense
-        wanted = torch.autograd.grad(dense(x).tanh().sin().square().mean(), [dense.weight, dense.bias])
-        model(x).backward()
-        return session.num_micro_batches, [p.grad for p in dense.parameters() if p.grad is not None], list(wanted)
-
-    num, found, wanted = run_ranks(1, train, micro_batches="auto")[0]
-    assert num == 8
-    torch.testing.assert_close(found, wanted)
 
 
 def test_single_layers_are_not_computed_twice_as_parts_would_keep_as_much() -> None:
@@ -462,7 +329,8 @@ def test_a_run_takes_them_from_its_config() -> None:
 @pytest.mark.parametrize(
     ("fields", "says"),
     [
-        ({"micro_batches": 0}, "micro_batches is 0; want a number of parts of a batch, at least 1, 'auto' or None"),
+        ({"micro_batches": 0}, "micro_batches is 0; want a number of parts of a batch, at least 1, or None"),
+        ({"micro_batches": "auto"}, "micro_batches='auto' is gone; use a number"),
         ({"micro_batches": True}, "micro_batches is True"),
         ({"micro_batches": "all"}, "micro_batches is 'all'"),
         ({"micro_batches": 2, "backend": "deepspeed"}, "gradient_accumulation_steps"),

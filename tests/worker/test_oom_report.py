@@ -78,7 +78,7 @@ again = functools.partial(pytest.param, marks=pytest.mark.soak)
         again(2, 1, 12, "zero_lvl=2 would fit: 4 MB of parameters, 2 MB of gradients and 4 MB of state on each rank"),
         again(2, 0, 7, "zero_lvl=3 would need less, which may not be enough"),
         again(2, 2, 9.5, "zero_lvl=3 would fit: 2 MB of parameters, 2 MB of gradients and 4 MB of state on each rank"),
-        again(2, 3, 7, "More ranks or larger machines, micro_batches='auto' ("),
+        again(2, 3, 7, "More ranks or larger machines, micro_batches=2 ("),
         (1, 0, 14, "world_size=2 with zero_lvl=1 would fit"),
     ],
 )
