@@ -13,7 +13,6 @@
 #include <new>
 
 #include "communicator.hpp"
-#include "permutation.hpp"
 #include "ring.hpp"
 #include "twister.hpp"
 
@@ -193,14 +192,6 @@ NB_MODULE(_native, module) {
             std::vector<const void*> all;
             for (const uintptr_t source : sources) all.push_back(at(source));
             lagom::reduce(type_of(type), op_of(op), all.data(), int(all.size()), at(out), nullptr, count);
-        },
-        Released());
-    module.def(
-        "permute",
-        [](uint64_t n, uint64_t key, uint64_t start, uintptr_t out, size_t count) {
-            if (n > uint64_t(1) << 62 || start > n || count > n - start)
-                throw lagom::Failure("there are no such places in that order");
-            lagom::permute(n, key, start, count, static_cast<int64_t*>(at(out)));
         },
         Released());
     module.def(

@@ -12,7 +12,7 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.utils.data import DataLoader, RandomSampler
+from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import _BaseDataLoaderIter, _DatasetKind, _SingleProcessDataLoaderIter
 
 from lagom.files.install import knows_rank
@@ -21,7 +21,6 @@ from lagom.loaders.batch_source import choose_batch_source
 from lagom.loaders.fetching import PASS, make_create_fetcher, make_iterator_init
 from lagom.loaders.iterable import GroupedBatchSampler, ShardedCollate, is_iterable
 from lagom.loaders.pass_starter import PassStarter, can_split, classify_pass
-from lagom.loaders.permutation import make_sampler_iter
 from lagom.loaders.reading_threads import ReaderThreads
 from lagom.loaders.sampler_sync import has_state
 from lagom.loaders.self_sharded import RankCollate, shards_itself
@@ -60,7 +59,6 @@ def shard_loaders(session: Session, streams: OwnStreams) -> Iterator[None]:
             stack.enter_context(replaced(DataLoader, "_index_sampler", index_sampler))
             stack.enter_context(replaced(DataLoader, "__len__", _make_len(loaders)))
             stack.enter_context(replaced(threading, "excepthook", loaders.readers.make_excepthook()))
-            stack.enter_context(replaced(RandomSampler, "__iter__", make_sampler_iter(session)))
             fetcher = staticmethod(make_create_fetcher(session, streams))
             stack.enter_context(replaced(_DatasetKind, "create_fetcher", fetcher))
             if session.config.share_workers:

@@ -1,7 +1,6 @@
 """Sample order, also of custom samplers: all ranks follow the order that rank 0's sampler draws.
 
-``batch_shares.py`` asks for this order, and takes this rank's share of each batch in passes that are split. From
-100,000,000 samples on, ``permutation.py`` replaces ``RandomSampler.__iter__``.
+``batch_shares.py`` asks for this order, and takes this rank's share of each batch in passes that are split.
 """
 
 from __future__ import annotations
