@@ -105,15 +105,11 @@ NAMES = (
 )
 """Dotted private names, as far as the first attribute that is no module."""
 LATE_NAMES = (
-    "torch._compile._disable_dynamo",
     "torch._dynamo.callback.callback_handler.register_start_callback",
     "torch._dynamo.callback.callback_handler.remove_start_callback",
-    "torch._dynamo.disable",
-    "torch._dynamo.graph_break",
-    "torch._dynamo.trace_rules.clear_lru_cache",
     "torch._dynamo.trace_rules.get_torch_obj_rule_map",
 )
-"""Names that lagom/patching/late_dynamo.py uses of a package that it does not import."""
+"""Names that lagom/patching/dynamo.py uses of a package that it does not import."""
 
 
 _IMPORT = re.compile(r"^\s*(?:import|from) torch\b", re.MULTILINE)

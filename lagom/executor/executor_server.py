@@ -204,9 +204,6 @@ class _Server:
         worker.host = None
         if worker in self._workers:
             self._reply(worker, {"status": status})
-        from lagom.host.preload import import_what_was_used  # loaded before this server took a task
-
-        import_what_was_used()
 
     def _reply(self, worker: _Worker, message: Message) -> None:
         with contextlib.suppress(LinkClosed):  # the worker has ended: ``_take`` notices this

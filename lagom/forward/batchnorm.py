@@ -24,7 +24,7 @@ from lagom.forward.batchnorm_arithmetic import (
     merge_moments,
     moments_of,
 )
-from lagom.patching.late_dynamo import remember_torch_functions
+from lagom.patching.dynamo import remember_torch_functions
 from lagom.patching.replace import replaced
 
 if TYPE_CHECKING:

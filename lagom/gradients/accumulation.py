@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from lagom.errors import LagomError
 from lagom.gradients.backward_gradients import BackwardGradients
-from lagom.patching.late_dynamo import at_compilation, num_compilations
+from lagom.patching.dynamo import at_compilation, num_compilations
 from lagom.patching.replace import replaced
 
 if TYPE_CHECKING:

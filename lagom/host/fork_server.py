@@ -32,7 +32,7 @@ def serve(connection: socket.socket) -> None:
     A request is a pickle of a ``RunSpec`` and of the ranks' GPU masks, with the files of the run.
     """
     gc.disable()  # collections would take a fourth of the time of these imports
-    from lagom.host import preload  # its imports are slow; forked processes inherit them
+    import lagom.host.preload  # noqa: F401  (its imports are slow; forked processes inherit them)
 
     gc.enable()
     adopt_orphans(True)
@@ -44,7 +44,6 @@ def serve(connection: socket.socket) -> None:
                 if key.fileobj is not connection:
                     selector.unregister(key.fileobj)
                     hosts.forget_ended(key.fd)
-                    preload.import_what_was_used()
                     continue
                 try:
                     data, fds = receive_with_files(connection)

@@ -14,7 +14,6 @@ import lagom.files.settle
 import lagom.worker.bootstrap  # noqa: F401
 from lagom.files.symbols import loaded, slots
 from lagom.patching.importers import remember_importers
-from lagom.patching.late_dynamo import import_dynamo_if_used, put_off_dynamo
 
 
 def look_at_loaded() -> None:
@@ -26,21 +25,14 @@ def look_at_loaded() -> None:
     sys.path_importer_cache.clear()
 
 
-def import_what_was_used() -> None:
-    """Import Dynamo if the last run compiled something, as the next one probably does."""
-    gc.disable()
-    if import_dynamo_if_used():
-        look_at_loaded()
-        gc.freeze()
-    gc.enable()
-
-
 with contextlib.suppress(ImportError):
     import numpy.random  # noqa: F401  (numpy imports it at its first use, which is in every rank)
 if os.environ.get("LAGOM_NATIVE") != "0":
     with contextlib.suppress(ImportError):
         importlib.import_module("lagom._native")  # would take 5 ms in each rank
-put_off_dynamo()
+# An optimizer's first step imports it, which would take 1.4 s in each rank. Its tables of torch's functions are made
+# here, since they must not contain lagom's.
+importlib.import_module("torch._dynamo").trace_rules.get_torch_obj_rule_map()
 look_at_loaded()
 # Else each full garbage collection, here or in a rank, would take 0.2 s for these modules and copy shared memory.
 gc.freeze()

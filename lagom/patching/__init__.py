@@ -1,5 +1,4 @@
 """Functions with which lagom's packages patch torch and other libraries, and undo the patches.
 
-Start with ``replace.py``: no other file replaces a function of torch. ``late_dynamo.py`` replaces the module
-``torch._dynamo`` until it is needed.
+Start with ``replace.py``: no other file replaces a function of torch.
 """

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
 from lagom.errors import LagomError
-from lagom.patching.late_dynamo import num_compilations
+from lagom.patching.dynamo import num_compilations
 from lagom.patching.watched_operations import is_composite, is_watched, watched
 from lagom.row_split.skipped_draws import draw_own_rows
 

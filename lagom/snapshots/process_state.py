@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from lagom.patching.late_dynamo import set_deterministic
+from lagom.patching.dynamo import set_deterministic
 
 _CUDNN = ("enabled", "benchmark", "deterministic", "allow_tf32")
 

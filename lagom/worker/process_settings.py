@@ -97,7 +97,7 @@ def _of_torch(torch: Any) -> dict[str, Any]:
 def _set_torch(found: Settings) -> None:
     import torch
 
-    from lagom.patching.late_dynamo import set_deterministic
+    from lagom.patching.dynamo import set_deterministic
 
     torch.set_default_dtype(getattr(torch, found["dtype"]))
     torch.set_grad_enabled(found["grad"])

@@ -13,8 +13,8 @@ from torch.amp.grad_scaler import GradScaler
 from torch.nn.utils import clip_grad, clip_grads_with_norm_, get_total_norm
 from torch.optim import Optimizer
 
+from lagom.patching.dynamo import at_compilation
 from lagom.patching.importers import Importers
-from lagom.patching.late_dynamo import at_compilation
 from lagom.patching.replace import replaced
 from lagom.zero.gradient_shards import GradientShards
 
