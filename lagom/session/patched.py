@@ -20,7 +20,7 @@ from lagom.forward.precision import Precision
 from lagom.gradients.backward import synchronise_backward
 from lagom.loaders.dataloader import shard_loaders
 from lagom.optimizers.fast_step import skip_profiler_ranges
-from lagom.optimizers.grouped_adam import grouped_adam
+from lagom.optimizers.fused_adam import fused_adam
 from lagom.optimizers.lr_scaling import scale_learning_rates
 from lagom.optimizers.zero_steps import shard_steps
 from lagom.patching.object_reference import swappable_tensors
@@ -118,7 +118,8 @@ def _patched_for_ranks(session: Session) -> Iterator[None]:
         stack.enter_context(own_mp_spawn(session))
         stack.enter_context(track_modules(session))
         is_as_given = session.config.batches == "whole" or session.plan.already_distributed
-        stack.enter_context(grouped_adam(same_bits=is_as_given))
+        if not is_as_given:
+            stack.enter_context(fused_adam())
         if session.config.backend == "torch":
             stack.enter_context(synchronise_backward(session, knows_rank))
             session.learned["rank"] = _refuse_known_rank, lambda _: None

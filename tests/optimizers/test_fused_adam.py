@@ -1,4 +1,4 @@
-"""``lagom.optimizers.grouped_adam``: torch's Adam by few calls, and torch itself where these would differ."""
+"""``lagom.optimizers.fused_adam``: torch's Adam by its fused kernel, and torch itself where the kernel would differ."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Adam, AdamW, NAdam, RAdam
 from torch.optim import adam as torch_adam
 
-from lagom.optimizers.grouped_adam import grouped_adam
+from lagom.optimizers.fused_adam import fused_adam
 from lagom.session.session import Session
 from tests.ranks import alone, run_ranks
 
@@ -58,23 +58,6 @@ def trained(
     return [*(one.detach() for one in parameters), *state]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-@pytest.mark.parametrize("kind", [Adam, AdamW])
-@pytest.mark.parametrize(
-    "options",
-    [{}, {"weight_decay": 0.1}, {"betas": (0.5, 0.9), "eps": 1e-3}, {"lr": 1}, {"foreach": False}],
-    ids=str,
-)
-def test_steps_have_torchs_bits(
-    kind: type, options: dict[str, Any], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    expected = trained(kind, dtype, options)
-    with torchs_calls(monkeypatch) as calls, grouped_adam(same_bits=True):
-        found = trained(kind, dtype, options)
-    assert not calls
-    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
-
-
 @pytest.mark.parametrize(("dtype", "rounding"), [(torch.float32, 1e-6), (torch.float64, 1e-14)], ids=str)
 @pytest.mark.parametrize("kind", [Adam, AdamW])
 @pytest.mark.parametrize("options", [{}, {"weight_decay": 0.1}, {"betas": (0.5, 0.9), "eps": 1e-3}, {"lr": 1}], ids=str)
@@ -82,7 +65,7 @@ def test_fused_steps_differ_by_rounding(
     kind: type, options: dict[str, Any], dtype: torch.dtype, rounding: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expected = trained(kind, dtype, options, transposed=False)
-    with torchs_calls(monkeypatch) as calls, grouped_adam(same_bits=False):
+    with torchs_calls(monkeypatch) as calls, fused_adam():
         found = trained(kind, dtype, options, transposed=False)
     assert not calls
     for one, other in zip(found, expected, strict=True):
@@ -91,7 +74,7 @@ def test_fused_steps_differ_by_rounding(
 
 def test_a_fused_step_leaves_other_strides_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     expected = trained(Adam, torch.float64, {})
-    with torchs_calls(monkeypatch) as calls, grouped_adam(same_bits=False):
+    with torchs_calls(monkeypatch) as calls, fused_adam():
         found = trained(Adam, torch.float64, {})
     assert len(calls) == 5
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
@@ -99,7 +82,7 @@ def test_a_fused_step_leaves_other_strides_to_torch(monkeypatch: pytest.MonkeyPa
 
 def test_fused_steps_of_parameters_that_share_memory_are_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
     expected = stepped(overlapping())
-    with torchs_calls(monkeypatch) as calls, grouped_adam(same_bits=False):
+    with torchs_calls(monkeypatch) as calls, fused_adam():
         found = stepped(overlapping())
     assert not calls
     for one, other in zip(found, expected, strict=True):
@@ -110,7 +93,7 @@ def test_a_fused_step_leaves_parameters_of_two_types_to_torch(monkeypatch: pytes
     def mixed() -> list[nn.Parameter]:
         return [nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2, dtype=torch.float64))]
 
-    with torchs_calls(monkeypatch) as calls, grouped_adam(same_bits=False):
+    with torchs_calls(monkeypatch) as calls, fused_adam():
         found = stepped(mixed())
     assert calls == [2, 2, 2]
     assert all(torch.equal(a, b) for a, b in zip(found, stepped(mixed()), strict=True))
@@ -119,7 +102,7 @@ def test_a_fused_step_leaves_parameters_of_two_types_to_torch(monkeypatch: pytes
 @pytest.mark.parametrize("options", [{"amsgrad": True}, {"maximize": True}, {"lr": torch.tensor(0.01)}], ids=str)
 def test_rare_options_are_left_to_torch(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     expected = trained(Adam, torch.float64, options)
-    with torchs_calls(monkeypatch) as calls, grouped_adam(same_bits=True):
+    with torchs_calls(monkeypatch) as calls, fused_adam():
         found = trained(Adam, torch.float64, options)
     assert len(calls) == 5
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
@@ -140,37 +123,23 @@ def overlapping() -> list[nn.Parameter]:
     return [nn.Parameter(memory[:4]), nn.Parameter(memory[2:])]
 
 
-def test_parameters_that_share_memory_are_left_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    expected = stepped(overlapping())
-    with torchs_calls(monkeypatch) as calls, grouped_adam(same_bits=True):
-        found = stepped(overlapping())
-    assert calls == [2, 2, 2]
-    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_short_types_are_left_to_torch(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    with torchs_calls(monkeypatch) as calls, grouped_adam(same_bits=True):
+    with torchs_calls(monkeypatch) as calls, fused_adam():
         stepped([nn.Parameter(torch.zeros(3, dtype=dtype))])
     assert calls == [1, 1, 1]
-
-
-def test_large_models_are_left_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    with torchs_calls(monkeypatch) as calls, grouped_adam(same_bits=True):
-        stepped([nn.Parameter(torch.zeros(2**17)), nn.Parameter(torch.zeros(2**17 + 1))])
-    assert calls == [2, 2, 2]
 
 
 @pytest.mark.parametrize("kind", [NAdam, RAdam])
 def test_other_optimizers_step_as_before(kind: type) -> None:
     expected = stepped([nn.Parameter(torch.arange(3.0))], kind)
-    with grouped_adam(same_bits=True):
+    with fused_adam():
         found = stepped([nn.Parameter(torch.arange(3.0))], kind)
     assert torch.equal(found[0], expected[0])
 
 
 def test_an_optimizer_without_gradients_steps() -> None:
-    with grouped_adam(same_bits=True):
+    with fused_adam():
         Adam([nn.Parameter(torch.zeros(2))]).step()
         Adam([nn.Parameter(torch.zeros(0))]).step()
 
