@@ -35,7 +35,7 @@ def plan_memory(
     batch: Any = None,
     world_size: int | None = None,
     mixed_precision: MixedPrecision = False,
-    memory: int | None = None,
+    memory: float | None = None,
 ) -> MemoryPlan:
     """Compute how many bytes each rank needs at each ``zero_lvl``, and which level fits.
 
@@ -50,9 +50,9 @@ def plan_memory(
             are left out.
         world_size: number of ranks; None: as many as a run would have.
         mixed_precision: as in the config. Parameters, gradients and state keep their size; activations are smaller.
-        memory: bytes that a rank may use; None: the memory of this machine's smallest GPU. Without a GPU it is a rank's
-            part of this machine's memory, or of its control group's limit, and at most ``ulimit -v``. If executors run
-            on other machines, pass their memory.
+        memory: bytes that a rank may use, such as 40e9; None: the memory of this machine's smallest GPU. Without a GPU
+            it is a rank's part of this machine's memory, or of its control group's limit, and at most ``ulimit -v``. If
+            executors run on other machines, pass their memory.
 
     Raises:
         ValueError: if an argument has a wrong value.
@@ -60,6 +60,8 @@ def plan_memory(
     """
     if ranks_of_run() > 1:
         raise LagomError("plan_memory is called in a run on several ranks; call it before, in the driver or notebook")
+    if isinstance(memory, float) and memory.is_integer():
+        memory = int(memory)  # 40e6
     _check(world_size, memory)
     TorchDistributedConfig(mixed_precision=mixed_precision)  # raises a ValueError for a wrong setting
     the_module = build_module(module)
@@ -72,7 +74,7 @@ def plan_memory(
     )
     dtype = {False: None, "fp16": torch.float16}.get(mixed_precision, torch.bfloat16)
     kept = None if batch is None else activations(the_module, batch, num_ranks, dtype)
-    limit = available_memory(num_ranks) if memory is None else AvailableMemory(memory, "as you say")
+    limit = available_memory(num_ranks) if memory is None else AvailableMemory(int(memory), "as you say")
     buffers = sum(b.nbytes for b in the_module.buffers())
     return MemoryPlan(
         module=type(the_module).__name__,
@@ -88,10 +90,10 @@ def plan_memory(
     )
 
 
-def _check(world_size: int | None, memory: int | None) -> None:
+def _check(world_size: int | None, memory: float | None) -> None:
     for name, value in (("world_size", world_size), ("memory", memory)):
         if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-            what = "a number of ranks" if name == "world_size" else "bytes"
+            what = "a number of ranks" if name == "world_size" else "a whole number of bytes"
             raise ValueError(f"{name} is {value!r}; want {what}, at least 1, or None")
 
 

@@ -159,6 +159,12 @@ def test_a_misspelt_field_is_refused_with_the_nearest_one() -> None:
         HyperparameterOptConfig(num_trial=1)  # type: ignore[call-arg]
 
 
+def test_types_of_other_libraries_are_understood_in_the_error() -> None:
+    for given, meant in (("FLOAT", "DOUBLE"), ("int", "INTEGER"), ("Choice", "CATEGORICAL"), ("DISCRET", "DISCRETE")):
+        with pytest.raises(ValueError, match=f"types are .*; did you mean '{meant}'"):
+            Searchspace(lr=(given, [1, 2]))
+
+
 def test_maggys_spellings_are_understood() -> None:
     config = HyperparameterOptConfig(
         searchspace={"lr": ("discrete", [1, 2])},

@@ -14,6 +14,12 @@ from typing import Any, ClassVar
 from lagom.config.fields import nearest
 
 _RANGES = ("DOUBLE", "INTEGER")
+_OTHER_NAMES = {
+    **dict.fromkeys(("FLOAT", "REAL", "NUMBER", "UNIFORM", "LOGUNIFORM"), "DOUBLE"),
+    **dict.fromkeys(("INT", "LONG", "RANDINT"), "INTEGER"),
+    **dict.fromkeys(("CHOICE", "CHOICES", "ENUM", "STR", "STRING", "BOOL", "BOOLEAN"), "CATEGORICAL"),
+}
+"""Types by the names that other libraries have for them."""
 _LISTS = ("DISCRETE", "CATEGORICAL")
 TYPES = (*_RANGES, *_LISTS)
 _PLAIN = (str, int, float, bool, type(None))
@@ -170,7 +176,9 @@ def _parameter(name: str, spec: Any) -> Parameter:
         raise ValueError(f'searchspace has {name}={spec!r}; want (type, values), such as ("DOUBLE", [0.1, 1])')
     kind = spec[0].upper()
     if kind not in TYPES:
-        raise ValueError(f"{name} has the type {spec[0]!r}; types are {', '.join(TYPES)}{nearest(kind, TYPES)}")
+        other = _OTHER_NAMES.get(kind)
+        hint = f"; did you mean {other!r}?" if other is not None else nearest(kind, TYPES)
+        raise ValueError(f"{name} has the type {spec[0]!r}; types are {', '.join(TYPES)}{hint}")
     scale = spec[2] if len(spec) == 3 else "linear"
     if scale not in ("linear", "log"):
         raise ValueError(f'{name} has the scale {scale!r}; want "log", or nothing')

@@ -118,6 +118,7 @@ def join_message(
         "store": store,
         "python": ".".join(platform.python_version_tuple()[:2]),
         "gpus": list(gpus[: len(ranks)]),
+        "cores": available_cores(),
         "torch": importlib.metadata.version("torch").split("+")[0],
     }
 

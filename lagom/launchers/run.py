@@ -346,7 +346,8 @@ class RunView:
             self._seat()
         elif len(self._joins) == 1 and self._can_gather:
             self.channel.call_later(GATHER_S, self._give_up_waiting)
-        self._events.put({"type": "join", "task": task, "host": message["host"], "ranks": message["ranks"]})
+        shown = {name: message.get(name) for name in ("host", "ranks", "cores")}
+        self._events.put({"type": "join", "task": task, **shown})
 
     def _seat(self) -> None:
         try:

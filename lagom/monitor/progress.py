@@ -15,6 +15,8 @@ from lagom.monitor.stragglers import straggler
 from lagom.wire.client import Message
 
 _IDLE_S = 2.0
+_SLOW_START_S = 60.0
+"""Wait for the first task after which it may be that tasks run and cannot reach this process."""
 _SHOWN = 4  # ranks
 _STARTS: Message = {"starts": True}  # in place of the report of a rank that has not sent one
 _WAITS = 0.1  # share of its time that a rank may wait for data without mention
@@ -38,7 +40,10 @@ class Progress:
         """Reports of ranks that make no progress, by rank."""
         self._ranks: dict[int, Message] = {}
         self._hosts: dict[str, list[int]] = {}
+        self._cores: dict[str, int] = {}
+        """Cores of each host, where they are known."""
         self._said_waiting = False
+        self._said_unreachable = False
         display = notebook()
         self._table = (
             NotebookTable(display, max if plan.config.batches == "whole" else sum) if display is not None else None
@@ -49,7 +54,10 @@ class Progress:
     def show(self, event: Message) -> None:
         """Store ``event``, and renew the display if that is due."""
         if event["type"] == "join":
-            self._hosts.setdefault(str(event["host"]).split("|")[0], []).extend(event["ranks"])
+            host = str(event["host"]).split("|")[0]
+            self._hosts.setdefault(host, []).extend(event["ranks"])
+            if event.get("cores"):
+                self._cores[host] = event["cores"]
             if sum(map(len, self._hosts.values())) == self._world_size:
                 self._say_topology()
         elif event["type"] == "progress":
@@ -63,16 +71,24 @@ class Progress:
                 self._renew()
 
     def waiting(self, joined: int, wanted: int) -> None:
-        """Tell once that only ``joined`` of ``wanted`` tasks have started."""
+        """Tell once that only ``joined`` of ``wanted`` tasks have started; after a minute also what may be wrong."""
+        waited_s = time.monotonic() - self._began
         if joined < wanted and not self._said_waiting:
             self._said_waiting = True
-            here = joined or self._is_here
-            others = "" if here else "; if they run, they cannot reach this process, and their output comes at the end"
-            text = f"waiting for {self._where} to start the tasks ({joined} of {wanted} are here{others})"
-            if self._table is None:
-                self.line.say(f"lagom: {self._name}: {text}")
-            else:
-                self._table.wait(self._name, text)
+            self._say_waiting(f"waiting for {self._where} to start the tasks ({joined} of {wanted} are here)")
+        elif not joined and not self._is_here and not self._said_unreachable and waited_s >= _SLOW_START_S:
+            self._said_unreachable = True
+            self._say_waiting(
+                f"no task is here after {waited_s:.0f} s: they wait for free slots, or start slowly; if they run, they "
+                "cannot reach this process, and their output comes at the end. Spark's pages show whether they run, "
+                "and lagom doctor whether they can reach it"
+            )
+
+    def _say_waiting(self, text: str) -> None:
+        if self._table is None:
+            self.line.say(f"lagom: {self._name}: {text}")
+        else:
+            self._table.wait(self._name, text)
 
     def show_notice(self, text: str) -> None:
         """Show a message in which nothing is wrong; in a notebook not on standard error, which looks like an error."""
@@ -118,8 +134,22 @@ class Progress:
         self.line.close()
 
     def _say_topology(self) -> None:
-        """Say where the ranks are; in a notebook, the title of the table does."""
-        self.line.say_outside_notebook(f"lagom: {self._name}: {self._topology()}")
+        """Say where the ranks are, and where they are more than cores; in a notebook, the title of the table does."""
+        crowded = "".join(f"; {text}" for text in self._crowded())
+        self.line.say_outside_notebook(f"lagom: {self._name}: {self._topology()}{crowded}")
+        if crowded and self._table is not None:
+            self._table.show_notice(f"lagom: {self._name}{crowded}")
+
+    def _crowded(self) -> list[str]:
+        """Return a text if a host has more ranks than cores; about the first of such hosts."""
+        for host, ranks in sorted(self._hosts.items()):
+            cores = self._cores.get(host, len(ranks))
+            if len(ranks) > cores:
+                named = f"{cores} core{'s' * (cores != 1)}"
+                return [
+                    f"{len(ranks)} ranks on {named} of {host} are slower than {cores}: take fewer (world_size=, -n)"
+                ]
+        return []
 
     def _topology(self) -> str:
         ranks = "1 rank" if self._world_size == 1 else f"{self._world_size} ranks"

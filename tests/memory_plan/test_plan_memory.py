@@ -296,3 +296,10 @@ def _case(name: str) -> tuple[nn.Module, torch.Tensor]:
         return nn.LSTM(16, 32, batch_first=True), torch.randn(4, 10, 16)
     layer = nn.TransformerEncoderLayer(32, 4, 64, batch_first=True)
     return nn.TransformerEncoder(layer, 2, enable_nested_tensor=False), torch.randn(4, 10, 32)
+
+
+def test_memory_is_a_whole_number_of_bytes_also_with_an_exponent() -> None:
+    assert plan_memory(nn.Linear(2, 2), memory=40e6, world_size=2).memory == 40_000_000
+    for wrong in (40.5, 0.0, float("inf"), float("nan"), True):
+        with pytest.raises(ValueError, match=r"memory is .*; want a whole number of bytes, at least 1"):
+            plan_memory(nn.Linear(2, 2), memory=wrong, world_size=2)

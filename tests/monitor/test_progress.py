@@ -240,9 +240,33 @@ def test_tasks_of_this_machine_can_reach_this_process(monkeypatch: pytest.Monkey
     progress, stream = shown(monkeypatch, live=False)
     progress.waiting(0, 2)
     assert "cannot reach" not in stream.getvalue()
+
+
+def test_a_slow_start_is_told_from_tasks_that_cannot_reach_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, stream = shown(monkeypatch, live=False)
     the_plan = plan(TorchDistributedConfig(world_size=2, name="train"), Cluster(launcher="spark", slots=2))
-    Progress(the_plan, "Spark spark://host:7077").waiting(0, 2)
-    assert "if they run, they cannot reach this process" in stream.getvalue()
+    progress = Progress(the_plan, "Spark spark://host:7077")
+    progress.waiting(0, 2)
+    assert "waiting for Spark spark://host:7077 to start the tasks (0 of 2 are here)\n" in stream.getvalue()
+    progress.waiting(0, 2)
+    assert stream.getvalue().count("\n") == 1
+    monkeypatch.setattr(progress_module, "_SLOW_START_S", 0.0)
+    progress.waiting(1, 2)
+    assert "cannot reach" not in stream.getvalue()  # one has reached it
+    progress.waiting(0, 2)
+    progress.waiting(0, 2)
+    assert stream.getvalue().count("if they run, they cannot reach this process") == 1
+
+
+def test_more_ranks_than_cores_are_told_in_the_first_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    progress, stream = shown(monkeypatch, live=False, world_size=20)
+    progress.show({"type": "join", "host": "a|1:2", "ranks": list(range(16)), "cores": 2})
+    progress.show({"type": "join", "host": "b|1:2", "ranks": list(range(16, 20)), "cores": 4})
+    (line,) = stream.getvalue().splitlines()
+    assert line.endswith("; 16 ranks on 2 cores of a are slower than 2: take fewer (world_size=, -n)")
+    progress, stream = shown(monkeypatch, live=False, world_size=2)
+    progress.show({"type": "join", "host": "a|1:2", "ranks": [0, 1], "cores": 2})
+    assert "cores" not in stream.getvalue()
 
 
 def test_ranks_report_that_they_start_until_their_function_is_called(tmp_path: Path) -> None:
