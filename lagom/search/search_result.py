@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     import pandas  # type: ignore[import-untyped]
 
 _SHOWN = 10  # trials in a notebook
+_FEW = 30
+"""Number of trials below which importances are a hint."""
 _BEST = ("best_id", "best_val", "best_config", "worst_id", "worst_val", "worst_config", "avg")
 _COUNTS = ("metric_list", "num_trials", "early_stopped")
 
@@ -117,9 +119,10 @@ class SearchResult(Mapping[str, Any]):
 
     @property
     def importances(self) -> dict[str, float]:
-        """Importance of each hyperparameter for being among the best trials (PED-ANOVA); their sum is 1.
+        """Importance of each hyperparameter for being in the better half of the trials (PED-ANOVA); their sum is 1.
 
-        Empty if the trials were not chosen by Optuna, or are too few to tell.
+        Pruned trials count as worse than all that ran to their end. With fewer than 30 trials the numbers are a hint.
+        Empty if the trials were not chosen by Optuna, or fewer than ten ran to their end.
         """
         if self._study is None:
             return {}
@@ -227,10 +230,14 @@ class SearchResult(Mapping[str, Any]):
         return [
             value_charts(self._trials, self._direction),
             parallel_coordinates(self._trials, self._direction, self._metric, self._logarithmic),
-            narrow(interval_chart("Importance of hyperparameters (PED-ANOVA)", importance)),
+            narrow(interval_chart(self._importance_title(), importance)),
             slot_timeline(self._trials),
             trial_table(self._ranked(), self._names()),
         ]
+
+    def _importance_title(self) -> str:
+        title, num = "Importance of hyperparameters (PED-ANOVA)", len(self._trials)
+        return f"{title}: only a hint, since {num} trials are few" if num < _FEW else title
 
     def _best_line(self) -> str:
         best = self.best_trial

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import optuna
 import pytest
 import torch
 from optuna.distributions import FloatDistribution
@@ -175,6 +176,36 @@ def test_any_trials_are_a_page(trials: list[dict[str, Any]], tmp_path: Path) -> 
         assert all(-1 <= number <= 1100 for number in numbers)
 
 
+@pytest.mark.parametrize("direction", ["min", "max"])
+@pytest.mark.parametrize("prunes", [False, True])
+def test_what_makes_trials_bad_is_important_with_few_trials(direction: Any, prunes: bool, tmp_path: Path) -> None:
+    sign = 1 if direction == "min" else -1
+    bound: dict[str, Any] = {"upper" if sign > 0 else "lower": sign * 1.2}
+
+    def train(lr: float, width: float, reporter: Any) -> float:
+        value = sign * (max(0.0, -3 - math.log10(lr)) + (0.1 + width * 7919 % 1) / 10)
+        if prunes:
+            reporter.broadcast(value)
+        return value
+
+    result = experiment.lagom(
+        train,
+        HyperparameterOptConfig(
+            searchspace=Searchspace(lr=("DOUBLE", [1e-5, 1e-1], "log"), width=("DOUBLE", [16, 512])),
+            num_trials=20,
+            optimizer="random",
+            direction=direction,
+            es_policy=optuna.pruners.ThresholdPruner(**bound) if prunes else "none",
+            launcher="inline",
+            run_dir=tmp_path / "runs",
+            seed=2,
+        ),
+    )
+    assert any(each["state"] == "pruned" for each in result.trials) is prunes
+    assert result.importances["lr"] > 0.7
+    assert "only a hint, since 20 trials are few" in result.report().read_text()
+
+
 def test_the_report_of_a_search_and_of_an_ablation_study(tmp_path: Path) -> None:
     space = Searchspace(x=("DOUBLE", [-1, 1]), y=("DOUBLE", [-1, 1]))
     shared: Any = {"launcher": "inline", "run_dir": tmp_path / "runs", "seed": 1}
@@ -184,6 +215,7 @@ def test_the_report_of_a_search_and_of_an_ablation_study(tmp_path: Path) -> None
     result = experiment.lagom(lambda x, y: x**2 + y / 100, config)
     assert list(result.importances) == ["x", "y"]
     assert sum(result.importances.values()) == pytest.approx(1)
+    assert "only a hint" not in result.report().read_text()
     page = result.report()
     assert result.run_dir is not None
     assert page == result.run_dir / "report.html"

@@ -6,7 +6,7 @@ import importlib.util
 import json
 import math
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from lagom.config import HyperparameterOptConfig, Searchspace
@@ -136,19 +136,44 @@ def suggest(config: HyperparameterOptConfig, trial: Trial | FrozenTrial) -> dict
 
 
 def importances(study: Study) -> dict[str, float]:
-    """Return the importance of each hyperparameter by PED-ANOVA, which needs no other library; empty if unknown."""
+    """Return the importance of each hyperparameter for being in the better half of all trials; empty if unknown.
+
+    The method is PED-ANOVA, which needs no other library. By default it looks at the best tenth: two of 20 trials,
+    which agree by chance. A pruned trial counts as worse than all that have ended.
+    """
     from optuna.importance import PedAnovaImportanceEvaluator, get_param_importances
 
     complete = [each for each in study.get_trials(deepcopy=False) if each.state.name == "COMPLETE"]
     if len(complete) < _LEAST_FOR_IMPORTANCE:
         return {}
+    evaluator = PedAnovaImportanceEvaluator(target_quantile=0.5)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
-            found = get_param_importances(study, evaluator=PedAnovaImportanceEvaluator())
+            found = get_param_importances(_with_pruned_trials(study, complete), evaluator=evaluator)
         except (RuntimeError, ValueError):  # Optuna cannot assess these trials
             return {}
     return {name: share for name, share in found.items() if math.isfinite(share)}
+
+
+def _with_pruned_trials(study: Study, complete: Sequence[FrozenTrial]) -> Study:
+    """Return a study of the ``complete`` trials of ``study``, and of its pruned ones with the worst value."""
+    import optuna
+
+    sign = 1 if study.direction is optuna.study.StudyDirection.MINIMIZE else -1
+    worst = max(
+        (sign * each.value for each in complete if each.value is not None and math.isfinite(each.value)), default=0.0
+    )
+    pruned = [each for each in study.get_trials(deepcopy=False) if each.state.name == "PRUNED"]
+    values = [*((each, each.value) for each in complete), *((each, sign * (worst + abs(worst) + 1)) for each in pruned)]
+    found = optuna.create_study(direction=study.direction)
+    found.add_trials(
+        [
+            optuna.trial.create_trial(params=each.params, distributions=each.distributions, value=value)
+            for each, value in values
+        ]
+    )
+    return found
 
 
 def _label(trial: Trial | FrozenTrial, each: Parameter) -> Any:
