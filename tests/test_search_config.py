@@ -159,12 +159,6 @@ def test_a_misspelt_field_is_refused_with_the_nearest_one() -> None:
         HyperparameterOptConfig(num_trial=1)  # type: ignore[call-arg]
 
 
-def test_types_of_other_libraries_are_understood_in_the_error() -> None:
-    for given, meant in (("FLOAT", "DOUBLE"), ("int", "INTEGER"), ("Choice", "CATEGORICAL"), ("DISCRET", "DISCRETE")):
-        with pytest.raises(ValueError, match=f"types are .*; did you mean '{meant}'"):
-            Searchspace(lr=(given, [1, 2]))
-
-
 def test_maggys_spellings_are_understood() -> None:
     config = HyperparameterOptConfig(
         searchspace={"lr": ("discrete", [1, 2])},
@@ -181,8 +175,31 @@ def test_maggys_spellings_are_understood() -> None:
         "max",
         1,
         10,
-        "median",
+        "none",
     )
+
+
+@pytest.mark.parametrize(
+    ("names", "direction"),
+    [
+        (["loss", "val_loss", "trainLoss", "valloss", "Error", "test/err", "top1err", "mse", "val-RMSE"], "min"),
+        (["mean_absolute_error", "perplexity", "ppl", "test_nll", "WER", "cross_entropy", "logloss"], "min"),
+        (["Metric", "accuracy", "f1", "auc", "reward", "dice", "r2", "terrain", "mesh"], "max"),
+        (["neg_mean_squared_error", "neg_loss"], "max"),
+    ],
+)
+def test_a_loss_or_an_error_is_minimised_unless_a_direction_is_given(names: list[str], direction: str) -> None:
+    for name in names:
+        config = HyperparameterOptConfig(searchspace=SPACE, num_trials=1, optimization_key=name)
+        assert config.direction == direction, name
+        for given in ("min", "max"):
+            assert dataclasses.replace(config, direction=given).direction == given
+
+
+def test_types_of_other_libraries_are_understood_in_the_error() -> None:
+    for given, meant in (("FLOAT", "DOUBLE"), ("int", "INTEGER"), ("Choice", "CATEGORICAL"), ("DISCRET", "DISCRETE")):
+        with pytest.raises(ValueError, match=f"types are .*; did you mean '{meant}'"):
+            Searchspace(lr=(given, [1, 2]))
 
 
 def test_a_trial_has_the_fields_of_a_run() -> None:

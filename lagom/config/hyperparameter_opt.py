@@ -40,10 +40,10 @@ class HyperparameterOptConfig(TrialsConfig):
     optimizer: Optimizer | Any = "tpe"
     """Chooses the values of a trial: "random", "grid", "tpe", "gp", "asha" (random, and stops trials by successive
     halving), "hyperband" (tpe, and stops trials by Hyperband), or a sampler of Optuna's."""
-    es_policy: EarlyStopping | Any = "median"
-    """Stops bad trials early: "median", those whose best value so far is worse than the median of earlier trials at the
-    same step; "asha", all but the best quarter at certain steps, each four times as late as the step before; "none"; or
-    a pruner of Optuna's. The optimizers "asha" and "hyperband" stop trials by their own rule alone."""
+    es_policy: EarlyStopping | Any = "none"
+    """Stops bad trials early: "none" stops none; "median", those whose best value so far is worse than the median of
+    earlier trials at the same step; "asha", all but the best quarter at certain steps, each four times as late as the
+    step before; or a pruner of Optuna's. The optimizers "asha" and "hyperband" stop trials by their own rule alone."""
     es_interval: int = 1
     """For "median", number of steps between two decisions about a trial; for "asha" and "hyperband", number of steps
     that each trial gets at least; for "asha", 1 means a hundredth of the steps of the first trial that ends."""

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Literal
 
 from lagom.config.fields import explain_fields
+from lagom.config.metric_names import is_smaller_better
 from lagom.config.torch_distributed import TorchDistributedConfig
 
 Direction = Literal["min", "max", "minimize", "maximize"]
@@ -31,9 +32,10 @@ class TrialsConfig(TorchDistributedConfig):
     optimization_key: str = "Metric"
     """Name of the metric, in the dict that the function returns, and among the values that it logs. A function that
     returns a number returns the metric."""
-    direction: Direction = "max"
+    direction: Direction | None = None
     """Whether the best trial has the largest metric, "max", or the smallest, "min". Optuna's "maximize" and "minimize"
-    are the same."""
+    are the same. None: "min" if ``optimization_key`` is the name of a loss or an error (loss, error, mse, mae, rmse,
+    perplexity, ...), else "max"."""
     num_slots: int | None = None
     """Number of trials that run at a time. None: all slots of the cluster, divided by ``ranks_per_trial``."""
     ranks_per_trial: int = 1
@@ -87,11 +89,12 @@ class TrialsConfig(TorchDistributedConfig):
     def _check_metric(self) -> None:
         if not isinstance(self.optimization_key, str) or not self.optimization_key:
             raise ValueError(f"optimization_key is {self.optimization_key!r}; want the name of a metric")
-        direction = _DIRECTIONS.get(self.direction.lower()) if isinstance(self.direction, str) else None
+        given = self.direction
+        if given is None:
+            given = "min" if is_smaller_better(self.optimization_key) else "max"
+        direction = _DIRECTIONS.get(given.lower()) if isinstance(given, str) else None
         if direction is None:
-            raise ValueError(
-                f"direction is {self.direction!r}; want 'max' or 'min', or Optuna's 'maximize' or 'minimize'"
-            )
+            raise ValueError(f"direction is {given!r}; want 'max' or 'min', or Optuna's 'maximize' or 'minimize'")
         object.__setattr__(self, "direction", direction)
 
     def _check_counts(self) -> None:

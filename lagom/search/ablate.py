@@ -45,7 +45,7 @@ def ablate(train: Callable[..., Any], config: AblationConfig) -> AblationResult:
         base=trials.base_value,
         num_seeds=len(config.seed_values),
         seed_ignored=trials.is_seed_ignored(),
-        direction=config.direction,
+        direction=config.direction or "max",
         hparams=config.hparams,
         metric=config.optimization_key,
         **dataclasses.asdict(ran),

@@ -78,18 +78,19 @@ def run_trials(
         folder = records.folder if records is not None else None
         source = stack.enter_context(contextlib.closing(make_source(folder)))
         total = num_trials if resume is None else None
-        progress = SearchProgress(of_trial.name, where, number, config.direction, records, total)
+        key, direction = config.optimization_key, config.direction or "max"
+        progress = SearchProgress(of_trial.name, where, number, direction, records, total, key)
         progress.go_on(source.trials())
         progress.shows_output = config.log == "all"
         trials_dir = (folder or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="lagom-")))) / "trials"
         loop = TrialLoop(
             source,
             of_trial,
-            config.optimization_key,
+            key,
             config.max_failed_trials,
             trials_dir,
             progress,
-            stack.enter_context(mlflow_trials(of_trial.name, config.optimization_key)),
+            stack.enter_context(mlflow_trials(of_trial.name, key)),
             number,
         )
         stack.callback(progress.close)
@@ -99,7 +100,7 @@ def run_trials(
                 progress.warn(problem)
         seconds = round(time.monotonic() - started + (records.earlier_s if records is not None else 0.0), 3)
         if records is not None:
-            summary = _summary(source.trials(), config.direction if searched is not None else "")
+            summary = _summary(source.trials(), direction if searched is not None else "")
             ended = {"outcome": "interrupted" if interrupted else "returned", "value": summary}
             records.ended(ended, seconds)
     return source, TrialsRun(name=of_trial.name, seconds=seconds, where=where, run_dir=folder, interrupted=interrupted)

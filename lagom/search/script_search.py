@@ -49,7 +49,9 @@ def add_search_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--optimizer", default="tpe", help=f"{', '.join(get_args(Optimizer))}: tpe, if not given")
     parser.add_argument(
-        "--es-policy", default="median", help=f"{', '.join(get_args(EarlyStopping))}: median, if not given"
+        "--es-policy",
+        default="none",
+        help=f"how bad trials are stopped early: {', '.join(get_args(EarlyStopping))}; none, if not given",
     )
     parser.add_argument("--trial-timeout", type=float, metavar="S", help="a trial that gets nowhere so long has failed")
     parser.add_argument("--resume", metavar="RUN", help="folder of an earlier search, which goes on")
@@ -66,12 +68,11 @@ def search_config(args: argparse.Namespace, shared: Mapping[str, Any]) -> Hyperp
         raise ValueError("there is no --metric; want the name of a number that the script prints, as in --metric loss")
     if args.trials is None and args.timeout_s is None and args.optimizer != "grid":
         raise ValueError("the search would never end; give --trials N, --timeout-s S, or both")
-    by_name: Any = "min" if re.search("loss|err", args.metric.lower()) else "max"
     return HyperparameterOptConfig(
         **shared,
         searchspace=space,
         optimization_key=args.metric,
-        direction=args.direction or by_name,
+        direction=args.direction,
         num_trials=args.trials,
         timeout_s=args.timeout_s,
         num_slots=args.slots,

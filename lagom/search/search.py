@@ -41,7 +41,7 @@ def search(train: Callable[..., Any], config: HyperparameterOptConfig) -> Search
     )
     return SearchResult(
         study.trials(),
-        direction=config.direction,
+        direction=config.direction or "max",
         hparams=config.hparams,
         study=study.optuna,
         metric=config.optimization_key,

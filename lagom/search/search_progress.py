@@ -53,12 +53,13 @@ class SearchProgress:
         direction: str,
         records: RunRecords | None,
         num_trials: int | None = None,
+        metric: str = "metric",
     ) -> None:
         """Show the trials on ``num_slots`` slots; ``num_trials`` is the number of all trials, if it is known."""
         display = notebook()
         self._cell = NotebookCell(display) if display is not None else None
         self._line = StatusLine(records.said if records is not None else None, elsewhere=self._cell is not None)
-        self._name, self._where, self._direction = name, where, direction
+        self._name, self._where, self._direction, self._metric = name, where, direction, metric
         self._slots: dict[int, _SlotState] = {}
         self._num_slots = num_slots
         self._counts: Counter[str] = Counter()
@@ -176,7 +177,8 @@ class SearchProgress:
         return busy_share(busy, len(slots), now - self._first_began)
 
     def _slots_and_place(self) -> str:
-        return f"{self._num_slots} trial{'s' * (self._num_slots != 1)} at a time on {self._where}"
+        best = f"the {'smallest' if self._direction == 'min' else 'largest'} {self._metric} is best"
+        return f"{self._num_slots} trial{'s' * (self._num_slots != 1)} at a time on {self._where}; {best}"
 
     def _page(self, ended: bool) -> str:
         title = f"<b>{html.escape(self._name)}</b>: {html.escape(self._slots_and_place())}"

@@ -255,7 +255,7 @@ def _opened(config: HyperparameterOptConfig, journal: TrialJournal | None) -> op
                 storage=storage,
                 sampler=sampler(config),
                 pruner=pruner(config),
-                direction=_DIRECTIONS[config.direction],
+                direction=_DIRECTIONS[config.direction or "max"],
             )
             found.set_user_attr(_SPACE, space)
             found.set_user_attr(_SHARED, _shared(config))
@@ -263,7 +263,7 @@ def _opened(config: HyperparameterOptConfig, journal: TrialJournal | None) -> op
         found = optuna.load_study(study_name=names[0], storage=storage, pruner=pruner(config))
         found.sampler = sampler(config, num_known=len(found.get_trials(deepcopy=False)))
     for name, before, now in (
-        ("direction", found.direction.name.lower(), _DIRECTIONS[config.direction]),
+        ("direction", found.direction.name.lower(), _DIRECTIONS[config.direction or "max"]),
         ("searchspace", found.user_attrs.get(_SPACE), space),
     ):
         if before != now:

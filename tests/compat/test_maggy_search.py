@@ -162,6 +162,9 @@ def test_the_command_lines_ranks_are_trials_at_a_time() -> None:
     found = config.with_defaults({"world_size": 3, "seed": 5, "launcher": "inline"})
     assert (found.num_slots, found.seed, found.launcher, found.sets) == (3, 5, "inline", ["one"])
     assert (found.world_size, found.optimization_key) == (None, "loss")
+    assert (found.direction, found.es_policy) == ("max", "median")  # Maggy's, also for a loss
+    by_position = HyperparameterOptConfig(5, "tpe", Searchspace(x=("DOUBLE", [0, 1])), "loss", "min")
+    assert by_position.direction == "min"
 
 
 def test_algorithms_of_ones_own_are_named_as_optunas() -> None:

@@ -19,10 +19,10 @@ def test_every_setting_stands_in_the_page_with_its_default_and_meaning() -> None
     shared = {
         each.name: field_texts(TorchDistributedConfig)[each.name] for each in dataclasses.fields(TorchDistributedConfig)
     }
-    wanted = {}
+    wanted, unset = {}, ("searchspace", "num_trials", "direction")
     for each in dataclasses.fields(HyperparameterOptConfig):
         text = field_texts(HyperparameterOptConfig)[each.name]
         if text != shared.get(each.name):
-            default = getattr(plain, each.name) if each.name not in ("searchspace", "num_trials") else None
+            default = getattr(plain, each.name) if each.name not in unset else None
             wanted[each.name] = repr(default).replace("'", '"'), " ".join(text.split()).replace("``", "`")
     assert found == wanted

@@ -72,7 +72,7 @@ def test_the_table_follows_a_search_from_the_first_slot_to_the_end(
 ) -> None:
     progress = SearchProgress("train <it>", "this machine", 2, "min", None, 4)
     join(progress, "box.example.com")
-    assert display.lines()[:1] == ["train <it>: 2 trials at a time on this machine"]
+    assert display.lines()[:1] == ["train <it>: 2 trials at a time on this machine; the smallest metric is best"]
     assert "1 of 2 slots are ready" in display.lines()
     assert display.rows()[1:] == [["0", "idle", "", "", ""]]
     progress.take(1, {"type": "join", "host": "box.example.com|1"})
@@ -162,7 +162,7 @@ def test_the_first_failure_of_each_kind_is_a_line_in_the_terminal(capsys: pytest
     progress.close()
     lines = capsys.readouterr().err.splitlines()
     assert lines[:2] == [
-        "lagom: train: 1 trial at a time on this machine",
+        "lagom: train: 1 trial at a time on this machine; the smallest metric is best",
         "lagom: train: trial 0 failed: ValueError: a <bad> value",
     ]
     assert lines[2].startswith("lagom: train: 3 trials done, 3 failed, slots ")

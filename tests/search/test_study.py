@@ -183,6 +183,7 @@ def test_a_whole_search_with_one_slot_is_optimize(optimizer: str, launcher: Any,
         optimizer=optimizer,
         num_trials=num_trials,
         direction="min",
+        es_policy="median",
         seed=7,
         num_slots=1,
         launcher=launcher,
@@ -299,7 +300,8 @@ def test_choices_are_any_objects() -> None:
 
 
 @pytest.mark.parametrize(
-    ("fields", "is_told"), [({}, True), ({"es_policy": "none"}, False), ({"num_trials": 4}, False)]
+    ("fields", "is_told"),
+    [({"es_policy": "median"}, True), ({}, False), ({"es_policy": "median", "num_trials": 4}, False)],
 )
 def test_a_first_trial_that_reports_nothing_is_told_of_once(
     caplog: pytest.LogCaptureFixture, fields: dict[str, Any], is_told: bool

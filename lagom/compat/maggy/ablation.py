@@ -15,7 +15,8 @@ _NAMES = ("ablation_study", "ablator", "direction", "name", "description", "hb_i
 
 
 class AblationConfig(SettableTrials, config.AblationConfig):
-    """Maggy's config of an ablation study, which takes any field of lagom's; ``seeds`` is 1 unless it is given.
+    """Maggy's config of an ablation study, which takes any field of lagom's; ``seeds`` is 1 and ``direction``
+    "max" unless they are given.
 
     As in Maggy, fields may be passed by position, and set afterwards.
 
@@ -31,4 +32,4 @@ class AblationConfig(SettableTrials, config.AblationConfig):
     """``dataset``, if it is not a pair."""
 
     def __init__(self, *positional: Any, **given: Any) -> None:
-        self._set_up(_NAMES, positional, {"seeds": 1} | given, name="ablationStudy")
+        self._set_up(_NAMES, positional, given, name="ablationStudy", seeds=1, direction="max")

@@ -29,7 +29,8 @@ _NAMES = (
 class HyperparameterOptConfig(SettableTrials, config.HyperparameterOptConfig):
     """Maggy's config of a search, which takes any field of lagom's.
 
-    As in Maggy, fields may be passed by position, and set afterwards.
+    As in Maggy, fields may be passed by position, and set afterwards, ``direction`` is "max" unless it is given, and
+    ``es_policy`` "median".
 
     Args:
         positional: the fields in Maggy's order, which ends with ``model`` and ``dataset``, or before Maggy 1.1 with
@@ -43,7 +44,7 @@ class HyperparameterOptConfig(SettableTrials, config.HyperparameterOptConfig):
     """``dataset``, if it is not a pair."""
 
     def __init__(self, *positional: Any, **given: Any) -> None:
-        self._set_up(_NAMES, positional, given, name="HPOptimization")
+        self._set_up(_NAMES, positional, given, name="HPOptimization", direction="max", es_policy="median")
 
 
 OptimizationConfig = HyperparameterOptConfig

@@ -21,17 +21,19 @@ class SettableTrials(Settable):
 
     __slots__ = ()
 
-    def _set_up(self, names: Sequence[str], positional: Sequence[Any], given: Mapping[str, Any], *, name: str) -> None:
+    def _set_up(
+        self, names: Sequence[str], positional: Sequence[Any], given: Mapping[str, Any], **defaults: Any
+    ) -> None:
         """Initialise the config from the arguments of Maggy's class.
 
         Args:
             names: names of the fields that can be passed by position, in order, without the data sets at the end.
             positional: the values that were passed by position.
             given: the values that were passed by name.
-            name: default name of the experiment.
+            defaults: values of fields that are not given, where they differ from those of lagom's config.
         """
         last = _LAST[len(positional) > len(names) + 1]
-        found = {"name": name, **given, **by_position(type(self).__name__, (*names, *last), positional, given)}
+        found = {**defaults, **given, **by_position(type(self).__name__, (*names, *last), positional, given)}
         if "model" in found:
             found["module"] = found.pop("model")
         sets = found.get("dataset")
