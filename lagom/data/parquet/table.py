@@ -10,8 +10,11 @@ from functools import cached_property
 from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
+
 from lagom.data.column_types import unischema
 from lagom.data.column_types.common_types import cast, is_read_as
+from lagom.data.parquet import filtering
 from lagom.data.sources.file_versions import FileVersions
 from lagom.data.sources.files import DataFile, Location, arrow, locate
 from lagom.data.sources.footers import PAGE_BYTES, Footer, check_names, common_field, open_file, partitions_of
@@ -20,12 +23,14 @@ from lagom.errors import DataError
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
+    from numpy.typing import NDArray
+
+    from lagom.data.sources.mapped_columns import MappedColumns
+
     Columns = Sequence[str] | Callable[[list[str]], Sequence[str]]
 
 _THREADS = 16
 """Number of threads that read footers; they mostly wait for the file system."""
-_MOST_COUNTED = 1 << 16
-"""Largest number of rows that are read at a time to count those that pass the filter."""
 
 
 @dataclass(frozen=True)
@@ -76,6 +81,10 @@ class Table:
     schema: Mapping[str, unischema.UnischemaField] | None
     """Petastorm's schema, if petastorm wrote the files."""
     stamps: FileVersions = dataclasses.field(compare=False)
+    mapped: MappedColumns | None = None
+    """Finds columns whose names in the files are not those of the table; None if they are the same."""
+    deleted: Mapping[int, NDArray[np.int64]] = dataclasses.field(default_factory=dict)
+    """Rows that are deleted (deletion vectors of Delta), in order, by number of the file."""
 
     @cached_property
     def counts(self) -> tuple[int, ...]:
@@ -92,6 +101,8 @@ class Table:
         """Hash of files (names, sizes), columns, filter and row counts; equal on ranks that see the same data set."""
         told = [(file.name, file.size, file.partition) for file in self.files]
         text = repr((told, [str(field) for field in self.fields], str(self.filter), self.groups))
+        for file, rows in self.deleted.items():
+            text += f" {file} {hashlib.blake2b(rows.tobytes()).hexdigest()}"
         return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
     def open(self, file: int, footer: Any = None) -> OpenedTable:
@@ -119,24 +130,53 @@ class Table:
         Raises:
             DataError: if the file has changed or cannot be read.
         """
+        import pyarrow as pa
+
         found = self.groups[group]
         file = self.files[found.file]
-        names = [
-            field.name
+        stored = self.stored_names(opened.schema_arrow)
+        names = {
+            stored[field.name]: field.name
             for number, field in enumerate(self._read)
-            if field.name not in self.partitions and number not in without and field.name in opened.schema_arrow.names
-        ]
+            if field.name not in self.partitions and number not in without and field.name in stored
+        }
+        kept = self._kept(opened.metadata, found)
         try:
             for batch in opened.iter_batches(
-                batch_size=most, row_groups=[found.index], columns=names, use_threads=threads
+                batch_size=most, row_groups=[found.index], columns=list(names), use_threads=threads
             ):
                 # Checked for each batch, since the file may be overwritten while it is read.
                 self.stamps.check(self.home, file.path)
-                yield self._finished(batch, file, without)
+                if kept is not None:
+                    part, kept = kept[: len(batch)], kept[len(batch) :]
+                    batch = batch.filter(pa.array(part)) if names else batch.slice(0, int(part.sum()))
+                yield self._finished(self._renamed(batch, names), file, without)
         except (OSError, ValueError) as error:  # Arrow's errors derive from one of these
             raise DataError(
                 f"{file.path}, row group {found.index}, cannot be read: it has changed, is damaged or is gone: {error}"
             ) from error
+
+    def stored_names(self, schema: Any) -> Mapping[str, str]:
+        """Return the names in a file of the columns that it has; ``schema`` is Arrow's schema of the file."""
+        return {name: name for name in schema.names} if self.mapped is None else self.mapped.stored(schema)
+
+    def _renamed(self, batch: Any, names: Mapping[str, str]) -> Any:
+        import pyarrow as pa
+
+        if self.mapped is None or not names:
+            return batch
+        columns = {names[field.name]: column for field, column in zip(batch.schema, batch.columns, strict=True)}
+        return pa.record_batch({name: self.mapped.renamed(name, column) for name, column in columns.items()})
+
+    def _kept(self, metadata: Any, group: RowGroup) -> NDArray[np.bool_] | None:
+        """Return which rows of a row group are not deleted; None if its file has no deleted rows."""
+        if group.file not in self.deleted:
+            return None
+        first = sum(metadata.row_group(index).num_rows for index in range(group.index))
+        kept = np.ones(metadata.row_group(group.index).num_rows, bool)
+        start, stop = np.searchsorted(self.deleted[group.file], [first, first + len(kept)])
+        kept[self.deleted[group.file][start:stop] - first] = False
+        return kept
 
     @property
     def _read(self) -> tuple[Any, ...]:
@@ -150,7 +190,7 @@ class Table:
         import pyarrow as pa
 
         for field in self.partition_fields():
-            batch = batch.append_column(field, pa.repeat(_partition_value(file, field), len(batch)))
+            batch = batch.append_column(field, pa.repeat(file.value(field), len(batch)))
         for number, field in enumerate(self._read):
             place = batch.schema.get_field_index(field.name)
             # A file of a Delta table lacks columns that were added to the table later.
@@ -162,13 +202,6 @@ class Table:
             kept = pa.Table.from_batches([batch]).filter(self.filter).combine_chunks().to_batches()
             batch = kept[0] if kept else batch.slice(0, 0)
         return batch.select([field.name for number, field in enumerate(self.fields) if number not in without])
-
-
-def _partition_value(file: DataFile, field: Any) -> Any:
-    import pyarrow as pa
-
-    text = dict(file.partition)[field.name]
-    return pa.scalar(None, field.type) if text is None else pa.scalar(text).cast(field.type)
 
 
 def table(sources: Sequence[str], columns: Columns | None, filters: Any, filesystem: Any) -> Table:
@@ -190,26 +223,28 @@ def table(sources: Sequence[str], columns: Columns | None, filters: Any, filesys
     home, files = where.home, where.files
     schema = unischema.read_fields(home, where.folder) if where.folder is not None else None
     stamps = FileVersions()
-    footers = _footers(home, files, stamps)
+    log = where.delta
+    footers = _footers(home, files, stamps, None if log is None else log.mapped)
+    declared = {} if log is None else log.types
     partitions = partitions_of(files)
     if columns is None:
-        columns = _all_columns(where, footers, partitions, sources[0])
+        columns = _all_columns(where, footers, partitions)
     elif callable(columns):
-        columns = columns(list(dict.fromkeys([*chain(*(footer.schema.names for footer in footers)), *partitions])))
+        stored = chain(*(footer.schema.names for footer in footers))
+        columns = columns(list(dict.fromkeys([*declared, *stored, *partitions])))
     if not columns:
         raise ValueError("columns is empty; name at least one")
-    told = {**where.kinds, **(schema or {})}
+    told = {**({} if log is None else log.kinds), **(schema or {})}
 
     def named(name: str) -> Any:
-        return common_field(name, files, footers, partitions, told, where.names or ())
+        return common_field(name, files, footers, partitions, told, declared)
 
-    expression, used = _expression(filters)
+    expression, used = filtering.expression(filters)
     chosen = list(dict.fromkeys(columns))
-    stored = {*chosen, *used} - set(partitions)
+    read = {*chosen, *used} - set(partitions)
+    deleted = {} if log is None else _deleted(files, footers, log.deleted)
     groups = [
-        RowGroup(number, index, footer.metadata.row_group(index).num_rows)
-        for number, footer in enumerate(footers)
-        for index in range(footer.metadata.num_row_groups)
+        group for number, footer in enumerate(footers) for group in _row_groups(number, footer, deleted.get(number))
     ]
     made = Table(
         home=home,
@@ -220,104 +255,62 @@ def table(sources: Sequence[str], columns: Columns | None, filters: Any, filesys
         filter=expression,
         groups=tuple(group for group in groups if group.num_rows),
         num_bytes=sum(footer.num_bytes(set(chosen) - set(partitions)) for footer in footers),
-        num_stored=sum(group.num_rows for group in groups),
-        page_bytes=max(footer.page_bytes(stored) for footer in footers),
-        chunk_bytes=max(footer.chunk_bytes(stored) for footer in footers),
+        num_stored=sum(footer.metadata.num_rows for footer in footers),
+        page_bytes=max(footer.page_bytes(read) for footer in footers),
+        chunk_bytes=max(footer.chunk_bytes(read) for footer in footers),
         schema=schema,
         stamps=stamps,
+        mapped=None if log is None else log.mapped,
+        deleted=deleted,
     )
     if expression is not None:
-        made = replace(made, groups=tuple(_counted(made, used)))
+        made = replace(made, groups=tuple(filtering.counted(made, used)))
     if not made.groups:
         raise DataError(
-            f"no row of {sources[0]} passes the filters" if made.num_stored else f"{sources[0]} has no rows"
+            f"no row of {sources[0]} passes the filters"
+            if any(g.num_rows for g in groups)
+            else f"{sources[0]} has no rows"
         )
     return made
 
 
-def _footers(home: Any, files: list[DataFile], stamps: FileVersions) -> list[Footer]:
+def _row_groups(number: int, footer: Footer, deleted: NDArray[np.int64] | None) -> list[RowGroup]:
+    sizes = [footer.metadata.row_group(index).num_rows for index in range(footer.metadata.num_row_groups)]
+    if deleted is not None:
+        bounds = np.searchsorted(deleted, np.concatenate([[0], np.cumsum(sizes)]))
+        sizes = [size - int(lost) for size, lost in zip(sizes, np.diff(bounds), strict=True)]
+    return [RowGroup(number, index, size) for index, size in enumerate(sizes)]
+
+
+def _deleted(
+    files: list[DataFile], footers: list[Footer], told: Mapping[str, NDArray[np.int64]]
+) -> dict[int, NDArray[np.int64]]:
+    """Return the deleted rows by number of the file.
+
+    Raises:
+        DataError: if a deletion vector names a row that its file does not have.
+    """
+    found = {number: told[file.name] for number, file in enumerate(files) if file.name in told}
+    for number, rows in found.items():
+        if len(rows) and rows[-1] >= footers[number].metadata.num_rows:
+            raise DataError(
+                f"the deletion vector of {files[number].path} names row {rows[-1]}, and the file has "
+                f"{footers[number].metadata.num_rows} rows: the log and the file do not belong together"
+            )
+    return {number: rows for number, rows in found.items() if len(rows)}
+
+
+def _footers(home: Any, files: list[DataFile], stamps: FileVersions, mapped: MappedColumns | None) -> list[Footer]:
     def footer(file: DataFile) -> Footer:
         stamps.look(home, file.path)
-        return Footer(home, file)
+        return Footer(home, file, mapped)
 
     with ThreadPoolExecutor(_THREADS) as pool:
         return list(pool.map(footer, files))
 
 
-def _all_columns(where: Location, footers: list[Footer], partitions: list[str], source: str) -> list[str]:
+def _all_columns(where: Location, footers: list[Footer], partitions: list[str]) -> list[str]:
     """Check that the files' columns fit together; return the names of all columns, partition columns last."""
-    check_names(where.files, footers, where.names or ())
-    names = where.names or footers[0].schema.names
-    there = {name for footer in footers for name in footer.schema.names}
-    columns = [name for name in names if name in there and name not in partitions] + partitions
-    if absent := [name for name in where.names or () if name not in columns]:
-        raise DataError(f"column {absent[0]!r} of {source} is in none of its files; say columns=[...] without it")
-    return columns
-
-
-def _expression(filters: Any) -> tuple[Any, list[str]]:
-    """Return ``filters`` (lists in pyarrow's notation) as an expression, and the columns that they use."""
-    if filters is None:
-        return None, []
-    import pyarrow.compute as pc
-    import pyarrow.parquet as pq
-
-    if isinstance(filters, pc.Expression):
-        raise ValueError("filters is an expression; say it as [(column, operator, value), ...], or lists of such lists")
-    try:
-        expression = pq.filters_to_expression(filters)
-        terms = filters if isinstance(filters[0], (list,)) else [filters]
-        names = [str(term[0]) for conjunction in terms for term in conjunction]
-    except (TypeError, ValueError, IndexError) as error:
-        raise ValueError(f"filters is {filters!r}; say it as [(column, operator, value), ...]: {error}") from error
-    return expression, list(dict.fromkeys(names))
-
-
-def _counted(made: Table, used: list[str]) -> list[RowGroup]:
-    """Return the row groups with rows that pass the filter, and the counts of such rows; reads the columns ``used``."""
-    import pyarrow as pa
-
-    fields = tuple(field for field in made.fields + made.also if field.name in used)
-    asked = replace(made, fields=fields, also=())
-    try:
-        with ThreadPoolExecutor(_THREADS) as pool:
-            parts = list(pool.map(lambda number: _counted_in(asked, number), range(len(made.files))))
-    except (pa.ArrowInvalid, pa.ArrowNotImplementedError, pa.ArrowKeyError) as error:
-        raise ValueError(f"filters cannot be applied: {error}") from error
-    return [group for part in parts for group in part if group.num_rows]
-
-
-def _counted_in(asked: Table, number: int) -> list[RowGroup]:
-    """Count the rows that pass the filter in file ``number``: by Arrow, which knows statistics, or by reading."""
-    import pyarrow as pa
-    import pyarrow.dataset as ds
-
-    file = asked.files[number]
-    form = ds.ParquetFileFormat(coerce_int96_timestamp_unit="us")
-    fields = pa.schema(asked.partition_fields())
-    told = None
-    for field in fields:
-        value = _partition_value(file, field)
-        here = ds.field(field.name) == value if value.is_valid else ds.field(field.name).is_null()
-        told = here if told is None else told & here
-    found = []
-    for place, group in enumerate(asked.groups):
-        if group.file != number:
-            continue
-        part = form.make_fragment(file.path, asked.home, partition_expression=told, row_groups=[group.index])
-        stored = part.physical_schema
-        if not all(
-            is_read_as(stored.field(field.name).type, field.type)
-            for field in asked.fields
-            if field.name in stored.names
-        ):
-            read = asked.batches(asked.open(number).parquet, place, _MOST_COUNTED, threads=False)
-            found.append(replace(group, num_rows=sum(map(len, read))))
-            continue
-        names = (*stored.names, *fields.names)
-        added = pa.schema([field for field in asked.fields if field.name not in names])
-        schema = pa.unify_schemas([stored, fields, added])
-        count = part.scanner(schema=schema, filter=asked.filter).count_rows()
-        # If the partition alone answers the filter, Arrow counts the rows of the whole file.
-        found.append(replace(group, num_rows=min(count, group.num_rows)))
-    return found
+    declared = None if where.delta is None else list(where.delta.types)
+    check_names(where.files, footers, declared or ())
+    return [name for name in declared or footers[0].schema.names if name not in partitions] + partitions

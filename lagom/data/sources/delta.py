@@ -5,23 +5,37 @@ from __future__ import annotations
 import datetime
 import json
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote
 
 import numpy as np
 
 from lagom.data.column_types.unischema import UnischemaField
+from lagom.data.sources.deletion_vectors import copy_vectors, deleted_rows
+from lagom.data.sources.mapped_columns import MappedColumns
 from lagom.errors import DataError, LagomError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from numpy.typing import NDArray
+
 LOG = "_delta_log"
-_FEATURES = {"columnMapping", "deletionVectors", "timestampNtz", "v2Checkpoint", "vacuumProtocolCheck"}
-"""Reader features that lagom knows. Tables that really use column mapping or deletion vectors are refused."""
+_FEATURES = {
+    "columnMapping",
+    "deletionVectors",
+    "timestampNtz",
+    "typeWidening",
+    "typeWidening-preview",
+    "v2Checkpoint",
+    "vacuumProtocolCheck",
+    "variantType",
+    "variantType-preview",
+}
+"""Reader features that lagom knows."""
 _WANTED = ("path", "size_bytes", "partition")
-_REMEDY = "have Spark write the current rows as Parquet, or give the list of current files"
+_REMEDY = "pass Spark's DataFrame of the table in its place: train_set=spark.read.table(...)"
 
 
 @dataclass(frozen=True)
@@ -32,8 +46,12 @@ class DeltaSnapshot:
     """Path below the folder, size in bytes and partition of each current file."""
     kinds: Mapping[str, UnischemaField]
     """Types of the partition columns."""
-    names: list[str]
-    """Names of all columns."""
+    types: Mapping[str, Any]
+    """Arrow's types of all columns."""
+    mapped: MappedColumns | None
+    """Finds the columns in the files, if these have other names for them."""
+    deleted: Mapping[str, NDArray[np.int64]]
+    """Deleted rows, in order, of each file that has some, by its path below the folder."""
 
 
 def snapshot(home: Any, folder: str) -> DeltaSnapshot | None:
@@ -61,16 +79,26 @@ def snapshot(home: Any, folder: str) -> DeltaSnapshot | None:
             f"{folder} is a Delta table, whose log is read with deltalake: pip install 'lagom-spark[delta]'. Or make "
             "the ParquetDataset on a driver that has it, and hand it over (train_set=): ranks then need no deltalake"
         ) from error
+    is_local = home.type_name == "local"
     with tempfile.TemporaryDirectory() as scratch:
         try:
-            if home.type_name != "local":
+            if not is_local:
                 _copy_log(home, folder, scratch)
-            table = DeltaTable(folder if home.type_name == "local" else scratch)
+            table = DeltaTable(folder if is_local else scratch)
             _check_features(folder, table)
-            return _snapshot(folder, table)
+            found = _snapshot(folder, table)
         except (DeltaError, OSError, ValueError) as error:
-            first, *_ = [*str(error).splitlines(), repr(error)]
-            raise _error(folder, f"has a log that deltalake cannot read: {first}") from error
+            why = f"has a log that deltalake cannot read: {_first_line(error)}; if Spark can read it, {_REMEDY}"
+            raise _error(folder, why) from error
+        if "deletionVectors" not in (table.protocol().reader_features or ()):
+            return found
+        try:
+            if not is_local:
+                copy_vectors(home, folder, scratch)
+            return replace(found, deleted=_checked(deleted_rows(table), found))
+        except (DeltaError, OSError, ValueError) as error:
+            why = f"has a deletion vector that cannot be read: {_first_line(error)}; {_REMEDY}"
+            raise _error(folder, why) from error
 
 
 def _copy_log(home: Any, folder: str, scratch: str) -> None:
@@ -92,32 +120,22 @@ def _copy_log(home: Any, folder: str, scratch: str) -> None:
 
 
 def _check_features(folder: str, table: Any) -> None:
-    """Check that reading the current files without further steps gives the table's rows and columns.
+    """Check that lagom knows how to read the table's rows and columns.
 
     Raises:
-        DataError: for unknown features, column mapping and deletion vectors.
+        DataError: for features that lagom does not know.
     """
     features = set(table.protocol().reader_features or ())
     if unknown := sorted(features - _FEATURES):
         raise _error(folder, f"asks for the features {unknown}, which lagom does not know; {_REMEDY}")
-    mode = table.metadata().configuration.get("delta.columnMapping.mode", "none")
-    if mode != "none":
-        raise _error(folder, f"has its columns under other names in its files (column mapping by {mode}); {_REMEDY}")
-    if "deletionVectors" in features and _has_deletion_vectors(table):
-        raise _error(
-            folder,
-            "has deletion vectors: rows in its files that are deleted; have Spark write the files anew: "
-            "REORG TABLE ... APPLY (PURGE)",
-        )
+    if (mode := _mapping_mode(table)) not in ("none", "name", "id"):
+        raise _error(folder, f"has column mapping by {mode!r}, which lagom does not know; {_REMEDY}")
 
 
-def _has_deletion_vectors(table: Any) -> bool:
-    from deltalake.exceptions import DeltaError
-
-    try:
-        return any(batch.num_rows for batch in table.deletion_vectors())
-    except DeltaError:  # a deletion vector is in a file of its own, which cannot be read from here
-        return True
+def _checked(deleted: Mapping[str, NDArray[np.int64]], found: DeltaSnapshot) -> Mapping[str, NDArray[np.int64]]:
+    if unknown := sorted(set(deleted).difference(name for name, _, _ in found.files)):
+        raise ValueError(f"it is of {unknown[0]}, which is no current file")
+    return deleted
 
 
 def _snapshot(folder: str, table: Any) -> DeltaSnapshot:
@@ -130,11 +148,33 @@ def _snapshot(folder: str, table: Any) -> DeltaSnapshot:
     for add in adds.select([name for name in _WANTED if name in adds.column_names]).to_pylist():
         path = add["path"]
         if "://" in path or path.startswith("/"):
-            raise _error(folder, f"has files outside of its folder ({path}), as a shallow clone has; name the table")
+            why = (
+                f"has files outside of its folder ({path}), as a shallow clone has; {_REMEDY}, or name the other table"
+            )
+            raise _error(folder, why)
         partition = tuple((name, _text(add["partition"][name])) for name in columns)
         files.append((unquote(path), add["size_bytes"], partition))
     kinds = {name: UnischemaField(name, _dtype(schema.field(name).type), (), None, nullable=True) for name in columns}
-    return DeltaSnapshot(files, kinds, schema.names)
+    types = {field.name: field.type for field in schema}
+    return DeltaSnapshot(files, kinds, types, _mapped(table, types, columns), {})
+
+
+def _mapped(table: Any, types: Mapping[str, Any], partitions: list[str]) -> MappedColumns | None:
+    if (mode := _mapping_mode(table)) == "none":
+        return None
+    fields = {field["name"]: field for field in json.loads(table.schema().to_json())["fields"]}
+    return MappedColumns({name: fields[name] for name in types if name not in partitions}, types, mode == "id")
+
+
+def _mapping_mode(table: Any) -> str:
+    protocol = table.protocol()
+    if protocol.min_reader_version != 2 and "columnMapping" not in (protocol.reader_features or ()):
+        return "none"  # the setting has no effect without the feature
+    return str(table.metadata().configuration.get("delta.columnMapping.mode", "none"))
+
+
+def _first_line(error: Exception) -> str:
+    return [*str(error).splitlines(), repr(error)][0]
 
 
 def _text(value: Any) -> str | None:

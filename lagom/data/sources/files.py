@@ -5,16 +5,11 @@ from __future__ import annotations
 import posixpath
 import re
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from urllib.parse import unquote, urlsplit
 
 from lagom.data.sources import delta, spark_stream_log
 from lagom.errors import DataError, LagomError
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from lagom.data.column_types.unischema import UnischemaField
 
 _NULL_PARTITION = "__HIVE_DEFAULT_PARTITION__"
 _CREDENTIALS = {
@@ -38,6 +33,13 @@ class DataFile:
     """Size in bytes."""
     partition: tuple[tuple[str, str | None], ...]
     """Names and values of the partition columns, from the names of the file's folders or from a Delta log."""
+
+    def value(self, field: Any) -> Any:
+        """Return the value of the partition column ``field`` as an Arrow scalar of its type."""
+        import pyarrow as pa
+
+        text = dict(self.partition)[field.name]
+        return pa.scalar(None, field.type) if text is None else pa.scalar(text).cast(field.type)
 
 
 def arrow() -> Any:
@@ -63,10 +65,8 @@ class Location:
     """The folder, if the data set is a single folder; else None."""
     files: list[DataFile]
     """The files, source by source, and within a folder in the order of their names."""
-    kinds: Mapping[str, UnischemaField]
-    """Types of partition columns, if a Delta log gives them; else empty."""
-    names: list[str] | None
-    """Names of all columns, if a Delta log gives them; else None."""
+    delta: delta.DeltaSnapshot | None = None
+    """What the log says of the columns and rows, if the data set is a Delta table; else None."""
 
 
 def locate(sources: list[str], filesystem: Any = None) -> Location:
@@ -104,13 +104,13 @@ def _located(sources: list[str], filesystem: Any) -> Location:
         told = [DataFile(f"{folder}/{name}", name, size, values) for name, size, values in sorted(table.files)]
         if not told:
             raise DataError(f"{sources[0]} has no rows: no file of this Delta table is current")
-        return Location(home, folder, told, table.kinds, table.names)
+        return Location(home, folder, told, table)
     files = [file for source, (_, path) in zip(sources, places, strict=True) for file in _files(home, path, source)]
     for file in files:
         if not file.size:
             raise DataError(f"{file.path} is empty: it was not written to its end, and is no Parquet file")
     is_folder = len(places) == 1 and files[0].path != places[0][1]
-    return Location(home, places[0][1] if is_folder else None, files, {}, None)
+    return Location(home, places[0][1] if is_folder else None, files)
 
 
 def file_system_of(source: str, filesystem: Any = None) -> tuple[Any, str]:

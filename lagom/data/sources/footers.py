@@ -7,7 +7,7 @@ from itertools import combinations
 from typing import TYPE_CHECKING, Any
 
 from lagom.data.column_types import types
-from lagom.data.column_types.common_types import common_type
+from lagom.data.column_types.common_types import common_type, fits
 from lagom.errors import DataError
 
 if TYPE_CHECKING:
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
     from lagom.data.column_types.unischema import UnischemaField
     from lagom.data.sources.files import DataFile
+    from lagom.data.sources.mapped_columns import MappedColumns
 
 PAGE_BYTES = 1 << 20
 """Approximate size of a page, by the defaults of programs that write Parquet."""
@@ -76,15 +77,20 @@ def _begins(home: Any, file: DataFile, magic: bytes) -> bool:
 class Footer:
     """The metadata and schema in a file's footer."""
 
-    def __init__(self, home: Any, file: DataFile) -> None:
+    def __init__(self, home: Any, file: DataFile, mapped: MappedColumns | None = None) -> None:
+        """Read the footer of ``file``; ``mapped`` finds its columns, if their names are not those of the table."""
         with open_file(home, file)[1] as opened:
             self.metadata = opened.metadata
             self.schema = opened.schema_arrow
-        self._names = set(self.schema.names)
+        stored = dict(zip(self.schema.names, self.schema.names, strict=True))
+        if mapped is not None:
+            stored, self.schema = mapped.stored(self.schema), mapped.schema(self.schema)
+        self._names: dict[str, str] = {one: name for name, one in stored.items()}
+        """Names of the columns by their names in the file."""
 
     def num_bytes(self, names: set[str]) -> int:
         """Estimate the bytes of the columns ``names`` after decoding: by type, or else by their uncompressed size."""
-        names = names & self._names
+        names = names & set(self.schema.names)
         stored = dict.fromkeys(names, 0)
         for index in range(self.metadata.num_row_groups):
             group = self.metadata.row_group(index)
@@ -116,7 +122,7 @@ class Footer:
         """Return the column that contains the values at ``path``; the names of columns may contain dots, too."""
         while path and path not in self._names:
             path = path.rpartition(".")[0]
-        return path
+        return self._names.get(path, "")
 
 
 def _page_bytes(chunk: Any) -> int:
@@ -171,34 +177,37 @@ def common_field(
     footers: list[Footer],
     partitions: list[str],
     told: Mapping[str, UnischemaField],
-    added: Collection[str],
+    declared: Mapping[str, Any],
 ) -> Any:
     """Return Arrow's field for column ``name``.
 
     Args:
         partitions: names of the partition columns.
         told: types of partition columns, if known.
-        added: columns that may have been added to the table later, so that older files lack them.
+        declared: types of the columns in the log of a Delta table; older files may lack a column. Else empty.
 
     Raises:
-        DataError: if no type holds the values of all files without loss, or a file lacks a column that is not in
-            ``added``.
-        ValueError: if the first file has no such column; for one in ``added``, if no file has it.
+        DataError: if no type holds the values of all files without loss, or a file lacks a column that is not declared.
+        ValueError: if the first file has no such column, and it is not declared.
     """
+    import pyarrow as pa
+
     if name in partitions:
         return _partition_field(name, files, told[name].dtype if name in told else None)
+    schema = footers[0].schema
     have = [number for number, footer in enumerate(footers) if name in footer.schema.names]
-    first = have[0] if have and name in added else 0
-    schema = footers[first].schema
-    if name not in schema.names:
-        raise ValueError(f"there is no column {name!r} in {files[0].path}, which has {[*schema.names, *partitions]}")
-    wanted = schema.field(name)
-    for file, footer in zip(files, footers, strict=True):
-        if name not in footer.schema.names and name not in added:
-            raise DataError(f"column {name!r} is in {files[0].path} but not in {file.path}")
+    if name not in declared:
+        if name not in schema.names:
+            names = list(declared) or [*schema.names, *partitions]
+            raise ValueError(f"there is no column {name!r} in {files[0].path}, which has {names}")
+        for file, footer in zip(files, footers, strict=True):
+            if name not in footer.schema.names:
+                raise DataError(f"column {name!r} is in {files[0].path} but not in {file.path}")
     paths: dict[Any, str] = {}
     for number in have:
         paths.setdefault(footers[number].schema.field(name).type, files[number].path)
+    if name in declared and all(fits(kind, declared[name]) for kind in paths):
+        return pa.field(name, declared[name])
     common = common_type(paths)
     if common is None:
         one, other = next(pair for pair in combinations(paths, 2) if common_type(pair) is None)
@@ -206,7 +215,7 @@ def common_field(
             f"column {name!r} is {one} in {paths[one]} and {other} in {paths[other]}; have the data set written with "
             "one type"
         )
-    return wanted.with_type(common)
+    return footers[have[0]].schema.field(name).with_type(common)
 
 
 def _partition_field(name: str, files: list[DataFile], dtype: np.dtype[Any] | None) -> Any:
