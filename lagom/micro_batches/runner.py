@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lagom.errors import LagomError
 from lagom.random_states import equal_random_states, random_states, set_random_states
+from lagom.row_split.backward_probe import find_unread
 from lagom.row_split.draws import Draws
 from lagom.row_split.sliced_forward import MicroBatch
 from lagom.row_split.split_candidate import SplitCandidate, SplitFinding, is_batch
@@ -54,6 +55,7 @@ class MicroBatchRunner:
             if torch.is_grad_enabled():
                 # Each part restores the random numbers itself, including those of python and numpy.
                 outputs = checkpoint(run, *leaves, use_reentrant=False, preserve_rng_state=False)
+                self._session.repeated_inputs.update(dict.fromkeys(find_unread(outputs, candidate.inside)))
             else:
                 outputs = run(*leaves)
             parts.append(outputs)

@@ -1,18 +1,27 @@
-"""``BackwardProbe``: compares blocks' backwards with the whole batch's. See Note [Backwards of programs]."""
+"""``BackwardProbe`` and ``MadeLeaves``: what a probe finds in the graph of a forward's outputs.
+
+See Note [Backwards of programs] and Note [Leaves that a forward makes].
+"""
 
 from __future__ import annotations
 
+import functools
+import gc
+import sys
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
 from torch.utils._pytree import tree_flatten
 
+from lagom.patching.object_reference import HiddenReference
 from lagom.random_states import equal_random_states, random_states
 from lagom.row_split.comparison import are_close
 from lagom.row_split.recorder import NotByRowsError
+from lagom.run_state.leaves import find_leaves
 from lagom.run_state.loss_terms import find_nodes, root_nodes
+from lagom.run_state.memory_layout import storage_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -24,6 +33,11 @@ _SCALES = {torch.float16: (2.0**8, 2.0**-8)}
 """Powers of two by which gradients are scaled, for types with a small range; ``_WIDE`` holds for all others."""
 _WIDE = (2.0**40, 2.0**-40)
 _FAILS = "has a backward of its own that is not by rows, or not in proportion to the gradient that it gets"
+
+_KEEPS_INPUT = "keeps its input, which would be a part of the batch"
+_KEEPS_LEAF = "keeps a tensor that it makes a leaf, whose gradient would be that of a part of the batch"
+_GIVES_LEAF = "gives a tensor that it makes a leaf, whose gradient would be that of a part of the batch"
+_CHANGES_INPUT = "makes its input a leaf, whose gradient would be that of a part of the batch"
 
 
 class BackwardProbe:
@@ -135,6 +149,109 @@ def _is_own(node: Any) -> bool:
     return not owner.__module__.startswith(("torch.", "lagom.")) or owner.__name__.startswith("Generated")
 
 
+class MadeLeaves:
+    """Finds out in a probe whether a forward makes leaves; refuses those that the program can read afterwards."""
+
+    def __init__(self) -> None:
+        self.are_made = False
+        """Whether the forward makes leaves that only its graph holds."""
+        self._weights: list[Tensor] | None = None
+        """Leaves of the first run, without Parameters, that were alive when its graph was gone."""
+        self._refs: list[HiddenReference[Tensor]] = []
+
+    def look_at(self, outputs: Sequence[Any], given: Sequence[Any]) -> None:
+        """Note the leaves in the graph of ``outputs``, which a forward has made of ``given``.
+
+        Raises:
+            NotByRowsError: when an output is a leaf that the forward has made.
+        """
+        own = {id(leaf) for leaf in (*given, *find_leaves(_with_graph(given)))}
+        found = [leaf for leaf in find_leaves(_with_graph(outputs)) if id(leaf) not in own]
+        found = [leaf for leaf in found if not isinstance(leaf, nn.Parameter)]
+        if any(leaf is output for leaf in found for output in outputs):
+            raise NotByRowsError(_GIVES_LEAF)
+        self._refs = [HiddenReference(leaf) for leaf in found]
+
+    def compare(self) -> None:
+        """Compare the leaves that outlive the graph with those of the first run; call this when the graph is gone.
+
+        Raises:
+            NotByRowsError: when a leaf of this run is kept: a weight would be the same object in each run.
+        """
+        alive = [leaf for ref in self._refs if (leaf := ref()) is not None]
+        if self._weights is None:
+            self._weights, self.are_made = alive, len(alive) < len(self._refs)
+        elif any(all(leaf is not weight for weight in self._weights) for leaf in alive):
+            raise NotByRowsError(_KEEPS_LEAF)
+
+
+class KeptInputs:
+    """Finds out in a probe whether a forward keeps a tensor of its input, or a view of one.
+
+    Args:
+        given: the leaves of the arguments; their tensors have memory of their own.
+    """
+
+    def __init__(self, given: list[Any]) -> None:
+        self._given = given
+        self._needs = [_is_root(leaf) for leaf in given]
+        self._before = self._count()
+
+    def check(self) -> None:
+        """Check that the forward has kept none; call this when its outputs are gone.
+
+        Raises:
+            NotByRowsError: when it has kept one, or made one a leaf.
+        """
+        if [_is_root(leaf) for leaf in self._given] != self._needs:
+            raise NotByRowsError(_CHANGES_INPUT)
+        if self._count() > self._before:
+            gc.collect()  # a cycle may hold it
+            if self._count() > self._before:
+                raise NotByRowsError(_KEEPS_INPUT)
+
+    def _count(self) -> int:
+        """Return the number of references to the tensors and to their memory."""
+        total = 0
+        for leaf in self._given:
+            if isinstance(leaf, Tensor) and leaf.layout == torch.strided:
+                total += sys.getrefcount(leaf) + torch._C._storage_Use_Count(storage_of(leaf)._cdata)
+        return total
+
+
+def find_unread(outputs: Sequence[Any], inside: Sequence[nn.Module]) -> list[Tensor]:
+    """Return the leaves of the graph of ``outputs`` whose gradients nobody can read, since only the graph holds them.
+
+    Parameters are left out. With TorchScript among the modules ``inside``, nothing is found: C++ holds its weights.
+    """
+    if any(isinstance(module, torch.jit.ScriptModule) for module in inside):
+        return []
+    found = [leaf for leaf in find_leaves(_with_graph(outputs)) if not isinstance(leaf, nn.Parameter)]
+    counts = _count_references(found)
+    return [
+        leaf
+        for leaf, count in zip(found, counts, strict=True)
+        if count <= _least_count() and not (leaf._backward_hooks or leaf._post_accumulate_grad_hooks)
+    ]
+
+
+@functools.cache
+def _least_count() -> int:
+    """Return what ``_count_references`` returns for a leaf that only a graph holds."""
+    with torch.enable_grad():
+        output = torch.zeros(1, device="cpu").requires_grad_() * 1
+    found = find_leaves([output])
+    return _count_references(found)[0]
+
+
+def _count_references(leaves: list[Tensor]) -> list[int]:
+    return [sys.getrefcount(leaf) for leaf in leaves]
+
+
+def _with_graph(outputs: Sequence[Any]) -> list[Tensor]:
+    return [one for one in outputs if _is_root(one)]
+
+
 # Note [Backwards of programs]
 #
 # The gradient of torch's operations is the derivative of what they compute: where the forward works row by row, so does
@@ -145,3 +262,17 @@ def _is_own(node: Any) -> bool:
 # or divided by the same number. The blocks' gradients of parameters must add up to those of the whole batch; their
 # gradients of inputs must be the rows of the whole batch's. A hook that a forward sets on a tensor may store the
 # gradient that it gets, so a forward that sets one is not split by rows.
+
+
+# Note [Leaves that a forward makes]
+#
+# A forward may make its rows a leaf of the graph (`x.requires_grad = True`), as the feature encoders of wav2vec2,
+# HuBERT, SEW and data2vec do, or make a leaf for them (`torch.zeros(len(x), requires_grad=True)`). In a sliced
+# forward such a leaf has this rank's rows. Its gradient must not be averaged, and the program would find it if it
+# kept the leaf. So a probe looks for leaves in the graph of the outputs. A leaf that dies with the graph was made by
+# the forward, and nobody can read its gradient: in sliced calls such leaves are found again (`find_unread`), and keep
+# their own gradients. A leaf that outlives the graph is a weight of the program if each run has the same object; else
+# the forward has made and kept it, and runs whole. So does a forward that gives such a leaf as an output.
+#
+# A forward that keeps its input, a part of it or a view of it, would keep this rank's rows. References to the tensors
+# and their memory are counted before and after a run on copies.

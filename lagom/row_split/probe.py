@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +15,7 @@ from torch.utils._pytree import tree_flatten
 
 from lagom.errors import LagomError
 from lagom.random_states import equal_random_states, random_states
-from lagom.row_split.backward_probe import BackwardProbe
+from lagom.row_split.backward_probe import BackwardProbe, KeptInputs, MadeLeaves
 from lagom.row_split.comparison import are_close, compare, compare_buffers, tolerance_for
 from lagom.row_split.draws import UnsupportedDrawError
 from lagom.row_split.output_memory import find_bases
@@ -118,11 +117,19 @@ def _run_and_compare(
     versions = _tensor_versions(given)
     parameters = list(candidate.module.parameters())
     recorder = Recorder([leaf for leaf in given if is_batch(leaf, candidate.rows)], parameters)
-    backwards = BackwardProbe(parameters, tolerance_for(candidate))
+    backwards, made, kept = BackwardProbe(parameters, tolerance_for(candidate)), MadeLeaves(), KeptInputs(given)
+
+    def look_at(outputs: list[Any], _: object) -> None:
+        backwards.look_at(outputs)
+        made.look_at(outputs, given)
+
     with statistics(noted):
         outputs, finding.factors, finding.bases, finding.spec = _run_forward(
-            candidate, recorder, given, candidate.rows, noted, lambda made, _: backwards.look_at(made)
+            candidate, recorder, given, candidate.rows, noted, look_at
         )
+    kept.check()
+    made.compare()
+    finding.makes_leaves = made.are_made
     if state.changed_generators() not in ([], ["torch"], ["cuda"], ["torch", "cuda"]):
         raise NotByRowsError("draws from Python's or numpy's generator, and may decide by it")
     finding.reads = recorder.reads
@@ -150,10 +157,18 @@ def _run_and_compare(
         inputs = [leaf for leaf in leaves if is_batch(leaf, block.num_mine)]
         part = BlockRecorder(inputs, parameters, block, recorder.drawn, finding.axes)
         noted.replay()
+
+        def look_at_part(
+            outputs: list[Any], factors: list[int | None], leaves: list[Any] = leaves, block: RowBlock = block
+        ) -> None:
+            backwards.run_block(outputs, factors, leaves, block)
+            made.look_at(outputs, leaves)
+
         with statistics(noted):
             part_outputs, factors, bases, spec = _run_forward(
-                candidate, part, leaves, block.num_mine, noted, partial(backwards.run_block, inputs=leaves, block=block)
+                candidate, part, leaves, block.num_mine, noted, look_at_part
             )
+        made.compare()
         same = spec == finding.spec and factors == finding.factors and bases == finding.bases
         if not same or len(part.drawn) != len(recorder.drawn):
             raise NotByRowsError("gives other outputs for a part of its batch")

@@ -10,6 +10,7 @@ import torch
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from lagom.errors import LagomError
+from lagom.row_split.backward_probe import find_unread
 from lagom.row_split.draws import Draws, OtherWayError
 from lagom.row_split.output_memory import as_kind_of, view_like
 from lagom.row_split.restore import copy_buffers, restore_buffers
@@ -136,6 +137,8 @@ class SlicedRuns:
             shapes, num_nodes = _shapes(candidate), num_nodes_made() - before
             if not region.was_at_prompt and not finding.is_known_way(shapes, num_nodes):
                 raise NewWayError(shapes, num_nodes)
+        if finding.makes_leaves:
+            session.repeated_inputs.update(dict.fromkeys(find_unread(outputs, candidate.inside)))
         if spec != finding.spec:
             raise LagomError(
                 f"the forward of {type(candidate.module).__name__} gave outputs of another structure than at its first "

@@ -85,6 +85,8 @@ class SplitFinding:
     needs_mode: bool = False
     """Whether only a dispatch mode sees all draws and reads as the probe did; see Note [Watched operations] in
     watched_operations.py."""
+    makes_leaves: bool = False
+    """Whether the forward makes leaves; see Note [Leaves that a forward makes] in backward_probe.py."""
     changes_buffers: bool = False
     """Whether the forward has changed buffers."""
     ways: dict[object, set[int]] = field(default_factory=dict)
