@@ -68,8 +68,9 @@ class CallChanges:
     def names(self, returned: Any) -> list[str]:
         """Return the names of the variables that have changed since, without those that ``returned`` holds."""
         with suppress(Exception):  # as above
-            kept = ObjectContents(returned)
-            names = [name for name, parts in self._changed() if not kept.has(parts)]
+            kept = ObjectContents(returned, reads_parameters=self._reads)
+            own = {id(number) for _, _, contents in self._kept.values() for number in contents.numbers}
+            names = [name for name, parts in self._changed() if not kept.has(parts, own)]
             roots = [name.partition(".")[0] for name in names]
             return sorted(names, key=lambda name: roots.index(name.partition(".")[0]))
         return []

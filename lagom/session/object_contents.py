@@ -18,7 +18,7 @@ from lagom.row_split.restore import tensor_checksum
 from lagom.row_split.surroundings import Surroundings
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Collection, Sequence
 
 _MAX_COMPARED = 100_000
 """Largest number of items of a container that are compared; of a larger one, this many of the first items."""
@@ -44,6 +44,7 @@ class ObjectContents(Surroundings):
 
     def __init__(self, value: Any, *, reads_parameters: bool = True) -> None:
         super().__init__(())
+        self._reads = reads_parameters
         self._modules: list[nn.Module] = []
         self._arrays: list[Any] = []
         self._search_container([value])
@@ -53,19 +54,27 @@ class ObjectContents(Surroundings):
             item for _, items in self._items for item in items[:_MAX_NUMBERS] if issubclass(type(item), torch.Tensor)
         ]
         numbers += [tensor for one in self._modules for tensor in (*one.parameters(), *one.buffers())]
-        self._numbers = list({id(one): one for one in (*numbers, *self._arrays)}.values())
-        self._marks = [_mark(one, reads_parameters=reads_parameters) for one in self._numbers]
+        self.numbers = list({id(one): one for one in (*numbers, *self._arrays)}.values())
+        """Tensors and arrays inside."""
+        self._marks = [_mark(one, reads_parameters=reads_parameters) for one in self.numbers]
 
     def changed(self) -> list[Any]:
         """Return the containers, objects, tensors and arrays that are not as they were."""
         holders = [holder for holder, items in self._items if not are_same(items_of(holder), items)]
-        marks = zip(self._numbers, self._marks, strict=True)
-        return holders + [number for number, mark in marks if mark is None or mark != _mark(number)]
+        marks = zip(self.numbers, self._marks, strict=True)
+        reads = self._reads
+        return holders + [one for one, mark in marks if mark is None or mark != _mark(one, reads_parameters=reads)]
 
-    def has(self, parts: Sequence[Any]) -> bool:
-        """Return whether all ``parts`` are here, or equal ones; tensors by their shapes, as a checkpoint has copies."""
-        shapes = Counter(part.shape for part in parts if isinstance(part, torch.Tensor))
-        if shapes - Counter(number.shape for number in self._numbers):
+    def has(self, parts: Sequence[Any], own: Collection[int] = ()) -> bool:
+        """Return whether all ``parts`` are here, or equal ones; tensors by their shapes, as a checkpoint has copies.
+
+        Args:
+            own: ids of tensors that are themselves, and no copies of a part.
+        """
+        here = set(map(id, self.numbers))
+        missing = [part for part in parts if isinstance(part, torch.Tensor) and id(part) not in here]
+        copies = Counter(number.shape for number in self.numbers if id(number) not in own)
+        if Counter(part.shape for part in missing) - copies:
             return False
         return all(isinstance(part, torch.Tensor) or self._has(part) for part in parts)
 
@@ -154,9 +163,9 @@ def _mark(value: Any, *, reads_parameters: bool = True) -> Any:
         size = value.size
         some = value.ravel("K")[:: -(-size // _MAX_SAMPLED)] if size > _MAX_SAMPLED else value
         return value.shape, str(value.dtype), None if value.dtype.hasobject else zlib.crc32(some.tobytes())
-    if value.requires_grad and not reads_parameters:
-        return None
     kind = type(value)
+    if not reads_parameters and issubclass(kind, nn.Parameter):
+        return None if value.requires_grad else (kind, "not compared")
     if kind not in (torch.Tensor, nn.Parameter):  # a class of the program's or a library's may do anything
         return kind, "not compared"
     try:

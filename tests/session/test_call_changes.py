@@ -66,6 +66,22 @@ def test_objects_that_the_ranks_have_changed_are_named(world_size: int, capfd: p
     assert hparams == {"lr": 0.1}
 
 
+def test_sharded_parameters_are_not_read(capfd: pytest.CaptureFixture[str]) -> None:
+    """Rank 0 looks alone, while each rank has a part of each parameter."""
+    model, frozen = nn.Linear(64, 64), nn.Linear(64, 64).requires_grad_(False)
+
+    def train() -> nn.Module:
+        optimizer = torch.optim.SGD([*model.parameters(), *frozen.parameters()], lr=0.1)
+        for (x,) in DataLoader(TensorDataset(torch.ones(8, 64)), batch_size=4):
+            optimizer.zero_grad()
+            frozen(model(x)).square().mean().backward()
+            optimizer.step()
+        return frozen
+
+    experiment.lagom(train, TorchDistributedConfig(launcher="local", world_size=2, zero_lvl=3, run_dir=None))
+    assert "changed model on the ranks; yours is as before: return it\n" in capfd.readouterr().err
+
+
 def test_inline_the_objects_are_the_callers_and_nothing_is_said(capfd: pytest.CaptureFixture[str]) -> None:
     losses: list[float] = []
 
