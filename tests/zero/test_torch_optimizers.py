@@ -29,7 +29,7 @@ from tests.ranks import alone, lagom_log, run_ranks
 
 LEVELS = (0, 1, 2, 3)
 WIDTH = 72
-_MOST_CELLS = 16
+_MOST_CELLS = 8
 """Most runs in one launch, which ends after 120 s."""
 BY_PARAMETER = ("Adafactor", "Muon")
 # Adagrad of older torch cannot make its state anew.
