@@ -30,7 +30,7 @@ def test_a_function_does_as_well(tmp_path: Path, form: str, world_size: int) -> 
     assert not torch.distributed.is_initialized()
 
 
-def test_ranks_find_torchruns_variables() -> None:
+def test_ranks_find_the_variables_of_torchrun_and_horovodrun() -> None:
     def program() -> dict[str, str]:
         torch.distributed.init_process_group()
         return {name: os.environ[name] for name in programs.VARIABLES}
@@ -41,6 +41,9 @@ def test_ranks_find_torchruns_variables() -> None:
         assert variables["WORLD_SIZE"] == variables["LOCAL_WORLD_SIZE"] == "2"
         assert variables["MASTER_ADDR"] == "127.0.0.1"
         assert variables["MASTER_PORT"] == found[0]["MASTER_PORT"]
+        assert variables["HOROVOD_RANK"] == variables["HOROVOD_LOCAL_RANK"] == str(rank)
+        assert variables["HOROVOD_SIZE"] == variables["HOROVOD_LOCAL_SIZE"] == "2"
+        assert (variables["HOROVOD_CROSS_RANK"], variables["HOROVOD_CROSS_SIZE"]) == ("0", "1")
 
 
 def test_an_ordinary_program_finds_none() -> None:

@@ -139,13 +139,18 @@ def rank_spec(
     gpu: str | None,
 ) -> RankSpec:
     own = table["ranks"][rank]
-    here = [other["rank"] for other in table["ranks"] if other["host"] == own["host"]]
+    hosts: dict[str, list[int]] = {}
+    for other in table["ranks"]:
+        hosts.setdefault(other["host"], []).append(other["rank"])
+    here = hosts[own["host"]]
+    local_rank = here.index(rank)
+    equals = sorted(there[local_rank] for there in hosts.values() if len(there) > local_rank)
     cores = available_cores()
     alone = spec.whole_env and len(here) == 1  # keep torch's default number of threads, as in a plain run
     gpu, gpu_index = _gpu_mask(table, rank, here, gpu) if spec.plan.already_distributed else (gpu, 0)
     return RankSpec(
         rank=rank,
-        local_rank=here.index(rank),
+        local_rank=local_rank,
         local_world_size=len(here),
         ip=own["ip"],
         store=None if table["store"] is None else (table["store"][0], table["store"][1]),
@@ -158,6 +163,8 @@ def rank_spec(
         threads=chosen_threads(spec) or (0 if alone else max(1, cores // len(here))),
         gpu=gpu,
         gpu_index=gpu_index,
+        cross_rank=equals.index(rank),
+        cross_size=len(equals),
         nccl=bool(table["nccl"]),
         key=hmac.digest(spec.secret, f"ranks of {spec.run_id}".encode(), "sha256"),
         certificate=spec.rank_certificate if spec.plan.encrypts_ranks and table["store"] is not None else "",

@@ -83,6 +83,10 @@ class RankSpec:
     """Value of CUDA_VISIBLE_DEVICES for the rank; None to leave the variable unchanged."""
     gpu_index: int = 0
     """Index of the rank's own GPU among the devices in ``gpu``."""
+    cross_rank: int = 0
+    """Place of the rank among the ranks that have its local rank on their hosts."""
+    cross_size: int = 1
+    """Number of hosts that have a rank of this local rank."""
     nccl: bool = False
     """Whether no two ranks share a GPU, which NCCL refuses; meaningless for ranks on the CPU."""
     key: bytes = field(default=b"", repr=False)

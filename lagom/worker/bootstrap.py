@@ -42,7 +42,7 @@ from lagom.worker.figures import shown_pictures
 from lagom.worker.oom_report import OutOfMemoryReport
 from lagom.worker.private_group import process_group
 from lagom.worker.process_settings import set_process_settings
-from lagom.worker.rank_environment import environment, torchrun_variables
+from lagom.worker.rank_environment import environment, launcher_variables
 from lagom.worker.reporter import Reporter
 from lagom.world import Place, place_set
 
@@ -80,7 +80,7 @@ def run(
             group, store = stack.enter_context(process_group(seat, place.world_size, device, plan.config))
         if plan.already_distributed:
             notes = SealedStore(store, seat.key) if store is not None and seat is not None else None
-            stack.enter_context(torchrun_variables(place, seat, notes))
+            stack.enter_context(launcher_variables(place, seat, notes))
         session = Session(
             plan=plan,
             group=group,

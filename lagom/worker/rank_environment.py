@@ -15,7 +15,8 @@ from lagom.world import Place
 if TYPE_CHECKING:
     from lagom.collectives.run_store import SealedStore
 
-# Variables of torchrun. A library that finds them acts as on a rank of torchrun, so the program must not see them.
+# Variables of torchrun and horovodrun. A library that finds them acts as on a rank of theirs, so an ordinary program
+# must not see them.
 _LAUNCHER_VARIABLES = (
     "RANK",
     "WORLD_SIZE",
@@ -25,6 +26,12 @@ _LAUNCHER_VARIABLES = (
     "MASTER_ADDR",
     "MASTER_PORT",
     "TORCHELASTIC_RUN_ID",
+    "HOROVOD_RANK",
+    "HOROVOD_SIZE",
+    "HOROVOD_LOCAL_RANK",
+    "HOROVOD_LOCAL_SIZE",
+    "HOROVOD_CROSS_RANK",
+    "HOROVOD_CROSS_SIZE",
 )
 
 
@@ -40,7 +47,7 @@ def set_environment(variables: Mapping[str, str], *, only: bool = True) -> None:
 
 @contextmanager
 def environment(seat: RankSpec | None) -> Iterator[None]:
-    """Context manager that sets CUDA_VISIBLE_DEVICES for the rank and removes torchrun's variables.
+    """Context manager that sets CUDA_VISIBLE_DEVICES for the rank and removes the variables of launchers.
 
     Without a ``seat``, in the caller's own process, nothing is changed at first. At the end, the whole environment is
     restored.
@@ -58,11 +65,11 @@ def environment(seat: RankSpec | None) -> Iterator[None]:
 
 
 @contextmanager
-def torchrun_variables(place: Place, seat: RankSpec | None, notes: SealedStore | None) -> Iterator[None]:
-    """Set torchrun's variables, for a program that is distributed already. See Note [The master's port].
+def launcher_variables(place: Place, seat: RankSpec | None, notes: SealedStore | None) -> Iterator[None]:
+    """Set the variables of torchrun and horovodrun, for a program that is distributed already.
 
-    Without a ``seat``, in the caller's own process, variables that are set already stay. This does not restore the
-    variables: ``environment``, the outer context manager, does.
+    See Note [The master's port]. Without a ``seat``, in the caller's own process, variables that are set already stay.
+    This does not restore the variables: ``environment``, the outer context manager, does.
 
     Args:
         notes: store in which rank 0 leaves its address and port; None with a single rank.
@@ -83,6 +90,12 @@ def torchrun_variables(place: Place, seat: RankSpec | None, notes: SealedStore |
             "LOCAL_WORLD_SIZE": str(place.local_world_size),
             "MASTER_ADDR": master[0],
             "MASTER_PORT": str(master[1]),
+            "HOROVOD_RANK": str(place.rank),
+            "HOROVOD_SIZE": str(place.world_size),
+            "HOROVOD_LOCAL_RANK": str(place.local_rank),
+            "HOROVOD_LOCAL_SIZE": str(place.local_world_size),
+            "HOROVOD_CROSS_RANK": str(seat.cross_rank if seat is not None else 0),
+            "HOROVOD_CROSS_SIZE": str(seat.cross_size if seat is not None else 1),
         }
         if interface := interface_of(ip):
             # Without it gloo resolves the host's name, on many machines to 127.0.1.1.

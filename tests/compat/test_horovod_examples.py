@@ -104,10 +104,11 @@ def test_the_page_for_people_from_horovod_names_tests_that_exist() -> None:
         "R": "tests/compat/test_horovod_runner.py",
         "X": "tests/compat/test_horovod_examples.py",
         "C": "tests/test_horovodrun.py",
+        "D": "tests/test_distributed_programs.py",
     }
     for row in rows:
         cell = row.rstrip("| ").rpartition("|")[2]
-        parts = re.findall(r"\b([EORXC])\b((?:[ ,]*`[a-z0-9_]+`)*)", cell)
+        parts = re.findall(r"\b([EORXCD])\b((?:[ ,]*`[a-z0-9_]+`)*)", cell)
         assert parts, row
         for letter, names in parts:
             text = (ROOT / files[letter]).read_text()

@@ -243,6 +243,16 @@ def test_the_first_of_openmps_list_of_numbers_counts() -> None:
         assert rank_spec(table, 0, spec(1, OMP_NUM_THREADS="4,3"), place, 0, None, None).threads == 4
 
 
+def test_a_rank_knows_the_hosts_that_have_a_rank_of_its_local_rank() -> None:
+    hosts = ["a", "b", "b", "a", "c"]
+    ranks = [{"rank": rank, "host": host, "ip": "1.2.3.4"} for rank, host in enumerate(hosts)]
+    table = {"ranks": ranks, "store": ["1.2.3.4", 5], "nccl": False}
+    with host_workspace(spec(5), payload_fd=0) as place:
+        seats = [rank_spec(table, rank, spec(5), place, 0, None, None) for rank in range(5)]
+    assert [(seat.local_rank, seat.local_world_size) for seat in seats] == [(0, 2), (0, 2), (1, 2), (1, 2), (0, 1)]
+    assert [(seat.cross_rank, seat.cross_size) for seat in seats] == [(0, 3), (1, 3), (0, 2), (1, 2), (2, 3)]
+
+
 @pytest.mark.parametrize(
     ("masks", "nccl", "already_distributed", "wanted"),
     [

@@ -17,7 +17,7 @@ from lagom.worker.device import rank_device, threads
 from lagom.worker.rank_environment import environment
 from lagom.world import Place, place_set
 
-LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "HOROVOD_RANK")
 
 
 def seat(gpu: str | None = None) -> RankSpec:

@@ -55,6 +55,7 @@ def synchronize(handle: Handle) -> Any:
     """Wait for an asynchronous exchange and return its result; None when it was returned before.
 
     Raises:
+        ValueError: when the rows of a rank do not fit its ``splits``.
         HorovodInternalError: when the exchange failed.
     """
     if handle.is_taken:
@@ -85,8 +86,9 @@ def grouped_allreduce_async(
         read: turns the finished entries into the result of ``synchronize``.
 
     Raises:
-        ValueError: for a wrong ``op`` or process set, for tensors that cannot be reduced, or before ``init``.
-        HorovodInternalError: if an exchange of this name is under way, or this rank is not in ``process_set``.
+        ValueError: for a wrong ``op`` or process set, for tensors that cannot be reduced, if an exchange of this name
+            is under way, or before ``init``.
+        HorovodInternalError: if this rank is not in ``process_set``.
     """
     op = choose_op(op, average)
     if op == Adasum and not all(tensor.is_floating_point() for tensor in tensors):
@@ -182,7 +184,13 @@ def alltoall_async(
 
     Args:
         splits: number of rows for each rank; equally many if not given.
+
+    Raises:
+        ValueError: for ``splits`` that are not whole numbers; if they do not fit the rows, then on all ranks, when they
+            wait for the result.
     """
+    if isinstance(splits, Tensor) and (splits.is_floating_point() or splits.is_complex()):
+        raise ValueError(f"alltoall with splits of {splits.dtype}; want whole numbers, one for each rank")
     numbers = () if splits is None else tuple(map(int, splits.tolist() if isinstance(splits, Tensor) else splits))
     dtype = splits.dtype if isinstance(splits, Tensor) else torch.int32
 
@@ -205,8 +213,11 @@ def grouped_reducescatter_async(
     """Start to reduce several tensors; each rank gets its rows, the first ranks one more if the rows do not divide.
 
     Raises:
+        NotImplementedError: for ``Adasum``.
         ValueError: for another ``op`` than ``Average`` and ``Sum``.
     """
+    if op == Adasum:
+        raise NotImplementedError("reducescatter with op=hvd.Adasum; use hvd.allreduce, and take this rank's rows")
     if op not in (Average, Sum):
         raise ValueError(f"reducescatter with op={op!r}; want hvd.Average or hvd.Sum")
     factors = {"prescale": float(prescale_factor), "postscale": float(postscale_factor)}

@@ -64,7 +64,7 @@ def DistributedOptimizer(
     wrapped: Any = object.__new__(kind)
     # A scheduler sets a bound ``step`` as attribute of its optimizer, which would bypass the ``step`` of the mixin.
     vars(wrapped).update({name: value for name, value in vars(optimizer).items() if name != "step"})
-    wrapped._names = _parameter_names(optimizer, named_parameters)
+    wrapped._parameter_names = _name_parameters(optimizer, named_parameters)
     wrapped._compression = compression
     wrapped.backward_passes_per_step = backward_passes_per_step
     wrapped.op = op
@@ -78,7 +78,7 @@ def DistributedOptimizer(
     return wrapped
 
 
-def _parameter_names(optimizer: torch.optim.Optimizer, given: Iterable[tuple[str, Tensor]] | None) -> dict[Tensor, str]:
+def _name_parameters(optimizer: torch.optim.Optimizer, given: Iterable[tuple[str, Tensor]] | None) -> dict[Tensor, str]:
     groups = [group["params"] for group in optimizer.param_groups]
     places = [(number, place, one) for number, group in enumerate(groups) for place, one in enumerate(group)]
     unnamed = [(f"allreduce.noname.{number}.{place}", parameter) for number, place, parameter in places]
@@ -132,13 +132,13 @@ class _ReducingMixin:
     gradient_predivide_factor: float
     sparse_as_dense: bool
     process_set: ProcessSet
-    _names: dict[Tensor, str]
+    _parameter_names: dict[Tensor, str]
     _compression: Any
     _hooked: dict[Tensor, Any]
     _should_synchronize: bool
 
     def _restart(self) -> None:
-        self._passes_left = dict.fromkeys(self._names, self.backward_passes_per_step)
+        self._passes_left = dict.fromkeys(self._parameter_names, self.backward_passes_per_step)
         self._under_way: dict[Tensor, Callable[[], None] | None] = {}
         """For each parameter, the function that waits for and stores its gradient; None while backwards are missing."""
         self._has_synchronized = False
@@ -149,7 +149,7 @@ class _ReducingMixin:
             return
         for parameter in (parameter for group in self.param_groups for parameter in group["params"]):
             if parameter.requires_grad and parameter not in self._hooked:
-                self._names.setdefault(parameter, f"allreduce.noname.added.{len(self._names)}")
+                self._parameter_names.setdefault(parameter, f"allreduce.noname.added.{len(self._parameter_names)}")
                 self._passes_left.setdefault(parameter, self.backward_passes_per_step)
                 self._hooked[parameter] = parameter.register_post_accumulate_grad_hook(self._count_pass)
 
@@ -166,7 +166,7 @@ class _ReducingMixin:
         self._under_way[parameter] = None if self._passes_left[parameter] else self._start_reducing(parameter)
 
     def _start_reducing(self, parameter: Tensor) -> Callable[[], None]:
-        name = self._names[parameter]
+        name = self._parameter_names[parameter]
         if parameter.grad is None:
             # Other ranks may have a gradient: the parameters that a forward uses may depend on its data.
             parameter.grad = torch.zeros_like(parameter)
@@ -299,7 +299,7 @@ class _AdasumMixin(_ReducingMixin):
         with torch.no_grad():
             for parameter, start in before.items():
                 sent, context = self._compression.compress(parameter - start)
-                settings = {"name": self._names[parameter], "op": Adasum, "process_set": self.process_set}
+                settings = {"name": self._parameter_names[parameter], "op": Adasum, "process_set": self.process_set}
                 handles.append((parameter, start, allreduce_async(sent, **settings), context))
             for parameter, start, handle, context in handles:
                 parameter.copy_(start + self._compression.decompress(synchronize(handle), context))

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lagom.compat.horovod.exceptions import WrongArguments
 from lagom.compat.horovod.matching import Match, Request
 from lagom.gradients.reduction.layout import Bucket
 from lagom.gradients.reduction.sliced import Adasum
@@ -97,7 +98,7 @@ class Ranks:
             entry.end_negotiation()
         try:
             if batch[0].problem:
-                raise RuntimeError(batch[0].problem)
+                raise (WrongArguments if batch[0].is_wrong_argument else RuntimeError)(batch[0].problem)
             with torch.no_grad(), ExitStack() as stack:
                 for match in batch:
                     stack.enter_context(activity(match.first.name, match.first.kind.upper(), match.first.num_bytes))

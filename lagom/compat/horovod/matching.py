@@ -74,6 +74,8 @@ class Match:
     """One for each rank; None where a rank has joined without asking."""
     problem: str
     """The reason if the requests do not fit; "" if they fit."""
+    is_wrong_argument: bool = False
+    """Whether the reason is one rank's request by itself: a ``ValueError``, as in Horovod."""
 
     @property
     def first(self) -> Request:
@@ -89,7 +91,7 @@ def match(messages: Sequence[RankMessage]) -> list[Match]:
         # A rank that has joined still takes part in exchanges that it asked for before.
         requests = tuple(names.get(name) for names in by_name)
         if all(one or message.has_joined for one, message in zip(requests, messages, strict=True)):
-            matches.append(Match(requests, _problem(requests)))
+            matches.append(_checked(requests))
     return matches
 
 
@@ -126,6 +128,14 @@ def _fits(batch: list[Match], candidate: Match) -> bool:
     )
 
 
+def _checked(requests: tuple[Request | None, ...]) -> Match:
+    if problem := _problem(requests):
+        return Match(requests, problem)
+    present = [(rank, one) for rank, one in enumerate(requests) if one is not None]
+    problem = _problem_of_splits(present, len(requests)) if present[0][1].kind == "alltoall" else ""
+    return Match(requests, problem, is_wrong_argument=bool(problem))
+
+
 def _problem(requests: Sequence[Request | None]) -> str:
     present = [(rank, one) for rank, one in enumerate(requests) if one is not None]
     first_rank, first = present[0]
@@ -140,7 +150,7 @@ def _problem(requests: Sequence[Request | None]) -> str:
         return f"{first.kind} of {first.name!r} is not to be had once a rank has called join()"
     if first.kind in (*_GATHERS, "reducescatter") and not first.shape:
         return f"{first.kind} of {first.name!r}, which has no dimension; give it one with tensor.unsqueeze(0)"
-    return _problem_of_splits(present, len(requests)) if first.kind == "alltoall" else ""
+    return ""
 
 
 def _compare(one: Request, other: Request) -> Iterator[tuple[str, object, object]]:

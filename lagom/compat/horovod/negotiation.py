@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from lagom.compat.horovod.exceptions import HorovodInternalError
+from lagom.compat.horovod.exceptions import HorovodInternalError, WrongArguments
 from lagom.compat.horovod.matching import Match, RankMessage, describe_deadlock, match, split_into_batches
 from lagom.compat.horovod.notices import LOOK_S, StallCheck
 
@@ -62,13 +62,14 @@ class Negotiator:
         """Ask for an exchange.
 
         Raises:
-            HorovodInternalError: when an exchange of the same name is under way, or the negotiator is closed.
+            ValueError: when an exchange of the same name is under way.
+            HorovodInternalError: when the negotiator is closed.
         """
         name = entry.request.name
         with self._changed:
             self._check_open()
             if name in self._entries:
-                raise HorovodInternalError(
+                raise ValueError(
                     f"{entry.request.kind} of {name!r} was asked for while another of that name is under way; "
                     "synchronize() that one first, or give this one a name of its own"
                 )
@@ -79,10 +80,13 @@ class Negotiator:
         """Wait until ``entry`` is done.
 
         Raises:
+            ValueError: when a rank's arguments are wrong by themselves.
             HorovodInternalError: when the exchange failed or will never be done.
         """
         if not entry.done.is_set():
             self._wait_for(entry.done, entry.request.name)
+        if isinstance(entry.error, WrongArguments):
+            raise ValueError(str(entry.error)) from entry.error
         if entry.error is not None:
             raise HorovodInternalError(str(entry.error)) from entry.error
         entry.settle()
