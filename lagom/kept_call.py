@@ -193,7 +193,7 @@ def _functions(call: Call) -> Iterator[types.FunctionType]:
     """Yield the functions of ``call`` whose sources it has."""
     given = call.provided
     for value in reachable_modules(call.function, *given.values(), *given.get("hparams", {}).values()):
-        is_named = isinstance(value, types.FunctionType) and value.__name__ != "<lambda>"
+        is_named = issubclass(type(value), types.FunctionType) and value.__name__ != "<lambda>"
         if is_named and value.__code__.co_filename in call.sources:
             yield value
 

@@ -26,12 +26,13 @@ ROOMS = {
     "random_states": "numpy torch",
     "timings": "",
     "world": "",
+    "inspection": "torch",
     "config": "errors",
     "plan": "cluster config errors",
     "payload": "errors pickler unpicklable",
     "pickler": "errors unpicklable cloudpickle torch numpy",
     "unpicklable": "",
-    "program": "config errors cloudpickle",
+    "program": "config errors inspection cloudpickle",
     "restart": "errors",
     "debugger": "config errors monitor patching plan random_states restart row_split wire",
     "wire": "errors plan restart cryptography",
@@ -70,8 +71,8 @@ ROOMS = {
     "zero numpy torch IPython",
     # What a rank does with the program, from the top down.
     "session": "call collectives collectives.torch_backend deepspeed distributed errors files forward gradients "
-    "gradients.reduction loaders optimizers patching program restart row_split run_state timing torch_versions "
-    "tracking torch",
+    "gradients.reduction inspection loaders optimizers patching program restart row_split run_state timing "
+    "torch_versions tracking torch",
     "torch_versions": "",
     "snapshots": "call errors loaders patching payload pickler program random_states restart snapshots.passes "
     "tracking unpicklable wire torch",
@@ -85,8 +86,8 @@ ROOMS = {
     "zero.parameters": "collectives errors gradients patching run_state torch",
     "gradients": "collectives errors gradients.reduction patching row_split run_state torch",
     "gradients.reduction": "collectives errors run_state torch",
-    "micro_batches": "errors patching random_states row_split run_state torch",
-    "row_split": "collectives errors patching random_states run_state numpy torch",
+    "micro_batches": "errors inspection patching random_states row_split run_state torch",
+    "row_split": "collectives errors inspection patching random_states run_state numpy torch",
     "search.on_rank": "call config data.parquet errors patching program random_states run_state world numpy torch",
     "verify.on_rank": "contents loaders patching random_states row_split run_state snapshots torch",
     "loaders": "collectives data.parquet errors files loaders.sharing monitor patching payload program row_split "
@@ -96,7 +97,7 @@ ROOMS = {
     "torch",
     "tracking": "collectives errors files patching restart",
     "files": "collectives errors patching restart run_state numpy torch",
-    "run_state": "errors patching random_states numpy torch",
+    "run_state": "errors inspection patching random_states numpy torch",
     "patching": "torch",
     "collectives": "collectives.sockets control_groups errors monitor numpy torch",
     "collectives.sockets": "torch",

@@ -8,10 +8,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
 from lagom.errors import LagomError
+from lagom.inspection.reads import flatten, is_tensor
 from lagom.random_states import equal_random_states, random_states, set_random_states
 from lagom.row_split.backward_probe import find_unread
 from lagom.row_split.draws import Draws
@@ -86,7 +87,7 @@ class MicroBatchRunner:
                 reads = None if has_run else finding.reads
                 draws = Draws(block, finding.axes, reads, finding.multiples, _REMEDY)
                 with MicroBatch(draws, finding.needs_mode, self._left_alone).enter(self._session):
-                    outputs, spec = tree_flatten(candidate.run(list(leaves)))
+                    outputs, spec = flatten(candidate.run(list(leaves)))
                 draws.end()
             finally:
                 has_run = True
@@ -104,11 +105,11 @@ def _together(parts: Sequence[Sequence[Any]], finding: SplitFinding, candidate: 
     for outputs, factor in zip(zip(*parts, strict=True), finding.factors, strict=True):
         if factor is None:
             first, *others = outputs
-            if not isinstance(first, torch.Tensor) and any(one != first and one == one for one in others):
+            if not is_tensor(first) and any(one != first and one == one for one in others):
                 raise _changed(candidate, f"gave {first!r} for a part of its batch and {others[-1]!r} for another")
             found.append(first)
             continue
-        if not all(isinstance(one, torch.Tensor) and one.dim() for one in outputs):
+        if not all(is_tensor(one) and one.dim() for one in outputs):
             raise _changed(candidate, "gave an output without rows")
         whole = torch.cat(outputs)
         if whole.shape[0] != factor * candidate.rows:

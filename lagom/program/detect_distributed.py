@@ -63,15 +63,15 @@ def _found(*values: Any) -> tuple[bool, set[str]]:
     """
     starts, names, imports = False, set[str](), list[str]()
     for value in reachable_modules(*values):
-        if isinstance(value, (types.FunctionType, Script)):
-            if not isinstance(value, Script) and is_foreign(value):
+        if issubclass(type(value), (types.FunctionType, Script)):
+            if not issubclass(type(value), Script) and is_foreign(value):
                 starts |= value.__name__ in _STARTS
                 continue
-            for part in codes(*(value.parts if isinstance(value, Script) else [value.__code__])):
+            for part in codes(*(value.parts if issubclass(type(value), Script) else [value.__code__])):
                 starts |= not _STARTS.isdisjoint(part.co_names)
                 names.update(_names(part))
             imports += imports_of(value)
-            if isinstance(value, types.FunctionType):
+            if issubclass(type(value), types.FunctionType):
                 starts |= any(map(_is_horovod, used_modules(value)))
                 words = (value.__globals__.get(name) for name in value.__code__.co_names)
                 names.update(word for word in words if type(word) is str)

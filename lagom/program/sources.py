@@ -18,6 +18,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from lagom.inspection.reads import bases, class_attributes, module_of, referents
 from lagom.program.script import Script
 
 _MAX_FILE = 1 << 20  # bytes; larger files in a package count as data, and data is not sent with the sources
@@ -98,9 +99,9 @@ def _python_places() -> tuple[str, ...]:
 def _imports_of(function: Callable[..., Any]) -> Iterator[str]:
     """Yield the names of the modules that ``function``, and the functions that it uses, import when they run."""
     for value in reachable_modules(function):
-        if isinstance(value, (types.FunctionType, Script)):
+        if issubclass(type(value), (types.FunctionType, Script)):
             yield from imports_of(value)
-        if isinstance(value, Script) and value.module:
+        if issubclass(type(value), Script) and value.module:
             yield value.module
 
 
@@ -119,23 +120,22 @@ def reachable_modules(*values: Any) -> Iterator[Any]:
             continue
         seen.add(id(value))
         yield value
-        if isinstance(value, functools.partial):
+        kind = type(value)  # isinstance() would ask the object, too
+        if issubclass(kind, functools.partial):
             waiting += [value.func, *value.args, *value.keywords.values()]
-        elif isinstance(value, types.MethodType):
+        elif issubclass(kind, types.MethodType):
             waiting += [value.__func__, value.__self__]
-        elif isinstance(value, types.FunctionType):
+        elif issubclass(kind, types.FunctionType):
             if not is_foreign(value):
                 names = {name for code in codes(value.__code__) for name in code.co_names}
                 known = [value.__globals__[name] for name in names if name in value.__globals__]
                 waiting += _opened([*known, *_contents(value.__closure__ or ())], names)
-        elif isinstance(value, (staticmethod, classmethod)):
-            waiting.append(value.__func__)
-        elif isinstance(value, property):
-            waiting += [value.fget, value.fset]
-        elif isinstance(value, type):
-            waiting += [*vars(value).values(), *value.__bases__] if is_own(value) else []
-        elif is_own(type(value)):
-            waiting.append(type(value))
+        elif issubclass(kind, (staticmethod, classmethod, property)):
+            waiting += referents(value)
+        elif issubclass(kind, type):
+            waiting += [*class_attributes(value).values(), *bases(value)[1:]] if is_own(value) else []
+        elif is_own(kind):
+            waiting.append(kind)
 
 
 def used_modules(function: types.FunctionType) -> Iterator[types.ModuleType]:
@@ -143,7 +143,7 @@ def used_modules(function: types.FunctionType) -> Iterator[types.ModuleType]:
     names = {name for code in codes(function.__code__) for name in code.co_names}
     known = [function.__globals__[name] for name in names if name in function.__globals__]
     for value in (*known, *_contents(function.__closure__ or ())):
-        if isinstance(value, types.ModuleType):
+        if issubclass(type(value), types.ModuleType):
             yield value
 
 
@@ -154,9 +154,9 @@ def source_files(*values: Any) -> dict[str, str]:
     """
     found: dict[str, str] = {}
     for value in reachable_modules(*values):
-        if isinstance(value, Script):
+        if issubclass(type(value), Script):
             found |= dict(value.texts())
-        if isinstance(value, types.FunctionType) and not is_foreign(value):
+        if issubclass(type(value), types.FunctionType) and not is_foreign(value):
             for path in filter(None, map(_own_file, imports_of(value))):
                 if (text := source_text(path)) is not None:
                     found[str(path)] = text
@@ -191,7 +191,7 @@ def _opened(values: Iterable[Any], names: set[str]) -> Iterator[Any]:
     todo, seen = list(values), set[int]()
     while todo:
         value = todo.pop()
-        if not isinstance(value, types.ModuleType):
+        if not issubclass(type(value), types.ModuleType):
             yield value
         elif id(value) not in seen and not is_installed(getattr(value, "__file__", None) or ""):
             seen.add(id(value))
@@ -205,10 +205,11 @@ def is_foreign(function: types.FunctionType) -> bool:
 
 def is_own(cls: type) -> bool:
     """Return whether the user wrote ``cls``."""
-    if cls.__module__ == "__main__":
+    name = module_of(cls)
+    if name == "__main__":
         return True
-    path = getattr(sys.modules.get(cls.__module__), "__file__", None)
-    return path is not None and cls.__module__.partition(".")[0] != "lagom" and not is_installed(path)
+    path = getattr(sys.modules.get(name), "__file__", None) if type(name) is str else None
+    return path is not None and name.partition(".")[0] != "lagom" and not is_installed(path)
 
 
 def codes(*parts: types.CodeType) -> Iterator[types.CodeType]:

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
-from torch.utils._pytree import tree_flatten
 
+from lagom.inspection.reads import flatten, is_tensor
 from lagom.patching.object_reference import HiddenReference
 from lagom.random_states import equal_random_states, random_states
 from lagom.row_split.comparison import are_close
@@ -68,7 +68,7 @@ class BackwardProbe:
         Raises:
             NotByRowsError: when the backward draws random numbers, or is not proportional to the outputs' gradient.
         """
-        outputs = tree_flatten(candidate.run(inputs))[0]
+        outputs = flatten(candidate.run(inputs))[0]
         generator = torch.Generator().manual_seed(0)
         self._roots = [
             torch.randn(one.shape, generator=generator).to(one.device, one.dtype) if _is_root(one) else None
@@ -78,7 +78,7 @@ class BackwardProbe:
         self._whole = self._run(outputs, inputs, self._roots)
         if not equal_random_states(before, random_states()):
             raise NotByRowsError(_FAILS)
-        kinds = {one.dtype for one in (*self._parameters, *inputs, *outputs) if isinstance(one, Tensor)}
+        kinds = {one.dtype for one in (*self._parameters, *inputs, *outputs) if is_tensor(one)}
         for scale in next((_SCALES[kind] for kind in kinds if kind in _SCALES), _WIDE):
             scaled = self._run(outputs, inputs, [None if one is None else one * scale for one in self._roots])
             self._compare([None if one is None else one / scale for one in scaled], self._whole)
@@ -133,7 +133,7 @@ class BackwardProbe:
 
 
 def _is_root(one: Any) -> bool:
-    return isinstance(one, Tensor) and one.requires_grad
+    return is_tensor(one) and one.requires_grad
 
 
 def _has_own_function(outputs: Sequence[Any]) -> bool:

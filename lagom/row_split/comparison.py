@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from lagom.inspection.reads import is_tensor
 from lagom.row_split.recorder import NotByRowsError
 
 if TYPE_CHECKING:
@@ -26,8 +27,8 @@ def compare(finding: SplitFinding, outputs: list[Any], parts: list[list[Any]], t
         if factor is not None:
             together = torch.cat(found)
             same = together.dtype == whole.dtype and are_close(together, whole, tolerance)
-        elif isinstance(whole, torch.Tensor):
-            same = all(isinstance(one, torch.Tensor) and are_close(one, whole, tolerance) for one in found)
+        elif is_tensor(whole):
+            same = all(is_tensor(one) and are_close(one, whole, tolerance) for one in found)
         else:
             same = all(one == whole or (one != one and whole != whole) for one in found)
         if not same:

@@ -12,6 +12,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from torch.utils.weak import WeakIdKeyDictionary
 
+from lagom.inspection.reads import class_key, flatten, is_plain, is_tensor
 from lagom.patching.object_reference import ObjectReference
 from lagom.row_split.recorder import NotByRowsError
 from lagom.row_split.split_candidate import KnownCalls, SplitCandidate, has_global_hooks, is_batch
@@ -57,9 +58,9 @@ class ModuleTree:
                     f"{type(module).__name__} runs whole on every rank, which is right but not faster: it is "
                     "TorchScript, into which lagom does not look"
                 )
-            found = self._found[module] = _ModuleList(
-                trained, modules[1:], _tree_fingerprint(modules), Surroundings(modules)
-            )
+            around = Surroundings(modules)
+            around.forget_parts()
+            found = self._found[module] = _ModuleList(trained, modules[1:], _tree_fingerprint(modules), around)
         return [module, *found.others] if found.trained else []
 
     def candidate(
@@ -73,9 +74,9 @@ class ModuleTree:
         says: bool = True,
     ) -> SplitCandidate:
         """Describe ``call(module, *args, **kwargs)`` as a call that might be split; with 0 rows if it cannot be."""
-        leaves, spec = tree_flatten((args, kwargs))
+        leaves, spec = flatten((args, kwargs))
         inside = self.modules_in(module, says=says)
-        rows = next((leaf.size(0) for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.dim()), 0)
+        rows = next((leaf.size(0) for leaf in leaves if is_tensor(leaf) and leaf.dim()), 0)
         run = _run_with(partial(call, module), args, kwargs, leaves, spec)
         return SplitCandidate(module, inside, run, leaves, spec, rows if inside else 0, device)
 
@@ -203,8 +204,8 @@ def call_kind(candidate: SplitCandidate, surroundings: Surroundings, *, is_short
     """Return a key that is equal for calls to which the same finding applies."""
     leaves = tuple(
         (leaf.dim(), _ones(leaf), leaf.dtype, leaf.requires_grad, is_batch(leaf, candidate.rows), memory_order(leaf))
-        if isinstance(leaf, torch.Tensor)
-        else (leaf if isinstance(leaf, (bool, int, str, type(None))) else (type(leaf), _sign(leaf)))
+        if is_tensor(leaf)
+        else _leaf_key(leaf)
         for leaf in candidate.leaves
     )
     states = tuple(map(module_state, candidate.inside))
@@ -234,9 +235,14 @@ def _ones(leaf: Tensor) -> tuple[bool, ...]:
     return () if leaf.is_nested else tuple([size == 1 for size in leaf.shape])
 
 
-def _sign(leaf: object) -> int:
-    """Return the sign of a float, else 0; a coefficient of zero may switch off an operation that mixes rows."""
-    return (leaf > 0) - (leaf < 0) if isinstance(leaf, float) else 0
+def _leaf_key(leaf: Any) -> object:
+    """Return an argument's value, or its class; of a float the sign: a coefficient of zero may switch mixing off."""
+    kind = type(leaf)
+    if issubclass(kind, int):
+        return int.__pos__(leaf)
+    if issubclass(kind, float):
+        return float, float.__gt__(leaf, 0) - float.__lt__(leaf, 0)
+    return str.__str__(leaf) if issubclass(kind, str) else None if leaf is None else class_key(kind)
 
 
 def module_state(module: nn.Module) -> tuple[Any, ...]:
@@ -245,22 +251,23 @@ def module_state(module: nn.Module) -> tuple[Any, ...]:
     hooked = [name for name in _HOOKS if state.get(name)]
     # Callables count by id, since a program may replace them; other objects by type, since ids are reused.
     own = [
-        (name, value if type(value) in _PLAIN else (id(value) if callable(value) else type(value)))
+        (name, value if is_plain(value) else (id(value) if callable(value) else class_key(type(value))))
         for name, value in state.items()
         if name not in _EVERYONES
     ]
     watched = [p is not None and bool(p._backward_hooks) for p in state["_parameters"].values()]
-    parts = [(id(part), type(part)) for part in state["_modules"].values()]
-    return type(module), type(module).forward, module.training, tuple(hooked), tuple(own), tuple(watched), tuple(parts)
+    parts = [(id(part), class_key(type(part))) for part in state["_modules"].values()]
+    kind = class_key(type(module))
+    return kind, type(module).forward, module.training, tuple(hooked), tuple(own), tuple(watched), tuple(parts)
 
 
 def attribute_numbers(modules: Sequence[nn.Module]) -> object:
     """Return the numbers among the attributes of ``modules``."""
     return [
-        {name: value for name, value in module.__dict__.items() if type(value) in (int, float)} for module in modules
+        {name: value for name, value in module.__dict__.items() if type(value) is int or type(value) is float}
+        for module in modules
     ]
 
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _EVERYONES = frozenset(vars(nn.Module()))
-_PLAIN = frozenset((bool, int, float, str, type(None)))

@@ -8,6 +8,7 @@ import numpy as np
 from torch import Tensor
 
 from lagom.errors import LagomError
+from lagom.inspection.reads import is_tensor
 from lagom.row_split.recorder import NotByRowsError
 from lagom.run_state.memory_layout import is_dense, memory_order, storage_of
 
@@ -33,7 +34,7 @@ def find_bases(outputs: list[Any], factors: list[int | None], leaves: list[Any])
         made.pop(id(leaf), None)
     places = list(made.values())
     found = _find_bases([outputs[i] for i in places])
-    given = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    given = [leaf for leaf in leaves if is_tensor(leaf)]
     if found is None or any(_shares_memory(outputs[i], leaf) for i in places for leaf in given):
         raise NotByRowsError("gives tensors that share memory, so that a change of one changes the other")
     bases: list[int | None] = [None] * len(outputs)

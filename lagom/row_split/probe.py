@@ -11,22 +11,22 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.utils._pytree import tree_flatten
 
-from lagom.errors import LagomError
+from lagom.inspection.reads import class_name, flatten, is_tensor
 from lagom.random_states import equal_random_states, random_states
 from lagom.row_split.backward_probe import BackwardProbe, KeptInputs, MadeLeaves
 from lagom.row_split.comparison import are_close, compare, compare_buffers, tolerance_for
 from lagom.row_split.draws import UnsupportedDrawError
 from lagom.row_split.output_memory import find_bases
 from lagom.row_split.recorder import BatchStatistics, BlockRecorder, NotByRowsError, Recorder, bounds_check
-from lagom.row_split.restore import ModuleState, copy_buffers, parameter_checksums, restored_state
+from lagom.row_split.restore import ChangedError, ModuleState, copy_buffers, parameter_checksums, restored_state
 from lagom.row_split.split_candidate import (
     PLAIN,
     SplitCandidate,
     SplitFinding,
     check_call,
     describe_failure,
+    failing_as,
     is_batch,
     like_given,
     silent,
@@ -46,10 +46,6 @@ NO_MEMORY = "has no memory to be run once more and compared"
 """Reasons that may no longer hold at the next call."""
 
 
-class ChangedError(LagomError):
-    """A forward has changed its parameters in a probe."""
-
-
 def probe(
     candidate: SplitCandidate,
     finding: SplitFinding,
@@ -67,7 +63,7 @@ def probe(
         repeated: whether one process will run all blocks (micro-batches), so that a run must not change any state.
 
     Raises:
-        ChangedError: when a forward has changed parameters, which cannot be restored: no copy of them is kept.
+        ChangedError: when a forward has changed parameters, of which no copy is kept, or what cannot be restored.
     """
     try:
         if candidate.is_uniform:
@@ -85,8 +81,9 @@ def probe(
         finding.reason = str(error)
     except ChangedError:
         raise
-    except Exception as error:  # the forward does not run on a part of its batch
-        finding.reason = describe_failure(error) if wanted_bytes(error) is None else NO_MEMORY
+    except Exception as error:
+        is_memory = wanted_bytes(error) is not None
+        finding.reason = NO_MEMORY if is_memory else describe_failure(error, "fails when it is called again")
 
 
 @contextmanager
@@ -135,10 +132,10 @@ def _run_and_compare(
     finding.reads = recorder.reads
     finding.needs_mode = recorder.needs_mode
     finding.changes_buffers = bool(noted.running) or not state.has_same_buffers()
-    finding.orders = [memory_order(one) if isinstance(one, torch.Tensor) else None for one in outputs]
+    finding.orders = [memory_order(one) if is_tensor(one) else None for one in outputs]
     if finding.repeats and noted.noted:
         raise NotByRowsError("normalises by statistics of the whole batch (BatchNorm in train mode)")
-    buffers = copy_buffers(candidate.inside)
+    buffers, key = copy_buffers(candidate.inside), state.key()
     noted.replay()
     state.restore()
     with statistics(noted):
@@ -146,7 +143,7 @@ def _run_and_compare(
         if backwards.is_needed:
             noted.replay()
             state.restore()
-            with silent():
+            with silent(), failing_as("has a backward that fails when it is run again"):
                 backwards.run_whole(candidate, _copy_leaves(candidate))
     if _tensor_versions(given) != versions:
         raise NotByRowsError("changes its input in place")
@@ -164,7 +161,7 @@ def _run_and_compare(
             backwards.run_block(outputs, factors, leaves, block)
             made.look_at(outputs, leaves)
 
-        with statistics(noted):
+        with statistics(noted), failing_as("fails on a part of its batch"):
             part_outputs, factors, bases, spec = _run_forward(
                 candidate, part, leaves, block.num_mine, noted, look_at_part
             )
@@ -176,6 +173,10 @@ def _run_and_compare(
         if part.reads != recorder.reads:
             raise NotByRowsError("reads other numbers for a part of its batch, and may decide by them")
         compare_buffers(buffers, copy_buffers(candidate.inside), noted)
+        if state.key() != key:
+            raise NotByRowsError(
+                "leaves other values in its attributes, or in what it can see, for a part of its batch"
+            )
         parts.append(part_outputs)
     backwards.compare()
     compare(finding, outputs, parts, tolerance_for(candidate))
@@ -209,11 +210,18 @@ def _check_nan_row(candidate: SplitCandidate, outputs: list[Any], factors: list[
             leaves[index][row] = float("nan")
     if all(one is other for one, other in zip(leaves, candidate.leaves, strict=True)):
         return
+    _compare_other_rows(candidate, leaves, row, outputs, factors)
+
+
+def _compare_other_rows(
+    candidate: SplitCandidate, leaves: list[Any], row: int, outputs: list[Any], factors: list[int | None]
+) -> None:
+    """Run the forward on ``leaves``, in which only ``row`` differs, and compare the outputs of all other rows."""
     with silent():
-        found = tree_flatten(candidate.run(leaves))[0]
+        found = flatten(candidate.run(leaves))[0]
     candidate.check()
     for whole, other, factor in zip(outputs, found, factors, strict=True):
-        if isinstance(whole, torch.Tensor):
+        if is_tensor(whole):
             own = (0, 0) if factor is None else (row * factor, (row + 1) * factor)
             if not are_close(_drop_rows(other.detach(), *own), _drop_rows(whole, *own), tolerance_for(candidate)):
                 raise NotByRowsError("does not compute the rows of its batch one by one")
@@ -237,7 +245,7 @@ def _run_forward(
         look: called with the outputs, while they still have their graph, and with their rows per input row.
     """
     with silent() as said, recorder.entered(), recorder.refuse_reads():
-        outputs, spec = tree_flatten(candidate.run(leaves))
+        outputs, spec = flatten(candidate.run(leaves))
     candidate.check()
     if said.getvalue():
         raise NotByRowsError("prints, and would print of a part of the batch")
@@ -245,7 +253,7 @@ def _run_forward(
     bases = find_bases(outputs, factors, leaves)
     look(outputs, factors)
     # Copy the outputs and drop them, so that storages that are still alive afterwards are kept by the program.
-    copies = [output.detach().clone() if isinstance(output, torch.Tensor) else output for output in outputs]
+    copies = [output.detach().clone() if is_tensor(output) else output for output in outputs]
     outputs.clear()
     known = chain(candidate.module.parameters(), candidate.module.buffers(), *noted.noted)
     if recorder.keeps_results(known):
@@ -254,25 +262,23 @@ def _run_forward(
 
 
 def _rows_per_input_row(output: Any, recorder: Recorder, rows: int) -> int | None:
-    if not isinstance(output, torch.Tensor):
-        if not isinstance(output, PLAIN):
-            raise NotByRowsError(f"gives a {type(output).__name__}, of which it is unknown what is in it")
+    if not is_tensor(output):
+        if not issubclass(type(output), PLAIN):
+            raise NotByRowsError(f"gives a {class_name(output)}, of which it is unknown what is in it")
         return None
     if not recorder.follows_input(output):
         return None
     if output.layout != torch.strided or output.dim() == 0 or output.shape[0] == 0 or output.shape[0] % rows:
         raise NotByRowsError(f"gives an output of shape {tuple(output.shape)}, not one with a row for each of {rows}")
-    return output.shape[0] // rows
+    return int(output.shape[0]) // rows
 
 
 def _copy_leaves(candidate: SplitCandidate) -> list[Any]:
-    return [
-        like_given(leaf.detach().clone(), leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in candidate.leaves
-    ]
+    return [like_given(leaf.detach().clone(), leaf) if is_tensor(leaf) else leaf for leaf in candidate.leaves]
 
 
 def _tensor_versions(leaves: list[Any]) -> list[int | None]:
-    return [leaf._version if isinstance(leaf, torch.Tensor) and not leaf.is_inference() else None for leaf in leaves]
+    return [leaf._version if is_tensor(leaf) and not leaf.is_inference() else None for leaf in leaves]
 
 
 # Note [Probe]
@@ -293,13 +299,15 @@ def _tensor_versions(leaves: list[Any]) -> list[int | None]:
 #   and take another way with another batch. Nor may it draw from Python's or numpy's generators. Other numbers that it
 #   reads (a buffer's, or torch's random numbers) must be the same at each sliced call; see Note [Other ways] in
 #   sliced_forward.py.
-# - Buffers must be equal afterwards, except BatchNorm's, whose statistics are the whole batch's in each block.
+# - Buffers must be equal afterwards, except BatchNorm's, whose statistics are the whole batch's in each block. Plain
+#   values that the forward leaves in attributes, or in what it can see, must be equal, too (a number of rows is not).
 # - Random draws must have a fixed count for each row; see ``Draws``.
 # - The program's hooks and prints would see a part of the batch, so there may be none.
 # - A backward that is not torch's own is compared too; see Note [Backwards of programs] in backward_probe.py.
 #
 # A batch of equal rows (a warm-up with zeros) shows nothing, so the next batch is probed instead. Parameters that are
 # almost zero are enlarged during the probe: a gate that starts closed would hide a coupling of rows that shows later.
-# Random numbers, buffers and attributes are restored. Parameters are not, as a copy might not fit. A module whose own
-# calls change them (momentum encoders) is recognised by its first calls, and not probed; if a probe changes them
-# nevertheless, this is an error.
+# Random numbers, buffers, attributes and the objects that a forward can see are restored, each apart, and only what has
+# changed; see Note [Looks at objects] in inspection/reads.py. If one cannot be copied, nothing is run. Parameters are
+# not restored, as a copy might not fit. A module whose own calls change them (momentum encoders) is recognised by its
+# first calls, and not probed; if a probe changes them nevertheless, this is an error.

@@ -7,7 +7,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from lagom.errors import LagomError
+from lagom.inspection.reads import attributes
+from lagom.inspection.state_parts import RestoreError, StateCopy, StatePart, has_items, state_parts
 from lagom.random_states import equal_state, random_states, set_random_states
+from lagom.row_split.recorder import NotByRowsError
+from lagom.row_split.surroundings import Surroundings
 from lagom.run_state.random_streams import DRAWING
 
 if TYPE_CHECKING:
@@ -19,25 +24,43 @@ SMALL = 1e-3
 """Parameters whose largest absolute value is at most this are taken for gates that start closed, and will grow."""
 
 
+class ChangedError(LagomError):
+    """A forward has changed parameters in a probe, or objects that cannot be restored."""
+
+
 class ModuleState:
-    """Copies of random states and modules' buffers, attributes, and lists and dicts in these, made at creation."""
+    """Copies of random states, modules' buffers and attributes, and what else forwards can reach, made at creation.
+
+    Raises:
+        NotByRowsError: when something cannot be copied, so that a probe could not be undone.
+    """
 
     def __init__(self, inside: Sequence[nn.Module]) -> None:
         self._random = random_states()
         self._buffers = copy_buffers(inside)
-        holders = [holder for module in inside for holder in (module.__dict__, *module.__dict__.values())]
-        self._dicts = [(holder, dict(holder)) for holder in holders if isinstance(holder, dict)]
-        self._lists = [(holder, list(holder)) for holder in holders if isinstance(holder, list)]
+        own = [part for module in inside for part in _attribute_parts(module)]
+        known = {id(part.of) for part in own}
+        self._parts = [*own, *(part for part in Surroundings(inside).parts if id(part.of) not in known)]
+        try:
+            self._copies = [part.copy() for part in self._parts]
+        except RestoreError as error:
+            raise NotByRowsError(f"{error}, so that a look at it could not be undone") from error
 
     def restore(self) -> None:
-        """Restore everything that was copied."""
+        """Restore everything that was copied and has changed.
+
+        Raises:
+            ChangedError: when a part cannot be restored; all other parts are.
+        """
         set_random_states(self._random)
-        for held, before in self._dicts:
-            held.clear()
-            held.update(before)
-        for items, was in self._lists:
-            items[:] = was
         restore_buffers(self._buffers)
+        failures = [failure for copy in self._copies if (failure := _restore(copy)) is not None]
+        if failures:
+            raise ChangedError(
+                f"lagom has run a forward once more, to look whether ranks or micro-batches can share out its rows, "
+                f"and cannot undo what it changed: {'; '.join(failures)}. Use batches='split', "
+                "evaluation='replicated' and no micro_batches for this program"
+            )
 
     def changed_generators(self) -> list[str]:
         """Return the names of the generators that have drawn since the copies were made."""
@@ -49,24 +72,39 @@ class ModuleState:
         return all(torch.equal(buffer, content) for buffer, content in self._buffers)
 
     def is_unchanged(self) -> bool:
-        """Return whether attributes hold the same objects as before, and buffers the same values."""
-        return (
-            all(_same_objects([*held, *held.values()], [*was, *was.values()]) for held, was in self._dicts)
-            and all(_same_objects(items, was) for items, was in self._lists)
-            and self.has_same_buffers()
-        )
+        """Return whether everything that was copied holds the same objects as before, and buffers the same values."""
+        return not any(copy.has_changed() for copy in self._copies) and self.has_same_buffers()
+
+    def key(self) -> object:
+        """Return a key that changes with plain values and containers among what was copied, without tensors."""
+        return [part.key() for part in self._parts]
 
 
-def _same_objects(left: Sequence[object], right: Sequence[object]) -> bool:
-    return len(left) == len(right) and all(one is other for one, other in zip(left, right, strict=True))
+def _attribute_parts(module: nn.Module) -> Iterator[StatePart]:
+    yield from state_parts(module)
+    for value in list((attributes(module) or {}).values()):
+        if has_items(value):
+            yield from state_parts(value)
+
+
+def _restore(copy: StateCopy) -> str | None:
+    try:
+        copy.restore()
+    except RestoreError as error:
+        return str(error)
+    return None
 
 
 @contextmanager
 def restored_state(module: nn.Module, inside: Sequence[nn.Module], *, opens: bool = True) -> Iterator[ModuleState]:
-    """Yield copies of random states, buffers and attributes; restore them at the end.
+    """Yield copies of the state that forwards of ``inside`` can change; restore it at the end.
 
     Args:
         opens: whether parameters that are almost zero are enlarged in between.
+
+    Raises:
+        NotByRowsError: before anything has run, when something cannot be copied.
+        ChangedError: at the end, when something cannot be restored.
     """
     with DRAWING:  # otherwise a thread's draws would be undone too
         state = ModuleState(inside)
@@ -74,9 +112,9 @@ def restored_state(module: nn.Module, inside: Sequence[nn.Module], *, opens: boo
         try:
             yield state
         finally:
-            state.restore()
             for parameter, before in small:
                 parameter.data.copy_(before)
+            state.restore()
 
 
 def _enlarge_small_parameters(module: nn.Module) -> list[tuple[Tensor, Tensor]]:

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_unflatten
 
 from lagom.errors import LagomError
+from lagom.inspection.reads import flatten, is_tensor
 from lagom.row_split.backward_probe import find_unread
 from lagom.row_split.draws import Draws, OtherWayError
 from lagom.row_split.output_memory import as_kind_of, view_like
@@ -133,7 +134,7 @@ class SlicedRuns:
         )
         with _detour(candidate, finding, region.draws) as restore, region.enter(session):
             before = num_nodes_made()
-            outputs, spec = tree_flatten(candidate.run(leaves))
+            outputs, spec = flatten(candidate.run(leaves))
             shapes, num_nodes = _shapes(candidate), num_nodes_made() - before
             if not region.was_at_prompt and not finding.is_known_way(shapes, num_nodes):
                 raise NewWayError(shapes, num_nodes)
@@ -199,7 +200,7 @@ def _detour(candidate: SplitCandidate, finding: SplitFinding, draws: Draws | Non
 
 
 def _shapes(candidate: SplitCandidate) -> object:
-    return tuple([leaf.shape if isinstance(leaf, torch.Tensor) else None for leaf in candidate.leaves])
+    return tuple([leaf.shape if is_tensor(leaf) else None for leaf in candidate.leaves])
 
 
 def _gather_outputs(
@@ -222,7 +223,7 @@ def _gather_outputs(
     ]
     for i, factor in by_rows:
         one = outputs[i]
-        if not isinstance(one, torch.Tensor) or one.dim() == 0 or one.shape[0] != factor * exchange.block.num_mine:
+        if not is_tensor(one) or one.dim() == 0 or one.shape[0] != factor * exchange.block.num_mine:
             raise LagomError(
                 f"the forward of {type(candidate.module).__name__} gave an output that has not a row for each "
                 "sample, unlike at its first call; use batches='split' and evaluation='replicated' for this program"

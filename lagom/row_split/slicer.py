@@ -10,6 +10,8 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.weak import WeakIdKeyDictionary
 
+from lagom.inspection.reads import is_tensor
+from lagom.inspection.state_parts import items
 from lagom.patching.object_reference import ObjectReference
 from lagom.patching.replace import replaced
 from lagom.row_split.draws import OtherWayError
@@ -27,7 +29,7 @@ from lagom.row_split.split_candidate import (
     measure_call,
     try_again,
 )
-from lagom.row_split.surroundings import watched_writes
+from lagom.row_split.surroundings import Surroundings, watched_writes
 from lagom.row_split.whole_batch import Gatherer, is_worth_slicing
 
 if TYPE_CHECKING:
@@ -185,7 +187,7 @@ class Slicer:
 
     def _run_first(self, candidate: SplitCandidate, calls: KnownCalls, kind: object, run: Callable[[], Any]) -> Any:
         """Make the first call of a ``kind``; measure its work, and find out whether a probe would have side effects."""
-        module, around = candidate.module, self._trees.surroundings(candidate.module)
+        module, around = candidate.module, Surroundings(candidate.inside)
         before, marks = (attribute_numbers(candidate.inside), around.state()), parameter_checksums(module)
         with watched_writes() as written:
             output, finding = measure_call(candidate, run)
@@ -287,8 +289,8 @@ class Slicer:
         )
 
 
-def _dense_shape(data: Any) -> object:
+def _dense_shape(data: Any, depth: int = 3) -> object:
     """Return the shape of a tensor, or the shapes in a list, tuple or dict; None for anything else."""
-    if isinstance(data, (list, tuple, dict)):
-        return [_dense_shape(one) for one in (data.values() if isinstance(data, dict) else data)]
-    return data.shape if is_dense(data) else None
+    if is_tensor(data):
+        return data.shape if is_dense(data) else None
+    return [_dense_shape(one, depth - 1) for one in items(data)] if depth else None

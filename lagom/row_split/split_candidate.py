@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 from torch.autograd import forward_ad
-from torch.utils._pytree import TreeSpec, tree_flatten
+from torch.utils._pytree import TreeSpec
 
-from lagom.row_split.draws import DrawKind
+from lagom.inspection.reads import class_name, describe, flatten, is_tensor
+from lagom.row_split.draws import DrawKind, UnsupportedDrawError
 from lagom.row_split.recorder import BatchStatistics, FlopCounter, NotByRowsError, bounds_check
-from lagom.row_split.restore import restored_state
+from lagom.row_split.restore import ChangedError, restored_state
 from lagom.row_split.whole_batch import ForwardWork, RowBlock
 from lagom.run_state.oom_errors import wanted_bytes
 
@@ -135,12 +136,12 @@ def is_batch(leaf: Any, rows: int) -> bool:
 
 def is_dense(leaf: Any) -> bool:
     """Return whether ``leaf`` is a tensor that can be cut into rows: a strided one, neither sparse nor nested."""
-    return isinstance(leaf, torch.Tensor) and leaf.layout == torch.strided and not leaf.is_nested
+    return is_tensor(leaf) and leaf.layout == torch.strided and not leaf.is_nested
 
 
 def is_dual(leaf: Any) -> bool:
     """Return whether ``leaf`` carries a derivative in forward mode."""
-    return isinstance(leaf, torch.Tensor) and forward_ad.unpack_dual(leaf).tangent is not None
+    return is_tensor(leaf) and forward_ad.unpack_dual(leaf).tangent is not None
 
 
 def sample_bytes(tensor: torch.Tensor) -> bytes:
@@ -162,7 +163,7 @@ def measure_call(candidate: SplitCandidate, call: Callable[[], Any]) -> tuple[An
     work = ForwardWork(
         rows=candidate.rows,
         flops=max(counter.flops, 2.0 * own * candidate.rows),
-        output_bytes=sum(leaf.nbytes for leaf in tree_flatten(output)[0] if is_dense(leaf)),
+        output_bytes=sum(leaf.nbytes for leaf in flatten(output)[0] if is_dense(leaf)),
         input_bytes=sum(
             leaf.nbytes for leaf in candidate.leaves if is_batch(leaf, candidate.rows) and leaf.requires_grad
         ),
@@ -187,7 +188,7 @@ def try_again(candidate: SplitCandidate, num_blocks: int, statistics: Callable[[
         return None  # a probe will say so
     # The block has at least two rows, as BatchNorm needs.
     block = RowBlock(0, max(1, min(num_blocks, candidate.rows // 2)), candidate.rows)
-    leaves = [leaf.clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in candidate.cut_leaves(block)]
+    leaves = [leaf.clone() if is_tensor(leaf) else leaf for leaf in candidate.cut_leaves(block)]
     try:
         with (
             restored_state(candidate.module, candidate.inside, opens=False),
@@ -196,14 +197,31 @@ def try_again(candidate: SplitCandidate, num_blocks: int, statistics: Callable[[
             bounds_check(candidate.device),
         ):
             candidate.run(leaves)
+    except ChangedError:
+        raise
+    except NotByRowsError as error:
+        return str(error)
     except Exception as error:
         return describe_failure(error) if wanted_bytes(error) is None else None
     return None
 
 
-def describe_failure(error: Exception) -> str:
-    """Return the reason why a module is not sliced: it fails on a part of its batch."""
-    return f"fails on a part of its batch ({type(error).__name__}: {str(error)[:200]})"
+def describe_failure(error: Exception, how: str = "fails on a part of its batch") -> str:
+    """Return the reason why a module is not sliced: how it fails."""
+    return f"{how} ({describe(error)})"
+
+
+@contextmanager
+def failing_as(how: str) -> Iterator[None]:
+    """Let errors of a forward, except for memory, be a ``NotByRowsError`` that says how it fails."""
+    try:
+        yield
+    except (NotByRowsError, UnsupportedDrawError, ChangedError):
+        raise
+    except Exception as error:
+        if wanted_bytes(error) is not None:
+            raise
+        raise NotByRowsError(describe_failure(error, how)) from error
 
 
 def check_call(candidate: SplitCandidate) -> None:
@@ -213,9 +231,9 @@ def check_call(candidate: SplitCandidate) -> None:
         NotByRowsError: when something would, or might.
     """
     for leaf in candidate.leaves:
-        if not isinstance(leaf, (torch.Tensor, *PLAIN)):
-            raise NotByRowsError(f"is called with a {type(leaf).__name__}, of which it is unknown what is in it")
-        if isinstance(leaf, torch.Tensor) and not is_dense(leaf):
+        if not is_tensor(leaf) and not issubclass(type(leaf), PLAIN):
+            raise NotByRowsError(f"is called with a {class_name(leaf)}, of which it is unknown what is in it")
+        if is_tensor(leaf) and not is_dense(leaf):
             raise NotByRowsError("is called with a sparse or nested tensor, which has no rows to share out")
     for module in candidate.inside:
         state = module.__dict__

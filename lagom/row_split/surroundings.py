@@ -2,53 +2,80 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
-import random
 import sys
 import threading
 import types
-from collections import deque
 from contextlib import contextmanager
 from functools import cache
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import nn
 
+from lagom.inspection.reads import (
+    attributes,
+    bases,
+    class_attributes,
+    class_key,
+    is_plain,
+    is_tensor,
+    module_of,
+    read_slot,
+    referents,
+    slots,
+)
+from lagom.inspection.state_parts import StatePart, class_state, has_items, items, named_items, state_parts, value_key
 from lagom.patching.replace import replaced
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
 _MAX_OBJECTS = 2000
 """Largest number of objects that are searched."""
 _MAX_ITEMS = 64
-"""Largest number of items of a container, or of attributes, that are searched or compared."""
-_PLAIN = frozenset((bool, int, float, str, type(None)))
-_NAMESPACES = ("Namespace", "SimpleNamespace")
-"""Classes of Python's standard library whose objects have attributes that the program chooses."""
-_CONTAINERS = (dict, list, tuple, set, deque)
+"""Largest number of items of a container, or of attributes, whose values distinguish calls."""
+_MAX_SEARCHED = 4096
+"""Largest number of items of a container that are searched."""
+_HOLDERS = ("argparse", "collections", "queue", "types", "weakref", "_weakrefset", "_thread")
+"""Modules of Python's standard library whose objects have attributes or items that the program chooses."""
+_WRAPPERS: tuple[Any, ...] = (
+    *(staticmethod, classmethod, property, types.MethodType, types.MappingProxyType, functools.partial),
+    *(type({}.keys()), type({}.values()), type({}.items()), functools.cached_property),
+)
+"""Classes whose objects refer to what is searched, and hold nothing else that can change."""
+_CACHED = type(functools.cache(len))
+"""Class of functions with a cache, which is not searched: C code keeps it."""
 
 
 class Surroundings:
-    """Values, containers and generators that the forwards of ``modules`` can reach; collected once."""
+    """Values and objects that can change and that the forwards of ``modules`` can reach; collected once."""
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         self.iterates = False
         """Whether one of these values is an iterator, which cannot be restored."""
         self._places: list[tuple[Any, Any]] = []
-        """Places of plain values and tensors: a dict or class and a key, a list and an index, or a cell and None."""
-        self._containers: list[Any] = []
-        self._states: list[Callable[[], object]] = []
-        """Functions that return the states of generators and arrays."""
+        """Places of plain values and tensors.
+
+        They are a dict or class and a key, a list and an index, an object and its slot, or a cell and None.
+        """
+        self.parts: list[StatePart] = []
+        """What can change in the objects that were found."""
         self._seen: dict[int, object] = {id(module): module for module in modules}
+        self._classes: set[int] = set()
         for module in modules:
-            if _origin(type(module).__module__) != "core":
+            if _origin(module_of(type(module))) != "core":
                 own = module.__dict__
-                self._search_values(own, (n for n in own if n not in _MODULE_ATTRIBUTES and type(own[n]) not in _PLAIN))
+                self._search_values(own, (n for n in own if n not in _MODULE_ATTRIBUTES and not is_plain(own[n])))
+                self._search_slots(module)
                 self._search_class(type(module))
         self._seen.clear()  # otherwise it would keep modules alive
+
+    def forget_parts(self) -> None:
+        """Drop ``parts``, which keep objects alive, and so the modules that these hold."""
+        self.parts.clear()
 
     def flags(self) -> tuple[object, ...]:
         """Return a key that changes when a forward might take another way: by a switch, or a number's sign."""
@@ -57,7 +84,7 @@ class Surroundings:
     def state(self) -> object:
         """Return a key that changes when any of the values has changed."""
         places = [_item_key(_read_value(of, key)) for of, key in self._places]
-        return places, [_container_key(one) for one in self._containers], [state() for state in self._states]
+        return places, [part.key() for part in self.parts]
 
     @property
     def num_places(self) -> int:
@@ -75,10 +102,12 @@ class Surroundings:
         self._places = [self._places[index] for index in indices]
 
     def _search_class(self, kind: type) -> None:
-        for one in kind.__mro__:
-            if _origin(one.__module__) == "program" and self._is_new(one):
-                names = list(vars(one))
+        for one in bases(kind):
+            if _origin(module_of(one)) == "program" and id(one) not in self._classes:
+                self._classes.add(id(one))
+                names = [name for name in class_attributes(one) if type(name) is str]
                 self._search_values(one, (name for name in names if not (name.startswith("__") and name != "__call__")))
+                self.parts.append(class_state(one))
 
     def _search_function(self, function: types.FunctionType) -> None:
         if _origin(function.__module__) != "program":
@@ -89,66 +118,78 @@ class Surroundings:
             names.update(code.co_names)
         self._search_names(function.__globals__, names)
         for cell in function.__closure__ or ():
+            self.parts += state_parts(cell)
             self._add_value(cell, None, _read_value(cell, None))
-        for default in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
-            if self._is_new(default):
-                self._search_object(default)
+        self._search_each((*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()))
+        self._search_state(function)
 
     def _search_names(self, held: dict[str, Any], names: set[str]) -> None:
-        for name in sorted(names.intersection(held)):
-            value = held[name]
-            if not issubclass(type(value), types.ModuleType):
+        self.parts.append(named_items(held, sorted(names)))
+        for name in sorted(name for name in names if dict.__contains__(held, name)):
+            value = dict.get(held, name)
+            if type(value) is not types.ModuleType and _origin(module_of(type(value))) != "library":
                 self._add_value(held, name, value)
-            elif _origin(value.__name__) == "program" and self._is_new(value):
-                self._search_names(vars(value), names)  # settings: their attributes are looked up by name
+                continue
+            of_module = attributes(value) or {}
+            if _origin(of_module.get("__name__")) == "program" and self._is_new(value):
+                self._search_names(of_module, names)  # settings: their attributes are looked up by name
 
     def _search_values(self, held: Any, names: Iterable[Any]) -> None:
-        for name in list(names)[:_MAX_ITEMS]:
-            self._add_value(held, name, _read_value(held, name))
+        for index, name in enumerate(list(islice(names, _MAX_SEARCHED))):
+            self._add_value(held, name, _read_value(held, name), is_place=index < _MAX_ITEMS)
 
-    def _add_value(self, of: Any, key: Any, value: Any) -> None:
-        if type(value) in _PLAIN or issubclass(type(value), torch.Tensor):
-            self._places.append((of, key))
+    def _add_value(self, of: Any, key: Any, value: Any, *, is_place: bool = True) -> None:
+        if is_plain(value) or is_tensor(value):
+            if is_place:
+                self._places.append((of, key))
         elif self._is_new(value):
             self._search_object(value)
 
     def _search_object(self, value: Any) -> None:
         kind = type(value)  # isinstance() would ask a proxy for its class
-        if issubclass(kind, (staticmethod, classmethod, types.MethodType)):
-            self._search_object(value.__func__)
-        elif issubclass(kind, property):
-            self._search_object(value.fget)
-        elif issubclass(kind, types.FunctionType):
+        origin = module_of(kind)
+        if issubclass(kind, types.FunctionType):
             self._search_function(value)
         elif issubclass(kind, type):
             self._search_class(value)
-        elif (state := _make_state_reader(value)) is not None:
-            self._states.append(state)
-        elif issubclass(kind, _CONTAINERS):
-            self._search_container(value)
-        elif hasattr(kind, "__next__"):
+        elif issubclass(kind, _WRAPPERS):
+            self._search_each(referents(value))
+        elif issubclass(kind, _CACHED):
+            self._search_each((attributes(value) or {}).values())
+        elif has_items(value):
+            if not (issubclass(kind, dict) and dict.__contains__(value, "__module__")):  # a class's own
+                self._search_state(value)
+        elif any("__next__" in class_attributes(one) for one in bases(kind)):
             self.iterates = True
-        elif not issubclass(kind, nn.Module) and (_origin(kind.__module__) != "core" or kind.__name__ in _NAMESPACES):
-            try:
-                held = object.__getattribute__(value, "__dict__")
-            except AttributeError:  # slots
-                return
-            self._search_container(held)
-            self._search_class(kind)
+        elif not issubclass(kind, nn.Module) and (_origin(origin) != "core" or origin in _HOLDERS):
+            self._search_state(value)
 
-    def _search_container(self, container: Any) -> None:
-        self._containers.append(container)
-        if isinstance(container, dict):
-            self._search_values(container, dict.keys(container))
-            return
-        for index, item in enumerate(list(container)[:_MAX_ITEMS]):
-            if isinstance(container, list) and type(item) in _PLAIN:
-                self._places.append((container, index))
-            elif self._is_new(item):
-                self._search_object(item)
+    def _search_state(self, value: Any) -> None:
+        """Search the items, attributes and slots of an object, and its class."""
+        self.parts += state_parts(value)
+        holders: tuple[Any, ...] = value, attributes(value)
+        for held in holders:
+            if issubclass(type(held), dict):
+                self._search_values(held, dict.keys(held))
+            elif issubclass(type(held), list):
+                numbers = [index for index, item in enumerate(list.copy(held)[:_MAX_ITEMS]) if is_plain(item)]
+                self._places += [(held, index) for index in numbers]
+        if not issubclass(type(value), dict):
+            self._search_each(items(value))
+        self._search_slots(value)
+        self._search_class(type(value))
+
+    def _search_slots(self, value: Any) -> None:
+        for member in slots(value):
+            self._add_value(value, member, read_slot(value, member))
+
+    def _search_each(self, values: Iterable[Any]) -> None:
+        for value in islice(values, _MAX_SEARCHED):
+            if self._is_new(value):
+                self._search_object(value)
 
     def _is_new(self, value: object) -> bool:
-        if type(value) in _PLAIN or issubclass(type(value), torch.Tensor):
+        if is_plain(value) or is_tensor(value):
             return False
         if id(value) in self._seen or len(self._seen) > _MAX_OBJECTS:
             return False
@@ -156,31 +197,16 @@ class Surroundings:
         return True
 
 
-def _make_state_reader(value: Any) -> Callable[[], object] | None:
-    """Return a function that returns the state of a generator or an array; None for other objects."""
-    kind, numpy = type(value), sys.modules.get("numpy")
-    if issubclass(kind, torch.Generator):
-        return lambda: bytes(value.get_state().numpy().data)
-    if issubclass(kind, random.Random):
-        return lambda: value.getstate()
-    if numpy is None:
-        return None
-    if issubclass(kind, numpy.random.Generator):
-        return lambda: repr(value.bit_generator.state)
-    if issubclass(kind, numpy.random.RandomState):
-        return lambda: repr(value.get_state())
-    if issubclass(kind, numpy.ndarray) and value.nbytes < 1 << 20 and not value.dtype.hasobject:
-        return lambda: bytes(value.tobytes())
-    return None
-
-
 def _read_value(of: Any, key: Any) -> Any:
-    if isinstance(of, dict):
+    kind = type(of)
+    if type(key) is types.MemberDescriptorType:
+        return read_slot(of, key)
+    if issubclass(kind, dict):
         return dict.get(of, key)  # a subclass's own get may create missing items
-    if isinstance(of, list):
-        return of[key] if key < len(of) else None
-    if isinstance(of, type):
-        return vars(of).get(key)
+    if issubclass(kind, list):
+        return list.__getitem__(of, key) if key < list.__len__(of) else None
+    if issubclass(kind, type):
+        return class_attributes(of).get(key)
     try:
         return of.cell_contents
     except ValueError:  # not filled yet
@@ -191,29 +217,25 @@ def _value_flag(value: Any) -> object:
     kind = type(value)
     if kind is int or kind is float:
         return (value > 0) - (value < 0)
-    return value if kind in _PLAIN else kind
+    return value if is_plain(value) else class_key(kind)
 
 
 def _item_key(value: Any) -> object:
-    if issubclass(type(value), torch.Tensor):
+    if is_tensor(value):
         return None if value.is_inference() else value._version
-    return value if type(value) in _PLAIN else type(value)
+    return value_key(value, 0)
 
 
-def _container_key(container: Any) -> object:
-    """Return the size and items of a container, without tensors; plain values of a dict are places of their own."""
-    of_dict = isinstance(container, dict)
-    some = list(dict.values(container) if of_dict else container)[-_MAX_ITEMS:]
-    kept = [_item_key(item) for item in some if not issubclass(type(item), torch.Tensor)]
-    return len(container) - (len(some) - len(kept)), len(kept) if of_dict else kept
+def _origin(name: Any) -> str:
+    """Return where the module ``name`` comes from: "core" (torch, numpy, lagom, Python), "library" or "program"."""
+    if type(name) is str or name is None:
+        return _origin_of(name or "")
+    return "core"  # a class of C code whose objects have a module's name each, so that the class has a descriptor
 
 
 @cache
-def _origin(name: Any) -> str:
-    """Return where the module ``name`` comes from: "core" (torch, numpy, lagom, Python), "library" or "program"."""
-    if not isinstance(name, (str, type(None))):
-        return "core"  # a class of C code whose objects have a module's name each, so that the class has a descriptor
-    top = (name or "").partition(".")[0]
+def _origin_of(name: str) -> str:
+    top = name.partition(".")[0]
     if top in _CORE or (top in sys.stdlib_module_names and top != "__main__"):
         return "core"
     path = getattr(sys.modules.get(top), "__file__", None) or ""

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import torch
+from lagom.inspection.reads import is_tensor, mapped_values, read_attribute
 
-if TYPE_CHECKING:
-    from collections.abc import Iterable
+_MAX_DEPTH = 64
+"""Depth to which a batch is searched, which may be a list in itself."""
 
 
 def count_samples(data: Any) -> int:
@@ -17,20 +16,19 @@ def count_samples(data: Any) -> int:
     return 1 if count is None else count
 
 
-def count_rows(data: Any) -> int | None:
+def count_rows(data: Any, depth: int = _MAX_DEPTH) -> int | None:
     """Return the number of rows of the first tensor or array in ``data`` that has rows; None if there is none."""
-    if isinstance(data, torch.Tensor):
+    if is_tensor(data):
         return data.size(0) if data.dim() else None  # nested tensors have no len()
-    if isinstance(data, Mapping):
-        parts: Iterable[Any] = data.values()
-    elif isinstance(data, (list, tuple)):
-        # A list of texts is a column of the batch, which has no rows to count here.
-        parts = () if data and isinstance(data[0], (str, bytes)) and type(data) is list else data
+    kind = type(data)
+    if issubclass(kind, (list, tuple)):
+        parts = list((list if issubclass(kind, list) else tuple).__iter__(data))
+        if kind is list and parts and issubclass(type(parts[0]), (str, bytes)):
+            return None  # a list of texts is a column of the batch, which has no rows to count here
     else:
-        shape = getattr(data, "shape", None)
-        return int(shape[0]) if isinstance(shape, tuple) and shape else None
-    for part in parts:
-        count = count_rows(part)
-        if count is not None:
-            return count
-    return None
+        parts = list(mapped_values(data))
+        shape = None if parts else read_attribute(data, "shape")
+        if issubclass(type(shape), tuple) and shape:
+            return int(shape[0])
+    counts = (count_rows(part, depth - 1) for part in parts if depth)
+    return next((count for count in counts if count is not None), None)

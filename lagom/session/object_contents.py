@@ -13,6 +13,8 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset
 
+from lagom.inspection.reads import attributes, class_name, is_tensor, read_slot, slots
+from lagom.inspection.state_parts import has_items
 from lagom.program.sources import is_own
 from lagom.row_split.restore import tensor_checksum
 from lagom.row_split.surroundings import Surroundings
@@ -47,7 +49,8 @@ class ObjectContents(Surroundings):
         self._reads = reads_parameters
         self._modules: list[nn.Module] = []
         self._arrays: list[Any] = []
-        self._search_container([value])
+        self._containers: list[Any] = []
+        self._search_items([value])
         modules = list({id(one): one for module in self._modules for one in module.modules()}.values())
         self._items = [(holder, items_of(holder)) for holder in (*self._containers, *modules)]
         numbers = [
@@ -94,19 +97,24 @@ class ObjectContents(Surroundings):
         elif _is_array(kind):
             self._arrays.append(value)
         elif issubclass(kind, Dataset):
-            attributes = object.__getattribute__(value, "__dict__")
-            parts = [one for held in attributes.values() for one in (held if type(held) in (list, tuple) else (held,))]
-            self._search_container([part for part in parts if _is_tensor(type(part)) or _is_array(type(part))])
-        elif kind.__name__ == "Namespace" or issubclass(kind, _SEARCHED) or is_own(kind):
+            held = (attributes(value) or {}).values()
+            parts = [part for one in held for part in (one if type(one) in (list, tuple) else (one,))]
+            self._search_items([part for part in parts if is_tensor(part) or _is_array(type(part))])
+        elif class_name(value) == "Namespace" or issubclass(kind, _SEARCHED) or is_own(kind):
             super()._search_object(value)
-            self._containers += [value] if _slots(kind) else []
+
+    def _search_items(self, items: list[Any]) -> None:
+        self._containers.append(items)
+        self._search_each(items)
+
+    def _search_state(self, value: Any) -> None:
+        held = attributes(value)
+        self._containers += [value] if has_items(value) or slots(value) else []
+        self._containers += [] if held is None else [held]
+        super()._search_state(value)
 
     def _search_class(self, kind: type) -> None:
         """Do nothing: code is not followed."""
-
-
-def _is_tensor(kind: type) -> bool:
-    return issubclass(kind, torch.Tensor)
 
 
 def _is_array(kind: type) -> bool:
@@ -131,15 +139,11 @@ def items_of(holder: Any) -> list[Any]:
         inside = [one for name in ("_modules", "_parameters") for one in (own.get(name) or {}).values()]
         names = [name for name in own if name not in _MODULE_ATTRIBUTES and not name.startswith("_")]
         return [*inside, *(part for name in names if is_own(kind) for part in (name, own[name]))]
-    return [one.__get__(holder) for one in _slots(kind) if hasattr(holder, one.__name__)]
+    return [read_slot(holder, member) for member in slots(holder)]
 
 
 def _length(length: int) -> list[int]:
     return [length] if length > _MAX_COMPARED else []
-
-
-def _slots(kind: type) -> list[Any]:
-    return [one for base in kind.__mro__ for one in vars(base).values() if type(one) is types.MemberDescriptorType]
 
 
 def are_same(left: Sequence[Any], right: Sequence[Any]) -> bool:

@@ -121,11 +121,11 @@ class ProgramInProgress:
         self._own = {id(value): name for name, value in known.items()}
         given = call.provided
         for value in reachable_modules(call.function, *given.values(), *given.get("hparams", {}).values()):
-            if isinstance(value, types.FunctionType):
+            if type(value) is types.FunctionType:
                 self._imports |= set(imports_of(value))
-            if isinstance(value, types.FunctionType) and (text := call.sources.get(value.__code__.co_filename)):
+            if type(value) is types.FunctionType and (text := call.sources.get(value.__code__.co_filename)):
                 self._instrument(value, text)
-            elif type(value) in (type, abc.ABCMeta) and not is_installed(_file_of(value)):
+            elif any(type(value) is kind for kind in (type, abc.ABCMeta)) and not is_installed(_file_of(value)):
                 self._classes.append(value)
         self._settings, self._streams = first_settings(), (sys.stdout, sys.stderr)
         self._before |= {name: dict(variables) for name, variables in self._modules([]).items()}

@@ -198,3 +198,30 @@ def test_lagom_and_the_cloudpickle_beside_it_are_in_lagoms_own_archive(tmp_path:
     found = zipfile.ZipFile(io.BytesIO(lagom_zip())).namelist()
     assert {"lagom/__init__.py", "lagom/worker/bootstrap.py", "cloudpickle/__init__.py"} <= set(found)
     assert not any("__pycache__" in name for name in found)
+
+
+def refuse(*_: Any) -> Any:
+    raise NotImplementedError
+
+
+class Meta(type):
+    __eq__ = __hash__ = __instancecheck__ = refuse
+
+    def __getattribute__(cls, name: str) -> Any:
+        raise NotImplementedError(name)
+
+
+class Refusing(metaclass=Meta):
+    __class__ = property(refuse)
+    __eq__ = __len__ = __iter__ = __bool__ = __hash__ = __getattribute__ = refuse
+
+
+REFUSING: Any = Refusing()
+
+
+def test_objects_that_refuse_every_look_are_passed_over() -> None:
+    def function() -> Any:
+        return REFUSING, Refusing
+
+    assert str(Path(__file__)) in source_files(function)
+    assert modules_zip(function)
