@@ -139,7 +139,7 @@ def _run_and_compare(
     noted.replay()
     state.restore()
     with statistics(noted):
-        _check_nan_row(candidate, outputs, finding.factors)
+        _check_changed_row(candidate, outputs, finding.factors, noted, state)
         if backwards.is_needed:
             noted.replay()
             state.restore()
@@ -201,8 +201,18 @@ def _unchanged_check(finding: SplitFinding, state: ModuleState) -> Callable[[], 
     return check
 
 
-def _check_nan_row(candidate: SplitCandidate, outputs: list[Any], factors: list[int | None]) -> None:
-    """Check that a row of NaN changes no other row: NaN spreads even if rows are mixed with a weight of zero."""
+def _check_changed_row(
+    candidate: SplitCandidate,
+    outputs: list[Any],
+    factors: list[int | None],
+    noted: BatchStatistics,
+    state: ModuleState,
+) -> None:
+    """Check that a row of NaN changes no other row: NaN spreads even if rows are mixed with a weight of zero.
+
+    Where the forward fails on NaN, which may be no valid input (an index, a probability), another row of the batch
+    takes the place of the row.
+    """
     leaves, row = list(candidate.leaves), candidate.rows // 2
     for index, leaf in enumerate(leaves):
         if is_batch(leaf, candidate.rows) and (leaf.is_floating_point() or leaf.is_complex()):
@@ -210,7 +220,30 @@ def _check_nan_row(candidate: SplitCandidate, outputs: list[Any], factors: list[
             leaves[index][row] = float("nan")
     if all(one is other for one, other in zip(leaves, candidate.leaves, strict=True)):
         return
-    _compare_other_rows(candidate, leaves, row, outputs, factors)
+    try:
+        _compare_other_rows(candidate, leaves, row, outputs, factors)
+    except (NotByRowsError, UnsupportedDrawError):
+        raise
+    except Exception as error:
+        if wanted_bytes(error) is not None:
+            raise
+        noted.replay()
+        state.restore()
+        with failing_as("fails when a row of its batch takes the place of another"):
+            _compare_other_rows(candidate, _with_other_row(candidate, row), row, outputs, factors)
+
+
+def _with_other_row(candidate: SplitCandidate, row: int) -> list[Any]:
+    """Return the leaves with the next row that differs from ``row`` in its place."""
+    batches = [leaf for leaf in candidate.leaves if is_batch(leaf, candidate.rows)]
+    others = [(row + step) % candidate.rows for step in range(1, candidate.rows)]
+    other = next((one for one in others if any(not torch.equal(leaf[row], leaf[one]) for leaf in batches)), row)
+    leaves = list(candidate.leaves)
+    for index, leaf in enumerate(leaves):
+        if is_batch(leaf, candidate.rows):
+            leaves[index] = leaf.detach().clone()
+            leaves[index][row] = leaf.detach()[other]
+    return leaves
 
 
 def _compare_other_rows(
@@ -294,7 +327,7 @@ def _tensor_versions(leaves: list[Any]) -> list[int | None]:
 # - Nothing computed from the input may stay behind in an attribute, a list or a closure, where the program would find a
 #   part of the batch. Weak references to the storages of all results show what is alive after the output is gone.
 # - A row of NaN in floating-point inputs must not change other rows. NaN spreads even through a mean over rows whose
-#   weight is still zero.
+#   weight is still zero. A forward that fails on NaN gets a copy of another row instead.
 # - The forward must not read numbers of its input (item(), numpy(), masks that select), since it might branch on them,
 #   and take another way with another batch. Nor may it draw from Python's or numpy's generators. Other numbers that it
 #   reads (a buffer's, or torch's random numbers) must be the same at each sliced call; see Note [Other ways] in
