@@ -112,6 +112,7 @@ def join_message(
     return {
         "type": "join",
         "task": task,
+        "pid": os.getpid(),
         "ranks": list(ranks),
         "host": ground.host,
         "ip": ip,

@@ -16,6 +16,8 @@ from lagom.wire.client import Message
 from lagom.worker import stack_dump
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from lagom.host.driver_link import DriverLink
     from lagom.host.forked_rank import ForkedRank
     from lagom.plan import Plan
@@ -30,6 +32,15 @@ class StallDetector:
             [plan.config.stall_timeout_s / 4, *([plan.config.timeout_s / 4] if plan.config.timeout_s else []), 1.0]
         )
         """Longest time between two checks."""
+        self._looked_at = time.monotonic()
+
+    def skip_pause(self, ranks: Sequence[ForkedRank]) -> None:
+        """Call this before each round of checks: if this process was stopped, do not count that time for ``ranks``."""
+        now = time.monotonic()
+        pause_s, self._looked_at = now - self._looked_at - self.interval_s, now
+        if pause_s > self.interval_s:
+            for rank in ranks:
+                rank.pulse.skip(pause_s)
 
     def check(self, rank: ForkedRank) -> Message | None:
         """Tell the driver once that ``rank`` stalls; return the rank's failure after ``timeout_s`` without progress."""
@@ -72,6 +83,11 @@ class Pulse:
         if ticks != self.ticks:
             self.ticks = ticks
             self.moved()
+
+    def skip(self, seconds: float) -> None:
+        """Do not count ``seconds``, in which the host process itself was stopped, or the machine asleep."""
+        now = time.monotonic()
+        self.moved_at, self.heard_at = (min(now, then + seconds) for then in (self.moved_at, self.heard_at))
 
     def moved(self) -> None:
         """Record progress."""

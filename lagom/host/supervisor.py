@@ -76,6 +76,7 @@ class RankSupervisor:
                 key.data()
             self.driver.flush()
             reap_adopted([*(rank.pid for rank in self._ranks), *kept])
+            self._stall_detector.skip_pause(self._ranks)
             for rank in self._ranks:
                 if rank.pidfd is None and not rank.ended:
                     self._reap(rank)

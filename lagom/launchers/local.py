@@ -111,6 +111,7 @@ class LocalLauncher:
                 run.adopt(ours)
                 taker = server()
                 taker.send(request, [theirs.fileno(), *fds])
+            run.await_server(taker.process.pid)
             run.watch()
             if run.lost() is not None and not run.begun and taker.ended():
                 raise _ServerGone("the local fork server ended before it took up the run")

@@ -9,10 +9,12 @@ import time
 from functools import partial
 
 from lagom.debugger.terminal import DebugTerminal
-from lagom.errors import LagomError, PlanError, RankError
+from lagom.errors import LagomError, PlanError, RankError, StallError
 from lagom.launchers.rank_events import RankEvents
 from lagom.launchers.rank_places import RankPlaces
 from lagom.launchers.run_display import RunDisplay
+from lagom.monitor.stall_texts import rank_names
+from lagom.monitor.stopped_processes import StoppedProcesses, kill_unless_needed
 from lagom.plan import Plan
 from lagom.records.run_dir import RunRecords
 from lagom.restart.history import RunHistory
@@ -29,6 +31,7 @@ IMPATIENT_S = 5.0  # time without a message from the tasks, after which the user
 _BUSY_S = 60.0  # in a local run, the user is told no earlier: its process always starts, if slowly
 _GRACE_S = 5.0  # longest wait for the next message of a task after the job has ended
 ANSWER_S = 3.0  # time in which a task must answer a stop; the driver waits only for tasks that do
+_LOOK_S = 1.0  # interval of looks at the processes of a local run
 LOST_S = 20.0  # silence after which a machine counts as lost; or timeout_s, if that is shorter
 
 
@@ -70,6 +73,8 @@ class RunView:
         self._num_tasks = 1 if plan.launcher == "local" else plan.num_slots
         self._joins: dict[int, Message] = {}
         self._places = RankPlaces(self._joins, lost_s)
+        self._processes = StoppedProcesses()
+        self._fork_server = -1
         self._gathering = False
         self._hears = True
         self._stopping = False
@@ -118,6 +123,14 @@ class RunView:
         """Serve task 0, the only task of a local run, over ``connection``, one of an inherited pair of sockets."""
         self._connected.add(0)
         self.channel.adopt(connection, 0)
+
+    def await_server(self, pid: int) -> None:
+        """Notice if the fork server ``pid``, which is to start the host process of a local run, is stopped."""
+        self._fork_server = pid
+        self._processes.add(
+            pid, "lagom's fork server on this machine", min(LOST_S, self.plan.config.timeout_s or LOST_S)
+        )
+        self.channel.call_later(_LOOK_S, self._look_for_stopped)
 
     @property
     def has_tasks(self) -> bool:
@@ -202,7 +215,7 @@ class RunView:
             return None
         text = "; ".join(dict.fromkeys(map(str, self._lost)))
         first = self._lost[0]
-        return RankError(text, first.rank) if isinstance(first, RankError) else LagomError(text)
+        return type(first)(text, first.rank) if isinstance(first, RankError) else LagomError(text)
 
     def lose_executor(self) -> None:
         """Note that Spark has lost an executor, unless the attempt has a loss already, or was ended for more ranks."""
@@ -328,7 +341,27 @@ class RunView:
         if task not in self._done and (text := self._places.update(task, seconds)) is not None:
             self._events.put({"type": "warning", "text": text})
 
+    def _look_for_stopped(self) -> None:
+        """Tell the user of stopped processes, and end the attempt after their limit; in the channel's thread.
+
+        The stopped process is killed, since it cannot end its ranks.
+        """
+        if self._stopping or self._done:
+            return
+        for text in self._processes.look():
+            self._events.put({"type": "warning", "text": text})
+        if (found := self._processes.overdue()) is not None:
+            pid, rank, text = found
+            self._lost.append(StallError(text, rank))
+            self.stop()
+            kill_unless_needed(pid, rank)
+        self.channel.call_later(_LOOK_S, self._look_for_stopped)
+
     def _join(self, task: int, message: Message) -> None:
+        if self._fork_server >= 0:
+            self._processes.forget(self._fork_server)
+            what = f"the host process of {rank_names(message['ranks'])}"
+            self._processes.add(message["pid"], what, self.plan.config.timeout_s, message["ranks"][0])
         if self._stopping:
             self.channel.send(task, {"type": "stop"})
             return

@@ -14,6 +14,7 @@ import traceback
 import types
 from pathlib import Path
 
+from lagom.monitor.stopped_processes import STOPPED, state_letter
 from lagom.wire.client import Message
 
 SIGNAL: int | None = getattr(signal, "SIGRTMAX", signal.SIGRTMIN) - 1 if hasattr(signal, "SIGRTMIN") else None
@@ -142,22 +143,15 @@ def _listens(pid: int) -> bool:
 
 def state(pid: int) -> str:
     """Return a text if the process ``pid`` is stopped or in an uninterruptible wait, which no stack shows; else ""."""
-    letter = _letter(pid)
+    letter = state_letter(pid)
     if letter == "D":
         time.sleep(_AGAIN_S)  # a wait for a disk is normal if it is short
-        letter = _letter(pid)
-    if letter in ("T", "t"):
+        letter = state_letter(pid)
+    if letter in STOPPED:
         return f"its process {pid} is stopped, by SIGSTOP or a debugger; kill -CONT {pid} on its host lets it go on"
     if letter == "D":
         return f"its process {pid} waits for a disk or a device, and no signal reaches it (state D)"
     return ""
-
-
-def _letter(pid: int) -> str:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except (OSError, IndexError):
-        return ""
 
 
 def waits_for_process(frame: types.FrameType | None) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import time
 
 from lagom.cluster import Cluster
 from lagom.config import TorchDistributedConfig
@@ -51,6 +52,24 @@ def test_a_stall_is_sent_once_and_fails_the_rank_after_the_timeout() -> None:
         assert (report["error"], report["consequence"]) == ("StallError", False)
         assert "made no progress for 110 s, at a.py:3, in load: read()" in report["message"]
         assert len(link.sent) == 1
+
+
+def test_the_time_for_which_the_host_process_was_stopped_does_not_count() -> None:
+    config = TorchDistributedConfig(world_size=2, stall_timeout_s=10.0, timeout_s=100.0)
+    link = Link()
+    detector = StallDetector(link, plan(config, Cluster(launcher="spark", slots=2)))
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        rank = ForkedRank(1, os.getpid(), None, DriverClient(ours), -1, -1, -1)
+        rank.pulse = Pulse(patience_s=0.4)
+        detector.interval_s = 0.01
+        detector.skip_pause([rank])
+        time.sleep(0.5)  # as after a SIGSTOP and a SIGCONT
+        detector.skip_pause([rank])
+        assert (detector.check(rank), link.sent) == (None, [])
+        rank.pulse.moved_at -= 200.0  # while this process has looked
+        detector.skip_pause([rank])
+        assert detector.check(rank) is not None
 
 
 def test_one_that_is_always_slow_is_named_once() -> None:

@@ -16,6 +16,7 @@ import lagom
 from lagom import experiment
 from lagom.config import TorchDistributedConfig
 from lagom.errors import StallError
+from lagom.launchers.local import server
 from lagom.monitor.stall_texts import stall_text
 from tests.launchers.stuck_programs import crossed, skipped, train
 
@@ -85,6 +86,65 @@ def test_a_process_that_is_stopped_or_waits_for_a_device_is_named_as_such(
     assert error.rank == 1
     assert re.search(rf"^rank 1 made no progress for \d+ s.*; {state}$", str(error))
     assert re.search(f"    rank 1: {state}\n", capfd.readouterr().err)
+
+
+def test_a_stopped_host_process_is_named_and_ends_the_run_after_the_timeout(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def stops_its_host(folder: str) -> None:
+        import subprocess
+
+        subprocess.run(["touch", str(Path(folder, str(os.getpid())))], check=True)  # for real on each rank
+        if lagom.rank() == 1:
+            os.kill(os.getppid(), signal.SIGSTOP)
+        time.sleep(1000)
+
+    error = ended(stops_its_host, hparams={"folder": str(tmp_path)})
+    text = (
+        r"the host process of ranks 0, 1 \(process (\d+)\) has been stopped for \d+ s, by SIGSTOP or a debugger; kill"
+    )
+    assert error.rank == 0
+    found = re.match(text, str(error))
+    assert found
+    assert re.search(text, capfd.readouterr().err)
+    gone = [int(found[1]), *(int(path.name) for path in tmp_path.iterdir())]
+    assert len(gone) == 3
+    deadline = time.monotonic() + 60
+    while any(Path(f"/proc/{pid}").exists() for pid in gone):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def test_a_host_process_that_was_stopped_for_a_while_blames_no_rank(capfd: pytest.CaptureFixture[str]) -> None:
+    def stops_its_host() -> int:
+        import subprocess
+
+        if lagom.rank() == 1:
+            host = os.getppid()
+            os.kill(host, signal.SIGSTOP)
+            subprocess.run(["sleep", "7"], check=True)
+            os.kill(host, signal.SIGCONT)
+        else:
+            time.sleep(7)
+        time.sleep(3)  # in which a stall would be shown
+        return lagom.rank()
+
+    config = TorchDistributedConfig(launcher="local", world_size=2, stall_timeout_s=6.0)
+    assert experiment.lagom(stops_its_host, config).per_rank == (0, 1)
+    said = capfd.readouterr().err
+    assert "the host process of ranks 0, 1 (process " in said
+    assert "goes on again" in said
+    assert "made no progress" not in said
+
+
+def test_a_stopped_fork_server_is_named_and_replaced(capfd: pytest.CaptureFixture[str]) -> None:
+    config = TorchDistributedConfig(launcher="local", world_size=1, timeout_s=4.0)
+    experiment.lagom(lagom.rank, config)
+    stopped = server().process
+    stopped.send_signal(signal.SIGSTOP)
+    assert experiment.lagom(lagom.rank, config).per_rank == (0,)
+    assert f"lagom's fork server on this machine (process {stopped.pid}) has been stopped" in capfd.readouterr().err
+    assert stopped.wait(60) == -signal.SIGKILL
 
 
 @pytest.mark.soak  # below, a rank waits for another in such a program by default
