@@ -30,6 +30,7 @@ ROOMS = {
     "config": "errors",
     "plan": "cluster config errors",
     "payload": "errors pickler unpicklable",
+    "user_folder": "",
     "pickler": "errors unpicklable cloudpickle torch numpy",
     "unpicklable": "",
     "program": "config errors inspection cloudpickle",
@@ -41,8 +42,8 @@ ROOMS = {
     # The driver.
     "aggregate": "contents",
     "result": "config monitor records",
-    "launchers": "call cluster config control_groups data.parquet debugger errors executor host monitor payload plan "
-    "program records restart timings wire worker world cloudpickle numpy pyarrow pyspark torch",
+    "launchers": "call cluster config control_groups data.parquet debugger errors executor host monitor payload "
+    "plan program records restart timings user_folder wire worker world cloudpickle numpy pyarrow pyspark torch",
     "verify": "call config errors kept_call launchers plan records restart verify.on_rank",
     "search": "aggregate call cluster config errors launchers monitor payload plan preparation program random_states "
     "records result search.on_rank search.pages search.samplers search.slots wire worker optuna pandas",
@@ -63,8 +64,8 @@ ROOMS = {
     "__main__": "cli",
     "__init__": "config data errors experiment memory_plan memory_planner result world",
     # The processes of a host, and the rank.
-    "host": "control_groups errors files monitor patching plan random_states restart wire worker numpy pyarrow pyspark "
-    "torch",
+    "host": "control_groups errors files monitor patching plan random_states restart user_folder wire worker numpy "
+    "pyarrow pyspark torch",
     "executor": "errors host monitor patching wire worker pyarrow pyspark",
     "worker": "call collectives collectives.sockets config debugger errors files memory_plan monitor patching payload "
     "pickler plan program random_states restart run_state search.on_rank session snapshots verify.on_rank wire world "
@@ -141,8 +142,8 @@ EAGER = {
     "lagom.search.samplers.grid_sampler": {"optuna"},
 }
 """But for these modules, and packages."""
-NOTHING = {"lagom.launchers.spark_task", "lagom.run_state.malloc_trim"}
-"""They import nothing of lagom's: what travels by value to executors that have no lagom."""
+NOTHING = {"lagom.launchers.spark_task", "lagom.run_state.malloc_trim", "lagom.user_folder"}
+"""They import nothing of lagom's but each other: what travels by value to executors that have no lagom."""
 
 
 @dataclass(frozen=True)
@@ -260,7 +261,9 @@ def violations(module: str, source: str) -> list[str]:
         if top in sys.stdlib_module_names or imported.name == "lagom._native":
             continue
         name = _room(imported.name) if top == "lagom" else top
-        if name not in allowed or (top == "lagom" and module in NOTHING and not imported.later):
+        if name not in allowed or (
+            top == "lagom" and module in NOTHING and imported.name not in NOTHING and not imported.later
+        ):
             found.append(f"{module}:{imported.line} imports {imported.name}")
         elif name in OPTIONAL - eager and top != "lagom" and not imported.later:
             found.append(f"{module}:{imported.line} imports {imported.name} outside of the function that needs it")

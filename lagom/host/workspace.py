@@ -9,7 +9,6 @@ import os
 import shutil
 import socket
 import tarfile
-import tempfile
 import time
 import zipfile
 from collections.abc import Callable, Iterator
@@ -18,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lagom.restart.kept_snapshots import FETCHED
+from lagom.user_folder import user_folder
 from lagom.wire.fetch import fetch_payload, fetch_snapshot
 from lagom.wire.server import anonymous_file
 from lagom.wire.spec import RunSpec
@@ -125,14 +125,9 @@ def base_dir() -> Path:
     """Return this user's folder for runs in progress, which only the user may enter; make it if it is missing.
 
     Raises:
-        PermissionError: if the folder belongs to another user, or others may enter it.
+        OSError: if it cannot be made.
     """
-    path = Path(tempfile.gettempdir(), f"lagom-{os.getuid()}")
-    path.mkdir(mode=0o700, exist_ok=True)
-    stat = path.lstat()
-    if stat.st_uid != os.getuid() or stat.st_mode & 0o077 or path.is_symlink():
-        raise PermissionError(f"{path} belongs to somebody else or is open to others; remove it, or set TMPDIR")
-    return path
+    return Path(user_folder())
 
 
 def pack_files(ground: HostWorkspace, fd: int) -> bool:

@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from typing import Any
 
+from lagom import user_folder
 from lagom.call import Call
 from lagom.cluster import Cluster
 from lagom.errors import LagomError, PlanError
@@ -316,11 +317,14 @@ def task_by_value(function: Callable[..., Any]) -> Callable[..., Any]:
     from pyspark import cloudpickle as untyped
 
     cloudpickle: Any = untyped
-    cloudpickle.register_pickle_by_value(task_module)
+    modules = (task_module, user_folder)
+    for module in modules:
+        cloudpickle.register_pickle_by_value(module)
     try:
         frozen = cloudpickle.dumps(function)
     finally:
-        cloudpickle.unregister_pickle_by_value(task_module)
+        for module in modules:
+            cloudpickle.unregister_pickle_by_value(module)
     travelling: Callable[..., Any] = cloudpickle.loads(frozen)
     return travelling
 

@@ -16,6 +16,8 @@ import zipfile
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+from lagom.user_folder import user_folder
+
 SCHEMA = "rank int, name string, part int, data binary, report string"
 SURVEY_SCHEMA = "task int, facts string"
 
@@ -92,15 +94,8 @@ def _finder(root: str) -> Any:
 
 
 def _unpacked(code_zip: bytes) -> str:
-    """Return the folder of the unpacked code; the host's first task that needs this version unpacks it.
-
-    Raises:
-        PermissionError: if the folder around it belongs to another user, or is open to others.
-    """
-    base = os.path.join(tempfile.gettempdir(), f"lagom-{os.getuid()}")
-    os.makedirs(base, mode=0o700, exist_ok=True)
-    if os.lstat(base).st_uid != os.getuid() or os.lstat(base).st_mode & 0o077:
-        raise PermissionError(f"{base} belongs to somebody else or is open to others; remove it, or set TMPDIR")
+    """Return the folder of the unpacked code; the host's first task that needs this version unpacks it."""
+    base = user_folder()
     root = os.path.join(base, "code-" + hashlib.sha256(code_zip).hexdigest()[:16])
     if not os.path.isdir(root):
         part = tempfile.mkdtemp(dir=base)

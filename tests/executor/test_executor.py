@@ -13,6 +13,7 @@ import pytest
 from lagom.executor import task_host
 from lagom.executor.spark_worker import visible
 from lagom.launchers import spark_task
+from lagom.launchers.spark import task_by_value
 from lagom.payload import Parcel, unpack
 from lagom.wire.failure_text import failure_in, failure_text
 from lagom.wire.server import anonymous_file
@@ -107,12 +108,7 @@ def test_the_failure_of_a_rank_becomes_text_with_the_exception_in_it() -> None:
 
 
 def test_the_task_can_be_unpacked_where_there_is_no_lagom() -> None:
-    # As the launcher does.
-    cloudpickle.register_pickle_by_value(spark_task)
-    try:
-        data = cloudpickle.dumps(spark_task.spark_task(b"zip", b"spec"))
-    finally:
-        cloudpickle.unregister_pickle_by_value(spark_task)
+    data = cloudpickle.dumps(task_by_value(spark_task.spark_task(b"zip", b"spec")))
     code = "import pickle, sys; sys.modules['lagom'] = None; print(pickle.loads(bytes.fromhex(sys.argv[1])).__name__)"
     done = subprocess.run([sys.executable, "-c", code, data.hex()], capture_output=True, text=True, check=False)
     assert (done.stdout, done.stderr) == ("run\n", "")

@@ -8,6 +8,7 @@ import os
 import tarfile
 import tempfile
 import zipfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -157,32 +158,34 @@ def test_nobody_else_may_enter(own_tmp: Path) -> None:
         assert base_dir().stat().st_mode & 0o077 == 0
 
 
-def test_a_base_folder_that_is_open_to_others_is_refused(own_tmp: Path) -> None:
-    base_dir().chmod(0o755)
-    with pytest.raises(PermissionError, match="TMPDIR"):
-        base_dir()
-
-
-def test_a_base_folder_that_is_a_link_is_refused(own_tmp: Path, tmp_path: Path) -> None:
-    (own_tmp / f"lagom-{os.getuid()}").symlink_to(tmp_path)
-    with pytest.raises(PermissionError, match="somebody else"):
-        base_dir()
-
-
-@pytest.mark.skipif(os.getuid() != 0, reason="only root can give a folder away")
-def test_a_base_folder_of_somebody_else_is_refused(own_tmp: Path) -> None:
-    base_dir()
-    os.chown(own_tmp / f"lagom-{os.getuid()}", 12345, 12345)
-    with pytest.raises(PermissionError, match="somebody else"):
-        base_dir()
-
-
-def test_a_base_folder_that_is_a_file_is_refused(own_tmp: Path) -> None:
+@pytest.mark.parametrize("taken", ["open", "link", "file", "foreign"])
+def test_a_base_folder_that_others_can_have_made_is_left_alone(taken: str, own_tmp: Path, tmp_path: Path) -> None:
+    """All processes of the user find the other folder that the first one has made."""
     path = own_tmp / f"lagom-{os.getuid()}"
-    path.write_text("")
-    path.chmod(0o600)
-    with pytest.raises(OSError, match="lagom-"):
-        base_dir()
+    if taken == "open":
+        path.mkdir(mode=0o755)
+    elif taken == "link":
+        path.symlink_to(tmp_path)
+    elif taken == "file":
+        path.write_text("")
+        path.chmod(0o600)
+    elif os.getuid() != 0:
+        pytest.skip("only root can give a folder away")
+    else:
+        path.mkdir(mode=0o700)
+        os.chown(path, 12345, 12345)
+        (own_tmp / f"{path.name}-0").mkdir(mode=0o700)
+        os.chown(own_tmp / f"{path.name}-0", 12345, 12345)
+    before = path.lstat()
+    with ThreadPoolExecutor(4) as pool:
+        (found,) = set(pool.map(lambda _: base_dir(), range(8)))
+    assert found.parent == own_tmp
+    assert found.name.startswith(f"{path.name}-")
+    assert (found.stat().st_uid, found.stat().st_mode & 0o777) == (os.getuid(), 0o700)
+    assert path.lstat() == before
+    if taken != "open":
+        path.rmdir() if taken == "foreign" else path.unlink()
+        assert base_dir() == found  # a name that has become free meanwhile is not taken
 
 
 def test_away_from_the_driver_ranks_stand_in_a_folder_of_the_run_with_the_users_modules() -> None:
