@@ -33,7 +33,7 @@ from lagom.program.own_frames import cut_own_frames
 from lagom.program.script import Script
 from lagom.records.compare_runs import compare_runs
 from lagom.records.run_dir import RESULT
-from lagom.records.runs import find_run, list_runs
+from lagom.records.runs import list_runs, open_run
 from lagom.result import show
 from lagom.search.on_rank.script_trial import ScriptTrial
 from lagom.search.script_search import add_search_options, command_line, resumed, search_config
@@ -126,7 +126,10 @@ def _search(args: argparse.Namespace) -> int:
     if args.resume and not (args.space or args.words or args.module):
         folder = Path(args.resume).expanduser().absolute()
         args.argv, cwd = resumed(folder)
-        os.chdir(cwd)
+        try:
+            os.chdir(cwd)
+        except OSError as error:
+            raise LagomError(f"the search was called in {cwd}, which cannot be entered: {error}") from error
         sys.argv[1:] = args.argv  # the records keep sys.argv, from which a later resume reads the options
         args = argument_parser().parse_args(args.argv, args)
     words, _ = _words(args, "lagom search --space lr=log:1e-5:1e-1 --metric loss --trials 20 train.py --epochs 2")
@@ -227,7 +230,7 @@ def _show(args: argparse.Namespace) -> int:
 
 def _compare(args: argparse.Namespace) -> int:
     place = TorchDistributedConfig().run_dir
-    print(compare_runs(find_run(args.first, place), find_run(args.second, place)))
+    print(compare_runs(open_run(args.first, place), open_run(args.second, place)))
     return 0
 
 

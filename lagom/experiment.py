@@ -27,11 +27,12 @@ from lagom.program.signature import function_name
 from lagom.program.sources import source_files
 from lagom.random_states import set_random_states
 from lagom.records.run_dir import RunRecords
-from lagom.records.runs import find_run
+from lagom.records.runs import open_run
 from lagom.records.upload import Upload, is_url
 from lagom.restart.kept_snapshots import FOLDER, SnapshotFolder
 from lagom.restart.snapshot_copies import SnapshotCopies
 from lagom.result import Result
+from lagom.run_folder import RunFolder
 from lagom.search.ablate import ablate
 from lagom.search.ablation_result import AblationResult
 from lagom.search.search import search
@@ -141,14 +142,20 @@ def resume(
         Exception: as ``lagom``.
     """
     timings = Timings()
-    with _kept_run(run_dir) as (run, call, snapshots, upload):
-        folder = snapshots.run_dir
+    with _kept_run(run_dir) as (folder, run, call, snapshots, upload):
         if (kept := read_result(snapshots)) is not None:
             value, values, parts = kept
             sys.stderr.write(f"lagom: {run.name}: the run had ended already; nothing is computed again\n")
             seconds = sum(parts.values())
             return Result(
-                value, values, seconds=seconds, timings=parts, name=run.name, where="", run_dir=folder, upload=upload
+                value,
+                values,
+                seconds=seconds,
+                timings=parts,
+                name=run.name,
+                where="",
+                run_dir=folder.path,
+                upload=upload,
             )
         changed: dict[str, Any] = {"world_size": world_size, "launcher": launcher}
         config = replace(run.config, **{name: value for name, value in changed.items() if value is not None})
@@ -169,26 +176,26 @@ def resume(
 @contextmanager
 def _kept_run(
     run_dir: str | os.PathLike[str],
-) -> Iterator[tuple[KeptRun, Call, SnapshotFolder, Upload | None]]:
-    """Lock a run for this process in the context, and yield its facts, call, snapshots and upload.
+) -> Iterator[tuple[RunFolder, KeptRun, Call, SnapshotFolder, Upload | None]]:
+    """Lock a run for this process in the context, and yield its folder, facts, call, snapshots and upload.
 
     A run at a URL is first copied to this machine; other runs have None in place of the upload.
     """
     if not is_url(run_dir):
-        found = find_run(run_dir, TorchDistributedConfig().run_dir)
+        found = open_run(run_dir, TorchDistributedConfig().run_dir)
         with read_call(found) as (run, call, snapshots), snapshots.locked():
-            yield run, call, snapshots, None
+            yield found, run, call, snapshots, None
         return
     upload = Upload.again(os.fspath(run_dir))
     copies = SnapshotCopies(upload.file_system, upload.root, upload.url)
     try:
         with (
             copies.going_on(SnapshotFolder(str(upload.folder / FOLDER)), is_new=False),
-            read_call(upload.folder) as (run, call, snapshots),
+            read_call(folder := RunFolder.open(upload.folder)) as (run, call, snapshots),
         ):
             upload.fetch()
             copies.fetch_newest()
-            yield run, call, snapshots, upload
+            yield folder, run, call, snapshots, upload
     finally:
         if copies.failed:
             upload.keep()

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import os
 import sys
 import types
@@ -18,13 +19,15 @@ from typing import Any
 from lagom.call import Call
 from lagom.config import TorchDistributedConfig
 from lagom.config.trials import JOURNAL
+from lagom.digests import end_with_digest, ended_digest
 from lagom.errors import LagomError, PayloadError, PlanError
 from lagom.payload import Parcel, unpack_file
 from lagom.plan import Plan
 from lagom.program.script import Script
 from lagom.program.sources import reachable_modules, source_text
 from lagom.records.run_dir import RunRecords
-from lagom.restart.kept_snapshots import FOLDER, SETTINGS, SnapshotFolder
+from lagom.restart.kept_snapshots import CALL, RESULT, SETTINGS, SnapshotFolder, no_snapshots
+from lagom.run_folder import RunFolder
 from lagom.snapshots.source_code import SourceFile
 
 NO_FOLDER = "snapshot_every_s needs a folder for the run; set run_dir to a path or a URL"
@@ -73,12 +76,14 @@ def keep_call(records: RunRecords | None, plan: Plan, call: Call, source: str | 
         return None
     if records is None:
         raise PlanError(NO_FOLDER)
-    if (why := obstacle(plan, call)) is not None:
+    why = obstacle(plan, call)
+    if why is None and not records.run_folder.is_own:
+        why = f"others can write to {records.folder}, and a snapshot is a pickle; set run_dir to another disk"
+    if why is not None:
         records.note("without_snapshots", why)
         sys.stderr.write(f"lagom: {plan.name}: no snapshots: {why}\n")
         return None
-    folder = SnapshotFolder(str(records.folder / FOLDER))
-    folder.make()
+    folder = SnapshotFolder.of(records.run_folder, make=True)
     config, argv = dataclasses.replace(plan.config, **_DATA), tuple(sys.argv)
     if records.upload is not None:  # the query may hold a secret
         _, mark, query = os.fspath(config.run_dir or "").partition("?")
@@ -86,34 +91,41 @@ def keep_call(records: RunRecords | None, plan: Plan, call: Call, source: str | 
         argv = tuple(word.replace(mark + query, "") if query else word for word in argv)
     path = tuple(os.path.abspath(entry) for entry in sys.path)
     run = KeptRun(config, plan.name, os.getcwd(), path, argv, source)
-    _write(f"{folder.path}/{SETTINGS}", run)
+    _write(folder.folder, SETTINGS, run)
     write_call(folder, call)
     return folder
 
 
 def write_call(folder: SnapshotFolder, call: Call) -> None:
     """Write ``call`` to the file to which snapshots refer for its data."""
-    _write(folder.call, call)
+    folder.call_sha256 = _write(folder.folder, CALL, call)
 
 
 @contextmanager
-def read_call(folder: Path) -> Iterator[tuple[KeptRun, Call, SnapshotFolder]]:
+def read_call(folder: RunFolder) -> Iterator[tuple[KeptRun, Call, SnapshotFolder]]:
     """Read what ``keep_call`` has written; in the context, the working directory is the one of the original call.
 
     ``sys.path`` has the entries of that call as well.
 
     Raises:
-        LagomError: if there is no call, or no such working directory; if other users can write to the call; or if
-            functions have changed since, unless the run has ended.
+        LagomError: if there is no call, or no such working directory; if other users can write to the call, or it is
+            damaged; or if functions have changed since, unless the run has ended.
     """
-    if (folder / JOURNAL).exists():
+    folder.check_own()
+    if folder.exists(JOURNAL):
         raise LagomError(
-            f"{folder} is a search or an ablation study: call it again with resume= in its config; in the terminal a "
-            "search goes on by lagom search --resume FOLDER"
+            f"{folder.path} is a search or an ablation study: call it again with resume= in its config; in the "
+            "terminal a search goes on by lagom search --resume FOLDER"
         )
-    found = SnapshotFolder(str(folder.resolve() / FOLDER))
-    found.check_owner()
-    run: KeptRun = _read(f"{found.path}/{SETTINGS}")
+    try:
+        found = SnapshotFolder.of(folder)
+    except OSError as error:
+        raise LagomError(no_snapshots(folder.path)) from error
+    try:
+        found.check_owner()
+        run: KeptRun = _read(found, SETTINGS)
+    except FileNotFoundError as error:
+        raise LagomError(no_snapshots(folder.path)) from error
     before, path = os.getcwd(), list(sys.path)
     try:
         os.chdir(run.cwd)
@@ -121,8 +133,8 @@ def read_call(folder: Path) -> Iterator[tuple[KeptRun, Call, SnapshotFolder]]:
         raise LagomError(f"the run was called in {run.cwd}, which is not there any more: {error}") from error
     try:
         sys.path += [entry for entry in run.sys_path if entry not in sys.path]
-        call: Call = _read(found.call)
-        has_ended = os.path.exists(found.result)
+        call: Call = _read(found, CALL)
+        has_ended = found.has_result()
         if not has_ended and (changed := sorted(_changed_functions(call))):
             raise LagomError(
                 f"{', '.join(changed)}: not as when the run began, so it cannot go on; put the old source back, "
@@ -142,22 +154,16 @@ def read_call(folder: Path) -> Iterator[tuple[KeptRun, Call, SnapshotFolder]]:
 
 def keep_result(folder: SnapshotFolder, value: Any, values: list[Any], timings: dict[str, float]) -> None:
     """Write the result of a run and remove its snapshots; keep them if the result cannot be pickled or written."""
-    partial = f"{folder.path}/.result"
-    try:
-        _write(partial, (value, values, timings))
-        os.replace(partial, folder.result)
-    except (PayloadError, OSError):  # the snapshots stay, from which ``resume`` computes the result again
-        with suppress(OSError):
-            os.unlink(partial)
-    else:
+    with suppress(PayloadError, OSError):  # then the snapshots stay, from which ``resume`` computes the result again
+        _write(folder.folder, RESULT, (value, values, timings))
         folder.remove_all()  # the run has ended, so nothing resumes from its snapshots
 
 
 def read_result(folder: SnapshotFolder) -> tuple[Any, list[Any], dict[str, float]] | None:
     """Return what ``keep_result`` has written; None if the run has not ended."""
-    if not os.path.exists(folder.result):
+    if not folder.has_result():
         return None
-    found: tuple[Any, list[Any], dict[str, float]] = _read(folder.result)
+    found: tuple[Any, list[Any], dict[str, float]] = _read(folder, RESULT)
     return found
 
 
@@ -198,17 +204,34 @@ def _functions(call: Call) -> Iterator[types.FunctionType]:
             yield value
 
 
-def _write(path: str, value: Any) -> None:
-    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-    try:
-        Parcel(value).write(fd)
-    finally:
-        os.close(fd)
+def _write(folder: RunFolder, name: str, value: Any) -> str:
+    """Write the pickle of ``value``, with its digest at the end; return the digest."""
+    parcel, digest = Parcel(value), hashlib.sha256()
+    with folder.replacing(name) as fd:
+        parcel.write(fd, digest)
+        end_with_digest(fd, digest.hexdigest())
+    return digest.hexdigest()
 
 
-def _read(path: str) -> Any:
-    fd = os.open(path, os.O_RDONLY)
+def _read(folder: SnapshotFolder, name: str) -> Any:
+    """Return the value that ``_write`` has written.
+
+    Raises:
+        OSError: if there is no such file.
+        LagomError: if other users can write to it, or it is damaged.
+    """
     try:
+        fd = folder.folder.open_file(name, own=True)
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise LagomError(f"{folder.path}/{name} is damaged: {error}") from error
+    try:
+        digest = ended_digest(fd)
+        if name == CALL:
+            folder.call_sha256 = digest
         return unpack_file(fd)
+    except ValueError as error:
+        raise LagomError(f"{folder.path}/{name} is damaged: {error}") from error
     finally:
         os.close(fd)

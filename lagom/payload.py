@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import io
 import json
 import mmap
@@ -10,7 +9,7 @@ import os
 import pickle
 import struct
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 from lagom.errors import PayloadError
 from lagom.pickler import OUT_OF_BAND, Pickler
@@ -18,6 +17,15 @@ from lagom.unpicklable import DRIVERS_OWN, find_unpicklable
 
 _MAGIC = b"lagom\x005\n"
 _ALIGNMENT = 64
+_PIECE = 1 << 22
+"""Most bytes of a write."""
+
+
+class Digest(Protocol):
+    """A digest of ``hashlib``."""
+
+    def update(self, data: memoryview, /) -> None:
+        """Add bytes."""
 
 
 class Parcel:
@@ -68,12 +76,19 @@ class Parcel:
         """Return the parcel in one piece."""
         return b"".join(self.pieces())
 
-    def write(self, fd: int) -> int:
-        """Write the parcel to the file ``fd`` at the file's position; return the parcel's size in bytes."""
+    def write(self, fd: int, digest: Digest | None = None) -> int:
+        """Write the parcel to the file ``fd`` at the file's position; return the parcel's size in bytes.
+
+        Args:
+            digest: gets the parcel's bytes as well.
+        """
         for piece in self.pieces():
             view = memoryview(piece).cast("B")
             while view:
-                view = view[os.write(fd, view[: 1 << 30]) :]
+                written = os.write(fd, view[:_PIECE])
+                if digest is not None:
+                    digest.update(view[:written])  # just written, so much of it is still in the processor's cache
+                view = view[written:]
         return self.size
 
 
@@ -134,15 +149,6 @@ def unpack_file(fd: int, *, offset: int = 0) -> Any:
         raise PayloadError("there is nothing in the file of a parcel: its writer ended before it wrote")
     mapped = mmap.mmap(fd, size, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
     return unpack(memoryview(mapped)[offset:])
-
-
-def digest_of(fd: int) -> str:
-    """Return the SHA-256 of a file's contents."""
-    digest, position = hashlib.sha256(), 0
-    while chunk := os.pread(fd, 1 << 20, position):
-        digest.update(chunk)
-        position += len(chunk)
-    return digest.hexdigest()
 
 
 def _padding(size: int) -> int:

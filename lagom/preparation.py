@@ -10,7 +10,6 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields
-from pathlib import Path
 from typing import Any
 
 from lagom.cluster import Cluster
@@ -28,6 +27,7 @@ from lagom.random_states import random_states
 from lagom.records.run_dir import RunRecords
 from lagom.records.run_dir import records as new_records
 from lagom.records.upload import Upload
+from lagom.run_folder import RunFolder
 
 log = logging.getLogger("lagom")
 
@@ -72,7 +72,7 @@ def run_records(
     the_plan: Plan,
     where: str,
     source: str | None,
-    folder: Path | None = None,
+    folder: RunFolder | None = None,
     upload: Upload | None = None,
     *,
     began: float,
@@ -99,7 +99,7 @@ def run_records(
     facts |= {name: getattr(the_plan, name) for name in ("world_size", "gpu", "ranks_per_slot")}
     facts |= {name: getattr(config, name) for name in ("seed", "zero_lvl")}
     if folder is not None:
-        records: RunRecords | None = RunRecords(folder.resolve(), facts, upload, began=began)
+        records: RunRecords | None = RunRecords(folder, facts, upload, began=began)
     else:
         records = new_records(config.run_dir, config.run_dir == DEFAULT_RUN_DIR, facts, began)
     try:

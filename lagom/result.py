@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import html
 import os
+import tempfile
 import urllib.parse
 import webbrowser
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -12,7 +13,9 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
+from lagom.errors import LagomError
 from lagom.monitor.notebook import notebook
+from lagom.run_folder import RunFolder, write_file
 
 if TYPE_CHECKING:
     from lagom.records.upload import Upload
@@ -56,13 +59,13 @@ def show(run: str | os.PathLike[str] | Result) -> Page:
         from lagom.config import TorchDistributedConfig
         from lagom.records.report import report
         from lagom.records.run_dir import RESULT
-        from lagom.records.runs import find_run
+        from lagom.records.runs import open_run
 
-        folder = find_run(run, TorchDistributedConfig().run_dir)
-        page, ended = Page(folder / "report.html"), folder / RESULT
-        # Keep a page that is newer than the result: a search has written a page of its own.
-        if not (page.exists() and ended.exists() and page.stat().st_mtime >= ended.stat().st_mtime):
-            page.write_text(report(folder), encoding="utf-8")
+        folder = open_run(run, TorchDistributedConfig().run_dir)
+        # Nothing is written to a folder of somebody else, and no page of it is opened.
+        page = Page(folder.path if folder.is_own else tempfile.mkdtemp(prefix="lagom-report-")) / "report.html"
+        if not (folder.is_own and folder.is_newer(page.name, RESULT)):
+            write_file(page, report(folder))
     if notebook() is None and (os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY")):
         webbrowser.open(page.absolute().as_uri())
     return page
@@ -167,7 +170,7 @@ class Result(Mapping[str, Any]):
         from lagom.records.report import report
 
         target = Page(path if path is not None else self._run_dir / "report.html")
-        target.write_text(report(self._run_dir), encoding="utf-8")
+        write_file(target, report(RunFolder.open(self._run_dir)))
         if self._upload is not None and path is None:
             self._upload.send(target)
         return target
@@ -210,8 +213,8 @@ class Result(Mapping[str, Any]):
         from lagom.records.notebook_chart import notebook_chart
 
         try:
-            charts = notebook_chart(self._run_dir)
-        except (OSError, ValueError):  # moved or changed since
+            charts = notebook_chart(RunFolder.open(self._run_dir))
+        except (OSError, LagomError):  # moved or changed since
             charts = ""
         return (
             f"<div>{charts}</div><div>records: {html.escape(str(self._run_dir))}; report() makes a page of them</div>"

@@ -22,6 +22,7 @@ ROOMS = {
     "cluster": "",
     "contents": "numpy",
     "control_groups": "",
+    "digests": "",
     "errors": "",
     "random_states": "numpy torch",
     "timings": "",
@@ -30,32 +31,35 @@ ROOMS = {
     "config": "errors",
     "plan": "cluster config errors",
     "payload": "errors pickler unpicklable",
+    "run_folder": "errors",
     "user_folder": "",
     "pickler": "errors unpicklable cloudpickle torch numpy",
     "unpicklable": "",
     "program": "config errors inspection cloudpickle",
-    "restart": "errors",
+    "restart": "digests errors run_folder",
     "debugger": "config errors monitor patching plan random_states restart row_split wire",
     "wire": "errors plan restart cryptography",
     "monitor": "wire",
-    "records": "errors monitor restart timings wire fsspec pyarrow",
+    "records": "digests errors monitor restart run_folder timings wire fsspec pyarrow",
     # The driver.
     "aggregate": "contents",
-    "result": "config monitor records",
-    "launchers": "call cluster config control_groups data.parquet debugger errors executor host monitor payload "
-    "plan program records restart timings user_folder wire worker world cloudpickle numpy pyarrow pyspark torch",
+    "result": "config errors monitor records run_folder",
+    "launchers": "call cluster config control_groups data.parquet debugger digests errors executor host monitor "
+    "payload plan program records restart timings user_folder wire worker world cloudpickle numpy pyarrow pyspark "
+    "torch",
     "verify": "call config errors kept_call launchers plan records restart verify.on_rank",
     "search": "aggregate call cluster config errors launchers monitor payload plan preparation program random_states "
-    "records result search.on_rank search.pages search.samplers search.slots wire worker optuna pandas",
-    "search.pages": "records result",
+    "digests records result run_folder search.on_rank search.pages search.samplers search.slots wire worker optuna "
+    "pandas",
+    "search.pages": "records result run_folder",
     "search.samplers": "config errors program numpy optuna",
     "search.slots": "call cluster control_groups errors launchers payload plan program search.on_rank wire worker "
     "world",
     "memory_planner": "config errors launchers memory_plan plan world zero torch",
-    "kept_call": "call config errors payload plan program records restart snapshots",
-    "preparation": "cluster config debugger errors launchers plan program random_states records",
+    "kept_call": "call config digests errors payload plan program records restart run_folder snapshots",
+    "preparation": "cluster config debugger errors launchers plan program random_states records run_folder",
     "experiment": "aggregate call config kept_call launchers plan preparation program random_states records restart "
-    "result search timings verify worker",
+    "result run_folder search timings verify worker",
     "doctor": "__init__ call collectives config control_groups errors launchers memory_plan plan worker world torch",
     "horovodrun": "__init__ torch",
     "cli": "__init__ cli_options config doctor errors experiment horovodrun launchers program records result search "
@@ -75,7 +79,7 @@ ROOMS = {
     "gradients.reduction inspection loaders optimizers patching program restart row_split run_state timing "
     "torch_versions tracking torch",
     "torch_versions": "",
-    "snapshots": "call errors loaders patching payload pickler program random_states restart snapshots.passes "
+    "snapshots": "call digests errors loaders patching payload pickler program random_states restart snapshots.passes "
     "tracking unpicklable wire torch",
     "snapshots.passes": "errors loaders loaders.sharing patching random_states run_state session numpy torch",
     "deepspeed": "errors forward gradients optimizers patching run_state zero deepspeed torch",
@@ -96,7 +100,7 @@ ROOMS = {
     "loaders.sharing": "collectives errors files patching payload run_state world numpy torch",
     "distributed": "collectives collectives.sockets collectives.torch_backend errors files patching program restart "
     "torch",
-    "tracking": "collectives errors files patching restart",
+    "tracking": "collectives digests errors files patching restart",
     "files": "collectives errors patching restart run_state numpy torch",
     "run_state": "errors inspection patching random_states numpy torch",
     "patching": "torch",

@@ -17,7 +17,8 @@ ALLOWED = {
     "host/fork_server.py::_run_host": "the run as the driver describes it, over an inherited pair of sockets",
     "payload.py::unpack_parts": "the call, over an inherited file, Spark's job or the driver's proven channel; "
     "results, on their way home by the same ways; batches of workers, through memory that a host's ranks share; and "
-    "calls and snapshots in the folder of a run, which nobody but this user can write to (SnapshotFolder.check_owner)",
+    "calls and snapshots in the folder of a run, which nobody but this user can write to: see "
+    "Note [Folders of runs] in run_folder.py",
     "snapshots/passes/worker_states.py::_set_numbers": "states of a worker of this process's own, by torch's queue, or "
     "in a snapshot, as above",
     "data/column_types/unischema.py::loads": "fields of petastorm's, by an unpickler that knows them alone",

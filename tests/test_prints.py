@@ -13,6 +13,7 @@ import pytest
 
 from lagom import cli
 from lagom.records.report import report
+from lagom.run_folder import RunFolder
 
 PROGRAM = """
 import logging, os, sys, warnings
@@ -133,7 +134,7 @@ def test_what_lagom_logs_is_not_among_the_programs_output_in_the_report(
         written = (folder / f"rank-{rank}.log").read_text()
         assert sorted([written.replace("3/4", ""), "3/4"]) == ["3/4", "begun\nended\n"]
     assert "lagom: runs whole" in (folder / "lagom.log").read_text().splitlines()
-    assert re.findall("<pre class=wraps>([^<]*runs whole[^<]*)</pre>", report(folder)) == [
+    assert re.findall("<pre class=wraps>([^<]*runs whole[^<]*)</pre>", report(RunFolder.open(folder))) == [
         (folder / "lagom.log").read_text().rstrip("\n")
     ]
     shown = capfd.readouterr().err

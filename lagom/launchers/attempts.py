@@ -67,7 +67,7 @@ class _Attempts:
     ) -> None:
         self._launcher, self._plan, self._call, self._records = launcher, plan, call, records
         changed = records.lost if records is not None else lambda _: None
-        self.history = RunHistory(plan.config.max_failures, changed, snapshots)
+        self.history = RunHistory(plan.config.max_failures, changed, snapshots, self._say)
         self._now = plan
         """The plan of the present attempt."""
         self._smaller: Plan | None = None

@@ -279,6 +279,8 @@ class RunView:
             message = message | {
                 "is_whole": [self.channel.digests.pop(name, "") for name in names] == message["sha256"]
             }
+        elif kind == "snapshot" and "description" in message:
+            self._history.note_kept(message["number"], message["description"])
         elif kind == "started":
             self._history.ranks_began()
         elif kind == "stopping":

@@ -22,6 +22,7 @@ from typing import Any
 from lagom import user_folder
 from lagom.call import Call
 from lagom.cluster import Cluster
+from lagom.digests import digest_of
 from lagom.errors import LagomError, PlanError
 from lagom.launchers import spark_task as task_module
 from lagom.launchers.protocol import Outcome
@@ -31,7 +32,7 @@ from lagom.launchers.spark_job import SparkJob
 from lagom.launchers.spark_master import check_packages, start_session
 from lagom.launchers.spark_results import OutcomeCollector
 from lagom.launchers.spark_session import SparkFacts, session_facts
-from lagom.payload import Parcel, digest_of
+from lagom.payload import Parcel
 from lagom.plan import Plan
 from lagom.program.sources import is_installed, lagom_zip, modules_zip
 from lagom.records.run_dir import RunRecords
@@ -230,9 +231,9 @@ class SparkPayload:
                 self.fd = closed_with_run(anonymous_file("payload"))
                 Parcel(call).write(self.fd)
             else:
-                self.fd = closed_with_run(os.open(history.folder.call, os.O_RDWR))
+                self.fd = closed_with_run(history.folder.open_call(os.O_RDWR))
                 if history.resumed is not None:
-                    self.snapshot_fd = closed_with_run(os.open(history.resumed.path, os.O_RDONLY))
+                    self.snapshot_fd = closed_with_run(history.folder.open_state(history.resumed.number))
             self._files = stack.pop_all()
 
     def __enter__(self) -> SparkPayload:
@@ -255,7 +256,7 @@ class SparkPayload:
         """Return ``place`` with the digest of the resumed snapshot, which hosts may fetch; unchanged without one."""
         if place is None or place.resumed is None or self.snapshot_fd is None:
             return place
-        return dataclasses.replace(place, sha256=place.resumed.facts.get("sha256") or digest_of(self.snapshot_fd))
+        return dataclasses.replace(place, sha256=place.resumed.facts["sha256"])
 
     def spec(
         self, plan: Plan, address: tuple[str, int] | None, secret: bytes, modules: bytes, facts: SparkFacts

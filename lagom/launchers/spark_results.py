@@ -11,10 +11,11 @@ import tarfile
 from collections.abc import Mapping, Sequence
 from typing import IO, Any
 
+from lagom.digests import digest_of
 from lagom.errors import LagomError
 from lagom.launchers.protocol import Outcome
 from lagom.launchers.run import RunView
-from lagom.payload import digest_of, unpack
+from lagom.payload import unpack
 from lagom.wire.client import Message
 from lagom.wire.server import anonymous_file
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
-from lagom.records.json_values import loaded
-from lagom.records.report import events_of
+from lagom.records.json_values import damage_named, loaded
+from lagom.records.report import events_of, num_damaged
 from lagom.records.run_dir import PROGRESS, RESULT, RUN
 from lagom.records.runs import aligned, checkout_text, result_text
+from lagom.run_folder import RunFolder
 
 _PARTS = (0.25, 0.5, 0.75)
 """Shares of a run's samples at which losses are compared, beside the last one."""
@@ -19,15 +19,16 @@ _LONGEST = 60  # characters of a setting
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")  # left out: an object's address says nothing, and differs in each run
 
 
-def compare_runs(first: Path, second: Path) -> str:
+def compare_runs(first: RunFolder, second: RunFolder) -> str:
     """Return a table of what differs between two runs, and of their losses and speeds.
 
     Raises:
         ValueError: when a folder holds no run.
+        LagomError: when the records of one are damaged.
     """
     facts = [_facts(folder) for folder in (first, second)]
     keys = list(dict.fromkeys(key for one in facts for key in one))
-    rows: list[Sequence[str]] = [("", first.name, second.name)]
+    rows: list[Sequence[str]] = [("", first.path.name, second.path.name)]
     for key in keys:
         texts = [_shown(one[key]) if key in one else "-" for one in facts]
         if texts[0] != texts[1]:
@@ -38,11 +39,16 @@ def compare_runs(first: Path, second: Path) -> str:
     return "\n".join(aligned(rows))
 
 
-def _facts(folder: Path) -> dict[str, Any]:
+def _facts(folder: RunFolder) -> dict[str, Any]:
     """Return everything about a run that may explain its numbers, by name."""
-    run, result = loaded(folder / RUN), loaded(folder / RESULT)
+    run, result = loaded(folder, RUN), loaded(folder, RESULT)
     if not run:
-        raise ValueError(f"{folder} holds no records of a run: there is no {RUN} in it")
+        raise ValueError(f"{folder.path} holds no records of a run: there is no {RUN} in it")
+    with damage_named(folder):
+        return _facts_of(run, result) | {f"damaged lines of {PROGRESS}": num_damaged(folder)}
+
+
+def _facts_of(run: Mapping[str, Any], result: Mapping[str, Any]) -> dict[str, Any]:
     found = _flat(run.get("config") or {})
     found |= {"world_size": run.get("world_size"), "where": run.get("where"), "source": run.get("source")}
     found |= _flat(run.get("versions") or {})
@@ -61,9 +67,9 @@ def _flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return found
 
 
-def _curve(folder: Path) -> dict[str, str]:
+def _curve(folder: RunFolder) -> dict[str, str]:
     """Return rank 0's loss at some shares of its samples and at the end, and its mean speed; "-" where unknown."""
-    events = events_of(folder / PROGRESS).get(0, [])
+    events = [one for one in events_of(folder).get(0, []) if one.get("samples") is not None]
     losses = [one for one in events if one.get("loss") is not None]
     found = dict.fromkeys((*map(_SHARE.format, _PARTS), "last loss", _SPEED), "-")
     if losses:

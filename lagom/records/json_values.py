@@ -7,33 +7,72 @@ import itertools
 import json
 import math
 import reprlib
-from collections.abc import Mapping
-from pathlib import Path
+from collections.abc import Iterator, Mapping
 from typing import Any
 
+from lagom.digests import parse_record
+from lagom.errors import LagomError
 from lagom.records.secrets import HIDDEN, hide_in_text, hide_in_urls, is_secret
+from lagom.run_folder import RunFolder
 
 _MAX_TEXT = 20_000  # characters
 _MAX_ITEMS = 200  # items of a list or a dict
 _MAX_ELEMENTS = 16  # elements of an array that are written
 
 
-def loaded(path: Path) -> dict[str, Any]:
-    """Return the record in the JSON file ``path``; empty if there is none, or none that can be read."""
-    with contextlib.suppress(OSError, ValueError):
-        found = json.loads(path.read_text())
-        return found if isinstance(found, dict) else {}
-    return {}
+def loaded(folder: RunFolder, name: str) -> dict[str, Any]:
+    """Return the record in the file ``name`` of a run; empty if there is no such file.
+
+    Raises:
+        LagomError: if the file cannot be read, or is damaged.
+    """
+    try:
+        return parse_record(folder.read(name))
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        raise LagomError(f"{folder.path / name} is damaged: {_one_line(error)}") from error
 
 
-def recorded_seconds(result: Path, progress: Path) -> float:
-    """Return the seconds that a run has taken by its result or by its last progress report, whichever is more."""
-    seconds: float = loaded(result).get("seconds", 0.0)
-    with contextlib.suppress(OSError):
-        for line in progress.read_text().splitlines():
-            with contextlib.suppress(ValueError):  # a killed driver may leave an incomplete last line
-                seconds = max(seconds, json.loads(line)["seconds"])
-    return seconds
+def loaded_lines(folder: RunFolder, name: str) -> Iterator[dict[str, Any] | None]:
+    """Yield the JSON object in each line of the file ``name`` of a run, None for a line without one.
+
+    Leave out an incomplete last line, which a killed driver may leave.
+
+    Raises:
+        LagomError: if there is such a file, and it cannot be read.
+    """
+    try:
+        lines = folder.read(name).split(b"\n")
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        raise LagomError(f"{folder.path / name} is damaged: {_one_line(error)}") from error
+    for number, line in enumerate(lines):
+        value = None
+        with contextlib.suppress(ValueError, RecursionError):
+            value = json.loads(line)
+        is_last = number == len(lines) - 1
+        if isinstance(value, dict) or not is_last:
+            yield value if isinstance(value, dict) else None
+
+
+@contextlib.contextmanager
+def damage_named(folder: RunFolder) -> Iterator[None]:
+    """Turn errors of the context into a ``LagomError`` that says that the records in ``folder`` are damaged.
+
+    The records of another version, or ones that somebody has edited, have no digest, and may have any types.
+
+    Raises:
+        LagomError: if the context raises an error that is neither a ``LagomError`` nor a ``ValueError`` of lagom's.
+    """
+    try:
+        yield
+    except LagomError:
+        raise
+    except Exception as error:
+        text = f"{type(error).__name__}: {_one_line(error)}"
+        raise LagomError(f"the records in {folder.path} are damaged, or of another version: {text}") from error
 
 
 def as_json(value: Any, depth: int = 6, *, hide: bool = False) -> Any:

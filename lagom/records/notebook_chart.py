@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from lagom.records.chart import line_chart
 from lagom.records.report import events_of, lines_of
-from lagom.records.run_dir import PROGRESS
+from lagom.run_folder import RunFolder
 
 _LEAST = 3
 """Fewest reports of a rank for a useful line."""
 
 
-def notebook_chart(folder: Path) -> str:
+def notebook_chart(folder: RunFolder) -> str:
     """Return HTML of the loss and the samples per second over time; empty if there are few reports."""
-    events = events_of(folder / PROGRESS)
+    events = events_of(folder)
     if max((len(own) for own in events.values()), default=0) < _LEAST:
         return ""
     charts = [

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import html
 import json
+import math
+import os
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from lagom.monitor.stall_texts import rank_names
 from lagom.monitor.stragglers import straggler
 from lagom.records.chart import line_chart
-from lagom.records.json_values import loaded, numbers_first, text_of
+from lagom.records.json_values import damage_named, loaded, loaded_lines, numbers_first, text_of
 from lagom.records.run_dir import PROGRESS, RESULT, RUN
 from lagom.records.timeline_svg import timeline_section
+from lagom.run_folder import RunFolder
 from lagom.timings import PARTS
 
 _TAIL = 16_384  # bytes of each rank's output that the page shows
@@ -35,27 +39,33 @@ Events = Mapping[int, Sequence[Mapping[str, Any]]]
 """Reports of progress, by rank."""
 
 
-def report(folder: Path) -> str:
+def report(folder: RunFolder) -> str:
     """Return the page; it leaves out records that an interrupted run has not written.
 
     Raises:
         ValueError: when ``folder`` holds no run.
+        LagomError: when its records are damaged.
     """
-    run = loaded(folder / RUN)
+    run = loaded(folder, RUN)
     if not run:
-        raise ValueError(f"{folder} holds no records of a run: there is no {RUN} in it")
-    result = loaded(folder / RESULT)
-    events = events_of(folder / PROGRESS)
+        raise ValueError(f"{folder.path} holds no records of a run: there is no {RUN} in it")
+    with damage_named(folder):
+        return _page_of(folder, run)
+
+
+def _page_of(folder: RunFolder, run: Mapping[str, Any]) -> str:
+    result, events = loaded(folder, RESULT), events_of(folder)
     charts = ""
     for key, title, factor, unit in _CHARTS:
         charts += line_chart(title, lines_of(events, key, factor), unit, from_zero=key != "loss")
-    said = _tail(folder / "lagom.log")
+    said = _tail(folder, "lagom.log")
     parts = [
         f"<h1>{_text(run['name'])}</h1><p>{_text(_headline(run, result))}</p>",
         _timings(result.get("timings") or {}),
         _outcome(result),
         _failures(run.get("failures") or ()),
         f"<div class=charts>{charts}</div>" if events else "<p>No rank has told of its progress.</p>",
+        _damage(folder),
         _slowest(events),
         timeline_section(folder),
         _section("What lagom said", said, "wraps") if said else "",
@@ -71,9 +81,9 @@ def page(title: str, parts: Sequence[str]) -> str:
     return f"{head}<body>{''.join(parts)}\n"
 
 
-def settings_sections(folder: Path) -> list[str]:
+def settings_sections(folder: RunFolder) -> list[str]:
     """Return HTML of a run's settings and surroundings, from the records in ``folder``."""
-    run, result = loaded(folder / RUN), loaded(folder / RESULT)
+    run, result = loaded(folder, RUN), loaded(folder, RESULT)
     return [
         _table("Settings", run.get("config", {})),
         _table("Versions", run.get("versions", {})),
@@ -179,17 +189,37 @@ def _mean_waits(events: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return {"waits": sum(one.get("waits") or 0.0 for one in events) / len(events), "waits_for": waits_for}
 
 
-def events_of(path: Path) -> dict[int, list[dict[str, Any]]]:
-    """Return the progress reports of each rank; empty if there are none."""
+def events_of(folder: RunFolder) -> dict[int, list[dict[str, Any]]]:
+    """Return the progress reports of each rank, without damaged ones; empty if there are none."""
     found: dict[int, list[dict[str, Any]]] = {}
-    if path.exists():
-        for line in path.read_text().splitlines():
-            try:
-                event = json.loads(line)
-            except ValueError:  # a killed driver may leave an incomplete last line
-                continue
+    for event in loaded_lines(folder, PROGRESS):
+        if _is_report(event):
             found.setdefault(event["rank"], []).append(event)
     return dict(sorted(found.items()))
+
+
+def _is_report(event: Mapping[str, Any] | None) -> TypeGuard[dict[str, Any]]:
+    """Return whether ``event`` has the types of a progress report."""
+    if event is None or not _is_number(event.get("seconds")) or not math.isfinite(event["seconds"]):
+        return False
+    waits_for = event.get("waits_for") or {}
+    numbers = [event.get(name) for name in ("samples", *(key for key, *_ in _CHARTS))]
+    is_whole = isinstance(waits_for, dict) and all(map(_is_number, waits_for.values()))
+    return is_whole and type(event.get("rank")) is int and all(one is None or _is_number(one) for one in numbers)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, float) or (type(value) is int and abs(value) < 1 << 62)
+
+
+def num_damaged(folder: RunFolder) -> int:
+    """Return the number of lines in the file of progress reports that are none."""
+    return sum(not _is_report(event) for event in loaded_lines(folder, PROGRESS))
+
+
+def _damage(folder: RunFolder) -> str:
+    number = num_damaged(folder)
+    return f"<p class=bad>{number} lines of {PROGRESS} are damaged, and left out.</p>" if number else ""
 
 
 def lines_of(events: Events, key: str, factor: float = 1.0) -> dict[str, list[tuple[float, float]]]:
@@ -200,10 +230,10 @@ def lines_of(events: Events, key: str, factor: float = 1.0) -> dict[str, list[tu
     }
 
 
-def _tail(path: Path) -> str:
-    if not path.exists():
+def _tail(folder: RunFolder, name: str) -> str:
+    if not folder.exists(name):
         return ""
-    with path.open("rb") as file:
+    with open(folder.open_file(name), "rb") as file:
         size = file.seek(0, 2)
         file.seek(max(0, size - _TAIL))
         text = file.read().decode(errors="replace")
@@ -212,18 +242,19 @@ def _tail(path: Path) -> str:
     return ("…\n" if size > _TAIL else "") + "\n".join(lines).strip("\n")
 
 
-def _outputs(folder: Path) -> list[str]:
+def _outputs(folder: RunFolder) -> list[str]:
     """Return a section for each output; ranks whose outputs have the same length and end share one."""
     ranks: dict[tuple[int, str], list[int]] = {}
-    for path in sorted(folder.glob("rank-*.log"), key=_rank_of):
-        if size := path.stat().st_size:
-            ranks.setdefault((size, _tail(path)), []).append(_rank_of(path))
+    names = [name for name in folder.names() if re.fullmatch(r"rank-\d+\.log", name)]
+    for name in sorted(names, key=_rank_of):
+        if size := os.lstat(folder.at(name)).st_size:
+            ranks.setdefault((size, _tail(folder, name)), []).append(_rank_of(name))
     outputs = list(ranks.items())[:_MAX_RANKS]
     return [_section(f"Output of {rank_names(own)}", text) for (_, text), own in outputs]
 
 
-def _rank_of(log: Path) -> int:
-    return int(log.stem.partition("-")[2])
+def _rank_of(log: str) -> int:
+    return int(Path(log).stem.partition("-")[2])
 
 
 def _utc_text(time: object) -> str:

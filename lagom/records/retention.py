@@ -17,17 +17,21 @@ from pathlib import Path
 
 from lagom.records.timeline import TIMELINES
 from lagom.restart.kept_snapshots import FOLDER, RESULT
+from lagom.run_folder import RunFolder
 
 ALIVE = ".alive"
 """A file in a run's folder that is locked while the run is under way."""
 _NAME = re.compile(r"\d{8}-\d{6}-.+-[0-9a-f]{6}")
+_REPLACED = r"(run|result)\.json|picture-\d+\.png|report\.html"
+"""Names of files that are replaced as a whole; a process that is killed meanwhile leaves the new file."""
 _OURS = re.compile(
-    r"\.?(run|result)\.json|\.alive|timeline(-summary)?\.json|progress\.jsonl|rank-\d+\.log|lagom\.log|"
-    r"picture-\d+\.png|report\.html"
+    rf"{_REPLACED}|\.({_REPLACED})(\.[0-9a-f]{{8}})?|\.alive|timeline(-summary)?\.json|progress\.jsonl|rank-\d+\.log|"
+    r"lagom\.log"
 )
+_PICKLES = f"call|settings|{RESULT}"
 _INSIDE = {
     re.compile(rf"{TIMELINES}(-lost-\d+)?"): re.compile(r"rank-\d+\.jsonl"),
-    re.compile(FOLDER): re.compile(rf"call|settings|{RESULT}|\.lock|(files|calls)\.jsonl"),
+    re.compile(FOLDER): re.compile(rf"{_PICKLES}|\.({_PICKLES})\.[0-9a-f]{{8}}|\.lock|(files|calls)\.jsonl"),
 }
 """For names of folders in a run's folder, the names of the files in them."""
 
@@ -59,20 +63,20 @@ class Retention:
         sizes = ((folder, _size_of_run(folder)) for folder in sorted(_named_as_runs(top), reverse=True))
         for folder, size in [(folder, size) for folder, size in sizes if size is not None][1:]:
             if num_runs >= self.num_runs or num_bytes + size > self.num_mb * 1e6:
-                with contextlib.suppress(OSError), lock_run(folder):
+                with contextlib.suppress(OSError), lock_run(RunFolder.open(folder)):
                     shutil.rmtree(folder)
                     continue
             num_runs, num_bytes = num_runs + 1, num_bytes + size
 
 
 @contextmanager
-def lock_run(folder: Path) -> Iterator[None]:
+def lock_run(folder: RunFolder) -> Iterator[None]:
     """Lock the folder of a run for this process.
 
     Raises:
         OSError: when another process holds the lock.
     """
-    lock = os.open(folder / ALIVE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    lock = folder.open_file(ALIVE, os.O_RDWR | os.O_CREAT)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         yield
@@ -80,15 +84,19 @@ def lock_run(folder: Path) -> Iterator[None]:
         os.close(lock)
 
 
-def is_under_way(folder: Path) -> bool:
-    """Return whether a process holds the lock of the run in ``folder``."""
-    if not (folder / ALIVE).exists():
+def is_under_way(folder: RunFolder) -> bool:
+    """Return whether a process holds the lock of the run in ``folder``; False if this user may not look."""
+    try:
+        lock = folder.open_file(ALIVE, os.O_RDWR if folder.is_own else os.O_RDONLY)
+    except OSError:
         return False
     try:
-        with lock_run(folder):
-            return False
+        fcntl.flock(lock, (fcntl.LOCK_EX if folder.is_own else fcntl.LOCK_SH) | fcntl.LOCK_NB)
+        return False
     except OSError:
         return True
+    finally:
+        os.close(lock)
 
 
 def _named_as_runs(top: Path) -> Iterator[Path]:

@@ -11,22 +11,23 @@ import logging
 import os
 import re
 import secrets
-import shutil
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, Concatenate, ParamSpec
 
-from lagom.errors import PlanError
+from lagom.digests import record_text
+from lagom.errors import LagomError, PlanError
 from lagom.monitor.spans import unpack_spans
 from lagom.records.driver_facts import driver_facts
 from lagom.records.git_info import GitCheckout
-from lagom.records.json_values import as_json, loaded, recorded_seconds
+from lagom.records.json_values import as_json, loaded, loaded_lines
 from lagom.records.retention import Retention, lock_run
 from lagom.records.timeline import TIMELINES, merge
 from lagom.records.upload import RUN as RUN
 from lagom.records.upload import Upload, is_url, on_disk
+from lagom.run_folder import RunFolder, write_file
 from lagom.wire.client import Message
 
 RESULT, PROGRESS = "result.json", "progress.jsonl"
@@ -65,7 +66,7 @@ class RunRecords:
 
     def __init__(
         self,
-        folder: Path,
+        folder: RunFolder | Path,
         facts: Mapping[str, Any],
         upload: Upload | None = None,
         retention: Retention | None = None,
@@ -78,24 +79,29 @@ class RunRecords:
 
         Raises:
             OSError: if nothing can be written there, or another process writes to ``folder``.
+            LagomError: if ``folder`` is a path, and other users can write there.
             Exception: the error of the URL's file system, with ``upload``.
         """
-        self.folder = folder
-        """Folder on this machine."""
+        folder = folder if isinstance(folder, RunFolder) else RunFolder.open_own(folder)
+        self.run_folder = folder
+        """Folder on this machine; it stays this one if its path leads elsewhere later."""
+        self.folder = folder.path
+        """Path of the folder."""
         self._retention = retention
         self._held = contextlib.ExitStack()
         self._held.enter_context(lock_run(folder))
         self.upload = upload
         """Upload to ``run_dir``, if ``run_dir`` is a URL; else None."""
         self.broken = False
-        self.earlier_s = recorded_seconds(folder / RESULT, folder / PROGRESS)
+        self._timelines: RunFolder | None = None
+        self.earlier_s = self._seconds_before()
         """Seconds that earlier processes of the same run took."""
         self._started = (time.monotonic() if began is None else began) - self.earlier_s
         source = facts.get("source")
         self._checkout = GitCheckout(Path(source).parent if source else Path.cwd())
         now = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
         about = {**driver_facts(), "git": self._checkout.facts()}
-        self._facts = loaded(folder / RUN)
+        self._facts = self._loaded(RUN)
         if self._facts:
             changed = {name: facts[name] for name in _PER_PROCESS if name in facts}
             self._process = {"time": now, "from": "the beginning", **changed, **about}
@@ -114,10 +120,24 @@ class RunRecords:
         self._logs: dict[int, IO[bytes]] = {}
         self._sizes: dict[int, int] = {}
         self._kept_at: dict[int, float] = {}
-        self._progress: IO[str] | None = None
+        self._progress: IO[bytes] | None = None
         self._write(RUN, self._facts)
         if upload is not None:
             upload.begin()
+
+    def _loaded(self, name: str) -> dict[str, Any]:
+        """Return a record of an earlier process of the run; empty if there is none, or only a damaged one."""
+        try:
+            return loaded(self.run_folder, name)
+        except LagomError as error:
+            log.warning("%s; it is begun anew", error)
+            return {}
+
+    def _seconds_before(self) -> float:
+        """Return the seconds that the run has taken by its result or its last progress report, whichever is more."""
+        times = [self._loaded(RESULT).get("seconds", 0.0)]
+        times += [line.get("seconds", 0.0) for line in loaded_lines(self.run_folder, PROGRESS) if line is not None]
+        return max(one for one in times if isinstance(one, (int, float)))
 
     @_harmless
     def joined(self, message: Message, last: bool = True) -> None:
@@ -172,9 +192,10 @@ class RunRecords:
 
     def _set_timelines_aside(self) -> None:
         """Rename the folder of an earlier attempt's spans, which have other clocks and numbers of exchanges."""
-        if (self.folder / TIMELINES).exists():
-            number = 1 + len(list(self.folder.glob(f"{TIMELINES}-lost-*")))
-            (self.folder / TIMELINES).rename(self.folder / f"{TIMELINES}-lost-{number}")
+        if self.run_folder.exists(TIMELINES):
+            number = 1 + sum(name.startswith(f"{TIMELINES}-lost-") for name in self.run_folder.names())
+            self.run_folder.rename(TIMELINES, f"{TIMELINES}-lost-{number}")
+        self._timelines = None
 
     @_harmless
     def wrote(self, rank: int, data: bytes) -> None:
@@ -185,7 +206,7 @@ class RunRecords:
             return
         file = self._logs.get(rank)
         if file is None:
-            file = self._logs[rank] = open(self.folder / f"rank-{rank}.log", "ab", buffering=0)  # noqa: SIM115
+            file = self._logs[rank] = self._appended(f"rank-{rank}.log")
         file.write(data)
         if size + len(data) >= MAX_LOG_BYTES:
             file.write(f"\n[lagom] more than {MAX_LOG_BYTES >> 20} MB; the rest is not kept\n".encode())
@@ -202,40 +223,43 @@ class RunRecords:
             return
         self._kept_at[event["rank"]] = now
         if self._progress is None:
-            self._progress = open(self.folder / PROGRESS, "a", buffering=1)  # noqa: SIM115
+            self._progress = self._appended(PROGRESS)
         kept = {key: value for key, value in event.items() if key not in ("type", "task", "ticks")}
-        self._progress.write(json.dumps({"seconds": round(now - self._started, 3), **kept}) + "\n")
+        line = json.dumps({"seconds": round(now - self._started, 3), **kept})
+        self._progress.write(f"{line}\n".encode())
 
     @_harmless
     def timed(self, event: Message) -> None:
         """Record a rank's spans."""
-        (self.folder / TIMELINES).mkdir(exist_ok=True)
-        with open(self.folder / TIMELINES / f"rank-{int(event['rank'])}.jsonl", "a") as file:
-            file.write(unpack_spans(event["data"]) + "\n")
+        if self._timelines is None:
+            make = not self.run_folder.exists(TIMELINES)
+            self._timelines = self.run_folder.subfolder(TIMELINES, make=make)
+        with self._appended(f"rank-{int(event['rank'])}.jsonl", self._timelines) as file:
+            file.write(f"{unpack_spans(event['data'])}\n".encode())
 
     def showed(self, png: str) -> Path | None:
         """Record a picture of the program, given as base64; return its file, or None if it could not be kept."""
         with contextlib.suppress(OSError, ValueError):
             self._num_pictures += 1
-            path = self.folder / f"picture-{self._num_pictures}.png"
-            path.write_bytes(base64.b64decode(png, validate=True))
-            return path
+            name = f"picture-{self._num_pictures}.png"
+            self.run_folder.write(name, base64.b64decode(png, validate=True))
+            return self.folder / name
         return None
 
     @_harmless
     def merge_timelines(self, also: str | os.PathLike[str] | None = None) -> None:
         """Merge the ranks' timelines into one, also copied to ``also``."""
-        if not (self.folder / TIMELINES).exists():
+        if not self.run_folder.exists(TIMELINES):
             return
-        path = merge(self.folder)
+        path = merge(self.run_folder.at())
         if also is not None:
-            shutil.copyfile(path, Path(also).expanduser())
+            write_file(Path(also).expanduser(), path.read_bytes())
 
     @_harmless
     def said(self, text: str) -> None:
         """Record a message that the user was shown."""
-        with open(self.folder / "lagom.log", "a") as file:
-            file.write(text.rstrip("\n") + "\n")
+        with self._appended("lagom.log") as file:
+            file.write((text.rstrip("\n") + "\n").encode(errors="backslashreplace"))
 
     @_harmless
     def ended(
@@ -269,10 +293,13 @@ class RunRecords:
             self._retention.remove_older(self.folder.parent)
 
     def _write(self, name: str, what: Mapping[str, Any]) -> None:
-        partial = self.folder / f".{name}"
         with self._writing:
-            partial.write_text(json.dumps(as_json(what, hide=name == RUN), indent=2) + "\n")
-            partial.replace(self.folder / name)
+            self.run_folder.write(name, record_text(as_json(what, hide=name == RUN), indent=2) + "\n")
+
+    def _appended(self, name: str, folder: RunFolder | None = None) -> IO[bytes]:
+        """Open the file ``name`` to append to it, without a buffer."""
+        fd = (folder or self.run_folder).open_file(name, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        return open(fd, "ab", buffering=0)
 
 
 def records(
@@ -297,11 +324,9 @@ def records(
     name = f"{now}-{name}-{secrets.token_hex(3)}"
     if is_url(run_dir):
         return _elsewhere(os.fspath(run_dir), name, facts, began)
-    folder = on_disk(run_dir) / name
     retention = Retention.from_environment() if is_default else None
     try:
-        folder.mkdir(parents=True, mode=0o700)
-        return RunRecords(folder.resolve(), facts, retention=retention, began=began)
+        return RunRecords(RunFolder.make(on_disk(run_dir) / name), facts, retention=retention, began=began)
     except OSError as error:
         text = f"run_dir is {os.fspath(run_dir)!r}, and nothing can be written there: {error}"
         if is_default:
@@ -313,7 +338,7 @@ def records(
 def _elsewhere(url: str, name: str, facts: Mapping[str, Any], began: float | None) -> RunRecords:
     try:
         upload = Upload(url, name)
-        return RunRecords(upload.folder, facts, upload, began=began)
+        return RunRecords(RunFolder.open(upload.folder), facts, upload, began=began)
     except Exception as error:  # each file system has errors of its own
         kind = url.partition(":")[0]
         raise PlanError(

@@ -1,4 +1,4 @@
-"""``list_runs``: a table of the runs that a folder keeps; ``find_run`` finds one of them by its name."""
+"""``list_runs``: a table of the runs that a folder keeps; ``open_run`` opens one of them by its name."""
 
 from __future__ import annotations
 
@@ -7,10 +7,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from lagom.records.json_values import loaded, text_of
+from lagom.errors import LagomError
+from lagom.records.json_values import damage_named, loaded, text_of
 from lagom.records.retention import is_under_way
 from lagom.records.run_dir import RESULT, RUN
 from lagom.records.upload import is_url, on_disk
+from lagom.run_folder import RunFolder
 
 _LONGEST = 40  # characters of a result
 
@@ -34,34 +36,47 @@ def list_runs(place: str | os.PathLike[str] | None, num_runs: int) -> str:
 
 def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
     """Return a line for each of ``rows``, with the cells aligned in columns."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return ["  ".join(f"{cell:{width}}" for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    # Records of others may have bytes that a terminal obeys.
+    shown = [["".join(mark if mark.isprintable() else "?" for mark in cell) for cell in row] for row in rows]
+    widths = [max(map(len, column)) for column in zip(*shown, strict=True)]
+    return ["  ".join(f"{cell:{width}}" for cell, width in zip(row, widths, strict=True)).rstrip() for row in shown]
 
 
-def find_run(run: str | os.PathLike[str], place: str | os.PathLike[str] | None) -> Path:
-    """Return the folder of ``run``: a path, or the name of one run in ``place`` or a part of it.
+def open_run(run: str | os.PathLike[str], place: str | os.PathLike[str] | None) -> RunFolder:
+    """Open the folder of ``run``: a path, or the name of one run in ``place`` or a part of it.
 
     Raises:
         ValueError: if there is none, the part is in several names, or ``place`` is no folder of this machine.
     """
-    path = Path(run).expanduser()
-    if (path / RUN).exists():
-        return path
+    path = Path(os.path.expanduser(run))
+    if os.path.lexists(path / RUN):
+        return RunFolder.open(path)
+    if os.sep in os.fspath(run) and path.is_dir():
+        raise ValueError(f"{path} is no run: there is no {RUN} in it")
     top = _folder(place)
     found = [folder for folder in _runs_in(top) if os.fspath(run) in folder.name]
     if len(found) == 1:
-        return found[0]
+        return RunFolder.open(found[0])
     if not found:
         raise ValueError(f"{os.fspath(run)!r} is no run: neither a folder with a {RUN}, nor a name in {top}")
     names = ", ".join(folder.name for folder in found[-3:])
     raise ValueError(f"{os.fspath(run)!r} is in the names of {len(found)} runs: {names}; name one of them")
 
 
-def result_text(folder: Path) -> str:
-    """Return how the run in ``folder`` ended, in a few words."""
-    result = loaded(folder / RESULT)
+def result_text(folder: RunFolder) -> str:
+    """Return how the run in ``folder`` ended, in a few words.
+
+    Raises:
+        LagomError: if its record is damaged.
+    """
+    result = loaded(folder, RESULT)
     if not result:
         return "under way" if is_under_way(folder) else "no end: its driver was killed"
+    with damage_named(folder):
+        return _outcome_text(result)
+
+
+def _outcome_text(result: Mapping[str, Any]) -> str:
     if result["outcome"] == "interrupted":
         return text_of(f"interrupted: {result.get('value')}", _LONGEST)
     if result["outcome"] == "returned":
@@ -80,10 +95,20 @@ def checkout_text(git: Mapping[str, Any] | None) -> str:
     return f"{commit} {git['branch']}" if git.get("branch") else commit
 
 
-def _row(folder: Path) -> tuple[str, ...]:
-    run, result = loaded(folder / RUN), loaded(folder / RESULT)
-    seconds = f"{result['seconds']:.1f}" if "seconds" in result else ""
-    return folder.name, result_text(folder), seconds, str(run.get("world_size", "")), checkout_text(run.get("git"))
+def _row(path: Path) -> tuple[str, ...]:
+    """Return the cells of a run; of one that is damaged, or that cannot be read, the reason."""
+    try:
+        folder = RunFolder.open(path)
+        try:
+            run, result = loaded(folder, RUN), loaded(folder, RESULT)
+            with damage_named(folder):
+                seconds = f"{result['seconds']:.1f}" if "seconds" in result else ""
+                cells = seconds, str(run.get("world_size", "")), checkout_text(run.get("git"))
+                return path.name, result_text(folder), *cells
+        finally:
+            folder.close()
+    except (LagomError, OSError) as error:
+        return path.name, " ".join(str(error).split()), "", "", ""
 
 
 def _folder(place: str | os.PathLike[str] | None) -> Path:
@@ -96,7 +121,10 @@ def _folder(place: str | os.PathLike[str] | None) -> Path:
         raise ValueError("run_dir is None, so runs are not kept; name a folder of runs")
     if is_url(place):
         raise ValueError(f"runs are kept at {os.fspath(place)}; copy them to this machine, and name the folder")
-    return on_disk(place)
+    try:
+        return on_disk(place)
+    except FileNotFoundError as error:
+        raise ValueError(str(error)) from error
 
 
 def _runs_in(top: Path) -> list[Path]:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import html
+import os
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
-from lagom.records.json_values import loaded
+from lagom.errors import LagomError
+from lagom.records.json_values import damage_named, loaded
 from lagom.records.timeline import SUMMARY, TRACE
+from lagom.run_folder import RunFolder
 
 _WIDTH, _LEFT, _ROW, _TOP = 1000, 150, 18, 34
 _MAX_RANKS = 8
@@ -42,15 +44,25 @@ _NAMES = {
 Events = Sequence[Mapping[str, Any]]
 
 
-def timeline_section(folder: Path) -> str:
-    """Return HTML about the timeline of the run in ``folder``; empty if there is none. A damaged trace is left out."""
-    told = loaded(folder / SUMMARY)
-    if not told:
-        return ""
-    drawn = ""
-    if (folder / TRACE).exists() and (folder / TRACE).stat().st_size <= _LARGEST:
-        drawn = timeline_svg(loaded(folder / TRACE).get("traceEvents", ()))
-    return f"<details open><summary>Where the time has gone</summary>{drawn}{share_table(told)}</details>"
+def timeline_section(folder: RunFolder) -> str:
+    """Return HTML about the timeline of the run in ``folder``; empty if there is none, a line if it is damaged."""
+    try:
+        told = loaded(folder, SUMMARY)
+        table = share_table(told) if told else ""
+    except (LagomError, KeyError, TypeError) as error:
+        return f"<p class=bad>There is no timeline: {html.escape(str(error))}</p>"
+    return f"<details open><summary>Where the time has gone</summary>{_drawn(folder)}{table}</details>" if table else ""
+
+
+def _drawn(folder: RunFolder) -> str:
+    """Return the picture of a run's trace; empty if there is none, a line if it is damaged."""
+    try:
+        if folder.exists(TRACE) and os.lstat(folder.at(TRACE)).st_size <= _LARGEST:
+            with damage_named(folder):
+                return timeline_svg(loaded(folder, TRACE).get("traceEvents", ()))
+    except LagomError as error:
+        return f"<p class=bad>There is no picture of the timeline: {html.escape(str(error))}</p>"
+    return ""
 
 
 def share_table(summary: Mapping[str, Any]) -> str:

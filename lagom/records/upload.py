@@ -35,9 +35,16 @@ def is_url(place: str | os.PathLike[str]) -> bool:
 
 
 def on_disk(place: str | os.PathLike[str]) -> Path:
-    """Return the path of a place that is no URL; Databricks mounts ``dbfs:/`` at ``/dbfs``."""
-    text = re.sub(r"^file:/+", "/", os.fspath(place))
-    return Path(re.sub(r"^dbfs:/+", "/dbfs/", text)).expanduser()
+    """Return the path of a place that is no URL; Databricks mounts ``dbfs:/`` at ``/dbfs``.
+
+    Raises:
+        FileNotFoundError: if the path is below a home folder that is not known.
+    """
+    text = re.sub(r"^dbfs:/+", "/dbfs/", re.sub(r"^file:/+", "/", os.fspath(place)))
+    try:
+        return Path(text).expanduser()
+    except RuntimeError as error:
+        raise FileNotFoundError(f"{text} is below a home folder, and this user has none; set HOME") from error
 
 
 class Upload:

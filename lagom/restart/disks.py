@@ -2,20 +2,12 @@
 
 from __future__ import annotations
 
-import functools
-import os
-import socket
 from contextlib import suppress
+
+from lagom.run_folder import this_host as this_host
 
 # File systems that several hosts may share; all of FUSE are assumed to be.
 _SHARED = ("nfs", "cifs", "smb", "ceph", "lustre", "gluster", "gpfs", "beegfs", "fuse", "9p", "afs", "pvfs", "orangefs")
-
-
-@functools.cache
-def this_host() -> str:
-    """Return a name of this host's files; containers with files of their own count as hosts."""
-    root = os.stat("/")
-    return f"{socket.gethostname()}|{root.st_dev}:{root.st_ino}"
 
 
 def is_on_shared_disk(path: str) -> bool:

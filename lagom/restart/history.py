@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import copy
 import datetime
+import logging
 import os
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any
 
+from lagom.errors import LagomError
 from lagom.restart.kept_snapshots import Snapshot, SnapshotFolder, SnapshotPlace
 from lagom.restart.losses import Loss
 from lagom.restart.shown_output import ShownOutput
 from lagom.restart.written_files import WrittenFiles
 
+log = logging.getLogger("lagom")
 Failure = dict[str, Any]
 """A loss as ``result.failures`` lists it: time, rank, host, cause, resumed_from, seconds_lost."""
 BEGINNING = "the beginning"
@@ -29,6 +32,10 @@ class RunHistory:
         max_failures: most losses after which the run goes on.
         changed: called with all failures when one is added or completed.
         snapshots: folder of the run's snapshots, if it keeps any; the first attempt goes on from the newest.
+        say: tells the user about damaged snapshots.
+
+    Raises:
+        LagomError: if all snapshots are damaged, or it is not known which files the run has written.
     """
 
     def __init__(
@@ -36,6 +43,7 @@ class RunHistory:
         max_failures: int = 0,
         changed: Callable[[list[Failure]], None] = lambda _: None,
         snapshots: SnapshotFolder | None = None,
+        say: Callable[[str], None] = log.warning,
     ) -> None:
         self._max_failures = max_failures
         self.output = ShownOutput()
@@ -53,10 +61,13 @@ class RunHistory:
         self._last_number = 0
         self.resumed: Snapshot | None = None
         """The snapshot from which the present attempt goes on; None if it begins from the beginning."""
-        if snapshots is not None and (newest := snapshots.newest()) is not None:
-            for message in snapshots.messages():
+        self._say = say
+        if snapshots is not None and (newest := snapshots.newest_whole(say)) is not None:
+            for message in snapshots.messages(newest, say):
                 self.files.take(message)
             self._resume(newest)
+        elif snapshots is not None and snapshots.has_damaged:
+            raise LagomError(f"all snapshots in {snapshots.path} are damaged, so the run cannot go on; begin a new run")
         self._joined: float | None = None
         self.attempt_began_at: float | None = None
         """Monotonic time at which the present attempt began."""
@@ -107,6 +118,11 @@ class RunHistory:
         is_kept = event["type"] == "snapshot" and event["what"] == "kept"
         return is_kept and self._newest_number() == int(event["number"])
 
+    def note_kept(self, number: int, sha256: str) -> None:
+        """Note that a rank has kept snapshot ``number``, with the digest of its description."""
+        if self.folder is not None:
+            self.folder.note_kept(number, sha256)
+
     def has_newer_snapshot(self) -> bool:
         """Return whether the present attempt has kept a snapshot."""
         return self._newest_number() > (self.resumed.number if self.resumed is not None else 0)
@@ -148,7 +164,7 @@ class RunHistory:
     def prepare(self) -> None:
         """Prepare for the next attempt, from the newest snapshot, or from the beginning."""
         self._follows_loss = False
-        newest = self.folder.newest() if self.folder is not None else None
+        newest = self.folder.newest_whole(self._say) if self.folder is not None else None
         if newest is not None:
             self._resume(newest)
             self.output.go_back(newest.number)
@@ -175,6 +191,7 @@ class RunHistory:
                 with open(path, "rb") as file:
                     os.fsync(file.fileno())
             self.folder.put_in_place(number)
+            self.folder.note_kept(number, message["sha256"][1])
         except OSError as error:
             self.folder.remove_partial(number)
             return str(error)

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from lagom.errors import LagomError
-from lagom.restart.kept_snapshots import CALL, FOLDER, RESULT, SETTINGS, Snapshot, SnapshotFolder
+from lagom.restart.kept_snapshots import CALL, FOLDER, RESULT, SETTINGS, Snapshot, SnapshotFolder, no_snapshots
 from lagom.restart.run_lease import RunLease, remove
 
 EVERY_S = 10.0
@@ -66,10 +66,7 @@ class SnapshotCopies:
         if is_new:
             self._system.makedirs(self._root, exist_ok=True)
         elif not {CALL, SETTINGS} <= there:
-            raise LagomError(
-                f"the run at {self._url} has kept no snapshots: a run keeps them if it is called with "
-                "snapshot_every_s, a script with lagom run --snapshot-every"
-            )
+            raise LagomError(no_snapshots(self._url))
         if RESULT in there:
             self._fetch((CALL, SETTINGS, RESULT))
             yield
@@ -148,7 +145,7 @@ class SnapshotCopies:
         for number in range(_TRIES):
             if number:
                 time.sleep(number)
-            if self._try(self._put_result if os.path.exists(self._folder.result) else self.copy_newest):
+            if self._try(self._put_result if os.path.exists(f"{self._folder.path}/{RESULT}") else self.copy_newest):
                 return
         self.failed = True
 

@@ -20,6 +20,7 @@ from lagom.launchers.dataframes import write_frame
 from lagom.plan import Plan, plan
 from lagom.preparation import checked, facts_of_code, random_start, run_records, source_of
 from lagom.program.signature import check_searched, function_name
+from lagom.run_folder import RunFolder
 from lagom.search.mlflow_trials import mlflow_trials
 from lagom.search.search_progress import SearchProgress
 from lagom.search.slots.choose_slots import choose_slots, num_slots
@@ -72,7 +73,7 @@ def run_trials(
         settings=process_settings(),
     )
     number = num_slots(of_trial, cluster, config.num_slots, num_trials)
-    resume = Path(config.resume).expanduser() if config.resume is not None else None
+    resume = RunFolder.open_own(Path(config.resume).expanduser()) if config.resume is not None else None
     with contextlib.ExitStack() as stack:
         records = stack.enter_context(run_records(trial, of_trial, where, source_of(train), resume, began=started))
         folder = records.folder if records is not None else None
@@ -96,7 +97,10 @@ def run_trials(
         stack.callback(progress.close)
         interrupted = _is_interrupted(source, loop, lambda: choose_slots(launcher, of_trial, call, number))
         if source.kept_trial is not None:
-            for problem in put_in_place(loop.folder_of(source.kept_trial)):
+            kept = loop.folder_of(source.kept_trial)
+            if records is not None:
+                kept = records.run_folder.at(str(kept.relative_to(records.folder)))
+            for problem in put_in_place(kept):
                 progress.warn(problem)
         seconds = round(time.monotonic() - started + (records.earlier_s if records is not None else 0.0), 3)
         if records is not None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import re
 import shlex
 from collections.abc import Mapping, Sequence
@@ -13,8 +12,11 @@ from typing import Any, get_args
 from lagom.config import HyperparameterOptConfig, Searchspace
 from lagom.config.fields import nearest
 from lagom.config.hyperparameter_opt import EarlyStopping, Optimizer
+from lagom.digests import parse_record
+from lagom.errors import LagomError
 from lagom.records.run_dir import RUN
 from lagom.records.secrets import HIDDEN
+from lagom.run_folder import RunFolder
 from lagom.search.on_rank.script_trial import options
 
 _RANGES: Mapping[str, tuple[str, ...]] = {
@@ -146,13 +148,20 @@ def resumed(folder: Path) -> tuple[list[str], str]:
 
     Raises:
         ValueError: if ``folder`` has no records of a search, or they do not have the whole command line.
+        LagomError: if other users can write to ``folder``, or its records are damaged: a command is run from them.
     """
     try:
-        driver = json.loads((folder / RUN).read_text())["driver"]
+        run = RunFolder.open_own(folder)
+        driver = parse_record(run.read(RUN, own=True))["driver"]
         words = list(driver["argv"])
-    except (OSError, ValueError, KeyError):
+        cwd = str(driver["cwd"])
+    except (OSError, KeyError):
         raise ValueError(f"--resume {folder}: there are no records of a search") from None
+    except (ValueError, TypeError) as error:
+        raise LagomError(f"--resume {folder}: {RUN} is damaged: {error}") from error
+    if not all(isinstance(word, str) for word in words):
+        raise LagomError(f"--resume {folder}: {RUN} is damaged: its command line is not one")
     if "search" not in words[1:2] or HIDDEN in " ".join(words):
         raise ValueError(f"--resume {folder}: its records have no whole command line; give the rest of it as well")
     old = words[2:4] if words[2:3] == ["--resume"] else []
-    return ["search", "--resume", str(folder), *words[2 + len(old) :]], driver["cwd"]
+    return ["search", "--resume", str(folder), *words[2 + len(old) :]], cwd

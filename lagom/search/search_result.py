@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from lagom.errors import LagomError
 from lagom.result import Page, html_table, lasted, short
+from lagom.run_folder import RunFolder, write_file
 from lagom.search.pages.axis import shown
 
 if TYPE_CHECKING:
@@ -149,7 +150,8 @@ class SearchResult(Mapping[str, Any]):
 
         target = Page(path if path is not None else f"{self._run_dir}/report.html")
         facts = [self._counts(), *([self._best_line()] if self._complete() else [])]
-        target.write_text(search_page(self._title(), facts, self._page_parts(), self._run_dir), encoding="utf-8")
+        folder = RunFolder.open(self._run_dir) if self._run_dir is not None else None
+        write_file(target, search_page(self._title(), facts, self._page_parts(), folder))
         return target
 
     def dataframe(self) -> pandas.DataFrame:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import json
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from lagom.errors import LagomError
+from lagom.run_folder import RunFolder
 
 
 class TrialJournal:
@@ -23,7 +25,8 @@ class TrialJournal:
     machine.
 
     Raises:
-        LagomError: if another process has the journal open, so that its search is still running.
+        LagomError: if another process has the journal open, so that its search is still running; if other users can
+            write to it; or if it is damaged.
     """
 
     def __init__(self, path: Path) -> None:
@@ -55,7 +58,7 @@ class TrialJournal:
         self._file.close()
 
     def _open(self) -> IO[bytes]:
-        file = self._path.open("a+b")
+        file = self._own_file()
         try:
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # child processes do not inherit it, unlike a flock
         except OSError as error:
@@ -66,6 +69,13 @@ class TrialJournal:
                 ) from None
         return file
 
+    def _own_file(self) -> IO[bytes]:
+        folder, name = RunFolder.open(self._path.parent), self._path.name
+        try:
+            return open(folder.open_file(name, os.O_RDWR | os.O_CREAT | os.O_APPEND, own=folder.exists(name)), "a+b")
+        finally:
+            folder.close()
+
     def _read(self) -> Iterator[dict[str, Any]]:
         """Read all entries; cut off an incomplete last entry, which a killed process has left."""
         self._file.seek(0)
@@ -75,8 +85,15 @@ class TrialJournal:
                 self._file.truncate(length)
                 break
             length += len(line)
-            yield json.loads(line)
+            yield self._parsed(line)
         self._file.seek(0, os.SEEK_END)
+
+    def _parsed(self, line: bytes) -> dict[str, Any]:
+        with contextlib.suppress(ValueError, RecursionError):
+            entry = json.loads(line)
+            if isinstance(entry, dict):
+                return entry
+        raise LagomError(f"{self._path} is damaged: it has a line that is no JSON object")
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Let a pickled study go on with Optuna's own backend of the same file."""

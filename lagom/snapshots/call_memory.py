@@ -5,9 +5,11 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
+
+from lagom.errors import LagomError
 
 _PIECE = 1 << 24
 
@@ -17,11 +19,12 @@ class CallMemory:
 
     Args:
         payload_fd: the file that this process has mapped.
-        kept: path of the kept call, to which snapshots refer; its bytes are mostly those of the mapped file.
+        open_kept: returns a descriptor of the kept call, to which snapshots refer; its bytes are mostly those of the
+            mapped file.
     """
 
-    def __init__(self, payload_fd: int, kept: str) -> None:
-        self._fd, self._kept = payload_fd, kept
+    def __init__(self, payload_fd: int, open_kept: Callable[[], int]) -> None:
+        self._fd, self._open_kept = payload_fd, open_kept
 
     def split(self, buffers: Sequence[memoryview]) -> tuple[list[tuple[int, int] | None], list[memoryview]]:
         """Return for each buffer its offset and size in the kept call, or None; and the buffers without such a place.
@@ -45,7 +48,7 @@ class CallMemory:
         rest = iter(own)
         if all(one is None for one in references):
             return list(rest)
-        with open(self._kept, "rb") as file:
+        with open(self._open_kept(), "rb") as file:
             mapped = mmap.mmap(file.fileno(), 0, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
         view = memoryview(mapped)
         return [next(rest) if one is None else view[one[0] : one[0] + one[1]] for one in references]
@@ -62,7 +65,7 @@ class CallMemory:
         return found
 
     def _kept_call(self) -> mmap.mmap | None:
-        with suppress(OSError, ValueError), open(self._kept, "rb") as file:
+        with suppress(OSError, ValueError, LagomError), open(self._open_kept(), "rb") as file:
             return mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
         return None
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import json
+import hashlib
 import os
 import socket
 import tempfile
 from collections.abc import Mapping
 from typing import Any
 
+from lagom.digests import check_sha256, record_text
 from lagom.errors import LagomError, SnapshotError
 from lagom.payload import Parcel
 from lagom.restart.kept_snapshots import FETCHED, UNREHEARSED, Snapshot, SnapshotPlace
@@ -37,8 +38,16 @@ class SnapshotFiles:
         """Largest number of a snapshot of the run so far."""
         self.is_shared = self._folder.is_here()
         """Whether this host sees the run's folder."""
-        self.call = self._folder.call if self.is_shared else f"/proc/self/fd/{payload_fd}"
-        """File with the call, to which snapshots refer."""
+        self._payload_fd = payload_fd
+
+    def open_call(self) -> int:
+        """Return a descriptor of the call to which snapshots refer.
+
+        Raises:
+            OSError: if it is not there.
+            LagomError: if other users can write to it, or if it is not the call with which the run began.
+        """
+        return self._folder.open_call() if self.is_shared else os.dup(self._payload_fd)
 
     @property
     def journal(self) -> str | None:
@@ -51,6 +60,11 @@ class SnapshotFiles:
             return ""
         if self._spec.plan.rehearsal is not None:
             return f"{UNREHEARSED}{socket.gethostname()} does not see the run's folder, where a rehearsal keeps its own"
+        try:
+            self._folder.folder.check_own()
+        except (OSError, LagomError) as error:
+            if os.path.exists(self._folder.path):
+                return str(error)
         where = f"{socket.gethostname()}, which holds rank {rank},"
         return f"{where} cannot read and write {self._folder.path}; set run_dir to a folder that all hosts share"
 
@@ -61,9 +75,10 @@ class SnapshotFiles:
         return None
 
     def write(self, number: int, parcel: Parcel, facts: Mapping[str, Any]) -> dict[str, Any]:
-        """Write snapshot ``number``; return a dict with its size ("bytes").
+        """Write snapshot ``number``; return a dict with its size ("bytes"), and the digest of its description.
 
-        If it was sent to the driver, the dict also has the digests of its two files ("sha256").
+        The digest's name is "description". If the snapshot was sent to the driver, the dict has in its place the
+        digests of its two files ("sha256").
 
         Args:
             facts: the description of the snapshot.
@@ -73,17 +88,18 @@ class SnapshotFiles:
             OSError: if the files cannot be written.
         """
         if self.is_shared:
-            with open(self._folder.partial(number), "wb", opener=_private) as file:
-                size = parcel.write(file.fileno())
+            digest = hashlib.sha256()
+            with open(self._folder.create_partial(number), "wb") as file:
+                size = parcel.write(file.fileno(), digest)
                 os.fsync(file.fileno())
-            self._folder.complete(number, {**facts, "number": number, "bytes": size})
-            return {"bytes": size}
+            described = {**facts, "number": number, "bytes": size, "sha256": digest.hexdigest()}
+            return {"bytes": size, "description": self._folder.complete(number, described)}
         with tempfile.TemporaryFile(dir=self._host_dir) as file:
             size = parcel.write(file.fileno())
             state = self._send(f"{FETCHED}-{number}", file.fileno())
         described = {**facts, "number": number, "bytes": size, "sha256": state}
         with tempfile.TemporaryFile(dir=self._host_dir) as file:
-            file.write(json.dumps(described).encode())
+            file.write(record_text(described).encode())
             file.flush()
             return {"bytes": size, "sha256": [state, self._send(f"{FETCHED}-{number}.json", file.fileno())]}
 
@@ -100,16 +116,24 @@ class SnapshotFiles:
         if self.is_shared:
             self._folder.remove_partial(number)
 
-    def path(self, snapshot: Snapshot) -> str:
-        """Return the file with the state that the rank goes on from.
+    def open_state(self, snapshot: Snapshot) -> int:
+        """Return a descriptor of the state that the rank goes on from.
 
         Raises:
+            OSError: if the file is not there.
             LagomError: if this host sees the run's folder, and other users can write to it.
+            SnapshotError: if it is not the state that the driver means.
         """
         if not self.is_shared:
-            return f"{self._host_dir}/{FETCHED}"
+            return os.open(f"{self._host_dir}/{FETCHED}", os.O_RDONLY)
         self._folder.check_owner()
-        return snapshot.path
+        fd = self._folder.open_state(snapshot.number)
+        try:
+            check_sha256(fd, snapshot.facts["sha256"])
+        except ValueError as error:
+            os.close(fd)
+            raise SnapshotError(f"snapshot {snapshot.number} is damaged: {error}") from error
+        return fd
 
     def check_written(self) -> None:
         """Check that this host sees the files that lost attempts have saved, or were appending to at the snapshot.
@@ -126,7 +150,3 @@ class SnapshotFiles:
             if host and not is_here(path, host):
                 here = socket.gethostname()
                 raise SnapshotError(f"the program has written {path} on another host, whose disk {here} does not see")
-
-
-def _private(path: str, flags: int) -> int:
-    return os.open(path, flags, 0o600)

@@ -72,7 +72,7 @@ class Snapshots:
     ) -> None:
         self._session, self._files, self._tell, self._ask = session, files, tell, ask
         self.program = ProgramInProgress(session, at_home, settings)
-        self._memory = CallMemory(payload_fd, files.call)
+        self._memory = CallMemory(payload_fd, files.open_call)
         self._lengths = lengths
         self._pace = SnapshotPace(session.config.snapshot_every_s or 0.0)
         self._number = files.last_number
@@ -254,7 +254,7 @@ class Snapshots:
         self._pace.written(used_s)
 
     def _go_on(self, snapshot: Snapshot) -> Callable[[], Any]:
-        with open(self._files.path(snapshot), "rb") as file:
+        with open(self._files.open_state(snapshot), "rb") as file:
             mapped = mmap.mmap(file.fileno(), 0, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
         head, pickled, *own = parts_of(memoryview(mapped))
         buffers = self._memory.join(json.loads(bytes(head))["references"], own)

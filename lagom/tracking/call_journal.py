@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 from lagom import files
+from lagom.digests import parse_record, record_text
 from lagom.tracking.serialization import decode, encode
 
 _VARYING = re.compile(r'\["(_timestamp|start_time|end_time|_value)",(-?[\d.e+-]+|NaN|-?Infinity)\]')
@@ -54,11 +53,25 @@ class CallJournal:
         """Go on from a snapshot, at which the program had made ``num`` calls."""
         self.num, self._lost = num, {}
         self._open(0)
-        with open(self._path) as file:
+        damaged = 0
+        with open(self._path, "rb") as file:
             for line in file:
-                with suppress(ValueError):  # half a line, of a process that was killed
-                    self._read(json.loads(line))
+                # A line without an end is of a process that was killed.
+                damaged += not self._take(line) and line.endswith(b"\n") and line != b"\n"
+        if damaged:
+            self._say(
+                f"{damaged} lines of the journal of MLflow's calls are damaged: what the lost attempt has told MLflow "
+                "after the snapshot may be there twice"
+            )
         self._write("\n")  # ends half a line
+
+    def _take(self, line: bytes) -> bool:
+        """Read a line of the journal; return whether it is whole."""
+        try:
+            self._read(parse_record(line))
+        except (ValueError, KeyError, TypeError):
+            return False
+        return True
 
     def _read(self, entry: dict[str, Any]) -> None:
         number = entry["number"]
@@ -106,11 +119,12 @@ class CallJournal:
     def _add(self, entry: dict[str, Any]) -> None:
         if self._fd < 0:  # the run goes on from no snapshot, so its journal begins empty
             self._open(os.O_TRUNC)
-        self._write(f"{json.dumps(entry)}\n")
+        self._write(f"{record_text(entry)}\n")
 
     def _open(self, more: int) -> None:
         with files.downloading():  # it is no file of the program's
-            self._fd = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | more, 0o600)
+            flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+            self._fd = os.open(self._path, flags | more, 0o600)
 
     def _write(self, text: str) -> None:
         os.write(self._fd, text.encode())

@@ -43,9 +43,9 @@ def snapshot_folder(plan: Plan, call: Call) -> Iterator[SnapshotFolder | str | N
     if (why := obstacle(plan, call)) is not None:
         yield why
         return
-    top = Path(tempfile.gettempdir()) if is_url(run_dir) else on_disk(run_dir)
     with ExitStack() as stack:
         try:
+            top = Path(tempfile.gettempdir()) if is_url(run_dir) else on_disk(run_dir)
             if not top.exists():
                 top.mkdir(parents=True)
                 stack.callback(_remove_empty, top)

@@ -22,6 +22,7 @@ from lagom.wire.listener import DriverListener, files_for, listening_socket
 from lagom.wire.peer_silence import probe_silence
 
 _BUFFER = 1 << 18  # bytes
+_NEW = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW
 _LOOK_S = 1.0
 _LAST_TURNS, _TURN_S = 100, 0.01  # limit for sending the last messages, before the channel closes
 
@@ -223,7 +224,7 @@ class DriverServer:
     def take_in(self, name: str, size: int, peer: DriverConnection) -> None:
         """Receive ``size`` bytes from ``peer`` as the file ``name``, and confirm when all have arrived."""
         path, digest, left = self._place_of(name), hashlib.sha256(), size
-        fd = anonymous_file(name) if path is None else os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        fd = anonymous_file(name) if path is None else os.open(path, _NEW, 0o600)
 
         def write(data: bytes) -> None:
             nonlocal left

@@ -18,6 +18,7 @@ from lagom.config import TorchDistributedConfig
 from lagom.config.torch_distributed import Collectives
 from lagom.monitor.stragglers import held_up, straggler
 from lagom.records.report import report
+from lagom.run_folder import RunFolder
 from lagom.worker.resource_usage import ResourceUsage
 
 
@@ -64,7 +65,7 @@ def test_the_report_says_it(tmp_path: Path) -> None:
     (tmp_path / "run.json").write_text('{"name": "x"}')
     events = [{"rank": 0, "seconds": 1, **says(0.4, rank_1=0.4)}, {"rank": 1, "seconds": 1, **says(0.0)}]
     (tmp_path / "progress.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
-    assert "The others waited 40% of their time for rank 1." in report(tmp_path)
+    assert "The others waited 40% of their time for rank 1." in report(RunFolder.open(tmp_path))
 
 
 def test_processors_and_memory_are_told(tmp_path: Path) -> None:

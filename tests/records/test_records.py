@@ -31,6 +31,7 @@ from lagom.records.json_values import as_json
 from lagom.records.report import report
 from lagom.records.run_dir import RunRecords, records
 from lagom.result import Result
+from lagom.run_folder import RunFolder
 from tests.imported_once import imported_once  # noqa: F401
 
 
@@ -130,7 +131,7 @@ def test_settings_named_like_secrets_are_not_written(tmp_path: Path, monkeypatch
     assert kept_records is not None
     kept_records.close()
     folder = kept_records.folder
-    text = (folder / "run.json").read_text() + report(folder)
+    text = (folder / "run.json").read_text() + report(RunFolder.open(folder))
     assert "hidden-" not in text
     assert "71077345" not in text
     kept = loaded(folder / "run.json")["config"]["hparams"]
@@ -152,7 +153,7 @@ def test_a_run_that_fails_leaves_its_error_and_what_ranks_wrote(tmp_path: Path) 
     assert ended["rank"] == 1
     assert "in train" in ended["traceback"]
     assert "batch 3" in (only(tmp_path) / "rank-1.log").read_text()
-    page = report(only(tmp_path))
+    page = report(RunFolder.open(only(tmp_path)))
     assert "the &lt;disk&gt; is full" in page
     assert "<disk>" not in page
 
@@ -317,16 +318,17 @@ def test_a_run_that_was_cut_short_has_a_report_too(tmp_path: Path) -> None:
     kept.close()
     with (tmp_path / "progress.jsonl").open("a") as file:
         file.write('{"seconds": 1')
-    assert "It has no end" in report(tmp_path)
+    assert "It has no end" in report(RunFolder.open(tmp_path))
+    (tmp_path / "empty").mkdir()
     with pytest.raises(ValueError, match="holds no records"):
-        report(tmp_path / "nowhere")
+        report(RunFolder.open(tmp_path / "empty"))
 
 
 def test_the_loss_is_that_of_a_batch_as_ranks_have_it_whole_by_default(tmp_path: Path) -> None:
     kept = RunRecords(tmp_path, {"name": "x", "world_size": 1})
     kept.progressed({"rank": 0, "samples": 1, "loss": 0.5})
     kept.close()
-    assert ">Loss of a batch<" in report(tmp_path)
+    assert ">Loss of a batch<" in report(RunFolder.open(tmp_path))
 
 
 def test_a_chart_has_a_line_for_each_and_round_numbers_at_its_side() -> None:
@@ -431,7 +433,7 @@ def test_a_rank_that_is_waited_for_is_named_though_the_curves_are_of_the_first_1
         for rank in range(20)
     ]
     (tmp_path / "progress.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    page = report(tmp_path)
+    page = report(RunFolder.open(tmp_path))
     assert "The others waited 30% of their time for rank 18." in page
     assert "Rank 17 waited 20% of its time for data" in page
     assert page.count("<polyline") == 3 * 16  # loss, waiting for data and for other ranks

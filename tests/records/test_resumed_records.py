@@ -10,12 +10,14 @@ from typing import Any
 
 import pytest
 
+from lagom.digests import parse_record
 from lagom.monitor import spans as kinds
 from lagom.monitor.spans import Spans
 from lagom.records.compare_runs import compare_runs
 from lagom.records.report import report
 from lagom.records.run_dir import RunRecords
 from lagom.records.timeline import merge
+from lagom.run_folder import RunFolder
 
 FIRST = {"name": "a run", "description": "of a test", "config": {"module": "Net()", "hparams": {"lr": 0.5}}}
 LATER = {"name": "a run", "description": "", "config": {"module": None, "hparams": {}}}
@@ -23,7 +25,8 @@ LOSS = {"time": "2026-01-01T00:00:00+00:00", "rank": 0, "host": "a", "cause": "l
 
 
 def loaded(path: Path) -> Any:
-    return json.loads(path.read_text())
+    """The record in a file, without its digest."""
+    return parse_record(path.read_text())
 
 
 def test_a_resumed_run_keeps_the_settings_of_its_first_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -49,9 +52,9 @@ def test_a_resumed_run_keeps_the_settings_of_its_first_call(tmp_path: Path, monk
     assert facts == first | {"world_size": 3}
     assert [one["from"] for one in resumed] == ["batch 3 of epoch 1", "batch 5 of epoch 2"]
     assert {one["driver"]["argv"][1] for one in resumed} == {"resume"}
-    rows = [line.split("  ")[0] for line in compare_runs(*folders).splitlines()[1:]]
+    rows = [line.split("  ")[0] for line in compare_runs(*map(RunFolder.open, folders)).splitlines()[1:]]
     assert [row for row in rows if row != "seconds"] == ["world_size", "result"]
-    assert ", from batch 5 of epoch 2" in report(folders[1])
+    assert ", from batch 5 of epoch 2" in report(RunFolder.open(folders[1]))
 
 
 def test_the_trace_of_a_resumed_run_is_that_of_its_last_process(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ import lagom
 from lagom import cli, experiment
 from lagom.config import HyperparameterOptConfig, Searchspace, TorchDistributedConfig
 from lagom.records.retention import lock_run
+from lagom.run_folder import RunFolder
 
 
 def train(lr: float, fails: bool = False) -> dict[str, float]:
@@ -82,7 +83,7 @@ def test_a_search_is_listed_with_its_best_value(
 
 
 def test_runs_are_listed_with_result_seconds_and_git(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with lock_run(named(runs, "run1")):
+    with lock_run(RunFolder.open(named(runs, "run1"))):
         (named(runs, "run1") / "result.json").unlink()
         head, first, second, third = lagom_says(capsys, "runs").splitlines()
     assert head.split() == ["run", "result", "seconds", "ranks", "git"]

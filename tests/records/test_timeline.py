@@ -28,6 +28,7 @@ from lagom.records.report import report
 from lagom.records.run_dir import RunRecords
 from lagom.records.timeline import merge
 from lagom.result import Result
+from lagom.run_folder import RunFolder
 
 LATE_S = 0.1
 
@@ -295,12 +296,12 @@ def test_a_page_leaves_out_what_was_not_written_whole(name: str, has_part: bool,
     for block in spans.blocks():
         records.timed(block | {"rank": 0})
     merge(tmp_path)
-    assert 'aria-label="Timeline"' in report(tmp_path)
+    assert 'aria-label="Timeline"' in report(RunFolder.open(tmp_path))
     text = (tmp_path / name).read_text()
     (tmp_path / name).unlink()
     if has_part:
         (tmp_path / name).write_text(text[: len(text) // 2])
-    page = report(tmp_path)
+    page = report(RunFolder.open(tmp_path))
     assert 'aria-label="Timeline"' not in page
     assert ("held up the others" in page) == (name == "timeline.json")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import os
@@ -50,7 +51,13 @@ def add(folder: SnapshotFolder, number: int, state: str) -> None:
     """Add a snapshot, and remove those before the last two."""
     folder.add_message({"number": number})  # first: a snapshot may be copied as soon as it is complete
     Path(folder.partial(number)).write_text(state)
-    folder.complete(number, {"bytes": len(state), "at": float(number), "place": [1, number]})
+    folder.complete(number, described(state, float(number), number))
+
+
+def described(state: str, at: float, number: int) -> dict[str, Any]:
+    """The description of a snapshot with this state."""
+    facts = {"bytes": len(state), "sha256": hashlib.sha256(state.encode()).hexdigest(), "lengths": {}}
+    return facts | {"at": at, "place": [1, number]}
 
 
 def there(system: Any, root: str) -> dict[str, str]:
@@ -90,8 +97,8 @@ def test_a_run_goes_on_from_the_copy_of_another_process(
         newest = mine.newest()
         assert newest is not None
         assert Path(newest.path).read_text() == "state 3"
-        assert [message["number"] for message in mine.messages()] == [1, 2, 3]
-        Path(mine.result).write_text("the result")
+        assert [message["number"] for message in mine.messages(newest, print)] == [1, 2, 3]
+        Path(mine.path, "result").write_text("the result")
     assert there(system, root) == {name: found[name] for name in ("call", "files.jsonl", "settings")} | {
         "result": "the result"
     }
@@ -145,7 +152,7 @@ def test_a_snapshot_with_the_number_of_a_lost_attempt_takes_its_place_as_a_whole
 
         monkeypatch.setattr(system, "put_file", put_file)
         Path(folder.partial(1)).write_text("other")
-        folder.complete(1, {"bytes": 5, "at": 7.0, "place": [1, 1]})
+        folder.complete(1, described("other", 7.0, 1))
         until(lambda: there(system, root).get("snapshot-000001.state") == "other")
     assert without == [True]
     assert json.loads(there(system, root)["snapshot-000001.json"])["at"] == 7.0

@@ -16,6 +16,7 @@ from typing import TypeAlias
 import pytest
 
 from lagom import cli
+from lagom.digests import parse_record
 from lagom.search.on_rank.script_trial import PrintedMetric
 
 Search: TypeAlias = Callable[..., tuple[int, str, str]]
@@ -85,7 +86,7 @@ def test_a_search_goes_on_by_the_name_of_its_folder_alone(
     words = ["--trials", "2", "--space", "lr=log:1e-5:1e-1", "--metric", "loss", "program.py"]
     assert search(*words)[0] == 0
     (run,) = (tmp_path / "runs").iterdir()
-    told = json.loads((run / "run.json").read_text())
+    told = parse_record((run / "run.json").read_text())
     told["driver"]["argv"][told["driver"]["argv"].index("2")] = "3"  # as if it had been killed
     (run / "run.json").write_text(json.dumps(told))
     monkeypatch.chdir("/")

@@ -23,17 +23,17 @@ import pytest
 import torch
 
 from lagom import experiment
-from lagom.call import Call
 from lagom.cli import main
 from lagom.errors import LagomError, PlanError
 from lagom.kept_call import read_call
 from lagom.launchers.local import LocalLauncher
-from lagom.payload import Parcel, unpack_file
 from lagom.records.run_dir import RunRecords
 from lagom.restart.disks import this_host
 from lagom.restart.history import RunHistory
 from lagom.restart.kept_snapshots import SnapshotFolder, SnapshotPlace
+from lagom.run_folder import RunFolder
 from tests.snapshots.kills import kill_driver, killed, wait_for_snapshot
+from tests.snapshots.rewritten import kept_call, rewrite_call, rewrite_lines, rewrite_state
 from tests.snapshots.training import config, short, train, train_as_on_a_gpu, train_by_rows
 
 pytestmark = pytest.mark.skipif(sys.version_info < (3, 11), reason="needs the columns of code")
@@ -225,7 +225,7 @@ def test_a_run_is_resumed_from_its_url(whole: Any, lost_driver: Path, capfd: pyt
 def test_a_run_whose_files_are_on_another_host_keeps_its_snapshots(lost_driver: Path) -> None:
     (run,) = (lost_driver / "runs").iterdir()
     journal = run / "snapshots" / "files.jsonl"
-    journal.write_text(journal.read_text().replace(this_host(), "another host"))
+    rewrite_lines(journal, this_host(), "another host")
     before = sorted((run / "snapshots").iterdir())
     with pytest.raises(LagomError, match=r"has written .*rows\.csv on another host, whose disk .* does not see"):
         experiment.resume(run)
@@ -302,7 +302,7 @@ def test_a_host_that_does_not_share_the_runs_folder_is_named(
 def spoil(folder: Path) -> None:
     """Have the snapshots of a run name a class that is not there."""
     for path in folder.glob("runs/*/snapshots/*.state"):
-        path.write_bytes(path.read_bytes().replace(b"ProgramState", b"ProgramStale"))
+        rewrite_state(path, lambda state: state.replace(b"ProgramState", b"ProgramStale"))
 
 
 def test_a_run_whose_snapshot_cannot_be_put_back_begins_again(
@@ -365,15 +365,12 @@ def test_a_run_that_still_goes_on_is_not_resumed(lost_driver: Path) -> None:
 
 def test_a_run_whose_functions_have_changed_is_not_resumed(lost_driver: Path, tmp_path: Path) -> None:
     (run,) = (lost_driver / "runs").iterdir()
-    folder = SnapshotFolder(str(run / "snapshots"))
-    with open(folder.call, "rb") as file:
-        call: Call = unpack_file(file.fileno())
+    call = kept_call(run)
     (name,) = (name for name in call.sources if name.endswith("training.py"))
     changed = call.sources[name].replace("total += loss.item()", "total += 2 * loss.item()")
     later = tmp_path / "imported_later.py"
     later.write_text("2")
-    with open(folder.call, "wb") as file:
-        Parcel(dataclasses.replace(call, sources={**call.sources, name: changed, str(later): "1"})).write(file.fileno())
+    rewrite_call(run, dataclasses.replace(call, sources={**call.sources, name: changed, str(later): "1"}))
     with pytest.raises(LagomError, match=r"imported_later.py, epoch\(\) in .*training.py: not as when the run began"):
         experiment.resume(run)
 
@@ -382,20 +379,17 @@ def test_a_line_says_that_a_script_was_edited_whose_function_the_call_has_as_it_
     lost_driver: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     (run,) = (lost_driver / "runs").iterdir()
-    folder = SnapshotFolder(str(run / "snapshots"))
-    with open(folder.call, "rb") as file:
-        call: Call = unpack_file(file.fileno())
+    call = kept_call(run)
     script = tmp_path / "script.py"
     text = "def train():\n    return 0.1\n"
     main_module: dict[str, Any] = {"__name__": "__main__"}
     exec(compile(text, str(script), "exec"), main_module)
     call = dataclasses.replace(call, function=main_module["train"], provided={}, sources={str(script): text})
-    with open(folder.call, "wb") as file:
-        Parcel(call).write(file.fileno())
+    rewrite_call(run, call)
     said = {}
     for now in (text, text.rstrip(), "LR = 1\n" + text, text.replace("0.1", "0.2"), "def train(:"):
         script.write_text(now)
-        with read_call(run):
+        with read_call(RunFolder.open(run)):
             said[now] = "edited" in capfd.readouterr().err
     assert list(said.values()) == [False, False, True, True, True]
 

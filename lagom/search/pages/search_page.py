@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import html
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from lagom.records.report import page, settings_sections
+from lagom.run_folder import RunFolder
 from lagom.search.pages.axis import shown
 from lagom.search.pages.best_value_chart import best_value_chart, short_error
 from lagom.search.pages.slot_timeline import held_s, starts
@@ -16,7 +16,7 @@ _MAX_ROWS = 1000
 _LONGEST = 24  # characters of a hyperparameter
 
 
-def search_page(title: str, facts: Sequence[str], parts: Sequence[str], folder: Path | None) -> str:
+def search_page(title: str, facts: Sequence[str], parts: Sequence[str], folder: RunFolder | None) -> str:
     """Return the page: ``facts`` are paragraphs, ``parts`` HTML; the settings in ``folder``, if any, come last."""
     head = f"<h1>{html.escape(title)}</h1>" + "".join(f"<p>{html.escape(fact)}</p>" for fact in facts)
     return page(f"lagom: {title}", [head, *parts, *(settings_sections(folder) if folder is not None else ())])
