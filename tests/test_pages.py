@@ -272,7 +272,10 @@ CHECKS: dict[str, dict[str, Check | str]] = {
         "`experiment.lagom(train, searchspace=..., optimizer=...)`": (
             "tests/compat/test_maggy_search.py::test_the_arguments_of_releases_before_1_0"
         ),
-        '`es_policy="median"`': "tests/search/test_study.py::test_with_one_slot_the_trials_are_those_of_optimize",
+        "`direction`": "tests/test_search_config.py::test_maggys_spellings_are_understood",
+        '`es_policy="median"`, unless it is given': (
+            "tests/search/test_study.py::test_with_one_slot_the_trials_are_those_of_optimize"
+        ),
         "`maggy.optimizer`, `maggy.earlystop`, `maggy.pruner`": (
             "tests/compat/test_maggy_search.py::test_algorithms_of_ones_own_are_named_as_optunas"
         ),
