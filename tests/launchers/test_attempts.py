@@ -31,6 +31,7 @@ from lagom.restart.kept_snapshots import SnapshotFolder
 from lagom.restart.losses import Loss
 from lagom.result import Result
 from tests.launchers import losses
+from tests.snapshots.rewritten import add_snapshot
 
 
 def run(function: Any, tmp_path: Path, world_size: int = 2, **settings: Any) -> Result:
@@ -289,8 +290,7 @@ def test_a_run_takes_free_slots_that_it_can_use(ends: list[Any], sizes: list[int
 def test_the_error_says_how_a_run_with_snapshots_goes_on(tmp_path: Path) -> None:
     snapshots = SnapshotFolder(str(tmp_path / "snapshots"))
     snapshots.make()
-    Path(snapshots.partial(1)).write_text("state")
-    snapshots.complete(1, {"bytes": 5, "place": [2, 7], "at": 0.0, "lengths": {}})
+    add_snapshot(snapshots, 1, place=(2, 7))
     with pytest.raises(LagomError, match=f"max_failures=1.; lagom resume {tmp_path} goes on from batch 8 of epoch 2"):
         attempts(Growing(LOST, LOST), snapshots, max_failures=1)
 
@@ -313,8 +313,7 @@ def test_a_larger_attempt_that_has_kept_a_snapshot_ends_the_run_with_its_error(t
     class Keeping(Growing):
         def run(self, plan: Plan, call: Call, records: Any, history: RunHistory) -> list[Outcome]:
             number = len(self.sizes) + 1
-            Path(snapshots.partial(number)).write_text("state")
-            snapshots.complete(number, {"bytes": 5, "place": [1, number], "at": 0.0, "lengths": {}})
+            add_snapshot(snapshots, number, place=(1, number))
             return super().run(plan, call, records, history)
 
         def slots_again(self, wanted: int, wait_s: float = 0.0, cut_off: Set[str] = frozenset()) -> int:

@@ -19,6 +19,7 @@ from lagom.launchers.dataframes import forget_frames, frames_of_run, write_frame
 from lagom.launchers.protocol import Outcome
 from lagom.plan import plan
 from lagom.restart.kept_snapshots import SnapshotFolder
+from tests.snapshots.rewritten import add_snapshot
 
 
 class DataFrame:
@@ -81,8 +82,7 @@ class Launcher:
 
     def run(self, *_: Any) -> list[Outcome]:
         if self._snapshots is not None:
-            Path(self._snapshots.partial(1)).write_text("state")
-            self._snapshots.complete(1, {"bytes": 5, "place": [1, 1], "at": 0.0, "lengths": {}})
+            add_snapshot(self._snapshots, 1)
         if self._error is not None:
             raise self._error
         return [Outcome(rank=0, report={"ok": True}, load=dict)]

@@ -26,6 +26,7 @@ from lagom.plan import Plan, plan
 from lagom.restart.history import RunHistory
 from lagom.restart.kept_snapshots import SnapshotFolder
 from tests.integration import hosts
+from tests.snapshots.rewritten import add_snapshot
 
 ROOT = Path(__file__).parents[2]
 TASK = """
@@ -141,8 +142,7 @@ def test_an_attempt_ends_after_a_snapshot_if_there_are_slots_for_more_ranks(
     snapshots.make()
     history = RunHistory(3, snapshots=snapshots)
     history.free_slots = lambda: slots
-    Path(snapshots.partial(kept)).write_text("state")
-    snapshots.complete(kept, {"bytes": 5})
+    add_snapshot(snapshots, kept)
     with run_with([([], "fails")], history=history) as (run, _):
         goes_on = slots <= 0 or kept == 2
         if goes_on:

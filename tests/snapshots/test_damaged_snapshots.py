@@ -8,8 +8,10 @@ import random
 import shutil
 import sys
 import time
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -22,21 +24,17 @@ from lagom.restart.kept_snapshots import SnapshotFolder
 from lagom.run_folder import RunFolder
 from tests.damage import KINDS, damage
 from tests.snapshots.kills import kill_driver, wait_for_snapshot
-from tests.snapshots.rewritten import kept_call, rewrite_state
+from tests.snapshots.rewritten import add_snapshot, kept_call, rewrite_state
 from tests.snapshots.training import config, short, train
 
 pytestmark = pytest.mark.skipif(sys.version_info < (3, 11), reason="needs the columns of code")
 
 FILES = ("snapshot-000002.state", "snapshot-000002.json", "call", "settings", "files.jsonl", "snapshot-000001.state")
-FACTS = {"place": [1, 2], "lengths": {"/a/log": 17}, "world_size": 1}
+FACTS: Mapping[str, Any] = {"place": [1, 2], "lengths": {}, "world_size": 1}
 
 
 def add(folder: SnapshotFolder, number: int) -> None:
-    state = random.Random(number).randbytes(5000)
-    with open(folder.create_partial(number), "wb") as file:
-        file.write(state)
-    digest = {"bytes": len(state), "sha256": hashlib.sha256(state).hexdigest()}
-    folder.complete(number, {**FACTS, "at": float(number), **digest})
+    add_snapshot(folder, number, random.Random(number).randbytes(5000), FACTS["place"], float(number))
 
 
 @pytest.fixture(scope="module")

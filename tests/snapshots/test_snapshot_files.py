@@ -64,6 +64,7 @@ def test_a_state_comes_to_the_driver_and_is_a_snapshot_if_its_bytes_are_those_se
     assert newest.facts["sha256"] == hashlib.sha256(Path(newest.path).read_bytes()).hexdigest()
     assert Path(newest.path).read_bytes() == Parcel([1, b"state"]).tobytes()
     assert sorted(path.name for path in tmp_path.rglob("*")) == [
+        "files.jsonl",
         "snapshot-000001.json",
         "snapshot-000001.state",
         "snapshots",
