@@ -158,6 +158,8 @@ class RankSupervisor:
                     self._tell_failure(rank)
                 elif message.get("pruned"):
                     self._end_within(LEAVE_S)  # a rank that does not report would wait for this one
+            elif message["type"] == "cut off":
+                self.driver.send(message | {"rank": rank.rank}, sure=True)
             elif message["type"] == "files":
                 self.driver.send(message)
             elif message["type"] == "doing":

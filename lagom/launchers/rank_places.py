@@ -56,6 +56,25 @@ class RankPlaces:
             first,
         )
 
+    def unreachable(
+        self, message: Message, task: int, addresses: Mapping[int, str]
+    ) -> tuple[RankError, frozenset[str]]:
+        """Return the error for ``task``, whose rank another rank does not reach, and names of its host.
+
+        Args:
+            message: from the other rank; see ``SilentPeers`` in monitor/silent_peers.py.
+            addresses: the address of each task, as this machine sees it.
+        """
+        rank, peer = int(message["rank"]), int(message["peer"])
+        host = next(_host_of(join) for join in self._joins.values() if rank in join["ranks"])
+        there = _host_of(self._joins[task])
+        text = (
+            f"no sign of life came for {message['lost_s']:g} s from rank {peer} on {there} to rank {rank} on {host}, "
+            "while both reach the driver: the network between these hosts is cut, in one direction or both"
+        )
+        names = (_host_of(self._joins[task]), str(self._joins[task]["ip"]), addresses.get(task, ""))
+        return RankError(text, peer), frozenset(name for name in names if name)
+
     def lost_hosts(self, addresses: Mapping[int, str]) -> frozenset[str]:
         """Return names and addresses of the hosts that count as lost.
 

@@ -21,6 +21,7 @@ from lagom.restart.history import RunHistory
 from lagom.restart.kept_snapshots import FETCHED
 from lagom.restart.losses import Loss, loss_in
 from lagom.wire.client import Message
+from lagom.wire.peer_silence import LOST_S
 from lagom.wire.rendezvous import LEAVE_S, WRITE_S, other_torch, peers
 from lagom.wire.server import DriverServer
 
@@ -32,7 +33,6 @@ _BUSY_S = 60.0  # in a local run, the user is told no earlier: its process alway
 _GRACE_S = 5.0  # longest wait for the next message of a task after the job has ended
 ANSWER_S = 3.0  # time in which a task must answer a stop; the driver waits only for tasks that do
 _LOOK_S = 1.0  # interval of looks at the processes of a local run
-LOST_S = 20.0  # silence after which a machine counts as lost; or timeout_s, if that is shorter
 
 
 class RunView:
@@ -271,6 +271,9 @@ class RunView:
             # Ranks that wait for the stalled rank report stalls soon after: show all of them together.
             beat_s = min(self.plan.config.hb_interval, self.plan.config.stall_timeout_s / 4)
             self.channel.call_later(beat_s + 0.5, lambda: self._events.put({"type": "show_stalls"}))
+        elif kind == "cut off":
+            self._lose_way(message)
+            return
         elif kind == "files":
             self._history.wrote(message)
             return
@@ -311,6 +314,15 @@ class RunView:
             elif failed:
                 self.stop()
         self._events.put(message | {"task": task})
+
+    def _lose_way(self, message: Message) -> None:
+        """Note that two ranks do not reach each other, though both reach the driver: that is a loss."""
+        if self._gone is None and not self._lost and all(failure.get("consequence") for failure in self._failures):
+            task = next(task for task, join in self._joins.items() if message["peer"] in join["ranks"])
+            error, cut_off = self._places.unreachable(message, task, self.channel.addresses)
+            self._lost.append(error)
+            self._gone = Loss(rank=message["peer"], host=_host(self._joins[task]), cause=str(error), cut_off=cut_off)
+            self.stop()
 
     def _fail(self, report: Message) -> None:
         if all(report["rank"] != earlier["rank"] for earlier in self._failures):

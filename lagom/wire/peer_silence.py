@@ -11,6 +11,8 @@ import struct
 import time
 from typing import Any
 
+LOST_S = 20.0
+"""Seconds of silence after which a machine counts as lost; or ``timeout_s``, if that is shorter."""
 _PROBE_S = 1
 _JITTER_S = 0.1  # tolerance for the age of an answer, which the kernel counts in ticks
 _OPTIONS = ("TCP_KEEPIDLE", "TCP_KEEPINTVL", "TCP_KEEPCNT", "TCP_INFO")

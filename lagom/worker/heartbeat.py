@@ -12,6 +12,9 @@ import threading
 import time
 from typing import TYPE_CHECKING, Any
 
+from lagom.collectives.sockets.connect import remote_connections
+from lagom.monitor.silent_peers import SilentPeers
+from lagom.wire.peer_silence import LOST_S
 from lagom.worker import stack_dump
 from lagom.worker.resource_usage import ResourceUsage, processor_s_below
 
@@ -41,6 +44,7 @@ class Heartbeat:
     def __init__(self, control: DriverClient, plan: Plan, stacks_fd: int | None) -> None:
         self._control = control
         self._stall_s = plan.config.stall_timeout_s
+        self._silent_peers = SilentPeers(remote_connections, min(LOST_S, plan.config.timeout_s or LOST_S))
         self._interval_s = min(plan.config.hb_interval, plan.config.stall_timeout_s / 4)
         self._stacks_fd = stacks_fd
         self._lock = threading.Lock()
@@ -109,8 +113,11 @@ class Heartbeat:
                 self._control.offer(self._progress(session))
                 for block in (*_timeline(session), *_pictures(session)):
                     self._control.offer(block)
+                for lost in self._silent_peers.look():
+                    self._control.send(lost)
             except OSError:
                 return False
+        self._silent_peers.end_lost()  # after the message: the errors that follow are its consequence
         return True
 
     def _last_progress(self, session: Session) -> Message:

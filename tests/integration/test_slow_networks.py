@@ -66,6 +66,32 @@ def test_weights_are_those_of_one_process(num_hosts: int, num_ranks: int, link: 
 
 
 @pytest.mark.soak
+@pytest.mark.parametrize("encrypted", [False, True])
+def test_a_way_that_is_cut_between_two_hosts_which_both_reach_the_driver_ends_the_run(encrypted: bool) -> None:
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        hosts.network(3) as (address, found),
+        launcher(address, found, 1, encrypted=encrypted) as runs,
+    ):
+        patch.setenv("OMP_NUM_THREADS", "1")
+        at: list[float] = []
+
+        def cut() -> None:
+            time.sleep(5)
+            at.append(time.monotonic())
+            # What host 1 sends to host 2 goes to nobody; the other way stays open.
+            nobody = "lladdr 02:00:00:00:00:01 dev eth0 nud permanent"
+            hosts.ip(f"-n {found[1].name} neigh replace {found[2].address} {nobody}")
+
+        cutting = threading.Thread(target=cut)
+        cutting.start()
+        with pytest.raises(RankError, match=r"no sign of life came for 20 s from rank [12] .* to rank [12] "):
+            runs.call(train, batches="split", hparams={"num_batches": 100_000, "width": 10})
+        cutting.join()
+        assert time.monotonic() - at[0] < 60
+
+
+@pytest.mark.soak
 def test_a_host_that_is_cut_off_is_named_in_time_and_the_run_ends() -> None:
     with running(2, 1, Link(delay_ms=1)) as (runs, found):
         at: list[float] = []

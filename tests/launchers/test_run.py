@@ -42,6 +42,10 @@ while (message := link.receive(60.0)) is not None and message["type"] != "stop":
     print(message["type"], flush=True)
     if answers == "fails":
         link.send({"type": "snapshot", "what": "kept", "number": 1, "at": 0.0, "place": [1, 1], "bytes": 1})
+    if answers == "is cut off":
+        link.send({"type": "cut off", "rank": 2, "peer": 1, "lost_s": 20.0})
+        # What the ranks of a connection that has ended say.
+        link.send({"type": "failed", "rank": 3, "ok": False, "consequence": True, "error": "CollectiveError"})
 if not answers:
     time.sleep(1000)
 link.send({"type": "stopping"})
@@ -187,6 +191,17 @@ def test_a_process_that_is_gone_is_named_with_its_ranks_and_host() -> None:
     assert isinstance(lost, RankError)
     assert str(lost) == f"the process that held ranks 2, 3 on {os.uname().nodename} is gone, perhaps killed"
     assert lost.rank == 2
+
+
+def test_ranks_that_do_not_reach_each_other_though_they_reach_the_driver_are_a_loss() -> None:
+    with run_with([([], True), ([], "is cut off")]) as (run, _):
+        run.watch()
+    lost, loss, host = run.lost(), run.loss(), os.uname().nodename
+    assert isinstance(lost, RankError)
+    assert lost.rank == 1
+    assert str(lost).startswith(f"no sign of life came for 20 s from rank 1 on {host} to rank 2 on {host}, while both")
+    assert loss is not None
+    assert (loss.rank, host in loss.cut_off) == (1, True)
 
 
 def test_an_executor_that_only_spark_knows_to_be_lost_is_a_loss() -> None:

@@ -7,17 +7,18 @@ import os
 import secrets
 import socket
 import time
+import weakref
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-from lagom.collectives.sockets.encryption import EncryptedSocket, encrypted
+from lagom.collectives.sockets.encryption import Connection, EncryptedSocket, encrypted
 from lagom.collectives.sockets.handshake import End, HungUp, admit, claimed, introduce
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Sequence
 
-    from lagom.collectives.sockets.encryption import Connection, Credentials
+    from lagom.collectives.sockets.encryption import Credentials
 
 _TIMEOUT_S = 60.0
 """Seconds that a rank waits for its next connection with another rank, once all are known to be alive."""
@@ -85,7 +86,18 @@ def connected(
             peers[peer] = reach(place, there, peer, credentials, _TIMEOUT_S)
         for peer, found in accepted(listeners, others[len(lower) :], end, credentials, _TIMEOUT_S):
             peers[peer] = found
+    for peer, connection in enumerate(peers):
+        if connection is not None and connection.family != socket.AF_UNIX:
+            _remote[connection] = peer
     return peers
+
+
+_remote: weakref.WeakKeyDictionary[Connection, int] = weakref.WeakKeyDictionary()
+
+
+def remote_connections() -> list[tuple[int, Connection]]:
+    """Return this rank's open connections with ranks of other hosts, each with the number of that rank."""
+    return [(peer, connection) for connection, peer in list(_remote.items()) if connection.fileno() >= 0]
 
 
 def accepted(

@@ -65,6 +65,14 @@ class EncryptedSocket:
         """Return the file descriptor, for ``poll``; -1 after ``close``."""
         return self._connection.fileno()
 
+    def setsockopt(self, level: int, option: int, value: int) -> None:
+        """Set an option of the TCP connection."""
+        self._connection.setsockopt(level, option, value)
+
+    def getsockopt(self, level: int, option: int, size: int) -> bytes:
+        """Return an option of the TCP connection."""
+        return self._connection.getsockopt(level, option, size)
+
     def settimeout(self, timeout_s: float | None) -> None:
         """Set how long calls wait before they raise a BlockingIOError; None: without a limit, 0: not at all."""
         self._timeout_s = timeout_s
