@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 import torch
 
+from lagom.collectives.transport import bytes_of
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -99,7 +101,7 @@ def _encoded_of_torch(value: Any, parts: list[bytes]) -> Any:
     is_plain = isinstance(value, torch.Tensor) and value.layout == torch.strided and not value.is_nested
     if is_plain and not value.is_quantized:
         plain = value.detach().cpu().resolve_conj().resolve_neg().contiguous()
-        parts.append(plain.view(-1).view(torch.uint8).numpy().tobytes())
+        parts.append(bytes_of(plain).numpy().tobytes())
         return {"tensor": [str(plain.dtype).removeprefix("torch."), list(plain.shape), plain.nbytes]}
     kind = type(value)
     raise TypeError(f"ranks cannot tell each other a {kind.__module__}.{kind.__qualname__}")

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.nn.parameter import is_lazy
 
+from lagom.collectives.transport import bytes_of
 from lagom.gradients.checksum import checksums
 from lagom.patching.object_reference import HiddenReference
 
@@ -131,7 +132,7 @@ class BufferSync:
             self._broadcast(buffers)
 
     def _broadcast(self, buffers: list[torch.Tensor]) -> None:
-        parts = [b.detach().contiguous().view(-1).view(torch.uint8) for b in buffers]
+        parts = [bytes_of(b.detach().contiguous()) for b in buffers]
         flat = torch.cat(parts)
         self._group.broadcast(flat)
         if self._group.rank == 0:

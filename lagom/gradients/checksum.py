@@ -8,13 +8,16 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from lagom.collectives.transport import bytes_of
+
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
 
 def hash_values(leaf: torch.Tensor) -> bytes:
     """Return a hash of ``leaf``'s values, of 8 bytes."""
-    dense = leaf.detach().cpu().contiguous()
+    values = leaf.detach()
+    dense = (values if values.layout == torch.strided else values.to_dense()).cpu().contiguous()
     raw = (ctypes.c_char * (dense.numel() * dense.element_size())).from_address(
         dense.data_ptr() or ctypes.addressof(_NONE)
     )
@@ -44,7 +47,7 @@ def sum_of_bits(tensor: torch.Tensor) -> torch.Tensor:
         return torch.zeros((), dtype=torch.int64, device=values.device)
     if values.is_complex():
         values = torch.view_as_real(values.resolve_conj())
-    raw = values.contiguous().view(-1).view(torch.uint8)
+    raw = bytes_of(values.contiguous())
     if raw.storage_offset() % 8:
         raw = raw.clone()
     whole = len(raw) // 8 * 8

@@ -337,3 +337,21 @@ def test_gradients_through_batchnorm_of_several_outputs_at_once_are_the_rank_s_o
     wanted = alone(run)
     for mine, other, whole in zip(*run_ranks(2, run), wanted, strict=True):
         torch.testing.assert_close(mine + other, whole, rtol=0, atol=1e-12)
+
+
+def sparse_leaves(_: Session) -> list[Tensor]:
+    """Gradients of sparse leaves, and of a number that is gathered."""
+    leaf = torch.eye(3, dtype=torch.float64).to_sparse().requires_grad_()
+    found = torch.autograd.grad((leaf.to_dense() ** 2).sum(), leaf)
+    trained = torch.eye(3, dtype=torch.float64).to_sparse().requires_grad_()
+    torch.sparse.mm(trained, torch.ones(3, 3, dtype=torch.float64)).sum().backward()
+    number = torch.tensor(2.0, dtype=torch.float64, requires_grad=True)
+    torch.gather(number, 0, torch.tensor(0), sparse_grad=True).backward()
+    assert trained.grad is not None
+    assert number.grad is not None
+    return [one.to_dense() for one in (*found, trained.grad, number.grad)]
+
+
+@pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.soak)])
+def test_sparse_leaves_are_trained_as_in_one_process(world_size: int) -> None:
+    check_against_one_process(sparse_leaves, world_size, batches="whole")
