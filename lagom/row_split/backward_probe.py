@@ -214,7 +214,7 @@ class KeptInputs:
         """Return the number of references to the tensors and to their memory."""
         total = 0
         for leaf in self._given:
-            if isinstance(leaf, Tensor) and leaf.layout == torch.strided:
+            if is_tensor(leaf) and leaf.layout == torch.strided:
                 total += sys.getrefcount(leaf) + torch._C._storage_Use_Count(storage_of(leaf)._cdata)
         return total
 
