@@ -15,6 +15,7 @@ from typing import Any
 _class_dict: Callable[[type], Mapping[str, Any]] = type.__dict__["__dict__"].__get__
 _class_mro: Callable[[type], tuple[type, ...]] = type.__dict__["__mro__"].__get__
 _class_name: Callable[[type], str] = type.__dict__["__name__"].__get__
+_class_qualname: Callable[[type], str] = type.__dict__["__qualname__"].__get__
 _class_module: Callable[[type], Any] = type.__dict__["__module__"].__get__
 _PLAIN_IDS = frozenset(map(id, (bool, int, float, complex, str, bytes, type(None))))
 
@@ -91,6 +92,11 @@ def module_of(kind: type) -> Any:
     return _class_dict(kind).get("__module__") or _class_module(kind)
 
 
+def class_path(kind: type) -> str:
+    """Return the name of a class with its module."""
+    return f"{module_of(kind)}.{_class_qualname(kind)}"
+
+
 def class_name(value: Any) -> str:
     """Return the name of the class of ``value``."""
     return _class_name(type(value))
@@ -132,7 +138,7 @@ def class_key(kind: type) -> object:
         own = [one for one in _class_mro(meta) if one is not type and one is not object]
         compares = any(name in _class_dict(one) for one in own for name in ("__eq__", "__hash__"))
         known = _metaclasses[id(meta)] = meta, compares
-    return f"{module_of(kind)}.{_class_name(kind)}" if known[1] else kind
+    return class_path(kind) if known[1] else kind
 
 
 _metaclasses: dict[int, tuple[type, bool]] = {}

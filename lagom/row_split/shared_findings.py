@@ -6,6 +6,7 @@ import types
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from lagom.inspection.reads import class_path
 from lagom.row_split.module_tree import ModuleTree, module_state
 from lagom.row_split.split_candidate import KnownCalls
 
@@ -132,14 +133,13 @@ def _own_value(value: Any, seen: object) -> object:
     """Return what identifies an attribute, as ``module_state`` has ``seen`` it; None for one that cannot be shared."""
     if not callable(value):
         return (seen,)
-    if isinstance(value, types.FunctionType):
+    kind = type(value)  # isinstance() would ask the object, too
+    if issubclass(kind, types.FunctionType):
         has_values = value.__closure__ or value.__defaults__ or value.__kwdefaults__ or vars(value)
         return None if has_values else _code_place(value)
-    if isinstance(value, type):
-        return value.__module__, value.__qualname__
-    is_plain = isinstance(value, types.BuiltinFunctionType) and isinstance(
-        value.__self__, (types.ModuleType, type(None))
-    )
+    if issubclass(kind, type):
+        return class_path(value)
+    is_plain = kind is types.BuiltinFunctionType and issubclass(type(value.__self__), (types.ModuleType, type(None)))
     return (value.__module__, value.__name__) if is_plain else None
 
 
