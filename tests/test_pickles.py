@@ -23,6 +23,8 @@ ALLOWED = {
     "in a snapshot, as above",
     "data/column_types/unischema.py::loads": "fields of petastorm's, by an unpickler that knows them alone",
     "data/parquet/dataset.py::_reading": "a copy of an object of this process",
+    "inspection/state_parts.py::_write_numpy_generator": "a copy of a generator's state, made by this process before a "
+    "probe",
     "compat/horovod/broadcasting.py::broadcast_object": "Horovod's API: an object of any kind from the program's own "
     "rank",
     "compat/horovod/broadcasting.py::allgather_object": "the same",

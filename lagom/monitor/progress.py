@@ -15,7 +15,7 @@ from lagom.monitor.stragglers import straggler
 from lagom.wire.client import Message
 
 _IDLE_S = 2.0
-_SLOW_START_S = 60.0
+SLOW_START_S = 60.0
 """Wait for the first task after which it may be that tasks run and cannot reach this process."""
 _SHOWN = 4  # ranks
 _STARTS: Message = {"starts": True}  # in place of the report of a rank that has not sent one
@@ -76,7 +76,7 @@ class Progress:
         if joined < wanted and not self._said_waiting:
             self._said_waiting = True
             self._say_waiting(f"waiting for {self._where} to start the tasks ({joined} of {wanted} are here)")
-        elif not joined and not self._is_here and not self._said_unreachable and waited_s >= _SLOW_START_S:
+        elif not joined and not self._is_here and not self._said_unreachable and waited_s >= SLOW_START_S:
             self._said_unreachable = True
             self._say_waiting(
                 f"no task is here after {waited_s:.0f} s: they wait for free slots, or start slowly; if they run, they "

@@ -28,9 +28,9 @@ class SharedFindings:
         self._kept: dict[object, tuple[KnownCalls, list[_PortableFinding]]] = {}
         """By structure, facts from the process from which this one continues."""
 
-    def known_calls(self, module: nn.Module) -> KnownCalls:
-        """Return the facts about ``module`` with which its first call begins."""
-        inside = self._trees.modules_in(module, says=False)
+    def known_calls(self, module: nn.Module, *, says: bool = False) -> KnownCalls:
+        """Return the facts about ``module`` with which its first call begins; ``says`` is for ``modules_in``."""
+        inside = self._trees.modules_in(module, says=says)
         flags = self._trees.surroundings(module).flags() if inside else ()
         key = _structure(inside, flags)
         if key is None or (key not in self._earlier and len(self._earlier) > _MAX_STRUCTURES):

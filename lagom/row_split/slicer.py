@@ -177,7 +177,7 @@ class Slicer:
     def _known(self, module: nn.Module) -> KnownCalls:
         calls: KnownCalls | None = self._calls.get(module)
         if calls is None:
-            calls = self._calls[module] = self._shared.known_calls(module)
+            calls = self._calls[module] = self._shared.known_calls(module, says=not self._depth)
         return calls
 
     def _record_small(self, module: nn.Module, args: tuple[Any, ...]) -> None:

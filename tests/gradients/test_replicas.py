@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -80,8 +81,14 @@ def test_two_networks_that_are_trained_in_turn_have_the_bits_of_one_process() ->
 
 
 def noise(step: int, x: Tensor) -> Tensor:
-    """Add numbers of a generator without a seed: each rank has its own."""
-    return x + 0.3 * torch.from_numpy(np.random.default_rng().normal(size=tuple(x.shape))).float()
+    """Add numbers of a generator with a seed of the system: each rank has its own."""
+    return (
+        x
+        + 0.3
+        * torch.from_numpy(
+            np.random.default_rng(int.from_bytes(os.urandom(8), "little")).normal(size=tuple(x.shape))
+        ).float()
+    )
 
 
 @pytest.mark.soak  # the test below has them later

@@ -8,6 +8,7 @@ import socket
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from unittest.mock import patch
 
 from lagom.host import fork_server
@@ -41,6 +42,7 @@ class _ForkedServer:
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             self._pid = os.fork() or self._serve(theirs)
+        self.process = SimpleNamespace(pid=self._pid)
 
     def send(self, request: bytes, fds: list[int]) -> None:
         """Send ``request`` with the files of its run."""

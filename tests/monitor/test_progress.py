@@ -250,7 +250,7 @@ def test_a_slow_start_is_told_from_tasks_that_cannot_reach_this_process(monkeypa
     assert "waiting for Spark spark://host:7077 to start the tasks (0 of 2 are here)\n" in stream.getvalue()
     progress.waiting(0, 2)
     assert stream.getvalue().count("\n") == 1
-    monkeypatch.setattr(progress_module, "_SLOW_START_S", 0.0)
+    monkeypatch.setattr(progress_module, "SLOW_START_S", 0.0)
     progress.waiting(1, 2)
     assert "cannot reach" not in stream.getvalue()  # one has reached it
     progress.waiting(0, 2)

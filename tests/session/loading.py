@@ -101,7 +101,7 @@ class Shuffled(Stream):
 class Unseeded(Stream):
     def __iter__(self) -> Iterator[Any]:
         order = list(range(self.count))
-        np.random.default_rng().shuffle(order)
+        np.random.default_rng(int.from_bytes(os.urandom(8), "little")).shuffle(order)
         return iter(order)
 
 
