@@ -119,7 +119,7 @@ class Surroundings:
         self._search_names(function.__globals__, names)
         for cell in function.__closure__ or ():
             self.parts += state_parts(cell)
-            self._add_value(cell, None, _read_value(cell, None))
+            self._add_named(cell, None, _read_value(cell, None))
         self._search_each((*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()))
         self._search_state(function)
 
@@ -128,11 +128,17 @@ class Surroundings:
         for name in sorted(name for name in names if dict.__contains__(held, name)):
             value = dict.get(held, name)
             if type(value) is not types.ModuleType and _origin(module_of(type(value))) != "library":
-                self._add_value(held, name, value)
+                self._add_named(held, name, value)
                 continue
             of_module = attributes(value) or {}
             if _origin(of_module.get("__name__")) == "program" and self._is_new(value):
                 self._search_names(of_module, names)  # settings: their attributes are looked up by name
+
+    def _add_named(self, of: Any, key: Any, value: Any) -> None:
+        """Add what a function calls by a name: a program may put another function in its place."""
+        if type(value) is types.FunctionType:
+            self._places.append((of, key))
+        self._add_value(of, key, value)
 
     def _search_values(self, held: Any, names: Iterable[Any]) -> None:
         for index, name in enumerate(list(islice(names, _MAX_SEARCHED))):
@@ -217,6 +223,9 @@ def _value_flag(value: Any) -> object:
     kind = type(value)
     if kind is int or kind is float:
         return (value > 0) - (value < 0)
+    if kind is types.FunctionType:
+        code = value.__code__
+        return code.co_filename, code.co_firstlineno, code.co_name
     return value if is_plain(value) else class_key(kind)
 
 
@@ -295,7 +304,7 @@ _MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))
 # their code.
 #
 # A call that changes one of these values may have filled a cache, so the next call is examined like a first one. After
-# two such calls the module is not probed, and runs whole. Calls that differ in a switch (a bool, a text or None), or in
-# the sign of a number, are of different kinds, and each kind is probed. Numbers count by their sign only, since
-# counters and schedules of a loop are among them: otherwise each value would be probed. A forward that opens a file for
-# writing, or logs, in its first call runs whole too. State inside C code is not seen.
+# two such calls the module is not probed, and runs whole. Calls that differ in a switch (a bool, a text or None), the
+# sign of a number, or the function behind a name are of different kinds, and each kind is probed. Numbers count by
+# their sign only, since counters and schedules of a loop are among them: otherwise each value would be probed. A
+# forward that opens a file for writing, or logs, in its first call runs whole too. State inside C code is not seen.

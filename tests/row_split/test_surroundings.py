@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -50,3 +52,27 @@ def test_an_object_of_compiled_code_is_passed_over() -> None:
     NUMBERS[0] = 3.0
     assert around.state() != before
     assert Net()(torch.ones(1)).item() == 6.0
+
+
+def double(x: Tensor) -> Tensor:
+    return 2 * x
+
+
+def centre(x: Tensor) -> Tensor:
+    return x - x.mean(0)
+
+
+CHANGE = double
+
+
+class Changing(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return CHANGE(x)
+
+
+def test_another_function_under_the_same_name_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    around = Surroundings([Changing()])
+    before = around.flags()
+    assert around.flags() == before
+    monkeypatch.setattr(sys.modules[__name__], "CHANGE", centre)
+    assert around.flags() != before
