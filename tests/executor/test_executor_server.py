@@ -40,6 +40,7 @@ class Daemon:
         # For a moment after its start a process has no command line, and then does not count as one that was there.
         wait_until(lambda: bool(Path(f"/proc/{self.process.pid}/cmdline").read_bytes()))
         patch.setattr(os, "getppid", lambda: self.process.pid)
+        patch.setattr(os, "getpgrp", lambda: self.process.pid)  # Spark's daemon leads the group of its workers
 
     def end(self) -> None:
         """End; the server ends, too."""
