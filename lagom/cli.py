@@ -298,19 +298,21 @@ def argument_parser() -> argparse.ArgumentParser:
     add_record_options(search, "whose output is shown as it comes: rank0 shows no trial's, all every line of each")
     add_script(search)
     text = "Look around on every rank: versions, GPUs, memory, exchanges, addresses; say what is wrong and what to do."
-    doctor = commands.add_parser("doctor", help="say whether runs can be expected to work", description=text)
+    doctor = commands.add_parser("doctor", help="check whether runs will work", description=text)
     doctor.set_defaults(command=_doctor)
     add_place(doctor, "number of ranks; one per core or slot if not given")
-    doctor.add_argument("--json", action="store_true", help="for machines")
+    doctor.add_argument("--json", action="store_true", help="print JSON")
     _add_record_commands(commands)
     return parser
 
 
 def _add_record_commands(commands: Any) -> None:
-    runs = commands.add_parser("runs", help="list the runs that are kept", description="List runs, the newest last.")
+    runs = commands.add_parser("runs", help="list recorded runs", description="List runs, the newest last.")
     runs.set_defaults(command=_runs)
-    runs.add_argument("folder", nargs="?", metavar="FOLDER", help="a run_dir; if not given, the default one")
-    runs.add_argument("-n", "--num", type=int, default=20, metavar="N", help="how many; %(default)s, if not given")
+    runs.add_argument("folder", nargs="?", metavar="FOLDER", help="folder with runs; default: the default run_dir")
+    runs.add_argument(
+        "-n", "--num", type=int, default=20, metavar="N", help="number of runs to list; default: %(default)s"
+    )
     named = "its folder, or a part of its name that no other run has"
     one = commands.add_parser(
         "show", help="make the report of a run", description="Write the report of a run, and open it."
@@ -320,13 +322,13 @@ def _add_record_commands(commands: Any) -> None:
     text = "Say what differs between two runs: settings, versions, code, losses, speed, results."
     again = commands.add_parser(
         "resume",
-        help="go on with a run from its last snapshot",
+        help="continue a run from its last snapshot",
         description="Go on with a run that was called with snapshot_every_s, and whose process has ended.",
     )
     again.set_defaults(command=_resume)
     again.add_argument("run", metavar="RUN", help=f"{named}, or its URL")
     add_place(again, "number of ranks; as before if not given", otherwise="as before if not given")
-    two = commands.add_parser("compare", help="say what differs between two runs", description=text)
+    two = commands.add_parser("compare", help="show the differences between two runs", description=text)
     two.set_defaults(command=_compare)
     two.add_argument("first", metavar="A", help=named)
     two.add_argument("second", metavar="B", help=named)

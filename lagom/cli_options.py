@@ -13,35 +13,42 @@ from lagom.horovodrun import CheckBuild
 
 def add_run_options(run: argparse.ArgumentParser) -> None:
     """Add the options of ``lagom run``, without the script."""
-    add_place(run, "number of ranks; one per core or slot if not given")
-    run.add_argument("-H", "--hosts", metavar="HOST:SLOTS", help="as horovodrun's, of this machine: localhost:4")
-    run.add_argument("-cb", "--check-build", action=CheckBuild, nargs=0, help="say what programs of Horovod's find")
+    add_place(run, "number of ranks; default: one per core or slot")
+    run.add_argument("-H", "--hosts", metavar="HOST:SLOTS", help="as for horovodrun, on this machine only: localhost:4")
+    run.add_argument(
+        "-cb", "--check-build", action=CheckBuild, nargs=0, help="print the Horovod features that programs find"
+    )
     add_training_options(run)
     run.add_argument(
         "--verify",
         action="store_true",
         help="rehearse the first steps in one process and on the ranks; exit with status 3 where they do not agree",
     )
-    add_record_options(run, 'whose output is shown as it comes; rank0, or all after "python" or with -H')
-    run.add_argument("--timeline", action="store_true", help="keep a trace of what all ranks do, in the run's folder")
-    run.add_argument("--timeline-file", "--timeline-filename", metavar="FILE", help="write that trace here, too")
-    run.add_argument("--timeout", type=float, metavar="S", help="end the run when a rank gets nowhere so long")
+    add_record_options(run, 'ranks whose output is shown live; default: rank0, or all after "python" or with -H')
+    run.add_argument("--timeline", action="store_true", help="write a timeline of all ranks to the run's folder")
+    run.add_argument(
+        "--timeline-file", "--timeline-filename", metavar="FILE", help="write the timeline to FILE as well"
+    )
+    run.add_argument(
+        "--timeout",
+        type=float,
+        metavar="S",
+        help="fail the run after S seconds in which a rank makes no progress; default: never",
+    )
     run.add_argument(
         "--max-failures",
         type=int,
         default=TorchDistributedConfig().max_failures,
         metavar="N",
-        help="how often to begin again after ranks were killed or cut off: %(default)s, if not given",
+        help="number of restarts after ranks were killed or cut off; default: %(default)s",
     )
-    run.add_argument(
-        "--min-world-size", type=int, metavar="N", help="the fewest ranks with which to begin again on Spark"
-    )
+    run.add_argument("--min-world-size", type=int, metavar="N", help="smallest number of ranks for a restart on Spark")
     run.add_argument(
         "--snapshot-every",
         type=_seconds_or_auto,
         metavar="S",
-        help="keep the state of the program each S seconds, from which the run goes on, also by lagom resume; "
-        "auto: each 10, or more if that would take more than 1%% of the time",
+        help="save a snapshot of the program every S seconds, from which a restart or lagom resume continues; "
+        "auto: every 10 s, or less often if snapshots would take more than 1%% of the time",
     )
 
 
@@ -58,22 +65,31 @@ def add_debug_options(debug: argparse.ArgumentParser) -> None:
         "--rank",
         type=int,
         metavar="N",
-        help="the rank to stop; if not given, rank 0 at breakpoint(), and the first one that fails",
+        help="rank to stop; default: rank 0 at breakpoint(), and the first rank that fails",
     )
 
 
 def add_training_options(parser: argparse.ArgumentParser) -> None:
     """Add the options that say how ranks train."""
-    parser.add_argument("--zero", type=int, default=0, metavar="LEVEL", help="what is sharded: 0 nothing (the default)")
-    parser.add_argument("--mixed-precision", choices=("bf16", "fp16"), help="what forwards compute in")
+    parser.add_argument(
+        "--zero",
+        type=int,
+        default=0,
+        metavar="LEVEL",
+        help="ZeRO level: 0 shards nothing (default), 1 optimizer state, 2 also gradients, 3 also parameters",
+    )
+    parser.add_argument("--mixed-precision", choices=("bf16", "fp16"), help="precision of forwards")
     parser.add_argument(
         "--micro-batches", type=int, metavar="N", help="parts of a batch that a training forward runs in"
     )
-    parser.add_argument("--batches", choices=get_args(Batches), help="what a rank sees of a batch: whole, if not given")
+    parser.add_argument("--batches", choices=get_args(Batches), help="part of a batch that a rank sees; default: whole")
     parser.add_argument(
-        "--evaluation", choices=get_args(Evaluation), default="gathered", help="how test sets are run through"
+        "--evaluation",
+        choices=get_args(Evaluation),
+        default="gathered",
+        help="how ranks evaluate test sets; default: %(default)s",
     )
-    parser.add_argument("--seed", type=int, help="start of the random generators; a new Python's if not given")
+    parser.add_argument("--seed", type=int, help="random seed; default: unseeded")
 
 
 def training_fields(args: argparse.Namespace) -> dict[str, Any]:
@@ -96,16 +112,22 @@ def add_record_options(parser: argparse.ArgumentParser, log: str) -> None:
     parser.add_argument(
         "--run-dir",
         default=os.environ.get("LAGOM_RUN_DIR", RUN_DIR),
-        help="where each run gets a folder of records, %(default)s if not given; '' keeps nothing",
+        help="folder for the records of runs; default: %(default)s; '' keeps no records",
     )
     parser.add_argument(
-        "--stall-timeout", type=float, default=60.0, metavar="S", help="name ranks that get nowhere so long"
+        "--stall-timeout",
+        type=float,
+        default=TorchDistributedConfig().stall_timeout_s,
+        metavar="S",
+        help="report a rank after S seconds without progress; default: %(default)g",
     )
 
 
 def add_script(parser: argparse.ArgumentParser) -> None:
     """Add the script or module and its arguments, which end the options."""
-    parser.add_argument("-m", dest="module", nargs=argparse.REMAINDER, metavar="MODULE", help="a module, as python -m")
+    parser.add_argument(
+        "-m", dest="module", nargs=argparse.REMAINDER, metavar="MODULE", help="run a module, like python -m"
+    )
     parser.add_argument(
         "words",
         nargs=argparse.REMAINDER,

@@ -45,18 +45,18 @@ def add_search_options(parser: argparse.ArgumentParser) -> None:
         "--direction", metavar="min|max", help="which is best; if not given, min for a loss or an error, else max"
     )
     parser.add_argument("--trials", type=int, metavar="N", help="number of trials")
-    parser.add_argument("--timeout-s", type=float, metavar="S", help="begin no more trials after so many seconds")
-    parser.add_argument(
-        "--slots", type=int, metavar="N", help="trials at a time; as many as there is room for if not given"
-    )
+    parser.add_argument("--timeout-s", type=float, metavar="S", help="start no further trials after S seconds")
+    parser.add_argument("--slots", type=int, metavar="N", help="number of trials at a time; default: as many as fit")
     parser.add_argument("--optimizer", default="tpe", help=f"{', '.join(get_args(Optimizer))}: tpe, if not given")
     parser.add_argument(
         "--es-policy",
         default="none",
         help=f"how bad trials are stopped early: {', '.join(get_args(EarlyStopping))}; none, if not given",
     )
-    parser.add_argument("--trial-timeout", type=float, metavar="S", help="a trial that gets nowhere so long has failed")
-    parser.add_argument("--resume", metavar="RUN", help="folder of an earlier search, which goes on")
+    parser.add_argument(
+        "--trial-timeout", type=float, metavar="S", help="fail a trial after S seconds without progress"
+    )
+    parser.add_argument("--resume", metavar="RUN", help="folder of an earlier search to continue")
 
 
 def search_config(args: argparse.Namespace, shared: Mapping[str, Any]) -> HyperparameterOptConfig:
