@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
@@ -25,6 +26,9 @@ from lagom.wire.server import anonymous_file
 from tests.executor.probes import Facts, Sleeps, TakesPayload
 
 _PATIENCE_S = 60.0
+
+
+_getpgrp = os.getpgrp
 
 
 class Daemon:
@@ -210,7 +214,8 @@ def test_the_server_of_a_worker_whose_daemon_was_killed_ends_with_the_worker() -
     def work() -> None:
         disconnect()
         begin.wait()  # until the daemon is gone, and Spark gives its worker another task
-        run_in_server(Facts(), [file], lambda text: [text])
+        with patch.object(os, "getpgrp", _getpgrp):
+            run_in_server(Facts(), [file], lambda text: [text])
         ended.wait()
 
     def daemon() -> None:
