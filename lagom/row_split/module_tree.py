@@ -253,7 +253,7 @@ def module_state(module: nn.Module) -> tuple[Any, ...]:
     own = [
         (name, value if is_plain(value) else (id(value) if callable(value) else class_key(type(value))))
         for name, value in state.items()
-        if name not in _EVERYONES
+        if name not in EVERYONES
     ]
     watched = [p is not None and bool(p._backward_hooks) for p in state["_parameters"].values()]
     parts = [(id(part), class_key(type(part))) for part in state["_modules"].values()]
@@ -270,4 +270,5 @@ def attribute_numbers(modules: Sequence[nn.Module]) -> object:
 
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-_EVERYONES = frozenset(vars(nn.Module()))
+EVERYONES = frozenset(vars(nn.Module()))
+"""Names of the attributes that every module has."""

@@ -17,8 +17,8 @@ from lagom.patching.replace import replaced
 from lagom.row_split.draws import OtherWayError
 from lagom.row_split.module_tree import ModuleTree, attribute_numbers, call_kind
 from lagom.row_split.probe import UNIFORM, probe
+from lagom.row_split.remade_modules import RemadeModules
 from lagom.row_split.restore import parameter_checksums
-from lagom.row_split.shared_findings import SharedFindings
 from lagom.row_split.sliced_forward import OFTEN, NewWayError, SlicedRuns
 from lagom.row_split.split_candidate import (
     KnownCalls,
@@ -113,27 +113,20 @@ class Slicer:
         self._trees = ModuleTree(session.say_once)
         self._calls: WeakIdKeyDictionary = WeakIdKeyDictionary(ref_type=ObjectReference)
         """``KnownCalls`` of each module."""
-        self._shared = SharedFindings(self._trees)
+        self._remade = RemadeModules()
         session.learned["forwards"] = self.state, self.go_on
         self._depth = 0
         self._has_work = False
         """Whether a forward that is worth slicing was seen, or the user was told that there is none."""
 
-    def state(self) -> list[tuple[nn.Module | None, Any]]:
-        """Return each module with the known facts about its calls, for ``go_on`` in another process.
+    def state(self) -> list[tuple[nn.Module, Any]]:
+        """Return each module with the known facts about its calls, for ``go_on`` in another process."""
+        return [(module, self._trees.portable(module, calls)) for module, calls in list(self._calls.items())]
 
-        None stands for the modules that the program makes later.
-        """
-        facts = [(module, self._trees.portable(module, calls)) for module, calls in list(self._calls.items())]
-        return [(None, self._shared.state()), *facts]
-
-    def go_on(self, state: Sequence[tuple[nn.Module | None, Any]]) -> None:
+    def go_on(self, state: Sequence[tuple[nn.Module, Any]]) -> None:
         """Go on from ``state``, which ``Slicer.state`` returned in a process with the same number of ranks."""
-        for module, facts in state:
-            if module is None:
-                self._shared.set_state(facts)
-            else:
-                self._calls[module] = self._trees.put_back(module, facts)
+        for module, calls in state:
+            self._calls[module] = self._trees.put_back(module, calls)
 
     def call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return ``module(*args, **kwargs)``, where every rank has the same arguments."""
@@ -177,7 +170,9 @@ class Slicer:
     def _known(self, module: nn.Module) -> KnownCalls:
         calls: KnownCalls | None = self._calls.get(module)
         if calls is None:
-            calls = self._calls[module] = self._shared.known_calls(module, says=not self._depth)
+            # A snapshot does not have the facts about modules that are gone, and a resumed run must compute alike.
+            is_kept = self._session.snapshots is not None
+            calls = self._calls[module] = KnownCalls() if is_kept else self._remade.known_calls(module)
         return calls
 
     def _record_small(self, module: nn.Module, args: tuple[Any, ...]) -> None:

@@ -69,12 +69,14 @@ class Scaled(nn.Module):
 def run_case(module_class: type[nn.Module], arguments: Any, training: bool) -> list[Any]:
     """Call a module twice, train it in between, and return outputs, gradients and state; the text of an error."""
     construct, forward = arguments.constructor_input, arguments.forward_input
+    # Some inputs are computed from others, by a graph that only one backward can use.
+    its_args, its_kwargs = tree_map_only(Tensor, _as_leaf, (forward.args, forward.kwargs))
     module = module_class(*construct.args, **construct.kwargs).to(torch.float64)
     module = (module if next(module.parameters(), None) is not None else Scaled(module)).train(training)
     found: list[Any] = []
     for _ in range(3):
         try:
-            outputs = module(*forward.args, **forward.kwargs)
+            outputs = module(*its_args, **its_kwargs)
         except Exception as error:
             return [*found, type(error).__name__]
         outputs = [one for one in tree_leaves(outputs) if isinstance(one, Tensor)]
@@ -83,7 +85,7 @@ def run_case(module_class: type[nn.Module], arguments: Any, training: bool) -> l
         if not roots:
             continue
         torch.stack([(one * torch.arange(one.numel()).view(one.shape).cos()).sum() for one in roots]).sum().backward()
-        leaves = [one for one in tree_leaves((forward.args, forward.kwargs)) if isinstance(one, Tensor) and one.is_leaf]
+        leaves = [one for one in tree_leaves((its_args, its_kwargs)) if isinstance(one, Tensor)]
         for leaf in (*leaves, *module.parameters()):
             found.append(None if leaf.grad is None else leaf.grad.to_dense().clone())
             leaf.grad = None
@@ -91,6 +93,10 @@ def run_case(module_class: type[nn.Module], arguments: Any, training: bool) -> l
             for parameter in module.parameters():
                 parameter.mul_(0.9)
     return [*found, *(value.clone() for value in module.state_dict().values())]
+
+
+def _as_leaf(tensor: Tensor) -> Tensor:
+    return tensor.detach().requires_grad_(tensor.requires_grad)
 
 
 def run_all(session: Session, names: tuple[str, ...] | int, most: int | None) -> dict[str, Any]:
