@@ -37,7 +37,7 @@ from lagom.search.ablate import ablate
 from lagom.search.ablation_result import AblationResult
 from lagom.search.search import search
 from lagom.search.search_result import SearchResult
-from lagom.timings import Timings
+from lagom.timings import DIGITS, Timings
 from lagom.verify.rehearsals import verify
 from lagom.verify.verification import say_not_rehearsed, show
 from lagom.worker.process_settings import process_settings
@@ -146,7 +146,7 @@ def resume(
         if (kept := read_result(snapshots)) is not None:
             value, values, parts = kept
             sys.stderr.write(f"lagom: {run.name}: the run had ended already; nothing is computed again\n")
-            seconds = sum(parts.values())
+            seconds = round(sum(parts.values()), DIGITS)
             return Result(
                 value,
                 values,

@@ -184,8 +184,9 @@ def test_maggys_spellings_are_understood() -> None:
     [
         (["loss", "val_loss", "trainLoss", "valloss", "Error", "test/err", "top1err", "mse", "val-RMSE"], "min"),
         (["mean_absolute_error", "perplexity", "ppl", "test_nll", "WER", "cross_entropy", "logloss"], "min"),
+        (["negative_log_likelihood", "kl_divergence", "ece", "losses"], "min"),
         (["Metric", "accuracy", "f1", "auc", "reward", "dice", "r2", "terrain", "mesh"], "max"),
-        (["neg_mean_squared_error", "neg_loss"], "max"),
+        (["neg_mean_squared_error", "neg_loss", "glossary_f1", "lossless_ratio", "loss_reduction"], "max"),
     ],
 )
 def test_a_loss_or_an_error_is_minimised_unless_a_direction_is_given(names: list[str], direction: str) -> None:

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import re
 
-_PARTS = ("loss", "error", "perplexity", "crossentropy")
-"""Texts that mean a loss or an error anywhere in the letters of a name, as in "valloss"."""
+_ENDINGS = ("loss", "losses", "error", "errors", "err", "perplexity", "divergence")
+"""Ends of a word that means a loss or an error, as in "valloss"."""
+_PARTS = ("crossentropy", "negativeloglikelihood", "meansquared", "meanabsolute")
+"""Texts that mean a loss or an error anywhere in the letters of a name."""
 _WORDS = frozenset(
     (
         *("nll", "ppl", "bpc", "bpb", "mse", "mae", "rmse", "mape", "smape", "msle", "rmsle", "wer", "cer", "fid"),
-        *("deviance", "regret", "brier"),
+        *("deviance", "regret", "brier", "eer", "ece", "fpr", "fnr", "hamming", "kl", "kld"),
     )
 )
 """Words of a name that mean a loss or an error."""
-_NEGATED = frozenset(["neg", "negated", "minus"])
+_NEGATED = frozenset(["neg", "negated", "minus", "reduction", "improvement"])
 """Words that turn a loss into a score, as in scikit-learn's "neg_mean_squared_error"."""
 
 
@@ -23,4 +25,4 @@ def is_smaller_better(metric: str) -> bool:
     if _NEGATED.intersection(words):
         return False
     letters = "".join(words)
-    return any(part in letters for part in _PARTS) or any(word in _WORDS or word.endswith("err") for word in words)
+    return any(part in letters for part in _PARTS) or any(word in _WORDS or word.endswith(_ENDINGS) for word in words)

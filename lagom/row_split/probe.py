@@ -341,6 +341,6 @@ def _tensor_versions(leaves: list[Any]) -> list[int | None]:
 # A batch of equal rows (a warm-up with zeros) shows nothing, so the next batch is probed instead. Parameters that are
 # almost zero are enlarged during the probe: a gate that starts closed would hide a coupling of rows that shows later.
 # Random numbers, buffers, attributes and the objects that a forward can see are restored, each apart, and only what has
-# changed; see Note [Looks at objects] in inspection/reads.py. If one cannot be copied, nothing is run. Parameters are
-# not restored, as a copy might not fit. A module whose own calls change them (momentum encoders) is recognised by its
-# first calls, and not probed; if a probe changes them nevertheless, this is an error.
+# changed; see Note [Looks at objects] in inspection/reads.py. If one cannot be copied, nothing is run. Parameters and
+# arrays over 1 MiB are not restored, as a copy might not fit. A module whose own calls change its parameters (momentum
+# encoders) is recognised by its first calls, and not probed; if a probe changes them nevertheless, this is an error.

@@ -51,7 +51,7 @@ class Study:
 
     Raises:
         LagomError: if Optuna (or SciPy, for "gp") is missing, another process runs this search, or the journal has
-            another direction or searchspace.
+            another metric, direction or searchspace.
     """
 
     def __init__(self, config: HyperparameterOptConfig, folder: Path | None = None) -> None:
@@ -240,7 +240,7 @@ def _opened(config: HyperparameterOptConfig, journal: TrialJournal | None) -> op
     """Return a new study of Optuna's, or the one in ``journal``.
 
     Raises:
-        LagomError: if the study in ``journal`` has another direction or searchspace than ``config``.
+        LagomError: if the study in ``journal`` has another metric, direction or searchspace than ``config``.
     """
     import optuna
     from optuna.storages import InMemoryStorage, JournalStorage
@@ -262,13 +262,15 @@ def _opened(config: HyperparameterOptConfig, journal: TrialJournal | None) -> op
             return found
         found = optuna.load_study(study_name=names[0], storage=storage, pruner=pruner(config))
         found.sampler = sampler(config, num_known=len(found.get_trials(deepcopy=False)))
+    shared = found.user_attrs.get(_SHARED, {})
+    metric = config.optimization_key
     for name, before, now in (
+        ("optimization_key", shared.get("optimization_key", metric), metric),
         ("direction", found.direction.name.lower(), _DIRECTIONS[config.direction or "max"]),
         ("searchspace", found.user_attrs.get(_SPACE), space),
     ):
         if before != now:
             raise LagomError(f"the search to resume had {name}={before}, and now has {now}; resume with the same")
-    shared = found.user_attrs.get(_SHARED, {})
     for name, now in _shared(config).items():
         if shared.get(name, now) != now:
             log.warning(
