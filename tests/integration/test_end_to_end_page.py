@@ -32,5 +32,6 @@ def test_the_blocks_of_the_page_train_score_and_save(tmp_path: Path) -> None:
     assert float(accuracy[1]) > 0.9
     assert {"scores", "plan_indexer", "churn.pt"} <= {path.name for path in tmp_path.iterdir()}
     scored = [row.split("|") for row in ran.stdout.splitlines() if re.match(r"\|\s+\d+\|", row)]
-    assert len(scored) == 5
+    assert len(scored) == 10  # before and after the model was saved
+    assert scored[:5] == scored[5:]
     assert all((float(row[4]) > 0.5) == (float(row[3]) > 0) for row in scored)
