@@ -168,8 +168,10 @@ def compare(level: int, setting: Setting, found: Outcome, plain: Outcome, place:
         assert expected in found.error, place
         return
     assert not found.error, (place, found.error)
-    for ours, theirs in ((found.weights, plain.weights), (found.state, plain.state)):
-        torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-11, msg=lambda text: f"{place}: {text}")
+    # LBFGS keeps quotients of differences between gradients, of which cancellation takes some digits.
+    in_state = 1e-7 if setting.name == "LBFGS" else 1e-9
+    for ours, theirs, rtol in ((found.weights, plain.weights, 1e-9), (found.state, plain.state, in_state)):
+        torch.testing.assert_close(ours, theirs, rtol=rtol, atol=1e-11, msg=lambda text: f"{place}: {text}")
     if level:
         assert found.is_sharded is (setting.name not in WHOLE), place
         assert any("stepped whole on each" in line for line in found.said) is not found.is_sharded, (place, found.said)
