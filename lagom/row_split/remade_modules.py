@@ -37,9 +37,9 @@ class RemadeModules:
         first, others = children[0][1], [child for _, child in children[1:]]
         key = type(module), module.training, tuple(name for name, _ in children)
         known = self._earlier.setdefault(first, {})
-        refs, calls = known.get(key, (None, KnownCalls()))
-        if refs is None or [ref() for ref in refs] != others:
-            calls = KnownCalls()
+        refs, earlier = known.get(key, ([], None))
+        is_same = earlier is not None and all(ref() is child for ref, child in zip(refs, others, strict=True))
+        calls: KnownCalls = earlier if is_same else KnownCalls()
         known[key] = [weakref.ref(child) for child in others], calls
         return calls
 
