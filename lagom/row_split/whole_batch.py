@@ -80,9 +80,9 @@ def is_worth_slicing(
         return True
     saved = work.flops * (3 if training else 1) * (1 - 1 / world_size) / _SPEED[device.type]
     way = "memory" if shares_memory and device.type == "cpu" else device.type
-    num_exchanges, num_bytes = 1.0 + 0.5 * work.num_batchnorms, work.output_bytes
+    num_exchanges, num_bytes = 1 + work.num_batchnorms, work.output_bytes
     if training:
-        num_exchanges += 0.5 * work.num_batchnorms + bool(work.input_bytes)
+        num_exchanges += work.num_batchnorms + bool(work.input_bytes)
         # An average in place takes about half the time of a gather of as many bytes.
         num_bytes += work.input_bytes + 0.5 * work.parameter_bytes
     return saved > num_exchanges * _LATENCY[way] + num_bytes / _BANDWIDTH[way]
