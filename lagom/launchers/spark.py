@@ -157,6 +157,7 @@ class SparkLauncher:
         stack.enter_context(plain_interrupt())
         running = SparkJob(job, self.facts.thread_class(), run.finish)
         try:
+            running.start()
             run.watch()
             if run.stopped:
                 self._end(running, run, group)

@@ -37,8 +37,10 @@ def survey(facts: SparkFacts, plan: Plan, driver: tuple[str, int] | None) -> Seq
         return facts.map_tasks(function, task_module.SURVEY_SCHEMA, plan)
 
     with plain_interrupt():
+        running = SparkJob(job, facts.thread_class())
         try:
-            rows = SparkJob(job, facts.thread_class()).result()
+            running.start()
+            rows = running.result()
         except KeyboardInterrupt:
             facts.cancel(group)
             raise

@@ -85,22 +85,34 @@ def test_the_end_of_a_search_leaves_sparks_python_workers(spark: Any, tmp_path: 
 
 
 @pytest.mark.parametrize("spark", ["local[2]"], indirect=True, scope="session")
+@pytest.mark.parametrize("when", ["as its thread starts", "as its thread has begun"])
 def test_ctrl_c_before_spark_has_the_job_leaves_no_job(
-    spark: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    spark: Any, when: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    map_tasks = ClassicFacts.map_tasks
+    map_tasks, thread_class = ClassicFacts.map_tasks, ClassicFacts.thread_class
 
     def train(width: int) -> float:
         time.sleep(60)
         return float(width)
 
     def map_late(facts: ClassicFacts, *args: Any) -> Any:
-        os.kill(os.getpid(), signal.SIGINT)
+        if when == "as its thread has begun":
+            os.kill(os.getpid(), signal.SIGINT)
         time.sleep(2.0)
         return map_tasks(facts, *args)
 
+    def interrupted_class(facts: ClassicFacts) -> Any:
+        class Interrupted(thread_class(facts)):  # type: ignore[misc]  # which class it is depends on PySpark
+            def start(self) -> None:
+                super().start()
+                if when == "as its thread starts":
+                    os.kill(os.getpid(), signal.SIGINT)
+
+        return Interrupted
+
     with monkeypatch.context() as changed:
         changed.setattr(ClassicFacts, "map_tasks", map_late)
+        changed.setattr(ClassicFacts, "thread_class", interrupted_class)
         result = search(train, tmp_path)
     assert (result.interrupted, result.trials) == (True, [])
     assert not spark.sparkContext.statusTracker().getActiveJobsIds()

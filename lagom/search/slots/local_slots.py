@@ -40,12 +40,11 @@ class LocalSlots(SlotChannel):
         self._why = ""
         """The last error with which a process ended, as the end of a sentence."""
 
-    def __enter__(self) -> LocalSlots:
-        """Start the slots."""
+    def begin(self) -> None:
+        """See ``SlotChannel.begin``."""
         self._stack.enter_context(self.channel)
         for number in range(self._num_slots):
             self._start(number)
-        return self
 
     def __exit__(self, *exc: object) -> None:
         """End the slots, and the trials that still run on them."""

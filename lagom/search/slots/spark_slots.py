@@ -50,7 +50,7 @@ class SparkSlots(SlotChannel):
         self._group = f"lagom-{secrets.token_hex(8)}"
         self._job: SparkJob | None = None
 
-    def __enter__(self) -> SparkSlots:
+    def begin(self) -> None:
         """Start the job.
 
         Raises:
@@ -72,7 +72,7 @@ class SparkSlots(SlotChannel):
         self._stack.enter_context(plain_interrupt())
         over = SlotEvent(-1, {"type": "over"})
         self._job = SparkJob(job, self._facts.thread_class(), lambda: self.events.put(over))
-        return self
+        self._job.start()
 
     def __exit__(self, *exc: object) -> None:
         """End the slots, and the trials that still run on them."""

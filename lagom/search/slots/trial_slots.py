@@ -6,10 +6,13 @@ import contextlib
 import queue
 from collections.abc import Callable
 from types import TracebackType
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from lagom.wire.client import Message
 from lagom.wire.server import DriverServer
+
+if TYPE_CHECKING:
+    from typing import Self  # Python 3.11
 
 
 class SlotEvent(NamedTuple):
@@ -57,6 +60,25 @@ class SlotChannel:
     def __init__(self, payload_fd: int | None = None, lost_s: float = 20.0) -> None:
         self.events: queue.SimpleQueue[SlotEvent] = queue.SimpleQueue()
         self.channel = DriverServer(self._take, self._close, payload_fd, lost_after_s=lost_s)
+
+    def __enter__(self) -> Self:
+        """Start the slots; end those that have started if Ctrl-C or an error comes before all have."""
+        try:
+            self.begin()
+        except BaseException as error:
+            self.__exit__(type(error), error, error.__traceback__)
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None, /
+    ) -> None:
+        """See ``TrialSlots.__exit__``."""
+        raise NotImplementedError
+
+    def begin(self) -> None:
+        """Start the slots; ``__exit__`` ends them whether this returns or raises."""
+        raise NotImplementedError
 
     def send(self, slot: int, message: Message) -> None:
         """Send ``message`` to a slot."""
