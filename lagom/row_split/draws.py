@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import threading
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, NoReturn
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -89,9 +89,12 @@ class Draws(OperationMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self._remedy = remedy
         self._reads = None if reads is None else iter(reads)
+        self._answers = [one for one in reads or () if isinstance(one, Answer)]
         self._may_stray = reads is not None
         self.has_strayed = False
         """Whether the forward has taken another way than in its probe."""
+        self.is_stale = False
+        """Whether an ``Answer`` was not to the question of the forward."""
         self._is_traced = False
         """Whether Dynamo, or another tracer, has run operations of the forward without numbers."""
         self._multiples = multiples
@@ -136,13 +139,25 @@ class Draws(OperationMode):
             return function(*args, **kwargs)
         if not draws_random_numbers(function, args, kwargs):
             result = function(*args, **kwargs)
-            if self._reads is not None and reads_numbers(function) and read_numbers(result) != next(self._reads, None):
-                self._stray("reads other numbers")
-            return result
+            return self._answer(result) if reads_numbers(function, args) else result
         try:
             return draw_block(function, args, kwargs, self.block, self.axis)
         except UnsupportedDrawError as error:
             self._stray(str(error))
+
+    def _answer(self, result: Any) -> Any:
+        """Compare a number that was read with the probe's; return it, or in its place that of the whole batch."""
+        if self._reads is None:
+            if any(one.part == result != one.whole for one in self._answers):
+                self._stray("reads a number of its input once more in the backward")
+            return result
+        wanted = next(self._reads, None)
+        if isinstance(wanted, Answer):
+            self.is_stale = self.is_stale or result != wanted.part
+            return wanted.whole
+        if read_numbers(result) != wanted:
+            self._stray("reads other numbers")
+        return result
 
     def axis(self, function: OpOverload, shape: tuple[int, ...]) -> int | None:
         """Return the dimension of ``shape`` that counts rows of the batch; None if none does."""
@@ -171,9 +186,32 @@ class Draws(OperationMode):
         raise LagomError(f"a forward that is sliced {what}, which it did not at its first call; {self._remedy}")
 
 
-def reads_numbers(function: OpOverload) -> bool:
+class InputRead(NamedTuple):
+    """Stands for a number of the input among those that a forward reads.
+
+    See Note [Reads of the input] in input_reads.py.
+    """
+
+    place: int
+    """Place among the reads of the input."""
+
+
+class Answer(NamedTuple):
+    """A number of the whole batch, for a forward that has only a part of it."""
+
+    place: int
+    whole: object
+    part: object
+    """The number of the part, which the forward should read."""
+
+
+def reads_numbers(function: OpOverload, args: Sequence[Any]) -> bool:
     """Return whether ``function`` takes values out of a tensor, or returns a shape that depends on values."""
-    return not _READS.isdisjoint(function.tags)
+    if _READS.isdisjoint(function.tags):
+        return False
+    if function._schema.name == "aten::index":  # by masks or by numbers
+        return any(one is not None and one.dtype in (torch.bool, torch.uint8) for one in args[1])
+    return True
 
 
 def read_numbers(result: Any) -> list[object]:

@@ -178,6 +178,8 @@ class CallKind(NamedTuple):
     """Modes of torch, and whether it has hooks that it calls for all modules."""
     is_short: bool
     """Whether a block may have a single row, whose shape squeeze() changes."""
+    way: int = 0
+    """Number among the kinds that differ only by numbers which the forward reads from its input."""
 
 
 _SAME = ...

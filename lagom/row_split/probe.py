@@ -5,7 +5,7 @@ See Note [Probe].
 
 from __future__ import annotations
 
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from itertools import chain
 from typing import TYPE_CHECKING, Any
@@ -17,8 +17,16 @@ from lagom.random_states import equal_random_states, random_states
 from lagom.row_split.backward_probe import BackwardProbe, KeptInputs, MadeLeaves
 from lagom.row_split.comparison import are_close, compare, compare_buffers, tolerance_for
 from lagom.row_split.draws import UnsupportedDrawError
+from lagom.row_split.input_reads import InputReadsRecorder
 from lagom.row_split.output_memory import find_bases
-from lagom.row_split.recorder import BatchStatistics, BlockRecorder, NotByRowsError, Recorder, bounds_check
+from lagom.row_split.recorder import (
+    AnsweredReads,
+    BatchStatistics,
+    BlockRecorder,
+    NotByRowsError,
+    Recorder,
+    bounds_check,
+)
 from lagom.row_split.restore import ChangedError, ModuleState, copy_buffers, parameter_checksums, restored_state
 from lagom.row_split.split_candidate import (
     PLAIN,
@@ -75,8 +83,13 @@ def probe(
             bounds_check(candidate.device),
         ):
             if repeated:
-                candidate = replace(candidate, check=_unchanged_check(finding, state))
-            _run_and_compare(candidate, finding, num_blocks, statistics, state)
+                candidate = replace(candidate, check=_unchanged_check(finding, state), repeats=True)
+            comparison = _Comparison(candidate, finding, statistics, state)
+            outputs = comparison.run_whole()
+            buffers, key = copy_buffers(candidate.inside), state.key()
+            comparison.run_again(outputs)
+            comparison.run_blocks(num_blocks, outputs, buffers, key)
+            finding.sliced = True
     except (NotByRowsError, UnsupportedDrawError) as error:
         finding.reason = str(error)
     except ChangedError:
@@ -101,86 +114,110 @@ def _unchanged_parameters(module: nn.Module) -> Iterator[None]:
             )
 
 
-def _run_and_compare(
-    candidate: SplitCandidate,
-    finding: SplitFinding,
-    num_blocks: int,
-    statistics: Callable[[BatchStatistics], Any],
-    state: ModuleState,
-) -> None:
-    noted = BatchStatistics()
-    # Copies, since the forward may change its input in place, and the input is the program's.
-    given = _copy_leaves(candidate)
-    versions = _tensor_versions(given)
-    parameters = list(candidate.module.parameters())
-    recorder = Recorder([leaf for leaf in given if is_batch(leaf, candidate.rows)], parameters)
-    backwards, made, kept = BackwardProbe(parameters, tolerance_for(candidate)), MadeLeaves(), KeptInputs(given)
+class _Comparison:
+    """Runs a forward on the whole batch and on its blocks, compares them, and completes the finding."""
 
-    def look_at(outputs: list[Any], _: object) -> None:
-        backwards.look_at(outputs)
-        made.look_at(outputs, given)
+    def __init__(
+        self,
+        candidate: SplitCandidate,
+        finding: SplitFinding,
+        statistics: Callable[[BatchStatistics], Any],
+        state: ModuleState,
+    ) -> None:
+        self._candidate = candidate
+        self._finding = finding
+        self._statistics = statistics
+        self._state = state
+        self._noted = BatchStatistics()
+        # Copies, since the forward may change its input in place, and the input is the program's.
+        self._given = _copy_leaves(candidate)
+        self._parameters = list(candidate.module.parameters())
+        inputs = [leaf for leaf in self._given if is_batch(leaf, candidate.rows)]
+        # Several micro-batches in one process have the numbers of one part after another.
+        reads = None if candidate.repeats else InputReadsRecorder(self._given, candidate.inside)
+        self._recorder = Recorder(inputs, self._parameters, reads)
+        self._backwards = BackwardProbe(self._parameters, tolerance_for(candidate))
+        self._made = MadeLeaves()
 
-    with statistics(noted):
-        outputs, finding.factors, finding.bases, finding.spec = _run_forward(
-            candidate, recorder, given, candidate.rows, noted, look_at
-        )
-    kept.check()
-    made.compare()
-    finding.makes_leaves = made.are_made
-    if state.changed_generators() not in ([], ["torch"], ["cuda"], ["torch", "cuda"]):
-        raise NotByRowsError("draws from Python's or numpy's generator, and may decide by it")
-    finding.reads = recorder.reads
-    finding.needs_mode = recorder.needs_mode
-    finding.changes_buffers = bool(noted.running) or not state.has_same_buffers()
-    finding.orders = [memory_order(one) if is_tensor(one) else None for one in outputs]
-    if finding.repeats and noted.noted:
-        raise NotByRowsError("normalises by statistics of the whole batch (BatchNorm in train mode)")
-    buffers, key = copy_buffers(candidate.inside), state.key()
-    noted.replay()
-    state.restore()
-    with statistics(noted):
-        _check_changed_row(candidate, outputs, finding.factors, noted, state)
-        if backwards.is_needed:
-            noted.replay()
-            state.restore()
-            with silent(), failing_as("has a backward that fails when it is run again"):
-                backwards.run_whole(candidate, _copy_leaves(candidate))
-    if _tensor_versions(given) != versions:
-        raise NotByRowsError("changes its input in place")
-    parts = []
-    for block in RowBlock(0, num_blocks, candidate.rows).all_blocks:
-        state.restore()
+    def run_whole(self) -> list[Any]:
+        """Run the forward on the whole batch, on copies of its input; return its outputs."""
+        candidate, finding, given, state = self._candidate, self._finding, self._given, self._state
+        versions, kept = _tensor_versions(given), KeptInputs(given)
+
+        def look_at(outputs: list[Any], _: object) -> None:
+            self._backwards.look_at(outputs)
+            self._made.look_at(outputs, given)
+
+        with self._statistics(self._noted):
+            outputs, finding.factors, finding.bases, finding.spec = _run_forward(
+                candidate, self._recorder, given, candidate.rows, self._noted, look_at
+            )
+        kept.check()
+        self._made.compare()
+        if _tensor_versions(given) != versions:
+            raise NotByRowsError("changes its input in place")
+        if state.changed_generators() not in ([], ["torch"], ["cuda"], ["torch", "cuda"]):
+            raise NotByRowsError("draws from Python's or numpy's generator, and may decide by it")
+        finding.makes_leaves = self._made.are_made
+        finding.reads, finding.input_reads = self._recorder.reads, self._recorder.input_reads()
+        finding.needs_mode = self._recorder.needs_mode
+        finding.changes_buffers = bool(self._noted.running) or not state.has_same_buffers()
+        finding.orders = [memory_order(one) if is_tensor(one) else None for one in outputs]
+        if finding.repeats and self._noted.noted:
+            raise NotByRowsError("normalises by statistics of the whole batch (BatchNorm in train mode)")
+        return outputs
+
+    def run_again(self, outputs: list[Any]) -> None:
+        """Run the forward on the whole batch with a changed row, and its backward if it is the program's own."""
+        self._begin()
+        with self._statistics(self._noted):
+            _check_changed_row(self._candidate, outputs, self._finding, self._noted, self._state)
+            if self._backwards.is_needed:
+                self._begin()
+                with silent(), failing_as("has a backward that fails when it is run again"):
+                    self._backwards.run_whole(self._candidate, _copy_leaves(self._candidate))
+
+    def run_blocks(self, num_blocks: int, outputs: list[Any], buffers: Any, key: object) -> None:
+        """Run the forward on each block; compare the outputs with ``outputs`` of the whole batch, and the state."""
+        parts = []
+        for block in RowBlock(0, num_blocks, self._candidate.rows).all_blocks:
+            self._begin()
+            parts.append(self._run_block(block))
+            compare_buffers(buffers, copy_buffers(self._candidate.inside), self._noted)
+            if self._state.key() != key:
+                raise NotByRowsError(
+                    "leaves other values in its attributes, or in what it can see, for a part of its batch"
+                )
+        self._backwards.compare()
+        compare(self._finding, outputs, parts, tolerance_for(self._candidate))
+
+    def _run_block(self, block: RowBlock) -> list[Any]:
+        candidate, finding = self._candidate, self._finding
         leaves = candidate.cut_leaves(block)
         inputs = [leaf for leaf in leaves if is_batch(leaf, block.num_mine)]
-        part = BlockRecorder(inputs, parameters, block, recorder.drawn, finding.axes)
-        noted.replay()
+        reads = None if candidate.repeats else InputReadsRecorder(leaves, candidate.inside)
+        answers = finding.input_reads.answers(finding.reads)
+        part = BlockRecorder(inputs, self._parameters, block, self._recorder.drawn, finding.axes, answers, reads)
 
-        def look_at_part(
-            outputs: list[Any], factors: list[int | None], leaves: list[Any] = leaves, block: RowBlock = block
-        ) -> None:
-            backwards.run_block(outputs, factors, leaves, block)
-            made.look_at(outputs, leaves)
+        def look_at(outputs: list[Any], factors: list[int | None]) -> None:
+            self._backwards.run_block(outputs, factors, leaves, block)
+            self._made.look_at(outputs, leaves)
 
-        with statistics(noted), failing_as("fails on a part of its batch"):
-            part_outputs, factors, bases, spec = _run_forward(
-                candidate, part, leaves, block.num_mine, noted, look_at_part
-            )
-        made.compare()
+        how = "takes decisions by the numbers of its input, and " * bool(finding.input_reads.reads)
+        with self._statistics(self._noted), failing_as(how + "fails on a part of its batch"):
+            outputs, factors, bases, spec = _run_forward(candidate, part, leaves, block.num_mine, self._noted, look_at)
+        self._made.compare()
         same = spec == finding.spec and factors == finding.factors and bases == finding.bases
-        if not same or len(part.drawn) != len(recorder.drawn):
+        if not same or len(part.drawn) != len(self._recorder.drawn):
             raise NotByRowsError("gives other outputs for a part of its batch")
         finding.multiples |= part.multiples
-        if part.reads != recorder.reads:
+        if part.reads != self._recorder.reads or not finding.input_reads.learn(part.input_reads()):
             raise NotByRowsError("reads other numbers for a part of its batch, and may decide by them")
-        compare_buffers(buffers, copy_buffers(candidate.inside), noted)
-        if state.key() != key:
-            raise NotByRowsError(
-                "leaves other values in its attributes, or in what it can see, for a part of its batch"
-            )
-        parts.append(part_outputs)
-    backwards.compare()
-    compare(finding, outputs, parts, tolerance_for(candidate))
-    finding.sliced = True
+        return outputs
+
+    def _begin(self) -> None:
+        self._noted.replay()
+        self._state.restore()
 
 
 def _unchanged_check(finding: SplitFinding, state: ModuleState) -> Callable[[], None]:
@@ -204,7 +241,7 @@ def _unchanged_check(finding: SplitFinding, state: ModuleState) -> Callable[[], 
 def _check_changed_row(
     candidate: SplitCandidate,
     outputs: list[Any],
-    factors: list[int | None],
+    finding: SplitFinding,
     noted: BatchStatistics,
     state: ModuleState,
 ) -> None:
@@ -221,7 +258,7 @@ def _check_changed_row(
     if all(one is other for one, other in zip(leaves, candidate.leaves, strict=True)):
         return
     try:
-        _compare_other_rows(candidate, leaves, row, outputs, factors)
+        _compare_other_rows(candidate, leaves, row, outputs, finding)
     except (NotByRowsError, UnsupportedDrawError):
         raise
     except Exception as error:
@@ -230,7 +267,7 @@ def _check_changed_row(
         noted.replay()
         state.restore()
         with failing_as("fails when a row of its batch takes the place of another"):
-            _compare_other_rows(candidate, _with_other_row(candidate, row), row, outputs, factors)
+            _compare_other_rows(candidate, _with_other_row(candidate, row), row, outputs, finding)
 
 
 def _with_other_row(candidate: SplitCandidate, row: int) -> list[Any]:
@@ -247,13 +284,14 @@ def _with_other_row(candidate: SplitCandidate, row: int) -> list[Any]:
 
 
 def _compare_other_rows(
-    candidate: SplitCandidate, leaves: list[Any], row: int, outputs: list[Any], factors: list[int | None]
+    candidate: SplitCandidate, leaves: list[Any], row: int, outputs: list[Any], finding: SplitFinding
 ) -> None:
     """Run the forward on ``leaves``, in which only ``row`` differs, and compare the outputs of all other rows."""
-    with silent():
+    answers = finding.input_reads.answers(finding.reads)
+    with silent(), AnsweredReads(answers) if finding.input_reads.reads else nullcontext():
         found = flatten(candidate.run(leaves))[0]
     candidate.check()
-    for whole, other, factor in zip(outputs, found, factors, strict=True):
+    for whole, other, factor in zip(outputs, found, finding.factors, strict=True):
         if is_tensor(whole):
             own = (0, 0) if factor is None else (row * factor, (row + 1) * factor)
             if not are_close(_drop_rows(other.detach(), *own), _drop_rows(whole, *own), tolerance_for(candidate)):

@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_flatten
 from lagom.patching.replace import replaced
 from lagom.patching.watched_operations import TAGS, register_kernels, watched
 from lagom.row_split.draws import (
+    Answer,
     DrawKind,
     OperationMode,
     draw_block,
@@ -23,6 +24,7 @@ from lagom.row_split.draws import (
     read_numbers,
     reads_numbers,
 )
+from lagom.row_split.input_reads import InputReads, InputReadsRecorder
 from lagom.run_state.memory_layout import storage_of
 
 if TYPE_CHECKING:
@@ -177,10 +179,23 @@ class BatchStatistics:
 
 
 class Recorder(OperationMode):
-    """Records a forward's draws and the results that come from its input; refuses reads of the input's values."""
+    """Records a forward's draws and the results that come from its input; refuses reads of the input's values.
 
-    def __init__(self, inputs: Sequence[Tensor], parameters: Iterable[Tensor]) -> None:
+    Args:
+        inputs: the tensors of the input.
+        parameters: the module's parameters.
+        input_reads: records the reads of the input that are not refused; None if all are.
+    """
+
+    def __init__(
+        self,
+        inputs: Sequence[Tensor],
+        parameters: Iterable[Tensor],
+        input_reads: InputReadsRecorder | None = None,
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self._input_reads = input_reads
+        self._has_checkpoints = False
         self.drawn: list[tuple[DrawKind, tuple[int, ...]]] = []
         self.reads: list[object] = []
         """Values and shapes that were read from tensors, none of them computed from the input."""
@@ -200,23 +215,41 @@ class Recorder(OperationMode):
             self._seen.append(function)
         tensors = [leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, torch.Tensor)]
         follows = any(_storage_key(tensor) in self._of_input for tensor in tensors)
-        if follows and reads_numbers(function):
-            raise NotByRowsError(f"takes decisions by the numbers of its input ({function})")
+        reads = reads_numbers(function, args)
+        if follows and reads:
+            return self.read(function, args, kwargs)
         written = [a for a, s in zip(args, function._schema.arguments, strict=False) if _is_written(s)]
         if any(isinstance(a, torch.Tensor) and _storage_key(a) in self._parameters for a in written):
             # Raise before the operation runs, since no copy is kept from which the parameter could be restored.
             raise NotByRowsError("changes a parameter")
-        result = (
-            self.draw(function, args, kwargs)
-            if draws_random_numbers(function, args, kwargs)
-            else function(*args, **kwargs)
-        )
-        if reads_numbers(function):
+        if draws_random_numbers(function, args, kwargs):
+            result = self.draw(function, args, kwargs)
+        else:
+            result = function(*args, **kwargs)
+        if self._input_reads is not None:
+            self._input_reads.record(function, args, kwargs, result)
+        if reads:
             self.reads.append(read_numbers(result))
         if follows:
             for leaf in tree_flatten((result, written))[0]:
                 if isinstance(leaf, torch.Tensor):
                     self._record_result(leaf)
+        return result
+
+    def read(self, function: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run an operation that reads numbers of the input, and record it.
+
+        Raises:
+            NotByRowsError: if the numbers of the whole batch could not be found before a call.
+        """
+        refused = NotByRowsError(f"takes decisions by the numbers of its input ({function})")
+        if self._input_reads is None:
+            raise refused
+        result = function(*args, **kwargs)
+        found = self._input_reads.read(function, args, result)
+        if found is None:
+            raise refused
+        self.reads.append(found)
         return result
 
     def draw(self, function: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -253,9 +286,31 @@ class Recorder(OperationMode):
             for name in ("numpy", "tolist", "__dlpack__"):
                 stack.enter_context(replaced(torch.Tensor, name, self._make_refused_read(getattr(torch.Tensor, name))))
             stack.enter_context(replaced(torch.Tensor, "register_hook", _refuse_hook))
-            stack.enter_context(replaced(saved_tensors_hooks, "__enter__", _refuse_packing))
+            stack.enter_context(replaced(saved_tensors_hooks, "__enter__", self._make_entered_packing()))
             stack.enter_context(_refused_node_hooks())
             yield
+
+    def _make_entered_packing(self) -> Callable[[saved_tensors_hooks], None]:
+        def enter(hooks: saved_tensors_hooks) -> None:
+            if type(hooks) is saved_tensors_hooks:  # torch's own hooks (of checkpoints) are of subclasses
+                raise NotByRowsError("packs what autograd saves, which would be of a part of the batch")
+            self._has_checkpoints = True
+            _enter_hooks(hooks)
+
+        return enter
+
+    def input_reads(self) -> InputReads:
+        """Return the reads of the input, and the operations that lead to them.
+
+        Raises:
+            NotByRowsError: if they cannot be repeated before each call.
+        """
+        if self._input_reads is None:
+            return InputReads()
+        found = self._input_reads.found()
+        if found is None or (found.reads and self._has_checkpoints):
+            raise NotByRowsError("takes decisions by the numbers of its input, which it computes at length")
+        return found
 
     def _make_refused_read(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def read(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -297,13 +352,36 @@ def _refused_node_hooks() -> Iterator[None]:
         sys.setprofile(before)
 
 
-def _refuse_packing(hooks: saved_tensors_hooks) -> None:
-    if type(hooks) is saved_tensors_hooks:  # torch's own hooks (of checkpoints) are of subclasses
-        raise NotByRowsError("packs what autograd saves, which would be of a part of the batch")
-    _enter_hooks(hooks)
-
-
 _enter_hooks = saved_tensors_hooks.__enter__
+
+
+class AnsweredReads(OperationMode):
+    """Lets a forward read the numbers of the whole batch: ``reads`` are those of its probe, with each ``Answer``."""
+
+    def __init__(self, reads: Sequence[object]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._reads = iter(reads)
+
+    def run(self, function: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run an operation; return the answer in place of what it reads."""
+        result = function(*args, **kwargs)
+        found = next(self._reads, None) if reads_numbers(function, args) else None
+        return found.whole if isinstance(found, Answer) else result
+
+
+class CallRecorder(Recorder):
+    """Records the reads of a program's own call, and refuses nothing."""
+
+    def read(self, function: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run an operation that reads numbers of the input, and record it if it can be repeated."""
+        result = function(*args, **kwargs)
+        if self._input_reads is not None and self._input_reads.read(function, args, result) is None:
+            self._input_reads = None
+        return result
+
+    def found(self) -> InputReads | None:
+        """Return the reads of the input; None if they cannot be repeated."""
+        return None if self._input_reads is None else self._input_reads.found()
 
 
 class BlockRecorder(Recorder):
@@ -316,13 +394,24 @@ class BlockRecorder(Recorder):
         block: RowBlock,
         whole: list[tuple[DrawKind, tuple[int, ...]]],
         axes: dict[DrawKind, int | None],
+        answers: Sequence[object] = (),
+        input_reads: InputReadsRecorder | None = None,
     ) -> None:
-        super().__init__(inputs, parameters)
+        super().__init__(inputs, parameters, input_reads)
+        self._answers = iter([one for one in answers if isinstance(one, Answer)])
         self._block = block
         self._whole = iter(whole)
         self._axes = axes
         self.multiples: set[DrawKind] = set()
         """Kinds of draws with several rows for each row of the batch."""
+
+    def read(self, function: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Return the number of the whole batch in place of the number of the block."""
+        super().read(function, args, kwargs)
+        found = next(self._answers, None)
+        if found is None:
+            raise NotByRowsError("reads other numbers for a part of its batch, and may decide by them")
+        return found.whole
 
     def draw(self, function: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Draw for the whole batch, as the whole run did, and return the block's part."""

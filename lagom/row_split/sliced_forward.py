@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
 _MAX_DETOURS = 8
 """A forward runs whole when its detours (calls that go another way) exceed its other calls by more than this."""
+MAX_WAYS = 16
+"""Number of new ways in calls of one kind after which such calls always run whole."""
 OFTEN = "often goes another way than at its first calls"
 num_nodes_made = torch._C._autograd._get_sequence_nr
 """Returns how many nodes of a graph this thread has made so far."""
@@ -126,10 +128,12 @@ class SlicedRuns:
         block = RowBlock(group.rank, group.world_size, candidate.rows)
         exchange = RowExchange(self._gatherer, block, f"the output of {type(candidate.module).__name__}")
         leaves = [slice_rows(leaf, exchange) if is_batch(leaf, candidate.rows) else leaf for leaf in candidate.leaves]
+        reads = finding.input_reads
+        answers = reads.answers(finding.reads, reads.find(leaves, candidate.inside)) if reads.reads else finding.reads
         watches = bool(finding.axes or finding.reads) or session.reads_in_threads
         region = SlicedForward(
             BatchShare(block.num_mine, block.num_all, block.even),
-            Draws(block, finding.axes, finding.reads, finding.multiples) if watches else None,
+            Draws(block, finding.axes, answers, finding.multiples) if watches else None,
             finding.needs_mode,
         )
         with _detour(candidate, finding, region.draws) as restore, region.enter(session):
@@ -145,15 +149,38 @@ class SlicedRuns:
                 f"the forward of {type(candidate.module).__name__} gave outputs of another structure than at its first "
                 "call; use batches='split' and evaluation='replicated' for this program"
             )
+        is_stale = region.draws is not None and region.draws.is_stale
         try:
+            if finding.input_reads.reads and candidate.device.type != "cpu":
+                self._compare_reads(candidate, finding, restore, is_stale=is_stale)  # gathers there have no signature
             passed = {id(leaf): whole for leaf, whole in zip(leaves, candidate.leaves, strict=True)}
-            return tree_unflatten(_gather_outputs(outputs, passed, finding, exchange, candidate), spec)
+            return tree_unflatten(_gather_outputs(outputs, passed, finding, exchange, candidate, is_stale), spec)
         except UnequalInputError:
+            if finding.input_reads.reads:
+                self._compare_reads(candidate, finding, restore, is_stale=is_stale)
             if session.config.batches == "whole":
                 raise
             restore()  # an evaluation called the model with a share of a training batch, which differs between ranks
             finding.reason = "was called with other inputs on other ranks"
             return candidate.run(candidate.leaves)
+
+    def _compare_reads(
+        self, candidate: SplitCandidate, finding: SplitFinding, restore: Callable[[], None], *, is_stale: bool
+    ) -> None:
+        """Find out whether a read of any rank was not as expected; if so, have the forward run whole, and probed again.
+
+        Raises:
+            OtherWayError: on all ranks, if one was.
+        """
+        assert self._session.group is not None
+        if not any(map(bool, self._session.group.all_gather_bytes(b"1" if is_stale else b""))):
+            return
+        restore()
+        finding.sliced = False
+        finding.new_ways += 1
+        if finding.new_ways > MAX_WAYS:
+            finding.reason = OFTEN
+        raise OtherWayError
 
 
 @contextmanager
@@ -209,11 +236,13 @@ def _gather_outputs(
     finding: SplitFinding,
     exchange: RowExchange,
     candidate: SplitCandidate,
+    is_stale: bool,
 ) -> list[Any]:
     """Return each output with the rows of all ranks.
 
     Args:
         passed: the leaves of the program's arguments, by the id of the leaf that the module got instead.
+        is_stale: whether an answer to a read was not to the question of the forward.
 
     Raises:
         LagomError: when an output does not have the rows or the memory that it had in the probe.
@@ -231,7 +260,9 @@ def _gather_outputs(
     # A module may return one tensor twice; the program must get one tensor twice, too.
     places = {id(outputs[i]): i for i, _ in by_rows if finding.bases[i] is None}
     blocks = [outputs[i] for i in places.values()]
-    signed = b"".join(sample_bytes(leaf) for leaf in candidate.leaves if is_batch(leaf, candidate.rows))
+    signed = b"stale" * is_stale + b"".join(
+        sample_bytes(leaf) for leaf in candidate.leaves if is_batch(leaf, candidate.rows)
+    )
     wholes = gather_blocks(
         blocks,
         exchange,

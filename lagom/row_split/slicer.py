@@ -15,15 +15,18 @@ from lagom.inspection.state_parts import items
 from lagom.patching.object_reference import ObjectReference
 from lagom.patching.replace import replaced
 from lagom.row_split.draws import OtherWayError
-from lagom.row_split.module_tree import ModuleTree, attribute_numbers, call_kind
+from lagom.row_split.input_reads import InputReadsRecorder
+from lagom.row_split.module_tree import CallKind, ModuleTree, attribute_numbers, call_kind
 from lagom.row_split.probe import UNIFORM, probe
+from lagom.row_split.recorder import CallRecorder
 from lagom.row_split.remade_modules import RemadeModules
 from lagom.row_split.restore import parameter_checksums
-from lagom.row_split.sliced_forward import OFTEN, NewWayError, SlicedRuns
+from lagom.row_split.sliced_forward import MAX_WAYS, OFTEN, NewWayError, SlicedRuns
 from lagom.row_split.split_candidate import (
     KnownCalls,
     SplitCandidate,
     SplitFinding,
+    is_batch,
     is_dense,
     is_dual,
     measure_call,
@@ -40,10 +43,11 @@ if TYPE_CHECKING:
 _CHANGES_NUMBERS = "changes numbers among its attributes, or what it can see, by which a later call may go another way"
 _TOP_HOOKS = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", lambda _: None)
 """Returns the program's hooks on saved tensors; always None with torch 2.6 (see ``watch_packing``)."""
+_MANY_NUMBERS = "takes decisions by a number of its input that is often another"
+_MAX_READ_WAYS = 8
+"""Number of combinations of numbers, read from the input, after which calls of one kind always run whole."""
 _MAX_KINDS = 64
 """Number of kinds of calls of one module after which new kinds are no longer probed."""
-_MAX_WAYS = 16
-"""Number of new ways in calls of one kind after which such calls always run whole."""
 
 
 @contextmanager
@@ -142,7 +146,7 @@ class Slicer:
         calls = self._known(module)
         around = self._trees.surroundings(module)
         kind = call_kind(candidate, around, is_short=candidate.rows < 2 * self._group.world_size)
-        finding = calls.findings.get(kind)
+        kind, finding = self._find(calls, kind, candidate)
         if calls.num_changes > 1:
             return self._run_whole(module, args, kwargs)
         if finding is None and len(calls.findings) < _MAX_KINDS:
@@ -155,6 +159,8 @@ class Slicer:
             return self._original(module, *args, **kwargs)
         if not finding.sliced:
             self._probe(candidate, finding)
+        elif not self._knows_shapes(finding, candidate):
+            return self._record_reads(candidate, calls, kind)
         while finding.sliced:
             try:
                 return self._runs.run(candidate, finding)
@@ -166,6 +172,49 @@ class Slicer:
                 break  # runs whole below, so that errors there are not chained to this one
             self._probe_new_way(candidate, calls, finding, *way)
         return self._run_whole(module, args, kwargs)
+
+    def _find(
+        self, calls: KnownCalls, kind: CallKind, candidate: SplitCandidate
+    ) -> tuple[CallKind, SplitFinding | None]:
+        """Return the finding for the numbers that the forward will read from its input, and its kind.
+
+        If the numbers cannot be found for these shapes of the input, it is the first finding that does not know them.
+        """
+        while (finding := calls.findings.get(kind)) is not None and finding.sliced and finding.input_reads.reads:
+            found = finding.input_reads.find(candidate.leaves, candidate.inside)
+            if found == finding.input_reads.values or not self._knows_shapes(finding, candidate):
+                break
+            kind = kind._replace(way=kind.way + 1)
+            if kind.way >= _MAX_READ_WAYS:
+                finding.reason, finding.sliced = _MANY_NUMBERS, False
+                self._say_whole(candidate.module, _MANY_NUMBERS)
+        return kind, finding
+
+    def _knows_shapes(self, finding: SplitFinding, candidate: SplitCandidate) -> bool:
+        """Return whether the numbers that a forward will read can be found for the batch and for each rank's rows."""
+        num_ranks = self._group.world_size
+        shapes = [
+            candidate.shapes_for(rows)
+            for rows in (candidate.rows, candidate.rows // num_ranks, -(-candidate.rows // num_ranks))
+        ]
+        return not finding.input_reads.reads or all(map(finding.input_reads.knows, shapes))
+
+    def _record_reads(self, candidate: SplitCandidate, calls: KnownCalls, kind: CallKind) -> Any:
+        """Run a forward whole, and learn from its operations how its reads depend on the shapes of its input."""
+        inputs = [leaf for leaf in candidate.leaves if is_batch(leaf, candidate.rows)]
+        recorder = CallRecorder(inputs, (), InputReadsRecorder(candidate.leaves, candidate.inside))
+        finding = calls.findings[kind]
+        with recorder:
+            output = candidate.run(candidate.leaves)
+        found, is_learned = recorder.found(), False
+        while found is not None and (one := calls.findings.get(kind)) is not None:
+            is_learned = one.input_reads.learn(found) or is_learned
+            kind = kind._replace(way=kind.way + 1)
+        finding.new_ways += not is_learned
+        if finding.new_ways > MAX_WAYS:
+            finding.reason, finding.sliced = OFTEN, False
+            self._say_whole(candidate.module, OFTEN)
+        return output
 
     def _known(self, module: nn.Module) -> KnownCalls:
         calls: KnownCalls | None = self._calls.get(module)
@@ -259,7 +308,7 @@ class Slicer:
             if not any(map(any, other.ways.values())):
                 other.sliced = False  # without gradients there are no nodes to count: probed at its next call
         finding.new_ways += 1
-        if finding.new_ways > _MAX_WAYS:
+        if finding.new_ways > MAX_WAYS:
             finding.reason, finding.sliced = OFTEN, False
             self._say_whole(candidate.module, OFTEN)
             return

@@ -15,6 +15,7 @@ from torch.utils._pytree import TreeSpec
 
 from lagom.inspection.reads import class_name, describe, flatten, is_tensor
 from lagom.row_split.draws import DrawKind, UnsupportedDrawError
+from lagom.row_split.input_reads import InputReads, Shapes, shapes_of
 from lagom.row_split.recorder import BatchStatistics, FlopCounter, NotByRowsError, bounds_check
 from lagom.row_split.restore import ChangedError, restored_state
 from lagom.row_split.whole_batch import ForwardWork, RowBlock
@@ -49,12 +50,23 @@ class SplitCandidate:
     device: torch.device
     check: Callable[[], None] = lambda: None
     """Called after each call of ``run``, to check its effects."""
+    repeats: bool = False
+    """Whether one process will run all blocks, one after another (micro-batches)."""
 
     @property
     def is_uniform(self) -> bool:
         """Return whether all rows are equal: a mean over equal rows equals each of them, so a probe shows nothing."""
         batches = [leaf for leaf in self.leaves if is_batch(leaf, self.rows)]
         return self.rows > 1 and bool(batches) and all(bool((leaf == leaf[:1]).all()) for leaf in batches)
+
+    def shapes_for(self, rows: int) -> Shapes:
+        """Return the shapes of ``leaves`` for a call with another number of rows."""
+        return tuple(
+            [
+                (rows, *leaf.shape[1:]) if is_batch(leaf, self.rows) else shape
+                for leaf, shape in zip(self.leaves, shapes_of(self.leaves), strict=True)
+            ]
+        )
 
     def cut_leaves(self, block: RowBlock) -> list[Any]:
         """Return ``leaves`` for a call with the rows of ``block`` only."""
@@ -83,6 +95,8 @@ class SplitFinding:
     """Kinds of draws with several rows for each row of the batch."""
     reads: list[object] = field(default_factory=list)
     """Numbers of a buffer, a draw or another tensor that the forward read, by which it may have chosen its way."""
+    input_reads: InputReads = field(default_factory=InputReads)
+    """Operations that lead to the reads of the input, for which ``reads`` has an ``InputRead``."""
     needs_mode: bool = False
     """Whether only a dispatch mode sees all draws and reads as the probe did; see Note [Watched operations] in
     watched_operations.py."""

@@ -1,0 +1,396 @@
+"""``InputReads``: numbers of the whole input that a forward reads. See Note [Reads of the input]."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import _disable_current_modes as disabled_modes
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+from torch.utils.flop_counter import flop_registry
+
+from lagom.inspection.reads import is_tensor
+from lagom.row_split.draws import Answer, InputRead, draws_random_numbers
+from lagom.run_state.memory_layout import storage_of
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor, nn
+    from torch._ops import OpOverload
+
+_MAX_OPERATIONS = 200
+"""Number of operations that lead to a read above which the forward runs whole: all are repeated before each call."""
+_READS = frozenset(("aten::_local_scalar_dense", "aten::equal"))
+"""Operations whose result is a number, which is the same whether a program has the whole batch or a part."""
+_MAX_DIMENSIONS = 12
+"""Number of dimensions of the input above which products of three sizes are no longer considered."""
+_MAX_SHAPES = 256
+"""Number of shapes of the input for which the operations are kept ready."""
+Shapes: TypeAlias = "tuple[tuple[int, ...] | None, ...]"
+"""Shape of each leaf of the arguments; None for one that is no tensor."""
+
+
+@dataclass(frozen=True, slots=True)
+class Given:
+    """Stands for a tensor that a forward gets: the argument ``leaf``, or else the buffer ``name`` of a module."""
+
+    leaf: int
+    module: int = 0
+    name: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """Stands for the tensor ``place`` among the results of the operation ``number``."""
+
+    number: int
+    place: int
+
+
+@dataclass(frozen=True, slots=True)
+class Constant:
+    """Stands for a number from outside the forward, as torch makes a tensor of the number in ``mask[:, 0] = False``."""
+
+    number: bool | int | float | complex
+    dtype: torch.dtype
+
+
+class Formula(NamedTuple):
+    """A number as the product of ``factor`` and sizes, plus ``offset``."""
+
+    factor: int
+    sizes: tuple[tuple[int, int], ...]
+    """Leaf and dimension of each size."""
+    offset: int
+
+    def value(self, shapes: Shapes) -> int:
+        """Return the number for arguments with these ``shapes``."""
+        return self.factor * math.prod([(shapes[leaf] or ())[dim] for leaf, dim in self.sizes]) + self.offset
+
+
+@dataclass(frozen=True, slots=True)
+class Size:
+    """Stands for a number that may depend on the shapes of the arguments; all ``formulas`` fit all calls so far."""
+
+    formulas: tuple[Formula, ...]
+
+    @staticmethod
+    def of(number: int, shapes: Shapes) -> Size:
+        """Return all formulas that give ``number`` for arguments with these ``shapes``."""
+        dims = [(leaf, dim) for leaf, shape in enumerate(shapes) for dim in range(len(shape or ()))]
+        found = [Formula(number, (), 0)]
+        for length in (1, 2) if len(dims) > _MAX_DIMENSIONS else (1, 2, 3):
+            for sizes in itertools.combinations(dims, length):
+                product = Formula(1, sizes, 0).value(shapes)
+                for offset in (0, 1, -1):
+                    factor, rest = divmod(number - offset, product) if product else (0, 1)
+                    if factor > 0 and not rest:
+                        found.append(Formula(factor, sizes, offset))
+        return Size(tuple(found))
+
+    def fitting(self, number: object, shapes: Shapes) -> Size:
+        """Return the formulas that also give ``number`` for arguments with these ``shapes``."""
+        return Size(tuple([one for one in self.formulas if one.value(shapes) == number]))
+
+
+@dataclass(frozen=True, slots=True)
+class Operation:
+    """One of torch's operations; ``args`` and ``kwargs`` are flattened, with placeholders for tensors and sizes."""
+
+    name: str
+    overload: str
+    leaves: tuple[Any, ...]
+    spec: TreeSpec
+
+    def function(self) -> OpOverload:
+        """Return the function that runs the operation."""
+        space, _, packet = self.name.partition("::")
+        found: OpOverload = getattr(getattr(getattr(torch.ops, space), packet), self.overload or "default")
+        return found
+
+    def fitting(self, other: Operation, shapes: Shapes) -> Operation | None:
+        """Return this operation with the formulas that fit ``other`` too; None if it is another operation.
+
+        Args:
+            other: the operation with plain numbers, of a call with arguments of these ``shapes``.
+        """
+        if (self.name, self.overload, self.spec) != (other.name, other.overload, other.spec):
+            return None
+        leaves = []
+        for own, its in zip(self.leaves, other.leaves, strict=True):
+            leaf = own.fitting(its, shapes) if isinstance(own, Size) else own
+            if (isinstance(leaf, Size) and not leaf.formulas) or (not isinstance(leaf, Size) and leaf != its):
+                return None
+            leaves.append(leaf)
+        return replace(self, leaves=tuple(leaves))
+
+
+class InputReads:
+    """The operations by which a forward computes the numbers that it reads from its input.
+
+    Args:
+        operations: the operations of one call, by their numbers in it.
+        reads: numbers of the operations that read.
+        values: numbers that the forward has read in this call, by which it may have chosen its way.
+        shapes: shapes of the leaves of the arguments of this call.
+    """
+
+    def __init__(
+        self,
+        operations: Sequence[Operation] = (),
+        reads: Sequence[int] = (),
+        values: Sequence[object] = (),
+        shapes: Shapes = (),
+    ) -> None:
+        self._plain = tuple(operations)
+        self._shapes = shapes
+        self._operations = [
+            replace(one, leaves=tuple([_size_of(leaf, shapes) for leaf in one.leaves])) for one in operations
+        ]
+        self.reads = tuple(reads)
+        self.values = tuple(values)
+        self._ready: dict[Shapes, list[tuple[OpOverload, tuple[Any, ...], TreeSpec]] | None] = {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out what is made again, and cannot be pickled."""
+        return vars(self) | {"_ready": {}}
+
+    def learn(self, other: InputReads) -> bool:
+        """Take over what another call shows about sizes; return False if its operations are others."""
+        if self.reads != other.reads or len(self._operations) != len(other._plain):
+            return False
+        found = [one.fitting(its, other._shapes) for one, its in zip(self._operations, other._plain, strict=True)]
+        if None in found:
+            return False
+        self._operations = [one for one in found if one is not None]
+        self._ready.clear()
+        return True
+
+    def knows(self, shapes: Shapes) -> bool:
+        """Return whether all numbers in the operations are known for arguments with these ``shapes``."""
+        return self._prepared(shapes) is not None
+
+    def find(self, leaves: Sequence[Any], modules: Sequence[nn.Module]) -> tuple[object, ...] | None:
+        """Return the numbers that a forward would read from ``leaves``; None if they cannot be found.
+
+        Args:
+            leaves: the leaves of the arguments.
+            modules: the module and all modules inside it.
+        """
+        prepared = self._prepared(shapes_of(leaves))
+        if prepared is None:
+            return None
+        results: list[list[Any]] = []
+
+        def tensor_of(place: Any) -> Any:
+            if isinstance(place, Result):
+                return results[place.number][place.place]
+            if isinstance(place, Given):
+                return modules[place.module]._buffers[place.name] if place.name else leaves[place.leaf].detach()
+            if isinstance(place, Constant):
+                return torch.tensor(place.number, dtype=place.dtype, device="cpu")
+            return place
+
+        try:
+            with torch.no_grad():
+                for function, places, spec in prepared:
+                    args, kwargs = tree_unflatten([tensor_of(place) for place in places], spec)
+                    results.append(tree_flatten(function(*args, **kwargs))[0])
+        except Exception:  # the numbers may be another way's, for which the operations are wrong
+            return None
+        return tuple([results[number][0] for number in self.reads])
+
+    def answers(self, reads: Sequence[object], part: Sequence[object] | None = None) -> list[object]:
+        """Return ``reads``, which a forward read in its probe, with an ``Answer`` in place of each ``InputRead``.
+
+        Args:
+            part: the numbers that the forward should read from its rows; None if they are not known.
+        """
+        part = part if part is not None else [None] * len(self.values)
+        return [
+            Answer(one.place, self.values[one.place], part[one.place]) if isinstance(one, InputRead) else one
+            for one in reads
+        ]
+
+    def _prepared(self, shapes: Shapes) -> list[tuple[OpOverload, tuple[Any, ...], TreeSpec]] | None:
+        if shapes not in self._ready:
+            if len(self._ready) >= _MAX_SHAPES:
+                self._ready.clear()
+            prepared = []
+            for one in self._operations:
+                values = [_known_value(leaf, shapes) for leaf in one.leaves]
+                if None in values:
+                    break
+                prepared.append((one.function(), tuple([value for (value,) in filter(None, values)]), one.spec))
+            self._ready[shapes] = prepared if len(prepared) == len(self._operations) else None
+        return self._ready[shapes]
+
+
+def shapes_of(leaves: Sequence[Any]) -> Shapes:
+    """Return the shape of each of ``leaves`` that is a tensor, None for others."""
+    return tuple([tuple(leaf.shape) if is_tensor(leaf) and not leaf.is_nested else None for leaf in leaves])
+
+
+def _size_of(leaf: Any, shapes: Shapes) -> Any:
+    return Size.of(leaf, shapes) if type(leaf) is int else leaf
+
+
+def _known_value(leaf: Any, shapes: Shapes) -> tuple[Any] | None:
+    """Return the value of a placeholder of a size in a tuple, if all its formulas agree on it; others unchanged."""
+    if not isinstance(leaf, Size):
+        return (leaf,)
+    values = {formula.value(shapes) for formula in leaf.formulas}
+    return (values.pop(),) if len(values) == 1 else None
+
+
+class InputReadsRecorder:
+    """Records the operations of a forward on tensors that come from its input without gradient, and from no parameter.
+
+    Args:
+        leaves: the leaves of the arguments.
+        modules: the module and all modules inside it.
+    """
+
+    def __init__(self, leaves: Sequence[Any], modules: Sequence[nn.Module]) -> None:
+        self._places: dict[tuple[object, ...], Given | Result] = {}
+        """Where the content of a piece of memory comes from."""
+        self._kept: dict[int, StorageWeakRef] = {}
+        """Keeps addresses from being reused, without keeping the elements."""
+        self._made: dict[int, StorageWeakRef] = {}
+        """Memory that operations which are not recorded have returned."""
+        self._operations: list[tuple[Operation, set[int], set[int]]] = []
+        """Operations with the memory that they use, and the memory that they write or return."""
+        self._shapes = shapes_of(leaves)
+        self._reads: list[int] = []
+        self._values: list[object] = []
+        for index, module in enumerate(modules):
+            for name, buffer in module._buffers.items():
+                self._add(buffer, Given(-1, index, name))
+        for index, leaf in enumerate(leaves):
+            self._add(leaf, Given(index))
+        self._given = frozenset(self._kept)
+
+    def record(self, function: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+        """Record an operation after it has run."""
+        tensors = [one for one in tree_flatten((args, kwargs))[0] if isinstance(one, torch.Tensor)]
+        changed = [one for one in tree_flatten(result)[0] if isinstance(one, torch.Tensor)]
+        written = [
+            one
+            for one, argument in zip(args, function._schema.arguments, strict=False)
+            if argument.alias_info is not None and argument.alias_info.is_write and isinstance(one, torch.Tensor)
+        ]
+        is_given = any(storage_of(one)._cdata in self._given for one in written)  # to repeat it would change it again
+        may_repeat = not is_given and not draws_random_numbers(function, args, kwargs)
+        if not may_repeat or not self._is_known(tensors) or function._overloadpacket in flop_registry:
+            self._forget([*written, *changed])
+            return
+        number = len(self._operations)
+        self._append(function, args, kwargs, tensors, [*written, *changed])
+        for index, one in enumerate(changed):
+            if not any(one is other for other in written):
+                self._add(one, Result(number, index))
+
+    def read(self, function: OpOverload, args: tuple[Any, ...], result: Any) -> InputRead | None:
+        """Record an operation that reads; return None if its number cannot be found from the input alone."""
+        tensors = [one for one in args if isinstance(one, torch.Tensor)]
+        if function._schema.name not in _READS or type(result) not in (bool, int) or not self._is_known(tensors):
+            return None  # a float is another number with each batch
+        self._reads.append(len(self._operations))
+        self._values.append(result)
+        self._append(function, args, {}, tensors, [])
+        return InputRead(len(self._reads) - 1)
+
+    def found(self) -> InputReads | None:
+        """Return the reads with the operations that lead to them; None if these are too many."""
+        wanted: set[int] = set()
+        kept: list[int] = []
+        for number in reversed(range(len(self._operations))):
+            _, used, changed = self._operations[number]
+            if number in self._reads or changed & wanted:
+                wanted |= used
+                kept.insert(0, number)
+        if len(kept) > _MAX_OPERATIONS:
+            return None
+        order = {number: index for index, number in enumerate(kept)}
+
+        def renumbered(leaf: Any) -> Any:
+            return Result(order[leaf.number], leaf.place) if isinstance(leaf, Result) else leaf
+
+        operations = [self._operations[number][0] for number in kept]
+        operations = [replace(one, leaves=tuple(map(renumbered, one.leaves))) for one in operations]
+        return InputReads(operations, [order[number] for number in self._reads], self._values, self._shapes)
+
+    def _append(
+        self,
+        function: OpOverload,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        tensors: list[Tensor],
+        changed: list[Tensor],
+    ) -> None:
+        leaves, spec = tree_flatten((args, kwargs))
+        places = [self._place_of(one) if isinstance(one, torch.Tensor) else one for one in leaves]
+        operation = Operation(function._schema.name, function._schema.overload_name, tuple(places), spec)
+        used, made = ({storage_of(one)._cdata for one in some} for some in (tensors, changed))
+        self._operations.append((operation, used, made))
+
+    def _is_known(self, tensors: list[Tensor]) -> bool:
+        return all(self._place_of(one) is not None for one in tensors)
+
+    def _place_of(self, tensor: Tensor) -> Given | Result | Constant | None:
+        if tensor.layout != torch.strided:
+            return None
+        found = self._places.get(_place_key(tensor))
+        is_outer = storage_of(tensor)._cdata not in self._kept.keys() | self._made.keys()
+        if found is None and is_outer and tensor.dim() == 0 and tensor.is_cpu and not tensor.requires_grad:
+            with disabled_modes():
+                return Constant(tensor.item(), tensor.dtype)
+        return found
+
+    def _add(self, tensor: Any, place: Given | Result) -> None:
+        if is_tensor(tensor) and tensor.layout == torch.strided and not tensor.requires_grad:
+            storage = storage_of(tensor)
+            self._kept.setdefault(storage._cdata, StorageWeakRef(storage))
+            self._places[_place_key(tensor)] = place
+
+    def _forget(self, tensors: list[Tensor]) -> None:
+        """Forget what is known of the memory of ``tensors``."""
+        memory = {
+            (storage := storage_of(one))._cdata: StorageWeakRef(storage)
+            for one in tensors
+            if one.layout == torch.strided
+        }
+        self._made |= memory
+        gone = memory.keys()
+        if gone & self._kept.keys():
+            self._places = {key: place for key, place in self._places.items() if key[0] not in gone}
+
+
+def _place_key(tensor: Tensor) -> tuple[object, ...]:
+    return (
+        *(storage_of(tensor)._cdata, tensor.storage_offset(), tuple(tensor.shape), tensor.stride(), tensor.dtype),
+        *(tensor.is_conj(), tensor.is_neg()),
+    )
+
+
+# Note [Reads of the input]
+#
+# A forward may read a number of its input: whether a mask is all ones, whether an id is the padding. By this number it
+# chooses its way, and a part of the batch may have another. If the number comes from inputs without gradient, and not
+# from parameters, it is the same on every rank, which has the whole batch. So a probe records the operations that lead
+# to each read. Before a sliced call, every rank runs these operations on its whole input. If the numbers are those of
+# the probe, the forward runs on its rows, and its reads get the numbers of the whole batch. Other numbers may be
+# another way, and have a finding of their own.
+#
+# Among the arguments of the operations are numbers that come from shapes (``expand(len(ids), 1, 9, 9)``). A number is
+# kept as all formulas of sizes that give it in each recorded call: those of the probe, which have the rows of the batch
+# and of its parts. Where the formulas disagree about new shapes, the call runs whole, is recorded, and decides.
+#
+# The operations may be out of date: a program may compare ids with a global that it changes. So a rank runs them on its
+# rows, too, and compares each read of the forward with the number found. If one was not equal on any rank, the gather
+# of the outputs fails on all, the call is repeated whole, and the next one is probed.
