@@ -28,6 +28,7 @@ SPLIT = {
     *(program for program, setting in SAID if setting == "split"),
     "best_by_trainer",
     "resumed_by_torchdata",
+    "speech_of_transformers",
     "tensors_and_words",
 }
 """Programs that run with "split" too."""
