@@ -6,6 +6,8 @@ import contextlib
 import importlib
 import json
 import os
+import platform
+import re
 import sys
 import tempfile
 import threading
@@ -31,6 +33,7 @@ from lagom.config import TorchDistributedConfig
 from lagom.patching.import_hooks import on_import
 from lagom.session.session import Session
 from lagom.tracking.serialization import decode, encode
+from tests.imported_once import forked_server
 from tests.late_modules import mlflow
 from tests.ranks import RankFailedError, alone, run_ranks
 
@@ -243,6 +246,31 @@ def test_a_rank_that_begins_a_run_alone_is_told_so(tmp_path: Path) -> None:
 
     with pytest.raises(RankFailedError, match=r"rank 1 asked MLflow for create_run\(\), and rank 0.* did not"):
         run_ranks(2, run)
+
+
+def test_mlflow_says_that_git_is_missing_as_often_as_in_one_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    for name in [name for name in sys.modules if name.partition(".")[0] == "git"]:
+        monkeypatch.delitem(sys.modules, name)  # GitPython looks for git when it is imported
+    monkeypatch.delenv("GIT_PYTHON_REFRESH")
+    monkeypatch.setenv("PATH", str(tmp_path))
+
+    def train() -> None:
+        mlflow.set_tracking_uri(f"file:{tmp_path}/mlruns")
+        with mlflow.start_run():
+            mlflow.log_metric("loss", 1.0)
+
+    def shown() -> list[str]:
+        return [re.sub(r"^\d+/\S+ \S+ ", "", line) for line in capfd.readouterr().err.splitlines()]
+
+    alone(lambda _: train())
+    plain = shown()
+    begin = "WARNING mlflow.utils.git_utils: Failed to import Git"
+    assert sum(line.startswith(begin) for line in plain) == 3  # commit, branch and repository
+    with forked_server():
+        experiment.lagom(train, TorchDistributedConfig(launcher="local", world_size=2, run_dir=None, name="train"))
+    assert shown() == [f"lagom: train: 2 ranks on this machine ({platform.node()}: ranks 0-1)", *plain]
 
 
 def test_mlflow_is_as_before_afterwards(tmp_path: Path) -> None:
