@@ -31,6 +31,13 @@ def test_python_compiles(page: Path) -> None:
         ast.parse(block, f"{page.name}, block {number}")
 
 
+@pytest.mark.parametrize("page", PAGES, ids=NAMES)
+def test_lines_of_blocks_are_shown_whole(page: Path) -> None:
+    """docs/site.css has room for 120 columns on a screen of 1,280 pixels."""
+    blocks = re.findall(r"^ *```.*?\n(.*?)^ *```$", page.read_text(), re.DOTALL | re.MULTILINE)
+    assert [line for block in blocks for line in block.splitlines() if len(line) > 120] == []
+
+
 @pytest.mark.parametrize("page", PAGES[:-2], ids=NAMES[:-2])
 def test_blocks_begin_as_mkdocs_reads_them(page: Path) -> None:
     hooks = runpy.run_path(str(ROOT / "docs" / "links.py"))
