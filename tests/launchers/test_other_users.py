@@ -1,7 +1,7 @@
 """Another user of this machine, made by ``useradd``, cannot run code as the user of lagom, nor read, write or stop it.
 
 Each test is a soak test: tests/test_run_folder.py and tests/snapshots/test_damaged_snapshots.py have the same by
-default, with folders that are given away.
+default, with folders that are given away; tests/collectives/test_encryption.py has the forwarders, as the same user.
 """
 
 from __future__ import annotations
@@ -11,21 +11,31 @@ import os
 import secrets
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import suppress
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
+import lagom
 from lagom import cli, experiment
+from lagom.collectives.sockets.connect import accepted, reach
+from lagom.collectives.sockets.encryption import Credentials
+from lagom.collectives.sockets.handshake import End, Misdirected
+from lagom.config import TorchDistributedConfig
 from lagom.errors import LagomError
+from lagom.launchers.local import server
 from lagom.records.run_dir import RunRecords
 from lagom.run_folder import RunFolder
+from lagom.worker.process_tree import children
+from tests.encryption import KEY, credentials
 from tests.snapshots.kills import wait_for_snapshot
 from tests.snapshots.training import config, train
 
@@ -259,3 +269,93 @@ def test_a_name_that_another_user_has_taken_in_the_temporary_folder_stops_nobody
     for name in names:
         with suppress(FileNotFoundError):
             (other.top / name).rmdir()  # empty: nothing was written there
+
+
+_FORWARDERS = """
+import socket, threading
+fronts = [socket.create_server(("127.0.0.1", 0)) for _ in range(2)]
+print(*(one.getsockname()[1] for one in fronts), flush=True)
+near = [one.accept()[0] for one in fronts]
+far = [socket.create_connection(("127.0.0.1", port)) for port in (PORTS)]
+if PASSES_PROOFS_ON:
+    for one, other in zip(near, far):
+        one.sendall(other.recv(16, socket.MSG_WAITALL))
+        other.sendall(one.recv(72, socket.MSG_WAITALL))
+        one.sendall(other.recv(56, socket.MSG_WAITALL))
+def relay(source, target):
+    try:
+        while data := source.recv(1 << 16):
+            target.sendall(data)
+        target.shutdown(socket.SHUT_WR)
+    except OSError:
+        pass
+pairs = [pair for one, other in zip(near, reversed(far)) for pair in ((one, other), (other, one))]
+threads = [threading.Thread(target=relay, args=pair) for pair in pairs]
+[thread.start() for thread in threads]
+[thread.join() for thread in threads]
+"""
+"""Program that gives each of two listeners the connection that is meant for the other one."""
+
+
+@pytest.mark.parametrize(
+    ("known", "passes_proofs_on"),
+    [(Credentials(KEY), False), (credentials(), False), (credentials(), True)],
+    ids=["in clear", "by TLS", "by TLS after the proofs"],
+)
+def test_forwarders_of_another_user_that_exchange_connections_are_noticed(
+    known: Credentials, passes_proofs_on: bool, other: OtherUser
+) -> None:
+    ends = [End(rank, "a test", ("here", "there", "there")) for rank in range(3)]
+    with ExitStack() as stack, ThreadPoolExecutor(4) as pool:
+        listeners = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(2)]
+        admitted = [
+            pool.submit(lambda rank=rank: list(accepted([listeners[rank]], {2}, ends[rank], known, 3.0)))  # type: ignore[misc]
+            for rank in range(2)
+        ]
+        ports = ", ".join(str(one.getsockname()[1]) for one in listeners)
+        code = _FORWARDERS.replace("PORTS", ports).replace("PASSES_PROOFS_ON", str(passes_proofs_on))
+        forwarders = stack.enter_context(other.start(code, other.top))
+        stack.callback(forwarders.kill)
+        assert forwarders.stdout is not None
+        fronts = [("127.0.0.1", int(port)) for port in forwarders.stdout.readline().split()]
+        reached = [pool.submit(reach, fronts[rank], ends[2], rank, known, 10.0) for rank in range(2)]
+        for rank, work in enumerate(reached):
+            with pytest.raises(Misdirected, match=rf"connected with rank {rank} .*, and rank {1 - rank} answered"):
+                work.result()
+        for each in admitted:
+            with pytest.raises(TimeoutError):
+                each.result()
+
+
+def test_another_user_cannot_stop_or_end_a_process_of_a_run(other: OtherUser, tmp_path: Path) -> None:
+    def waits(folder: str) -> int:
+        subprocess.run(["touch", f"{folder}/{os.getpid()}"], check=True)
+        while not Path(folder, "go").exists():
+            time.sleep(0.05)
+        return lagom.rank()
+
+    settings = TorchDistributedConfig(launcher="local", world_size=2, run_dir=None, hparams={"folder": str(tmp_path)})
+    with ThreadPoolExecutor(1) as pool:
+        run = pool.submit(experiment.lagom, waits, settings)
+        try:
+            while len(ranks := [int(path.name) for path in tmp_path.iterdir()]) < 2:
+                time.sleep(0.05)
+            fork_server = server().process.pid
+            hosts = children(fork_server)
+            assert sorted(child for host in hosts for child in children(host)) == sorted(ranks)
+            processes = [os.getpid(), fork_server, *hosts, *ranks]
+            code = f"""
+import signal
+for pid in {processes}:
+    for kind in (signal.SIGSTOP, signal.SIGINT, signal.SIGKILL):
+        try:
+            os.kill(pid, kind)
+        except PermissionError as error:
+            print(pid, kind.name, error.strerror)
+"""
+            said, _ = other.start(code, other.top).communicate()
+        finally:
+            (tmp_path / "go").touch()
+        assert run.result(60).per_rank == (0, 1)
+    names = ("SIGSTOP", "SIGINT", "SIGKILL")
+    assert said.splitlines() == [f"{pid} {name} Operation not permitted" for pid in processes for name in names]
