@@ -13,6 +13,7 @@ PARTS = {
     "slots": "call sent, waiting for slots",
     "start": "ranks start, and unpack the call",
     "function": "the function: epochs",
+    "trials": "trials",
     "collect": "result collected",
 }
 """What is done in each part, in the order of time."""

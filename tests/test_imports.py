@@ -49,8 +49,8 @@ ROOMS = {
     "torch",
     "verify": "call config errors kept_call launchers plan records restart verify.on_rank",
     "search": "aggregate call cluster config errors launchers monitor payload plan preparation program random_states "
-    "digests records result run_folder search.on_rank search.pages search.samplers search.slots wire worker optuna "
-    "pandas",
+    "digests records result run_folder search.on_rank search.pages search.samplers search.slots timings wire worker "
+    "optuna pandas",
     "search.pages": "records result run_folder",
     "search.samplers": "config errors program numpy optuna",
     "search.slots": "call cluster control_groups errors launchers payload plan program search.on_rank wire worker "

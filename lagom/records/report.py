@@ -61,7 +61,7 @@ def _page_of(folder: RunFolder, run: Mapping[str, Any]) -> str:
     said = _tail(folder, "lagom.log")
     parts = [
         f"<h1>{_text(run['name'])}</h1><p>{_text(_headline(run, result))}</p>",
-        _timings(result.get("timings") or {}),
+        timings_bar(result.get("timings") or {}),
         _outcome(result),
         _failures(run.get("failures") or ()),
         f"<div class=charts>{charts}</div>" if events else "<p>No rank has told of its progress.</p>",
@@ -135,8 +135,8 @@ def _outcome(result: Mapping[str, Any]) -> str:
     )
 
 
-def _timings(parts: Mapping[str, float]) -> str:
-    """Return a bar of the run's time, divided into its parts, with a line for each part below."""
+def timings_bar(parts: Mapping[str, float]) -> str:
+    """Return HTML with a bar of a run's time, divided into its parts, with a line for each part below."""
     total = sum(parts.values())
     if not total:
         return ""
@@ -296,7 +296,7 @@ def _text(value: object) -> str:
 
 
 _PART_COLOURS = (
-    "#8a8f98", "#b7bcc4", "#c99a2e", "#8e6bbf", "#c0392b", "#e0a458", "#5f9ed1", "#2a7f62", "#7a5c3e",
+    "#8a8f98", "#b7bcc4", "#c99a2e", "#8e6bbf", "#c0392b", "#e0a458", "#5f9ed1", "#2a7f62", "#3c9a76", "#7a5c3e",
 )  # fmt: skip
 """One for each of ``PARTS``."""
 _STYLE = """<style>

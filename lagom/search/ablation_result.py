@@ -92,11 +92,13 @@ class AblationResult(SearchResult):
         )
 
     def _page_parts(self) -> list[str]:
+        from lagom.records.report import timings_bar
         from lagom.search.pages.search_page import narrow, trial_table
         from lagom.search.pages.slot_timeline import slot_timeline
 
         notes = "".join(f"<p>{html.escape(note)}</p>" for note in self._notes())
         return [
+            timings_bar(self._timings),
             f"{narrow(self.chart())}{html_table(_HEAD, self._rows())}{notes}",
             slot_timeline(self._trials),
             trial_table(self._trials, self._names()),

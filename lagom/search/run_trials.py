@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import tempfile
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,10 +12,11 @@ from typing import Any, TypeVar
 
 from lagom.call import Call
 from lagom.cluster import Cluster
+from lagom.config import TorchDistributedConfig
 from lagom.config.trials import TrialsConfig
 from lagom.errors import PlanError
 from lagom.launchers import choose
-from lagom.launchers.dataframes import write_frame
+from lagom.launchers.dataframes import is_frame, write_frame
 from lagom.plan import Plan, plan
 from lagom.preparation import checked, facts_of_code, random_start, run_records, source_of
 from lagom.program.signature import check_searched, function_name
@@ -28,6 +28,7 @@ from lagom.search.slots.trial_slots import TrialSlots
 from lagom.search.trial_files import put_in_place
 from lagom.search.trial_loop import TrialLoop
 from lagom.search.trial_source import KeptTrialSource
+from lagom.timings import Timings
 from lagom.worker.process_settings import process_settings
 
 Source = TypeVar("Source", bound=KeptTrialSource)
@@ -39,6 +40,7 @@ class TrialsRun:
 
     name: str
     seconds: float
+    timings: Mapping[str, float]
     where: str
     run_dir: Path | None
     interrupted: bool
@@ -61,22 +63,20 @@ def run_trials(
         searched: examples of the hyperparameters that trials have; None for an ablation study.
         extra: arguments of trials beside those that the config provides.
     """
-    started, trial = time.monotonic(), config.of_a_trial()
+    timings, trial = Timings(), config.of_a_trial()
     provided = _checked(train, config, searched or {}, extra or {})
     launcher = choose(trial.launcher)
     cluster, where = launcher.cluster(), launcher.where()
     of_trial = _plan(train, config, provided, cluster)
-    call = Call(
-        function=train,
-        provided=write_frame(provided),
-        random_states=random_start(trial),
-        settings=process_settings(),
-    )
+    call = _call(train, trial, provided, timings)
     number = num_slots(of_trial, cluster, config.num_slots, num_trials)
     resume = RunFolder.open_own(Path(config.resume).expanduser()) if config.resume is not None else None
     with contextlib.ExitStack() as stack:
-        records = stack.enter_context(run_records(trial, of_trial, where, source_of(train), resume, began=started))
+        records = stack.enter_context(
+            run_records(trial, of_trial, where, source_of(train), resume, began=timings.began)
+        )
         folder = records.folder if records is not None else None
+        timings.add_earlier(records.earlier_s if records is not None else 0.0)
         source = stack.enter_context(contextlib.closing(make_source(folder)))
         total = num_trials if resume is None else None
         key, direction = config.optimization_key, config.direction or "max"
@@ -95,19 +95,26 @@ def run_trials(
             number,
         )
         stack.callback(progress.close)
-        interrupted = _is_interrupted(source, loop, lambda: choose_slots(launcher, of_trial, call, number))
+        interrupted = _is_interrupted(source, loop, lambda: choose_slots(launcher, of_trial, call, number), timings)
         if source.kept_trial is not None:
             kept = loop.folder_of(source.kept_trial)
             if records is not None:
                 kept = records.run_folder.at(str(kept.relative_to(records.folder)))
             for problem in put_in_place(kept):
                 progress.warn(problem)
-        seconds = round(time.monotonic() - started + (records.earlier_s if records is not None else 0.0), 3)
+        timings.end("collect")
         if records is not None:
             summary = _summary(source.trials(), direction if searched is not None else "")
             ended = {"outcome": "interrupted" if interrupted else "returned", "value": summary}
-            records.ended(ended, seconds)
-    return source, TrialsRun(name=of_trial.name, seconds=seconds, where=where, run_dir=folder, interrupted=interrupted)
+            records.ended(ended, timings.seconds(), timings.parts())
+    return source, TrialsRun(
+        name=of_trial.name,
+        seconds=timings.seconds(),
+        timings=timings.parts(),
+        where=where,
+        run_dir=folder,
+        interrupted=interrupted,
+    )
 
 
 def _summary(trials: Sequence[Mapping[str, Any]], direction: str) -> str:
@@ -139,12 +146,27 @@ def _plan(train: Callable[..., Any], config: TrialsConfig, provided: dict[str, A
     )
 
 
-def _is_interrupted(source: KeptTrialSource, loop: TrialLoop, slots: Callable[[], TrialSlots]) -> bool:
+def _call(train: Callable[..., Any], trial: TorchDistributedConfig, provided: dict[str, Any], timings: Timings) -> Call:
+    """Return the call that each trial changes, with written files in place of DataFrames."""
+    timings.end("prepare")
+    written = write_frame(provided)
+    timings.end("frame" if any(is_frame(value) for value in provided.values()) else "prepare")
+    return Call(function=train, provided=written, random_states=random_start(trial), settings=process_settings())
+
+
+def _is_interrupted(
+    source: KeptTrialSource, loop: TrialLoop, slots: Callable[[], TrialSlots], timings: Timings
+) -> bool:
     """Run the trials, if any are left; return whether Ctrl-C has ended them."""
+    timings.end("prepare")
+    if source.finished:  # a resumed search may have had all its trials already
+        return False
     try:
-        if not source.finished:  # a resumed search may have had all its trials already
-            with slots() as started:
-                loop.run(started)
+        with slots() as started:
+            loop.run(started)
     except KeyboardInterrupt:
         return True
+    finally:
+        timings.end_at("slots", loop.began_at)
+        timings.end("trials")
     return False

@@ -7,6 +7,7 @@ import os
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from lagom.errors import LagomError
@@ -48,6 +49,7 @@ class SearchResult(Mapping[str, Any]):
         hparams: Mapping[str, Any],
         study: optuna.Study | None = None,
         seconds: float = 0.0,
+        timings: Mapping[str, float] = MappingProxyType({}),
         name: str = "",
         where: str = "",
         run_dir: Path | None = None,
@@ -60,6 +62,7 @@ class SearchResult(Mapping[str, Any]):
         self._hparams = dict(hparams)
         self._study = study
         self._seconds = seconds
+        self._timings = dict(timings)
         self._name = name
         self._where = where
         self._run_dir = run_dir
@@ -105,8 +108,18 @@ class SearchResult(Mapping[str, Any]):
 
     @property
     def seconds(self) -> float:
-        """Wall-clock seconds from the call to the result."""
+        """Wall-clock seconds from the call to the result: the sum of ``timings``."""
         return self._seconds
+
+    @property
+    def timings(self) -> dict[str, float]:
+        """Seconds of each part of the search that took time, in order.
+
+        "earlier": earlier processes of a resumed search; "prepare": checks, plan and sources; "frame": the DataFrame
+        written; "slots": the call sent, and the wait for slots; "trials": from the first trial's start until the slots
+        have ended; "collect": the best trial's files put in their places.
+        """
+        return dict(self._timings)
 
     @property
     def run_dir(self) -> Path | None:
@@ -224,12 +237,14 @@ class SearchResult(Mapping[str, Any]):
     def _page_parts(self) -> list[str]:
         """Return the HTML parts that ``report`` shows between its first paragraphs and the settings."""
         from lagom.records.interval_chart import Bar, interval_chart
+        from lagom.records.report import timings_bar
         from lagom.search.pages.parallel_coordinates import parallel_coordinates
         from lagom.search.pages.search_page import narrow, trial_table, value_charts
         from lagom.search.pages.slot_timeline import slot_timeline
 
         importance = [Bar(name, share) for name, share in self.importances.items()]
         return [
+            timings_bar(self._timings),
             value_charts(self._trials, self._direction),
             parallel_coordinates(self._trials, self._direction, self._metric, self._logarithmic),
             narrow(interval_chart(self._importance_title(), importance)),

@@ -86,6 +86,8 @@ class TrialLoop:
         self._progress = progress
         self._mlflow = mlflow
         self._num_slots = num_slots
+        self.began_at = math.inf
+        """Monotonic time at which the first trial went to a slot; infinite before."""
         self._begin_by = 0.0
         """Time at which trials begin even if slots are missing, once a slot has joined."""
         self._joined: dict[int, _Slot] = {}
@@ -130,6 +132,7 @@ class TrialLoop:
 
     def _start(self, number: int, slot: _Slot, spec: TrialSpec) -> None:
         slot.running, slot.parts, slot.pruned, slot.last_value, slot.began = spec, [], False, None, time.time()
+        self.began_at = min(self.began_at, time.monotonic())
         folder = self.folder_of(spec.number)
         shutil.rmtree(folder, ignore_errors=True)  # no files and output of an earlier, lost attempt
         folder.mkdir(parents=True)

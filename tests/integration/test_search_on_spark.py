@@ -64,6 +64,18 @@ class TestOnEveryKind:
         odd_trials.check(odd_trials.search("spark", tmp_path / "runs"))
 
 
+@pytest.mark.parametrize("spark", ["local[2]"], indirect=True, scope="session")
+def test_the_time_of_writing_a_dataframe_is_a_part_of_a_search(spark: Any, tmp_path: Path) -> None:
+    def train(train_set: Any, width: int) -> float:
+        return float(width * len(train_set))
+
+    frame = spark.range(6)
+    result = search(train, tmp_path, train_set=frame, searchspace=Searchspace(width=("DISCRETE", [2])))
+    assert result.best_value == 12.0
+    assert list(result.timings) == ["prepare", "frame", "slots", "trials", "collect"]
+    assert sum(result.timings.values()) == pytest.approx(result.seconds)
+
+
 @pytest.mark.soak  # tests/search/test_mlflow_trials.py shows the same by default on slots of this machine
 @pytest.mark.parametrize("spark", ["local[2]"], indirect=True, scope="session")
 def test_trials_log_to_their_runs_in_mlflow(spark: Any, tmp_path: Path) -> None:

@@ -84,7 +84,13 @@ def test_the_best_trials_files_are_in_their_places_and_all_are_kept() -> None:
     for trial in result.trials:
         if trial["state"] == "complete":
             assert torch.load(trial["folder"] / "files/best.pt")["units"] == trial["params"]["units"]
-    assert (Path(str(result.run_dir)) / "result.json").exists()
+    assert json.loads((Path(str(result.run_dir)) / "result.json").read_text())["timings"] == result.timings
+    assert list(result.timings) == ["prepare", "slots", "trials", "collect"]
+    assert sum(result.timings.values()) == pytest.approx(result.seconds)
+    begins = [trial["started"] for trial in result.trials]
+    ends = [trial["started"] + trial["prepare_s"] + trial["seconds"] for trial in result.trials]
+    assert max(ends) - min(begins) <= result.timings["trials"] + 0.1
+    assert f"<b>{result.timings['trials']:.2f} s</b>" in result.report().read_text()
 
 
 def test_a_search_that_keeps_nothing_leaves_the_best_files() -> None:
