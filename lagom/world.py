@@ -9,12 +9,13 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Rank and world size of this process, in the run and on its host."""
+    """Rank and world size of this process, in the run and on its host, and whether ranks have batches of their own."""
 
     rank: int = 0
     world_size: int = 1
     local_rank: int = 0
     local_world_size: int = 1
+    divides_batches: bool = False
 
 
 _NOWHERE = Place()

@@ -113,9 +113,11 @@ class RankCall:
         from lagom.worker import bootstrap
 
         seat, trial = self._seat, self._trial
-        place = Place(seat.rank, self._spec.plan.world_size, seat.local_rank, seat.local_world_size)
+        plan = self._spec.plan
+        divides = plan.config.batches != "whole"
+        place = Place(seat.rank, plan.world_size, seat.local_rank, seat.local_world_size, divides)
         try:
-            returned = bootstrap.run(self._spec.plan, place, self._load, Path(seat.host_dir), seat, self._watch)
+            returned = bootstrap.run(plan, place, self._load, Path(seat.host_dir), seat, self._watch)
             parcel, report = pack_result(returned, seat.rank, self._at_home)
             if trial is not None:
                 is_told = seat.rank == 0 or returned["value"] is not None

@@ -116,6 +116,32 @@ def test_nobody_else_sees_another_pyarrow_or_numpy() -> None:
             importlib.import_module(name)
 
 
+@pytest.mark.parametrize("make", ["make_reader", "make_batch_reader"])
+def test_every_rank_reads_all_rows_where_it_has_whole_batches(make: str, tmp_path: Path) -> None:
+    url = write(tmp_path / "table", [[9, 2], [5], [3, 1]]).as_uri()
+
+    def train(train_set: Any) -> Any:
+        import petastorm
+
+        torch.manual_seed(0)
+        model = torch.nn.Linear(1, 1).double()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.001)
+        ids = []
+        with getattr(petastorm, make)(train_set, reader_pool_type="dummy", shuffle_row_groups=False) as reader:
+            for row in reader:
+                ids.append(torch.as_tensor(row.id).tolist())
+                optimizer.zero_grad()
+                model(torch.as_tensor(row.id).double().view(-1, 1)).square().mean().backward()
+                optimizer.step()
+        return ids, model.weight.item()
+
+    def on(world_size: int) -> Any:
+        config = TorchDistributedConfig(train_set=url, world_size=world_size, launcher="local")
+        return experiment.lagom(train, config).per_rank
+
+    assert on(2) == on(1) * 2
+
+
 def test_a_program_of_petastorms_reads_its_shard_on_each_rank(tmp_path: Path) -> None:
     url = write(tmp_path / "table", [[9, 2], [5], [3, 1]]).as_uri()
 
@@ -158,7 +184,7 @@ def test_batches_of_all_shards_make_one(tmp_path: Path, world_size: int) -> None
     plain = numbers(tmp_path / "plain", [[9, 2], [5], [3, 1]]).as_uri()
 
     def run(session: Session) -> Any:
-        place = Place(session.rank, session.world_size, session.rank, session.world_size)
+        place = Place(session.rank, session.world_size, session.rank, session.world_size, divides_batches=True)
         with place_set(place):
             model = torch.nn.Linear(6, 1).double()
             optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -191,7 +217,7 @@ def test_ranks_with_other_numbers_of_batches_in_memory_take_the_same_steps(tmp_p
     plain = numbers(tmp_path / "plain", [[9], [5], [3]]).as_uri()
 
     def run(session: Session) -> tuple[float, list[int]]:
-        with place_set(Place(session.rank, session.world_size, session.rank, session.world_size)):
+        with place_set(Place(session.rank, session.world_size, session.rank, session.world_size, divides_batches=True)):
             model = torch.nn.Linear(1, 1).double()
             ids: list[int] = []
             for batch in InMemBatchedDataLoader(make_batch_reader(plain, reader_pool_type="dummy"), 2):

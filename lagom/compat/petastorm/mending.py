@@ -32,7 +32,7 @@ def _place() -> Any:
 
 
 def _shard_readers(module: Any) -> None:
-    """Let readers give each rank its row groups, unless the program chooses a shard."""
+    """Let readers give each rank its row groups, unless the program chooses a shard or every rank has whole batches."""
     for name in ("make_reader", "make_batch_reader"):
         setattr(module, name, _shard(getattr(module, name)))
 
@@ -43,7 +43,7 @@ def _shard(make: Any) -> Any:
     @functools.wraps(make)
     def made(*args: Any, **options: Any) -> Any:
         place = _place()
-        if place is not None:
+        if place is not None and place.divides_batches:
             given = signature.bind_partial(*args, **options).arguments
             if given.get("cur_shard") is None and given.get("shard_count") is None:
                 options |= {"cur_shard": place.rank, "shard_count": place.world_size}

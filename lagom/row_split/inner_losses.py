@@ -1,0 +1,268 @@
+"""Losses inside a forward that is split by rows. See Note [Losses inside]."""
+
+from __future__ import annotations
+
+import threading
+from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils._python_dispatch import _disable_current_modes as disabled_modes
+
+from lagom.row_split.comparison import are_close
+from lagom.row_split.draws import OtherWayError
+from lagom.row_split.recorder import NotByRowsError
+from lagom.row_split.row_functions import gather_blocks
+from lagom.row_split.shared_loss import (
+    ERRORS,
+    MEAN,
+    NONE,
+    SUM,
+    SUMMED,
+    LossArithmetic,
+    TorchLoss,
+    any_rank,
+    exchanges_of,
+    sum_over_ranks,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+    from contextlib import AbstractContextManager
+
+    from torch import Tensor
+
+    from lagom.row_split.recorder import Recorder
+    from lagom.row_split.whole_batch import RowBlock, RowExchange
+
+    Original = Callable[..., Any]
+
+_BY_PARTS = "computes a loss in its forward, which is not the sum or mean of its rows' losses"
+_running = threading.local()
+"""``losses``: what computes the losses of the forward that runs in this thread; None if torch does."""
+
+
+@dataclass(frozen=True)
+class InnerLoss:
+    """A loss of the batch that a forward has computed in its probe."""
+
+    name: str
+    """Of torch's operation."""
+    factor: int
+    """Number of rows of the scores for each row of the batch."""
+    value: Tensor
+    """The loss of the whole batch."""
+
+
+class InnerLosses:
+    """Base of what computes the losses of one forward, in their order.
+
+    Args:
+        found: for each of torch's losses in the forward the loss of the batch; None for other losses.
+    """
+
+    def __init__(self, found: Sequence[InnerLoss | None]) -> None:
+        self._found = iter(found)
+
+    def entered(self) -> AbstractContextManager[None]:
+        """Return a context manager in which ``compute`` is called for torch's losses."""
+        return _entered(self)
+
+    def compute(self, loss: TorchLoss, original: Original, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Return the loss ``original(*args, **kwargs)`` of the whole batch.
+
+        Raises:
+            NotByRowsError: in a probe, if it cannot be computed from the losses of rows.
+            OtherWayError: in a sliced forward, on all ranks, if it is not as in the probe.
+        """
+        found = next(self._found, None)
+        if found is None:
+            return original(*args, **kwargs)
+        with _entered(None):
+            return self.of_batch(found, loss, original, args, kwargs)
+
+    def of_batch(
+        self, found: InnerLoss, loss: TorchLoss, original: Original, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Return a loss of the batch."""
+        raise NotImplementedError
+
+
+@contextmanager
+def _entered(losses: InnerLosses | None) -> Iterator[None]:
+    before = current_losses()
+    _running.losses = losses
+    try:
+        yield
+    finally:
+        _running.losses = before
+
+
+def current_losses() -> InnerLosses | None:
+    """Return what computes the losses of the forward that runs in this thread; None if torch does."""
+    found: InnerLosses | None = getattr(_running, "losses", None)
+    return found
+
+
+class WholeLosses(InnerLosses):
+    """Lets torch compute the losses of a whole batch, and notes those of the batch in ``found``."""
+
+    def __init__(self, recorder: Recorder, rows: int) -> None:
+        super().__init__(())
+        self._recorder = recorder
+        self._rows = rows
+        self.found: list[InnerLoss | None] = []
+
+    def compute(self, loss: TorchLoss, original: Original, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Return the loss."""
+        result = original(*args, **kwargs)
+        scores, targets = args[:2]
+        follows = any(isinstance(one, torch.Tensor) and self._recorder.follows_input(one) for one in (scores, targets))
+        if not follows or result.dim():
+            self.found.append(None)
+            return result
+        is_cut = scores.dim() > 0 and scores.shape[0] and scores.shape[0] % self._rows == 0
+        if not (is_cut and _has_rows(loss, args) and not any(isinstance(one, torch.Tensor) for one in kwargs.values())):
+            raise NotByRowsError(_BY_PARTS)
+        with disabled_modes():
+            value = result.detach().clone()
+        self.found.append(InnerLoss(loss.name, scores.shape[0] // self._rows, value))
+        self._recorder.count_as_whole(result)
+        return result
+
+
+class RepeatedLosses(InnerLosses):
+    """Gives the losses of the whole batch again."""
+
+    def of_batch(
+        self, found: InnerLoss, loss: TorchLoss, original: Original, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Return the loss in the probe's run on the whole batch."""
+        with disabled_modes():
+            return found.value.clone()
+
+
+class BlockLosses(RepeatedLosses):
+    """Gives the losses of the whole batch again, and notes the sums of one block's losses."""
+
+    def __init__(self, found: Sequence[InnerLoss | None], block: RowBlock) -> None:
+        super().__init__(found)
+        self._block = block
+        self.sums: list[tuple[Tensor, Any]] = []
+        """Sum of the losses, and the number by which it is divided for a mean; 1 for a sum."""
+
+    def of_batch(
+        self, found: InnerLoss, loss: TorchLoss, original: Original, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Return the loss in the probe's run on the whole batch."""
+        if not _is_alike(found, loss, args, self._block):
+            raise NotByRowsError(_BY_PARTS)
+        with disabled_modes(), torch.no_grad():
+            arithmetic = LossArithmetic(loss, args)
+            total = original(*_with_reduction(loss, args, SUM), **kwargs).clone()
+            divisor = arithmetic.divisor(args[0].numel()) if arithmetic.reduction == MEAN else 1
+            self.sums.append((total, divisor))
+        return super().of_batch(found, loss, original, args, kwargs)
+
+
+def compare_losses(found: Sequence[InnerLoss | None], blocks: Sequence[BlockLosses], tolerance: float) -> None:
+    """Compare the losses of the batch with the sums of all blocks' losses.
+
+    Raises:
+        NotByRowsError: when they differ.
+    """
+    wholes = [one.value for one in found if one is not None]
+    if any(len(block.sums) != len(wholes) for block in blocks):
+        raise NotByRowsError(_BY_PARTS)
+    for whole, parts in zip(wholes, zip(*[block.sums for block in blocks], strict=True), strict=True):
+        total = torch.stack([one for one, _ in parts]).sum()
+        divisor = parts[0][1] if type(parts[0][1]) is int and parts[0][1] == 1 else sum(one for _, one in parts)
+        if not are_close((total / divisor).to(whole.dtype), whole, tolerance):
+            raise NotByRowsError(_BY_PARTS)
+
+
+class RankLosses(InnerLosses):
+    """Computes the losses of the batch from those of each rank's rows."""
+
+    def __init__(self, found: Sequence[InnerLoss | None], exchange: RowExchange) -> None:
+        super().__init__(found)
+        self._rows, self._ranks = exchanges_of(exchange)
+        self._left = sum(one is not None for one in found)
+        self._has_strayed = False
+
+    def of_batch(
+        self, found: InnerLoss, loss: TorchLoss, original: Original, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Return the loss, on all ranks; a collective."""
+        self._left -= 1
+        if self._has_strayed or not _is_alike(found, loss, args, self._rows.block):
+            self._stray()
+        block = self._rows.block
+        scores, targets = args[:2]
+        is_cpu = scores.device.type == "cpu"
+        is_listed = LossArithmetic(loss, args).keeps_bits
+        its: Tensor | None = None
+        # On a CPU an error is suppressed: all ranks then run the forward whole, which raises it as one process does.
+        with suppress(*ERRORS) if is_cpu else nullcontext():
+            its = original(*_with_reduction(loss, args, NONE if is_listed else SUM), **kwargs)
+        if (is_listed or loss.of_classes) and is_cpu and any_rank(self._ranks, its is None):
+            self._stray()
+        if is_listed:
+            assert its is not None
+            losses, all_targets = gather_blocks([its, targets], self._rows, [found.factor] * 2)
+            return LossArithmetic(loss, (scores, all_targets, *args[2:])).reduce(losses)
+        if loss.of_classes and not targets.is_floating_point():
+            (targets,) = self._rows.gather([targets], [found.factor])
+        failed = its is None if is_cpu else None
+        if its is None:
+            its = scores.new_zeros((), dtype=scores.dtype if scores.dtype in SUMMED else torch.float32)
+        arithmetic = LossArithmetic(loss, (scores, targets, *args[2:]))
+        num_scores = scores.numel() // block.num_mine * block.num_all
+        total, has_failed = sum_over_ranks(its, arithmetic, num_scores, self._ranks, failed)
+        if has_failed:
+            self._stray()
+        return total
+
+    def end(self) -> None:
+        """End the forward.
+
+        Raises:
+            OtherWayError: when it has computed other losses than in its probe, also if its code has caught the error.
+        """
+        if self._has_strayed or self._left:
+            raise OtherWayError
+
+    def _stray(self) -> None:
+        self._has_strayed = True
+        raise OtherWayError
+
+
+def _is_alike(found: InnerLoss, loss: TorchLoss, args: tuple[Any, ...], block: RowBlock) -> bool:
+    """Return whether a loss of a block is the one that was ``found`` in the run on the whole batch."""
+    scores = args[0]
+    return (
+        loss.name == found.name
+        and isinstance(scores, torch.Tensor)
+        and scores.dim() > 0
+        and scores.shape[0] == found.factor * block.num_mine
+        and _has_rows(loss, args)
+    )
+
+
+def _has_rows(loss: TorchLoss, args: tuple[Any, ...]) -> bool:
+    return len(args) > loss.reduction and args[loss.reduction] in (MEAN, SUM) and loss.has_rows(args)
+
+
+def _with_reduction(loss: TorchLoss, args: tuple[Any, ...], reduction: int) -> tuple[Any, ...]:
+    return (*args[: loss.reduction], reduction, *args[loss.reduction + 1 :])
+
+
+# Note [Losses inside]
+#
+# A model may compute its loss in its forward, as Hugging Face's do where they get labels: an output that has no rows.
+# If the loss is one of torch's, and a sum or mean over rows, each rank computes the losses of its rows, and they are
+# added as in Note [Losses by rows] in row_losses.py. The result is equal on all ranks, and so is what the forward
+# computes from it; it may not meet rows again, since its gradient would then be that of a rank's rows. In a probe, the
+# run on the whole batch notes each loss. In the other runs the losses are these again, since a block has only its own
+# rows; the sums of all blocks must give them.

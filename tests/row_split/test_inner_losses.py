@@ -1,0 +1,173 @@
+"""Losses that a model computes in its forward: a split forward gives those of the whole batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from lagom.session.session import Session
+from tests.ranks import alone, run_ranks
+
+
+class Labelled(nn.Module):
+    """Returns its scores and, where it gets labels, their loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = nn.Linear(5, 8).double(), nn.Linear(8, 12).double()
+
+    def forward(self, x: Tensor, labels: Tensor | None = None) -> Any:
+        scores = self.head(self.body(x).tanh())
+        return {"scores": scores} if labels is None else {"loss": self.loss(scores, labels, x), "scores": scores}
+
+    def loss(self, scores: Tensor, labels: Tensor, x: Tensor) -> Tensor:
+        """Return the loss of ``scores`` of shape (rows, 12), and labels of shape (rows, 3)."""
+        return F.cross_entropy(scores.view(-1, 4), labels.view(-1))
+
+
+class Ignoring(Labelled):
+    """Some labels count for nothing, in one rank's rows more than in another's; classes have weights."""
+
+    def loss(self, scores: Tensor, labels: Tensor, x: Tensor) -> Tensor:
+        weight = torch.tensor([1.0, 2.0, 3.0, 4.0], dtype=torch.float64)
+        return F.cross_entropy(scores.view(-1, 4), labels.where(labels > 0, -100).view(-1), weight)
+
+
+class Smoothed(Labelled):
+    """Classes at the end of several dimensions, with label smoothing."""
+
+    def loss(self, scores: Tensor, labels: Tensor, x: Tensor) -> Tensor:
+        labels = labels.where(x[:, :3] > -0.5, -100)
+        return F.cross_entropy(scores.view(-1, 3, 4).transpose(1, 2), labels, label_smoothing=0.1)
+
+
+class Combined(Labelled):
+    """A sum, a mean of squares, and a penalty for weights, which has no rows."""
+
+    def loss(self, scores: Tensor, labels: Tensor, x: Tensor) -> Tensor:
+        entropy = F.cross_entropy(scores.view(-1, 4), labels.view(-1), reduction="sum") / 20
+        penalty = F.mse_loss(self.body.weight, torch.zeros(8, 5, dtype=torch.float64))
+        return entropy + 0.1 * F.mse_loss(scores[:, :5], x) + penalty
+
+
+class Scaled(Labelled):
+    """Multiplies what it returns for rows by the loss of the batch."""
+
+    def forward(self, x: Tensor, labels: Tensor | None = None) -> Any:
+        scores = self.head(self.body(x).tanh())
+        assert labels is not None
+        loss = F.l1_loss(scores[:, :5], x)
+        return {"loss": (scores * loss).square().mean(1), "scores": scores}
+
+
+class Probable(Labelled):
+    """Targets are probabilities."""
+
+    def loss(self, scores: Tensor, labels: Tensor, x: Tensor) -> Tensor:
+        return F.binary_cross_entropy_with_logits(scores[:, :5], x.sigmoid(), pos_weight=torch.ones(5).double() * 2)
+
+
+class Wrong(Labelled):
+    """Has labels that torch refuses in the last row of the second last batch."""
+
+    def forward(self, x: Tensor, labels: Tensor | None = None) -> Any:
+        assert labels is not None
+        return super().forward(x, labels + 9 * (x[:, :1] > 100))
+
+
+class Paired(Labelled):
+    """Compares each row with all others: not a sum over rows."""
+
+    def loss(self, scores: Tensor, labels: Tensor, x: Tensor) -> Tensor:
+        return F.cross_entropy(scores @ scores.T, torch.arange(len(x)))
+
+
+class Listed(Labelled):
+    """Sums the losses itself."""
+
+    def loss(self, scores: Tensor, labels: Tensor, x: Tensor) -> Tensor:
+        return F.cross_entropy(scores.view(-1, 4), labels.view(-1), reduction="none").max()
+
+
+class Read(Labelled):
+    """Reads its loss, and decides by it."""
+
+    def loss(self, scores: Tensor, labels: Tensor, x: Tensor) -> Tensor:
+        loss = super().loss(scores, labels, x)
+        return loss * 2 if loss.item() > 1.4 else loss
+
+
+class Kept(Labelled):
+    """Keeps its loss, with the graph of its rows."""
+
+    def loss(self, scores: Tensor, labels: Tensor, x: Tensor) -> Tensor:
+        self.last = super().loss(scores, labels, x)
+        return self.last
+
+
+SPLIT = [Labelled, Ignoring, Smoothed, Combined, Probable, Wrong]
+WHOLE = {
+    Scaled: "computes its rows from a loss of the batch",
+    Paired: "computes a loss in its forward, which is not the sum or mean of its rows' losses",
+    Listed: "gives an output of shape (), not one with a row for each of 7",
+    Read: "reads a loss that it computes, and may decide by it",
+    Kept: "keeps a tensor of its forward beside its output, which would be of a part of the batch",
+}
+
+
+def trained(kind: type[Labelled]) -> Callable[[Session], Any]:
+    def program(session: Session) -> Any:
+        rows: list[int] = []
+        note = rows.append  # a list that lagom can see would keep the model from being split
+
+        class Noting(kind):  # type: ignore[misc, valid-type]
+            def forward(self, x: Tensor, labels: Tensor | None = None) -> Any:
+                note(len(x))
+                return super().forward(x, labels)
+
+        torch.manual_seed(0)
+        model = Noting()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        found = []
+        for step in range(10):
+            x = torch.randn(8 - step % 2, 5, dtype=torch.float64)
+            x[-1, 0] += 1000 * (step == 8)
+            try:
+                output = model(x, labels=torch.randint(0, 4, (len(x), 3)))
+            except IndexError as error:
+                found.append(str(error))
+                continue
+            optimizer.zero_grad()
+            output["loss"].sum().backward()
+            optimizer.step()
+            found += [
+                output["loss"].sum().item(),
+                output["scores"].sum().item(),
+                str(output["loss"])[-20:] * (kind is not Scaled),
+            ]
+        with torch.no_grad():
+            model.eval()
+            output = [
+                model(torch.randn(7, 5).double(), labels=torch.ones(7, 3).long())["loss"].sum().item() for _ in "12"
+            ]
+        reasons = sorted(text.partition(": it ")[2] for text in session.said if "runs whole" in text)
+        return [*found, *output], reasons, rows
+
+    return program
+
+
+@pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.soak)])
+@pytest.mark.parametrize("kind", [*SPLIT, *WHOLE])
+def test_a_loss_in_a_forward_is_that_of_the_whole_batch(kind: type[Labelled], world_size: int) -> None:
+    wanted, _, _ = alone(trained(kind))
+    for found, reasons, rows in run_ranks(world_size, trained(kind), batches="whole", always_slices=True):
+        assert len(found) == len(wanted)
+        for one, other in zip(found, wanted, strict=True):
+            assert one == (other if isinstance(other, str) else pytest.approx(other, rel=1e-12))
+        assert reasons == ([WHOLE[kind]] if kind in WHOLE else [])
+        assert (rows[-1] < 7) == (kind in [*SPLIT, Kept])  # without gradients there is no graph to keep
