@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
-Loss = Callable[..., Tensor]
+Loss = Callable[..., Any]
 VOCABULARY = 2000
 
 
@@ -32,7 +32,7 @@ class Block(nn.Module):
         self.before, self.between = nn.LayerNorm(width), nn.LayerNorm(width)
         self.dropout = nn.Dropout(0.1)
 
-    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Any:
         q, k, v = (one.unflatten(-1, (4, -1)).transpose(1, 2) for one in self.project(self.before(x)).chunk(3, -1))
         y = F.scaled_dot_product_attention(q, k, v, mask, is_causal=self.causal).transpose(1, 2).flatten(2)
         x = x + self.dropout(self.join(y))
@@ -116,7 +116,7 @@ class Residual(nn.Module):
             for _ in range(3)
         )
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Any:
         x = self.enter(x)
         for layer in self.layers:
             x = F.relu(x + layer(x))
@@ -130,7 +130,7 @@ class Recurrent(nn.Module):
         super().__init__()
         self.gru, self.head = nn.GRU(64, width), nn.Linear(width, 64)
 
-    def forward(self, ids: Tensor) -> Tensor:
+    def forward(self, ids: Tensor) -> Any:
         hidden, _ = self.gru(F.one_hot(ids.T, 64).float())
         return self.head(hidden).transpose(0, 1)
 
@@ -204,7 +204,7 @@ def recurrent() -> tuple[nn.Module, TensorDataset, int, Loss]:
 def autoencoder() -> tuple[nn.Module, TensorDataset, int, Loss]:
     """Variational autoencoder."""
 
-    def loss(model: nn.Module, x: Tensor) -> Tensor:
+    def loss(model: nn.Module, x: Tensor) -> Any:
         found, mean, variance = model(x)
         divergence = (variance.exp() + mean**2 - 1 - variance).sum(1).mean() / 2
         return F.mse_loss(found, x, reduction="sum") / len(x) + divergence
@@ -219,7 +219,9 @@ def table() -> tuple[nn.Module, TensorDataset, int, Loss]:
     return model, data, 512, lambda model, x, y: F.mse_loss(model(x), y)
 
 
-PROGRAMS = {one.__name__: one for one in (encoder, generator, scores, denoiser, residual, recurrent, autoencoder, table)}
+PROGRAMS = {
+    one.__name__: one for one in (encoder, generator, scores, denoiser, residual, recurrent, autoencoder, table)
+}
 
 
 def train(name: str, steps: int) -> list[float]:
