@@ -17,6 +17,7 @@ from lagom.random_states import equal_random_states, random_states
 from lagom.row_split.backward_probe import BackwardProbe, KeptInputs, MadeLeaves
 from lagom.row_split.comparison import are_close, compare, compare_buffers, tolerance_for
 from lagom.row_split.draws import UnsupportedDrawError
+from lagom.row_split.inner_losses import BlockLosses, RepeatedLosses, WholeLosses, compare_losses
 from lagom.row_split.input_reads import InputReadsRecorder
 from lagom.row_split.output_memory import find_bases
 from lagom.row_split.recorder import (
@@ -138,6 +139,7 @@ class _Comparison:
         self._recorder = Recorder(inputs, self._parameters, reads)
         self._backwards = BackwardProbe(self._parameters, tolerance_for(candidate))
         self._made = MadeLeaves()
+        self._losses: list[BlockLosses] = []
 
     def run_whole(self) -> list[Any]:
         """Run the forward on the whole batch, on copies of its input; return its outputs."""
@@ -148,10 +150,14 @@ class _Comparison:
             self._backwards.look_at(outputs)
             self._made.look_at(outputs, given)
 
-        with self._statistics(self._noted):
+        losses = WholeLosses(self._recorder, candidate.rows)
+        with self._statistics(self._noted), nullcontext() if candidate.repeats else losses.entered():
             outputs, finding.factors, finding.bases, finding.spec = _run_forward(
                 candidate, self._recorder, given, candidate.rows, self._noted, look_at
             )
+        finding.losses = losses.found
+        if any(finding.losses) and (self._recorder.has_checkpoints or self._backwards.is_needed):
+            raise NotByRowsError("computes a loss in its forward, of which a part is computed again or is its own")
         kept.check()
         self._made.compare()
         if _tensor_versions(given) != versions:
@@ -189,6 +195,7 @@ class _Comparison:
                     "leaves other values in its attributes, or in what it can see, for a part of its batch"
                 )
         self._backwards.compare()
+        compare_losses(self._finding.losses, self._losses, tolerance_for(self._candidate))
         compare(self._finding, outputs, parts, tolerance_for(self._candidate))
 
     def _run_block(self, block: RowBlock) -> list[Any]:
@@ -204,7 +211,9 @@ class _Comparison:
             self._made.look_at(outputs, leaves)
 
         how = "takes decisions by the numbers of its input, and " * bool(finding.input_reads.reads)
-        with self._statistics(self._noted), failing_as(how + "fails on a part of its batch"):
+        losses = BlockLosses(finding.losses, block)
+        self._losses.append(losses)
+        with self._statistics(self._noted), losses.entered(), failing_as(how + "fails on a part of its batch"):
             outputs, factors, bases, spec = _run_forward(candidate, part, leaves, block.num_mine, self._noted, look_at)
         self._made.compare()
         same = spec == finding.spec and factors == finding.factors and bases == finding.bases
@@ -288,7 +297,11 @@ def _compare_other_rows(
 ) -> None:
     """Run the forward on ``leaves``, in which only ``row`` differs, and compare the outputs of all other rows."""
     answers = finding.input_reads.answers(finding.reads)
-    with silent(), AnsweredReads(answers) if finding.input_reads.reads else nullcontext():
+    with (
+        silent(),
+        RepeatedLosses(finding.losses).entered(),
+        AnsweredReads(answers) if finding.input_reads.reads else nullcontext(),
+    ):
         found = flatten(candidate.run(leaves))[0]
     candidate.check()
     for whole, other, factor in zip(outputs, found, finding.factors, strict=True):

@@ -195,7 +195,8 @@ class Recorder(OperationMode):
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._input_reads = input_reads
-        self._has_checkpoints = False
+        self.has_checkpoints = False
+        """Whether a part of the forward is computed again in the backward."""
         self.drawn: list[tuple[DrawKind, tuple[int, ...]]] = []
         self.reads: list[object] = []
         """Values and shapes that were read from tensors, none of them computed from the input."""
@@ -204,10 +205,12 @@ class Recorder(OperationMode):
         self._watched: list[OpOverload] = []
         """The same, as ``watched`` sees them."""
         self._of_input: dict[int, StorageWeakRef] = {}
+        self._of_losses: dict[int, StorageWeakRef] = {}
+        """Memory of losses of the whole batch, and of what is computed from them."""
         self._given = {_storage_key(tensor) for tensor in inputs}
         self._parameters = {_storage_key(parameter) for parameter in parameters} - {0}
         for tensor in inputs:
-            self._record_result(tensor)
+            self._record_result(tensor, self._of_input)
 
     def run(self, function: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an operation, and record it."""
@@ -218,6 +221,11 @@ class Recorder(OperationMode):
         reads = reads_numbers(function, args)
         if follows and reads:
             return self.read(function, args, kwargs)
+        of_losses = any(_storage_key(tensor) in self._of_losses for tensor in tensors)
+        if of_losses and reads:
+            raise NotByRowsError("reads a loss that it computes, and may decide by it")
+        if of_losses and follows:  # its gradient would be that of a rank's rows
+            raise NotByRowsError("computes its rows from a loss of the batch")
         written = [a for a, s in zip(args, function._schema.arguments, strict=False) if _is_written(s)]
         if any(isinstance(a, torch.Tensor) and _storage_key(a) in self._parameters for a in written):
             # Raise before the operation runs, since no copy is kept from which the parameter could be restored.
@@ -230,10 +238,10 @@ class Recorder(OperationMode):
             self._input_reads.record(function, args, kwargs, result)
         if reads:
             self.reads.append(read_numbers(result))
-        if follows:
+        if follows or of_losses:
             for leaf in tree_flatten((result, written))[0]:
                 if isinstance(leaf, torch.Tensor):
-                    self._record_result(leaf)
+                    self._record_result(leaf, self._of_input if follows else self._of_losses)
         return result
 
     def read(self, function: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -279,6 +287,11 @@ class Recorder(OperationMode):
         """Return whether ``tensor`` was computed from the input."""
         return _storage_key(tensor) in self._of_input
 
+    def count_as_whole(self, tensor: Tensor) -> None:
+        """Count ``tensor``, a loss of the whole batch, as not computed from the input; it must not be read either."""
+        self._of_input.pop(_storage_key(tensor), None)
+        self._of_losses.setdefault(_storage_key(tensor), StorageWeakRef(storage_of(tensor)))
+
     @contextmanager
     def refuse_reads(self) -> Iterator[None]:
         """Refuse to let a forward take values of its input out of torch, or set hooks, which cannot be tracked."""
@@ -294,7 +307,7 @@ class Recorder(OperationMode):
         def enter(hooks: saved_tensors_hooks) -> None:
             if type(hooks) is saved_tensors_hooks:  # torch's own hooks (of checkpoints) are of subclasses
                 raise NotByRowsError("packs what autograd saves, which would be of a part of the batch")
-            self._has_checkpoints = True
+            self.has_checkpoints = True
             _enter_hooks(hooks)
 
         return enter
@@ -308,7 +321,7 @@ class Recorder(OperationMode):
         if self._input_reads is None:
             return InputReads()
         found = self._input_reads.found()
-        if found is None or (found.reads and self._has_checkpoints):
+        if found is None or (found.reads and self.has_checkpoints):
             raise NotByRowsError("takes decisions by the numbers of its input, which it computes at length")
         return found
 
@@ -325,10 +338,10 @@ class Recorder(OperationMode):
         expected = self._given.union(_storage_key(tensor) for tensor in known)
         return any(not ref.expired() for key, ref in self._of_input.items() if key not in expected)
 
-    def _record_result(self, tensor: Tensor) -> None:
+    def _record_result(self, tensor: Tensor, known: dict[int, StorageWeakRef]) -> None:
         # The reference keeps the address from being reused, without keeping the elements.
         if tensor.layout == torch.strided:
-            self._of_input.setdefault(_storage_key(tensor), StorageWeakRef(storage_of(tensor)))
+            known.setdefault(_storage_key(tensor), StorageWeakRef(storage_of(tensor)))
 
 
 def _refuse_hook(*_: Any) -> Any:

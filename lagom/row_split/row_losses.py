@@ -13,8 +13,9 @@ from torch.autograd import forward_ad
 
 from lagom.patching.replace import replaced
 from lagom.row_split import whole_batch
+from lagom.row_split.inner_losses import current_losses
 from lagom.row_split.path_to_output import find_gradient_path, watch_gradient
-from lagom.row_split.shared_loss import MEAN, NONE, SUM, SUMMED, SharedLoss, TorchLoss
+from lagom.row_split.shared_loss import SharedLoss, TorchLoss
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -98,7 +99,7 @@ class _Sharing:
             return None
         if not whole_batch.ALWAYS and scores.numel() * scores.element_size() < MIN_BYTES:
             return None
-        if not _have_rows(loss, args) or any(isinstance(one, Tensor) for one in kwargs.values()):
+        if not loss.has_rows(args) or any(isinstance(one, Tensor) for one in kwargs.values()):
             return None
         return find_gradient_path(scores) if self._may_share() else None
 
@@ -113,30 +114,13 @@ class _Sharing:
         return not (is_transformed or torch.jit.is_tracing() or torch._C._len_torch_dispatch_stack() > 0)
 
 
-def _have_rows(loss: TorchLoss, args: tuple[Any, ...]) -> bool:
-    """Return whether ``loss`` of these arguments can be computed by rows.
-
-    Scores and targets alone must have a row for each sample, only scores may need a gradient, and sums of losses over
-    ranks must be exact enough for the reduction and the type of the scores.
-    """
-    scores, targets = args[:2]
-    weights = [args[i] for i in loss.weights if args[i] is not None]
-    if targets.requires_grad or not all(isinstance(one, Tensor) and not one.requires_grad for one in weights):
-        return False
-    if scores.dtype not in SUMMED and not torch.is_autocast_enabled(scores.device.type):
-        return False
-    if args[loss.reduction] not in ((NONE, MEAN, SUM) if loss.of_classes else (MEAN, SUM)):
-        return False
-    if loss.of_classes:
-        return bool(scores.dim() > 1 and targets.dim() > 0 and targets.shape[0] == scores.shape[0])
-    return bool(targets.shape == scores.shape) and all(weight.dim() < scores.dim() for weight in weights)
-
-
 @contextmanager
 def _share_loss(sharing: _Sharing, loss: TorchLoss) -> Iterator[None]:
     original = getattr(loss.owner, loss.name)
 
     def shared(*args: Any, **kwargs: Any) -> Any:
+        if (inner := current_losses()) is not None:
+            return inner.compute(loss, original, args, kwargs)
         path = sharing.find_path(loss, args, kwargs)
         found = None if path is None else SharedLoss(loss, original, args, kwargs, path).compute()
         return original(*args, **kwargs) if found is None else found

@@ -16,7 +16,7 @@ from lagom.row_split.row_functions import gather_blocks, is_batched
 from lagom.row_split.whole_batch import RowBlock, RowExchange
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from lagom.row_split.path_to_output import GradientPath
 
@@ -24,7 +24,7 @@ NONE, MEAN, SUM = range(3)
 """Reductions as torch's operations take them."""
 SUMMED = (torch.float32, torch.float64)
 """Types of losses that are summed over ranks; in shorter ones a sum overflows where the mean does not."""
-_ERRORS = (RuntimeError, ValueError, TypeError, IndexError)
+ERRORS = (RuntimeError, ValueError, TypeError, IndexError)
 _MEANS = {"SumBackward0": "MeanBackward0", "NegBackward0": "DivBackward1"}
 """Printed name of the graph node of a loss that is summed, and of the node that torch has for its mean."""
 _BATCHED = (
@@ -51,6 +51,90 @@ class TorchLoss:
     weights: tuple[int, ...] = ()
     of_classes: bool = False
 
+    def has_rows(self, args: Sequence[Any]) -> bool:
+        """Return whether the loss of these arguments can be computed by rows.
+
+        Scores and targets alone must have a row for each sample, only scores may need a gradient, and sums of losses
+        over ranks must be exact enough for the reduction and the type of the scores.
+        """
+        scores, targets = args[:2]
+        weights = [args[i] for i in self.weights if args[i] is not None]
+        if targets.requires_grad or not all(isinstance(one, Tensor) and not one.requires_grad for one in weights):
+            return False
+        if scores.dtype not in SUMMED and not torch.is_autocast_enabled(scores.device.type):
+            return False
+        if args[self.reduction] not in ((NONE, MEAN, SUM) if self.of_classes else (MEAN, SUM)):
+            return False
+        if self.of_classes:
+            return bool(scores.dim() > 1 and targets.dim() > 0 and targets.shape[0] == scores.shape[0])
+        return bool(targets.shape == scores.shape) and all(weight.dim() < scores.dim() for weight in weights)
+
+
+class LossArithmetic:
+    """Computes a loss of a whole batch from the losses of its parts, as torch's operation does from its arguments.
+
+    Args:
+        args: the operation's arguments, of the whole batch.
+    """
+
+    def __init__(self, loss: TorchLoss, args: Sequence[Any]) -> None:
+        self._of_classes = loss.of_classes
+        self._args = args
+        self.reduction: int = args[loss.reduction]
+        smoothing = args[5] if loss.of_classes and len(args) > 5 else 0.0
+        self.keeps_bits = loss.of_classes and not args[1].is_floating_point() and not smoothing
+        """Whether the loss is computed from one for each target: the sum then has the bits of one process."""
+
+    def reduce(self, losses: Tensor) -> Tensor:
+        """Return the sum or mean of all losses, added by torch's own operation: the bits are those of one process."""
+        targets, weight = self._args[1:3]
+        total = self._add(losses)
+        if self.reduction == MEAN:
+            counts = targets != self._args[4]
+            total = total / (counts.sum() if weight is None else self._add(weight[targets.long().where(counts, 0)]))
+        name = "NllLossBackward0" if targets.dim() == 1 else "NllLoss2DBackward0"
+        reduced: Tensor = _function(NamedFunction, name).apply(total)
+        return reduced
+
+    def divisor(self, num_scores: int) -> Any:
+        """Return the number by which torch divides the sum of the losses of ``num_scores`` scores to get their mean."""
+        scores, targets, *others = self._args
+        if not self._of_classes:
+            return num_scores
+        if targets.is_floating_point():  # probabilities of classes
+            return num_scores // scores.shape[1]
+        weight, ignored = others[0], others[2]
+        counts = targets != ignored
+        if weight is None:
+            return counts.sum()
+        return weight[targets.long().where(counts, 0)].where(counts, 0).sum()
+
+    def _add(self, numbers: Tensor) -> Tensor:
+        """Add ``numbers``, one for each target, without those of ignored targets."""
+        targets, ignored = self._args[1], self._args[4]
+        classes = torch.zeros_like(targets).masked_fill(targets == ignored, -100)
+        add: Any = torch._C._nn.nll_loss_nd  # the patch has no effect: no path leads to these numbers
+        total: Tensor = add(-numbers.unsqueeze(1), classes, None, SUM, -100)
+        return total
+
+
+def sum_over_ranks(
+    found: Tensor, arithmetic: LossArithmetic, num_scores: int, ranks: RowExchange, failed: bool | None
+) -> tuple[Tensor, bool]:
+    """Return the sum, or the mean, of the losses of all ranks, and whether one has failed; a collective.
+
+    Args:
+        found: the sum of the losses of this rank's rows.
+        num_scores: number of scores of the whole batch.
+        ranks: exchange of one row for each rank.
+        failed: whether this rank has failed; None if that is not exchanged.
+    """
+    name = "" if found.grad_fn is None else found.grad_fn.name()
+    if arithmetic.reduction == MEAN:
+        name, found = _MEANS.get(name, name), found / arithmetic.divisor(num_scores)
+    total, has_failed = _function(SumFunction, name).apply(found, ranks, failed)
+    return total, has_failed
+
 
 class SharedLoss:
     """Computes one of torch's losses: each rank for its rows, and the ranks' sums are added."""
@@ -68,79 +152,49 @@ class SharedLoss:
         self._args = args
         self._kwargs = kwargs
         self._path = path
-        self._reduction: int = args[loss.reduction]
+        self._arithmetic = LossArithmetic(loss, args)
         exchange: RowExchange = path.gather.exchange
-        block = exchange.block
-        self._rows = RowExchange(exchange.gatherer, block, _PLACE)
-        self._ranks = RowExchange(exchange.gatherer, RowBlock(block.rank, block.world_size, block.world_size), _PLACE)
+        self._rows, self._ranks = exchanges_of(exchange)
 
     def compute(self) -> Tensor | None:
         """Return the loss; None on all ranks if any rank cannot compute its rows on a CPU. A collective."""
         scores, targets, *others = self._args
-        factor = self._path.factor
+        factor, arithmetic = self._path.factor, self._arithmetic
         rows = RowsFunction.apply(scores, self._path.gather.block_ends[self._path.index], self._path, self._rows)  # type: ignore[no-untyped-call]
-        keeps_bits = self._loss.of_classes and not targets.is_floating_point() and not self._smoothing()
-        others[self._loss.reduction - 2] = NONE if keeps_bits or self._reduction == NONE else SUM
+        is_listed = arithmetic.keeps_bits or arithmetic.reduction == NONE
+        others[self._loss.reduction - 2] = NONE if is_listed else SUM
         found: Tensor | None = None
         # On a CPU an error is suppressed: all ranks then compute all rows, which raises it with one process's text. On
         # a GPU all ranks raise the same error, since it does not depend on values: wrong labels are reported later.
-        with suppress(*_ERRORS) if scores.device.type == "cpu" else nullcontext():
+        with suppress(*ERRORS) if scores.device.type == "cpu" else nullcontext():
             found = self._original(rows, self._rows.block.of(targets, factor), *others, **self._kwargs)
-        if keeps_bits or self._reduction == NONE:
+        if is_listed:
             losses = self._gather_losses(found, factor)
-            return losses if losses is None or self._reduction == NONE else self._reduce(losses)
+            return losses if losses is None or arithmetic.reduction == NONE else arithmetic.reduce(losses)
         failed = None if scores.device.type != "cpu" else found is None
         if found is None:
             found = scores.new_zeros((), dtype=scores.dtype if scores.dtype in SUMMED else torch.float32)
-        name = "" if found.grad_fn is None else found.grad_fn.name()
-        if self._reduction == MEAN:
-            name, found = _MEANS.get(name, name), found / self._divisor()
-        total, has_failed = _function(SumFunction, name).apply(found, self._ranks, failed)
+        total, has_failed = sum_over_ranks(found, arithmetic, scores.numel(), self._ranks, failed)
         return None if has_failed else total
 
-    def _smoothing(self) -> float:
-        smoothing: float = self._args[5] if len(self._args) > 5 else 0.0
-        return smoothing
-
     def _gather_losses(self, found: Tensor | None, factor: int) -> Tensor | None:
-        if self._args[0].device.type == "cpu":
-            (failed,) = self._ranks.gather([torch.tensor([found is None])], [1])
-            if bool(failed.any()):
-                return None
+        if self._args[0].device.type == "cpu" and any_rank(self._ranks, found is None):
+            return None
         assert found is not None
         return gather_blocks([found], self._rows, [factor])[0]
 
-    def _reduce(self, losses: Tensor) -> Tensor:
-        """Return the sum or mean of all losses, added by torch's own operation: the bits are those of one process."""
-        targets, weight = self._args[1:3]
-        total = self._add(losses)
-        if self._reduction == MEAN:
-            counts = targets != self._args[4]
-            total = total / (counts.sum() if weight is None else self._add(weight[targets.long().where(counts, 0)]))
-        name = "NllLossBackward0" if targets.dim() == 1 else "NllLoss2DBackward0"
-        reduced: Tensor = _function(NamedFunction, name).apply(total)
-        return reduced
 
-    def _add(self, numbers: Tensor) -> Tensor:
-        """Add ``numbers``, one for each target, without those of ignored targets."""
-        targets, ignored = self._args[1], self._args[4]
-        classes = torch.zeros_like(targets).masked_fill(targets == ignored, -100)
-        add: Any = torch._C._nn.nll_loss_nd  # the patch has no effect: no path leads to these numbers
-        total: Tensor = add(-numbers.unsqueeze(1), classes, None, SUM, -100)
-        return total
+def exchanges_of(exchange: RowExchange) -> tuple[RowExchange, RowExchange]:
+    """Return the exchanges for losses of each row, and for one number of each rank."""
+    block = exchange.block
+    ranks = RowBlock(block.rank, block.world_size, block.world_size)
+    return RowExchange(exchange.gatherer, block, _PLACE), RowExchange(exchange.gatherer, ranks, _PLACE)
 
-    def _divisor(self) -> Any:
-        """Return the number by which torch divides the sum of the losses to get their mean."""
-        scores, targets, *others = self._args
-        if not self._loss.of_classes:
-            return scores.numel()
-        if targets.is_floating_point():  # probabilities of classes
-            return scores.numel() // scores.shape[1]
-        weight, ignored = others[0], others[2]
-        counts = targets != ignored
-        if weight is None:
-            return counts.sum()
-        return weight[targets.long().where(counts, 0)].where(counts, 0).sum()
+
+def any_rank(ranks: RowExchange, is_true: bool) -> bool:
+    """Return whether ``is_true`` on any rank; a collective."""
+    (found,) = ranks.gather([torch.tensor([is_true])], [1])
+    return bool(found.any())
 
 
 class RowsFunction(Function):

@@ -13,6 +13,7 @@ from lagom.errors import LagomError
 from lagom.inspection.reads import flatten, is_tensor
 from lagom.row_split.backward_probe import find_unread
 from lagom.row_split.draws import Draws, OtherWayError
+from lagom.row_split.inner_losses import RankLosses
 from lagom.row_split.output_memory import as_kind_of, view_like
 from lagom.row_split.restore import copy_buffers, restore_buffers
 from lagom.row_split.row_functions import gather_blocks, slice_rows
@@ -136,9 +137,16 @@ class SlicedRuns:
             Draws(block, finding.axes, answers, finding.multiples) if watches else None,
             finding.needs_mode,
         )
-        with _detour(candidate, finding, region.draws) as restore, region.enter(session):
+        losses = RankLosses(finding.losses, exchange) if any(finding.losses) else None
+        with (
+            _detour(candidate, finding, region.draws) as restore,
+            region.enter(session),
+            losses.entered() if losses else nullcontext(),
+        ):
             before = num_nodes_made()
             outputs, spec = flatten(candidate.run(leaves))
+            if losses:
+                losses.end()
             shapes, num_nodes = _shapes(candidate), num_nodes_made() - before
             if not region.was_at_prompt and not finding.is_known_way(shapes, num_nodes):
                 raise NewWayError(shapes, num_nodes)

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from lagom.row_split.inner_losses import InnerLoss
+
 PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 """Types of arguments and outputs that cannot contain rows of the batch."""
 _MAX_SHAPES = 1024
@@ -97,6 +99,8 @@ class SplitFinding:
     """Numbers of a buffer, a draw or another tensor that the forward read, by which it may have chosen its way."""
     input_reads: InputReads = field(default_factory=InputReads)
     """Operations that lead to the reads of the input, for which ``reads`` has an ``InputRead``."""
+    losses: list[InnerLoss | None] = field(default_factory=list)
+    """Losses of the batch among torch's losses that the forward computes, in their order; None for other losses."""
     needs_mode: bool = False
     """Whether only a dispatch mode sees all draws and reads as the probe did; see Note [Watched operations] in
     watched_operations.py."""
