@@ -183,10 +183,20 @@ def compare_losses(found: Sequence[InnerLoss | None], blocks: Sequence[BlockLoss
 
 
 class RankLosses(InnerLosses):
-    """Computes the losses of the batch from those of each rank's rows."""
+    """Computes the losses of the batch from those of each rank's rows.
 
-    def __init__(self, found: Sequence[InnerLoss | None], exchange: RowExchange) -> None:
+    Args:
+        left_alone: returns a context manager in which draws and reads are not the forward's.
+    """
+
+    def __init__(
+        self,
+        found: Sequence[InnerLoss | None],
+        exchange: RowExchange,
+        left_alone: Callable[[], AbstractContextManager[None]],
+    ) -> None:
         super().__init__(found)
+        self._left_alone = left_alone
         self._rows, self._ranks = exchanges_of(exchange)
         self._left = sum(one is not None for one in found)
         self._has_strayed = False
@@ -198,6 +208,12 @@ class RankLosses(InnerLosses):
         self._left -= 1
         if self._has_strayed or not _is_alike(found, loss, args, self._rows.block):
             self._stray()
+        with self._left_alone():
+            return self._of_ranks(found, loss, original, args, kwargs)
+
+    def _of_ranks(
+        self, found: InnerLoss, loss: TorchLoss, original: Original, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
         block = self._rows.block
         scores, targets = args[:2]
         is_cpu = scores.device.type == "cpu"

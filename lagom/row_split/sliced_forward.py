@@ -71,7 +71,7 @@ class SlicedForward:
 
     @contextmanager
     def left_alone(self) -> Iterator[None]:
-        """Pause ``draws`` while a module inside is probed: its draws are the rank's own, and the probe undoes them."""
+        """Pause ``draws`` for what is not the forward's: a probe of a module inside, or exchanges of losses."""
         if self.draws is None:
             yield
             return
@@ -137,7 +137,7 @@ class SlicedRuns:
             Draws(block, finding.axes, answers, finding.multiples) if watches else None,
             finding.needs_mode,
         )
-        losses = RankLosses(finding.losses, exchange) if any(finding.losses) else None
+        losses = RankLosses(finding.losses, exchange, region.left_alone) if any(finding.losses) else None
         with (
             _detour(candidate, finding, region.draws) as restore,
             region.enter(session),

@@ -55,6 +55,15 @@ class Combined(Labelled):
         return entropy + 0.1 * F.mse_loss(scores[:, :5], x) + penalty
 
 
+class Dropped(Labelled):
+    """Draws random numbers before its loss, and reads a number of its input."""
+
+    def loss(self, scores: Tensor, labels: Tensor, x: Tensor) -> Tensor:
+        if (labels == 0).all():
+            return super().loss(scores, labels, x)
+        return super().loss(F.dropout(scores, 0.3, self.training), labels, x)
+
+
 class Scaled(Labelled):
     """Multiplies what it returns for rows by the loss of the batch."""
 
@@ -110,7 +119,7 @@ class Kept(Labelled):
         return self.last
 
 
-SPLIT = [Labelled, Ignoring, Smoothed, Combined, Probable, Wrong]
+SPLIT = [Labelled, Ignoring, Smoothed, Combined, Dropped, Probable, Wrong]
 WHOLE = {
     Scaled: "computes its rows from a loss of the batch",
     Paired: "computes a loss in its forward, which is not the sum or mean of its rows' losses",
