@@ -18,7 +18,7 @@ LOST = {
         # Gradients in oneDNN's layout cannot be averaged.
         *("test_gradcheck_multiple_mkldnn_inputs", "test_gradcheck_validates_input_mkldnn"),
         # Not examined.
-        *("test_current_graph_task_execution_order", "test_profiler_propagation"),
+        "test_current_graph_task_execution_order",
     },
 }
 """Names of tests that do not pass on ranks, by file."""

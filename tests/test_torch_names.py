@@ -40,6 +40,7 @@ NAMES = (
     "torch._C._get_dispatch_mode",
     "torch._C._get_mkldnn_enabled",
     "torch._C._get_operation_overload",
+    "torch._C._get_tracing_state",
     "torch._C._len_torch_dispatch_stack",
     "torch._C._nn",
     "torch._C._nn.nll_loss_nd",

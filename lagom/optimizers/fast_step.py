@@ -1,12 +1,12 @@
-"""``skip_profiler_ranges``: lets optimizers and loaders skip their profiler ranges while no profiler runs."""
+"""``skip_profiler_ranges``: skips profiler ranges, such as those of optimizers and loaders, that nobody records."""
 
 from __future__ import annotations
 
+import functools
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.autograd import profiler
 from torch.autograd.profiler import record_function
 
 from lagom.patching.replace import replaced
@@ -17,32 +17,34 @@ if TYPE_CHECKING:
 
 @contextmanager
 def skip_profiler_ranges() -> Iterator[None]:
-    """Skip torch's profiler ranges in ``step``, ``zero_grad`` and a loader's ``next`` while no profiler runs.
+    """Skip torch's profiler ranges, such as those in ``step`` and a loader's ``next``, while nothing records them.
 
     A range takes about 10 us even without a profiler; the step of a small model takes only ten times as long.
     """
-    with replaced(profiler, "record_function", _ProfiledRange):
+    # Methods are replaced, and not the class, which TorchScript and Dynamo know. ``functools.wraps`` makes TorchScript
+    # compile the source of torch's methods.
+    original_enter, original_exit = record_function.__enter__, record_function.__exit__
+
+    @functools.wraps(original_enter)
+    def enter(self: record_function) -> Any:
+        if _is_recorded():
+            return original_enter(self)  # type: ignore[no-untyped-call]
+        self.record = None
+        return self
+
+    @functools.wraps(original_exit)
+    def leave(self: record_function, *error: Any) -> None:
+        if self.record is not None:
+            original_exit(self, *error)
+
+    with replaced(record_function, "__enter__", enter), replaced(record_function, "__exit__", leave):
         yield
 
 
-class _ProfiledRange(record_function):
-    """Replaces torch's ``record_function``; does nothing while no profiler runs, or while torch.compile traces."""
-
-    def __init__(self, name: str, args: str | None = None) -> None:
-        # Without torch's own ``__init__``, which torch.compile refuses to trace.
-        self.name = name
-        self.args = args
-        self.run_callbacks_on_exit = True
-        self.record = None
-        self._cupti_monitor_external_id = None  # attribute in torch 2.13
-        self._cuspy_external_id = None  # attribute in torch 2.15
-
-    def __enter__(self) -> Any:
-        if torch.compiler.is_compiling() or not torch.autograd._profiler_enabled():
-            return self
-        return super().__enter__()  # type: ignore[no-untyped-call]
-
-    def __exit__(self, *error: Any) -> None:
-        if self.record is not None:
-            super().__exit__(*error)
-            self.record = None
+def _is_recorded() -> bool:
+    """Return whether a profiler, ``torch.jit.trace`` or a dispatch mode, such as that of ``make_fx``, is active."""
+    return (
+        torch.autograd._profiler_enabled()
+        or torch._C._get_tracing_state() is not None
+        or torch._C._len_torch_dispatch_stack() > 0
+    )

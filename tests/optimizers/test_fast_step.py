@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import functools
 import json
+import sys
+import warnings
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.optim import SGD, Adam, Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.data import DataLoader
@@ -147,6 +150,30 @@ def ranges(_: Session | None = None) -> list[str]:
 
 def test_a_profiler_sees_the_ranges_of_a_program_as_in_one_process() -> None:
     assert run_ranks(2, ranges) == [alone(ranges)] * 2 == [["decorated", "reused", "reused"]] * 2
+
+
+def graphs(_: Session | None = None) -> list[Any]:
+    """Return what TorchScript, its tracer and ``make_fx`` see of a range."""
+
+    def ranged(x: torch.Tensor) -> torch.Tensor:
+        with torch.autograd.profiler.record_function("ranged"):
+            return x * 2
+
+    x = torch.ones(2)
+    found: list[Any] = [torch.autograd.profiler.record_function is torch.profiler.record_function]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # torch.jit is deprecated
+        compiled = torch.jit.script(ranged), torch.jit.trace(ranged, x)
+    for one in compiled:
+        found += [one(x).tolist(), "ranged" in str(one.inlined_graph)]
+    return [*found, [str(node.target) for node in make_fx(ranged)(x).graph.nodes]]
+
+
+@pytest.mark.skipif(sys.version_info >= (3, 14), reason="torch does not support torch.jit.script there")
+def test_a_range_is_in_scripted_and_traced_functions_as_in_one_process() -> None:
+    wanted = alone(graphs)
+    assert wanted[:5] == [True, [2.0, 2.0], True, [2.0, 2.0], True]
+    assert run_ranks(2, graphs) == [wanted] * 2
 
 
 def with_a_timeline(session: Session) -> tuple[list[str], list[str]]:
