@@ -13,6 +13,7 @@ from lagom.errors import LagomError
 from lagom.gradients.backward_gradients import BackwardGradients
 from lagom.patching.dynamo import at_compilation, num_compilations
 from lagom.patching.replace import replaced
+from lagom.run_state.leaf_hooks import has_hooks
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -179,12 +180,7 @@ class Accumulation:
         self._patches.close()
 
     def _can_wait(self, leaf: Tensor) -> bool:
-        return (
-            isinstance(leaf, nn.Parameter)
-            and not leaf._backward_hooks
-            and not leaf._post_accumulate_grad_hooks
-            and (leaf.grad is None or id(leaf) in self._owed)
-        )
+        return isinstance(leaf, nn.Parameter) and not has_hooks(leaf) and (leaf.grad is None or id(leaf) in self._owed)
 
     def _can_start(self) -> bool:
         # Asks all parameters, and not only the reached ones: the answer must be the same on all ranks.

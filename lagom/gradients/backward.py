@@ -21,6 +21,7 @@ from lagom.gradients.training_threads import TrainingThreads
 from lagom.patching.replace import replaced
 from lagom.row_split.path_to_output import watch_gradient
 from lagom.row_split.recorder import NotByRowsError
+from lagom.run_state.leaf_hooks import calls_hooks_after, watch_node_hooks
 from lagom.run_state.leaves import find_leaves
 
 if TYPE_CHECKING:
@@ -65,7 +66,7 @@ def synchronise_backward(session: Session, knows_rank: Callable[[], bool]) -> It
             raise
 
     session.learned["backwards"] = backwards.state, backwards.go_on
-    with replaced(torch.autograd, "_engine_run_backward", run_backward):
+    with replaced(torch.autograd, "_engine_run_backward", run_backward), watch_node_hooks():
         try:
             yield
         finally:
@@ -156,7 +157,7 @@ class _Backwards:
         if (gradients := self._session.gradients) is None:
             with self.accumulation.mark_busy():
                 return self._run_and_average(leaves, outputs, args, options)
-        gradients.gather(leaf for leaf in leaves if leaf._post_accumulate_grad_hooks)
+        gradients.gather(leaf for leaf in leaves if calls_hooks_after(leaf))
         with gradients.hide_shards():
             return self._run_and_average(leaves, outputs, args, options)
 

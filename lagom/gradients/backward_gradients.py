@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from lagom.run_state.leaf_hooks import hooks_after, hooks_before
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
@@ -118,11 +120,18 @@ class BackwardGradients:
             return
         if leaf._backward_hooks:
             leaf.grad = run_hooks(leaf, leaf.grad)
-        if before is not None:
+        added: torch.Tensor | None = leaf.grad
+        if any(hooks_before(leaf)):
+            added = leaf.grad = _run_hooks_before(leaf, leaf.grad)
+        if added is None:
+            leaf.grad = before
+        elif before is not None:
             _accumulate(leaf, before)
         for hook in list((leaf._post_accumulate_grad_hooks or {}).values()):
             if hook(leaf) is not None:
                 raise RuntimeError("Tensor post accumulate grad hooks should return None.")  # torch's own text
+        for hook in [hook for hooks in hooks_after(leaf) for hook in hooks.values()]:
+            hook((), (added,))
 
     def undo(self) -> None:
         """Restore the earlier gradients after a failed backward. Postponed sums keep what was added to them."""
@@ -155,7 +164,8 @@ class DelayedHooks:
 
     def delay(self, leaf: torch.Tensor) -> None:
         """Replace ``leaf``'s hooks by stand-ins that only record the call."""
-        for hooks in (leaf._backward_hooks, leaf._post_accumulate_grad_hooks):
+        of_node = *hooks_before(leaf), *hooks_after(leaf)
+        for hooks in (leaf._backward_hooks, leaf._post_accumulate_grad_hooks, *of_node):
             for key, hook in list((hooks or {}).items()):
                 self._kept.append((hooks, key, hook))  # type: ignore[arg-type]
                 hooks[key] = self._make_note(id(leaf))  # type: ignore[index]
@@ -170,8 +180,8 @@ class DelayedHooks:
         """Return the place of ``leaf`` in the order in which hooks were called; leaves without a call come last."""
         return self._order.get(id(leaf), len(self._order))
 
-    def _make_note(self, key: int) -> Callable[[object], None]:
-        def note(_: object) -> None:
+    def _make_note(self, key: int) -> Callable[..., None]:
+        def note(*_: object) -> None:
             self._order.setdefault(key, len(self._order))
 
         return note
@@ -184,6 +194,23 @@ def run_hooks(leaf: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
         if changed is not None:
             gradient = changed
     return gradient
+
+
+def _run_hooks_before(leaf: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor | None:
+    """Call the hooks of the leaf's node that come before it accumulates; return the gradient that they make."""
+    given: tuple[torch.Tensor | None] = (gradient,)
+    for hook in [hook for hooks in hooks_before(leaf) for hook in hooks.values()]:
+        changed = hook(given)
+        if changed is not None:
+            if not isinstance(changed, tuple):  # torch's own texts
+                raise TypeError(f"expected tuple, but hook returned '{type(changed).__name__}'")
+            if len(changed) != 1:
+                raise RuntimeError(
+                    f"hook '{getattr(hook, '__name__', '<unknown>')}' has returned an incorrect number of values "
+                    f"(got {len(changed)}, but expected 1)"
+                )
+            given = changed
+    return given[0]
 
 
 def _accumulate(leaf: torch.Tensor, before: torch.Tensor) -> None:
@@ -204,7 +231,9 @@ def _accumulate(leaf: torch.Tensor, before: torch.Tensor) -> None:
 # In one process a hook of a leaf gets the gradient of the whole batch. During a backward on ranks, only the gradient of
 # this rank's share exists. A hook that is not linear (that clips, takes the sign, or steps an optimizer) would compute
 # another result from it. So hooks are held back: a stand-in replaces each hook, in the dict from which the hook's
-# handle removes it, and records the order of calls. When gradients are averages, the hooks are called in that order.
+# handle removes it, and records the order of calls. When gradients are averages, the leaves' hooks are called in that
+# order of the leaves, and those of one leaf in torch's order: hooks of `register_hook`, prehooks of the leaf's
+# AccumulateGrad node, hooks of `register_post_accumulate_grad_hook`, hooks of the node.
 #
 # A hook of `register_hook` gets the gradient of this backward, without earlier ones. So earlier gradients are put
 # aside, and added to the average before post-accumulate hooks run. Therefore no gradient is averaged twice, however

@@ -9,6 +9,7 @@ from torch import nn
 
 from lagom.collectives.agreement_exchange import is_plain_cpu_tensor
 from lagom.gradients.overlap import MIN_BYTES
+from lagom.run_state.leaf_hooks import has_hooks
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -58,7 +59,7 @@ class BackwardCache:
         if cached is None:
             return None
         for leaf in leaves:
-            if leaf.grad is not None or leaf._backward_hooks or leaf._post_accumulate_grad_hooks:
+            if leaf.grad is not None or has_hooks(leaf):
                 return None
         return cached
 

@@ -15,6 +15,7 @@ from lagom.gradients.overlap import OverlappedBackward
 from lagom.gradients.reduction.layout import Layout, LayoutEntry
 from lagom.gradients.reduction.mean import Mean
 from lagom.gradients.tensor_averager import TensorAverager, real_gradient
+from lagom.run_state.leaf_hooks import has_hooks
 from lagom.run_state.plain_leaves import Likeness
 
 if TYPE_CHECKING:
@@ -90,9 +91,7 @@ class GradientAverager:
         """
         known = [(self._leaves.known(leaf), leaf) for leaf in pending.leaves]
         averaged = [(-1 if n is None else n, leaf) for n, leaf in known if n not in self._verified.local]
-        plain = [
-            leaf for leaf in pending.without_gradient if not (leaf._backward_hooks or leaf._post_accumulate_grad_hooks)
-        ]
+        plain = [leaf for leaf in pending.without_gradient if not has_hooks(leaf)]
         self.overlap.begin([n for n, _ in averaged], [leaf for _, leaf in averaged], plain)
 
     @torch.no_grad()

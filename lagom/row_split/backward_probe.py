@@ -19,6 +19,7 @@ from lagom.patching.object_reference import HiddenReference
 from lagom.random_states import equal_random_states, random_states
 from lagom.row_split.comparison import are_close
 from lagom.row_split.recorder import NotByRowsError
+from lagom.run_state.leaf_hooks import has_hooks
 from lagom.run_state.leaves import find_leaves
 from lagom.run_state.loss_terms import find_nodes, root_nodes
 from lagom.run_state.memory_layout import storage_of
@@ -228,11 +229,7 @@ def find_unread(outputs: Sequence[Any], inside: Sequence[nn.Module]) -> list[Ten
         return []
     found = [leaf for leaf in find_leaves(_with_graph(outputs)) if not isinstance(leaf, nn.Parameter)]
     counts = _count_references(found)
-    return [
-        leaf
-        for leaf, count in zip(found, counts, strict=True)
-        if count <= _least_count() and not (leaf._backward_hooks or leaf._post_accumulate_grad_hooks)
-    ]
+    return [leaf for leaf, count in zip(found, counts, strict=True) if count <= _least_count() and not has_hooks(leaf)]
 
 
 @functools.cache

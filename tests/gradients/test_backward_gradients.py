@@ -45,6 +45,48 @@ def optimizer_in_the_backward(_: Session) -> list[Tensor]:
     return weights(model)
 
 
+def optimizer_in_hooks_of_nodes(_: Session) -> list[Tensor]:
+    """The idiom before torch had ``register_post_accumulate_grad_hook``."""
+    model = mlp()
+    optimizers = {p: torch.optim.SGD([p], 0.1, momentum=0.9) for p in model.parameters()}
+    nodes: list[Any] = [p.expand_as(p).grad_fn.next_functions[0][0] for p in optimizers]  # type: ignore[union-attr]
+
+    def step(p: Any) -> None:
+        p.grad.copy_(p.grad.sign() * p.grad.abs().sqrt())
+        optimizers[p].step()
+        p.grad = None
+
+    for p, node in zip(optimizers, nodes, strict=True):
+        node.register_hook(lambda *_, p=p: step(p))
+    for x, y in DataLoader(data(), batch_size=6):
+        mse(model)(x, y).backward()
+        assert all(p.grad is None for p in optimizers)
+    return weights(model)
+
+
+def hooks_of_leaves_and_nodes(_: Session) -> list[Tensor]:
+    """All four kinds of hooks of a leaf, while gradients accumulate."""
+    model: Any = mlp()
+    p, seen = model[0].weight, []
+    node = p.view_as(p).grad_fn.next_functions[0][0]
+
+    def after(inputs: tuple[()], outputs: tuple[Tensor | None]) -> None:
+        seen.append(p.grad.clone())
+        seen.extend(one.clone() for one in (*inputs, *outputs) if one is not None)
+
+    node.register_hook(after)
+    node.register_prehook(lambda outputs: (outputs[0].sign(),))
+    p.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.clone()))
+    p.register_hook(lambda grad: grad.cumsum(0))
+    removed = node.register_prehook(lambda outputs: (outputs[0] * 0,))
+    removed.remove()
+    for x, y in DataLoader(data(), batch_size=6):
+        mse(model)(x, y).backward()
+    node.register_prehook(lambda outputs: (None,))
+    mse(model)(x, y).backward()
+    return [p.grad for p in model.parameters() if p.grad is not None] + seen
+
+
 def hooks_while_accumulating(_: Session) -> list[Tensor]:
     model: Any = mlp()
     seen: list[Tensor] = []
@@ -122,6 +164,8 @@ def differentiated_where_samples_choose_the_layer(kinds: tuple[type[nn.Module], 
 PROGRAMS: list[Program] = [
     hooks_in_order,
     optimizer_in_the_backward,
+    optimizer_in_hooks_of_nodes,
+    hooks_of_leaves_and_nodes,
     hooks_while_accumulating,
     accumulating_in_place,
     hooks_with_a_reentrant_checkpoint,
@@ -229,13 +273,25 @@ def test_a_hook_may_run_a_backward_of_its_own() -> None:
 
 
 def test_a_hook_that_gives_something_fails_as_in_torch() -> None:
-    def program(_: Session) -> str:
-        model = mlp()
+    def program(_: Session) -> list[str]:
+        model: Any = mlp()
         x, y = next(iter(DataLoader(data(), batch_size=6)))
-        for p in model.parameters():
-            p.register_post_accumulate_grad_hook(lambda p: p.grad.mul_(0.9))
-        with pytest.raises(RuntimeError) as failed:
-            mse(model)(x, y).backward()
-        return str(failed.value)
+        p, texts = model[0].weight, []
+        node = p.view_as(p).grad_fn.next_functions[0][0]
+
+        def two(gradients: tuple[Tensor]) -> tuple[Tensor, Tensor]:
+            return gradients * 2
+
+        for register, hook in (
+            (p.register_post_accumulate_grad_hook, lambda p: p.grad.mul_(0.9)),
+            (node.register_prehook, lambda gradients: gradients[0]),
+            (node.register_prehook, two),
+        ):
+            handle = register(hook)
+            with pytest.raises((RuntimeError, TypeError)) as failed:
+                mse(model)(x, y).backward()
+            handle.remove()
+            texts.append(str(failed.value))
+        return texts
 
     assert run_ranks(2, program) == [alone(program)] * 2
