@@ -14,8 +14,6 @@ LOST = {
         *("test_inplace_on_view_backward", "test_once_differentiable"),
         # A gradient is the average, in memory of its own.
         "test_no_grad_copy_sparse",
-        # Gradients in oneDNN's layout cannot be averaged.
-        *("test_gradcheck_multiple_mkldnn_inputs", "test_gradcheck_validates_input_mkldnn"),
         # Not examined.
         "test_current_graph_task_execution_order",
     },

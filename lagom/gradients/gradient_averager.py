@@ -267,10 +267,16 @@ class GradientAverager:
         pending.expect([leaf])
         dense = not all(entry.sparse for entry in entries)
         if leaf.grad is None:
-            leaf.grad = torch.zeros_like(leaf) if dense else torch.zeros_like(leaf, layout=torch.sparse_coo)
+            leaf.grad = _make_zeros(leaf, dense=dense)
         elif dense and leaf.grad.is_sparse:
             leaf.grad = leaf.grad.to_dense()
         return real_gradient(leaf)
+
+
+def _make_zeros(leaf: torch.Tensor, *, dense: bool) -> torch.Tensor:
+    if leaf.is_mkldnn:
+        return torch.zeros(leaf.shape, dtype=leaf.dtype).to_mkldnn()
+    return torch.zeros_like(leaf) if dense else torch.zeros_like(leaf, layout=torch.sparse_coo)
 
 
 def _describe_place(kind: str, pending: BackwardGradients) -> str:

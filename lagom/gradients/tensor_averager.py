@@ -54,7 +54,7 @@ class TensorAverager:
             by_mean: whether to use the mean, and not the run's reduction.
         """
         entries = tuple(
-            (number, gradient.dtype, gradient.shape, gradient.is_sparse, gradient.is_cuda)
+            (number, gradient.dtype, gradient.shape, gradient.is_sparse or gradient.is_mkldnn, gradient.is_cuda)
             for number, gradient in zip(numbers, gradients, strict=True)
         )
         found = self._layouts.get((kind, entries))
@@ -95,8 +95,16 @@ class TensorAverager:
         assert layout.reduction is not None
         layout.reduction.reduce(layout, gradients)
         for i in layout.sparse:
-            self._average_sparse(gradients[i])
+            if gradients[i].is_mkldnn:
+                self._average_opaque(gradients[i])
+            else:
+                self._average_sparse(gradients[i])
         return True
+
+    def _average_opaque(self, gradient: torch.Tensor) -> None:
+        """Average a gradient in oneDNN's layout, whose memory cannot be read."""
+        total = torch.stack(all_gather_values(self._group, gradient.to_dense())).sum(0)
+        gradient.copy_(total.div_(self._group.world_size).to_mkldnn())
 
     def _average_sparse(self, gradient: torch.Tensor) -> None:
         mine = gradient.coalesce()

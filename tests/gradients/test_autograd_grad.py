@@ -352,6 +352,34 @@ def sparse_leaves(_: Session) -> list[Tensor]:
     return [one.to_dense() for one in (*found, trained.grad, number.grad)]
 
 
+def leaves_in_the_layout_of_onednn(_: Session) -> list[Tensor]:
+    """A leaf that is trained twice, and one that only ``torch.autograd.grad`` knows; oneDNN has no float64."""
+    leaf, trained = (torch.arange(1.0, 4.0).to_mkldnn().requires_grad_() for _ in range(2))
+    optimizer = torch.optim.SGD([trained], 0.5)
+    found = torch.autograd.grad((leaf.to_dense() ** 2).sum(), leaf)
+    for x, _y in DataLoader(TensorDataset(torch.arange(6.0), torch.zeros(6)), batch_size=2):
+        (trained.to_dense() * x.sum()).sum().backward()
+        optimizer.step()
+    assert trained.grad is not None
+    return [one.detach().to_dense() for one in (*found, trained, trained.grad)]
+
+
+@pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this torch has no oneDNN")
+@pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.soak)])
+def test_leaves_in_the_layout_of_onednn_are_trained_as_in_one_process(world_size: int) -> None:
+    check_against_one_process(leaves_in_the_layout_of_onednn, world_size, batches="whole")
+
+
+@pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this torch has no oneDNN")
+def test_a_leaf_in_the_layout_of_onednn_that_only_another_rank_reaches_gets_its_half() -> None:
+    def run(session: Session) -> list[float]:
+        leaves = [nn.Parameter(torch.ones(2).to_mkldnn()) for _ in range(2)]
+        (leaves[session.rank].to_dense() * 3).sum().backward()
+        return [leaf.grad.to_dense().sum().item() for leaf in leaves if leaf.grad is not None]
+
+    assert run_ranks(2, run) == [[3.0, 3.0]] * 2
+
+
 @pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.soak)])
 def test_sparse_leaves_are_trained_as_in_one_process(world_size: int) -> None:
     check_against_one_process(sparse_leaves, world_size, batches="whole")

@@ -25,6 +25,7 @@ class LayoutEntry(NamedTuple):
     dtype: torch.dtype
     shape: torch.Size
     sparse: bool
+    """Whether the gradient is sparse, or in the layout of oneDNN."""
     cuda: bool
 
 
@@ -36,7 +37,7 @@ class Bucket:
 
 
 class Layout:
-    """Sorts gradients by their way: with the signature (small), in a bucket (any others), or alone (sparse).
+    """Sorts gradients by their way: with the signature (small), in a bucket (other dense ones), or alone.
 
     Args:
         kind: name of the exchange.

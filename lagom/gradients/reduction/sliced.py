@@ -118,8 +118,8 @@ class Adasum(_SlicedReduction):
         """
         if layout.sparse:
             raise LagomError(
-                "reduction='adasum' has no rule for sparse gradients, and an embedding with sparse=True has them; "
-                "use sparse=False, or reduction='mean'"
+                "reduction='adasum' has no rule for sparse gradients, which an embedding with sparse=True has, nor for "
+                "gradients of tensors from to_mkldnn(); use sparse=False and dense tensors, or reduction='mean'"
             )
         if layout.buckets:
             self.combine(layout.buckets, gradients)
