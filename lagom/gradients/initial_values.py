@@ -84,6 +84,6 @@ class InitialValueCheck:
         return (
             f"{name} had different values on different ranks when it was first trained; draw initial values from "
             "torch's, numpy's or random's global generators, which lagom starts equal on all ranks, and not from "
-            "the time, the process or a generator of your own without a fixed seed; and make the same "
-            "parameters on all ranks, which are told apart by the order in which they were made"
+            "the time, the process, uninitialised memory (torch.empty) or a generator of your own without a fixed "
+            "seed; and make the same parameters on all ranks, which are told apart by the order in which they were made"
         )
