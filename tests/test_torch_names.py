@@ -75,6 +75,7 @@ NAMES = (
     "torch.jit._state._python_cu",
     "torch.nn.modules.batchnorm._BatchNorm",
     "torch.utils._python_dispatch.TorchDispatchMode",
+    "torch.utils._python_dispatch._disable_current_modes",
     "torch.utils._pytree.TreeSpec",
     "torch.utils._pytree.tree_flatten",
     "torch.utils._pytree.tree_leaves",
