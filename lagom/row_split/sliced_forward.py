@@ -129,14 +129,7 @@ class SlicedRuns:
         block = RowBlock(group.rank, group.world_size, candidate.rows)
         exchange = RowExchange(self._gatherer, block, f"the output of {type(candidate.module).__name__}")
         leaves = [slice_rows(leaf, exchange) if is_batch(leaf, candidate.rows) else leaf for leaf in candidate.leaves]
-        reads = finding.input_reads
-        answers = reads.answers(finding.reads, reads.find(leaves, candidate.inside)) if reads.reads else finding.reads
-        watches = bool(finding.axes or finding.reads) or session.reads_in_threads
-        region = SlicedForward(
-            BatchShare(block.num_mine, block.num_all, block.even),
-            Draws(block, finding.axes, answers, finding.multiples) if watches else None,
-            finding.needs_mode,
-        )
+        region = self._region(candidate, finding, block, leaves)
         losses = RankLosses(finding.losses, exchange, region.left_alone) if any(finding.losses) else None
         with (
             _detour(candidate, finding, region.draws) as restore,
@@ -171,6 +164,19 @@ class SlicedRuns:
             restore()  # an evaluation called the model with a share of a training batch, which differs between ranks
             finding.reason = "was called with other inputs on other ranks"
             return candidate.run(candidate.leaves)
+
+    def _region(
+        self, candidate: SplitCandidate, finding: SplitFinding, block: RowBlock, leaves: list[Any]
+    ) -> SlicedForward:
+        """Return what a forward sees of the whole batch, when it gets ``leaves`` with the rows of ``block``."""
+        reads = finding.input_reads
+        answers = reads.answers(finding.reads, reads.find(leaves, candidate.inside)) if reads.reads else finding.reads
+        watches = bool(finding.axes or finding.reads) or self._session.reads_in_threads
+        return SlicedForward(
+            BatchShare(block.num_mine, block.num_all, block.even),
+            Draws(block, finding.axes, answers, finding.multiples) if watches else None,
+            finding.needs_mode,
+        )
 
     def _compare_reads(
         self, candidate: SplitCandidate, finding: SplitFinding, restore: Callable[[], None], *, is_stale: bool
