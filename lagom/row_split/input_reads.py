@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
@@ -25,8 +26,16 @@ if TYPE_CHECKING:
 
 _MAX_OPERATIONS = 200
 """Number of operations that lead to a read above which the forward runs whole: all are repeated before each call."""
-_READS = frozenset(("aten::_local_scalar_dense", "aten::equal"))
-"""Operations whose result is a number, which is the same whether a program has the whole batch or a part."""
+_RULES: dict[str, Callable[[Iterable[Any]], Any]] = {
+    "aten::all": all,
+    "aten::equal": all,
+    "aten::any": any,
+    "aten::max": max,
+    "aten::min": min,
+    "aten::sum": sum,
+}
+"""How the number of a batch comes from those of its parts, by the operation that makes the number."""
+_READ = "aten::_local_scalar_dense"
 _MAX_DIMENSIONS = 12
 """Number of dimensions of the input above which products of three sizes are no longer considered."""
 _MAX_SHAPES = 256
@@ -113,6 +122,10 @@ class Operation:
         found: OpOverload = getattr(getattr(getattr(torch.ops, space), packet), self.overload or "default")
         return found
 
+    def is_reduction(self) -> bool:
+        """Return whether the operation makes one number of all elements of a tensor, by one of the rules."""
+        return self.name in _RULES and self.overload in ("", "default")
+
     def fitting(self, other: Operation, shapes: Shapes) -> Operation | None:
         """Return this operation with the formulas that fit ``other`` too; None if it is another operation.
 
@@ -154,7 +167,12 @@ class InputReads:
         ]
         self.reads = tuple(reads)
         self.values = tuple(values)
+        self._makers = [number if one.name in _RULES else one.leaves[0].number for number, one in self._readers()]
+        """Number of the operation that makes each number, of rows of the batch."""
         self._ready: dict[Shapes, list[tuple[OpOverload, tuple[Any, ...], TreeSpec]] | None] = {}
+
+    def _readers(self) -> list[tuple[int, Operation]]:
+        return [(number, self._plain[number]) for number in self.reads]
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out what is made again, and cannot be pickled."""
@@ -182,10 +200,32 @@ class InputReads:
             leaves: the leaves of the arguments.
             modules: the module and all modules inside it.
         """
+        found = self._run(leaves, modules)
+        return None if found is None else tuple([found[0][number][0] for number in self.reads])
+
+    def rows(self, leaves: Sequence[Any], modules: Sequence[nn.Module]) -> list[Tensor] | None:
+        """Return the tensors whose rows the numbers are made of; None if they cannot be found."""
+        found = self._run(leaves, modules)
+        return None if found is None else [one for number in self._makers for one in found[1][number]]
+
+    def of_batch(self, parts: Iterable[Sequence[Any]], modules: Sequence[nn.Module]) -> tuple[object, ...] | None:
+        """Return the numbers of a batch from those of its ``parts``, which are leaves; None if they are not found."""
+        found = [self.find(part, modules) for part in parts]
+        if any(one is None for one in found):
+            return None
+        rules = [_RULES[self._plain[number].name] for number in self._makers]
+        columns = zip(*[one for one in found if one is not None], strict=True)
+        return tuple([rule(column) for rule, column in zip(rules, columns, strict=True)])
+
+    def _run(
+        self, leaves: Sequence[Any], modules: Sequence[nn.Module]
+    ) -> tuple[list[list[Any]], list[list[Tensor]]] | None:
+        """Run the operations; return the results of each and its tensors; None if they cannot be run."""
         prepared = self._prepared(shapes_of(leaves))
         if prepared is None:
             return None
         results: list[list[Any]] = []
+        given: list[list[Tensor]] = []
 
         def tensor_of(place: Any) -> Any:
             if isinstance(place, Result):
@@ -199,11 +239,13 @@ class InputReads:
         try:
             with torch.no_grad():
                 for function, places, spec in prepared:
-                    args, kwargs = tree_unflatten([tensor_of(place) for place in places], spec)
+                    values = [tensor_of(place) for place in places]
+                    given.append([one for one in values if isinstance(one, torch.Tensor)])
+                    args, kwargs = tree_unflatten(values, spec)
                     results.append(tree_flatten(function(*args, **kwargs))[0])
         except Exception:  # the numbers may be another way's, for which the operations are wrong
             return None
-        return tuple([results[number][0] for number in self.reads])
+        return results, given
 
     def answers(self, reads: Sequence[object], part: Sequence[object] | None = None) -> list[object]:
         """Return ``reads``, which a forward read in its probe, with an ``Answer`` in place of each ``InputRead``.
@@ -279,11 +321,12 @@ class InputReadsRecorder:
         """Record an operation after it has run."""
         tensors = [one for one in tree_flatten((args, kwargs))[0] if isinstance(one, torch.Tensor)]
         changed = [one for one in tree_flatten(result)[0] if isinstance(one, torch.Tensor)]
-        written = [
-            one
-            for one, argument in zip(args, function._schema.arguments, strict=False)
-            if argument.alias_info is not None and argument.alias_info.is_write and isinstance(one, torch.Tensor)
+        outs = [
+            args[place] if place < len(args) else kwargs.get(argument.name)
+            for place, argument in enumerate(function._schema.arguments)
+            if argument.alias_info is not None and argument.alias_info.is_write
         ]
+        written = [one for one in tree_flatten(outs)[0] if isinstance(one, torch.Tensor)]
         is_given = any(storage_of(one)._cdata in self._given for one in written)  # to repeat it would change it again
         may_repeat = not is_given and not draws_random_numbers(function, args, kwargs)
         if not may_repeat or not self._is_known(tensors) or function._overloadpacket in flop_registry:
@@ -298,8 +341,12 @@ class InputReadsRecorder:
     def read(self, function: OpOverload, args: tuple[Any, ...], result: Any) -> InputRead | None:
         """Record an operation that reads; return None if its number cannot be found from the input alone."""
         tensors = [one for one in args if isinstance(one, torch.Tensor)]
-        if function._schema.name not in _READS or type(result) not in (bool, int) or not self._is_known(tensors):
+        if type(result) not in (bool, int) or not self._is_known(tensors):
             return None  # a float is another number with each batch
+        maker = self._place_of(tensors[0])
+        is_made = isinstance(maker, Result) and self._operations[maker.number][0].is_reduction()
+        if function._schema.name != "aten::equal" and not (function._schema.name == _READ and is_made):
+            return None
         self._reads.append(len(self._operations))
         self._values.append(result)
         self._append(function, args, {}, tensors, [])
@@ -382,15 +429,17 @@ def _place_key(tensor: Tensor) -> tuple[object, ...]:
 #
 # A forward may read a number of its input: whether a mask is all ones, whether an id is the padding. By this number it
 # chooses its way, and a part of the batch may have another. If the number comes from inputs without gradient, and not
-# from parameters, it is the same on every rank, which has the whole batch. So a probe records the operations that lead
-# to each read. Before a sliced call, every rank runs these operations on its whole input. If the numbers are those of
-# the probe, the forward runs on its rows, and its reads get the numbers of the whole batch. Other numbers may be
-# another way, and have a finding of their own.
+# from parameters, every rank can find it, since it has the whole batch. So a probe records the operations that lead to
+# each read. The last of them must make one number of rows, so that the number of the batch follows from those of its
+# parts (all, any, max, min, sum); the probe compares these rows between the batch and its parts. Before a sliced call,
+# every rank runs the operations on all parts. If the numbers of the batch are those of the probe, the forward runs on
+# its rows, and its reads get them. Other numbers may be another way, and have a finding of their own.
 #
 # Among the arguments of the operations are numbers that come from shapes (``expand(len(ids), 1, 9, 9)``). A number is
 # kept as all formulas of sizes that give it in each recorded call: those of the probe, which have the rows of the batch
 # and of its parts. Where the formulas disagree about new shapes, the call runs whole, is recorded, and decides.
 #
-# The operations may be out of date: a program may compare ids with a global that it changes. So a rank runs them on its
-# rows, too, and compares each read of the forward with the number found. If one was not equal on any rank, the gather
-# of the outputs fails on all, the call is repeated whole, and the next one is probed.
+# The operations may be out of date: a program may compare ids with a global that it changes. So each rank compares what
+# its forward reads with what the operations gave for its part. If all are equal, the number of the batch is right too,
+# since it follows from them. If one was not, the gather of the outputs fails on all ranks, the call is repeated whole,
+# and the next one is probed.

@@ -51,6 +51,7 @@ if TYPE_CHECKING:
     from torch.utils._pytree import TreeSpec
 
 UNIFORM = "is called with rows that are all alike, which does not show whether it mixes them"
+_OF_INPUT = "takes decisions by the numbers of its input, which do not follow from those of a part"
 NO_MEMORY = "has no memory to be run once more and compared"
 """Reasons that may no longer hold at the next call."""
 
@@ -140,6 +141,7 @@ class _Comparison:
         self._backwards = BackwardProbe(self._parameters, tolerance_for(candidate))
         self._made = MadeLeaves()
         self._losses: list[BlockLosses] = []
+        self._parts: list[list[Any]] = []
 
     def run_whole(self) -> list[Any]:
         """Run the forward on the whole batch, on copies of its input; return its outputs."""
@@ -195,12 +197,14 @@ class _Comparison:
                     "leaves other values in its attributes, or in what it can see, for a part of its batch"
                 )
         self._backwards.compare()
+        self._compare_reads()
         compare_losses(self._finding.losses, self._losses, tolerance_for(self._candidate))
         compare(self._finding, outputs, parts, tolerance_for(self._candidate))
 
     def _run_block(self, block: RowBlock) -> list[Any]:
         candidate, finding = self._candidate, self._finding
         leaves = candidate.cut_leaves(block)
+        self._parts.append(leaves)
         inputs = [leaf for leaf in leaves if is_batch(leaf, block.num_mine)]
         reads = None if candidate.repeats else InputReadsRecorder(leaves, candidate.inside)
         answers = finding.input_reads.answers(finding.reads)
@@ -223,6 +227,19 @@ class _Comparison:
         if part.reads != self._recorder.reads or not finding.input_reads.learn(part.input_reads()):
             raise NotByRowsError("reads other numbers for a part of its batch, and may decide by them")
         return outputs
+
+    def _compare_reads(self) -> None:
+        """Check that the numbers that the forward reads follow from those of the blocks, and are of their rows."""
+        reads, modules = self._finding.input_reads, self._candidate.inside
+        if not reads.reads:
+            return
+        whole = reads.rows(self._given, modules)
+        parts = [reads.rows(leaves, modules) for leaves in self._parts]
+        if whole is None or None in parts or reads.of_batch(self._parts, modules) != reads.values:
+            raise NotByRowsError(_OF_INPUT)
+        for one, others in zip(whole, zip(*filter(None, parts), strict=True), strict=True):
+            if not one.dim() or not all(part.dim() for part in others) or not torch.equal(torch.cat(others), one):
+                raise NotByRowsError(_OF_INPUT)
 
     def _begin(self) -> None:
         self._noted.replay()

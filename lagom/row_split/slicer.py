@@ -33,7 +33,7 @@ from lagom.row_split.split_candidate import (
     try_again,
 )
 from lagom.row_split.surroundings import Surroundings, watched_writes
-from lagom.row_split.whole_batch import Gatherer, is_worth_slicing
+from lagom.row_split.whole_batch import Gatherer, RowBlock, is_worth_slicing
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -181,7 +181,8 @@ class Slicer:
         If the numbers cannot be found for these shapes of the input, it is the first finding that does not know them.
         """
         while (finding := calls.findings.get(kind)) is not None and finding.sliced and finding.input_reads.reads:
-            found = finding.input_reads.find(candidate.leaves, candidate.inside)
+            parts = map(candidate.cut_leaves, RowBlock(0, self._group.world_size, candidate.rows).all_blocks)
+            found = finding.input_reads.of_batch(parts, candidate.inside)
             if found == finding.input_reads.values or not self._knows_shapes(finding, candidate):
                 break
             kind = kind._replace(way=kind.way + 1)
@@ -191,12 +192,9 @@ class Slicer:
         return kind, finding
 
     def _knows_shapes(self, finding: SplitFinding, candidate: SplitCandidate) -> bool:
-        """Return whether the numbers that a forward will read can be found for the batch and for each rank's rows."""
+        """Return whether the numbers that a forward will read can be found for each rank's rows."""
         num_ranks = self._group.world_size
-        shapes = [
-            candidate.shapes_for(rows)
-            for rows in (candidate.rows, candidate.rows // num_ranks, -(-candidate.rows // num_ranks))
-        ]
+        shapes = [candidate.shapes_for(rows) for rows in {candidate.rows // num_ranks, -(-candidate.rows // num_ranks)}]
         return not finding.input_reads.reads or all(map(finding.input_reads.knows, shapes))
 
     def _record_reads(self, candidate: SplitCandidate, calls: KnownCalls, kind: CallKind) -> Any:

@@ -124,6 +124,21 @@ class Counted(Masked):
         return x.mean(1) if (ids * self.calls < 8 * self.calls).all() else x.sum(1)
 
 
+class CountedByOut(Counted):
+    """Changes its buffer by an argument for the result."""
+
+    def mean(self, x: Tensor, ids: Tensor) -> Tensor:
+        torch.add(self.calls, 1, out=self.calls)
+        return x.mean(1) if (ids * self.calls < 8 * self.calls).all() else x.sum(1)
+
+
+class Threshold(Masked):
+    """Compares a mean with a number that comes from the length, and is not kept as a formula."""
+
+    def mean(self, x: Tensor, ids: Tensor) -> Tensor:
+        return x.mean(1) if (ids != 0).sum(1).double().mean() > 0.7 * ids.shape[1] else x.sum(1)
+
+
 class Mixing(Masked):
     """Mixes the rows, by a number that it reads."""
 
@@ -144,6 +159,8 @@ SPLIT = [Masked, Different, Longest, Expanded, InPlace, Buffered, Chosen, Rename
 WHOLE = {
     OfWeights: "takes decisions by the numbers of its input",
     Counted: "takes decisions by the numbers of its input",
+    CountedByOut: "takes decisions by the numbers of its input",
+    Threshold: "takes decisions by the numbers of its input",
     Mixing: "does not compute the rows of its batch one by one",
     Checkpointed: "takes decisions by the numbers of its input, which it computes at length",
 }
