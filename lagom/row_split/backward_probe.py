@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
+from torch.utils.checkpoint import CheckpointFunction
 
 from lagom.inspection.reads import flatten, is_tensor
 from lagom.patching.object_reference import HiddenReference
@@ -140,6 +141,12 @@ def _is_root(one: Any) -> bool:
 def _has_own_function(outputs: Sequence[Any]) -> bool:
     """Return whether the graph of ``outputs`` has a function whose backward is neither torch's nor lagom's."""
     return any(_is_own(node) for node in find_nodes(root_nodes([one for one in outputs if _is_root(one)])))
+
+
+def has_checkpoint(outputs: Sequence[Any]) -> bool:
+    """Return whether the graph of ``outputs`` has a reentrant checkpoint, which runs its part again in the backward."""
+    nodes = find_nodes(root_nodes([one for one in outputs if _is_root(one)]))
+    return any(getattr(type(node), "_forward_cls", None) is CheckpointFunction for node in nodes)
 
 
 def _is_own(node: Any) -> bool:

@@ -50,6 +50,11 @@ def are_close(one: Tensor, other: Tensor, tolerance: float) -> bool:
     return torch.allclose(one, other, rtol=tolerance, atol=tolerance * scale, equal_nan=True)
 
 
+def drop_rows(tensor: Tensor, start: int, stop: int) -> Tensor:
+    """Return ``tensor`` without the rows from ``start`` to ``stop``; all of it if ``stop`` is 0."""
+    return torch.cat([tensor[:start], tensor[stop:]]) if stop else tensor
+
+
 def tolerance_for(candidate: SplitCandidate) -> float:
     """Return a relative tolerance for sums in another order, in the least exact type in use."""
     kinds = {p.dtype for p in candidate.module.parameters() if p.is_floating_point()}

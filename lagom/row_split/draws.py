@@ -207,6 +207,8 @@ class Answer(NamedTuple):
 
 def reads_numbers(function: OpOverload, args: Sequence[Any]) -> bool:
     """Return whether ``function`` takes values out of a tensor, or returns a shape that depends on values."""
+    if function._schema.name == "aten::_pack_padded_sequence":  # its shape depends on lengths, which it does not tell
+        return True
     if _READS.isdisjoint(function.tags):
         return False
     if function._schema.name == "aten::index":  # by masks or by numbers

@@ -5,12 +5,12 @@ from __future__ import annotations
 import threading
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch.utils._python_dispatch import _disable_current_modes as disabled_modes
 
-from lagom.row_split.comparison import are_close
+from lagom.row_split.comparison import are_close, drop_rows
 from lagom.row_split.draws import OtherWayError
 from lagom.row_split.recorder import NotByRowsError
 from lagom.row_split.row_functions import gather_blocks
@@ -19,7 +19,6 @@ from lagom.row_split.shared_loss import (
     MEAN,
     NONE,
     SUM,
-    SUMMED,
     LossArithmetic,
     TorchLoss,
     any_rank,
@@ -41,6 +40,9 @@ if TYPE_CHECKING:
 _BY_PARTS = "computes a loss in its forward, which is not the sum or mean of its rows' losses"
 _running = threading.local()
 """``losses``: what computes the losses of the forward that runs in this thread; None if torch does."""
+
+
+_NO_MORE: Any = object()
 
 
 @dataclass(frozen=True)
@@ -76,9 +78,11 @@ class InnerLosses:
             NotByRowsError: in a probe, if it cannot be computed from the losses of rows.
             OtherWayError: in a sliced forward, on all ranks, if it is not as in the probe.
         """
-        found = next(self._found, None)
+        found = next(self._found, _NO_MORE)
         if found is None:
             return original(*args, **kwargs)
+        if found is _NO_MORE:
+            self.refuse()
         with _entered(None):
             return self.of_batch(found, loss, original, args, kwargs)
 
@@ -87,6 +91,10 @@ class InnerLosses:
     ) -> Any:
         """Return a loss of the batch."""
         raise NotImplementedError
+
+    def refuse(self) -> NoReturn:
+        """Raise the error for a loss that the forward did not compute in its probe."""
+        raise NotByRowsError(_BY_PARTS)
 
 
 @contextmanager
@@ -113,6 +121,8 @@ class WholeLosses(InnerLosses):
         self._recorder = recorder
         self._rows = rows
         self.found: list[InnerLoss | None] = []
+        self.arguments: list[tuple[Tensor, Tensor]] = []
+        """Scores and targets of each loss of the batch."""
 
     def compute(self, loss: TorchLoss, original: Original, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return the loss."""
@@ -123,10 +133,14 @@ class WholeLosses(InnerLosses):
             self.found.append(None)
             return result
         is_cut = scores.dim() > 0 and scores.shape[0] and scores.shape[0] % self._rows == 0
+        is_cut = is_cut and not any(
+            isinstance(args[i], torch.Tensor) and self._recorder.follows_input(args[i]) for i in loss.weights
+        )
         if not (is_cut and _has_rows(loss, args) and not any(isinstance(one, torch.Tensor) for one in kwargs.values())):
             raise NotByRowsError(_BY_PARTS)
         with disabled_modes():
             value = result.detach().clone()
+            self.arguments.append((scores.detach().clone(), targets.detach().clone()))
         self.found.append(InnerLoss(loss.name, scores.shape[0] // self._rows, value))
         self._recorder.count_as_whole(result)
         return result
@@ -141,6 +155,27 @@ class RepeatedLosses(InnerLosses):
         """Return the loss in the probe's run on the whole batch."""
         with disabled_modes():
             return found.value.clone()
+
+
+class ChangedRowLosses(RepeatedLosses):
+    """Gives the losses of the whole batch again; refuses those for which another row than ``row`` has changed."""
+
+    def __init__(self, whole: WholeLosses, row: int, tolerance: float) -> None:
+        super().__init__(whole.found)
+        self._arguments = iter(whole.arguments)
+        self._row = row
+        self._tolerance = tolerance
+
+    def of_batch(
+        self, found: InnerLoss, loss: TorchLoss, original: Original, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Return the loss in the probe's run on the whole batch."""
+        own = self._row * found.factor, (self._row + 1) * found.factor
+        with disabled_modes():
+            for one, before in zip(args[:2], next(self._arguments), strict=True):
+                if not are_close(drop_rows(one.detach(), *own), drop_rows(before, *own), self._tolerance):
+                    raise NotByRowsError("does not compute the rows of its batch one by one")
+        return super().of_batch(found, loss, original, args, kwargs)
 
 
 class BlockLosses(RepeatedLosses):
@@ -187,6 +222,7 @@ class RankLosses(InnerLosses):
 
     Args:
         left_alone: returns a context manager in which draws and reads are not the forward's.
+        signed: bytes of the input, which must be equal on all ranks.
     """
 
     def __init__(
@@ -194,8 +230,10 @@ class RankLosses(InnerLosses):
         found: Sequence[InnerLoss | None],
         exchange: RowExchange,
         left_alone: Callable[[], AbstractContextManager[None]],
+        signed: bytes,
     ) -> None:
         super().__init__(found)
+        self._signed = signed
         self._left_alone = left_alone
         self._rows, self._ranks = exchanges_of(exchange)
         self._left = sum(one is not None for one in found)
@@ -207,7 +245,7 @@ class RankLosses(InnerLosses):
         """Return the loss, on all ranks; a collective."""
         self._left -= 1
         if self._has_strayed or not _is_alike(found, loss, args, self._rows.block):
-            self._stray()
+            self.refuse()
         with self._left_alone():
             return self._of_ranks(found, loss, original, args, kwargs)
 
@@ -222,23 +260,17 @@ class RankLosses(InnerLosses):
         # On a CPU an error is suppressed: all ranks then run the forward whole, which raises it as one process does.
         with suppress(*ERRORS) if is_cpu else nullcontext():
             its = original(*_with_reduction(loss, args, NONE if is_listed else SUM), **kwargs)
-        if (is_listed or loss.of_classes) and is_cpu and any_rank(self._ranks, its is None):
-            self._stray()
+        if is_cpu and any_rank(self._ranks, its is None, self._signed):
+            self.refuse()
+        assert its is not None
         if is_listed:
-            assert its is not None
             losses, all_targets = gather_blocks([its, targets], self._rows, [found.factor] * 2)
             return LossArithmetic(loss, (scores, all_targets, *args[2:])).reduce(losses)
         if loss.of_classes and not targets.is_floating_point():
             (targets,) = self._rows.gather([targets], [found.factor])
-        failed = its is None if is_cpu else None
-        if its is None:
-            its = scores.new_zeros((), dtype=scores.dtype if scores.dtype in SUMMED else torch.float32)
         arithmetic = LossArithmetic(loss, (scores, targets, *args[2:]))
         num_scores = scores.numel() // block.num_mine * block.num_all
-        total, has_failed = sum_over_ranks(its, arithmetic, num_scores, self._ranks, failed)
-        if has_failed:
-            self._stray()
-        return total
+        return sum_over_ranks(its, arithmetic, num_scores, self._ranks, None)[0]
 
     def end(self) -> None:
         """End the forward.
@@ -249,7 +281,8 @@ class RankLosses(InnerLosses):
         if self._has_strayed or self._left:
             raise OtherWayError
 
-    def _stray(self) -> None:
+    def refuse(self) -> NoReturn:
+        """Have the forward run whole, on all ranks."""
         self._has_strayed = True
         raise OtherWayError
 

@@ -14,10 +14,10 @@ import torch
 
 from lagom.inspection.reads import class_name, flatten, is_tensor
 from lagom.random_states import equal_random_states, random_states
-from lagom.row_split.backward_probe import BackwardProbe, KeptInputs, MadeLeaves
-from lagom.row_split.comparison import are_close, compare, compare_buffers, tolerance_for
+from lagom.row_split.backward_probe import BackwardProbe, KeptInputs, MadeLeaves, has_checkpoint
+from lagom.row_split.comparison import are_close, compare, compare_buffers, drop_rows, tolerance_for
 from lagom.row_split.draws import UnsupportedDrawError
-from lagom.row_split.inner_losses import BlockLosses, RepeatedLosses, WholeLosses, compare_losses
+from lagom.row_split.inner_losses import BlockLosses, ChangedRowLosses, WholeLosses, compare_losses
 from lagom.row_split.input_reads import InputReadsRecorder
 from lagom.row_split.output_memory import find_bases
 from lagom.row_split.recorder import (
@@ -47,7 +47,7 @@ from lagom.run_state.oom_errors import wanted_bytes
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from torch import Tensor, nn
+    from torch import nn
     from torch.utils._pytree import TreeSpec
 
 UNIFORM = "is called with rows that are all alike, which does not show whether it mixes them"
@@ -85,7 +85,7 @@ def probe(
             bounds_check(candidate.device),
         ):
             if repeated:
-                candidate = replace(candidate, check=_unchanged_check(finding, state), repeats=True)
+                candidate = replace(candidate, check=_unchanged_check(finding, state), is_common=False)
             comparison = _Comparison(candidate, finding, statistics, state)
             outputs = comparison.run_whole()
             buffers, key = copy_buffers(candidate.inside), state.key()
@@ -135,8 +135,7 @@ class _Comparison:
         self._given = _copy_leaves(candidate)
         self._parameters = list(candidate.module.parameters())
         inputs = [leaf for leaf in self._given if is_batch(leaf, candidate.rows)]
-        # Several micro-batches in one process have the numbers of one part after another.
-        reads = None if candidate.repeats else InputReadsRecorder(self._given, candidate.inside)
+        reads = InputReadsRecorder(self._given, candidate.inside) if candidate.is_common else None
         self._recorder = Recorder(inputs, self._parameters, reads)
         self._backwards = BackwardProbe(self._parameters, tolerance_for(candidate))
         self._made = MadeLeaves()
@@ -151,9 +150,10 @@ class _Comparison:
         def look_at(outputs: list[Any], _: object) -> None:
             self._backwards.look_at(outputs)
             self._made.look_at(outputs, given)
+            self._recorder.has_checkpoints |= has_checkpoint(outputs)
 
-        losses = WholeLosses(self._recorder, candidate.rows)
-        with self._statistics(self._noted), nullcontext() if candidate.repeats else losses.entered():
+        losses = self._whole_losses = WholeLosses(self._recorder, candidate.rows)
+        with self._statistics(self._noted), losses.entered() if candidate.is_common else nullcontext():
             outputs, finding.factors, finding.bases, finding.spec = _run_forward(
                 candidate, self._recorder, given, candidate.rows, self._noted, look_at
             )
@@ -179,7 +179,7 @@ class _Comparison:
         """Run the forward on the whole batch with a changed row, and its backward if it is the program's own."""
         self._begin()
         with self._statistics(self._noted):
-            _check_changed_row(self._candidate, outputs, self._finding, self._noted, self._state)
+            _check_changed_row(self._candidate, outputs, self._finding, self._noted, self._state, self._whole_losses)
             if self._backwards.is_needed:
                 self._begin()
                 with silent(), failing_as("has a backward that fails when it is run again"):
@@ -206,7 +206,7 @@ class _Comparison:
         leaves = candidate.cut_leaves(block)
         self._parts.append(leaves)
         inputs = [leaf for leaf in leaves if is_batch(leaf, block.num_mine)]
-        reads = None if candidate.repeats else InputReadsRecorder(leaves, candidate.inside)
+        reads = InputReadsRecorder(leaves, candidate.inside) if candidate.is_common else None
         answers = finding.input_reads.answers(finding.reads)
         part = BlockRecorder(inputs, self._parameters, block, self._recorder.drawn, finding.axes, answers, reads)
 
@@ -270,6 +270,7 @@ def _check_changed_row(
     finding: SplitFinding,
     noted: BatchStatistics,
     state: ModuleState,
+    losses: WholeLosses,
 ) -> None:
     """Check that a row of NaN changes no other row: NaN spreads even if rows are mixed with a weight of zero.
 
@@ -284,7 +285,7 @@ def _check_changed_row(
     if all(one is other for one, other in zip(leaves, candidate.leaves, strict=True)):
         return
     try:
-        _compare_other_rows(candidate, leaves, row, outputs, finding)
+        _compare_other_rows(candidate, leaves, row, outputs, finding, losses)
     except (NotByRowsError, UnsupportedDrawError):
         raise
     except Exception as error:
@@ -293,7 +294,7 @@ def _check_changed_row(
         noted.replay()
         state.restore()
         with failing_as("fails when a row of its batch takes the place of another"):
-            _compare_other_rows(candidate, _with_other_row(candidate, row), row, outputs, finding)
+            _compare_other_rows(candidate, _with_other_row(candidate, row), row, outputs, finding, losses)
 
 
 def _with_other_row(candidate: SplitCandidate, row: int) -> list[Any]:
@@ -310,13 +311,18 @@ def _with_other_row(candidate: SplitCandidate, row: int) -> list[Any]:
 
 
 def _compare_other_rows(
-    candidate: SplitCandidate, leaves: list[Any], row: int, outputs: list[Any], finding: SplitFinding
+    candidate: SplitCandidate,
+    leaves: list[Any],
+    row: int,
+    outputs: list[Any],
+    finding: SplitFinding,
+    losses: WholeLosses,
 ) -> None:
     """Run the forward on ``leaves``, in which only ``row`` differs, and compare the outputs of all other rows."""
     answers = finding.input_reads.answers(finding.reads)
     with (
         silent(),
-        RepeatedLosses(finding.losses).entered(),
+        ChangedRowLosses(losses, row, tolerance_for(candidate)).entered(),
         AnsweredReads(answers) if finding.input_reads.reads else nullcontext(),
     ):
         found = flatten(candidate.run(leaves))[0]
@@ -324,12 +330,8 @@ def _compare_other_rows(
     for whole, other, factor in zip(outputs, found, finding.factors, strict=True):
         if is_tensor(whole):
             own = (0, 0) if factor is None else (row * factor, (row + 1) * factor)
-            if not are_close(_drop_rows(other.detach(), *own), _drop_rows(whole, *own), tolerance_for(candidate)):
+            if not are_close(drop_rows(other.detach(), *own), drop_rows(whole, *own), tolerance_for(candidate)):
                 raise NotByRowsError("does not compute the rows of its batch one by one")
-
-
-def _drop_rows(tensor: Tensor, start: int, stop: int) -> Tensor:
-    return torch.cat([tensor[:start], tensor[stop:]]) if stop else tensor
 
 
 def _run_forward(

@@ -191,9 +191,9 @@ def exchanges_of(exchange: RowExchange) -> tuple[RowExchange, RowExchange]:
     return RowExchange(exchange.gatherer, block, _PLACE), RowExchange(exchange.gatherer, ranks, _PLACE)
 
 
-def any_rank(ranks: RowExchange, is_true: bool) -> bool:
-    """Return whether ``is_true`` on any rank; a collective."""
-    (found,) = ranks.gather([torch.tensor([is_true])], [1])
+def any_rank(ranks: RowExchange, is_true: bool, signed: bytes = b"") -> bool:
+    """Return whether ``is_true`` on any rank; a collective, for which ``signed`` must be equal on all ranks."""
+    (found,) = ranks.gather([torch.tensor([is_true])], [1], signed)
     return bool(found.any())
 
 

@@ -130,16 +130,15 @@ class SlicedRuns:
         exchange = RowExchange(self._gatherer, block, f"the output of {type(candidate.module).__name__}")
         leaves = [slice_rows(leaf, exchange) if is_batch(leaf, candidate.rows) else leaf for leaf in candidate.leaves]
         region = self._region(candidate, finding, block, leaves)
-        losses = RankLosses(finding.losses, exchange, region.left_alone) if any(finding.losses) else None
+        losses = RankLosses(finding.losses, exchange, region.left_alone, _signed(candidate))
         with (
             _detour(candidate, finding, region.draws) as restore,
             region.enter(session),
-            losses.entered() if losses else nullcontext(),
+            losses.entered() if session.config.batches == "whole" else nullcontext(),
         ):
             before = num_nodes_made()
             outputs, spec = flatten(candidate.run(leaves))
-            if losses:
-                losses.end()
+            losses.end()
             shapes, num_nodes = _shapes(candidate), num_nodes_made() - before
             if not region.was_at_prompt and not finding.is_known_way(shapes, num_nodes):
                 raise NewWayError(shapes, num_nodes)
@@ -238,6 +237,11 @@ def _detour(candidate: SplitCandidate, finding: SplitFinding, draws: Draws | Non
             raise
         raise OtherWayError from error
     finding.detours = max(0, finding.detours - 1)
+
+
+def _signed(candidate: SplitCandidate) -> bytes:
+    """Return bytes of the arguments, which must be equal on all ranks."""
+    return b"".join(sample_bytes(leaf) for leaf in candidate.leaves if is_batch(leaf, candidate.rows))
 
 
 def _shapes(candidate: SplitCandidate) -> object:

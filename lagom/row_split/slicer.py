@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -282,6 +283,8 @@ class Slicer:
         finding.reason = finding.failure
         if finding.failure is None:
             with self._session.probing():
+                # Otherwise an evaluation may be called with a rank's own share of a training batch.
+                candidate = replace(candidate, is_common=self._session.config.batches == "whole")
                 probe(candidate, finding, self._group.world_size, self._session.statistics)
         name = type(candidate.module).__name__
         self._session.check_place(f"the second call of {name} with inputs of a kind")

@@ -52,8 +52,8 @@ class SplitCandidate:
     device: torch.device
     check: Callable[[], None] = lambda: None
     """Called after each call of ``run``, to check its effects."""
-    repeats: bool = False
-    """Whether one process will run all blocks, one after another (micro-batches)."""
+    is_common: bool = False
+    """Whether all ranks have the same arguments, and each will run one block."""
 
     @property
     def is_uniform(self) -> bool:

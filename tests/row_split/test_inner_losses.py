@@ -64,6 +64,24 @@ class Dropped(Labelled):
         return super().loss(F.dropout(scores, 0.3, self.training), labels, x)
 
 
+class Weighted(Labelled):
+    """Weighs classes by how often the batch has them."""
+
+    def loss(self, scores: Tensor, labels: Tensor, x: Tensor) -> Tensor:
+        weight = (labels.flatten()[:, None] == torch.arange(4)).sum(0).double() + 1
+        return F.cross_entropy(scores.view(-1, 4), labels.view(-1), weight)
+
+
+class Normalised(Labelled):
+    """Divides by the largest number of the batch, once that is large, and returns its loss alone."""
+
+    def forward(self, x: Tensor, labels: Tensor | None = None) -> Any:
+        assert labels is not None
+        hidden = self.body(x)
+        hidden = hidden / hidden.abs().max().clamp(min=6.0)
+        return {"loss": self.loss(self.head(hidden), labels, x), "scores": torch.zeros(())}
+
+
 class Scaled(Labelled):
     """Multiplies what it returns for rows by the loss of the batch."""
 
@@ -121,8 +139,10 @@ class Kept(Labelled):
 
 SPLIT = [Labelled, Ignoring, Smoothed, Combined, Dropped, Probable, Wrong]
 WHOLE = {
+    Weighted: "computes a loss in its forward, which is not the sum or mean of its rows' losses",
+    Normalised: "does not compute the rows of its batch one by one",
     Scaled: "computes its rows from a loss of the batch",
-    Paired: "computes a loss in its forward, which is not the sum or mean of its rows' losses",
+    Paired: "does not compute the rows of its batch one by one",
     Listed: "gives an output of shape (), not one with a row for each of 7",
     Read: "reads a loss that it computes, and may decide by it",
     Kept: "keeps a tensor of its forward beside its output, which would be of a part of the batch",
