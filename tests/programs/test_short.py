@@ -54,7 +54,7 @@ SAID = {
     "unusual.cached_results": "keeps a tensor of its forward beside its output",
     "unusual.called_by_keyword": "does not compute the rows of its batch one by one",
     "unusual.depends_on_the_size_of_the_batch": "does not compute the rows of its batch one by one",
-    "unusual.errors_that_are_caught": "fails when it is called again (ValueError: too large)",
+    "unusual.errors_that_are_caught": "takes decisions by the numbers of its input",
     "unusual.forward_called_directly": "does not compute the rows of its batch one by one",
     "unusual.global_switches": "changes numbers among its attributes, or what it can see",
     "unusual.mixes_past_a_threshold": "does not compute the rows of its batch one by one",
