@@ -70,7 +70,7 @@ def outcomes(file: str, num_ranks: int | None = None) -> dict[str, str]:
         check=False,
     )
     lines = [line.split(" ", 2) for line in done.stdout.splitlines() if line.startswith("OUTCOME ")]
-    assert lines, done.stderr[-2000:]
+    assert lines, f"exit status {done.returncode}: {done.stderr[-2000:]}"
     return {name: outcome for _, name, outcome in lines}
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import faulthandler
+
 import pytest
 
 from tests.pytorch_suite import FILES, lost
@@ -25,6 +27,7 @@ LOST = {
 @pytest.mark.timeout(7200)
 @pytest.mark.parametrize("file", FILES)
 def test_what_passes_in_one_process_passes_on_two_ranks(file: str) -> None:
+    faulthandler.cancel_dump_traceback_later()  # which would end the tests after five minutes
     num, missing = lost(file)
     assert num > 20
     assert {name.rpartition(".")[2] for name in missing} == LOST.get(file, set()), missing
