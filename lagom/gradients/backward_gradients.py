@@ -5,14 +5,21 @@ A parameter that several modules share is taken once: see Note [Shared parameter
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from lagom.patching.replace import replaced
 from lagom.run_state.leaf_hooks import hooks_after, hooks_before
+from lagom.run_state.leaves import ACCUMULATE, leaf_of_node
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
+
+
+_NO_TASK = -2
+"""Number of the backward of leaves that only other ranks have reached, if this rank has called no hook."""
 
 
 class BackwardGradients:
@@ -106,8 +113,11 @@ class BackwardGradients:
         If a hook raises an error, restore the earlier gradients. Call this in the grad mode of the backward.
         """
         try:
-            # The order matters only for hooks.
-            for leaf in sorted(self.leaves, key=self._hooks.call_order) if self._hooks.has_hooks else self.leaves:
+            leaves = self.leaves
+            if self._hooks.has_hooks:
+                leaves.sort(key=self._hooks.call_order)
+                self._hooks.add_reached(leaf for leaf in leaves if leaf.grad is not None)
+            for leaf in leaves:
                 self._finish(leaf)
         except BaseException:
             self.undo()
@@ -119,7 +129,7 @@ class BackwardGradients:
             leaf.grad = before
             return
         if leaf._backward_hooks:
-            leaf.grad = run_hooks(leaf, leaf.grad)
+            leaf.grad = self._hooks.run(leaf, leaf.grad)
         added: torch.Tensor | None = leaf.grad
         if any(hooks_before(leaf)):
             added = leaf.grad = _run_hooks_before(leaf, leaf.grad)
@@ -156,6 +166,8 @@ class DelayedHooks:
     def __init__(self) -> None:
         self._kept: list[tuple[dict[int, Any], int, Any]] = []
         self._order: dict[int, int] = {}
+        self._tasks: dict[int, int] = {}
+        """By id of a leaf, torch's number of the backward that has called its hooks."""
 
     @property
     def has_hooks(self) -> bool:
@@ -180,20 +192,52 @@ class DelayedHooks:
         """Return the place of ``leaf`` in the order in which hooks were called; leaves without a call come last."""
         return self._order.get(id(leaf), len(self._order))
 
+    def add_reached(self, leaves: Iterable[torch.Tensor]) -> None:
+        """Add ``leaves`` whose hooks are to be called, also if only other ranks have reached them."""
+        task = next(iter(self._tasks.values()), _NO_TASK)
+        for leaf in leaves:
+            self._tasks.setdefault(id(leaf), task)
+
+    def run(self, leaf: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+        """Call the hooks of ``leaf.register_hook`` in turn, and return the gradient that they make of ``gradient``."""
+        if not leaf._backward_hooks:
+            return gradient
+        with self._as_in_backward(self._tasks.get(id(leaf), _NO_TASK)):
+            for hook in list(leaf._backward_hooks.values()):
+                changed = hook(gradient)
+                if changed is not None:
+                    gradient = changed
+        return gradient
+
+    @contextmanager
+    def _as_in_backward(self, task: int) -> Iterator[None]:
+        """Answer the questions of hooks from ``register_multi_grad_hook`` as in the backward with number ``task``.
+
+        They ask which backward calls them, and at the first call which of their tensors it reaches. If the first call
+        is a delayed one, no hook of a tensor that is no leaf was called before, so the backward reaches none of these.
+        """
+        current, executes = torch._C._current_graph_task_id, torch._C._will_engine_execute_node
+
+        def current_task() -> int:
+            return task if (running := current()) == -1 else running
+
+        def will_execute(node: Any) -> bool:
+            if current() != -1:  # a hook has started a backward of its own
+                return executes(node)
+            return type(node) is ACCUMULATE and self._tasks.get(id(leaf_of_node(node))) == task
+
+        with (
+            replaced(torch._C, "_current_graph_task_id", current_task),
+            replaced(torch._C, "_will_engine_execute_node", will_execute),
+        ):
+            yield
+
     def _make_note(self, key: int) -> Callable[..., None]:
         def note(*_: object) -> None:
             self._order.setdefault(key, len(self._order))
+            self._tasks.setdefault(key, torch._C._current_graph_task_id())
 
         return note
-
-
-def run_hooks(leaf: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
-    """Call the hooks of ``leaf.register_hook`` in turn, and return the gradient that they make of ``gradient``."""
-    for hook in list((leaf._backward_hooks or {}).values()):
-        changed = hook(gradient)
-        if changed is not None:
-            gradient = changed
-    return gradient
 
 
 def _run_hooks_before(leaf: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor | None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lagom.gradients.autograd_grad import is_averaged
-from lagom.gradients.backward_gradients import DelayedHooks, run_hooks
+from lagom.gradients.backward_gradients import DelayedHooks
 from lagom.gradients.batched_roots import take_one_by_one
 from lagom.row_split.row_functions import is_batched, passes_gather
 from lagom.run_state.exchange_function import find_exchanges
@@ -71,7 +71,7 @@ class GradCalls:
         hooked: dict[int, Tensor | None] = {}  # by id, since hooks of an input that is given twice are called once
         for i, average in zip(shared, averages, strict=True):
             if id(inputs[i]) not in hooked:
-                hooked[id(inputs[i])] = None if average is None else run_hooks(inputs[i], average)
+                hooked[id(inputs[i])] = None if average is None else hooks.run(inputs[i], average)
             found[i] = hooked[id(inputs[i])]
         return tuple(found)
 

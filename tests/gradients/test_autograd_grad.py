@@ -345,11 +345,15 @@ def sparse_leaves(_: Session) -> list[Tensor]:
     found = torch.autograd.grad((leaf.to_dense() ** 2).sum(), leaf)
     trained = torch.eye(3, dtype=torch.float64).to_sparse().requires_grad_()
     torch.sparse.mm(trained, torch.ones(3, 3, dtype=torch.float64)).sum().backward()
+    dense = torch.eye(3, dtype=torch.float64).to_sparse().requires_grad_()
+    dense.mm(torch.ones(3, 3, dtype=torch.float64)).sum().backward()
     number = torch.tensor(2.0, dtype=torch.float64, requires_grad=True)
     torch.gather(number, 0, torch.tensor(0), sparse_grad=True).backward()
     assert trained.grad is not None
+    assert dense.grad is not None
+    assert not dense.grad.is_sparse
     assert number.grad is not None
-    return [one.to_dense() for one in (*found, trained.grad, number.grad)]
+    return [one.to_dense() for one in (*found, trained.grad, dense.grad, number.grad)]
 
 
 def leaves_in_the_layout_of_onednn(_: Session) -> list[Tensor]:

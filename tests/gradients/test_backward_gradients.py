@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import register_multi_grad_hook
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -85,6 +86,30 @@ def hooks_of_leaves_and_nodes(_: Session) -> list[Tensor]:
     node.register_prehook(lambda outputs: (None,))
     mse(model)(x, y).backward()
     return [p.grad for p in model.parameters() if p.grad is not None] + seen
+
+
+def hooks_of_several_tensors(_: Session) -> list[Tensor]:
+    """Hooks of leaves alone, of a leaf that no backward reaches, and of an activation with a leaf."""
+    model: Any = mlp()
+    seen: list[Tensor] = []
+
+    def note(grads: Any) -> None:
+        seen.append(torch.tensor([one is not None for one in grads]))
+        seen.extend(one.clone() for one in grads if one is not None)
+
+    leaves = list(model.parameters())
+    first, last = leaves[0], leaves[-1]
+    register_multi_grad_hook(leaves, note)
+    register_multi_grad_hook((first, last), lambda grad: seen.append(grad.clone()), mode="any")
+    register_multi_grad_hook((nn.Parameter(torch.ones(1)), last), note)
+    for x, y in DataLoader(data(), batch_size=6):
+        out = model(x)
+        register_multi_grad_hook((out, first), lambda grads: seen.append(grads[1].clone()))
+        nn.functional.mse_loss(out, y).backward()
+    removed = register_multi_grad_hook(leaves, lambda _: seen.clear())
+    removed.remove()
+    mse(model)(x, y).backward(inputs=[last])
+    return seen + [leaf.grad for leaf in leaves]
 
 
 def hooks_while_accumulating(_: Session) -> list[Tensor]:
@@ -166,6 +191,7 @@ PROGRAMS: list[Program] = [
     optimizer_in_the_backward,
     optimizer_in_hooks_of_nodes,
     hooks_of_leaves_and_nodes,
+    hooks_of_several_tensors,
     hooks_while_accumulating,
     accumulating_in_place,
     hooks_with_a_reentrant_checkpoint,
@@ -253,6 +279,17 @@ def test_a_hook_that_is_removed_during_the_backward_is_not_called() -> None:
         return p.grad.item(), dict(p._backward_hooks or {})
 
     assert run_ranks(2, run) == [(2.0, {})] * 2
+
+
+def test_a_hook_of_several_leaves_is_called_once_if_ranks_reach_different_ones() -> None:
+    def run(session: Session) -> list[list[float]]:
+        experts = [nn.Parameter(torch.ones(1)) for _ in range(3)]
+        seen: list[list[float]] = []
+        register_multi_grad_hook(experts, lambda grads: seen.append([0.0 if g is None else g.item() for g in grads]))
+        (experts[session.rank] * 3).sum().backward()
+        return seen
+
+    assert run_ranks(2, run) == [[[1.5, 1.5, 0.0]]] * 2
 
 
 def test_a_hook_may_run_a_backward_of_its_own() -> None:
