@@ -216,6 +216,16 @@ def reads_numbers(function: OpOverload, args: Sequence[Any]) -> bool:
     return True
 
 
+def written_tensors(function: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
+    """Return the tensors among the arguments that ``function`` changes, those of ``out=`` and in lists included."""
+    written = [
+        args[place] if place < len(args) else kwargs.get(argument.name)
+        for place, argument in enumerate(function._schema.arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
+    ]
+    return [leaf for leaf in tree_flatten(written)[0] if isinstance(leaf, torch.Tensor)]
+
+
 def read_numbers(result: Any) -> list[object]:
     """Return the values and shapes that a program learns from ``result``, which a reading function returned."""
     return [tuple(one.shape) if isinstance(one, torch.Tensor) else one for one in tree_flatten(result)[0]]

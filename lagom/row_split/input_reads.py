@@ -15,8 +15,9 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from torch.utils.flop_counter import flop_registry
 
 from lagom.inspection.reads import is_tensor
-from lagom.row_split.draws import Answer, InputRead, draws_random_numbers
+from lagom.row_split.draws import Answer, InputRead, draws_random_numbers, written_tensors
 from lagom.run_state.memory_layout import storage_of
+from lagom.run_state.oom_errors import wanted_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -92,19 +93,19 @@ class Size:
     def of(number: int, shapes: Shapes) -> Size:
         """Return all formulas that give ``number`` for arguments with these ``shapes``."""
         dims = [(leaf, dim) for leaf, shape in enumerate(shapes) for dim in range(len(shape or ()))]
-        found = [Formula(number, (), 0)]
+        formulas = [Formula(number, (), 0)]
         for length in (1, 2) if len(dims) > _MAX_DIMENSIONS else (1, 2, 3):
             for sizes in itertools.combinations(dims, length):
                 product = Formula(1, sizes, 0).value(shapes)
                 for offset in (0, 1, -1):
                     factor, rest = divmod(number - offset, product) if product else (0, 1)
                     if factor > 0 and not rest:
-                        found.append(Formula(factor, sizes, offset))
-        return Size(tuple(found))
+                        formulas.append(Formula(factor, sizes, offset))
+        return Size(tuple(formulas))
 
     def fitting(self, number: object, shapes: Shapes) -> Size:
         """Return the formulas that also give ``number`` for arguments with these ``shapes``."""
-        return Size(tuple([one for one in self.formulas if one.value(shapes) == number]))
+        return Size(tuple([formula for formula in self.formulas if formula.value(shapes) == number]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,8 +120,8 @@ class Operation:
     def function(self) -> OpOverload:
         """Return the function that runs the operation."""
         space, _, packet = self.name.partition("::")
-        found: OpOverload = getattr(getattr(getattr(torch.ops, space), packet), self.overload or "default")
-        return found
+        function: OpOverload = getattr(getattr(getattr(torch.ops, space), packet), self.overload or "default")
+        return function
 
     def is_reduction(self) -> bool:
         """Return whether the operation makes one number of all elements of a tensor, by one of the rules."""
@@ -163,16 +164,20 @@ class InputReads:
         self._plain = tuple(operations)
         self._shapes = shapes
         self._operations = [
-            replace(one, leaves=tuple([_size_of(leaf, shapes) for leaf in one.leaves])) for one in operations
+            replace(operation, leaves=tuple([_size_of(leaf, shapes) for leaf in operation.leaves]))
+            for operation in operations
         ]
         self.reads = tuple(reads)
         self.values = tuple(values)
-        self._makers = [number if one.name in _RULES else one.leaves[0].number for number, one in self._readers()]
+        self._makers = [self._maker(number) for number in self.reads]
         """Number of the operation that makes each number, of rows of the batch."""
         self._ready: dict[Shapes, list[tuple[OpOverload, tuple[Any, ...], TreeSpec]] | None] = {}
 
-    def _readers(self) -> list[tuple[int, Operation]]:
-        return [(number, self._plain[number]) for number in self.reads]
+    def _maker(self, number: int) -> int:
+        """Return the number of the operation that makes what operation ``number`` reads."""
+        reader = self._plain[number]
+        maker: int = number if reader.name in _RULES else reader.leaves[0].number  # torch.equal makes and reads
+        return maker
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out what is made again, and cannot be pickled."""
@@ -182,10 +187,12 @@ class InputReads:
         """Take over what another call shows about sizes; return False if its operations are others."""
         if self.reads != other.reads or len(self._operations) != len(other._plain):
             return False
-        found = [one.fitting(its, other._shapes) for one, its in zip(self._operations, other._plain, strict=True)]
-        if None in found:
+        operations = [
+            known.fitting(new, other._shapes) for known, new in zip(self._operations, other._plain, strict=True)
+        ]
+        if None in operations:
             return False
-        self._operations = [one for one in found if one is not None]
+        self._operations = [operation for operation in operations if operation is not None]
         self._ready.clear()
         return True
 
@@ -200,21 +207,21 @@ class InputReads:
             leaves: the leaves of the arguments.
             modules: the module and all modules inside it.
         """
-        found = self._run(leaves, modules)
-        return None if found is None else tuple([found[0][number][0] for number in self.reads])
+        run = self._run(leaves, modules)
+        return None if run is None else tuple([run[0][number][0] for number in self.reads])
 
     def rows(self, leaves: Sequence[Any], modules: Sequence[nn.Module]) -> list[Tensor] | None:
         """Return the tensors whose rows the numbers are made of; None if they cannot be found."""
-        found = self._run(leaves, modules)
-        return None if found is None else [one for number in self._makers for one in found[1][number]]
+        run = self._run(leaves, modules)
+        return None if run is None else [tensor for number in self._makers for tensor in run[1][number]]
 
-    def of_batch(self, parts: Iterable[Sequence[Any]], modules: Sequence[nn.Module]) -> tuple[object, ...] | None:
+    def combine(self, parts: Iterable[Sequence[Any]], modules: Sequence[nn.Module]) -> tuple[object, ...] | None:
         """Return the numbers of a batch from those of its ``parts``, which are leaves; None if they are not found."""
-        found = [self.find(part, modules) for part in parts]
-        if any(one is None for one in found):
+        numbers = [self.find(part, modules) for part in parts]
+        if any(number is None for number in numbers):
             return None
         rules = [_RULES[self._plain[number].name] for number in self._makers]
-        columns = zip(*[one for one in found if one is not None], strict=True)
+        columns = zip(*[number for number in numbers if number is not None], strict=True)
         return tuple([rule(column) for rule, column in zip(rules, columns, strict=True)])
 
     def _run(
@@ -240,10 +247,12 @@ class InputReads:
             with torch.no_grad():
                 for function, places, spec in prepared:
                     values = [tensor_of(place) for place in places]
-                    given.append([one for one in values if isinstance(one, torch.Tensor)])
+                    given.append([value for value in values if isinstance(value, torch.Tensor)])
                     args, kwargs = tree_unflatten(values, spec)
                     results.append(tree_flatten(function(*args, **kwargs))[0])
-        except Exception:  # the numbers may be another way's, for which the operations are wrong
+        except Exception as error:  # the numbers may be another way's, for which the operations are wrong
+            if wanted_bytes(error) is not None:  # one rank alone may lack memory, and all must decide alike
+                raise
             return None
         return results, given
 
@@ -255,8 +264,8 @@ class InputReads:
         """
         part = part if part is not None else [None] * len(self.values)
         return [
-            Answer(one.place, self.values[one.place], part[one.place]) if isinstance(one, InputRead) else one
-            for one in reads
+            Answer(read.place, self.values[read.place], part[read.place]) if isinstance(read, InputRead) else read
+            for read in reads
         ]
 
     def _prepared(self, shapes: Shapes) -> list[tuple[OpOverload, tuple[Any, ...], TreeSpec]] | None:
@@ -264,11 +273,13 @@ class InputReads:
             if len(self._ready) >= _MAX_SHAPES:
                 self._ready.clear()
             prepared = []
-            for one in self._operations:
-                values = [_known_value(leaf, shapes) for leaf in one.leaves]
+            for operation in self._operations:
+                values = [_known_value(leaf, shapes) for leaf in operation.leaves]
                 if None in values:
                     break
-                prepared.append((one.function(), tuple([value for (value,) in filter(None, values)]), one.spec))
+                prepared.append(
+                    (operation.function(), tuple([value for (value,) in filter(None, values)]), operation.spec)
+                )
             self._ready[shapes] = prepared if len(prepared) == len(self._operations) else None
         return self._ready[shapes]
 
@@ -319,28 +330,25 @@ class InputReadsRecorder:
 
     def record(self, function: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
         """Record an operation after it has run."""
-        tensors = [one for one in tree_flatten((args, kwargs))[0] if isinstance(one, torch.Tensor)]
-        changed = [one for one in tree_flatten(result)[0] if isinstance(one, torch.Tensor)]
-        outs = [
-            args[place] if place < len(args) else kwargs.get(argument.name)
-            for place, argument in enumerate(function._schema.arguments)
-            if argument.alias_info is not None and argument.alias_info.is_write
-        ]
-        written = [one for one in tree_flatten(outs)[0] if isinstance(one, torch.Tensor)]
-        is_given = any(storage_of(one)._cdata in self._given for one in written)  # to repeat it would change it again
+        tensors = [argument for argument in tree_flatten((args, kwargs))[0] if isinstance(argument, torch.Tensor)]
+        changed = [tensor for tensor in tree_flatten(result)[0] if isinstance(tensor, torch.Tensor)]
+        written = written_tensors(function, args, kwargs)
+        is_given = any(
+            storage_of(tensor)._cdata in self._given for tensor in written
+        )  # to repeat it would change it again
         may_repeat = not is_given and not draws_random_numbers(function, args, kwargs)
         if not may_repeat or not self._is_known(tensors) or function._overloadpacket in flop_registry:
             self._forget([*written, *changed])
             return
         number = len(self._operations)
         self._append(function, args, kwargs, tensors, [*written, *changed])
-        for index, one in enumerate(changed):
-            if not any(one is other for other in written):
-                self._add(one, Result(number, index))
+        for index, tensor in enumerate(changed):
+            if not any(tensor is other for other in written):
+                self._add(tensor, Result(number, index))
 
     def read(self, function: OpOverload, args: tuple[Any, ...], result: Any) -> InputRead | None:
         """Record an operation that reads; return None if its number cannot be found from the input alone."""
-        tensors = [one for one in args if isinstance(one, torch.Tensor)]
+        tensors = [argument for argument in args if isinstance(argument, torch.Tensor)]
         if type(result) not in (bool, int) or not self._is_known(tensors):
             return None  # a float is another number with each batch
         maker = self._place_of(tensors[0])
@@ -352,7 +360,7 @@ class InputReadsRecorder:
         self._append(function, args, {}, tensors, [])
         return InputRead(len(self._reads) - 1)
 
-    def found(self) -> InputReads | None:
+    def finish(self) -> InputReads | None:
         """Return the reads with the operations that lead to them; None if these are too many."""
         wanted: set[int] = set()
         kept: list[int] = []
@@ -369,7 +377,7 @@ class InputReadsRecorder:
             return Result(order[leaf.number], leaf.place) if isinstance(leaf, Result) else leaf
 
         operations = [self._operations[number][0] for number in kept]
-        operations = [replace(one, leaves=tuple(map(renumbered, one.leaves))) for one in operations]
+        operations = [replace(operation, leaves=tuple(map(renumbered, operation.leaves))) for operation in operations]
         return InputReads(operations, [order[number] for number in self._reads], self._values, self._shapes)
 
     def _append(
@@ -381,23 +389,23 @@ class InputReadsRecorder:
         changed: list[Tensor],
     ) -> None:
         leaves, spec = tree_flatten((args, kwargs))
-        places = [self._place_of(one) if isinstance(one, torch.Tensor) else one for one in leaves]
+        places = [self._place_of(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
         operation = Operation(function._schema.name, function._schema.overload_name, tuple(places), spec)
-        used, made = ({storage_of(one)._cdata for one in some} for some in (tensors, changed))
+        used, made = ({storage_of(tensor)._cdata for tensor in some} for some in (tensors, changed))
         self._operations.append((operation, used, made))
 
     def _is_known(self, tensors: list[Tensor]) -> bool:
-        return all(self._place_of(one) is not None for one in tensors)
+        return all(self._place_of(tensor) is not None for tensor in tensors)
 
     def _place_of(self, tensor: Tensor) -> Given | Result | Constant | None:
         if tensor.layout != torch.strided:
             return None
-        found = self._places.get(_place_key(tensor))
+        place = self._places.get(_place_key(tensor))
         is_outer = storage_of(tensor)._cdata not in self._kept.keys() | self._made.keys()
-        if found is None and is_outer and tensor.dim() == 0 and tensor.is_cpu and not tensor.requires_grad:
+        if place is None and is_outer and tensor.dim() == 0 and tensor.is_cpu and not tensor.requires_grad:
             with disabled_modes():
                 return Constant(tensor.item(), tensor.dtype)
-        return found
+        return place
 
     def _add(self, tensor: Any, place: Given | Result) -> None:
         if is_tensor(tensor) and tensor.layout == torch.strided and not tensor.requires_grad:
@@ -408,9 +416,9 @@ class InputReadsRecorder:
     def _forget(self, tensors: list[Tensor]) -> None:
         """Forget what is known of the memory of ``tensors``."""
         memory = {
-            (storage := storage_of(one))._cdata: StorageWeakRef(storage)
-            for one in tensors
-            if one.layout == torch.strided
+            (storage := storage_of(tensor))._cdata: StorageWeakRef(storage)
+            for tensor in tensors
+            if tensor.layout == torch.strided
         }
         self._made |= memory
         gone = memory.keys()

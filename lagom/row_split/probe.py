@@ -157,7 +157,7 @@ class _Comparison:
             outputs, finding.factors, finding.bases, finding.spec = _run_forward(
                 candidate, self._recorder, given, candidate.rows, self._noted, look_at
             )
-        finding.losses = losses.found
+        finding.losses = losses.losses
         if any(finding.losses) and (self._recorder.has_checkpoints or self._backwards.is_needed):
             raise NotByRowsError("computes a loss in its forward, of which a part is computed again or is its own")
         kept.check()
@@ -235,7 +235,7 @@ class _Comparison:
             return
         whole = reads.rows(self._given, modules)
         parts = [reads.rows(leaves, modules) for leaves in self._parts]
-        if whole is None or None in parts or reads.of_batch(self._parts, modules) != reads.values:
+        if whole is None or None in parts or reads.combine(self._parts, modules) != reads.values:
             raise NotByRowsError(_OF_INPUT)
         for one, others in zip(whole, zip(*filter(None, parts), strict=True), strict=True):
             if not one.dim() or not all(part.dim() for part in others) or not torch.equal(torch.cat(others), one):

@@ -23,6 +23,7 @@ from lagom.row_split.draws import (
     draws_random_numbers,
     read_numbers,
     reads_numbers,
+    written_tensors,
 )
 from lagom.row_split.input_reads import InputReads, InputReadsRecorder
 from lagom.run_state.memory_layout import storage_of
@@ -31,7 +32,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from torch import Tensor
-    from torch._C import Argument
     from torch._ops import OpOverload
 
     from lagom.row_split.whole_batch import RowBlock
@@ -226,8 +226,8 @@ class Recorder(OperationMode):
             raise NotByRowsError("reads a loss that it computes, and may decide by it")
         if of_losses and follows:  # its gradient would be that of a rank's rows
             raise NotByRowsError("computes its rows from a loss of the batch")
-        written = [a for a, s in zip(args, function._schema.arguments, strict=False) if _is_written(s)]
-        if any(isinstance(a, torch.Tensor) and _storage_key(a) in self._parameters for a in written):
+        written = written_tensors(function, args, kwargs)
+        if any(_storage_key(tensor) in self._parameters for tensor in written):
             # Raise before the operation runs, since no copy is kept from which the parameter could be restored.
             raise NotByRowsError("changes a parameter")
         if draws_random_numbers(function, args, kwargs):
@@ -320,7 +320,7 @@ class Recorder(OperationMode):
         """
         if self._input_reads is None:
             return InputReads()
-        found = self._input_reads.found()
+        found = self._input_reads.finish()
         if found is None or (found.reads and self.has_checkpoints):
             raise NotByRowsError("takes decisions by the numbers of its input, which it computes at length")
         return found
@@ -394,7 +394,7 @@ class CallRecorder(Recorder):
 
     def found(self) -> InputReads | None:
         """Return the reads of the input; None if they cannot be repeated."""
-        return None if self._input_reads is None else self._input_reads.found()
+        return None if self._input_reads is None else self._input_reads.finish()
 
 
 class BlockRecorder(Recorder):
@@ -450,7 +450,3 @@ class BlockRecorder(Recorder):
 
 def _storage_key(tensor: Tensor) -> int:
     return storage_of(tensor)._cdata if tensor.layout == torch.strided else 0
-
-
-def _is_written(argument: Argument) -> bool:
-    return argument.alias_info is not None and argument.alias_info.is_write

@@ -183,7 +183,7 @@ class Slicer:
         """
         while (finding := calls.findings.get(kind)) is not None and finding.sliced and finding.input_reads.reads:
             parts = map(candidate.cut_leaves, RowBlock(0, self._group.world_size, candidate.rows).all_blocks)
-            found = finding.input_reads.of_batch(parts, candidate.inside)
+            found = finding.input_reads.combine(parts, candidate.inside)
             if found == finding.input_reads.values or not self._knows_shapes(finding, candidate):
                 break
             kind = kind._replace(way=kind.way + 1)

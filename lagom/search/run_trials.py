@@ -20,6 +20,7 @@ from lagom.launchers.dataframes import is_frame, write_frame
 from lagom.plan import Plan, plan
 from lagom.preparation import checked, facts_of_code, random_start, run_records, source_of
 from lagom.program.signature import check_searched, function_name
+from lagom.records.run_dir import RunRecords
 from lagom.run_folder import RunFolder
 from lagom.search.mlflow_trials import mlflow_trials
 from lagom.search.search_progress import SearchProgress
@@ -96,12 +97,8 @@ def run_trials(
         )
         stack.callback(progress.close)
         interrupted = _is_interrupted(source, loop, lambda: choose_slots(launcher, of_trial, call, number), timings)
-        if source.kept_trial is not None:
-            kept = loop.folder_of(source.kept_trial)
-            if records is not None:
-                kept = records.run_folder.at(str(kept.relative_to(records.folder)))
-            for problem in put_in_place(kept):
-                progress.warn(problem)
+        for problem in _put_best_in_place(source, loop, records):
+            progress.warn(problem)
         timings.end("collect")
         if records is not None:
             summary = _summary(source.trials(), direction if searched is not None else "")
@@ -152,6 +149,16 @@ def _call(train: Callable[..., Any], trial: TorchDistributedConfig, provided: di
     written = write_frame(provided)
     timings.end("frame" if any(is_frame(value) for value in provided.values()) else "prepare")
     return Call(function=train, provided=written, random_states=random_start(trial), settings=process_settings())
+
+
+def _put_best_in_place(source: KeptTrialSource, loop: TrialLoop, records: RunRecords | None) -> Sequence[str]:
+    """Put the files of the trial that is kept in their places; return a text for each that cannot be."""
+    if source.kept_trial is None:
+        return []
+    folder = loop.folder_of(source.kept_trial)
+    if records is not None:
+        folder = records.run_folder.at(str(folder.relative_to(records.folder)))
+    return put_in_place(folder)
 
 
 def _is_interrupted(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +12,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lagom.session.session import Session
-from tests.ranks import alone, run_ranks
+from tests.ranks import RankFailedError, alone, run_ranks
+from tests.row_split.row_counts import counting_rows
 
 
 class Labelled(nn.Module):
@@ -152,22 +154,15 @@ WHOLE = {
 def trained(kind: type[Labelled]) -> Callable[[Session], Any]:
     def program(session: Session) -> Any:
         rows: list[int] = []
-        note = rows.append  # a list that lagom can see would keep the model from being split
-
-        class Noting(kind):  # type: ignore[misc, valid-type]
-            def forward(self, x: Tensor, labels: Tensor | None = None) -> Any:
-                note(len(x))
-                return super().forward(x, labels)
-
         torch.manual_seed(0)
-        model = Noting()
+        model = counting_rows(kind, rows)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         found = []
         for step in range(10):
             x = torch.randn(8 - step % 2, 5, dtype=torch.float64)
             x[-1, 0] += 1000 * (step == 8)
             try:
-                output = model(x, labels=torch.randint(0, 4, (len(x), 3)))
+                output = model(x, torch.randint(0, 4, (len(x), 3)))
             except IndexError as error:
                 found.append(str(error))
                 continue
@@ -181,9 +176,7 @@ def trained(kind: type[Labelled]) -> Callable[[Session], Any]:
             ]
         with torch.no_grad():
             model.eval()
-            output = [
-                model(torch.randn(7, 5).double(), labels=torch.ones(7, 3).long())["loss"].sum().item() for _ in "12"
-            ]
+            output = [model(torch.randn(7, 5).double(), torch.ones(7, 3).long())["loss"].sum().item() for _ in "12"]
         reasons = sorted(text.partition(": it ")[2] for text in session.said if "runs whole" in text)
         return [*found, *output], reasons, rows
 
@@ -200,3 +193,75 @@ def test_a_loss_in_a_forward_is_that_of_the_whole_batch(kind: type[Labelled], wo
             assert one == (other if isinstance(other, str) else pytest.approx(other, rel=1e-12))
         assert reasons == ([WHOLE[kind]] if kind in WHOLE else [])
         assert (rows[-1] < 7) == (kind in [*SPLIT, Kept])  # without gradients there is no graph to keep
+
+
+STEP = [0]
+"""The number of a call, by which ``Growing`` computes another loss; its program changes it."""
+
+
+class Growing(Labelled):
+    """Adds a loss from the fourth call on."""
+
+    def loss(self, scores: Tensor, labels: Tensor, x: Tensor) -> Tensor:
+        loss = super().loss(scores, labels, x)
+        return loss + F.mse_loss(scores[:, :5], x) if STEP[0] > 3 else loss
+
+
+class Gated(Labelled):
+    """Mixes its rows once a buffer is no longer zero, and returns its loss alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate: Tensor
+        self.register_buffer("gate", torch.zeros((), dtype=torch.float64))
+
+    def forward(self, x: Tensor, labels: Tensor | None = None) -> Any:
+        assert labels is not None
+        self.gate.fill_(0.5 * (STEP[0] > 3))
+        hidden = self.body(x)
+        return self.loss(self.head(hidden - self.gate * hidden.mean(0)), labels, x)
+
+
+@pytest.mark.parametrize("kind", [Growing, Gated])
+def test_a_loss_that_was_not_in_the_probe_is_that_of_the_whole_batch(kind: type[Labelled]) -> None:
+    def program(_: Session) -> list[float]:
+        torch.manual_seed(0)
+        model, losses = kind(), []
+        with torch.no_grad():  # with gradients, the nodes of another loss are counted
+            for step in range(8):
+                STEP[0] = step
+                output = model(torch.randn(8, 5, dtype=torch.float64), torch.randint(0, 4, (8, 3)))
+                losses.append((output if kind is Gated else output["loss"]).item())
+        return losses
+
+    wanted = alone(program)
+    for losses in run_ranks(2, program, batches="whole", always_slices=True):
+        assert losses == pytest.approx(wanted, rel=1e-12)
+
+
+class Looking(Labelled):
+    """Looks up its labels, which may be no index in the rows of one rank alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(4, 12).double()
+
+    def forward(self, x: Tensor, labels: Tensor | None = None) -> Any:
+        assert labels is not None
+        return self.loss(self.head(self.body(x)) + self.table(labels).sum(1), labels, x)
+
+
+def test_losses_of_two_batches_are_not_added() -> None:
+    """A rank alone skips a batch that fails on its rows; the next exchange says so, whatever the shapes."""
+
+    def program(_: Session) -> None:
+        torch.manual_seed(0)
+        model = Looking()
+        for step in range(6):
+            labels = torch.randint(0, 4, (8, 3))
+            labels[-1, -1] += 9 * (step == 4)
+            with contextlib.suppress(IndexError):
+                model(torch.randn(8, 5, dtype=torch.float64), labels).backward()
+
+    with pytest.raises(RankFailedError, match="the sum of a loss: its input is not the same on all ranks"):
+        run_ranks(2, program, batches="whole", always_slices=True)

@@ -10,9 +10,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader, TensorDataset
 
 from lagom.session.session import Session
 from tests.ranks import alone, run_ranks
+from tests.row_split.row_counts import counting_rows
 
 PADDING = [0]
 """The id of the padding, which ``Renamed`` reads and its program changes."""
@@ -155,6 +157,23 @@ class Checkpointed(Masked):
         return found
 
 
+class Repeated(Masked):
+    """Reads in a part that a reentrant checkpoint computes once more in the backward."""
+
+    def mean(self, x: Tensor, ids: Tensor) -> Tensor:
+        found: Tensor = checkpoint(super().mean, x, ids, use_reentrant=True)
+        return found
+
+
+class Packed(Masked):
+    """Packs its rows by their lengths: the result is as long as the longest row of a part."""
+
+    def mean(self, x: Tensor, ids: Tensor) -> Tensor:
+        lengths = (ids != 0).sum(1)
+        packed = nn.utils.rnn.pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
+        return nn.utils.rnn.pad_packed_sequence(packed, batch_first=True)[0].mean(1)
+
+
 SPLIT = [Masked, Different, Longest, Expanded, InPlace, Buffered, Chosen, Renamed]
 WHOLE = {
     OfWeights: "takes decisions by the numbers of its input",
@@ -163,6 +182,8 @@ WHOLE = {
     Threshold: "takes decisions by the numbers of its input",
     Mixing: "does not compute the rows of its batch one by one",
     Checkpointed: "takes decisions by the numbers of its input, which it computes at length",
+    Repeated: "takes decisions by the numbers of its input, which it computes at length",
+    Packed: "takes decisions by the numbers of its input",
 }
 
 
@@ -181,15 +202,8 @@ def trained(kind: type[Masked]) -> Callable[[Session], Any]:
     def program(session: Session) -> Any:
         PADDING[0] = 0
         rows: list[int] = []
-        note = rows.append  # a list that lagom can see would keep the model from being split
-
-        class Noting(kind):  # type: ignore[misc, valid-type]
-            def forward(self, ids: Tensor) -> Any:
-                note(len(ids))
-                return super().forward(ids)
-
         torch.manual_seed(0)
-        model = Noting()
+        model = counting_rows(kind, rows)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         losses = []
         for step, ids in enumerate(batches()):
@@ -215,3 +229,27 @@ def test_a_forward_reads_the_numbers_of_the_whole_batch(kind: type[Masked], worl
         wanted_reasons = [WHOLE[kind]] if kind in WHOLE else []
         assert [one.partition(" (aten")[0] for one in reasons] == wanted_reasons
         assert (rows[-1] < 7) == (kind in SPLIT)
+
+
+def test_an_evaluation_of_a_ranks_own_batch_chooses_no_way() -> None:
+    """With "split" a rank may call its model with its share of a training batch, beside gathered batches."""
+
+    def program(_: Session) -> Any:
+        torch.manual_seed(0)
+        model, data = Masked(), torch.cat([torch.randint(1, 8, (40, 5)), torch.zeros(2, 5, dtype=torch.long) + 3])
+        data[::16] = torch.tensor([1, 2, 3, 0, 0])
+        sums = []
+        for _epoch in range(2):
+            model.train()
+            for (batch,) in DataLoader(TensorDataset(data), batch_size=10):
+                model(batch).sum().backward()
+            model.eval()
+            with torch.no_grad():
+                for (rows,) in DataLoader(TensorDataset(data), batch_size=10):
+                    sums.append(model(rows).sum().item())
+                    model(batch)
+        return sums
+
+    wanted = alone(program)
+    for found in run_ranks(2, program, batches="split", evaluation="gathered", always_slices=True):
+        assert found == pytest.approx(wanted, rel=1e-12)
