@@ -2,5 +2,6 @@
 
 Start with ``slicer.py``. ``probe.py`` finds out which forwards may be shared, with ``backward_probe.py`` for functions
 that have a backward of their own. ``whole_batch.py`` gathers the outputs, and ``row_losses.py`` shares out the losses
-of large outputs. See Note [Probe] in ``probe.py``.
+of large outputs. ``input_reads.py`` finds numbers that a forward reads from its input, and ``inner_losses.py`` adds the
+losses that it computes. See Note [Probe] in ``probe.py``.
 """

@@ -151,9 +151,9 @@ class SlicedRuns:
             )
         is_stale = region.draws is not None and region.draws.is_stale
         try:
-            if finding.input_reads.reads and candidate.device.type != "cpu":
-                self._compare_reads(candidate, finding, restore, is_stale=is_stale)  # gathers there have no signature
             passed = {id(leaf): whole for leaf, whole in zip(leaves, candidate.leaves, strict=True)}
+            if finding.input_reads.reads and not _are_signed(outputs, passed, finding, candidate):
+                self._compare_reads(candidate, finding, restore, is_stale=is_stale)
             return tree_unflatten(_gather_outputs(outputs, passed, finding, exchange, candidate, is_stale), spec)
         except UnequalInputError:
             if finding.input_reads.reads:
@@ -248,6 +248,14 @@ def _shapes(candidate: SplitCandidate) -> object:
     return tuple([leaf.shape if is_tensor(leaf) else None for leaf in candidate.leaves])
 
 
+def _are_signed(outputs: list[Any], passed: dict[int, Any], finding: SplitFinding, candidate: SplitCandidate) -> bool:
+    """Return whether the gather of the outputs compares signatures: on a CPU, if there is anything to gather."""
+    gathers = any(
+        factor is not None and id(output) not in passed for output, factor in zip(outputs, finding.factors, strict=True)
+    )
+    return gathers and candidate.device.type == "cpu"
+
+
 def _gather_outputs(
     outputs: list[Any],
     passed: dict[int, Any],
@@ -278,7 +286,8 @@ def _gather_outputs(
     # A module may return one tensor twice; the program must get one tensor twice, too.
     places = {id(outputs[i]): i for i, _ in by_rows if finding.bases[i] is None}
     blocks = [outputs[i] for i in places.values()]
-    signed = b"stale" * is_stale + b"".join(
+    # The rank makes it unequal also if all ranks are stale.
+    signed = f"stale {exchange.block.rank}".encode() * is_stale + b"".join(
         sample_bytes(leaf) for leaf in candidate.leaves if is_batch(leaf, candidate.rows)
     )
     wholes = gather_blocks(

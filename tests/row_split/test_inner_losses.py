@@ -67,10 +67,10 @@ class Dropped(Labelled):
 
 
 class Weighted(Labelled):
-    """Weighs classes by how often the batch has them."""
+    """Weighs the classes that the batch has; mostly each half of it has all."""
 
     def loss(self, scores: Tensor, labels: Tensor, x: Tensor) -> Tensor:
-        weight = (labels.flatten()[:, None] == torch.arange(4)).sum(0).double() + 1
+        weight = 0.5 + (labels.flatten()[:, None] == torch.arange(4)).any(0).double()
         return F.cross_entropy(scores.view(-1, 4), labels.view(-1), weight)
 
 
@@ -195,20 +195,67 @@ def test_a_loss_in_a_forward_is_that_of_the_whole_batch(kind: type[Labelled], wo
         assert (rows[-1] < 7) == (kind in [*SPLIT, Kept])  # without gradients there is no graph to keep
 
 
-STEP = [0]
-"""The number of a call, by which ``Growing`` computes another loss; its program changes it."""
+STEP = [1]
+"""The number of a call, by which a forward computes another loss; the program changes it."""
 
 
 class Growing(Labelled):
-    """Adds a loss from the fourth call on."""
+    """Adds a loss from the fourth call on, and returns its loss alone."""
 
-    def loss(self, scores: Tensor, labels: Tensor, x: Tensor) -> Tensor:
-        loss = super().loss(scores, labels, x)
+    def forward(self, x: Tensor, labels: Tensor | None = None) -> Any:
+        assert labels is not None
+        scores = self.head(self.body(x)).tanh()
+        loss = self.loss(scores, labels, x)
         return loss + F.mse_loss(scores[:, :5], x) if STEP[0] > 3 else loss
 
 
+def test_a_loss_that_was_not_in_the_probe_is_that_of_the_whole_batch() -> None:
+    def program(_: Session) -> list[float]:
+        from tests.row_split import test_inner_losses as here  # ranks get this function with copies of its globals
+
+        torch.manual_seed(0)
+        model, losses = Growing().eval(), []
+        with torch.no_grad():  # with gradients, the nodes of another loss are counted
+            for step in range(1, 9):
+                here.STEP[0] = step
+                x, labels = torch.randn(8, 5, dtype=torch.float64), torch.randint(0, 4, (8, 3))
+                losses.append(model(x, labels).item())
+        return losses
+
+    wanted = alone(program)
+    for losses in run_ranks(2, program, batches="whole", always_slices=True):
+        assert losses == pytest.approx(wanted, rel=1e-12)
+
+
+class Doubled(Labelled):
+    """Doubles its loss for batches with a label that the program changes, and returns it alone."""
+
+    def forward(self, x: Tensor, labels: Tensor | None = None) -> Any:
+        assert labels is not None
+        loss = self.loss(self.head(self.body(x)), labels, x)
+        return loss * 2 if (labels == STEP[0]).any() else loss * 1
+
+
+def test_a_number_that_is_out_of_date_is_noticed_where_a_loss_is_the_only_output() -> None:
+    def program(_: Session) -> list[float]:
+        from tests.row_split import test_inner_losses as here  # ranks get this function with copies of its globals
+
+        torch.manual_seed(0)
+        model, losses = Doubled(), []
+        for step in range(8):
+            here.STEP[0] = 9 if step < 5 else 1
+            loss = model(torch.randn(8, 5, dtype=torch.float64), torch.randint(0, 4, (8, 3)))
+            loss.backward()
+            losses.append(loss.item())
+        return losses
+
+    wanted = alone(program)
+    for losses in run_ranks(2, program, batches="whole", always_slices=True):
+        assert losses == pytest.approx(wanted, rel=1e-12)
+
+
 class Gated(Labelled):
-    """Mixes its rows once a buffer is no longer zero, and returns its loss alone."""
+    """Mixes its rows once its program opens a gate, and returns its loss alone."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -217,21 +264,20 @@ class Gated(Labelled):
 
     def forward(self, x: Tensor, labels: Tensor | None = None) -> Any:
         assert labels is not None
-        self.gate.fill_(0.5 * (STEP[0] > 3))
         hidden = self.body(x)
         return self.loss(self.head(hidden - self.gate * hidden.mean(0)), labels, x)
 
 
-@pytest.mark.parametrize("kind", [Growing, Gated])
-def test_a_loss_that_was_not_in_the_probe_is_that_of_the_whole_batch(kind: type[Labelled]) -> None:
+def test_rows_that_mix_later_are_found_behind_a_loss_alone() -> None:
     def program(_: Session) -> list[float]:
         torch.manual_seed(0)
-        model, losses = kind(), []
-        with torch.no_grad():  # with gradients, the nodes of another loss are counted
-            for step in range(8):
-                STEP[0] = step
-                output = model(torch.randn(8, 5, dtype=torch.float64), torch.randint(0, 4, (8, 3)))
-                losses.append((output if kind is Gated else output["loss"]).item())
+        model, losses = Gated(), []
+        for step in range(8):
+            if step == 5:
+                model.gate.fill_(0.5)
+            loss = model(torch.randn(8, 5, dtype=torch.float64), torch.randint(0, 4, (8, 3)))
+            loss.backward()
+            losses.append(loss.item())
         return losses
 
     wanted = alone(program)
