@@ -20,7 +20,6 @@ NAMES = (
     "torch.Tensor._make_subclass",
     "torch.UntypedStorage._new_with_weak_ptr",
     "torch._C",
-    "torch._C.Argument",
     "torch._C.DispatchKey",
     "torch._C.TensorBase",
     "torch._C._TorchDispatchModeKey",

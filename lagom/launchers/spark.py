@@ -47,6 +47,7 @@ log = logging.getLogger("lagom")
 _INLINE = 1 << 20  # bytes; a larger payload is not sent in the job itself, unless hosts cannot get it elsewhere
 CANCELLED_S = 10.0  # longest wait for a cancelled job after a loss or failure; Spark notices lost executors late
 _CANCEL_S = 2.0  # time in which stopped tasks can return by themselves, before the job is cancelled
+_RESULT_S = 8.0  # the same after a failure: the task returns the program's exception, which a busy host may do late
 
 
 class SparkLauncher:
@@ -183,7 +184,8 @@ class SparkLauncher:
     def _end(self, running: SparkJob, run: RunView, group: str) -> None:
         """Let stopped tasks return, then cancel the rest, which ends Spark's Python workers."""
         try:
-            running.wait(_CANCEL_S if run.has_tasks else 0.0)
+            patience_s = _RESULT_S if run.failures() else _CANCEL_S
+            running.wait(patience_s if run.has_tasks else 0.0)
         finally:  # also when Ctrl-C is pressed once more
             if running.lasts:
                 with contextlib.suppress(Exception):

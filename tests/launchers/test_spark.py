@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import threading
+import time
 from contextlib import ExitStack
 from types import SimpleNamespace
 from typing import Any, cast
@@ -13,8 +14,10 @@ import pytest
 
 from lagom.call import Call
 from lagom.errors import LagomError, PayloadError, PlanError
+from lagom.launchers import spark as spark_module
 from lagom.launchers.run import RunView
 from lagom.launchers.spark import SparkLauncher, SparkPayload, rows_of_failure
+from lagom.launchers.spark_job import SparkJob
 from lagom.launchers.spark_session import ClassicFacts, SparkFacts
 
 
@@ -172,3 +175,19 @@ def test_a_job_that_spark_does_not_end_is_left_where_failures_say_why(monkeypatc
         assert launcher.run_job(cast(RunView, run), the_plan, spec, stack) == []
     assert cancelled == ["lagom-x"]
     never.set()
+
+
+@pytest.mark.parametrize(("failures", "cancelled"), [([{"rank": 0}], []), ([], ["group"])])
+def test_a_slow_task_can_return_the_exception_of_a_failed_rank(
+    failures: list[object], cancelled: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Spark drops the result of a cancelled job, and with it the program's own exception."""
+    monkeypatch.setattr(spark_module, "_CANCEL_S", 0.0)
+    groups: list[str] = []
+    launcher = object.__new__(SparkLauncher)
+    launcher.facts = cast("SparkFacts", SimpleNamespace(cancel=groups.append))
+    running = SparkJob(lambda: time.sleep(0.2), threading.Thread)
+    running.start()
+    launcher._end(running, cast("RunView", SimpleNamespace(failures=lambda: failures, has_tasks=True)), "group")
+    running.result()
+    assert groups == cancelled
