@@ -46,7 +46,7 @@ from lagom.wire.tls import NoCertificate, certificate_of_a_run, key_and_certific
 log = logging.getLogger("lagom")
 _INLINE = 1 << 20  # bytes; a larger payload is not sent in the job itself, unless hosts cannot get it elsewhere
 CANCELLED_S = 10.0  # longest wait for a cancelled job after a loss or failure; Spark notices lost executors late
-_CANCEL_S = 2.0  # time in which stopped tasks can return by themselves, before the job is cancelled
+CANCEL_S = 2.0  # time in which stopped tasks can return by themselves, before the job is cancelled
 _RESULT_S = 8.0  # the same after a failure: the task returns the program's exception, which a busy host may do late
 
 
@@ -161,7 +161,7 @@ class SparkLauncher:
             running.start()
             run.watch()
             if run.stopped:
-                self._end(running, run, group)
+                self.end_job(running, run, group)
                 running.wait(CANCELLED_S)
                 if running.lasts and (lost := run.lost()) is not None:
                     raise lost
@@ -170,7 +170,7 @@ class SparkLauncher:
             running.wait()
         except BaseException:  # Ctrl-C, or an error of this process, such as a signal handler's
             run.stop()
-            self._end(running, run, group)
+            self.end_job(running, run, group)
             raise
         try:
             return running.result()  # type: ignore[no-any-return]
@@ -181,10 +181,10 @@ class SparkLauncher:
                 raise lost from error
             return rows_of_failure(error, run)
 
-    def _end(self, running: SparkJob, run: RunView, group: str) -> None:
+    def end_job(self, running: SparkJob, run: RunView, group: str) -> None:
         """Let stopped tasks return, then cancel the rest, which ends Spark's Python workers."""
         try:
-            patience_s = _RESULT_S if run.failures() else _CANCEL_S
+            patience_s = _RESULT_S if run.failures() else CANCEL_S
             running.wait(patience_s if run.has_tasks else 0.0)
         finally:  # also when Ctrl-C is pressed once more
             if running.lasts:

@@ -182,12 +182,12 @@ def test_a_slow_task_can_return_the_exception_of_a_failed_rank(
     failures: list[object], cancelled: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Spark drops the result of a cancelled job, and with it the program's own exception."""
-    monkeypatch.setattr(spark_module, "_CANCEL_S", 0.0)
+    monkeypatch.setattr(spark_module, "CANCEL_S", 0.0)
     groups: list[str] = []
     launcher = object.__new__(SparkLauncher)
     launcher.facts = cast("SparkFacts", SimpleNamespace(cancel=groups.append))
     running = SparkJob(lambda: time.sleep(0.2), threading.Thread)
     running.start()
-    launcher._end(running, cast("RunView", SimpleNamespace(failures=lambda: failures, has_tasks=True)), "group")
+    launcher.end_job(running, cast("RunView", SimpleNamespace(failures=lambda: failures, has_tasks=True)), "group")
     running.result()
     assert groups == cancelled
