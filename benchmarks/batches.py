@@ -124,7 +124,7 @@ PROGRAMS: Mapping[str, tuple[Callable[[], nn.Module], Callable[[], TensorDataset
 def step_seconds(program: str, steps: int, always_slices: bool) -> tuple[float, float]:
     """Train, and return the median seconds of a step and of the loading in a step; runs on each rank."""
     if always_slices:
-        from lagom.row_split import whole_batch
+        from lagom.forward.rows import whole_batch
 
         whole_batch.ALWAYS = True
     build, data, loss_of, batch_size = PROGRAMS[program]

@@ -22,9 +22,9 @@ from pathlib import Path
 
 from lagom.cluster import Cluster
 from lagom.config import TorchDistributedConfig
-from lagom.launchers.run import RunView
+from lagom.driver.run import RunView
 from lagom.plan import plan
-from lagom.records.run_dir import RunRecords, records
+from lagom.watch.run_dir import RunRecords, records
 from lagom.wire.client import DriverClient, dial
 from lagom.wire.tls import certificate_of_a_run
 

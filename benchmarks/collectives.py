@@ -26,9 +26,9 @@ import torch
 import torch.distributed as dist
 
 from benchmarks import shm_op
-from lagom.collectives.native import native
-from lagom.collectives.torch_backend.registration import register
-from lagom.collectives.torch_backend.shared_group import SharedProcessGroup, whole_groups
+from lagom.exchange.native import native
+from lagom.exchange.torch_backend.registration import register
+from lagom.exchange.torch_backend.shared_group import SharedProcessGroup, whole_groups
 
 SIZES = [4, 4 << 10, 64 << 10, 1 << 20, 16 << 20, 100_000_000, 256 << 20]
 ROUNDS = 5

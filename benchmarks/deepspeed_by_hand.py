@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lagom.deepspeed.loading import environment, load
+from lagom.extensions.zero.deepspeed.loading import environment, load
 
 STAGES = (0, 1, 2, 3)
 BUCKETS: Mapping[str, int] = {"reduce_bucket_size": 5_000_000, "allgather_bucket_size": 5_000_000}

@@ -26,9 +26,9 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
-from lagom.collectives.group import Group
-from lagom.collectives.run_store import SealedStore, all_gather_by
-from lagom.collectives.sockets.encryption import NO_CREDENTIALS, Credentials
+from lagom.exchange.group import Group
+from lagom.exchange.run_store import SealedStore, all_gather_by
+from lagom.exchange.sockets.encryption import NO_CREDENTIALS, Credentials
 from lagom.wire.tls import contexts_of_ranks, key_and_certificate
 from tests.integration.hosts import allowed, network
 

@@ -41,8 +41,8 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 import lagom
 from lagom import experiment
 from lagom.config import TorchDistributedConfig
-from lagom.monitor.spans import current_spans
 from lagom.patching.replace import replaced
+from lagom.watch.spans import current_spans
 
 WORLD_SIZE = 2
 ROUND = ("off", "on", "kept")

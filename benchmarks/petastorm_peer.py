@@ -50,7 +50,7 @@ def _make_importable() -> None:
     import pyarrow as pa
 
     if int(pa.__version__.split(".")[0]) >= 16:
-        import lagom.compat.petastorm  # noqa: F401
+        import lagom.extensions.compat.petastorm  # noqa: F401
 
 
 def read(name: str, folder: str, table: str, batch: int, window: int) -> Iterator[int]:

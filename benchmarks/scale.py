@@ -28,19 +28,19 @@ from typing import Any
 import torch
 from torch._C._distributed_c10d import TCPStore
 
-from lagom.collectives.agreement_exchange import memory
-from lagom.collectives.host_messages import HostMessages, connect_messages, partners
-from lagom.collectives.hosts import HostTransport
-from lagom.collectives.run_store import SealedStore, all_gather_by
-from lagom.collectives.shared_memory import shared
-from lagom.collectives.sockets.connect import Gather, connected, host_identity, listen
-from lagom.collectives.sockets.encryption import Credentials
-from lagom.collectives.sockets.mesh import Mesh
-from lagom.collectives.sockets.rank_store import RankStore
-from lagom.collectives.sockets.rounds import rounds
-from lagom.collectives.sockets.value_client import ValueClient
-from lagom.collectives.sockets.value_server import ValueServer
-from lagom.collectives.transport import Merging
+from lagom.exchange.agreement_exchange import memory
+from lagom.exchange.host_messages import HostMessages, connect_messages, partners
+from lagom.exchange.hosts import HostTransport
+from lagom.exchange.run_store import SealedStore, all_gather_by
+from lagom.exchange.shared_memory import shared
+from lagom.exchange.sockets.connect import Gather, connected, host_identity, listen
+from lagom.exchange.sockets.encryption import Credentials
+from lagom.exchange.sockets.mesh import Mesh
+from lagom.exchange.sockets.rank_store import RankStore
+from lagom.exchange.sockets.rounds import rounds
+from lagom.exchange.sockets.value_client import ValueClient
+from lagom.exchange.sockets.value_server import ValueServer
+from lagom.exchange.transport import Merging
 from lagom.patching.replace import replaced
 from tests.integration.hosts import allowed, network
 

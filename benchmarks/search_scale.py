@@ -25,12 +25,12 @@ from pathlib import Path
 from typing import Any
 
 from lagom.config import HyperparameterOptConfig, Searchspace
-from lagom.launchers.local import LocalLauncher
-from lagom.payload import Parcel
+from lagom.driver.local import LocalLauncher
+from lagom.extensions.search.study import Study
+from lagom.extensions.search.trial_loop import TrialLoop
+from lagom.extensions.search.trial_source import TrialOutcome
 from lagom.plan import plan
-from lagom.search.study import Study
-from lagom.search.trial_loop import TrialLoop
-from lagom.search.trial_source import TrialOutcome
+from lagom.program.payload import Parcel
 from lagom.wire.client import Message
 
 

@@ -174,7 +174,7 @@ std::tuple<int, int, nb::bytes, nb::bytes> stream(int following, int preceding, 
 
 NB_MODULE(_native, module) {
     nb::set_leak_warnings(false);  // a rank ends by os._exit, which frees nothing
-    module.attr("VERSION") = 12;  // of these bindings; lagom/collectives/native.py checks it
+    module.attr("VERSION") = 12;  // of these bindings; lagom/exchange/native.py checks it
     nb::register_exception_translator([](const std::exception_ptr& thrown, void*) {
         try {
             std::rethrow_exception(thrown);

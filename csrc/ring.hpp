@@ -1,4 +1,4 @@
-// Unencrypted messages around a ring of hosts. lagom/collectives/sockets/ring_stream.py has the encrypted ones.
+// Unencrypted messages around a ring of hosts. lagom/exchange/sockets/ring_stream.py has the encrypted ones.
 #pragma once
 
 #include <cstddef>

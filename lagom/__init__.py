@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from lagom import config, experiment
     from lagom.config import TorchDistributedConfig
-    from lagom.data.parquet.petastorm_loader import PetastormDataLoader
     from lagom.errors import LagomError
-    from lagom.memory_plan.needs import MemoryPlan
-    from lagom.memory_planner import plan_memory
+    from lagom.extensions.data.parquet.petastorm_loader import PetastormDataLoader
+    from lagom.extensions.zero.memory_plan.memory_planner import plan_memory
+    from lagom.extensions.zero.memory_plan.needs import MemoryPlan
     from lagom.result import Result, show
     from lagom.world import rank, world_size
 
@@ -34,11 +34,11 @@ __all__ = [
 
 _HOMES = {
     "LagomError": "lagom.errors",
-    "MemoryPlan": "lagom.memory_plan.needs",
-    "PetastormDataLoader": "lagom.data.parquet.petastorm_loader",
+    "MemoryPlan": "lagom.extensions.zero.memory_plan.needs",
+    "PetastormDataLoader": "lagom.extensions.data.parquet.petastorm_loader",
     "Result": "lagom.result",
     "TorchDistributedConfig": "lagom.config",
-    "plan_memory": "lagom.memory_planner",
+    "plan_memory": "lagom.extensions.zero.memory_plan.memory_planner",
     "rank": "lagom.world",
     "show": "lagom.result",
     "world_size": "lagom.world",

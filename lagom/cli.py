@@ -27,18 +27,18 @@ from lagom.cli_options import (
 from lagom.config import TorchDistributedConfig
 from lagom.config.torch_distributed import Debug, Launcher
 from lagom.errors import LagomError, MetricError, RankError, RankTraceback, VerificationError
-from lagom.horovodrun import num_ranks, script_of
+from lagom.extensions.compat.compatible import compatible
+from lagom.extensions.compat.horovodrun import num_ranks, script_of
+from lagom.extensions.observe.report.compare_runs import compare_runs
+from lagom.extensions.search.on_rank.script_trial import ScriptTrial
+from lagom.extensions.search.script_search import add_search_options, command_line, resumed, search_config
+from lagom.extensions.search.trial_files import last_lines
 from lagom.program.detect_distributed import is_driver
 from lagom.program.own_frames import cut_own_frames
 from lagom.program.script import Script
-from lagom.records.compare_runs import compare_runs
-from lagom.records.run_dir import RESULT
-from lagom.records.runs import list_runs, open_run
 from lagom.result import show
-from lagom.search.on_rank.script_trial import ScriptTrial
-from lagom.search.script_search import add_search_options, command_line, resumed, search_config
-from lagom.search.trial_files import last_lines
-from lagom.worker.compatible import compatible
+from lagom.watch.run_dir import RESULT
+from lagom.watch.runs import list_runs, open_run
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -203,8 +203,8 @@ def _drive(script: Script, config: TorchDistributedConfig, named: Sequence[str])
 
 
 def _doctor(args: argparse.Namespace) -> int:
-    from lagom.doctor.findings import Finding
-    from lagom.doctor.visit import as_json, print_findings, visit
+    from lagom.extensions.observe.doctor.findings import Finding
+    from lagom.extensions.observe.doctor.visit import as_json, print_findings, visit
 
     launcher: Launcher = "local" if args.master in (None, "local") else "spark"
     config = TorchDistributedConfig(world_size=args.n, launcher=launcher, run_dir=None)
@@ -255,7 +255,7 @@ def _failed(error: BaseException) -> int:
 
 def _session(master: str, slots: int | None) -> Any:
     """Start a Spark session on ``master``; "spark" is this machine, with ``slots`` slots (None: one per core)."""
-    from lagom.launchers.spark_master import start_session
+    from lagom.spark.spark_master import start_session
 
     return start_session(f"local[{slots or '*'}]" if master == "spark" else master)
 

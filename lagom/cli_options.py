@@ -8,7 +8,7 @@ from typing import Any, get_args
 
 from lagom.config import TorchDistributedConfig
 from lagom.config.torch_distributed import RUN_DIR, Batches, Evaluation, Log
-from lagom.horovodrun import CheckBuild
+from lagom.extensions.compat.horovodrun import CheckBuild
 
 
 def add_run_options(run: argparse.ArgumentParser) -> None:

@@ -9,38 +9,38 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import fields, replace
 from typing import Any, overload
 
-from lagom.aggregate import aggregate, remedy
-from lagom.call import Call
 from lagom.config import AblationConfig, HyperparameterOptConfig, TorchDistributedConfig
 from lagom.config.torch_distributed import Launcher
-from lagom.kept_call import KeptRun, keep_call, keep_result, read_call, read_result
-from lagom.launchers import choose
-from lagom.launchers.attempts import run_attempts
-from lagom.launchers.dataframes import frames_of_run, write_frame
-from lagom.launchers.failure import add_advice
-from lagom.launchers.protocol import Launcher as Launches
+from lagom.driver.aggregate import aggregate, remedy
+from lagom.driver.attempts import run_attempts
+from lagom.driver.failure import add_advice
+from lagom.driver.preparation import checked, facts_of_code, random_start, run_records, source_of
+from lagom.driver.protocol import Launcher as Launches
+from lagom.extensions.resume.kept_call import KeptRun, keep_call, keep_result, read_call, read_result
+from lagom.extensions.search.ablate import ablate
+from lagom.extensions.search.ablation_result import AblationResult
+from lagom.extensions.search.search import search
+from lagom.extensions.search.search_result import SearchResult
+from lagom.extensions.verify.rehearsals import verify
+from lagom.extensions.verify.verification import say_not_rehearsed, show
+from lagom.launch import choose
+from lagom.on_rank.process_settings import process_settings
 from lagom.plan import Plan, plan
-from lagom.preparation import checked, facts_of_code, random_start, run_records, source_of
+from lagom.program.call import Call
 from lagom.program.failure_advice import advice
 from lagom.program.own_frames import cut_own_frames
 from lagom.program.signature import function_name
 from lagom.program.sources import source_files
 from lagom.random_states import set_random_states
-from lagom.records.run_dir import RunRecords
-from lagom.records.runs import open_run
-from lagom.records.upload import Upload, is_url
 from lagom.restart.kept_snapshots import FOLDER, SnapshotFolder
 from lagom.restart.snapshot_copies import SnapshotCopies
 from lagom.result import Result
 from lagom.run_folder import RunFolder
-from lagom.search.ablate import ablate
-from lagom.search.ablation_result import AblationResult
-from lagom.search.search import search
-from lagom.search.search_result import SearchResult
+from lagom.spark.dataframes import frames_of_run, write_frame
 from lagom.timings import DIGITS, Timings
-from lagom.verify.rehearsals import verify
-from lagom.verify.verification import say_not_rehearsed, show
-from lagom.worker.process_settings import process_settings
+from lagom.watch.run_dir import RunRecords
+from lagom.watch.runs import open_run
+from lagom.watch.upload import Upload, is_url
 
 
 @overload  # a search is a run, too, with a result of its own

@@ -16,7 +16,7 @@ from lagom.errors import PlanError
 class Rehearsal:
     """Limits of a run that is cut short and recorded, to be compared with another.
 
-    See Note [Rehearsals] in verify/rehearsals.py.
+    See Note [Rehearsals] in extensions/verify/rehearsals.py.
     """
 
     num_backwards: int = 64

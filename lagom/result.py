@@ -14,11 +14,11 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from lagom.errors import LagomError
-from lagom.monitor.notebook import notebook
 from lagom.run_folder import RunFolder, write_file
+from lagom.watch.notebook import notebook
 
 if TYPE_CHECKING:
-    from lagom.records.upload import Upload
+    from lagom.watch.upload import Upload
 
 TEST_RESULT = "test result"
 _SHOWN_RANKS = 8
@@ -57,9 +57,9 @@ def show(run: str | os.PathLike[str] | Result) -> Page:
         page = run.report()
     else:
         from lagom.config import TorchDistributedConfig
-        from lagom.records.report import report
-        from lagom.records.run_dir import RESULT
-        from lagom.records.runs import open_run
+        from lagom.extensions.observe.report.report import report
+        from lagom.watch.run_dir import RESULT
+        from lagom.watch.runs import open_run
 
         folder = open_run(run, TorchDistributedConfig().run_dir)
         # Nothing is written to a folder of somebody else, and no page of it is opened.
@@ -167,7 +167,7 @@ class Result(Mapping[str, Any]):
         """
         if self._run_dir is None:
             raise ValueError("there is nothing to report from: this run's config had run_dir=None")
-        from lagom.records.report import report
+        from lagom.extensions.observe.report.report import report
 
         target = Page(path if path is not None else self._run_dir / "report.html")
         write_file(target, report(RunFolder.open(self._run_dir)))
@@ -210,7 +210,7 @@ class Result(Mapping[str, Any]):
         """Return HTML of the run's charts and records, shown below its result."""
         if self._run_dir is None:
             return ""
-        from lagom.records.notebook_chart import notebook_chart
+        from lagom.extensions.observe.report.notebook_chart import notebook_chart
 
         try:
             charts = notebook_chart(RunFolder.open(self._run_dir))

@@ -6,7 +6,7 @@ Networks of tests are too small to be sliced otherwise.
 import runpy
 import sys
 
-from lagom.row_split import whole_batch
+from lagom.forward.rows import whole_batch
 
 whole_batch.ALWAYS = True
 sys.argv = sys.argv[1:]

@@ -9,10 +9,10 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
-from lagom.collectives.sockets.encryption import Connection, Credentials, EncryptedSocket, encrypted
-from lagom.collectives.sockets.rank_store import RankStore
-from lagom.collectives.sockets.value_client import ValueClient
-from lagom.collectives.sockets.value_server import ValueServer
+from lagom.exchange.sockets.encryption import Connection, Credentials, EncryptedSocket, encrypted
+from lagom.exchange.sockets.rank_store import RankStore
+from lagom.exchange.sockets.value_client import ValueClient
+from lagom.exchange.sockets.value_server import ValueServer
 from lagom.wire.tls import contexts_of_ranks, key_and_certificate
 
 KEY = b"known to these ranks"

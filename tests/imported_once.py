@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 
-import lagom.search.slots.local_slots  # noqa: F401  # before forked_server replaces what it takes from the launcher
-from tests.launchers.forked_server import forked_server as forked_server
+import lagom.extensions.search.slots.local_slots  # noqa: F401  # before forked_server replaces what it takes from the launcher
+from tests.driver.forked_server import forked_server as forked_server
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -20,8 +20,8 @@ import numpy
 import torch
 import torch.distributed.nn  # torch 2.6 puts a folder on sys.path when this is first imported
 
-import lagom.data.parquet.petastorm_loader  # Datasets with an initializer: a test that imports them would leave them
-import lagom.search.on_rank.changed_samples  # noqa: F401  # likewise
+import lagom.extensions.data.parquet.petastorm_loader  # its Datasets have an initializer, which would stay
+import lagom.extensions.search.on_rank.changed_samples  # noqa: F401  # likewise
 
 with contextlib.suppress(ImportError):
     import cv2  # noqa: F401  # sets LD_LIBRARY_PATH when it is first imported; not needed by tests
@@ -202,7 +202,7 @@ _FUNCTIONS: tuple[tuple[Any, str], ...] = (
     (sys, "excepthook"),
     (urllib.request, "urlretrieve"),
 )
-_SERVERS = ("lagom.host.fork_server", "lagom/executor/start_server")
+_SERVERS = ("lagom.host.fork_server", "lagom/spark/start_server")
 _WARM = (
     *_SERVERS,
     "java",

@@ -23,10 +23,17 @@ from typing import NamedTuple
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "versions.md"
 PART = (
-    *("tests/test_torch_names.py", "tests/test_training.py", "tests/test_payload.py", "tests/test_examples.py"),
-    *("tests/forward", "tests/gradients", "tests/row_split", "tests/optimizers", "tests/zero", "tests/loaders"),
-    *("tests/run_state", "tests/patching", "tests/program", "tests/files/test_file_idioms.py"),
-    *("tests/debugger/test_rank_debugger.py", "tests/compat/test_horovod_optimizer.py"),
+    *("tests/test_torch_names.py", "tests/test_training.py", "tests/program/test_payload.py", "tests/test_examples.py"),
+    *(
+        "tests/forward",
+        "tests/gradients",
+        "tests/forward/rows",
+        "tests/optimizers",
+        "tests/extensions/zero",
+        "tests/batches",
+    ),
+    *("tests/run_state", "tests/patching", "tests/program", "tests/disk/test_file_idioms.py"),
+    *("tests/extensions/observe/debugger/test_rank_debugger.py", "tests/extensions/compat/test_horovod_optimizer.py"),
     *("tests/programs/test_programs.py", "tests/programs/test_short.py"),
     *("tests/integration/test_kinds.py", "tests/integration/test_frames.py"),
 )

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from lagom.pickler import Pickler
+from lagom.program.pickler import Pickler
 from tests import leaks
 
 _CONTEXT = multiprocessing.get_context("fork")

@@ -23,25 +23,25 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore, PrefixStore, Store
 
 import lagom.gradients.reduction.sliced  # noqa: F401  # a session imports it, in every forked rank
-from lagom.collectives.group import Group
-from lagom.collectives.native import native
-from lagom.collectives.run_store import SealedStore, all_gather_by
-from lagom.collectives.shared_memory import shared
-from lagom.collectives.sockets.connect import Gather
-from lagom.collectives.sockets.encryption import Credentials
 from lagom.config import TorchDistributedConfig
 from lagom.config.torch_distributed import Batches, Collectives, MixedPrecision
+from lagom.disk import own_disk
+from lagom.disk.settle import settle
+from lagom.disk.symbols import loaded, slots
 from lagom.errors import CollectiveError
-from lagom.files import own_disk
-from lagom.files.settle import settle
-from lagom.files.symbols import loaded, slots
-from lagom.monitor.spans import Spans
+from lagom.exchange.group import Group
+from lagom.exchange.native import native
+from lagom.exchange.run_store import SealedStore, all_gather_by
+from lagom.exchange.shared_memory import shared
+from lagom.exchange.sockets.connect import Gather
+from lagom.exchange.sockets.encryption import Credentials
+from lagom.forward.rows import whole_batch
 from lagom.patching.importers import remember_importers
 from lagom.plan import Plan
-from lagom.row_split import whole_batch
 from lagom.run_state.random_streams import seed_everything
 from lagom.session.patched import patched
 from lagom.session.session import Session
+from lagom.watch.spans import Spans
 from tests.huge_pages import use_huge_pages
 from tests.rank_processes import TIMEOUT_S, WarmPool, on_new_ranks, packed
 from tests.rank_processes import RankFailedError as RankFailedError

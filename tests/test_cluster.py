@@ -1,4 +1,4 @@
-"""The GPUs of CUDA_VISIBLE_DEVICES; those of nvidia-smi are in ``tests/launchers/test_local.py``."""
+"""The GPUs of CUDA_VISIBLE_DEVICES; those of nvidia-smi are in ``tests/driver/test_local.py``."""
 
 from __future__ import annotations
 

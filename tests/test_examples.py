@@ -75,7 +75,7 @@ def test_made_images_are_equal_for_equal_seeds(tmp_path: Path) -> None:
 AGAIN = (("local", "demo"), ("local", "parquet"), ("local", "scalar_field"), ("local", "search"))
 """Examples in the soak: by default these four run inline only.
 
-tests/launchers/test_attempt_files.py, tests/data/test_ranks.py, test_documents.py and tests/search/test_trial_loop.py
+tests/driver/test_attempt_files.py, tests/extensions/data/test_ranks.py, test_documents.py and search/test_trial_loop.py
 have such programs on ranks by default.
 """
 

@@ -15,12 +15,12 @@ from typing import Any
 import pytest
 
 from lagom import experiment
-from lagom.call import Call
 from lagom.cluster import Cluster
 from lagom.config import TorchDistributedConfig
+from lagom.driver.protocol import Outcome
 from lagom.errors import LagomError, PlanError, RankError
-from lagom.launchers.protocol import Outcome
 from lagom.plan import Plan
+from lagom.program.call import Call
 
 ROOT = Path(__file__).parent.parent
 

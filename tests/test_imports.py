@@ -18,106 +18,137 @@ from tests.sources import ROOT, without_collections
 
 ROOMS = {
     # What driver and ranks share; needs no torch.
-    "call": "",
+    "available_memory": "cluster control_groups",
     "cluster": "",
     "contents": "numpy",
     "control_groups": "",
     "digests": "",
     "errors": "",
-    "random_states": "numpy torch",
-    "timings": "",
-    "world": "",
-    "inspection": "torch",
-    "config": "errors",
     "plan": "cluster config errors",
-    "payload": "errors pickler unpicklable",
+    "random_states": "numpy torch",
     "run_folder": "errors",
-    "user_folder": "",
-    "pickler": "errors unpicklable cloudpickle torch numpy",
-    "unpicklable": "",
-    "program": "config errors inspection cloudpickle",
-    "restart": "digests errors run_folder",
-    "debugger": "config errors monitor patching plan random_states restart row_split wire",
-    "wire": "errors plan restart cryptography",
-    "monitor": "wire",
-    "records": "digests errors monitor restart run_folder timings wire fsspec pyarrow",
-    # The driver.
-    "aggregate": "contents",
-    "result": "config errors monitor records run_folder",
-    "launchers": "call cluster config control_groups data.parquet debugger digests errors executor host monitor "
-    "payload plan program records restart timings user_folder wire worker world cloudpickle numpy pyarrow pyspark "
-    "torch",
-    "verify": "call config errors kept_call launchers plan records restart verify.on_rank",
-    "search": "aggregate call cluster config errors launchers monitor payload plan preparation program random_states "
-    "digests records result run_folder search.on_rank search.pages search.samplers search.slots timings wire worker "
-    "optuna pandas",
-    "search.pages": "records result run_folder",
-    "search.samplers": "config errors program numpy optuna",
-    "search.slots": "call cluster control_groups errors launchers payload plan program search.on_rank wire worker "
-    "world",
-    "memory_planner": "config errors launchers memory_plan plan world zero torch",
-    "kept_call": "call config digests errors payload plan program records restart run_folder snapshots",
-    "preparation": "cluster config debugger errors launchers plan program random_states records run_folder",
-    "experiment": "aggregate call config kept_call launchers plan preparation program random_states records restart "
-    "result run_folder search timings verify worker",
-    "doctor": "__init__ call collectives config control_groups errors launchers memory_plan plan worker world torch",
-    "horovodrun": "__init__ torch",
-    "cli": "__init__ cli_options config doctor errors experiment horovodrun launchers program records result search "
-    "search.on_rank worker",
-    "cli_options": "config horovodrun",
-    "__main__": "cli",
-    "__init__": "config data errors experiment memory_plan memory_planner result world",
-    # The processes of a host, and the rank.
-    "host": "control_groups errors files monitor patching plan random_states restart user_folder wire worker numpy "
-    "pyarrow pyspark torch",
-    "executor": "errors host monitor patching wire worker pyarrow pyspark",
-    "worker": "call collectives collectives.sockets config debugger errors files memory_plan monitor patching payload "
-    "pickler plan program random_states restart run_state search.on_rank session snapshots verify.on_rank wire world "
-    "zero numpy torch IPython",
-    # What a rank does with the program, from the top down.
-    "session": "call collectives collectives.torch_backend deepspeed distributed errors files forward gradients "
-    "gradients.reduction inspection loaders optimizers patching program restart row_split run_state timing "
-    "torch_versions tracking torch",
+    "timings": "",
     "torch_versions": "",
-    "snapshots": "call digests errors loaders patching payload pickler program random_states restart snapshots.passes "
-    "tracking unpicklable wire torch",
-    "snapshots.passes": "errors loaders loaders.sharing patching random_states run_state session numpy torch",
-    "deepspeed": "errors forward gradients optimizers patching run_state zero deepspeed torch",
-    "forward": "collectives errors micro_batches monitor patching row_split run_state zero torch",
-    "timing": "collectives.torch_backend monitor patching torch",
-    "optimizers": "collectives errors monitor patching zero zero.parameters torch",
-    "memory_plan": "cluster control_groups zero zero.parameters torch",
-    "zero": "collectives errors gradients gradients.reduction patching random_states run_state zero.parameters torch",
-    "zero.parameters": "collectives errors gradients patching run_state torch",
-    "gradients": "collectives errors gradients.reduction patching row_split run_state torch",
-    "gradients.reduction": "collectives errors run_state torch",
-    "micro_batches": "errors inspection patching random_states row_split run_state torch",
-    "row_split": "collectives errors inspection patching random_states run_state numpy torch",
-    "search.on_rank": "call config data.parquet errors patching program random_states run_state world numpy torch",
-    "verify.on_rank": "contents loaders patching random_states row_split run_state snapshots torch",
-    "loaders": "collectives data.parquet errors files loaders.sharing monitor patching payload program row_split "
-    "run_state world numpy torch",
-    "loaders.sharing": "collectives errors files patching payload run_state world numpy torch",
-    "distributed": "collectives collectives.sockets collectives.torch_backend errors files patching program restart "
-    "torch",
-    "tracking": "collectives digests errors files patching restart",
-    "files": "collectives errors patching restart run_state numpy torch",
+    "world": "",
+    "config": "",
+    "inspection": "torch",
+    "program": "config errors inspection cloudpickle torch",
+    "restart": "digests errors run_folder",
+    "wire": "errors plan restart cryptography",
+    "watch": "digests errors extensions.observe.timeline restart run_folder wire fsspec pyarrow",
+    # The driver.
+    "driver": (
+        "cluster config contents control_groups errors extensions.observe.debugger host on_rank plan program "
+        "random_states restart run_folder timings watch wire world"
+    ),
+    "spark": (
+        "cluster digests driver errors extensions.data.parquet host on_rank patching plan program restart watch wire "
+        "numpy pyarrow pyspark"
+    ),
+    "launch": "config driver spark",
+    "result": "config errors extensions.observe.report run_folder watch",
+    "experiment": (
+        "config driver extensions.resume extensions.search extensions.verify launch on_rank plan program "
+        "random_states restart result run_folder spark timings watch"
+    ),
+    "cli": (
+        "__init__ cli_options config errors experiment extensions.compat extensions.observe.doctor "
+        "extensions.observe.report extensions.search extensions.search.on_rank program result spark watch"
+    ),
+    "cli_options": "config extensions.compat",
+    "__main__": "cli",
+    "__init__": "",
+    # The processes of a host, and the rank.
+    "host": "control_groups disk errors on_rank patching plan program random_states restart watch wire numpy torch",
+    "on_rank": (
+        "available_memory config disk errors exchange exchange.sockets extensions.compat extensions.observe.debugger "
+        "extensions.resume extensions.search.on_rank extensions.verify.on_rank extensions.zero.memory_plan patching "
+        "plan program random_states run_state session watch wire world IPython numpy torch"
+    ),
+    # What a rank does with the program, from the top down.
+    "session": (
+        "batches disk distributed errors exchange exchange.torch_backend extensions.observe.timeline "
+        "extensions.observe.tracking extensions.zero extensions.zero.deepspeed forward forward.rows gradients "
+        "gradients.reduction inspection optimizers patching program run_state torch_versions torch"
+    ),
+    "forward": "errors exchange extensions.zero forward.micro_batches forward.rows patching run_state watch torch",
+    "forward.rows": "errors exchange inspection patching random_states run_state numpy torch",
+    "forward.micro_batches": "errors forward.rows inspection patching random_states torch",
+    "optimizers": "errors patching torch",
+    "gradients": "errors exchange forward.rows gradients.reduction patching run_state torch",
+    "gradients.reduction": "errors exchange run_state torch",
+    "batches": (
+        "batches.sharing disk errors exchange extensions.data.parquet patching program run_state watch world numpy "
+        "torch"
+    ),
+    "batches.sharing": "disk errors exchange patching program run_state world numpy torch",
+    "distributed": "disk errors exchange exchange.sockets exchange.torch_backend patching program torch",
+    "disk": "patching restart numpy torch",
     "run_state": "errors inspection patching random_states numpy torch",
     "patching": "torch",
-    "collectives": "collectives.sockets control_groups errors monitor numpy torch",
-    "collectives.sockets": "torch",
-    "collectives.torch_backend": "collectives collectives.sockets monitor torch",
-    # Tables.
-    "data": "data.parquet",
-    "data.parquet": "data.column_types data.sources errors fsspec numpy pandas pyarrow torch",
-    "data.sources": "data.column_types errors deltalake fsspec numpy pyarrow",
-    "data.column_types": "errors cv2 numpy PIL pyarrow torch",
-    # Programs that were written for others. Nothing imports these by name.
-    "compat": "",
-    "compat.horovod": "__init__ collectives compat config errors experiment gradients.reduction forward monitor world "
-    "cloudpickle numpy pyspark torch",
-    "compat.maggy": "__init__ compat config experiment launchers result search torch",
-    "compat.petastorm": "__init__ fsspec numpy packaging pyarrow torch",
+    "exchange": "control_groups errors exchange.sockets watch numpy torch",
+    "exchange.sockets": "torch",
+    "exchange.torch_backend": "exchange exchange.sockets watch torch",
+    # Extensions.
+    "extensions": "",
+    "extensions.compat": "__init__ torch",
+    "extensions.compat.horovod": (
+        "config errors exchange experiment extensions.compat forward gradients.reduction watch world cloudpickle torch"
+    ),
+    "extensions.compat.maggy": "__init__ config experiment extensions.compat extensions.search launch result torch",
+    "extensions.compat.petastorm": "fsspec numpy packaging pyarrow torch",
+    "extensions.data": "",
+    "extensions.data.column_types": "errors cv2 numpy PIL pyarrow torch",
+    "extensions.data.parquet": (
+        "errors extensions.data.column_types extensions.data.sources fsspec numpy pandas pyarrow torch"
+    ),
+    "extensions.data.sources": "errors extensions.data.column_types deltalake fsspec numpy pyarrow",
+    "extensions.observe": "",
+    "extensions.observe.debugger": "errors forward.rows patching plan random_states watch wire",
+    "extensions.observe.doctor": (
+        "__init__ available_memory config control_groups driver errors exchange launch on_rank plan program spark "
+        "world torch"
+    ),
+    "extensions.observe.report": "extensions.observe.timeline run_folder timings watch",
+    "extensions.observe.timeline": "errors exchange.torch_backend patching run_folder watch torch",
+    "extensions.observe.tracking": "digests disk errors exchange patching",
+    "extensions.resume": (
+        "config digests errors extensions.observe.tracking extensions.resume.passes patching plan program "
+        "random_states restart run_folder watch wire torch"
+    ),
+    "extensions.resume.passes": "batches batches.sharing errors patching random_states numpy torch",
+    "extensions.search": (
+        "cluster config digests driver errors extensions.observe.report extensions.search.on_rank "
+        "extensions.search.pages extensions.search.samplers extensions.search.slots launch on_rank plan program "
+        "result run_folder spark timings watch wire optuna pandas"
+    ),
+    "extensions.search.on_rank": (
+        "config errors extensions.data.parquet patching program random_states run_state world numpy torch"
+    ),
+    "extensions.search.pages": "extensions.observe.report result run_folder",
+    "extensions.search.samplers": "config errors program optuna",
+    "extensions.search.slots": (
+        "cluster control_groups driver errors extensions.search.on_rank on_rank plan program spark wire world"
+    ),
+    "extensions.verify": "config driver errors extensions.resume extensions.verify.on_rank plan program restart watch",
+    "extensions.verify.on_rank": (
+        "batches contents extensions.resume forward.rows patching random_states run_state torch"
+    ),
+    "extensions.zero": (
+        "errors exchange extensions.zero.parameters gradients gradients.reduction optimizers patching random_states "
+        "run_state torch"
+    ),
+    "extensions.zero.deepspeed": (
+        "errors extensions.zero forward gradients optimizers patching run_state deepspeed torch"
+    ),
+    "extensions.zero.memory_plan": (
+        "available_memory config errors extensions.zero extensions.zero.parameters launch plan world torch"
+    ),
+    "extensions.zero.parameters": "errors exchange gradients patching run_state torch",
+    # Public names of extensions.
+    "data": "extensions.data",
+    "compat": "extensions.compat.horovod extensions.compat.maggy extensions.compat.petastorm",
+    "doctor": "extensions.observe.doctor",
 }
 """Packages and modules that each room may import, beyond itself and the standard library."""
 
@@ -138,15 +169,15 @@ OPTIONAL = {
 }
 """Libraries that are imported where they are used, inside of a function."""
 EAGER = {
-    "lagom.compat.horovod.broadcasting": {"cloudpickle"},
-    "lagom.compat.petastorm": {"pyarrow"},
-    "lagom.launchers.spark": {"pyspark"},
-    "lagom.launchers.spark_session": {"pyspark"},
-    "lagom.pickler": {"cloudpickle"},
-    "lagom.search.samplers.grid_sampler": {"optuna"},
+    "lagom.extensions.compat.horovod.broadcasting": {"cloudpickle"},
+    "lagom.extensions.compat.petastorm": {"pyarrow"},
+    "lagom.spark.spark": {"pyspark"},
+    "lagom.spark.spark_session": {"pyspark"},
+    "lagom.program.pickler": {"cloudpickle"},
+    "lagom.extensions.search.samplers.grid_sampler": {"optuna"},
 }
 """But for these modules, and packages."""
-NOTHING = {"lagom.launchers.spark_task", "lagom.run_state.malloc_trim", "lagom.user_folder"}
+NOTHING = {"lagom.spark.spark_task", "lagom.run_state.malloc_trim", "lagom.program.user_folder"}
 """They import nothing of lagom's but each other: what travels by value to executors that have no lagom."""
 
 
@@ -171,26 +202,37 @@ def test_rooms_import_each_other_without_a_circle() -> None:
     graph: dict[str, set[str]] = {}
     for module, source in read().items():
         for imported in _imports(module, source):
-            if imported.name.startswith("lagom.") and _room(imported.name) != _room(module):
+            rooms = _room(module), _room(imported.name)
+            if imported.name.startswith("lagom.") and len(set(rooms)) == 2 and not _ties_the_trunk(*rooms):
                 graph.setdefault(_room(module), set()).add(_room(imported.name))
     # lagom itself names its modules on first use, and all may ask it for the version.
     TopologicalSorter({room: found - {"__init__"} for room, found in graph.items() if room != "__init__"}).prepare()
 
 
+def _ties_the_trunk(room: str, imported: str) -> bool:
+    return _extension(imported) != "" and _extension(room) == ""
+
+
+def _extension(room: str) -> str:
+    """Return the name of the extension that a room belongs to; "" for the trunk."""
+    first, _, rest = room.partition(".")
+    return rest.partition(".")[0] if first == "extensions" else ""
+
+
 def test_no_module_name_is_there_twice() -> None:
-    names = Counter(name.rsplit(".", 1)[-1] for name in read() if not name.startswith("lagom.compat"))
+    names = Counter(name.rsplit(".", 1)[-1] for name in read() if not name.startswith("lagom.extensions.compat"))
     packages = {room.rsplit(".", 1)[-1] for room in ROOMS}
     assert [name for name, count in names.items() if count > 1 and name not in packages] == []
 
 
 def test_what_launches_on_spark_comes_without_torch() -> None:
-    found = _closure({"lagom.experiment", "lagom.cli", "lagom.launchers.spark", "lagom.launchers.local"}, read())
+    found = _closure({"lagom.experiment", "lagom.cli", "lagom.spark.spark", "lagom.driver.local"}, read())
     assert not {"torch", "numpy", "pandas"} & found
 
 
 def test_a_rank_imports_snapshots_only_if_it_keeps_some() -> None:
-    found = _closure({"lagom.worker.bootstrap", "lagom.worker.rank_call"}, read())
-    assert [name for name in found if name.startswith("lagom.snapshots")] == []
+    found = _closure({"lagom.on_rank.bootstrap", "lagom.on_rank.rank_call"}, read())
+    assert [name for name in found if name.startswith("lagom.extensions.resume")] == []
 
 
 def test_importing_lagom_imports_neither_torch_nor_pyspark() -> None:
@@ -213,16 +255,16 @@ print(sorted({"torch", "pyspark", "pandas", "pyarrow"} & set(sys.modules)))
         ("lagom.config.torch_distributed", "from lagom.plan import Plan"),
         ("lagom.config.torch_distributed", "from lagom import plan"),
         ("lagom.plan", "def f():\n    import torch"),
-        ("lagom.records.report", "if True:\n    from torch import nn"),
+        ("lagom.extensions.observe.report.report", "if True:\n    from torch import nn"),
         ("lagom.wire.server", "class A:\n    import torch"),
-        ("lagom.launchers.local", "import pyspark"),
-        ("lagom.loaders.dataloader", "from lagom.launchers.spark import SparkLauncher"),
-        ("lagom.zero.partition", "def f():\n    import deepspeed"),
-        ("lagom.deepspeed.loading", "import deepspeed"),
-        ("lagom.worker.bootstrap", "def f():\n    from lagom import experiment"),
-        ("lagom.launchers.spark_task", "import lagom.errors"),
+        ("lagom.driver.local", "import pyspark"),
+        ("lagom.batches.dataloader", "from lagom.spark.spark import SparkLauncher"),
+        ("lagom.extensions.zero.partition", "def f():\n    import deepspeed"),
+        ("lagom.extensions.zero.deepspeed.loading", "import deepspeed"),
+        ("lagom.on_rank.bootstrap", "def f():\n    from lagom import experiment"),
+        ("lagom.spark.spark_task", "import lagom.errors"),
         ("lagom.experiment", "import importlib\nimportlib.import_module('torch')"),
-        ("lagom.experiment", "from lagom.compat import maggy"),
+        ("lagom.experiment", "from lagom.extensions.compat import maggy"),
         ("lagom.wire.server", "from . import other, nothing\nfrom ..patching import replace"),
         ("lagom.unheard_of", "import torch"),
     ],
@@ -236,11 +278,11 @@ def test_a_forbidden_import_is_found(module: str, source: str) -> None:
     [
         ("lagom.errors", "from __future__ import annotations\nimport os.path"),
         ("lagom.plan", "from lagom.config import TorchDistributedConfig\nfrom lagom import errors"),
-        ("lagom.launchers.local", "def f():\n    import torch"),
+        ("lagom.host.preload", "def f():\n    import torch"),
         ("lagom.wire.server", "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import torch"),
-        ("lagom.launchers.spark", "from pyspark.sql import SparkSession"),
-        ("lagom.launchers.local", "from lagom.launchers.protocol import Launcher"),
-        ("lagom.deepspeed.loading", "def f():\n    import deepspeed"),
+        ("lagom.spark.spark", "from pyspark.sql import SparkSession"),
+        ("lagom.driver.local", "from lagom.driver.protocol import Launcher"),
+        ("lagom.extensions.zero.deepspeed.loading", "def f():\n    import deepspeed"),
     ],
 )
 def test_an_allowed_import_is_not(module: str, source: str) -> None:

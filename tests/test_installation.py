@@ -77,7 +77,7 @@ class Only:
         if name.partition(".")[0] in {others!r}:
             raise ModuleNotFoundError("No module named " + repr(name))
 sys.meta_path.insert(0, Only())
-from lagom.launchers.spark_master import check_packages
+from lagom.spark.spark_master import check_packages
 check_packages()
 import pyspark.sql.pandas.map_ops, pyspark.sql.pandas.functions
 """

@@ -2,7 +2,7 @@
 
 A table of four levels, two backends, 1 to 3 ranks and four optimizers. By default run: with DeepSpeed one optimizer at
 each level on 1 and 2 ranks, in float32. ``python -m pytest -m soak tests/test_levels.py`` runs the rest. By default
-tests/test_examples.py trains at each level of ``backend="torch"``, and tests/zero and tests/optimizers in float64.
+tests/test_examples.py trains at each level of ``backend="torch"``, and tests/extensions/zero in float64.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from torch.optim.lr_scheduler import StepLR
 from torch.utils.data import DataLoader, TensorDataset
 
 from lagom.config.torch_distributed import Backend
-from lagom.deepspeed.loading import load
+from lagom.extensions.zero.deepspeed.loading import load
+from lagom.extensions.zero.parameters.shards import MIN_ELEMENTS
 from lagom.run_state.random_streams import seed_everything
 from lagom.session.patched import patched
 from lagom.session.session import Session
-from lagom.zero.parameters.shards import MIN_ELEMENTS
 from tests.ranks import alone, run_ranks
 
 LEVELS = (0, 1, 2, 3)
@@ -134,7 +134,7 @@ def _turn(level: int, world_size: int) -> str:
     return list(OPTIMIZERS)[(level + world_size) % len(OPTIMIZERS)]
 
 
-@pytest.mark.soak  # tests/test_examples.py trains at each level; tests/optimizers and tests/zero in float64
+@pytest.mark.soak  # tests/test_examples.py trains at each level; tests/optimizers and tests/extensions/zero in float64
 def test_on_torch() -> None:
     assert WIDTH**2 > MIN_ELEMENTS
     table = [(level, name, torch.float64) for place, name in enumerate(OPTIMIZERS) for level in LEVELS[place % 2 :: 2]]

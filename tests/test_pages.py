@@ -19,8 +19,8 @@ from torch.utils.data import DataLoader, TensorDataset
 import lagom
 from lagom import experiment
 from lagom.cluster import Cluster
-from lagom.compat import maggy
 from lagom.config import HyperparameterOptConfig, Searchspace, TorchDistributedConfig
+from lagom.extensions.compat import maggy
 from lagom.plan import plan
 from tests.test_features import faults
 
@@ -256,9 +256,11 @@ CHECKS: dict[str, dict[str, Check | str]] = {
         "`from maggy.experiment import experiment`": _maggys_names,
         "`maggy.experiment_config.TorchDistributedConfig`": _maggys_names,
         "`maggy.config.TorchDistributedConfig`": _maggys_names,
-        "`zero_lvl=1`, `2`, `3`": "tests/compat/test_maggy.py::test_the_example_runs_unchanged_under_lagom_run",
+        "`zero_lvl=1`, `2`, `3`": (
+            "tests/extensions/compat/test_maggy.py::test_the_example_runs_unchanged_under_lagom_run"
+        ),
         "`mixed_precision=True`": _precision,
-        '`backend="deepspeed"`': "tests/compat/test_maggy.py::test_deepspeed_programs_run_on_cpu_too",
+        '`backend="deepspeed"`': "tests/extensions/compat/test_maggy.py::test_deepspeed_programs_run_on_cpu_too",
         "`MaggyDataLoader`": _maggys_loaders,
         "`MaggyPetastormDataLoader`": _maggys_loaders,
         "`reporter.broadcast`, `reporter.log`": _reporter_and_folder,
@@ -266,34 +268,34 @@ CHECKS: dict[str, dict[str, Check | str]] = {
         "`lagom(train)` without a config": _maggys_names,
         "`TfDistributedConfig`": _unserved("TfDistributedConfig"),
         "`HyperparameterOptConfig`, `OptimizationConfig`": (
-            "tests/compat/test_maggy_search.py::test_a_search_in_the_earlier_spelling_by_position"
+            "tests/extensions/compat/test_maggy_search.py::test_a_search_in_the_earlier_spelling_by_position"
         ),
-        "`Searchspace`": "tests/compat/test_maggy_search.py::test_a_search_in_the_later_spelling",
+        "`Searchspace`": "tests/extensions/compat/test_maggy_search.py::test_a_search_in_the_later_spelling",
         "`experiment.lagom(train, searchspace=..., optimizer=...)`": (
-            "tests/compat/test_maggy_search.py::test_the_arguments_of_releases_before_1_0"
+            "tests/extensions/compat/test_maggy_search.py::test_the_arguments_of_releases_before_1_0"
         ),
         "`direction`": "tests/test_search_config.py::test_maggys_spellings_are_understood",
         '`es_policy="median"`, unless it is given': (
-            "tests/search/test_study.py::test_with_one_slot_the_trials_are_those_of_optimize"
+            "tests/extensions/search/test_study.py::test_with_one_slot_the_trials_are_those_of_optimize"
         ),
         "`maggy.optimizer`, `maggy.earlystop`, `maggy.pruner`": (
-            "tests/compat/test_maggy_search.py::test_algorithms_of_ones_own_are_named_as_optunas"
+            "tests/extensions/compat/test_maggy_search.py::test_algorithms_of_ones_own_are_named_as_optunas"
         ),
         "`AblationConfig`, `AblationStudy`": (
-            "tests/compat/test_maggy_ablation.py::test_the_later_spelling_by_position_with_model_and_dataset"
+            "tests/extensions/compat/test_maggy_ablation.py::test_the_later_spelling_by_position_with_model_and_dataset"
         ),
         "`dataset_function`, `model_function`": (
-            "tests/compat/test_maggy_ablation.py::test_a_notebooks_study_runs_with_the_import_line_alone"
+            "tests/extensions/compat/test_maggy_ablation.py::test_a_notebooks_study_runs_with_the_import_line_alone"
         ),
         '`experiment.lagom(train, experiment_type="ablation", ...)`': (
-            "tests/compat/test_maggy_ablation.py::test_the_arguments_of_releases_before_1_0"
+            "tests/extensions/compat/test_maggy_ablation.py::test_the_arguments_of_releases_before_1_0"
         ),
-        "`maggy.ablation.ablator`": "tests/compat/test_maggy.py::test_modules_that_are_not_served_say_so",
+        "`maggy.ablation.ablator`": "tests/extensions/compat/test_maggy.py::test_modules_that_are_not_served_say_so",
         "`maggy.callbacks`": _callbacks,
         "GPUs only": _precision,
         "a search runs one rank for each trial": _ranks_of_a_trial,
         "an ablation study has one trial a variant": (
-            "tests/search/test_ablate.py::test_variants_are_those_made_by_hand_bit_for_bit"
+            "tests/extensions/search/test_ablate.py::test_variants_are_those_made_by_hand_bit_for_bit"
         ),
         "a failed trial ends the search": _failed_trial,
         "loaders are always shuffled, and in one order for all epochs": _epochs,
@@ -318,7 +320,7 @@ CHECKS: dict[str, dict[str, Check | str]] = {
         "the value that a rank returned": _evaluation_and_results,
         "`RuntimeError` that names torchrun's log": _own_exception,
         "output in the executors' logs": (
-            "tests/launchers/test_local.py::test_prints_and_an_exception_that_nobody_catches_are_those_of_a_plain_run_to_the_byte"
+            "tests/driver/test_local.py::test_prints_and_an_exception_that_nobody_catches_are_those_of_a_plain_run_to_the_byte"
         ),
         "a function imported from a module beside the notebook": _modules,
         "`DeepspeedTorchDistributor(deepspeedConfig=...)`": ("tests/test_levels.py::test_on_deepspeed"),

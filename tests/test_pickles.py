@@ -9,25 +9,25 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent / "lagom"
 
 ALLOWED = {
-    "launchers/spark.py::task_by_value": "the driver's own function, pickled a line above, by value",
-    "launchers/spark_task.py::run": "the run as the driver describes it, inside Spark's job",
-    "executor/spark_worker.py::run_task": "what became of ranks, from the host process, by a file without a name",
-    "executor/spark_state.py::restore": "pyspark's context, which came with the task of the line below",
-    "executor/task_host.py::run": "the task as a Python worker of this user's describes it, by a file without a name",
+    "spark/spark.py::task_by_value": "the driver's own function, pickled a line above, by value",
+    "spark/spark_task.py::run": "the run as the driver describes it, inside Spark's job",
+    "spark/spark_worker.py::run_task": "what became of ranks, from the host process, by a file without a name",
+    "spark/spark_state.py::restore": "pyspark's context, which came with the task of the line below",
+    "spark/task_host.py::run": "the task as a Python worker of this user's describes it, by a file without a name",
     "host/fork_server.py::_run_host": "the run as the driver describes it, over an inherited pair of sockets",
-    "payload.py::unpack_parts": "the call, over an inherited file, Spark's job or the driver's proven channel; "
+    "program/payload.py::unpack_parts": "the call, over an inherited file, Spark's job or the driver's proven channel; "
     "results, on their way home by the same ways; batches of workers, through memory that a host's ranks share; and "
     "calls and snapshots in the folder of a run, which nobody but this user can write to: see "
     "Note [Folders of runs] in run_folder.py",
-    "snapshots/passes/worker_states.py::_set_numbers": "states of a worker of this process's own, by torch's queue, or "
-    "in a snapshot, as above",
-    "data/column_types/unischema.py::loads": "fields of petastorm's, by an unpickler that knows them alone",
-    "data/parquet/dataset.py::_reading": "a copy of an object of this process",
+    "extensions/resume/passes/worker_states.py::_set_numbers": "states of a worker of this process by torch's queue, "
+    "or in a snapshot, as above",
+    "extensions/data/column_types/unischema.py::loads": "fields of petastorm's, by an unpickler that knows them alone",
+    "extensions/data/parquet/dataset.py::_reading": "a copy of an object of this process",
     "inspection/state_parts.py::_write_numpy_generator": "a copy of a generator's state, made by this process before a "
     "probe",
-    "compat/horovod/broadcasting.py::broadcast_object": "Horovod's API: an object of any kind from the program's own "
+    "extensions/compat/horovod/broadcasting.py::broadcast_object": "Horovod's API: any object from the program's own "
     "rank",
-    "compat/horovod/broadcasting.py::allgather_object": "the same",
+    "extensions/compat/horovod/broadcasting.py::allgather_object": "the same",
 }
 """For each file and function, why its pickles cannot come from a stranger."""
 _READS = {"loads", "load", "Unpickler"}
@@ -36,7 +36,7 @@ _MODULES = {"pickle", "cloudpickle", "dill", "torch", "_Unpickler", "untyped"}
 
 def test_pickles_are_read_only_where_a_stranger_cannot_have_made_them() -> None:
     found = {place for path in sorted(ROOT.rglob("*.py")) for place in _places(path)}
-    assert found <= set(ALLOWED), f"{sorted(found - set(ALLOWED))}: exchange plain values (collectives/plain_values.py)"
+    assert found <= set(ALLOWED), f"{sorted(found - set(ALLOWED))}: exchange plain values (exchange/plain_values.py)"
     assert set(ALLOWED) <= found, f"{sorted(set(ALLOWED) - found)} read no pickle any more: take them off the list"
 
 

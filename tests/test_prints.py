@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from lagom import cli
-from lagom.records.report import report
+from lagom.extensions.observe.report.report import report
 from lagom.run_folder import RunFolder
 
 PROGRAM = """

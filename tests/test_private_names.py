@@ -62,8 +62,8 @@ def test_few_tests_name_what_is_private() -> None:
         "module._x()",
         "session.one._x.two",
         "monkeypatch.setattr(module, '_x', 3)",
-        "monkeypatch.setattr('lagom.data._x', 3)",
-        "PROGRAM = 'import lagom; lagom.call()._x'",
+        "monkeypatch.setattr('lagom.extensions.data._x', 3)",
+        "PROGRAM = 'import lagom; lagom.program.call()._x'",
     ],
 )
 def test_a_private_name_is_found(source: str) -> None:

@@ -1,4 +1,1 @@
-"""APIs of Horovod, Maggy and petastorm, served by lagom or made to work beside it.
-
-No other room has an import statement for this one: worker/compatible.py loads its packages by name.
-"""
+"""Public names of the extension ``compat``: ``import lagom.compat.horovod``, ``maggy`` or ``petastorm``."""

@@ -64,7 +64,7 @@ class AblationConfig(TrialsConfig):
         return list(range(first, first + self.seeds))
 
     def of_a_trial(self) -> TorchDistributedConfig:
-        """Return the config of one trial, without its seed, which ``search/on_rank/ablation_change.py`` sets."""
+        """Return the config of one trial, without its seed, which ``ablation_change.py`` sets."""
         shared = {each.name: getattr(self, each.name) for each in fields(TorchDistributedConfig)}
         module = self.module if self.module is not None else self.ablation_study.model.base_model_generator
         ranks = {"world_size": self.ranks_per_trial, "timeout_s": self.trial_timeout_s}

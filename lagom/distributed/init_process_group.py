@@ -16,13 +16,13 @@ import torch.distributed.device_mesh  # noqa: F401  (has init_process_group by i
 from torch.distributed import distributed_c10d
 from torch.utils.data import DistributedSampler
 
-from lagom.collectives.run_store import reconnected
-from lagom.collectives.sockets.encryption import Credentials
-from lagom.collectives.torch_backend.registration import register
-from lagom.collectives.torch_backend.shared_group import BACKEND
-from lagom.collectives.torch_transport import refuse_gloo
+from lagom.disk import share_disk
 from lagom.errors import LagomError
-from lagom.files import share_disk
+from lagom.exchange.run_store import reconnected
+from lagom.exchange.sockets.encryption import Credentials
+from lagom.exchange.torch_backend.registration import register
+from lagom.exchange.torch_backend.shared_group import BACKEND
+from lagom.exchange.torch_transport import refuse_gloo
 from lagom.patching.importers import Importers
 from lagom.patching.replace import replaced
 

@@ -10,8 +10,8 @@ import torch
 from torch.nn import functional as F
 from torch.overrides import has_torch_function_unary
 
-from lagom.collectives.agreement_exchange import AgreedExchange, signature
 from lagom.errors import DivergenceError
+from lagom.exchange.agreement_exchange import AgreedExchange, signature
 from lagom.forward.batchnorm_arithmetic import (
     COMPLETE,
     COUNTED,
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from lagom.row_split.recorder import BatchStatistics
+    from lagom.forward.rows.recorder import BatchStatistics
     from lagom.run_state.loader_pass import BatchShare
     from lagom.session.session import Session
 

@@ -11,11 +11,11 @@ import torch.utils.checkpoint
 from torch import nn
 from torch.nn.parameter import UninitializedParameter
 
-from lagom.micro_batches.split_forward import MicroBatches
-from lagom.monitor.spans import FORWARD
+from lagom.forward.micro_batches.split_forward import MicroBatches
+from lagom.forward.rows.slicer import Slicer, is_splittable
 from lagom.patching.replace import replaced
-from lagom.row_split.slicer import Slicer, is_splittable
 from lagom.run_state.cuda_device import InputFollower
+from lagom.watch.spans import FORWARD
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -12,10 +12,10 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils._pytree import tree_map_only
 from torch.utils.weak import WeakIdKeyDictionary
 
+from lagom.extensions.zero.gradient_access import exchange_numbers
 from lagom.patching.object_reference import ObjectReference
 from lagom.patching.replace import replaced
 from lagom.run_state.leaves import find_leaves
-from lagom.zero.gradient_access import exchange_numbers
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence

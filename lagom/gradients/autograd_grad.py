@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from lagom.collectives.plain_values import all_gather_values
 from lagom.errors import DivergenceError, LagomError
+from lagom.exchange.plain_values import all_gather_values
 from lagom.gradients.checksum import hash_values
 from lagom.gradients.gradient_averager import ReachedLeaves
 from lagom.gradients.tensor_averager import view_as_real
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.autograd.graph import Node
 
-    from lagom.collectives.group import Group
+    from lagom.exchange.group import Group
     from lagom.gradients.backward_gradients import BackwardGradients
     from lagom.gradients.divergence import DivergenceMonitor
     from lagom.gradients.gradient_averager import GradientAverager

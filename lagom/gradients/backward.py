@@ -11,6 +11,8 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
 from lagom.errors import DivergenceError, LagomError
+from lagom.forward.rows.path_to_output import watch_gradient
+from lagom.forward.rows.recorder import NotByRowsError
 from lagom.gradients.accumulation import Accumulation
 from lagom.gradients.autograd_grad import AutogradGradAverager
 from lagom.gradients.backward_gradients import encode_batch
@@ -19,8 +21,6 @@ from lagom.gradients.grad_calls import GradCalls, inside_backward
 from lagom.gradients.replicas import Replicas
 from lagom.gradients.training_threads import TrainingThreads
 from lagom.patching.replace import replaced
-from lagom.row_split.path_to_output import watch_gradient
-from lagom.row_split.recorder import NotByRowsError
 from lagom.run_state.leaf_hooks import calls_hooks_after, watch_node_hooks
 from lagom.run_state.leaves import find_leaves
 

@@ -21,7 +21,7 @@ from lagom.gradients.tensor_averager import real_gradient
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from lagom.collectives.group import Group
+    from lagom.exchange.group import Group
     from lagom.gradients.reduction.buckets import ShardMap
     from lagom.run_state.leaves import Leaves
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.nn.parameter import is_lazy
 
-from lagom.collectives.transport import bytes_of
+from lagom.exchange.transport import bytes_of
 from lagom.gradients.checksum import checksums
 from lagom.patching.object_reference import HiddenReference
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-    from lagom.collectives.group import Group
+    from lagom.exchange.group import Group
     from lagom.run_state.leaves import Leaves
 
 Key = tuple[int, str]

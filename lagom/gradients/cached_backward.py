@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import nn
 
-from lagom.collectives.agreement_exchange import is_plain_cpu_tensor
+from lagom.exchange.agreement_exchange import is_plain_cpu_tensor
 from lagom.gradients.overlap import MIN_BYTES
 from lagom.run_state.leaf_hooks import has_hooks
 

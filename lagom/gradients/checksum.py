@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lagom.collectives.transport import bytes_of
+from lagom.exchange.transport import bytes_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

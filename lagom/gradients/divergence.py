@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from lagom.collectives.agreement_exchange import signature
-from lagom.collectives.plain_values import all_gather_values
 from lagom.errors import DivergenceError
+from lagom.exchange.agreement_exchange import signature
+from lagom.exchange.plain_values import all_gather_values
 from lagom.gradients.buffers import BufferSync
 from lagom.gradients.checksum import checksums
 
@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-    from lagom.collectives.agreement_exchange import AgreedExchange
-    from lagom.collectives.group import Group
+    from lagom.exchange.agreement_exchange import AgreedExchange
+    from lagom.exchange.group import Group
     from lagom.run_state.leaves import Leaves
 
 INTERVAL = 100

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from lagom.forward.rows.row_functions import is_batched, passes_gather
 from lagom.gradients.autograd_grad import is_averaged
 from lagom.gradients.backward_gradients import DelayedHooks
 from lagom.gradients.batched_roots import take_one_by_one
-from lagom.row_split.row_functions import is_batched, passes_gather
 from lagom.run_state.exchange_function import find_exchanges
 
 if TYPE_CHECKING:

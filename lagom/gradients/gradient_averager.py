@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from lagom.collectives.agreement_exchange import signature
-from lagom.collectives.plain_values import all_gather_values
 from lagom.errors import DivergenceError
+from lagom.exchange.agreement_exchange import signature
+from lagom.exchange.plain_values import all_gather_values
 from lagom.gradients.cached_backward import is_small
 from lagom.gradients.initial_values import InitialValueCheck
 from lagom.gradients.overlap import OverlappedBackward
@@ -21,8 +21,8 @@ from lagom.run_state.plain_leaves import Likeness
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
-    from lagom.collectives.agreement_exchange import AgreedExchange
-    from lagom.collectives.group import Group
+    from lagom.exchange.agreement_exchange import AgreedExchange
+    from lagom.exchange.group import Group
     from lagom.gradients.backward_gradients import BackwardGradients
     from lagom.gradients.bucket_pipeline import BucketPipeline
     from lagom.gradients.divergence import DivergenceMonitor

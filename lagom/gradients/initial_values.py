@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from lagom.collectives.plain_values import all_gather_values
 from lagom.errors import DivergenceError
+from lagom.exchange.plain_values import all_gather_values
 from lagom.gradients.checksum import hash_values
 
 if TYPE_CHECKING:
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from lagom.collectives.group import Group
+    from lagom.exchange.group import Group
     from lagom.run_state.leaves import Leaves
 
 

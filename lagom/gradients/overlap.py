@@ -7,15 +7,15 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from lagom.collectives.agreement_exchange import signature
 from lagom.errors import CollectiveError, LagomError
+from lagom.exchange.agreement_exchange import signature
 from lagom.gradients.bucket_pipeline import BucketPipeline
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from lagom.collectives.agreement_exchange import AgreedExchange
-    from lagom.collectives.group import Group
+    from lagom.exchange.agreement_exchange import AgreedExchange
+    from lagom.exchange.group import Group
     from lagom.gradients.bucket_pipeline import ShardStore
     from lagom.gradients.divergence import DivergenceMonitor
     from lagom.gradients.reduction.buckets import AllReduceBucket, ReduceScatterBucket, ShardMap

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lagom.collectives.agreement_exchange import signature
-from lagom.collectives.plain_values import all_gather_values
+from lagom.exchange.agreement_exchange import signature
+from lagom.exchange.plain_values import all_gather_values
 from lagom.gradients.checksum import checksums
 from lagom.gradients.reduction.mean import Mean
 

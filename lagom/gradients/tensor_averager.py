@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 
-from lagom.collectives.plain_values import all_gather_values
+from lagom.exchange.plain_values import all_gather_values
 from lagom.gradients.reduction.layout import Layout, LayoutEntry
 from lagom.gradients.reduction.mean import Mean
 from lagom.run_state.memory_layout import resolve_lazy
@@ -14,8 +14,8 @@ from lagom.run_state.memory_layout import resolve_lazy
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from lagom.collectives.agreement_exchange import AgreedExchange
-    from lagom.collectives.group import Group
+    from lagom.exchange.agreement_exchange import AgreedExchange
+    from lagom.exchange.group import Group
     from lagom.gradients.reduction.mean import Reduction
 
 Compare: TypeAlias = "Callable[[Layout, Sequence[torch.Tensor], bytes], bool | None]"

@@ -1,7 +1,7 @@
 """The host process of one task: forks the task's ranks.
 
 A host process is a child of a fork server: of ``fork_server.py`` with the local launcher, and of
-``lagom/executor/executor_server.py`` on Spark. Start with ``rank_host.py`` (forks the ranks) and ``supervisor.py``
+``lagom/spark/executor_server.py`` on Spark. Start with ``rank_host.py`` (forks the ranks) and ``supervisor.py``
 (forwards their messages to the driver, and ends the ranks). ``rank_output.py`` forwards the output of ranks,
 ``stall_detector.py`` reports ranks that make no progress, ``descendants.py`` ends processes that programs leave, and
 ``trial_host.py`` runs the trials of a search.

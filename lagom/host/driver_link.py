@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from lagom.monitor.output import OWN
+from lagom.watch.output import OWN
 from lagom.wire.client import DriverClient, LinkClosed, Message
 
 _UNSAID = 200_000  # characters of output that are sent with the results if there is no connection

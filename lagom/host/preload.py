@@ -10,9 +10,9 @@ import os
 import platform
 import sys
 
-import lagom.files.settle
-import lagom.worker.bootstrap  # noqa: F401
-from lagom.files.symbols import loaded, slots
+import lagom.disk.settle
+import lagom.on_rank.bootstrap  # noqa: F401
+from lagom.disk.symbols import loaded, slots
 from lagom.patching.importers import remember_importers
 
 

@@ -20,12 +20,12 @@ from lagom.errors import LagomError
 from lagom.host.forked_rank import ForkedRank, open_pidfd
 from lagom.host.supervisor import RankSupervisor
 from lagom.host.workspace import HostWorkspace
+from lagom.on_rank.rank_process import run_rank
 from lagom.restart.prepared_files import prepare_files
 from lagom.wire.client import DriverClient, Message
 from lagom.wire.rendezvous import join_run
 from lagom.wire.server import anonymous_file
 from lagom.wire.spec import RankSpec, RunSpec
-from lagom.worker.rank_process import run_rank
 
 _FILES_OF_RANK = 7  # link, output, errors, stacks, outcome, end, and one for its fork
 _FILES = 200  # other open files of this process
@@ -78,7 +78,7 @@ def run_task_ranks(
         reports = watch.supervise()
         if spec.plan.rehearsal is not None:
             return watch.driver.with_unsaid(reports)
-        from lagom.files.settle import settle  # imported after the ranks have ended: settle imports torch
+        from lagom.disk.settle import settle  # imported after the ranks have ended: settle imports torch
 
         for problem in settle(ground.host_dir, ranks, local_ranks):
             watch.driver.say(f"[lagom] {problem}\n")

@@ -1,8 +1,8 @@
 """``StallDetector``: notices ranks of this host that make no progress, reports them, and fails them after the timeout.
 
-A rank tells of its progress and of its current work (``worker/heartbeat.py``). If it cannot speak, as when C code keeps
-the GIL, this process reads its stack from outside. ``monitor/stall_texts.py`` has the texts, and
-``launchers/run_display.py`` shows them.
+A rank reports its progress and its current work (``on_rank/heartbeat.py``). If it cannot, as when C code keeps the
+GIL, this process reads its stack from outside. ``watch/stall_texts.py`` has the texts, and
+``driver/run_display.py`` shows them.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from lagom.monitor.stall_texts import stall_report, stall_text
+from lagom.on_rank import stack_dump
+from lagom.watch.stall_texts import stall_report, stall_text
 from lagom.wire.client import Message
-from lagom.worker import stack_dump
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -64,7 +64,7 @@ class Pulse:
     """The time of a rank's last progress: new ticks in its heartbeat, output, or a report of a trial.
 
     ``quiet_s`` decides whether a rank stalls; ``RankSupervisor`` does not check while a rank of the run is in the
-    debugger. A rank counts its ticks (batches, forwards, backwards) in ``Session.ticks``; ``worker/heartbeat.py`` sends
+    debugger. A rank counts its ticks (batches, forwards, backwards) in ``Session.ticks``; ``heartbeat.py`` sends
     them.
     """
 

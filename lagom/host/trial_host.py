@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import IO
 
 from lagom.control_groups import available_cores
-from lagom.files.settle import keep_files
+from lagom.disk.settle import keep_files
 from lagom.host.end_reports import first_failure, fit_reports
 from lagom.host.rank_host import join_message
 from lagom.host.trial_imports import TrialImports

@@ -12,10 +12,10 @@ import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
+from lagom.on_rank.rank_environment import set_environment
+from lagom.on_rank.rank_process import die_with
 from lagom.random_states import equal_random_states, random_states
 from lagom.wire.spec import RunSpec
-from lagom.worker.rank_environment import set_environment
-from lagom.worker.rank_process import die_with
 
 _MANY = 40
 """Number of modules from which importing them before the fork pays: a few hundred take a second in each trial."""

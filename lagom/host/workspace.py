@@ -16,8 +16,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from lagom.program.user_folder import user_folder
 from lagom.restart.kept_snapshots import FETCHED
-from lagom.user_folder import user_folder
 from lagom.wire.fetch import fetch_payload, fetch_snapshot
 from lagom.wire.server import anonymous_file
 from lagom.wire.spec import RunSpec

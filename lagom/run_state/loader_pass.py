@@ -16,8 +16,8 @@ from lagom.run_state.nested_tensors import tensors
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from lagom.loaders.evaluation_passes import PassUse
-    from lagom.loaders.reading_threads import Publication, ReaderThreads
+    from lagom.batches.evaluation_passes import PassUse
+    from lagom.batches.reading_threads import Publication, ReaderThreads
 
 
 @dataclass(slots=True)  # not frozen: a share is made for each batch, and a frozen class would take four times as long

@@ -18,7 +18,7 @@ from lagom.random_states import equal_state, random_states, seed_torch, state_di
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator
 
-    from lagom.collectives.group import Group
+    from lagom.exchange.group import Group
 
 DRAWING = threading.RLock()
 """Lock held while the global generators have a rank's own streams, and while a thread draws from a common stream."""

@@ -21,7 +21,7 @@ from lagom.session.object_contents import ObjectContents, is_same
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
-    from lagom.call import Call
+    from lagom.program.call import Call
 
 _MAX_VARIABLES = 500
 _CODE = (type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType, types.MethodType)

@@ -13,11 +13,11 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset
 
+from lagom.forward.rows.restore import tensor_checksum
+from lagom.forward.rows.surroundings import Surroundings
 from lagom.inspection.reads import attributes, class_name, is_tensor, read_slot, slots
 from lagom.inspection.state_parts import has_items
 from lagom.program.sources import is_own
-from lagom.row_split.restore import tensor_checksum
-from lagom.row_split.surroundings import Surroundings
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence

@@ -8,32 +8,32 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from lagom.deepspeed.engine_patches import driven_by_deepspeed
+from lagom.batches.dataloader import shard_loaders
+from lagom.disk.install import is_protected, knows_rank
+from lagom.disk.saving import patch_saves_and_downloads
 from lagom.distributed.init_process_group import own_init_process_group
 from lagom.distributed.mp_spawn import own_mp_spawn
 from lagom.errors import LagomError
-from lagom.files.install import is_protected, knows_rank
-from lagom.files.saving import patch_saves_and_downloads
+from lagom.extensions.observe.timeline.program_spans import recorded_calls
+from lagom.extensions.observe.tracking.mlflow import log_once_to_mlflow
+from lagom.extensions.observe.tracking.tensorboard import write_events_once
+from lagom.extensions.observe.tracking.wandb import log_once_to_wandb
+from lagom.extensions.zero.deepspeed.engine_patches import driven_by_deepspeed
+from lagom.extensions.zero.zero_steps import shard_steps
 from lagom.forward.batchnorm import synchronise_batchnorm
 from lagom.forward.module import patch_reentrant_checkpoints, prepare_forwards, track_modules
 from lagom.forward.precision import Precision
+from lagom.forward.rows.row_losses import share_losses
+from lagom.forward.rows.slicer import watch_packing
 from lagom.gradients.backward import synchronise_backward
-from lagom.loaders.dataloader import shard_loaders
 from lagom.optimizers.fast_step import skip_profiler_ranges
 from lagom.optimizers.fused_adam import fused_adam
 from lagom.optimizers.lr_scaling import scale_learning_rates
-from lagom.optimizers.zero_steps import shard_steps
 from lagom.patching.object_reference import swappable_tensors
-from lagom.row_split.row_losses import share_losses
-from lagom.row_split.slicer import watch_packing
 from lagom.run_state.fresh_seeds import equal_fresh_seeds
 from lagom.run_state.mixed_devices import meet_on
 from lagom.run_state.random_streams import OwnStreams
-from lagom.timing.program_spans import recorded_calls
 from lagom.torch_versions import untried
-from lagom.tracking.mlflow import log_once_to_mlflow
-from lagom.tracking.tensorboard import write_events_once
-from lagom.tracking.wandb import log_once_to_wandb
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

@@ -14,15 +14,15 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
-from lagom.collectives.agreement_exchange import FRAME, AgreedExchange
-from lagom.collectives.run_store import SealedStore
-from lagom.collectives.torch_backend.shared_group import whole_groups
+from lagom.batches.evaluation_passes import EvaluationPassDetector
+from lagom.exchange.agreement_exchange import FRAME, AgreedExchange
+from lagom.exchange.run_store import SealedStore
+from lagom.exchange.torch_backend.shared_group import whole_groups
 from lagom.forward.running_value_warnings import RunningValueDetector
 from lagom.gradients.criteria import find_caveats
 from lagom.gradients.divergence import DivergenceMonitor
 from lagom.gradients.gradient_averager import GradientAverager
 from lagom.gradients.reduction.mean import make_reduction
-from lagom.loaders.evaluation_passes import EvaluationPassDetector
 from lagom.patching.object_reference import tensor_dictionary
 from lagom.run_state.batch_origin import BatchTracker
 from lagom.run_state.leaves import Leaves
@@ -38,18 +38,18 @@ if TYPE_CHECKING:
 
     from torch._C._distributed_c10d import Store
 
-    from lagom.collectives.group import Group
     from lagom.config import TorchDistributedConfig
-    from lagom.debugger.rank_debugger import RankDebugger
-    from lagom.monitor.spans import Spans
+    from lagom.exchange.group import Group
+    from lagom.extensions.observe.debugger.rank_debugger import RankDebugger
+    from lagom.extensions.resume.snapshot_taker import Snapshots
+    from lagom.extensions.search.on_rank.trial import Trial
+    from lagom.extensions.zero.gradient_shards import GradientShards
+    from lagom.extensions.zero.optimizer_group import OptimizerGroup
+    from lagom.extensions.zero.parameters.shards import ParameterShards
+    from lagom.forward.rows.recorder import BatchStatistics
+    from lagom.forward.rows.sliced_forward import MicroBatch, SlicedForward
     from lagom.plan import Plan
-    from lagom.row_split.recorder import BatchStatistics
-    from lagom.row_split.sliced_forward import MicroBatch, SlicedForward
-    from lagom.search.on_rank.trial import Trial
-    from lagom.snapshots.snapshot_taker import Snapshots
-    from lagom.zero.gradient_shards import GradientShards
-    from lagom.zero.optimizer_group import OptimizerGroup
-    from lagom.zero.parameters.shards import ParameterShards
+    from lagom.watch.spans import Spans
 
 Learned: TypeAlias = "Sequence[tuple[Any, Any]]"
 """Pairs of an object of the program and a fact about it; the object is None for a fact about the whole program."""

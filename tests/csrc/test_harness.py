@@ -42,7 +42,7 @@ def run(harness: Path, rounds: int) -> str:
     return done.stdout + done.stderr
 
 
-@pytest.mark.soak  # builds for half a minute what tests/collectives runs without sanitizers by default
+@pytest.mark.soak  # builds for half a minute what tests/exchange runs without sanitizers by default
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("sanitizers", ["address,undefined", "thread"])
 def test_ranks_as_threads_exchange_without_a_fault_that_a_sanitizer_sees(sanitizers: str) -> None:

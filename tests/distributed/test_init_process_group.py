@@ -20,8 +20,8 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-from lagom.collectives import shared_memory as shared_memory
-from lagom.collectives.torch_backend.shared_group import SharedProcessGroup
+from lagom.exchange import shared_memory as shared_memory
+from lagom.exchange.torch_backend.shared_group import SharedProcessGroup
 from lagom.session.patched import patched
 from lagom.session.session import Session
 from tests.ranks import RankFailedError, run_ranks, session_alone

@@ -15,9 +15,9 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
-from lagom.collectives.agreement_exchange import AgreedExchange
-from lagom.collectives.group import Group
 from lagom.errors import DivergenceError
+from lagom.exchange.agreement_exchange import AgreedExchange
+from lagom.exchange.group import Group
 from lagom.patching.replace import replaced
 from lagom.session.patched import patched
 from lagom.session.session import Session

@@ -17,9 +17,11 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lagom import experiment
 from lagom.cluster import visible_gpus
-from lagom.collectives.agreement_exchange import AgreedExchange
-from lagom.collectives.group import Group
 from lagom.config import TorchDistributedConfig
+from lagom.exchange.agreement_exchange import AgreedExchange
+from lagom.exchange.group import Group
+from lagom.extensions.zero.parameters.dispatch import ParameterUses
+from lagom.extensions.zero.parameters.shards import ParameterShards
 from lagom.forward.batchnorm import WholeBatchStatistics
 from lagom.gradients.backward_gradients import BackwardGradients
 from lagom.gradients.divergence import DivergenceMonitor
@@ -28,12 +30,10 @@ from lagom.run_state.leaves import Leaves
 from lagom.run_state.loader_pass import BatchShare
 from lagom.run_state.memory_layout import storage_of
 from lagom.run_state.plain_leaves import Likeness
-from lagom.zero.parameters.dispatch import ParameterUses
-from lagom.zero.parameters.shards import ParameterShards
+from tests.extensions.resume import training
+from tests.extensions.resume.kills import killed
 from tests.programs import scaled
 from tests.ranks import session_alone
-from tests.snapshots import training
-from tests.snapshots.kills import killed
 
 pytestmark = pytest.mark.gpu
 

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lagom.collectives.agreement_exchange import AgreedExchange
 from lagom.errors import LagomError
+from lagom.exchange.agreement_exchange import AgreedExchange
 from lagom.session.session import Session
 from tests.ranks import run_ranks
 

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
-from lagom.collectives.agreement_exchange import AgreedExchange
 from lagom.errors import DivergenceError, LagomError
+from lagom.exchange.agreement_exchange import AgreedExchange
 from lagom.gradients import overlap
 from lagom.session.session import Session
 from tests.ranks import RankFailedError, alone, run_ranks

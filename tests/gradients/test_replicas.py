@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from lagom.disk import asked_for_rank
 from lagom.errors import DivergenceError
-from lagom.files import asked_for_rank
 from lagom.session.session import Session
 from tests.ranks import RankFailedError, alone, lagom_log, run_ranks
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from lagom.host.end_reports import death_report, first_failure, fit_reports, stop_report
+from lagom.on_rank.outcome import pack_error
 from lagom.wire.client import Message
 from lagom.wire.framing import body_of
-from lagom.worker.outcome import pack_error
 
 
 def error_report(rank: int, error: BaseException) -> Message:

@@ -21,15 +21,15 @@ from typing import Any
 import pytest
 
 import lagom
-from lagom.call import Call
 from lagom.cluster import Cluster
 from lagom.config import TorchDistributedConfig
 from lagom.errors import LagomError
 from lagom.host import descendants
 from lagom.host.rank_host import allow_files, rank_spec, run_task_ranks
 from lagom.host.workspace import host_workspace
-from lagom.payload import Parcel, unpack_file
 from lagom.plan import plan
+from lagom.program.call import Call
+from lagom.program.payload import Parcel, unpack_file
 from lagom.wire.client import DriverClient, Message
 from lagom.wire.rendezvous import Stopped, peers
 from lagom.wire.server import anonymous_file
@@ -138,14 +138,14 @@ def test_sys_exit_ends_every_rank_as_python_ends(tmp_path: Path, monkeypatch: py
     assert (late.read_text(), last.read_text()) == ("in a thread", "at exit")
 
 
-@pytest.mark.soak  # tests/launchers/test_local.py shows it by default
+@pytest.mark.soak  # tests/driver/test_local.py shows it by default
 def test_ranks_run_and_their_outcomes_lie_in_their_files(driver: Driver) -> None:
     reports, outcomes = held(lambda: lagom.rank() * 10, link=driver.theirs)
     assert [report["ok"] for report in reports] == [True, True]
     assert [outcome["value"] for outcome in outcomes] == [0, 10]
 
 
-@pytest.mark.soak  # tests/launchers/test_local.py shows it by default
+@pytest.mark.soak  # tests/driver/test_local.py shows it by default
 def test_only_rank_0_is_passed_on(driver: Driver) -> None:
     held(lambda: print("from", lagom.rank()), link=driver.theirs)
     driver.close()
@@ -185,7 +185,7 @@ def test_ranks_are_ended_where_the_kernel_does_not_list_children(monkeypatch: py
     assert [report.get("error") for report in reports] == [None, "KeyError"]
 
 
-@pytest.mark.soak  # tests/launchers/test_local.py shows it by default
+@pytest.mark.soak  # tests/driver/test_local.py shows it by default
 def test_a_failure_is_told_to_the_driver_before_its_ranks_are_ended(driver: Driver) -> None:
     def train() -> None:
         if lagom.rank() == 1:

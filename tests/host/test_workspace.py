@@ -18,8 +18,8 @@ from lagom.cluster import Cluster
 from lagom.config import TorchDistributedConfig
 from lagom.host import workspace
 from lagom.host.workspace import base_dir, host_workspace, pack_files, remove_leftovers
-from lagom.payload import Parcel
 from lagom.plan import plan
+from lagom.program.payload import Parcel
 from lagom.wire.server import anonymous_file
 from lagom.wire.spec import RunSpec
 

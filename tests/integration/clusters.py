@@ -20,7 +20,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-from lagom.worker.rank_process import die_with
+from lagom.on_rank.rank_process import die_with
 from tests.integration import hosts
 
 _START_S = 120.0

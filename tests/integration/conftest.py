@@ -76,7 +76,7 @@ def _remains() -> set[str]:
 _STARTED_FOR_LONG = {"local-cluster", "standalone", "dwindling", "foreign", "foreign-encrypted", "unplugged"}
 """Kinds of Spark that are in the soak only: a cluster takes a minute of processor time to start.
 
-``test_special.py`` shows by default that lagom travels, and tests/collectives what hosts exchange.
+``test_special.py`` shows by default that lagom travels, and tests/exchange what hosts exchange.
 """
 _UNCLOSED = "ignore:Exception ignored in. <socket.socket:pytest.PytestUnraisableExceptionWarning"
 

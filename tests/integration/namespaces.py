@@ -20,16 +20,16 @@ from contextlib import contextmanager
 from multiprocessing.connection import Connection, Pipe
 from typing import Any
 
-from lagom.call import Call
 from lagom.cluster import Cluster
 from lagom.config import TorchDistributedConfig
-from lagom.executor import task_host
-from lagom.executor.spark_state import SparkState
-from lagom.executor.task_host import ExecutorTask
+from lagom.driver.run import RunView
 from lagom.host.descendants import fork_host
-from lagom.launchers.run import RunView
-from lagom.launchers.spark import SparkLauncher
 from lagom.plan import Plan, plan
+from lagom.program.call import Call
+from lagom.spark import task_host
+from lagom.spark.spark import SparkLauncher
+from lagom.spark.spark_state import SparkState
+from lagom.spark.task_host import ExecutorTask
 from lagom.wire.server import anonymous_file
 from lagom.wire.spec import RunSpec
 from tests.integration.hosts import Host

@@ -14,7 +14,7 @@ from lagom.config import AblationConfig, AblationStudy
 
 
 @pytest.mark.parametrize("spark", ["local[2]", "local-cluster", "connect"], indirect=True, scope="session")
-@pytest.mark.soak  # tests/search/test_ablate.py shows it by default
+@pytest.mark.soak  # tests/extensions/search/test_ablate.py shows it by default
 def test_layers_and_columns_of_a_frame_are_left_out(spark: Any, tmp_path: Path) -> None:
     rows = [(float(age), 2.0 * age % 7, age % 3, 3.0 * age) for age in range(30)]
     frame = spark.createDataFrame(rows, "age double, fare double, pclass long, price double")

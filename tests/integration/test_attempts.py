@@ -11,11 +11,11 @@ import pytest
 
 from lagom import experiment
 from lagom.config import TorchDistributedConfig
-from lagom.launchers.spark_session import ClassicFacts
-from lagom.worker.process_tree import children
+from lagom.on_rank.process_tree import children
+from lagom.spark.spark_session import ClassicFacts
+from tests.driver import losses
+from tests.driver.file_programs import from_checkpoint
 from tests.integration import hosts, programs
-from tests.launchers import losses
-from tests.launchers.file_programs import from_checkpoint
 
 
 def run(tmp_path: Path, gates: Path, world_size: int, **settings: Any) -> Any:
@@ -24,7 +24,7 @@ def run(tmp_path: Path, gates: Path, world_size: int, **settings: Any) -> Any:
     return experiment.lagom(losses.train, TorchDistributedConfig(world_size=world_size, hparams=hparams, **config))
 
 
-@pytest.mark.soak  # tests/launchers/test_attempts.py shows it by default
+@pytest.mark.soak  # tests/driver/test_attempts.py shows it by default
 @pytest.mark.parametrize(
     ("spark", "world_size", "victim"),
     [("local[2]", 2, 0), ("local[4]", 2, 1), ("local[4]", 3, 1)],
@@ -45,7 +45,7 @@ def test_a_killed_rank_changes_neither_weights_nor_output(
     assert failure["rank"] == victim
 
 
-@pytest.mark.soak  # tests/launchers/test_local.py kills both by default, and test_failing.py a worker of Spark
+@pytest.mark.soak  # tests/driver/test_local.py kills both by default, and test_failing.py a worker of Spark
 @pytest.mark.parametrize("killed", ["worker", "fork server"])
 @pytest.mark.parametrize("spark", ["local[2]", "standalone"], indirect=True, scope="session")
 def test_a_process_of_the_executor_that_is_killed_is_replaced(spark: Any, killed: str, tmp_path: Path) -> None:
@@ -63,7 +63,7 @@ def test_a_process_of_the_executor_that_is_killed_is_replaced(spark: Any, killed
     assert len(result.failures) == 1
 
 
-@pytest.mark.soak  # tests/launchers/test_attempt_files.py shows it by default
+@pytest.mark.soak  # tests/driver/test_attempt_files.py shows it by default
 @pytest.mark.parametrize("spark", ["local[2]"], indirect=True, scope="session")
 def test_a_program_with_a_checkpoint_goes_on_from_it(
     spark: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -78,7 +78,7 @@ def test_a_program_with_a_checkpoint_goes_on_from_it(
     assert result.failures[0]["resumed_from"] == str(tmp_path / "last.pt")
 
 
-@pytest.mark.soak  # tests/launchers/test_attempts.py shows the numbers of ranks by default
+@pytest.mark.soak  # tests/driver/test_attempts.py shows the numbers of ranks by default
 @pytest.mark.parametrize("spark", ["standalone"], indirect=True, scope="session")
 def test_without_an_executor_the_run_goes_on_with_fewer_ranks(
     spark: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
@@ -99,7 +99,7 @@ def test_without_an_executor_the_run_goes_on_with_fewer_ranks(
     check_one_rank_went_on(result, tmp_path, capfd.readouterr().err)
 
 
-@pytest.mark.soak  # tests/launchers/test_attempts.py shows the numbers of ranks by default
+@pytest.mark.soak  # tests/driver/test_attempts.py shows the numbers of ranks by default
 @pytest.mark.parametrize("spark", ["standalone"], indirect=True, scope="session")
 def test_an_executor_that_is_killed_is_replaced(spark: Any, tmp_path: Path) -> None:
     gate = tmp_path / "gate"

@@ -25,7 +25,7 @@ def stop() -> int:
     return {40: 40}[secret]  # only rank 0 has it
 
 
-@pytest.mark.soak  # tests/debugger shows it by default over the same channel
+@pytest.mark.soak  # tests/extensions/observe/debugger shows it by default over the same channel
 def test_a_breakpoint_stops_and_the_rank_goes_on(spark: Any, person: Person, capfd: pytest.CaptureFixture[str]) -> None:
     person.types("p 'secret', secret", "c", "c", "p 'failed', secret", "q")
     assert programs.run(stop, 1).value == 40

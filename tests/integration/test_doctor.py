@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from lagom.config import TorchDistributedConfig
-from lagom.doctor.findings import Finding
-from lagom.doctor.visit import print_findings, visit
+from lagom.extensions.observe.doctor.findings import Finding
+from lagom.extensions.observe.doctor.visit import print_findings, visit
 
 
 def on(*kinds: str) -> pytest.MarkDecorator:
@@ -24,7 +24,7 @@ def found_on(world_size: int) -> dict[str, Finding]:
     return {one.what: one for one in found}
 
 
-@pytest.mark.soak  # tests/doctor has its findings by default
+@pytest.mark.soak  # tests/extensions/observe/doctor has its findings by default
 @on("local[2]", "standalone")
 def test_a_cluster_in_order_passes(spark: Any) -> None:
     found = found_on(2)

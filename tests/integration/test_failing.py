@@ -54,14 +54,14 @@ def test_error_arrives_while_another_rank_waits_for_gradients(spark: Any) -> Non
     assert "on rank 1" in str(caught.value.__cause__)
 
 
-@pytest.mark.soak  # tests/launchers/test_stalls.py shows it by default
+@pytest.mark.soak  # tests/driver/test_stalls.py shows it by default
 def test_a_rank_that_is_stuck_is_named_and_ended(spark: Any) -> None:
     with pytest.raises(StallError, match=r"rank 1 made no progress for \d+ s") as caught:
         programs.run(programs.be_stuck, 2, stall_timeout_s=3.0, timeout_s=6.0)
     assert "in be_stuck" in str(caught.value.__cause__)
 
 
-@pytest.mark.soak  # tests/launchers/test_stalls.py shows some by default
+@pytest.mark.soak  # tests/driver/test_stalls.py shows some by default
 @pytest.mark.parametrize(
     ("kind", "at", "waits_in"),
     [
@@ -105,13 +105,13 @@ def test_a_killed_worker_of_spark_ends_the_run(spark: Any) -> None:
     assert caught.value.rank == 1
 
 
-@pytest.mark.soak  # tests/launchers/test_local.py shows it by default
+@pytest.mark.soak  # tests/driver/test_local.py shows it by default
 def test_sys_exit_is_an_error_with_its_status(spark: Any) -> None:
     with pytest.raises(RankError, match=r"rank 1 called sys.exit\(3\)"):
         programs.run(programs.leave, 2)
 
 
-@pytest.mark.soak  # tests/test_payload.py and tests/launchers/test_local.py show it by default
+@pytest.mark.soak  # tests/program/test_payload.py and tests/driver/test_local.py show it by default
 def test_what_cannot_be_pickled_is_named(spark: Any) -> None:
     lock = threading.Lock()
 

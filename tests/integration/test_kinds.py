@@ -34,7 +34,7 @@ def test_weights_are_those_of_the_plain_run(spark: Any, world_size: int) -> None
     assert all(programs.same_weights(found, wanted) for found in result.per_rank)
 
 
-@pytest.mark.soak  # tests/launchers/test_local.py shows it by default
+@pytest.mark.soak  # tests/driver/test_local.py shows it by default
 def test_output_of_rank_0_is_shown_as_written(spark: Any, capfd: pytest.CaptureFixture[str]) -> None:
     def speak() -> None:
         import sys
@@ -50,7 +50,7 @@ def test_output_of_rank_0_is_shown_as_written(spark: Any, capfd: pytest.CaptureF
     assert "to stderr\n" in shown.err
 
 
-@pytest.mark.soak  # tests/launchers/test_local.py shows it by default
+@pytest.mark.soak  # tests/driver/test_local.py shows it by default
 def test_no_libraries_of_torchrun_see_a_rank(spark: Any) -> None:
     def variables() -> list[str]:
         shown = [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR") if name in os.environ]
@@ -86,7 +86,7 @@ def test_large_data_arrives(spark: Any) -> None:
     assert programs.run(total, 2, train_set=data).value == float(data.sum())
 
 
-@pytest.mark.soak  # tests/launchers/test_local.py shows it by default
+@pytest.mark.soak  # tests/driver/test_local.py shows it by default
 def test_calls_leave_no_file_open(spark: Any) -> None:
     def num_open() -> int:
         gc.collect()

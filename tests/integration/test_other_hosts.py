@@ -20,14 +20,14 @@ import lagom
 from lagom import experiment
 from lagom.config import TorchDistributedConfig
 from lagom.errors import RankError
-from lagom.monitor.progress import Progress
 from lagom.restart.history import RunHistory
 from lagom.restart.kept_snapshots import SnapshotFolder, SnapshotPlace
+from lagom.watch.progress import Progress
 from lagom.wire.connection import DriverConnection
 from lagom.wire.server import DriverServer
+from tests.extensions.resume import training
+from tests.extensions.resume.kills import killed
 from tests.integration import hosts, programs
-from tests.snapshots import training
-from tests.snapshots.kills import killed
 
 pytestmark = pytest.mark.parametrize("spark", ["foreign", "foreign-encrypted"], indirect=True, scope="session")
 
@@ -81,7 +81,7 @@ def test_large_gradients_are_summed_within_hosts_and_then_between_them(spark: An
     def train() -> tuple[dict[str, Any], bool]:
         import gc
 
-        from lagom.collectives.group import Group
+        from lagom.exchange.group import Group
 
         torch.manual_seed(0)
         model = torch.nn.Linear(600, 600).double()
@@ -249,7 +249,7 @@ def test_error_names_rank_and_line_of_another_host(spark: Any) -> None:
     assert 'raise LateError("the disk is full", time.time())' in str(caught.value.__cause__)
 
 
-@pytest.mark.soak  # tests/launchers/test_run.py shows it by default
+@pytest.mark.soak  # tests/driver/test_run.py shows it by default
 @pytest.mark.timeout(400)
 def test_a_host_that_is_cut_off_is_named_within_5_s_and_ends_the_run(
     spark: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

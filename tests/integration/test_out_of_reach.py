@@ -13,11 +13,11 @@ import pytest
 import torch
 
 import lagom
-import lagom.launchers.run
-import lagom.launchers.spark
-import lagom.launchers.spark_session
+import lagom.driver.run
+import lagom.spark.spark
+import lagom.spark.spark_session
 from lagom.errors import LagomError, RankError
-from lagom.launchers import spark_task
+from lagom.spark import spark_task
 from lagom.wire.server import DriverServer
 from tests.integration import programs
 
@@ -27,27 +27,27 @@ pytestmark = pytest.mark.parametrize("spark", ["local[2]", "standalone"], indire
 @pytest.fixture
 def out_of_reach(monkeypatch: pytest.MonkeyPatch) -> None:
     """The driver has no address that executors could know."""
-    facts = lagom.launchers.spark_session.session_facts
+    facts = lagom.spark.spark_session.session_facts
 
     def without_address(session: Any) -> Any:
         found = facts(session)
         found.bind = None
         return found
 
-    monkeypatch.setattr(lagom.launchers.spark, "session_facts", without_address)
+    monkeypatch.setattr(lagom.spark.spark, "session_facts", without_address)
 
 
 @pytest.fixture
 def behind_a_wall(monkeypatch: pytest.MonkeyPatch) -> None:
     """The driver advertises an address where nobody answers."""
-    facts = lagom.launchers.spark_session.session_facts
+    facts = lagom.spark.spark_session.session_facts
 
     def elsewhere(session: Any) -> Any:
         found = facts(session)
         found.advertise = "127.0.0.9"
         return found
 
-    monkeypatch.setattr(lagom.launchers.spark, "session_facts", elsewhere)
+    monkeypatch.setattr(lagom.spark.spark, "session_facts", elsewhere)
 
 
 @pytest.mark.usefixtures("out_of_reach")
@@ -74,7 +74,7 @@ def test_weights_and_a_timeline_come_with_the_job(spark: Any, tmp_path: Path) ->
     assert all(programs.same_weights(found, wanted) for found in result.per_rank)
 
 
-@pytest.mark.soak  # tests/records/test_timeline.py shows it by default where the driver is reached
+@pytest.mark.soak  # tests/extensions/observe/timeline/test_timeline.py shows it by default where the driver is reached
 @pytest.mark.usefixtures("out_of_reach")
 def test_a_run_that_fails_while_a_rank_waits_leaves_its_timeline_too(spark: Any, tmp_path: Path) -> None:
     with pytest.raises(programs.LateError, match="a bad sample") as caught:
@@ -159,7 +159,7 @@ def late_task(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     cloudpickle: Any = untyped
     made = spark_task.spark_task
     monkeypatch.setattr(spark_task, "spark_task", lambda *args: programs.late(made(*args), 0.8))
-    monkeypatch.setattr(lagom.launchers.run, "GATHER_S", 0.3)
+    monkeypatch.setattr(lagom.driver.run, "GATHER_S", 0.3)
     cloudpickle.register_pickle_by_value(programs)
     yield
     cloudpickle.unregister_pickle_by_value(programs)
@@ -189,7 +189,7 @@ def test_a_late_rank_is_gathered_without_the_driver(
     assert capfd.readouterr().out == "heard at once\n"
 
 
-@pytest.mark.soak  # tests/debugger/test_rank_debugger.py has nobody who can type by default
+@pytest.mark.soak  # tests/extensions/observe/debugger/test_rank_debugger.py has nobody who can type by default
 @pytest.mark.usefixtures("out_of_reach")
 def test_a_breakpoint_says_that_the_driver_cannot_be_reached(spark: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     def stop() -> None:

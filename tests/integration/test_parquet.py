@@ -13,11 +13,11 @@ import pytest
 import torch
 
 from lagom.data import ParquetDataset, ParquetLoader
-from tests.data.write_rows import image, schema
+from tests.extensions.data.write_rows import image, schema
 from tests.integration import programs
 from tests.ranks import run_ranks
 
-WRITTEN = Path(__file__).parent.parent / "data" / "petastorm_0_12_1"
+WRITTEN = Path(__file__).parent.parent / "extensions" / "data" / "petastorm_0_12_1"
 
 pytestmark = [
     pytest.mark.soak,
@@ -25,7 +25,7 @@ pytestmark = [
 ]
 
 
-# tests/data/test_tensor_columns.py has such columns by default
+# tests/extensions/data/test_tensor_columns.py has such columns by default
 @pytest.mark.parametrize(("legacy", "times"), [("false", "INT96"), ("true", "TIMESTAMP_MICROS")])
 def test_types_of_spark_become_tensors(spark: Any, tmp_path: Path, legacy: str, times: str) -> None:
     from pyspark.ml.linalg import Vectors
@@ -69,7 +69,7 @@ def test_types_of_spark_become_tensors(spark: Any, tmp_path: Path, legacy: str, 
     assert found["p"].tolist() == [number % 2 for number in order.tolist()]
 
 
-# tests/compat/test_maggy.py has such a program by default
+# tests/extensions/compat/test_maggy.py has such a program by default
 def test_a_program_of_maggys_shape_trains_on_paths(spark: Any, tmp_path: Path) -> None:
     spark.range(0, 37, numPartitions=3).write.parquet(str(tmp_path / "test"))
 
@@ -116,9 +116,9 @@ def test_a_program_of_maggys_shape_trains_on_paths(spark: Any, tmp_path: Path) -
         assert len(ours) == len(theirs) == 10
 
 
-# tests/compat/test_petastorm.py shows it by default
+# tests/extensions/compat/test_petastorm.py shows it by default
 def test_what_petastorm_materialised_trains_its_own_programs_and_others(spark: Any, tmp_path: Path) -> None:
-    importlib.import_module("lagom.compat.petastorm")
+    importlib.import_module("lagom.extensions.compat.petastorm")
     from petastorm.etl.dataset_metadata import materialize_dataset
     from petastorm.unischema import dict_to_spark_row
 

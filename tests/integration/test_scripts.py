@@ -69,7 +69,7 @@ EVERYTHING_IN_MAIN = """
     "session",
     [pytest.param(CLASSIC, id="classic"), pytest.param(REMOTE, id="connect")],
 )
-@pytest.mark.soak  # tests/launchers/test_local.py has classes of a notebook by default
+@pytest.mark.soak  # tests/driver/test_local.py has classes of a notebook by default
 def test_everything_in_main_travels(tmp_path: Path, session: str) -> None:
     assert "equal" in run_script(tmp_path, session, EVERYTHING_IN_MAIN)
 
@@ -117,7 +117,7 @@ def test_tasks_on_this_machine_run_the_drivers_python_where_its_environment_is_n
     assert run_script(tmp_path, CLASSIC, text, activated=False) == "True python3\n"
 
 
-@pytest.mark.soak  # tests/launchers/test_local.py has edits by default, and test_failing.py Ctrl-C
+@pytest.mark.soak  # tests/driver/test_local.py has edits by default, and test_failing.py Ctrl-C
 @pytest.mark.usefixtures("not_activated")
 def test_edits_of_helper_modules_are_seen_and_ctrl_c_in_a_terminal_leaves_the_session_usable(tmp_path: Path) -> None:
     (tmp_path / "beside.py").write_text("VALUE = 1\n")

@@ -14,11 +14,11 @@ import pytest
 from lagom import experiment
 from lagom.config import HyperparameterOptConfig, Searchspace
 from lagom.errors import PlanError
-from lagom.launchers.spark_session import ClassicFacts
+from lagom.spark.spark_session import ClassicFacts
+from tests.extensions.search import odd_trials
+from tests.extensions.search.search_process import start, wait_for_trials
 from tests.integration import clusters, programs
 from tests.integration.test_attempts import executor_of
-from tests.search import odd_trials
-from tests.search.search_process import start, wait_for_trials
 
 SPACE = Searchspace(width=("DISCRETE", [1, 2, 3, 4, 5, 6]))
 
@@ -59,7 +59,7 @@ class TestOnEveryKind:
             assert (trial["folder"] / "files/model.txt").read_text() == f"width {width}"
             assert (trial["folder"] / "output.txt").read_text() == f"trained {width}\n"
 
-    @pytest.mark.soak  # tests/search/test_trial_loop.py shows each way by default on slots of this machine
+    @pytest.mark.soak  # tests/extensions/search/test_trial_loop.py shows each way by default on slots of this machine
     def test_trials_end_in_every_way(self, spark: Any, tmp_path: Path) -> None:
         odd_trials.check(odd_trials.search("spark", tmp_path / "runs"))
 
@@ -76,10 +76,10 @@ def test_the_time_of_writing_a_dataframe_is_a_part_of_a_search(spark: Any, tmp_p
     assert sum(result.timings.values()) == pytest.approx(result.seconds)
 
 
-@pytest.mark.soak  # tests/search/test_mlflow_trials.py shows the same by default on slots of this machine
+@pytest.mark.soak  # tests/extensions/search/test_mlflow_trials.py shows the same by default on slots of this machine
 @pytest.mark.parametrize("spark", ["local[2]"], indirect=True, scope="session")
 def test_trials_log_to_their_runs_in_mlflow(spark: Any, tmp_path: Path) -> None:
-    from tests.search import mlflow_searches
+    from tests.extensions.search import mlflow_searches
 
     with mlflow_searches.store(tmp_path):
         mlflow_searches.check_runs_below_the_active_one("spark")
@@ -142,7 +142,7 @@ def test_slots_of_executors_that_come_later_are_used(spark: Any, tmp_path: Path)
     assert {trial["slot"] for trial in result.trials} == {0, 1}
 
 
-@pytest.mark.soak  # tests/search/test_reports.py has such trials by default
+@pytest.mark.soak  # tests/extensions/search/test_reports.py has such trials by default
 @pytest.mark.parametrize(("spark", "tasks"), [("local[2]", 2), ("local[4]", 4)], indirect=["spark"], scope="session")
 def test_a_trial_of_several_ranks_takes_as_many_tasks(spark: Any, tasks: int, tmp_path: Path) -> None:
     def train(width: int) -> dict[str, Any]:
@@ -159,7 +159,7 @@ def test_a_trial_of_several_ranks_takes_as_many_tasks(spark: Any, tasks: int, tm
     assert programs.run(programs.place, 2).per_rank == ((0, 2), (1, 2))
 
 
-@pytest.mark.soak  # tests/search/test_trial_loop.py shows by default that those of a lost slot do
+@pytest.mark.soak  # tests/extensions/search/test_trial_loop.py shows by default that those of a lost slot do
 @pytest.mark.parametrize("spark", ["standalone"], indirect=True, scope="session")
 def test_trials_of_a_lost_executor_run_again(spark: Any, tmp_path: Path) -> None:
     marker = Path(f"/dev/shm/lagom-test-{os.getpid()}")  # devices are real for every trial
@@ -178,7 +178,7 @@ def test_trials_of_a_lost_executor_run_again(spark: Any, tmp_path: Path) -> None
     assert values(result) == {width: float(width) for width in range(1, 7)}
 
 
-@pytest.mark.soak  # tests/search/test_search.py shows both by default, and the tests above what differs on Spark
+@pytest.mark.soak  # tests/extensions/search/test_search.py shows both; the tests above, what differs on Spark
 def test_a_search_whose_driver_is_killed_goes_on_and_ctrl_c_ends_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

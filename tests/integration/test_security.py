@@ -18,7 +18,7 @@ import torch
 from lagom import experiment
 from lagom.config import TorchDistributedConfig
 from lagom.errors import RankError
-from lagom.launchers.spark_session import SparkFacts
+from lagom.spark.spark_session import SparkFacts
 from lagom.wire.server import DriverServer
 from tests.doors import listening
 

@@ -20,14 +20,14 @@ from lagom import experiment
 from lagom.cli import main
 from lagom.restart.history import RunHistory
 from lagom.restart.kept_snapshots import SnapshotFolder, SnapshotPlace
+from tests.driver import losses
+from tests.extensions.resume import training
+from tests.extensions.resume.kills import kill_driver, killed, wait_for_snapshot
+from tests.extensions.resume.test_resume import close, same
+from tests.extensions.resume.training import config, train
 from tests.integration.test_attempts import executor_of
-from tests.launchers import losses
 from tests.programs.expectations import CASES
 from tests.programs.test_kills import UNPROTECTED, judge_kill
-from tests.snapshots import training
-from tests.snapshots.kills import kill_driver, killed, wait_for_snapshot
-from tests.snapshots.test_resume import close, same
-from tests.snapshots.training import config, train
 
 
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="needs the columns of code")
@@ -35,7 +35,7 @@ from tests.snapshots.training import config, train
     ("spark", "sees"),
     [
         ("local[2]", False),
-        # tests/snapshots shows it by default on this machine
+        # tests/extensions/resume shows it by default on this machine
         pytest.param("local[2]", True, marks=pytest.mark.soak),
         ("standalone", True),
     ],
@@ -63,7 +63,7 @@ def test_a_run_goes_on_from_its_snapshot_when_a_rank_is_killed(
     assert "of epoch 2" in result.failures[0]["resumed_from"]
 
 
-@pytest.mark.soak  # tests/snapshots/test_resume.py shows it by default, with slots of a test
+@pytest.mark.soak  # tests/extensions/resume/test_resume.py shows it by default, with slots of a test
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="needs the columns of code")
 @pytest.mark.parametrize("spark", ["standalone"], indirect=True, scope="session")
 def test_a_run_that_loses_an_executor_goes_on_at_once_and_later_with_the_new_one(
@@ -95,7 +95,7 @@ def test_a_run_that_loses_an_executor_goes_on_at_once_and_later_with_the_new_one
     assert "of epoch 2, with 2 ranks\n" in said
 
 
-@pytest.mark.soak  # tests/snapshots/test_resume.py resumes on this machine by default
+@pytest.mark.soak  # tests/extensions/resume/test_resume.py resumes on this machine by default
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="needs the columns of code")
 @pytest.mark.parametrize("spark", ["local[2]", "standalone"], indirect=True, scope="session")
 def test_a_run_whose_driver_was_killed_goes_on_on_spark(
@@ -106,7 +106,7 @@ def test_a_run_whose_driver_was_killed_goes_on_on_spark(
         (tmp_path / name).mkdir()
     wanted = experiment.lagom(train, config(tmp_path / "whole", world_size=2)).value
     program = Path(training.__file__)
-    env = os.environ | {"PYTHONPATH": str(program.parents[2])}
+    env = os.environ | {"PYTHONPATH": str(program.parents[3])}
     kill_driver([sys.executable, str(program), str(tmp_path / "lost")], tmp_path / "lost", env)
     (run,) = (tmp_path / "lost" / "runs").iterdir()
     assert main(["resume", str(run), "--master", spark.sparkContext.master]) == 0
@@ -153,7 +153,7 @@ def test_what_mlflow_is_told_is_kept_in_a_folder_that_hosts_see(
     assert "only a run_dir that all hosts share can keep what it has told" in capfd.readouterr().err
 
 
-@pytest.mark.soak  # above, and on this machine in tests/programs/test_kills.py and tests/launchers/test_attempts.py
+@pytest.mark.soak  # above, and on this machine in tests/programs/test_kills.py and tests/driver/test_attempts.py
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="needs the columns of code")
 @pytest.mark.parametrize("spark", ["local[4]"], indirect=True, scope="session")
 @pytest.mark.parametrize("way", ["begins again", "snapshots"])

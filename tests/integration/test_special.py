@@ -16,14 +16,14 @@ import pytest
 import torch
 
 import lagom
-import lagom.launchers.spark
+import lagom.spark.spark
 from lagom.errors import LagomError, PlanError, RankError
 from tests.integration import clusters, programs
 
 
 def on(kind: str) -> pytest.MarkDecorator:
     """Runs a test on that kind of Spark."""
-    # One waits for executors to come and go; tests/executor/test_spark_gpus.py shows by default what the other does.
+    # One waits for executors to come and go; tests/spark/test_spark_gpus.py shows by default what the other does.
     marks = [pytest.mark.soak] if kind in ("dynamic", "gpus") else []
     return pytest.mark.parametrize("spark", [pytest.param(kind, marks=marks)], indirect=True, scope="session")
 
@@ -86,7 +86,7 @@ def test_ranks_of_a_task_get_gpus_of_their_own(spark: Any, mask: str) -> None:
         try:
             from pyspark import BarrierTaskContext
 
-            from lagom.executor.spark_worker import gpus_of_task
+            from lagom.spark.spark_worker import gpus_of_task
 
             context: Any = BarrierTaskContext.get()
             plan = types.SimpleNamespace(gpu=True, ranks_per_slot=2)
@@ -173,7 +173,7 @@ def test_weights_are_those_of_the_plain_run(spark: Any, world_size: int) -> None
     assert all(programs.same_weights(found, wanted) for found in result.per_rank)
 
 
-@pytest.mark.soak  # tests/launchers/test_local.py shows it by default
+@pytest.mark.soak  # tests/driver/test_local.py shows it by default
 @pytest.mark.parametrize(
     ("spark", "world_size"), [("local[2]", 1), ("local[4]", 2)], indirect=["spark"], scope="session"
 )
@@ -222,7 +222,7 @@ def test_a_result_above_2_gb_comes_home(spark: Any, capsys: pytest.CaptureFixtur
 
 
 @on("standalone")
-@pytest.mark.soak  # tests/launchers/test_spark.py shows it by default
+@pytest.mark.soak  # tests/spark/test_spark.py shows it by default
 def test_an_executor_that_is_lost_is_awaited(spark: Any) -> None:
     programs.run(programs.nothing, 2)
     own = f"--app-id {spark.sparkContext.applicationId} "

@@ -17,7 +17,7 @@ from tests.integration import programs
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.soak  # tests/verify/test_rehearsals.py shows it by default
+@pytest.mark.soak  # tests/extensions/verify/test_rehearsals.py shows it by default
 @pytest.mark.parametrize("spark", ["local[2]", "local-cluster"], indirect=True, scope="session")
 def test_a_faithful_program_is_rehearsed_and_runs(
     spark: Any, capfd: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -38,7 +38,7 @@ def test_a_faithful_program_is_rehearsed_and_runs(
     assert [path.name for path in tmp_path.iterdir()] == ["weights.pt"]
 
 
-@pytest.mark.soak  # tests/verify/test_rehearsals.py shows it by default
+@pytest.mark.soak  # tests/extensions/verify/test_rehearsals.py shows it by default
 @pytest.mark.parametrize("spark", ["local[2]"], indirect=True, scope="session")
 def test_an_unfaithful_program_does_not_run(spark: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)

@@ -14,7 +14,7 @@ PROGRAM = "import torch"
 NOTEBOOK = Path(__file__).parents[2] / "examples" / "search.ipynb"
 
 
-@pytest.mark.soak  # tests/search shows both by default
+@pytest.mark.soak  # tests/extensions/search shows both by default
 def test_the_example_searches_and_its_best_number_is_a_runs(notebook: Notebook) -> None:
     cells = [cell for cell in json.loads(NOTEBOOK.read_text())["cells"] if cell["cell_type"] == "code"]
     assert all(not cell["outputs"] for cell in cells)

@@ -66,7 +66,7 @@ def test_what_other_cells_have_set_holds(notebook: Notebook) -> None:
     assert "careful" not in cell.err
 
 
-@pytest.mark.soak  # tests/launchers/test_local.py has several threads by default
+@pytest.mark.soak  # tests/driver/test_local.py has several threads by default
 def test_two_runs_at_once_in_threads_and_in_an_awaited_cell(notebook: Notebook) -> None:
     threads = """
         with concurrent.futures.ThreadPoolExecutor(2) as pool:

@@ -65,14 +65,14 @@ def test_a_browser_draws_the_bars_and_the_lines(notebook: Notebook, tmp_path: Pa
     assert (0x00, 0x72, 0xB2) in colours  # the line of rank 0
 
 
-@pytest.mark.soak  # tests/monitor/test_notebook_table.py shows it by default
+@pytest.mark.soak  # tests/watch/test_notebook_table.py shows it by default
 def test_the_table_of_a_run_that_failed_says_so(notebook: Notebook) -> None:
     cell = notebook.run("experiment.lagom(train, config(fails=True))")
     assert cell.error == "ValueError: a <bad> sample"
     assert "samples, <b>failed on rank 1: ValueError</b></div>" in cell.displays[-1]["text/html"]
 
 
-@pytest.mark.soak  # a table is made as above; tests/launchers/test_attempts.py has attempts
+@pytest.mark.soak  # a table is made as above; tests/driver/test_attempts.py has attempts
 def test_each_attempt_of_a_run_that_loses_a_rank_has_a_table(notebook: Notebook) -> None:
     cell = notebook.run("experiment.lagom(train, config(fails='killed'))")
     assert cell.error.startswith("RankError: rank 1 was killed by SIGKILL")

@@ -16,8 +16,8 @@ from torch.optim import SGD, Adam, Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.data import DataLoader
 
-from lagom.monitor.spans import OPTIMIZER, unpack_spans
 from lagom.session.session import Session
+from lagom.watch.spans import OPTIMIZER, unpack_spans
 from tests import ranks
 from tests.ranks import alone, check_against_one_process, run_ranks
 from tests.session.programs import data, mlp

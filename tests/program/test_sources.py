@@ -196,7 +196,7 @@ def test_equal_content_gives_an_equal_archive_and_other_content_another(beside: 
 
 def test_lagom_and_the_cloudpickle_beside_it_are_in_lagoms_own_archive(tmp_path: Path) -> None:
     found = zipfile.ZipFile(io.BytesIO(lagom_zip())).namelist()
-    assert {"lagom/__init__.py", "lagom/worker/bootstrap.py", "cloudpickle/__init__.py"} <= set(found)
+    assert {"lagom/__init__.py", "lagom/on_rank/bootstrap.py", "cloudpickle/__init__.py"} <= set(found)
     assert not any("__pycache__" in name for name in found)
 
 

@@ -24,8 +24,8 @@ from torch import nn
 from torch.utils.data._utils.fetch import _MapDatasetFetcher
 from torch.utils.data.dataloader import _SingleProcessDataLoaderIter
 
+from lagom.forward.rows.whole_batch import Gatherer
 from lagom.patching.replace import replaced
-from lagom.row_split.whole_batch import Gatherer
 from lagom.run_state.random_streams import seed_everything
 from lagom.session.session import Session
 from tests.ranks import DEVICE, alone, forked_ranks, run_ranks

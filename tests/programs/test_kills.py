@@ -30,9 +30,9 @@ from lagom.config import TorchDistributedConfig
 from lagom.errors import RankError
 from lagom.result import Result
 from lagom.run_state.random_streams import seed_everything
+from tests.extensions.resume.slowed import slowly
 from tests.programs import judge
 from tests.programs.expectations import CASES, Case
-from tests.snapshots.slowed import slowly
 
 WAYS: dict[str, tuple[dict[str, Any], str]] = {
     "begins again": ({}, "ranks"),
@@ -104,7 +104,7 @@ def judge_kill(case: Case, way: str, draw: random.Random, *, by_rows: bool = Fal
     return ", ".join(resumed_from)
 
 
-@pytest.mark.soak  # tests/snapshots/test_resume.py shows it by default
+@pytest.mark.soak  # tests/extensions/resume/test_resume.py shows it by default
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="needs the columns of code")
 @pytest.mark.parametrize("case", [case for case in CASES if str(case) not in UNPROTECTED["snapshots"]], ids=str)
 def test_a_killed_run_goes_on_with_a_rank_less(case: Case) -> None:

@@ -6,13 +6,13 @@ import functools
 
 import pytest
 
-from lagom.call import Call
 from lagom.config import TorchDistributedConfig
 from lagom.errors import VerificationError
-from lagom.launchers import choose
+from lagom.extensions.verify.rehearsals import verify
+from lagom.extensions.verify.verification import Verification
+from lagom.launch import choose
 from lagom.plan import plan
-from lagom.verify.rehearsals import verify
-from lagom.verify.verification import Verification
+from lagom.program.call import Call
 from tests.programs import judge
 from tests.programs.expectations import CASES, Case
 

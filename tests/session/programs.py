@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
-from lagom.collectives.agreement_exchange import AgreedExchange
+from lagom.exchange.agreement_exchange import AgreedExchange
 from lagom.session.session import Session
 
 Program = Callable[[Any], list[Tensor]]

@@ -15,8 +15,8 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from lagom import experiment
-from lagom.call import Call
 from lagom.config import TorchDistributedConfig
+from lagom.program.call import Call
 from lagom.session.call_changes import CallChanges
 
 log: list[int] = []

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset, dataloader
 
-from lagom.collectives.group import Group
+from lagom.exchange.group import Group
 from lagom.patching.replace import replaced
 from lagom.session.patched import patched
 from lagom.session.session import Session

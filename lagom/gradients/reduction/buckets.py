@@ -12,7 +12,7 @@ from lagom.run_state.memory_layout import flatten_like
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from lagom.collectives.background import Work
+    from lagom.exchange.background import Work
 
 
 class AllReduceBucket(NamedTuple):

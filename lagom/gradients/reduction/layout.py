@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from lagom.collectives.agreement_exchange import PackedTensors, signature
+from lagom.exchange.agreement_exchange import PackedTensors, signature
 
 if TYPE_CHECKING:
     from lagom.gradients.reduction.mean import Reduction

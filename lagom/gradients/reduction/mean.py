@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from lagom.collectives.group import Group
+    from lagom.exchange.group import Group
     from lagom.gradients.reduction.layout import Layout
 
 

@@ -1,0 +1,418 @@
+"""``RunView``: the driver's view of an attempt in progress: joined tasks, their output, their failures and losses."""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import socket
+import time
+from functools import partial
+
+from lagom.driver.rank_events import RankEvents
+from lagom.driver.rank_places import RankPlaces
+from lagom.driver.run_display import RunDisplay
+from lagom.errors import LagomError, PlanError, RankError, StallError
+from lagom.extensions.observe.debugger.terminal import DebugTerminal
+from lagom.plan import Plan
+from lagom.restart.history import RunHistory
+from lagom.restart.kept_snapshots import FETCHED
+from lagom.restart.losses import Loss, loss_in
+from lagom.watch.run_dir import RunRecords
+from lagom.watch.stall_texts import rank_names
+from lagom.watch.stopped_processes import StoppedProcesses, kill_unless_needed
+from lagom.wire.client import Message
+from lagom.wire.peer_silence import LOST_S
+from lagom.wire.rendezvous import LEAVE_S, WRITE_S, other_torch, peers
+from lagom.wire.server import DriverServer
+
+GATHER_S = 1.5
+"""Seconds after the first join; if tasks are missing then, the others are told to exchange addresses without the
+driver, by Spark's allGather."""
+IMPATIENT_S = 5.0  # time without a message from the tasks, after which the user is told about the wait
+_BUSY_S = 60.0  # in a local run, the user is told no earlier: its process always starts, if slowly
+_GRACE_S = 5.0  # longest wait for the next message of a task after the job has ended
+ANSWER_S = 3.0  # time in which a task must answer a stop; the driver waits only for tasks that do
+_LOOK_S = 1.0  # interval of looks at the processes of a local run
+
+
+class RunView:
+    """Serves the channel of one attempt, and shows the attempt to the user from the calling thread.
+
+    Args:
+        where: place of the ranks, for the user.
+        can_gather: whether tasks can exchange their addresses without the driver, as in a barrier job of Spark.
+        payload_fd: file with the payload for hosts that fetch it.
+        snapshot_fd: file with the snapshot that the attempt goes on from, for hosts that fetch it.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        where: str,
+        *,
+        can_gather: bool,
+        payload_fd: int | None = None,
+        snapshot_fd: int | None = None,
+        records: RunRecords | None = None,
+        history: RunHistory | None = None,
+    ) -> None:
+        self.plan = plan
+        lost_s = min(LOST_S, plan.config.timeout_s or LOST_S)
+        self._history = history if history is not None else RunHistory()
+        self.channel = DriverServer(
+            self._take,
+            self._close,
+            payload_fd,
+            self._hush,
+            lost_s,
+            snapshot_fd=snapshot_fd,
+            snapshots=self._history.folder,
+        )
+        self.reports: dict[int, Message] = {}
+        self._can_gather = can_gather
+        self._num_tasks = 1 if plan.launcher == "local" else plan.num_slots
+        self._joins: dict[int, Message] = {}
+        self._places = RankPlaces(self._joins, lost_s)
+        self._processes = StoppedProcesses()
+        self._fork_server = -1
+        self._gathering = False
+        self._hears = True
+        self._stopping = False
+        self._impatient_at = time.monotonic() + (_BUSY_S if plan.launcher == "local" else 0.0)
+        self._answer_by = 0.0
+        self._answered: set[int] = set()
+        self._connected: set[int] = set()
+        self._done: set[int] = set()
+        self._events = RankEvents()
+        self._failures: list[Message] = []
+        self._lost: list[LagomError] = []
+        self._gone: Loss | None = None
+        self._refused: PlanError | None = None
+        self._records = records
+        self._debugger = DebugTerminal(plan, self.channel, self._events.put)
+        self._display = RunDisplay(plan, where, records, self._history, self._debugger)
+
+    def __enter__(self) -> RunView:
+        self.channel.__enter__()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        if exc[0] is not None:
+            self.stop()
+        self.channel.__exit__(*exc)
+        self._history.loss = self.loss()
+        self._display.close(self._end(exc[1]))
+
+    def _end(self, error: object) -> str:
+        """Return how the run ended, in a few words."""
+        if isinstance(error, KeyboardInterrupt):
+            return "interrupted"
+        if (loss := self.loss()) is not None:
+            return loss.cause.partition(",")[0]
+        if self._failures:
+            first = self._failures[0]
+            return f"failed on rank {first['rank']}: {first['error']}"
+        return "failed" if error is not None or self.lost() is not None else "done"
+
+    @property
+    def stopped(self) -> bool:
+        """Return whether the ranks have been told to end."""
+        return self._stopping
+
+    def adopt(self, connection: socket.socket) -> None:
+        """Serve task 0, the only task of a local run, over ``connection``, one of an inherited pair of sockets."""
+        self._connected.add(0)
+        self.channel.adopt(connection, 0)
+
+    def await_server(self, pid: int) -> None:
+        """Notice if the fork server ``pid``, which is to start the host process of a local run, is stopped."""
+        self._fork_server = pid
+        self._processes.add(
+            pid, "lagom's fork server on this machine", min(LOST_S, self.plan.config.timeout_s or LOST_S)
+        )
+        self.channel.call_later(_LOOK_S, self._look_for_stopped)
+
+    @property
+    def has_tasks(self) -> bool:
+        """Return whether any task has connected, so that it can be told to stop."""
+        return bool(self._connected)
+
+    @property
+    def begun(self) -> bool:
+        """Return whether any task has joined."""
+        return bool(self._joins)
+
+    def stop(self) -> None:
+        """Tell every task to end its ranks at once; later tasks are told when they join."""
+        if not self._stopping:
+            self._answer_by = time.monotonic() + ANSWER_S
+        self._stopping = True
+        self.channel.broadcast({"type": "stop"})
+        self._debugger.close()
+
+    def finish(self) -> None:
+        """Note that the job is over, so that ``watch`` returns after the tasks' last messages; for any thread."""
+        self._events.put({"type": "over"})
+        self._debugger.close()
+
+    def watch(self) -> None:
+        """Show the ranks' messages until all tasks are done, or all that answered a stop in time, or the job is over.
+
+        Raises:
+            KeyboardInterrupt: on Ctrl-C; the end of the context then ends the run.
+            LagomError: if the user ends the run from the debugger.
+        """
+        over = False
+        while not self._abandoned():
+            try:
+                event = self._events.get(timeout=self._patience(over))
+            except queue.Empty:
+                if over:
+                    return
+                if self._hears and time.monotonic() >= self._impatient_at:
+                    self._display.waiting(len(self._joins), self._num_tasks)
+                continue
+            self._display.show(event)
+            if self._history.has_kept(event) and (free := self._history.free_slots()) > 0:
+                self.channel.call_later(0.0, partial(self._make_room, free))
+            over = over or event["type"] == "over"
+            if len(self._done) >= self._num_tasks or (over and self._connected <= self._done):
+                break
+        self._show_rest()
+
+    def _patience(self, over: bool) -> float:
+        if over:
+            return _GRACE_S
+        return min(IMPATIENT_S, max(0.1, self._answer_by - time.monotonic())) if self._stopping else IMPATIENT_S
+
+    def _abandoned(self) -> bool:
+        """Return whether ``ANSWER_S`` have passed since the stop, and every task that answered it is done."""
+        if not self._stopping or time.monotonic() < self._answer_by:
+            return False
+        return not (self._connected & self._answered) - self._done
+
+    def unheard(self) -> None:
+        """Tell the user that the ranks cannot reach the driver: they send no messages before they end."""
+        self._hears = False
+        self._display.unheard()
+
+    def say(self, message: Message) -> None:
+        """Show output of rank 0, or record a timeline, that came with Spark's results since there was no link."""
+        self._display.show(message)
+
+    def failures(self) -> list[Message]:
+        """Return the failures that tasks reported, in the order of arrival; of each rank only the first."""
+        return self._failures
+
+    def lost(self) -> LagomError | None:
+        """Return the error of tasks that gave up, were lost, or do not fit together (a PlanError).
+
+        Return None if there is none, or if the failure of a rank caused it.
+        """
+        if self._refused is not None:
+            return self._refused
+        if not self._lost or not all(failure.get("consequence") for failure in self._failures):
+            return None
+        text = "; ".join(dict.fromkeys(map(str, self._lost)))
+        first = self._lost[0]
+        return type(first)(text, first.rank) if isinstance(first, RankError) else LagomError(text)
+
+    def lose_executor(self) -> None:
+        """Note that Spark has lost an executor, unless the attempt has a loss already, or was ended for more ranks."""
+        if self._gone is None:
+            self._gone = Loss(rank=None, host="", cause="Spark lost an executor")
+            self._lost.append(LagomError(self._gone.cause))
+
+    def _make_room(self, free_slots: int) -> None:
+        """End the attempt, unless it ends already, so that the next one has more ranks; in the channel's thread.
+
+        See Note [More ranks again] in driver/attempts.py.
+        """
+        if not self._stopping and not self._done and not self._failures:
+            self._gone = Loss(rank=None, host="", cause="there is room for more ranks", free_slots=free_slots)
+            self._lost.append(LagomError(self._gone.cause))
+            self.stop()
+
+    @property
+    def _makes_room(self) -> bool:
+        return self._gone is not None and self._gone.free_slots > 0
+
+    def loss(self) -> Loss | None:
+        """Return the loss that ended the attempt; None if it had another end, such as an error of the program.
+
+        An end for more ranks counts as a loss with ``free_slots``.
+        """
+        if self._refused is not None or len(self._lost) > (self._gone is not None):
+            return None
+        if all(failure.get("consequence") for failure in self._failures):
+            return self._gone
+        hosts = {rank: _host(join) for join in self._joins.values() for rank in join["ranks"]}
+        return loss_in(self._failures, hosts)
+
+    def _show_rest(self) -> None:
+        with contextlib.suppress(queue.Empty):
+            while True:
+                self._display.show(self._events.get())
+
+    def _take(self, task: int, message: Message) -> None:
+        """Process a message of a task, in the channel's thread."""
+        kind = message["type"]
+        if kind == "join":
+            self._connected.add(task)
+            self._join(task, message)
+            return
+        if kind == "failed":
+            self._fail(message)
+            if message["rank"] == 0 or "died" in message:
+                self.stop()
+            else:
+                self.channel.call_later(WRITE_S, self.stop)
+        elif kind == "stalled":
+            # Ranks that wait for the stalled rank report stalls soon after: show all of them together.
+            beat_s = min(self.plan.config.hb_interval, self.plan.config.stall_timeout_s / 4)
+            self.channel.call_later(beat_s + 0.5, lambda: self._events.put({"type": "show_stalls"}))
+        elif kind == "cut off":
+            self._lose_way(message)
+            return
+        elif kind == "files":
+            self._history.wrote(message)
+            return
+        elif kind == "snapshot" and "sha256" in message:
+            names = (f"{FETCHED}-{message['number']}{ending}" for ending in ("", ".json"))
+            message = message | {
+                "is_whole": [self.channel.digests.pop(name, "") for name in names] == message["sha256"]
+            }
+        elif kind == "snapshot" and "description" in message:
+            self._history.note_kept(message["number"], message["description"])
+        elif kind == "started":
+            self._history.ranks_began()
+        elif kind == "stopping":
+            self._answered.add(task)
+            return
+        elif kind == "debug":
+            self._debugger.take(task, message)
+            return
+        elif kind == "woken":
+            self._debugger.forget_ranks()
+            host = _host(self._joins[task])
+            self._events.put(message | {"host": host})
+            return
+        elif kind == "lost":
+            if not self._makes_room:
+                self._lost.append(LagomError(message["message"]))
+            self._done.add(task)
+            self.stop()
+        elif kind == "done":
+            self._done.add(task)
+            self.reports.update({report["rank"]: report for report in message["reports"]})
+            failed = [report for report in message["reports"] if not report["ok"]]
+            for report in failed:
+                if not report.get("stopped"):
+                    self._fail(report)
+            if failed and all("exit" in report for report in failed):
+                self.channel.call_later(LEAVE_S, self.stop)  # ranks of other tasks are probably ending as well
+            elif failed:
+                self.stop()
+        self._events.put(message | {"task": task})
+
+    def _lose_way(self, message: Message) -> None:
+        """Note that two ranks do not reach each other, though both reach the driver: that is a loss."""
+        if self._gone is None and not self._lost and all(failure.get("consequence") for failure in self._failures):
+            task = next(task for task, join in self._joins.items() if message["peer"] in join["ranks"])
+            error, cut_off = self._places.unreachable(message, task, self.channel.addresses)
+            self._lost.append(error)
+            self._gone = Loss(rank=message["peer"], host=_host(self._joins[task]), cause=str(error), cut_off=cut_off)
+            self.stop()
+
+    def _fail(self, report: Message) -> None:
+        if all(report["rank"] != earlier["rank"] for earlier in self._failures):
+            # When an attempt is ended for more ranks, its last ranks fail for lack of the others. The program may turn
+            # that into an error of its own.
+            consequence = {"consequence": True} if self._makes_room else {}
+            self._failures.append(report | {"order": len(self._failures)} | consequence)
+
+    def _close(self, task: int) -> None:
+        """Note that the connection of ``task`` has closed; if nothing has ended the attempt yet, that is a loss."""
+        if task in self._connected and task not in self._done:
+            self._done.add(task)
+            if not self._stopping and all(failure.get("consequence") for failure in self._failures):
+                error = self._places.gone(task)
+                self._lost.append(error)
+                join = self._joins.get(task)
+                rank = error.rank if isinstance(error, RankError) else None
+                host = _host(join) if join is not None else ""
+                cut_off = self._places.lost_hosts(self.channel.addresses)
+                self._gone = Loss(rank=rank, host=host, cause=str(error), cut_off=cut_off)
+                self.stop()
+        self._events.put({"type": "closed", "task": task})
+
+    def _hush(self, task: int, seconds: float) -> None:
+        """Warn if the machine of a task falls silent, or answers again; runs in the channel's thread.
+
+        Args:
+            seconds: the silence so far.
+        """
+        if task not in self._done and (text := self._places.update(task, seconds)) is not None:
+            self._events.put({"type": "warning", "text": text})
+
+    def _look_for_stopped(self) -> None:
+        """Tell the user of stopped processes, and end the attempt after their limit; in the channel's thread.
+
+        The stopped process is killed, since it cannot end its ranks.
+        """
+        if self._stopping or self._done:
+            return
+        for text in self._processes.look():
+            self._events.put({"type": "warning", "text": text})
+        if (found := self._processes.overdue()) is not None:
+            pid, rank, text = found
+            self._lost.append(StallError(text, rank))
+            self.stop()
+            kill_unless_needed(pid, rank)
+        self.channel.call_later(_LOOK_S, self._look_for_stopped)
+
+    def _join(self, task: int, message: Message) -> None:
+        if self._fork_server >= 0:
+            self._processes.forget(self._fork_server)
+            what = f"the host process of {rank_names(message['ranks'])}"
+            self._processes.add(message["pid"], what, self.plan.config.timeout_s, message["ranks"][0])
+        if self._stopping:
+            self.channel.send(task, {"type": "stop"})
+            return
+        if task in self._joins:
+            twice = f"Spark started task {task} a second time; lagom begins a lost run again by itself, as a whole"
+            self._lost.append(LagomError(twice))
+            self.channel.send(task, {"type": "stop"})
+            return
+        self._joins[task] = message
+        if self._records is not None:
+            self._records.joined(message, last=len(self._joins) == self._num_tasks)
+        if self._gathering:
+            self.channel.send(task, {"type": "gather"})
+        elif len(self._joins) == self._num_tasks:
+            self._seat()
+        elif len(self._joins) == 1 and self._can_gather:
+            self.channel.call_later(GATHER_S, self._give_up_waiting)
+        shown = {name: message.get(name) for name in ("host", "ranks", "cores")}
+        self._events.put({"type": "join", "task": task, **shown})
+
+    def _seat(self) -> None:
+        try:
+            table = peers(list(self._joins.values()), self.plan.in_clear)
+        except PlanError as error:
+            self._refused = error
+            self.stop()
+            return
+        self.channel.broadcast(table)
+        if text := other_torch(list(self._joins.values())):
+            self._events.put({"type": "warning", "text": text})
+
+    def _give_up_waiting(self) -> None:
+        if len(self._joins) < self._num_tasks and not self._stopping:
+            self._gathering = True
+            for task in self._joins:
+                self.channel.send(task, {"type": "gather"})
+
+
+def _host(join: Message) -> str:
+    return str(join["host"]).split("|")[0]

@@ -1,7 +1,0 @@
-"""A Spark executor's part in a run.
-
-Start with ``spark_worker.py`` (a task in Spark's Python worker). The worker asks ``executor_server.py``, the fork
-server that all workers of an executor share, to fork the task's host process (``task_host.py``).
-``executor_survey.py`` reports the Python of a task and the hosts that it reaches. ``spark_state.py`` carries pyspark's
-``TaskContext`` and files from the worker to the ranks.
-"""

@@ -1,0 +1,32 @@
+"""Parquet tables as data sets of torch, shuffled at the speed of the disk.
+
+With ``batches="split"`` or "per_rank", training rows are split evenly over ranks; with "whole" each rank gets all rows.
+
+Start with ``parquet/dataset.py``; which types of columns become tensors: ``column_types/types.py``.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from lagom.extensions.data.parquet.dataset import ParquetDataset
+    from lagom.extensions.data.parquet.parquet_loader import ParquetLoader
+    from lagom.extensions.data.parquet.petastorm_loader import PetastormDataLoader, TransformSpec
+
+__all__ = ["ParquetDataset", "ParquetLoader", "PetastormDataLoader", "TransformSpec"]
+
+_HOMES = {
+    "ParquetDataset": "lagom.extensions.data.parquet.dataset",
+    "ParquetLoader": "lagom.extensions.data.parquet.parquet_loader",
+    "PetastormDataLoader": "lagom.extensions.data.parquet.petastorm_loader",
+    "TransformSpec": "lagom.extensions.data.parquet.petastorm_loader",
+}
+
+
+def __getattr__(name: str) -> Any:
+    # Import on first use, since a driver that only names a data set must not import torch for it.
+    if name in _HOMES:
+        return getattr(importlib.import_module(_HOMES[name]), name)
+    raise AttributeError(f"module 'lagom.data' has no attribute {name!r}")

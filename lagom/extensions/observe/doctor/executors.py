@@ -1,0 +1,82 @@
+"""``executor_findings``: judges a survey of Spark's executors: whether they have torch and reach each other."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from lagom.extensions.observe.doctor.findings import Finding
+
+APART = (
+    "ranks connect to each other at ports that the system chooses: let executors reach each other at all ports; where "
+    "they have several networks, GLOO_SOCKET_IFNAME names the interface of the one that joins them"
+)
+_INSTALL = (
+    "install torch there; or, before a Spark session is made, set PYSPARK_PYTHON to a Python that has it on every host"
+)
+_SHOWN = 4
+
+
+def executor_findings(tasks: Sequence[Mapping[str, Any]]) -> list[Finding]:
+    """Return the findings for the facts of ``tasks``. If a finding has the level "fail", no run can start."""
+    return [_pythons(tasks), *(found for check in (_torch, _addresses, _reach) if (found := check(tasks)) is not None)]
+
+
+def _pythons(tasks: Sequence[Mapping[str, Any]]) -> Finding:
+    found = _by(tasks, lambda one: f"Python {one['python']} ({one['executable']})")
+    told = "; ".join(text if len(found) == 1 else f"{text} on {_few(hosts)}" for text, hosts in found.items())
+    hosts = len({one["host"] for one in tasks})
+    many = f"{len(tasks)} task{'s' * (len(tasks) != 1)} on {hosts} host{'s' * (hosts != 1)}"
+    return Finding("pass", "executors", f"{many}: {told}")
+
+
+def _torch(tasks: Sequence[Mapping[str, Any]]) -> Finding | None:
+    without = [one for one in tasks if one["torch"] is None]
+    if without:
+        pythons = _by(without, lambda one: str(one["executable"]))
+        told = "; ".join(f"{python} on {_few(hosts)}" for python, hosts in pythons.items())
+        return Finding("fail", "torch", f"there is none for {told}", _INSTALL)
+    found = _by(tasks, lambda one: str(one["torch"]).split("+")[0])
+    if len(found) > 1:
+        told = ", ".join(f"{version} on {_few(hosts)}" for version, hosts in found.items())
+        return Finding("fail", "torch", f"several versions: {told}", "install the same on all executors")
+    return None
+
+
+def _addresses(tasks: Sequence[Mapping[str, Any]]) -> Finding | None:
+    without = [one for one in tasks if one.get("no_address")]
+    if not without:
+        return None
+    told = f"{without[0]['host']} has no address for the others: {without[0]['no_address']}"
+    return Finding(
+        "fail", "network", told, "GLOO_SOCKET_IFNAME is to name an interface that every host has, or not to be set"
+    )
+
+
+def _reach(tasks: Sequence[Mapping[str, Any]]) -> Finding | None:
+    """Return a failure with the pairs of hosts that cannot connect; None if all hosts reach each other."""
+    apart = [(one["host"], each) for one in tasks for each in one.get("unreached") or ()]
+    told = list(
+        dict.fromkeys(
+            f"{host} does not reach {each['host']} at {each['address']} ({each['why']})" for host, each in apart
+        )
+    )
+    if not told:
+        return None
+    more = f"; and {len(told) - _SHOWN} more" if len(told) > _SHOWN else ""
+    return Finding("fail", "network", "; ".join(told[:_SHOWN]) + more, APART)
+
+
+def _by(tasks: Sequence[Mapping[str, Any]], what: Any) -> dict[str, list[str]]:
+    """Return the distinct hosts of ``tasks``, grouped by the text that ``what`` returns for a task."""
+    found: dict[str, list[str]] = {}
+    for one in tasks:
+        hosts = found.setdefault(what(one), [])
+        if one["host"] not in hosts:
+            hosts.append(one["host"])
+    return found
+
+
+def _few(hosts: Sequence[str]) -> str:
+    more = f" and {len(hosts) - _SHOWN} more" if len(hosts) > _SHOWN else ""
+    return ", ".join(hosts[:_SHOWN]) + more

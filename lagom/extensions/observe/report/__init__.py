@@ -1,0 +1,4 @@
+"""A run's folder as a page of HTML, the comparison of two runs, and the charts of reports and notebooks.
+
+Start with ``report.py``.
+"""

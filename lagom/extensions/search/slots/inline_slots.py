@@ -1,0 +1,88 @@
+"""``InlineSlots``: the one slot of a search that runs in this process, for a debugger."""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from lagom.control_groups import available_cores
+from lagom.errors import PayloadError
+from lagom.plan import Plan
+from lagom.program.call import Call
+from lagom.program.payload import Parcel, unpack
+from lagom.wire.client import Message
+
+
+class InlineSlots:
+    """Runs trials one after another in the calling thread; they write to the real disk."""
+
+    def __init__(self, plan: Plan, call: Call) -> None:
+        self._plan = plan
+        self._call = call
+        self._waiting: list[Message] = []
+        self._answer: Message = {}
+
+    def __enter__(self) -> InlineSlots:
+        """Queue the slot's join message, which ``serve`` takes first."""
+        join = {"type": "join", "host": "this process", "cores": available_cores(), "sees_driver": True, "gpus": []}
+        self._waiting.append(join)
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        """Do nothing: no trial is left."""
+
+    def send(self, slot: int, message: Message) -> None:
+        """Keep a trial for ``serve``, or the answer for the trial that runs."""
+        if message["type"] == "trial":
+            self._waiting.append(message)
+        elif message["type"] == "answer":
+            self._answer = message
+
+    def serve(self, take: Callable[[int, Message], None], timeout_s: float) -> None:
+        """Pass on the join message, or run the trial that was sent, if any; see ``TrialSlots.serve``."""
+        for message in [self._waiting.pop(0)] if self._waiting else []:
+            if message["type"] == "trial":
+                self._run(message, take)
+            else:
+                take(0, message)
+
+    def over(self) -> None:
+        """Do nothing: no trial is left."""
+
+    def _run(self, message: Message, take: Callable[[int, Message], None]) -> None:
+        from lagom.extensions.search.on_rank.trial import Trial, TrialPruned, metric_of
+        from lagom.on_rank import bootstrap
+        from lagom.world import Place
+
+        def ask(report: Message) -> Message:
+            take(0, report)
+            return self._answer
+
+        trial = Trial(ask, message["metric"])
+
+        def watch(session: Any) -> None:
+            session.trial = trial
+
+        started, outcome = time.monotonic(), dict[str, Any]()
+        change = unpack(base64.b64decode(message["change"]))
+        try:
+            with tempfile.TemporaryDirectory(prefix="lagom-") as folder:
+                outcome = bootstrap.run(self._plan, Place(), lambda: change(self._call), Path(folder), watch=watch)
+            metric = metric_of(outcome["value"], trial.metric, trial.logged)
+            report: Message = {"rank": 0, "ok": True, "metric": metric, "samples": outcome["samples"]}
+        except TrialPruned:
+            report = {"rank": 0, "ok": True, "pruned": True}
+        except Exception as error:
+            outcome = {"error": error}
+            report = {"rank": 0, "ok": False, "error": type(error).__name__, "message": str(error)}
+            report["traceback"] = "".join(traceback.format_exception(error))
+        with contextlib.suppress(PayloadError):
+            data = base64.b64encode(Parcel(outcome).tobytes()).decode()
+            take(0, {"type": "part", "name": "outcome", "data": data})
+        take(0, {"type": "ended", "reports": [report], "seconds": time.monotonic() - started, "problems": []})

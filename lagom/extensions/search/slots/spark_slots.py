@@ -1,0 +1,157 @@
+"""``SparkSlots``: the slots of a search as the tasks of one long Spark job."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import secrets
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from lagom.errors import LagomError, PlanError
+from lagom.extensions.search.slots.trial_slots import SlotChannel, SlotEvent
+from lagom.plan import Plan
+from lagom.program.call import Call
+from lagom.program.sources import modules_zip
+from lagom.spark import spark_task as task_module
+from lagom.spark.spark import SparkPayload, encryption, plain_interrupt, task_of
+from lagom.spark.spark_failure import why_it_failed
+from lagom.spark.spark_job import SparkJob
+from lagom.spark.spark_session import SparkFacts
+from lagom.wire.client import Message
+
+_CALM_S = 10.0  # time for tasks to end after the search: Spark would end its Python workers with a cancelled job
+_END_S = 1.5  # time for tasks to end on Ctrl-C or an error, or if some tasks have not begun
+_CANCEL_S = 10.0  # time for Spark to end a cancelled job
+_AGAIN_S = 0.3  # between two attempts to cancel: Spark ignores an attempt that comes before the job
+
+
+class SparkSlots(SlotChannel):
+    """Tasks without a barrier: each begins when Spark has room for it, and Spark starts a lost task again.
+
+    A trial takes ``plan.num_slots`` tasks of one host: one for each rank, or fewer if tasks have several GPUs. The
+    first task to join runs the trial; the others only occupy their slots.
+    """
+
+    def __init__(self, facts: SparkFacts, plan: Plan, call: Call, num_slots: int) -> None:
+        self._stack = contextlib.ExitStack()
+        self._facts = facts
+        self._plan = dataclasses.replace(plan, barrier=False)
+        self._call = call
+        self._num_tasks = num_slots * plan.num_slots
+        self._payload = self._stack.enter_context(SparkPayload(call))
+        super().__init__(self._payload.fd)
+        self._joined: dict[int, Message] = {}
+        self._begun: set[int] = set()
+        self._leaders: dict[int, list[int]] = {}
+        """All tasks of each slot, by its first task."""
+        self._group = f"lagom-{secrets.token_hex(8)}"
+        self._job: SparkJob | None = None
+
+    def begin(self) -> None:
+        """Start the job.
+
+        Raises:
+            LagomError: if executors cannot reach this process, or encryption is on and no certificate can be made.
+        """
+        self._stack.enter_context(self.channel)
+        address = self._address()
+        modules = b"" if self._facts.one_machine else modules_zip(self._call.function)
+        spec = self._payload.spec(self._plan, address, self.channel.secret, modules, self._facts)
+        spec = dataclasses.replace(spec, certificate=self._certificate)
+        function = task_of(spec, self._payload.broadcast(self._facts, spec))
+        ranks = self._num_tasks * self._plan.ranks_per_slot
+        tasks = dataclasses.replace(self._plan, world_size=ranks)
+
+        def job() -> Sequence[Any]:
+            self._facts.tag(self._group, f"lagom: search of {self._plan.name}")
+            return self._facts.map_tasks(function, task_module.SCHEMA, tasks)
+
+        self._stack.enter_context(plain_interrupt())
+        over = SlotEvent(-1, {"type": "over"})
+        self._job = SparkJob(job, self._facts.thread_class(), lambda: self.events.put(over))
+        self._job.start()
+
+    def __exit__(self, *exc: object) -> None:
+        """End the slots, and the trials that still run on them."""
+        self.over(_END_S if any(exc) or len(self._begun) < self._num_tasks else _CALM_S)
+        self._stack.close()
+
+    def serve(self, take: Callable[[int, Message], None], timeout_s: float) -> None:
+        """See ``TrialSlots.serve``."""
+        event = self._next(timeout_s)
+        if event is None:
+            return
+        slot, message = event
+        if message["type"] == "over":
+            assert self._job is not None
+            try:
+                self._job.result()
+            except Exception as error:
+                raise LagomError(f"Spark's job failed: {why_it_failed(error)}") from error
+            raise LagomError("Spark's job ended before the search did")
+        if message["type"] == "join":
+            self._joined[slot] = message
+            self._begun.add(slot)
+            if (whole := self._gather(message["host"])) is not None:
+                take(*whole)
+            return
+        if message["type"] == "closed":
+            self._joined.pop(slot, None)
+            if self._leaders.pop(slot, None) is None:
+                return
+        take(slot, message)
+
+    def over(self, patience_s: float = _END_S) -> None:
+        """Tell all slots that the search is over; cancel the job if it has not ended after ``patience_s`` seconds."""
+        self.channel.broadcast({"type": "stop"})
+        self.channel.broadcast({"type": "over"})
+        if self._job is None:
+            return
+        deadline = time.monotonic() + patience_s
+        while self._job.lasts and self._joined and (left_s := deadline - time.monotonic()) > 0:
+            event = self._next(left_s)
+            if event is not None and event.message["type"] == "closed":
+                self._joined.pop(event.slot, None)
+        if self._job.lasts and not self._joined:
+            self._job.wait(deadline - time.monotonic() if patience_s > _END_S else _AGAIN_S)
+        deadline = time.monotonic() + _CANCEL_S
+        while self._job.lasts and time.monotonic() < deadline:
+            with contextlib.suppress(Exception):
+                self._facts.cancel(self._group)
+            self._job.wait(_AGAIN_S)
+
+    def _address(self) -> tuple[str, int]:
+        tls, self._certificate = encryption(self._facts) if self._plan.encrypted else (None, "")
+        if self._facts.bind is not None:
+            with contextlib.suppress(OSError):
+                bound = self.channel.listen(self._facts.bind, self._num_tasks, tls)
+                return (self._facts.advertise or bound[0], bound[1])
+        raise LagomError(
+            "a search needs executors that can reach this process, and this session says that they cannot: "
+            "set spark.driver.host to an address of this machine, or use launcher='local'"
+        )
+
+    def _gather(self, host: str) -> SlotEvent | None:
+        """Combine waiting tasks of ``host`` into a slot; return its join message, or None if there are too few.
+
+        Raises:
+            PlanError: if all tasks have joined, and no host has enough of them for a trial.
+        """
+        taken = {task for tasks in self._leaders.values() for task in tasks}
+        spare = [task for task, join in self._joined.items() if join["host"] == host and task not in taken]
+        width = self._plan.num_slots
+        if len(spare) >= width:
+            leader, tasks = spare[0], spare[:width]
+            self._leaders[leader] = tasks
+            gpus = [gpu for task in tasks for gpu in self._joined[task]["gpus"]]
+            return SlotEvent(leader, self._joined[leader] | {"gpus": gpus[: self._plan.world_size]})
+        if len(self._joined) == self._num_tasks and not self._leaders:
+            most = max(Counter(join["host"] for join in self._joined.values()).values())
+            raise PlanError(
+                f"a trial has {self._plan.world_size} ranks and needs {width} task slots of one host, and no host has "
+                f"more than {most}; set ranks_per_trial={most * self._plan.ranks_per_slot}"
+            )
+        return None

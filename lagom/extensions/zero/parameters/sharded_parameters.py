@@ -1,0 +1,45 @@
+"""``shard_parameters``: installs ``zero_lvl=3``, which shards parameters as soon as the program makes them."""
+
+from __future__ import annotations
+
+import threading
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING
+
+import torch
+
+from lagom.extensions.zero.parameters.dispatch import ParameterUses, make_thread_bootstrap
+from lagom.extensions.zero.parameters.memory_access import unshard_on_memory_access
+from lagom.extensions.zero.parameters.shards import ParameterShards
+from lagom.extensions.zero.parameters.state_dict import make_state_dict
+from lagom.patching.replace import replaced
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from lagom.session.session import Session
+
+
+@contextmanager
+def shard_parameters(session: Session) -> Iterator[ParameterShards]:
+    """Shard parameters in the block, and make them whole for every operation that needs their values."""
+    assert session.group is not None
+    assert session.divergence is not None
+    assert session.gradient_averager is not None
+    weights = session.weights = ParameterShards(
+        session.group,
+        session.leaves,
+        lambda: session.may_meet or (session.distributed and session.depth > 0),
+        session.say_once,
+    )
+    session.divergence.checksums = weights.checksums
+    session.gradient_averager.set_digest(weights.digest)
+    with ExitStack() as stack:
+        stack.enter_context(unshard_on_memory_access(weights))
+        state_dict = make_state_dict(session, weights, vars(torch.nn.Module)["state_dict"])
+        stack.enter_context(replaced(torch.nn.Module, "state_dict", state_dict))
+        stack.enter_context(replaced(threading.Thread, "_bootstrap_inner", make_thread_bootstrap(weights)))
+        stack.enter_context(ParameterUses(weights))
+        yield weights
+        if not session.has_joined:
+            weights.end()

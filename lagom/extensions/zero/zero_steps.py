@@ -1,0 +1,85 @@
+"""``shard_steps``: lets each rank step a part of the parameters; the program still sees the whole optimizer state."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING, Any
+
+from torch.optim import Optimizer
+
+from lagom.extensions.zero.gradient_access import shard_gradients
+from lagom.extensions.zero.optimizer_group import OptimizerGroup
+from lagom.extensions.zero.parameters.sharded_parameters import shard_parameters
+from lagom.optimizers.step_patches import replace_steps
+from lagom.patching.replace import replaced
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from lagom.session.session import Session
+
+
+@contextmanager
+def shard_steps(session: Session) -> Iterator[None]:
+    """Patch the ``step`` of every optimizer class to step this rank's part, and ``Optimizer.state`` to be whole.
+
+    Also shard gradients from level 2 on, and parameters at level 3. When the block ends without an error, gather the
+    state of all optimizers: a collective, left out if the program has a process group of its own. Torch wraps the
+    ``step`` of a class for hooks when it makes the first instance; the hooks stay outermost.
+    """
+    assert session.group is not None
+    assert session.agreement is not None
+    assert session.divergence is not None
+    assert session.gradient_averager is not None
+    with ExitStack() as stack:
+        if session.config.zero_lvl > 1:
+            session.gradients = stack.enter_context(shard_gradients(session))
+            session.gradient_averager.overlap.shard_store = session.gradients
+        if session.config.zero_lvl > 2:
+            assert session.gradients is not None
+            weights = stack.enter_context(shard_parameters(session))
+            session.gradients.parameter_parts = weights.parts
+        optimizers = session.optimizers = OptimizerGroup(
+            session.group,
+            session.agreement,
+            session.divergence,
+            session.gradients,
+            session.weights,
+            is_own=session.gradient_averager.keeps_own,
+            say=session.say_once,
+            name=session.modules.name_of,
+        )
+        stack.enter_context(replace_steps(_make_steps(session, optimizers), existing=True))
+        stack.enter_context(replaced(Optimizer, "state", _make_state_property(session, optimizers)))
+        yield
+        if not session.has_joined:
+            optimizers.end()
+
+
+def _make_steps(
+    session: Session, optimizers: OptimizerGroup
+) -> Callable[[type, Callable[..., Any]], Callable[..., Any]]:
+    def step_for(_: type, inner: Callable[..., Any]) -> Callable[..., Any]:
+        def step(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
+            if not session.distributed or optimizers.runs_unchanged:
+                return inner(self, *args, **kwargs)
+            return optimizers.step(self, inner, args, kwargs)
+
+        return step
+
+    return step_for
+
+
+def _make_state_property(session: Session, optimizers: OptimizerGroup) -> property:
+    def get(self: Optimizer) -> Any:
+        if "state" not in vars(self):
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute 'state'")
+        return optimizers.state(self) if session.distributed else vars(self)["state"]
+
+    def put(self: Optimizer, value: Any) -> None:
+        vars(self)["state"] = value
+
+    def drop(self: Optimizer) -> None:
+        del vars(self)["state"]
+
+    return property(get, put, drop)

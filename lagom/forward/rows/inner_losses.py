@@ -1,0 +1,318 @@
+"""Losses inside a forward that is split by rows. See Note [Losses inside]."""
+
+from __future__ import annotations
+
+import threading
+from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import torch
+from torch.utils._python_dispatch import _disable_current_modes as disabled_modes
+
+from lagom.forward.rows.comparison import are_close, drop_rows
+from lagom.forward.rows.draws import OtherWayError
+from lagom.forward.rows.recorder import NotByRowsError
+from lagom.forward.rows.row_functions import gather_blocks
+from lagom.forward.rows.shared_loss import (
+    ERRORS,
+    MEAN,
+    NONE,
+    SUM,
+    LossArithmetic,
+    TorchLoss,
+    any_rank,
+    exchanges_of,
+    sum_over_ranks,
+)
+from lagom.inspection.reads import is_tensor
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+    from contextlib import AbstractContextManager
+
+    from torch import Tensor
+
+    from lagom.forward.rows.recorder import Recorder
+    from lagom.forward.rows.whole_batch import RowBlock, RowExchange
+
+    Original = Callable[..., Any]
+
+_BY_PARTS = "computes a loss in its forward, which is not the sum or mean of its rows' losses"
+_running = threading.local()
+"""``losses``: what computes the losses of the forward that runs in this thread; None if torch does."""
+_NO_MORE: Any = object()
+"""Marks a loss after the last of the probe."""
+
+
+@dataclass(frozen=True)
+class InnerLoss:
+    """A loss of the batch that a forward has computed in its probe."""
+
+    name: str
+    """Name of torch's operation."""
+    factor: int
+    """Number of rows of the scores for each row of the batch."""
+    value: Tensor
+    """The loss of the whole batch."""
+
+
+class InnerLosses:
+    """Base of what computes the losses of one forward, in their order.
+
+    Args:
+        losses: for each of torch's losses in the forward the loss of the batch; None for other losses.
+    """
+
+    def __init__(self, losses: Sequence[InnerLoss | None]) -> None:
+        self._expected = iter(losses)
+
+    def entered(self) -> AbstractContextManager[None]:
+        """Return a context manager in which ``compute`` is called for torch's losses."""
+        return _entered(self)
+
+    def compute(self, loss: TorchLoss, original: Original, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Return the loss ``original(*args, **kwargs)`` of the whole batch.
+
+        Raises:
+            NotByRowsError: in a probe, if it cannot be computed from the losses of rows.
+            OtherWayError: in a sliced forward, on all ranks, if it is not as in the probe.
+        """
+        expected = next(self._expected, _NO_MORE)
+        if expected is None:
+            return original(*args, **kwargs)
+        if expected is _NO_MORE:
+            self.refuse()
+        with _entered(None):
+            return self.loss_of_batch(expected, loss, original, args, kwargs)
+
+    def loss_of_batch(
+        self, expected: InnerLoss, loss: TorchLoss, original: Original, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Return a loss of the batch."""
+        raise NotImplementedError
+
+    def refuse(self) -> NoReturn:
+        """Raise the error for a loss that the forward did not compute in its probe."""
+        raise NotByRowsError(_BY_PARTS)
+
+
+@contextmanager
+def _entered(losses: InnerLosses | None) -> Iterator[None]:
+    before = current_losses()
+    _running.losses = losses
+    try:
+        yield
+    finally:
+        _running.losses = before
+
+
+def current_losses() -> InnerLosses | None:
+    """Return what computes the losses of the forward that runs in this thread; None if torch does."""
+    losses: InnerLosses | None = getattr(_running, "losses", None)
+    return losses
+
+
+class WholeLosses(InnerLosses):
+    """Lets torch compute the losses of a whole batch, and notes those of the batch in ``losses``."""
+
+    def __init__(self, recorder: Recorder, rows: int) -> None:
+        super().__init__(())
+        self._recorder = recorder
+        self._rows = rows
+        self.losses: list[InnerLoss | None] = []
+        self.arguments: list[tuple[Tensor, Tensor]] = []
+        """Scores and targets of each loss of the batch."""
+
+    def compute(self, loss: TorchLoss, original: Original, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Return the loss."""
+        result = original(*args, **kwargs)
+        scores, targets = args[:2]
+        follows = any(self._follows(argument) for argument in args[:2])
+        if not follows or result.dim():
+            self.losses.append(None)
+            return result
+        is_cut = scores.dim() > 0 and scores.shape[0] and scores.shape[0] % self._rows == 0
+        has_weights = any(self._follows(args[i]) for i in loss.weights) or any(map(is_tensor, kwargs.values()))
+        if has_weights or not is_cut or not _has_rows(loss, args):
+            raise NotByRowsError(_BY_PARTS)
+        with disabled_modes():
+            value = result.detach().clone()
+            self.arguments.append((scores.detach().clone(), targets.detach().clone()))
+        self.losses.append(InnerLoss(loss.name, scores.shape[0] // self._rows, value))
+        self._recorder.count_as_whole(result)
+        return result
+
+    def _follows(self, argument: Any) -> bool:
+        return is_tensor(argument) and self._recorder.follows_input(argument)
+
+
+class RepeatedLosses(InnerLosses):
+    """Gives the losses of the whole batch again."""
+
+    def loss_of_batch(
+        self, expected: InnerLoss, loss: TorchLoss, original: Original, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Return the loss in the probe's run on the whole batch."""
+        with disabled_modes():
+            return expected.value.clone()
+
+
+class ChangedRowLosses(RepeatedLosses):
+    """Gives the losses of the whole batch again; refuses those for which another row than ``row`` has changed."""
+
+    def __init__(self, whole: WholeLosses, row: int, tolerance: float) -> None:
+        super().__init__(whole.losses)
+        self._arguments = iter(whole.arguments)
+        self._row = row
+        self._tolerance = tolerance
+
+    def loss_of_batch(
+        self, expected: InnerLoss, loss: TorchLoss, original: Original, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Return the loss in the probe's run on the whole batch."""
+        own = self._row * expected.factor, (self._row + 1) * expected.factor
+        with disabled_modes():
+            for argument, before in zip(args[:2], next(self._arguments), strict=True):
+                if not are_close(drop_rows(argument.detach(), *own), drop_rows(before, *own), self._tolerance):
+                    raise NotByRowsError("does not compute the rows of its batch one by one")
+        return super().loss_of_batch(expected, loss, original, args, kwargs)
+
+
+class BlockLosses(RepeatedLosses):
+    """Gives the losses of the whole batch again, and notes the sums of one block's losses."""
+
+    def __init__(self, losses: Sequence[InnerLoss | None], block: RowBlock) -> None:
+        super().__init__(losses)
+        self._block = block
+        self.sums: list[tuple[Tensor, Any]] = []
+        """Sum of the losses, and the number by which it is divided for a mean; None for a sum."""
+
+    def loss_of_batch(
+        self, expected: InnerLoss, loss: TorchLoss, original: Original, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Return the loss in the probe's run on the whole batch."""
+        if not _is_alike(expected, loss, args, self._block):
+            raise NotByRowsError(_BY_PARTS)
+        with disabled_modes(), torch.no_grad():
+            arithmetic = LossArithmetic(loss, args)
+            total = original(*_with_reduction(loss, args, SUM), **kwargs).clone()
+            divisor = arithmetic.divisor(args[0].numel()) if arithmetic.reduction == MEAN else None
+            self.sums.append((total, divisor))
+        return super().loss_of_batch(expected, loss, original, args, kwargs)
+
+
+def compare_losses(losses: Sequence[InnerLoss | None], blocks: Sequence[BlockLosses], tolerance: float) -> None:
+    """Compare the losses of the batch with the sums of all blocks' losses.
+
+    Raises:
+        NotByRowsError: when they differ.
+    """
+    wholes = [loss.value for loss in losses if loss is not None]
+    if any(len(block.sums) != len(wholes) for block in blocks):
+        raise NotByRowsError(_BY_PARTS)
+    for whole, parts in zip(wholes, zip(*[block.sums for block in blocks], strict=True), strict=True):
+        total = torch.stack([block_sum for block_sum, _ in parts]).sum()
+        divisors = [divisor for _, divisor in parts if divisor is not None]
+        if not are_close((total / sum(divisors) if divisors else total).to(whole.dtype), whole, tolerance):
+            raise NotByRowsError(_BY_PARTS)
+
+
+class RankLosses(InnerLosses):
+    """Computes the losses of the batch from those of each rank's rows.
+
+    Args:
+        left_alone: returns a context manager in which draws and reads are not the forward's.
+        signed: bytes of the input, which must be equal on all ranks.
+    """
+
+    def __init__(
+        self,
+        losses: Sequence[InnerLoss | None],
+        exchange: RowExchange,
+        left_alone: Callable[[], AbstractContextManager[None]],
+        signed: bytes,
+    ) -> None:
+        super().__init__(losses)
+        self._signed = signed
+        self._left_alone = left_alone
+        self._rows, self._ranks = exchanges_of(exchange)
+        self._left = sum(loss is not None for loss in losses)
+        self._has_strayed = False
+
+    def loss_of_batch(
+        self, expected: InnerLoss, loss: TorchLoss, original: Original, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Return the loss, on all ranks; a collective."""
+        self._left -= 1
+        if self._has_strayed or not _is_alike(expected, loss, args, self._rows.block):
+            self.refuse()
+        with self._left_alone():
+            return self._add_over_ranks(expected, loss, original, args, kwargs)
+
+    def _add_over_ranks(
+        self, expected: InnerLoss, loss: TorchLoss, original: Original, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        block = self._rows.block
+        scores, targets = args[:2]
+        is_cpu = scores.device.type == "cpu"
+        is_listed = LossArithmetic(loss, args).keeps_bits
+        row_losses: Tensor | None = None
+        # On a CPU an error is suppressed: all ranks then run the forward whole, which raises it as one process does.
+        with suppress(*ERRORS) if is_cpu else nullcontext():
+            row_losses = original(*_with_reduction(loss, args, NONE if is_listed else SUM), **kwargs)
+        if is_cpu and any_rank(self._ranks, row_losses is None, self._signed):
+            self.refuse()
+        assert row_losses is not None
+        if is_listed:
+            losses, all_targets = gather_blocks([row_losses, targets], self._rows, [expected.factor] * 2)
+            return LossArithmetic(loss, (scores, all_targets, *args[2:])).reduce(losses)
+        if loss.of_classes and not targets.is_floating_point():
+            (targets,) = self._rows.gather([targets], [expected.factor])
+        arithmetic = LossArithmetic(loss, (scores, targets, *args[2:]))
+        num_scores = scores.numel() // block.num_mine * block.num_all
+        return sum_over_ranks(row_losses, arithmetic, num_scores, self._ranks, None)[0]
+
+    def end(self) -> None:
+        """End the forward.
+
+        Raises:
+            OtherWayError: when it has computed other losses than in its probe, also if its code has caught the error.
+        """
+        if self._has_strayed or self._left:
+            raise OtherWayError
+
+    def refuse(self) -> NoReturn:
+        """Have the forward run whole, on all ranks."""
+        self._has_strayed = True
+        raise OtherWayError
+
+
+def _is_alike(expected: InnerLoss, loss: TorchLoss, args: tuple[Any, ...], block: RowBlock) -> bool:
+    """Return whether a loss of a block is the ``expected`` one of the run on the whole batch."""
+    scores = args[0]
+    return (
+        loss.name == expected.name
+        and isinstance(scores, torch.Tensor)
+        and scores.dim() > 0
+        and scores.shape[0] == expected.factor * block.num_mine
+        and _has_rows(loss, args)
+    )
+
+
+def _has_rows(loss: TorchLoss, args: tuple[Any, ...]) -> bool:
+    return len(args) > loss.reduction and args[loss.reduction] in (MEAN, SUM) and loss.has_rows(args)
+
+
+def _with_reduction(loss: TorchLoss, args: tuple[Any, ...], reduction: int) -> tuple[Any, ...]:
+    return (*args[: loss.reduction], reduction, *args[loss.reduction + 1 :])
+
+
+# Note [Losses inside]
+#
+# A model may compute its loss in its forward, as Hugging Face's do where they get labels: an output that has no rows.
+# If the loss is one of torch's, and a sum or mean over rows, each rank computes the losses of its rows, and they are
+# added as in Note [Losses by rows] in row_losses.py. The result is equal on all ranks, and so is what the forward
+# computes from it; it may not meet rows again, since its gradient would then be that of a rank's rows. In a probe, the
+# run on the whole batch notes each loss. In the other runs the losses are these again, since a block has only its own
+# rows; the sums of all blocks must give them.

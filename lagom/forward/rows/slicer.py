@@ -1,0 +1,341 @@
+"""``Slicer``: split forwards by rows between ranks, where this changes nothing but the speed."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.weak import WeakIdKeyDictionary
+
+from lagom.forward.rows.draws import OtherWayError
+from lagom.forward.rows.input_reads import InputReadsRecorder
+from lagom.forward.rows.module_tree import CallKind, ModuleTree, attribute_numbers, call_kind
+from lagom.forward.rows.probe import UNIFORM, probe
+from lagom.forward.rows.recorder import CallRecorder
+from lagom.forward.rows.remade_modules import RemadeModules
+from lagom.forward.rows.restore import parameter_checksums
+from lagom.forward.rows.sliced_forward import MAX_WAYS, OFTEN, NewWayError, SlicedRuns
+from lagom.forward.rows.split_candidate import (
+    KnownCalls,
+    SplitCandidate,
+    SplitFinding,
+    is_batch,
+    is_dense,
+    is_dual,
+    measure_call,
+    try_again,
+)
+from lagom.forward.rows.surroundings import Surroundings, watched_writes
+from lagom.forward.rows.whole_batch import Gatherer, RowBlock, is_worth_slicing
+from lagom.inspection.reads import is_tensor
+from lagom.inspection.state_parts import items
+from lagom.patching.object_reference import ObjectReference
+from lagom.patching.replace import replaced
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from lagom.session.session import Session
+
+_CHANGES_NUMBERS = "changes numbers among its attributes, or what it can see, by which a later call may go another way"
+_TOP_HOOKS = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", lambda _: None)
+"""Returns the program's hooks on saved tensors; always None with torch 2.6 (see ``watch_packing``)."""
+_MANY_NUMBERS = "takes decisions by a number of its input that is often another"
+_MAX_READ_WAYS = 8
+"""Number of combinations of numbers, read from the input, after which calls of one kind always run whole."""
+_MAX_KINDS = 64
+"""Number of kinds of calls of one module after which new kinds are no longer probed."""
+
+
+@contextmanager
+def watch_packing(session: Session) -> Iterator[None]:
+    """Split no forwards within the program's hooks on saved tensors, where torch does not tell of them."""
+    if hasattr(torch._C._autograd, "_top_saved_tensors_default_hooks"):
+        yield
+        return
+    enter, leave, depth = saved_tensors_hooks.__enter__, saved_tensors_hooks.__exit__, 0
+
+    def count(hooks: saved_tensors_hooks, change: int) -> None:
+        nonlocal depth
+        if not _is_torchs(hooks.pack_hook) and not session.is_in_thread:
+            depth += change
+            session.shares_forwards = not depth
+
+    def entered(hooks: saved_tensors_hooks) -> None:
+        count(hooks, 1)
+        enter(hooks)
+
+    def left(hooks: saved_tensors_hooks, *error: object) -> None:
+        leave(hooks, *error)
+        count(hooks, -1)
+
+    with replaced(saved_tensors_hooks, "__enter__", entered), replaced(saved_tensors_hooks, "__exit__", left):
+        yield
+
+
+def _is_torchs(hook: Any) -> bool:
+    return (getattr(hook, "__module__", None) or "").startswith("torch.")
+
+
+def is_splittable(session: Session, module: nn.Module) -> bool:
+    """Return whether ranks may split a call of ``module`` by rows: they should all have the same input now."""
+    if not session.distributed or session.depth or session.is_probing or not session.shares_forwards:
+        return False
+    if torch._C._functorch.peek_interpreter_stack() is not None or torch.jit.is_tracing():
+        return False  # neither torch.func's transforms nor a traced graph can contain exchanges
+    packing = _TOP_HOOKS(True)
+    if packing is not None and not _is_torchs(packing[0]):
+        return False  # the program's own hooks would pack a part of the batch
+    evaluates = not (torch.is_grad_enabled() and module.training)
+    if evaluates and session.config.evaluation != "gathered":
+        return False
+    if session.config.batches == "whole":
+        return True
+    current = session.passes.evaluation()
+    return evaluates and current is not None and not current.own
+
+
+class Slicer:
+    """Slices the forwards of modules that compute their rows one by one, and runs others whole.
+
+    Args:
+        original: ``nn.Module.__call__``, or ``MicroBatches.call``.
+        outside: returns a context manager in which called modules count as outermost.
+    """
+
+    def __init__(self, session: Session, original: Callable[..., Any], outside: Callable[[], Any]) -> None:
+        assert session.group is not None
+        assert session.divergence is not None
+        self._session = session
+        self._group = session.group
+        self._runs = SlicedRuns(session, Gatherer(session.group, session.divergence.find_divergence))
+        self._original = original
+        self._outside = outside
+        self._trees = ModuleTree(session.say_once)
+        self._calls: WeakIdKeyDictionary = WeakIdKeyDictionary(ref_type=ObjectReference)
+        """``KnownCalls`` of each module."""
+        self._remade = RemadeModules()
+        session.learned["forwards"] = self.state, self.go_on
+        self._depth = 0
+        self._has_work = False
+        """Whether a forward that is worth slicing was seen, or the user was told that there is none."""
+
+    def state(self) -> list[tuple[nn.Module, Any]]:
+        """Return each module with the known facts about its calls, for ``go_on`` in another process."""
+        return [(module, self._trees.portable(module, calls)) for module, calls in list(self._calls.items())]
+
+    def go_on(self, state: Sequence[tuple[nn.Module, Any]]) -> None:
+        """Go on from ``state``, which ``Slicer.state`` returned in a process with the same number of ranks."""
+        for module, calls in state:
+            self._calls[module] = self._trees.put_back(module, calls)
+
+    def call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Return ``module(*args, **kwargs)``, where every rank has the same arguments."""
+        small = self._known(module).small
+        if small is not None and args and small == (_dense_shape(args[0]), torch.is_grad_enabled()):
+            return self._original(module, *args, **kwargs)
+        device = self._session.device
+        candidate = self._trees.candidate(module, self._original, args, kwargs, device, says=not self._depth)
+        if candidate.rows < self._group.world_size or any(map(is_dual, candidate.leaves)):
+            if not candidate.inside and next(module.parameters(), None) is None:
+                self._record_small(module, args)  # a loss function
+            return self._original(module, *args, **kwargs)
+        calls = self._known(module)
+        around = self._trees.surroundings(module)
+        kind = call_kind(candidate, around, is_short=candidate.rows < 2 * self._group.world_size)
+        kind, finding = self._find(calls, kind, candidate)
+        if calls.num_changes > 1:
+            return self._run_whole(module, args, kwargs)
+        if finding is None and len(calls.findings) < _MAX_KINDS:
+            return self._run_first(candidate, calls, kind, lambda: self._original(module, *args, **kwargs))
+        if finding is None or finding.reason is not None:
+            return self._run_whole(module, args, kwargs)
+        if not (finding.sliced or self._is_worth_slicing(finding, candidate)):
+            self._record_small(module, args)
+            self._say_small(module)
+            return self._original(module, *args, **kwargs)
+        if not finding.sliced:
+            self._probe(candidate, finding)
+        elif not self._knows_shapes(finding, candidate):
+            return self._record_reads(candidate, calls, kind)
+        while finding.sliced:
+            try:
+                return self._runs.run(candidate, finding)
+            except NewWayError as error:
+                way = error.shapes, error.num_nodes
+            except OtherWayError:
+                if finding.reason is not None:
+                    self._say_whole(module, finding.reason)
+                break  # runs whole below, so that errors there are not chained to this one
+            self._probe_new_way(candidate, calls, finding, *way)
+        return self._run_whole(module, args, kwargs)
+
+    def _find(
+        self, calls: KnownCalls, kind: CallKind, candidate: SplitCandidate
+    ) -> tuple[CallKind, SplitFinding | None]:
+        """Return the finding for the numbers that the forward will read from its input, and its kind.
+
+        If the numbers cannot be found for these shapes of the input, it is the first finding that does not know them.
+        """
+        while (finding := calls.findings.get(kind)) is not None and finding.sliced and finding.input_reads.reads:
+            parts = map(candidate.cut_leaves, RowBlock(0, self._group.world_size, candidate.rows).all_blocks)
+            found = finding.input_reads.combine(parts, candidate.inside)
+            if found == finding.input_reads.values or not self._knows_shapes(finding, candidate):
+                break
+            kind = kind._replace(way=kind.way + 1)
+            if kind.way >= _MAX_READ_WAYS:
+                finding.reason, finding.sliced = _MANY_NUMBERS, False
+                self._say_whole(candidate.module, _MANY_NUMBERS)
+        return kind, finding
+
+    def _knows_shapes(self, finding: SplitFinding, candidate: SplitCandidate) -> bool:
+        """Return whether the numbers that a forward will read can be found for each rank's rows."""
+        num_ranks = self._group.world_size
+        shapes = [candidate.shapes_for(rows) for rows in {candidate.rows // num_ranks, -(-candidate.rows // num_ranks)}]
+        return not finding.input_reads.reads or all(map(finding.input_reads.knows, shapes))
+
+    def _record_reads(self, candidate: SplitCandidate, calls: KnownCalls, kind: CallKind) -> Any:
+        """Run a forward whole, and learn from its operations how its reads depend on the shapes of its input."""
+        inputs = [leaf for leaf in candidate.leaves if is_batch(leaf, candidate.rows)]
+        recorder = CallRecorder(inputs, (), InputReadsRecorder(candidate.leaves, candidate.inside))
+        finding = calls.findings[kind]
+        with recorder:
+            output = candidate.run(candidate.leaves)
+        found, is_learned = recorder.found(), False
+        while found is not None and (one := calls.findings.get(kind)) is not None:
+            is_learned = one.input_reads.learn(found) or is_learned
+            kind = kind._replace(way=kind.way + 1)
+        finding.new_ways += not is_learned
+        if finding.new_ways > MAX_WAYS:
+            finding.reason, finding.sliced = OFTEN, False
+            self._say_whole(candidate.module, OFTEN)
+        return output
+
+    def _known(self, module: nn.Module) -> KnownCalls:
+        calls: KnownCalls | None = self._calls.get(module)
+        if calls is None:
+            # A snapshot does not have the facts about modules that are gone, and a resumed run must compute alike.
+            is_kept = self._session.snapshots is not None
+            calls = self._calls[module] = KnownCalls() if is_kept else self._remade.known_calls(module)
+        return calls
+
+    def _record_small(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        """Let calls with this shape of the first argument, and this grad mode, run whole without further checks."""
+        # Only the first argument is compared: comparing all of them takes longer than a small module.
+        self._known(module).small = _dense_shape(args[0]) if args else None, torch.is_grad_enabled()
+
+    def _run_first(self, candidate: SplitCandidate, calls: KnownCalls, kind: object, run: Callable[[], Any]) -> Any:
+        """Make the first call of a ``kind``; measure its work, and find out whether a probe would have side effects."""
+        module, around = candidate.module, Surroundings(candidate.inside)
+        before, marks = (attribute_numbers(candidate.inside), around.state()), parameter_checksums(module)
+        with watched_writes() as written:
+            output, finding = measure_call(candidate, run)
+        calls.findings[kind] = finding
+        pays = self._is_worth_slicing(finding, candidate)
+        self._has_work = self._has_work or pays
+        if (attribute_numbers(candidate.inside), around.state()) != before:
+            self._record_change(module, calls, kind, _CHANGES_NUMBERS)
+        elif parameter_checksums(module) != marks:
+            self._record_change(module, calls, kind, "changes parameters, which a look at it would do once more")
+        elif around.iterates:
+            finding.reason = "has an iterator, of which a look at it would take items"
+            self._say_whole(module, finding.reason)
+        elif written:
+            finding.failure = "writes to a file or a log, which a look at it would do once more"
+        elif pays:
+            with self._session.probing():
+                finding.failure = try_again(candidate, self._group.world_size, self._session.statistics)
+        return output
+
+    def _record_change(self, module: nn.Module, calls: KnownCalls, kind: object, what: str) -> None:
+        del calls.findings[kind]
+        calls.num_changes += 1
+        if calls.num_changes > 1:
+            self._say_whole(module, what)
+
+    def _say_small(self, module: nn.Module) -> None:
+        """Say once how to share the work of a loop over a loader that trains only small models."""
+        session = self._session
+        if self._has_work or self._depth or session.rank or not (torch.is_grad_enabled() and module.training):
+            return
+        if session.config.batches == "whole" and session.passes.trains():
+            self._has_work = True
+            session.say_once(
+                f"{type(module).__name__} is small: every rank computes it whole, which is faster than sharing it out. "
+                "batches='split' shares out the batches; verify=True tells whether its numbers are the same",
+                is_notice=True,
+            )
+
+    def _run_whole(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run ``module`` whole; modules inside it may be sliced."""
+        self._depth += 1
+        try:
+            with self._outside():
+                return self._original(module, *args, **kwargs)
+        finally:
+            self._depth -= 1
+
+    def _probe(self, candidate: SplitCandidate, finding: SplitFinding) -> None:
+        finding.reason = finding.failure
+        if finding.failure is None:
+            with self._session.probing():
+                # Otherwise an evaluation may be called with a rank's own share of a training batch.
+                candidate = replace(candidate, is_common=self._session.config.batches == "whole")
+                probe(candidate, finding, self._group.world_size, self._session.statistics)
+        name = type(candidate.module).__name__
+        self._session.check_place(f"the second call of {name} with inputs of a kind")
+        reasons = [part.decode() for part in self._group.all_gather_bytes((finding.reason or "").encode())]
+        finding.reason = next(filter(None, reasons), None)
+        finding.sliced = finding.reason is None
+        if finding.reason == UNIFORM:
+            finding.reason = None  # the next batch may differ
+        elif finding.reason is not None:
+            self._say_whole(candidate.module, finding.reason)
+
+    def _probe_new_way(
+        self,
+        candidate: SplitCandidate,
+        calls: KnownCalls,
+        finding: SplitFinding,
+        shapes: object,
+        num_nodes: int,
+    ) -> None:
+        """Probe a forward that takes another way than before. See Note [Other ways] in sliced_forward.py."""
+        for other in calls.findings.values():
+            if not any(map(any, other.ways.values())):
+                other.sliced = False  # without gradients there are no nodes to count: probed at its next call
+        finding.new_ways += 1
+        if finding.new_ways > MAX_WAYS:
+            finding.reason, finding.sliced = OFTEN, False
+            self._say_whole(candidate.module, OFTEN)
+            return
+        self._probe(candidate, finding)
+        finding.ways[shapes].add(num_nodes)
+
+    def _say_whole(self, module: nn.Module, reason: str) -> None:
+        if not self._depth:
+            has_parts = any(part._parameters for part in self._trees.modules_in(module, says=False)[1:])
+            how = " (modules inside it are split where they can be)" if has_parts else ", which is right but not faster"
+            self._session.say_once(
+                f"{type(module).__name__} runs whole on every rank{how}: it {reason}", is_notice=True
+            )
+
+    def _is_worth_slicing(self, finding: SplitFinding, candidate: SplitCandidate) -> bool:
+        return is_worth_slicing(
+            finding.work.for_rows(candidate.rows),
+            self._group.world_size,
+            candidate.device,
+            training=torch.is_grad_enabled(),
+            shares_memory=self._group.shares_memory,
+        )
+
+
+def _dense_shape(data: Any, depth: int = 3) -> object:
+    """Return the shape of a tensor, or the shapes in a list, tuple or dict; None for anything else."""
+    if is_tensor(data):
+        return data.shape if is_dense(data) else None
+    return [_dense_shape(one, depth - 1) for one in items(data)] if depth else None

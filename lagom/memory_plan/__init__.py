@@ -1,4 +1,0 @@
-"""Memory planning: computes from shapes how many bytes training needs on each rank, before anything runs.
-
-Start reading at ``needs.py``; ``plan_memory`` in ``lagom/memory_planner.py`` is the entry.
-"""

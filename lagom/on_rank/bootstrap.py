@@ -1,0 +1,291 @@
+"""``run``: sets up one rank, calls the training function, and returns its result."""
+
+from __future__ import annotations
+
+import _io
+import contextlib
+import ctypes
+import functools
+import gc
+import io
+import os
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lagom.exchange.run_store import SealedStore
+from lagom.extensions.compat.compatible import compatible
+from lagom.extensions.search.on_rank.reports import report_logged_values
+from lagom.extensions.verify.on_rank.rehearsal import kept_output, numbered_parameters, rehearse
+from lagom.extensions.verify.on_rank.truncate import truncated_passes
+from lagom.on_rank.device import rank_device, threads
+from lagom.on_rank.disk_full_report import DiskFullReport
+from lagom.on_rank.figures import shown_pictures
+from lagom.on_rank.oom_report import OutOfMemoryReport
+from lagom.on_rank.private_group import process_group
+from lagom.on_rank.process_settings import set_process_settings
+from lagom.on_rank.rank_environment import environment, launcher_variables
+from lagom.on_rank.reporter import Reporter
+from lagom.plan import Plan
+from lagom.program.call import Call
+from lagom.program.signature import arguments, check_returned, makes_data
+from lagom.random_states import random_states, set_random_states, start_random_states
+from lagom.run_state.cuda_device import move_to_device
+from lagom.run_state.leaves import Leaves
+from lagom.run_state.random_streams import seed_everything
+from lagom.session.call_changes import CallChanges
+from lagom.session.patched import patched
+from lagom.session.session import Session
+from lagom.watch.spans import Spans
+from lagom.wire.spec import RankSpec
+from lagom.world import Place, place_set
+
+Returned = dict[str, Any]
+"""Dict with ``value``, the function's return value (in a rehearsal its ``Record``); ``samples``, the number of samples
+that this rank trained on; ``timings``, seconds until the call of the function and in it; and only on rank 0, if there
+are any: ``random``, the final states of those random generators that began in the driver's state, and ``changed``,
+names of the program's objects that the function has changed."""
+
+
+def run(
+    plan: Plan,
+    place: Place,
+    load: Callable[[], Call],
+    host_dir: Path,
+    seat: RankSpec | None = None,
+    watch: Callable[[Session], None] = lambda _: None,
+) -> Returned:
+    """Run one rank: set up its process, call the function, return its result.
+
+    Args:
+        load: unpickles the call; called inside the patches.
+        seat: the rank's resources; None for an inline run in the caller's process, whose settings then stay.
+        watch: called with the session before the patches are entered.
+    """
+    began = time.monotonic()
+    with ExitStack() as stack:
+        stack.enter_context(environment(seat))
+        stack.enter_context(place_set(place))
+        device = rank_device(plan, seat.gpu_index if seat is not None else 0)
+        group, store = None, None
+        if seat is not None:
+            stack.enter_context(threads(seat.threads))
+        if seat is not None and place.world_size > 1:
+            group, store = stack.enter_context(process_group(seat, place.world_size, device, plan.config))
+        if plan.already_distributed:
+            notes = SealedStore(store, seat.key) if store is not None and seat is not None else None
+            stack.enter_context(launcher_variables(place, seat, notes))
+        session = Session(
+            plan=plan,
+            group=group,
+            store=store,
+            key=seat.key if seat is not None else b"",
+            rank=place.rank,
+            world_size=place.world_size,
+            local_rank=place.local_rank,
+            local_world_size=place.local_world_size,
+            device=device,
+            host_dir=host_dir,
+            spans=Spans(place.rank) if plan.config.timeline and plan.rehearsal is None else None,
+        )
+        watch(session)
+        leaves: Leaves | None = None
+        if plan.rehearsal is not None:
+            stack.enter_context(truncated_passes(session))
+            leaves = stack.enter_context(numbered_parameters())
+        stack.enter_context(patched(session))
+        if session.trial is not None:
+            stack.enter_context(report_logged_values(session, session.trial))
+        stack.enter_context(compatible(plan.already_distributed))
+        if seat is not None:
+            stack.enter_context(shown_pictures(session))
+        call = load()  # inside the patches, which must see the modules that unpickling creates
+        session.is_unpacked = True
+        if seat is not None:  # without a seat, this is the driver's process, which has these settings
+            set_process_settings(call.settings)
+        stack.enter_context(seeded(plan.config.seed, call.random_states))
+        # A snapshot is restored in ``_function``, when standard output is what the program will write to.
+        output = stack.enter_context(kept_output()) if leaves is not None else None
+        function, changes = _function(session, call, stack)
+        if seat is not None:  # without a seat, the program's forks belong to the caller
+            stack.enter_context(end_forks())
+        if leaves is not None:
+            return {"value": rehearse(session, leaves, function, output), "samples": session.samples_trained}
+        return _returned(session, call, function, changes, began)
+
+
+def _function(session: Session, call: Call, stack: ExitStack) -> tuple[Callable[[], Any], CallChanges | None]:
+    """Return a function that calls the training function, or its remaining part if the run resumes from a snapshot.
+
+    The second item remembers the objects that the training function may change; None if nobody is to know.
+    """
+    reporter, snapshots = Reporter(session), session.snapshots
+    rest, changes = None, None
+    if snapshots is not None:
+        stack.enter_context(snapshots.program.installed())
+        rest = snapshots.prepare(call, {"reporter": reporter})
+    if rest is None:
+        positional, named = arguments(call.function, MadeArguments(dict(call.provided) | {"reporter": reporter}))
+        rest = functools.partial(call.function, *positional, **named)
+        plan, is_trial = session.plan, session.trial is not None
+        if session.rank == 0 and plan.launcher != "inline" and plan.rehearsal is None and not is_trial:
+            changes = CallChanges(call, reads_parameters=plan.config.zero_lvl < 3)
+    return (rest if snapshots is None else functools.partial(snapshots.program.run, rest)), changes
+
+
+def _returned(
+    session: Session, call: Call, function: Callable[[], Any], changes: CallChanges | None, began: float
+) -> Returned:
+    examined = session.debugger.post_mortem() if session.debugger is not None else nullcontext()
+    with OutOfMemoryReport(session), DiskFullReport(session), examined:
+        session.is_called = True
+        called = time.monotonic()
+        value = function()
+        timings = {"start": called - began, "function": time.monotonic() - called}
+        check_returned(call.function, value)
+        if session.device.type != "cpu" and not session.plan.names_gpu:
+            value = move_to_device(value, torch.device("cpu"))
+    returned = {"value": value, "samples": session.samples_trained, "timings": timings}
+    if changes is not None and (names := changes.names(value)):
+        returned["changed"] = names
+    if session.rank == 0 and call.random_states is not None:
+        returned["random"] = {name: state for name, state in random_states().items() if name in call.random_states}
+    return returned
+
+
+@contextmanager
+def end_forks() -> Iterator[None]:
+    """Context manager that ends a child process, forked by the program, when the child returns from the function.
+
+    The child is not a rank, so it must not report the rank's outcome or take part in exchanges. It ends as Python ends
+    a program.
+    """
+    rank, code = os.getpid(), 0
+    try:
+        yield
+    except BaseException as error:
+        if os.getpid() == rank:
+            raise
+        code = 1
+        if not isinstance(error, SystemExit):
+            traceback.print_exc()
+        elif isinstance(error.code, int | None):
+            code = error.code or 0
+        else:
+            print(error.code, file=sys.stderr)
+    if os.getpid() != rank:
+        run_exit_handlers(lambda: os._exit(code))
+        os._exit(code)
+
+
+@contextmanager
+def seeded(seed: int | None, states: Mapping[str, Any] | None) -> Iterator[None]:
+    """Start all generators from ``seed``, or from the driver's ``states``; restore their states afterwards."""
+    before = random_states()
+    if seed is not None:
+        seed_everything(seed)
+    elif states is not None:
+        start_random_states(states)
+    try:
+        yield
+    finally:
+        set_random_states(before)
+
+
+class MadeArguments(Mapping[str, Any]):
+    """Arguments of the training function; data sets that ranks build themselves are built at their first use."""
+
+    def __init__(self, provided: Mapping[str, Any]) -> None:
+        self._provided = provided
+        self._made: dict[str, Any] = {}
+
+    def __getitem__(self, name: str) -> Any:
+        if name not in self._made:
+            self._made[name] = self._make(name)
+        return self._made[name]
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._provided
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._provided)
+
+    def __len__(self) -> int:
+        return len(self._provided)
+
+    def _make(self, name: str) -> Any:
+        if name == "dataset":
+            return [self["train_set"], self["test_set"]]
+        value = self._provided[name]
+        return value() if name in ("train_set", "test_set") and makes_data(value) else value
+
+
+def run_exit_handlers(give_up: Callable[[], None], patience_s: float = 30.0) -> None:
+    """Do what Python does at the end of a process: a rank or its fork ends by ``os._exit``, which skips all this.
+
+    Like Python, wait for threads and processes that the function has left running. After ``patience_s`` seconds, call
+    ``give_up`` from another thread.
+    """
+    import atexit
+    import multiprocessing
+    import multiprocessing.util
+    import threading
+
+    def lose_patience() -> None:
+        threads = [thread for thread in threading.enumerate() if not thread.daemon]
+        left = [thread.name for thread in threads if thread is not threading.main_thread()]
+        left += [process.name for process in multiprocessing.active_children() if not process.daemon]
+        sys.stderr.write(
+            f"[lagom] ended what the function left running {patience_s:g} s after it returned: {', '.join(left)}\n"
+        )
+        flush()
+        give_up()
+
+    watchdog = threading.Timer(patience_s, lose_patience)
+    watchdog.daemon = True
+    watchdog.start()
+    flush()
+    with contextlib.suppress(BaseException):
+        threading._shutdown()  # type: ignore[attr-defined]
+    with contextlib.suppress(BaseException):
+        atexit._run_exitfuncs()
+    with contextlib.suppress(BaseException):
+        multiprocessing.util._exit_function()  # type: ignore[attr-defined]
+    watchdog.cancel()
+    flush_files()
+    flush()
+
+
+def flush_files(*, is_end: bool = True) -> None:
+    """Flush files that the program has opened and not closed, as Python does at its end.
+
+    With ``is_end``, close compressed files, which are complete only then. Files from before the fork are not found:
+    ``gc.freeze`` hides them.
+    """
+    # ``_io._IOBase`` is the class in C: a test for ``io.IOBase``, an ABC, would run Python code for each type.
+    found = [one for one in gc.get_objects() if issubclass(type(one), _io._IOBase)]
+    # The order matters: a text file may write to a compressed file, and a compressed file to a buffered file.
+    texts = [one for one in found if issubclass(type(one), io.TextIOWrapper)]
+    compressed = [one for one in found if type(one).__module__ in ("gzip", "bz2", "lzma")]
+    buffers = [one for one in found if issubclass(type(one), (io.BufferedWriter, io.BufferedRandom))]
+    for one in (*texts, *compressed, *buffers):
+        with contextlib.suppress(Exception):
+            if is_end and one in compressed and one.writable():
+                one.close()
+            else:
+                one.flush()
+
+
+def flush() -> None:
+    """Flush standard output and error, including the buffers of C code."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):
+            stream.flush()
+    with contextlib.suppress(Exception):
+        ctypes.CDLL(None).fflush(None)

@@ -1,0 +1,181 @@
+"""``OutOfMemoryReport``: adds to an out-of-memory error the memory that the rank held, and settings that need less."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from lagom.available_memory import AvailableMemory, available_memory
+from lagom.extensions.zero.memory_plan.levels import levels_of
+from lagom.extensions.zero.memory_plan.needs import Level, size
+from lagom.extensions.zero.memory_plan.optimizer_state_bytes import step_meta_copy
+from lagom.run_state.memory_layout import storage_of
+from lagom.run_state.oom_errors import wanted_bytes
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+    from types import TracebackType
+
+    from lagom.session.session import Session
+
+_slot: Any = vars(torch._C.TensorBase)["grad"]
+
+
+class OutOfMemoryReport:
+    """Context manager around the program that adds to an out-of-memory error the memory held; the type stays."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, _: TracebackType | None) -> None:
+        # A class, since a generator-based context manager would add its frame to the traceback.
+        if error is None or (wanted := wanted_bytes(error)) is None:
+            return
+        with contextlib.suppress(Exception):  # the report itself may run out of memory
+            text = self._describe(wanted)
+            if len(error.args) == 1 and isinstance(error.args[0], str):
+                error.args = (f"{error.args[0]}\n{text}",)
+            elif hasattr(error, "add_note"):  # numpy's MemoryError, whose ``args`` are a shape and a dtype, not a text
+                error.add_note(text)
+
+    def _describe(self, wanted: int) -> str:
+        session = self._session
+        live, session.live = session.live, False  # the step on meta copies below must not wait for other ranks
+        try:
+            return _describe(session, wanted)
+        finally:
+            session.live = live
+
+
+class HeldMemory(NamedTuple):
+    """Bytes that a process holds for parameters, gradients and optimizer state."""
+
+    parameters: int
+    gradients: int
+    state: int
+
+    @property
+    def total(self) -> int:
+        """Bytes of all three together."""
+        return sum(self)
+
+
+def held_memory(session: Session) -> HeldMemory:
+    """Return the bytes of all modules (without buffers) and optimizers in this process; gather no sharded parts."""
+    alive = [one for one in gc.get_objects() if issubclass(type(one), (nn.Module, Optimizer))]
+    optimizers = [one for one in alive if isinstance(one, Optimizer)]
+    parameters = _parameters(alive)
+    gradients = [gradient for p in parameters if (gradient := _slot.__get__(p)) is not None]
+    kept = sum(_state(session, one) for one in optimizers)
+    parts = session.gradients.num_bytes() if session.gradients is not None else 0
+    weights = session.weights.num_bytes() if session.weights is not None else 0
+    return HeldMemory(_bytes(parameters) + weights, _bytes(gradients) + parts, kept)
+
+
+def _parameters(alive: Iterable[Any]) -> list[torch.Tensor]:
+    found: dict[int, torch.Tensor] = {}
+    for one in alive:
+        if isinstance(one, Optimizer):
+            own = [p for group in one.param_groups for p in group["params"]]
+        else:
+            own = [p for p in vars(one).get("_parameters", {}).values() if p is not None]
+        found |= {id(p): p for p in own}
+    return list(found.values())
+
+
+def _state(session: Session, optimizer: Optimizer) -> int:
+    if session.optimizers is not None and (parted := session.optimizers.num_bytes(optimizer)) is not None:
+        return parted
+    state = vars(optimizer).get("state", {})
+    values = [value for own in state.values() if isinstance(own, dict) for value in own.values()]
+    return _bytes(value for value in values if isinstance(value, torch.Tensor))
+
+
+def _bytes(tensors: Iterable[torch.Tensor]) -> int:
+    storages = map(storage_of, tensors)  # ``tensor.untyped_storage`` would gather a sharded parameter
+    return sum({one.data_ptr(): one.nbytes() for one in storages}.values())
+
+
+def _describe(session: Session, wanted: int) -> str:
+    limit = memory_limit(session)
+    now = held_memory(session)
+    used = used_memory(session, limit)
+    others = max(used - now.total, 0)
+    asked = f"{size(wanted)} were wanted at once" if wanted else "more was wanted"
+    return (
+        f"rank {session.rank} of {session.world_size} ran out of memory: {asked}, and of {size(limit.num_bytes)} "
+        f"({limit.where}) it held {size(now.parameters)} of parameters, {size(now.gradients)} of gradients, "
+        f"{size(now.state)} of optimizer state, and {size(others)} of activations, data and all else. "
+        + _advice(session, wanted, limit, others)
+    )
+
+
+def _advice(session: Session, wanted: int, limit: AvailableMemory, others: int) -> str:
+    if wanted > limit.num_bytes:
+        return "That one tensor is larger than the memory: no level and no number of ranks would change it"
+    smaller = "smaller batches (a loop that accumulates gradients over several keeps its meaning)"
+    if session.num_micro_batches > 1:
+        smaller = f"micro_batches={2 * session.num_micro_batches}, twice as many as there were, or {smaller}"
+    elif session.config.micro_batches is None and session.config.backend == "torch":
+        smaller = f"micro_batches=2 (forwards in parts, where rows do not depend on each other), {smaller}"
+    if not session.config.mixed_precision:
+        smaller += " or mixed_precision='bf16' would need less for activations"
+    with contextlib.suppress(Exception):  # an optimizer of another package may raise any error
+        ranks = session.world_size
+        levels = possible_levels(max(ranks, 2))
+        able = [one for one in levels if one.possible and one.zero_lvl > session.config.zero_lvl]
+        fitting = [one for one in able if one.held + others + wanted <= limit.num_bytes]
+        if fitting and ranks > 1:
+            return f"zero_lvl={fitting[0].zero_lvl} would fit: {_of(fitting[0])}; {smaller}"
+        if fitting:
+            level = fitting[0]
+            return f"world_size=2 with zero_lvl={level.zero_lvl} would fit, on other memory: {_of(level)}; {smaller}"
+        if able and ranks > 1:
+            return f"zero_lvl={able[-1].zero_lvl} would need less, which may not be enough: {_of(able[-1])}; {smaller}"
+    return f"More ranks or larger machines, {smaller}"
+
+
+def possible_levels(num_ranks: int) -> list[Level]:
+    """Return, for each ``zero_lvl``, the bytes that each of ``num_ranks`` ranks would hold; [] without an optimizer.
+
+    The bytes are those of all modules and optimizers that exist in this process.
+    """
+    alive = [one for one in gc.get_objects() if issubclass(type(one), (nn.Module, Optimizer))]
+    optimizers = [one for one in alive if isinstance(one, Optimizer)]
+    if not optimizers:
+        return []
+    every = _parameters(alive)
+    found = [step_meta_copy(one, [p for group in one.param_groups for p in group["params"]]) for one in optimizers]
+    return levels_of(found, every, num_ranks)
+
+
+def _of(one: Level) -> str:
+    return (
+        f"{size(one.parameters)} of parameters, {size(one.gradients)} of gradients and {size(one.state)} of state on "
+        "each rank"
+    )
+
+
+def memory_limit(session: Session) -> AvailableMemory:
+    """Return the memory that this rank may use."""
+    if session.device.type == "cuda":
+        return AvailableMemory(torch.cuda.get_device_properties(session.device).total_memory, "of its GPU")
+    return available_memory(session.local_world_size, gpus=False)
+
+
+def used_memory(session: Session, limit: AvailableMemory) -> int:
+    """Return the bytes that this rank uses of ``limit``."""
+    if session.device.type == "cuda":
+        return torch.cuda.memory_allocated(session.device)
+    pages = Path("/proc/self/statm").read_text().split()
+    return int(pages[0 if limit.is_virtual else 1]) * os.sysconf("SC_PAGE_SIZE")

@@ -1,0 +1,114 @@
+"""The private process group of a run's ranks, which the user's program does not see."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from lagom.config import TorchDistributedConfig
+from lagom.errors import CollectiveError
+from lagom.exchange.group import TIMEOUT_S, Group
+from lagom.exchange.run_store import SealedStore, all_gather_by
+from lagom.exchange.sockets.encryption import Credentials
+from lagom.exchange.sockets.rank_store import RankStore
+from lagom.exchange.sockets.value_client import ValueClient
+from lagom.exchange.sockets.value_server import ValueServer
+from lagom.exchange.torch_transport import refuse_gloo
+from lagom.on_rank.network_interfaces import interface_of
+from lagom.wire.spec import RankSpec
+from lagom.wire.tls import contexts_of_ranks
+
+DEBUGGED_S = 10 * 24 * 3600.0
+"""Seconds that a rank waits for another while a person debugs a rank; ``poll`` accepts at most 24 days."""
+
+
+@contextmanager
+def process_group(
+    seat: RankSpec, world_size: int, device: torch.device, config: TorchDistributedConfig
+) -> Iterator[tuple[Group, dist.Store]]:
+    """Connect the ranks, and yield their group and their store. See Note [Private world].
+
+    Raises:
+        CollectiveError: if the ranks do not connect.
+    """
+    timeout_s = TIMEOUT_S if config.debug is None else DEBUGGED_S
+    timeout = datetime.timedelta(seconds=timeout_s)
+    credentials = (
+        Credentials(seat.key, *contexts_of_ranks(seat.certificate)) if seat.certificate else Credentials(seat.key)
+    )
+    try:
+        store = _store(seat, world_size, credentials, timeout_s)
+    except (RuntimeError, OSError) as error:
+        raise CollectiveError(f"the ranks did not connect, as a rule because one is gone: {error}") from error
+
+    def gloo(name: str, rank: int, size: int) -> Any:
+        if credentials.encrypt:
+            refuse_gloo()
+        gloo_class: Any = dist.ProcessGroupGloo  # torch's type stubs lack ``_Options``
+        options = gloo_class._Options()
+        # Use the address: the host name resolves to 127.0.1.1 on many machines.
+        options._devices = [gloo_class.create_device(hostname="127.0.0.1" if seat.store is None else seat.ip)]
+        options._timeout = timeout
+        return gloo_class(dist.PrefixStore(name, store), rank, size, options)
+
+    made: list[Any] = []
+
+    def nccl(name: str) -> Any:
+        made.append(_nccl(dist.PrefixStore(name, store), seat.rank, world_size, seat.ip, timeout))
+        return made[-1]
+
+    group = Group(
+        seat.rank,
+        world_size,
+        all_gather_by(SealedStore(store, seat.key), "ways", seat.rank, world_size, timeout_s),
+        gloo,
+        nccl=nccl if device.type == "cuda" and seat.nccl else None,
+        credentials=credentials,
+        ip=seat.ip,
+        shares_memory=config.collectives == "auto",
+        timeout_s=timeout_s,
+    )
+    # Connect now: a rank without exchanges would end early, and break the connections that other ranks are making.
+    group.connect()
+    try:
+        yield group, store
+    finally:
+        group.close()
+    for one in made:
+        one.shutdown()
+
+
+def _store(seat: RankSpec, world_size: int, credentials: Credentials, timeout_s: float) -> dist.Store:
+    timeout = datetime.timedelta(seconds=timeout_s)
+    if seat.store is None:
+        found = dist.FileStore(str(Path(seat.host_dir, "store")), -1)
+        found.set_timeout(timeout)
+        return found
+    if seat.store_fd is None:
+        return RankStore(ValueClient(seat.store, seat.rank, credentials, timeout_s).ask, timeout)
+    # The host process has bound the socket, so that the port is known, and only to the address of the chosen network.
+    listener = socket.socket(fileno=os.dup(seat.store_fd))
+    return RankStore(ValueServer(listener, range(1, world_size), credentials, timeout_s).ask, timeout)
+
+
+def _nccl(store: dist.Store, rank: int, world_size: int, ip: str, timeout: datetime.timedelta) -> Any:
+    if not ip.startswith("127.") and (interface := interface_of(ip)):
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")  # ``environment`` restores it
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = timeout
+    return dist.ProcessGroupNCCL(store, rank, world_size, options)
+
+
+# Note [Private world]
+#
+# A program that finds torch.distributed initialised behaves differently: samplers, loggers and checkpoint writers of
+# many libraries ask ``is_initialized()``. It would no longer be the single-process program. So lagom never registers
+# its group with torch.distributed.

@@ -1,0 +1,7 @@
+"""Spark: the launcher on the driver, and a run's processes on the executors.
+
+Start with ``spark.py`` (the launcher), then ``spark_task.py`` (a task) and ``spark_worker.py`` (a task in Spark's
+Python worker). The worker asks ``executor_server.py``, the fork server that all workers of an executor share, to fork
+the task's host process (``task_host.py``). ``executor_survey.py`` reports the Python of a task and the hosts that it
+reaches. ``spark_state.py`` carries pyspark's ``TaskContext`` and files from the worker to the ranks.
+"""

@@ -1,0 +1,155 @@
+"""``NotebookTable``: a table in a notebook with each rank's progress; it stays after the end."""
+
+from __future__ import annotations
+
+import html
+import math
+from collections.abc import Callable, Collection, Iterable, Mapping
+from typing import Any
+
+from lagom.watch.notebook import NotebookCell
+from lagom.watch.stall_texts import rank_names
+from lagom.watch.stragglers import held_up
+from lagom.wire.client import Message
+
+_SHOWN = 16
+# Colours that are visible on white and dark pages, and that colour-blind readers can tell apart.
+_RUNS, _DONE, _FAILED, _WAITS = "#2f8fd0", "#009e73", "#d55e00", "#808080"
+_BAR = (
+    "<div style='width:9em;height:.5em;background:rgba(128,128,128,.3);border-radius:3px'>"
+    "<div style='width:{0:.0%};height:100%;background:{1};border-radius:3px'></div></div>"
+)
+# These override the table styles of notebook front ends: equal column widths, centered, numbers broken in two.
+_TABLE = "table-layout:auto;margin:0;border-collapse:collapse"
+_CELL = "text-align:left;white-space:nowrap;padding:.15em .8em .15em 0"
+_HEAD = _CELL.replace("nowrap", "normal") + ";vertical-align:bottom"
+
+
+class NotebookTable:
+    """Shows a run's ranks as a table in a notebook's cell."""
+
+    def __init__(self, display: Any, together: Callable[[Iterable[float]], float] = sum) -> None:
+        """Combine the ranks' samples and rates by ``together``: ``max`` if all ranks train on the same samples."""
+        self._display = display
+        self._cell = NotebookCell(display)
+        self._together = together
+
+    def show(
+        self, title: str, ranks: Mapping[int, Message], text: str, ended: str = "", stalled: Collection[int] = ()
+    ) -> None:
+        """Renew the table with the last report of each rank; ``ended`` is the outcome of the run."""
+        self._cell.renew(table(title, ranks, ended, self._together, stalled), text)
+
+    def wait(self, title: str, text: str) -> None:
+        """Show ``text`` in place of a table: the run has not started yet, or has ended without progress."""
+        self._cell.renew(_framed(f"<div>{_bold_name(f'{title}: {text}')}</div>", _WAITS), text)
+
+    def show_notice(self, text: str) -> None:
+        """Show a message of lagom below what the cell has shown so far."""
+        said = text.removeprefix("lagom: ")
+        page = _framed(f"<div style='white-space:pre-wrap'>{html.escape(said)}</div>", _WAITS)
+        NotebookCell(self._display).renew(page, text)
+
+
+def table(
+    title: str,
+    ranks: Mapping[int, Message],
+    ended: str = "",
+    together: Callable[[Iterable[float]], float] = sum,
+    stalled: Collection[int] = (),
+) -> str:
+    """Return HTML of the ranks' last reports; of more than 16 ranks, the 16 that are farthest behind."""
+    behind = sorted(sorted(ranks, key=lambda rank: (ranks[rank].get("samples", math.inf), rank))[:_SHOWN])
+    held = held_up(ranks)
+    rows = [_row(rank, ranks[rank], held[rank], rank in stalled, bool(ended)) for rank in behind]
+    shown = [name for name in rows[0] if any(row[name] for row in rows)] if rows else []
+    head = "".join(f"<th style='{_HEAD}'>{name}</th>" for name in shown)
+    body = "".join(
+        "<tr>" + "".join(f"<td style='{_CELL}'>{row[name]}</td>" for name in shown) + "</tr>" for row in rows
+    )
+    if len(ranks) > _SHOWN:
+        more = f"{len(ranks) - _SHOWN} more ranks are as far as these or farther"
+        body += f"<tr><td style='{_CELL}' colspan={len(shown)}>{more}</td></tr>"
+    total = together(one.get("samples", 0) for one in ranks.values())
+    rate = together(one.get("rate") or 0.0 for one in ranks.values())
+    if any(map(has_loaded, ranks.values())):
+        told = f"{total:,} samples" + (f", <b>{html.escape(ended)}</b>" if ended else f", {rate:,.0f}/s")
+        told += "" if ended or stalled else left(ranks)
+    else:
+        state = "starting" if any(one.get("starts") for one in ranks.values()) else "running"
+        told = f"<b>{html.escape(ended)}</b>" if ended else state
+    if stalled and not ended:
+        told += f", <b style='color:{_FAILED}'>{rank_names(sorted(stalled))} made no progress</b>"
+    colour = _FAILED if stalled else _RUNS
+    if ended:
+        colour = {"done": _DONE, "interrupted": _WAITS}.get(ended, _FAILED)
+    return _framed(
+        f"<div>{_bold_name(title)}</div><div>{told}</div>"
+        f"<table style='{_TABLE}'><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>",
+        colour,
+    )
+
+
+def _bold_name(title: str) -> str:
+    name, colon, rest = title.partition(":")
+    return f"<b>{html.escape(name)}</b>{colon}{html.escape(rest)}"
+
+
+def _framed(inside: str, colour: str) -> str:
+    """Return ``inside`` beside a line of ``colour``; wide tables scroll."""
+    return f"<div style='overflow-x:auto;border-left:4px solid {colour};padding-left:.7em'>{inside}</div>"
+
+
+def left(ranks: Mapping[int, Message]) -> str:
+    """Return the time until the last rank ends its pass, as text; empty if it is unknown or less than a second."""
+    slowest = 0.0
+    for one in ranks.values():
+        if "step" not in one:
+            continue  # it has not reported yet
+        step, steps, speed = one.get("step") or 0, one.get("steps"), one.get("steps_s")
+        if not steps or not speed:
+            return ""
+        slowest = max(slowest, (steps - step) / speed)
+    if slowest < 1:
+        return ""
+    minutes, seconds = divmod(round(slowest), 60)
+    hours, minutes = divmod(minutes, 60)
+    return ", this epoch ends in " + (f"{hours}:{minutes:02}" if hours else f"{minutes}") + f":{seconds:02}"
+
+
+def has_loaded(one: Message) -> bool:
+    """Return whether a report's rank has loaded a batch; always False without a DataLoader."""
+    return bool(one.get("epoch") or one.get("step") or one.get("samples"))
+
+
+def _row(rank: int, one: Message, held: float, is_stalled: bool, has_ended: bool) -> dict[str, str]:
+    """Return HTML by column; a column that is empty for all ranks is left out."""
+    step, steps = one.get("step") or 0, one.get("steps")
+    state = "" if is_stalled or has_ended else "starting" if one.get("starts") else "running"
+    bar = _BAR.format(min(1.0, step / steps), _RUNS) if steps else ""
+    return {
+        "rank": f"<b style='color:{_FAILED}'>{rank}</b>" if is_stalled else str(rank),
+        "epoch": str(one.get("epoch") or 0) if has_loaded(one) else state,
+        "step": (f"{step}/{steps}{bar}" if steps else str(step)) if has_loaded(one) else "",
+        "samples": f"{one.get('samples', 0):,}" if has_loaded(one) else "",
+        "samples/s": f"{one['rate']:,.0f}" if one.get("rate") else "",
+        "loss": _loss(one.get("loss")),
+        "waits for data": _share(one.get("data") or 0.0),
+        "waits for ranks": _share(one.get("waits") or 0.0, loud=False),
+        "others wait for it": _share(held),
+        "CPUs": f"{one['cpu']:.1f}" if one.get("cpu") is not None else "",
+        "memory": f"{one['memory'] / 1e9:.2f} GB" if one.get("memory") else "",
+        "GPU": f"{one['gpu']:.0%}" if one.get("gpu") is not None else "",
+    }
+
+
+def _loss(value: float | None) -> str:
+    if value is None:
+        return ""
+    return f"{value:.4g}" if math.isfinite(value) else f"<b style='color:{_FAILED}'>{value}</b>"
+
+
+def _share(value: float, loud: bool = True) -> str:
+    if value < 0.005:
+        return ""
+    return f"<b style='color:{_FAILED}'>{value:.0%}</b>" if loud and value >= 0.1 else f"{value:.0%}"

@@ -1,0 +1,62 @@
+"""Slots of a search that take several Spark tasks of one host, by the messages of the tasks."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from lagom.cluster import Cluster
+from lagom.config import TorchDistributedConfig
+from lagom.errors import PlanError
+from lagom.extensions.search.slots.spark_slots import SparkSlots
+from lagom.extensions.search.slots.trial_slots import SlotEvent
+from lagom.plan import plan
+from lagom.program.call import Call
+from lagom.wire.client import Message
+
+
+class Tasks:
+    """Sends the messages of tasks to slots, and keeps those that the slots pass on."""
+
+    def __init__(self, slots: SparkSlots) -> None:
+        self._slots = slots
+        self.passed_on: list[tuple[int, Any]] = []
+
+    def send(self, task: int, message: Message) -> None:
+        self._slots.events.put(SlotEvent(task, message))
+        self._slots.serve(lambda slot, passed: self.passed_on.append((slot, passed["type"])), 1.0)
+
+    def join(self, task: int, host: str = "a") -> None:
+        self.send(task, {"type": "join", "host": host, "gpus": []})
+
+
+@pytest.fixture
+def tasks() -> Iterator[Tasks]:
+    """Tasks of two slots of two tasks each."""
+    of_trial = plan(TorchDistributedConfig(world_size=2), Cluster(launcher="spark", slots=4))
+    with contextlib.ExitStack() as stack:
+        slots = SparkSlots(None, of_trial, Call(function=print, provided={}), 2)  # type: ignore[arg-type]
+        stack.enter_context(slots.channel)
+        stack.push(slots)
+        yield Tasks(slots)
+
+
+def test_the_task_that_takes_the_place_of_a_lost_first_one_forms_a_slot_with_the_others(tasks: Tasks) -> None:
+    for task in range(4):
+        tasks.join(task)
+    for task in (0, 2):
+        tasks.send(task, {"type": "closed"})
+    for task in (100, 102):
+        tasks.join(task)
+    assert tasks.passed_on == [(0, "join"), (2, "join"), (0, "closed"), (2, "closed"), (1, "join"), (100, "join")]
+
+
+def test_a_host_with_too_few_tasks_is_an_error_when_all_have_joined(tasks: Tasks) -> None:
+    for task in range(3):
+        tasks.join(task, f"host {task}")
+    with pytest.raises(PlanError, match="no host has more than 1; set ranks_per_trial=1"):
+        tasks.join(3, "host 3")
+    assert tasks.passed_on == []

@@ -1,0 +1,55 @@
+"""``lagom.on_rank.heartbeat``: what a rank reports of its progress."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from lagom.cluster import Cluster
+from lagom.config import TorchDistributedConfig
+from lagom.on_rank import heartbeat as module
+from lagom.on_rank.heartbeat import Heartbeat
+from lagom.plan import plan
+
+
+class Control:
+    """A connection that keeps what is sent."""
+
+    def __init__(self) -> None:
+        self.sent: list[dict[str, Any]] = []
+
+    def send(self, message: dict[str, Any]) -> None:
+        self.sent.append(message)
+
+    offer = send
+
+
+def test_a_last_report_soon_after_another_has_the_means_of_both_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Alone, the end of a program after its training would look as if the training had become slow."""
+    clock, samples = SimpleNamespace(at=10.0), iter((0, 80, 80, 80))
+    monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: clock.at))
+
+    def progress() -> dict[str, Any]:
+        if threading.current_thread() is not threading.main_thread():
+            raise OSError("the reports of the thread end here")
+        return {"epoch": 1, "step": 5, "steps": 5, "samples": next(samples), "loss": None, "data_s": 0.0}
+
+    device = SimpleNamespace(type="cpu")
+    known = {"has_joined": False, "ticks": 0, "spans": None, "pictures": deque[str](), "device": device}
+    session: Any = SimpleNamespace(progress=progress, wait_times=lambda: [0, 0], **known)
+    config = TorchDistributedConfig(launcher="local", world_size=2, hb_interval=0.1)
+    control: Any = Control()
+    heart = Heartbeat(control, plan(config, Cluster(launcher="local", slots=2)), None)
+    heart.beat_for(session)
+    for seconds in (0.2, 0.04, 0.01, 0.2):
+        clock.at += seconds
+        heart.send_outcome({"type": "outcome"})
+    rates = [message["rate"] for message in control.sent if message["type"] == "progress"]
+    assert rates == [0.0, 333.3, 320.0, 0.0]  # 80 in 0.24 s, and in 0.25 s
+    for thread in threading.enumerate():
+        if thread.name == "lagom-heart":
+            thread.join(60)
