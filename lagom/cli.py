@@ -25,10 +25,11 @@ from lagom.cli_options import (
     training_fields,
 )
 from lagom.config import TorchDistributedConfig
-from lagom.config.torch_distributed import Debug, Launcher
+from lagom.config.torch_distributed import Launcher
 from lagom.errors import LagomError, MetricError, RankError, RankTraceback, VerificationError
 from lagom.extensions.compat.compatible import compatible
 from lagom.extensions.compat.horovodrun import num_ranks, script_of
+from lagom.extensions.observe import Debug
 from lagom.extensions.observe.report.compare_runs import compare_runs
 from lagom.extensions.search.on_rank.script_trial import ScriptTrial
 from lagom.extensions.search.script_search import add_search_options, command_line, resumed, search_config

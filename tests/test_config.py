@@ -17,7 +17,7 @@ import torch
 
 import lagom
 from lagom.config import TorchDistributedConfig
-from lagom.config.fields import field_texts
+from lagom.settings import field_texts
 
 DOCUMENT = Path(__file__).parent.parent / "docs" / "config.md"
 

@@ -27,12 +27,14 @@ ROOMS = {
     "plan": "cluster config errors",
     "random_states": "numpy torch",
     "run_folder": "errors",
+    "extension": "",
+    "settings": "",
     "timings": "",
     "torch_versions": "",
     "world": "",
-    "config": "",
+    "config": "extension extensions settings",
     "inspection": "torch",
-    "program": "config errors inspection cloudpickle torch",
+    "program": "config errors inspection settings cloudpickle torch",
     "restart": "digests errors run_folder",
     "wire": "errors plan restart cryptography",
     "watch": "digests errors extensions.observe.timeline restart run_folder wire fsspec pyarrow",
@@ -52,7 +54,7 @@ ROOMS = {
         "random_states restart result run_folder spark timings watch"
     ),
     "cli": (
-        "__init__ cli_options config errors experiment extensions.compat extensions.observe.doctor "
+        "__init__ cli_options config errors experiment extensions.compat extensions.observe extensions.observe.doctor "
         "extensions.observe.report extensions.search extensions.search.on_rank program result spark watch"
     ),
     "cli_options": "config extensions.compat",
@@ -90,20 +92,23 @@ ROOMS = {
     "exchange.sockets": "torch",
     "exchange.torch_backend": "exchange exchange.sockets watch torch",
     # Extensions.
-    "extensions": "",
-    "extensions.compat": "__init__ torch",
+    "extensions": (
+        "extension extensions.compat extensions.data extensions.observe extensions.resume extensions.search "
+        "extensions.verify extensions.zero"
+    ),
+    "extensions.compat": "__init__ extension torch",
     "extensions.compat.horovod": (
         "config errors exchange experiment extensions.compat forward gradients.reduction watch world cloudpickle torch"
     ),
     "extensions.compat.maggy": "__init__ config experiment extensions.compat extensions.search launch result torch",
     "extensions.compat.petastorm": "fsspec numpy packaging pyarrow torch",
-    "extensions.data": "",
+    "extensions.data": "extension",
     "extensions.data.column_types": "errors cv2 numpy PIL pyarrow torch",
     "extensions.data.parquet": (
         "errors extensions.data.column_types extensions.data.sources fsspec numpy pandas pyarrow torch"
     ),
     "extensions.data.sources": "errors extensions.data.column_types deltalake fsspec numpy pyarrow",
-    "extensions.observe": "",
+    "extensions.observe": "extension settings",
     "extensions.observe.debugger": "errors forward.rows patching plan random_states watch wire",
     "extensions.observe.doctor": (
         "__init__ available_memory config control_groups driver errors exchange launch on_rank plan program spark "
@@ -113,30 +118,32 @@ ROOMS = {
     "extensions.observe.timeline": "errors exchange.torch_backend patching run_folder watch torch",
     "extensions.observe.tracking": "digests disk errors exchange patching",
     "extensions.resume": (
-        "config digests errors extensions.observe.tracking extensions.resume.passes patching plan program "
-        "random_states restart run_folder watch wire torch"
+        "config digests errors extension extensions.observe.tracking extensions.resume.passes patching plan program "
+        "random_states restart run_folder settings watch wire torch"
     ),
     "extensions.resume.passes": "batches batches.sharing errors patching random_states numpy torch",
     "extensions.search": (
-        "cluster config digests driver errors extensions.observe.report extensions.search.on_rank "
+        "cluster config digests driver errors extension extensions.observe.report extensions.search.on_rank "
         "extensions.search.pages extensions.search.samplers extensions.search.slots launch on_rank plan program "
-        "result run_folder spark timings watch wire optuna pandas"
+        "result run_folder settings spark timings watch wire optuna pandas"
     ),
     "extensions.search.on_rank": (
-        "config errors extensions.data.parquet patching program random_states run_state world numpy torch"
+        "config errors extensions.data.parquet patching program random_states run_state settings world numpy torch"
     ),
     "extensions.search.pages": "extensions.observe.report result run_folder",
     "extensions.search.samplers": "config errors program optuna",
     "extensions.search.slots": (
         "cluster control_groups driver errors extensions.search.on_rank on_rank plan program spark wire world"
     ),
-    "extensions.verify": "config driver errors extensions.resume extensions.verify.on_rank plan program restart watch",
+    "extensions.verify": (
+        "config driver errors extension extensions.resume extensions.verify.on_rank plan program restart settings watch"
+    ),
     "extensions.verify.on_rank": (
         "batches contents extensions.resume forward.rows patching random_states run_state torch"
     ),
     "extensions.zero": (
-        "errors exchange extensions.zero.parameters gradients gradients.reduction optimizers patching random_states "
-        "run_state torch"
+        "errors exchange extension extensions.zero.parameters gradients gradients.reduction optimizers patching "
+        "random_states run_state settings torch"
     ),
     "extensions.zero.deepspeed": (
         "errors extensions.zero forward gradients optimizers patching run_state deepspeed torch"
@@ -232,7 +239,7 @@ def test_what_launches_on_spark_comes_without_torch() -> None:
 
 def test_a_rank_imports_snapshots_only_if_it_keeps_some() -> None:
     found = _closure({"lagom.on_rank.bootstrap", "lagom.on_rank.rank_call"}, read())
-    assert [name for name in found if name.startswith("lagom.extensions.resume")] == []
+    assert [name for name in found if name.startswith("lagom.extensions.resume.")] == []
 
 
 def test_importing_lagom_imports_neither_torch_nor_pyspark() -> None:

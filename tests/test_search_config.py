@@ -17,7 +17,7 @@ import optuna
 import pytest
 
 from lagom.config import HyperparameterOptConfig, Searchspace, TorchDistributedConfig
-from lagom.config.fields import field_texts
+from lagom.settings import field_texts
 
 SPACE = Searchspace(lr=("DOUBLE", [1e-5, 1e-1], "log"), act=("CATEGORICAL", ["relu", "tanh"]))
 

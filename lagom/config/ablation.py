@@ -7,16 +7,16 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from lagom.config.ablation_study import AblationStudy
-from lagom.config.fields import explain_fields
 from lagom.config.torch_distributed import TorchDistributedConfig
 from lagom.config.trials import TrialsConfig
+from lagom.settings import explain_fields
 
 STUDY = "ablation_study"
 """Key of the study among a call's arguments, so that the study's functions travel in one pickle with the program."""
 
 
 @explain_fields
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class AblationConfig(TrialsConfig):
     """Settings of an ablation study: it trains a function with and without each component, and compares the metrics.
 

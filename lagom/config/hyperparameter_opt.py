@@ -7,9 +7,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-from lagom.config.fields import explain_fields, nearest
 from lagom.config.searchspace import Searchspace
 from lagom.config.trials import TrialsConfig, check_count
+from lagom.settings import explain_fields, nearest
 
 Optimizer = Literal["random", "grid", "tpe", "gp", "asha", "hyperband"]
 EarlyStopping = Literal["median", "asha", "none"]
@@ -18,7 +18,7 @@ _MAGGYS_NAMES = {"randomsearch": "random", "gridsearch": "grid"}
 
 
 @explain_fields
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class HyperparameterOptConfig(TrialsConfig):
     """Settings of a search for the best hyperparameters of a training function, by several trials at a time.
 

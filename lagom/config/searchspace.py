@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from lagom.config.fields import nearest
+from lagom.settings import nearest
 
 _RANGES = ("DOUBLE", "INTEGER")
 _OTHER_NAMES = {

@@ -7,19 +7,19 @@ import os
 import reprlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, get_args
+from typing import Any, Literal, cast, get_args
 
-from lagom.config.fields import explain_fields
+from lagom.extension import Settings
+from lagom.extensions.registry import ExtensionSettings
+from lagom.settings import check_one_of, explain_fields, is_int, is_seconds
 
 Launcher = Literal["auto", "spark", "local", "inline"]
-Backend = Literal["torch", "deepspeed"]
 Collectives = Literal["auto", "gloo"]
 Batches = Literal["split", "whole", "per_rank"]
 Evaluation = Literal["gathered", "replicated", "sharded"]
 Compression = Literal["fp16", "bf16"]
 Reduction = Literal["mean", "adasum"]
 LrScaling = Literal["linear"]
-Debug = Literal["first"] | int | None
 Log = Literal["rank0", "all"]
 MixedPrecision = bool | Literal["bf16", "fp16"]
 
@@ -27,8 +27,8 @@ RUN_DIR = "~/.lagom/runs"
 
 
 @explain_fields
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class TorchDistributedConfig:
+@dataclass(frozen=True, kw_only=True, eq=False)
+class TorchDistributedConfig(ExtensionSettings):
     """Settings of a run. Every field is optional.
 
     Raises:
@@ -52,12 +52,6 @@ class TorchDistributedConfig:
     launcher: Launcher = "auto"
     """Place of the ranks. "spark"; "local": processes on this machine; "inline": one rank in this very process, for a
     debugger; "auto": Spark if a session is active, else local."""
-    zero_lvl: int = 0
-    """Level of sharding over the ranks: 0 nothing, 1 optimizer state, 2 also gradients, 3 also parameters."""
-    backend: Backend = "torch"
-    """Library that shards: "torch" is lagom itself; "deepspeed" drives DeepSpeed's engine, at stage ``zero_lvl``."""
-    deepspeed_config: Mapping[str, Any] | None = None
-    """Passed through to DeepSpeed: offloading, its optimizers, bf16 and fp16, accumulation, clipping."""
     mixed_precision: MixedPrecision = False
     """Runs forwards in "bf16", or in "fp16" with scaled gradients. True: bf16 if the device has it, else fp16."""
     micro_batches: int | None = None
@@ -91,10 +85,6 @@ class TorchDistributedConfig:
     themselves."""
     sync_batchnorm: bool = True
     """In training, BatchNorm uses the statistics of the whole batch, not of a rank's share."""
-    verify: bool = False
-    """Before the run, rehearses its first steps in one process and on the ranks, and compares. If the numbers differ, a
-    ``VerificationError`` says why, and which setting gives the numbers of one process. With ``snapshot_every_s``, also
-    rehearses that the program goes on from a snapshot."""
     seed: int | None = None
     """Seed of torch's, numpy's and random's generators, equal on all ranks. None: ranks start from the states in the
     calling process, which continues from where the run ends, as after a plain call."""
@@ -108,9 +98,6 @@ class TorchDistributedConfig:
     """Each run gets a folder of its own here, with its settings, versions, ranks, their output, progress and result as
     text. None keeps nothing. A URL ("s3://bucket/runs") is opened by fsspec or pyarrow. The environment variable
     LAGOM_RUN_DIR replaces the default."""
-    timeline: bool | str | os.PathLike[str] = False
-    """Records what all ranks do, for chrome://tracing or Perfetto, in "timeline.json" of the run's folder; a path
-    writes it there as well. The timeline has the first 100 steps, and samples of later ones."""
     hb_interval: float = 1.0
     """Seconds between two progress reports of a rank."""
     stall_timeout_s: float = 60.0
@@ -126,50 +113,39 @@ class TorchDistributedConfig:
     """The fewest ranks with which a run on Spark begins again when executors are gone. None: 1; with
     ``batches="per_rank"`` or ``lr_scaling``, and for programs that are distributed already, the number of ranks of the
     run."""
-    debug: Debug = None
-    """Opens a debugger on a rank whose function has failed, before the run ends. "first": on the first rank that fails;
-    a number: on this rank, where ``breakpoint()`` stops as well. Ranks then wait for each other for up to ten days.
-    None: only ``breakpoint()`` opens a debugger, on rank 0. docs/debug.md shows how to use it."""
-    snapshot_every_s: float | Literal["auto"] | None = None
-    """Seconds between two snapshots of the program's state in the run's folder, written while the training goes on. A
-    run that is lost goes on from the last snapshot, and so does ``experiment.resume(run_dir)``, in the middle of a pass
-    and with any number of ranks. "auto": every 10 s, or less often if snapshots would take more than 1% of the time.
-    None: never. Needs ``batches="whole"`` and no ZeRO; docs/survive.md says for which programs, and what it costs."""
 
     def __post_init__(self) -> None:
         for name, choices in (
             ("launcher", Launcher),
-            ("backend", Backend),
             ("batches", Batches),
             ("evaluation", Evaluation),
             ("collectives", Collectives),
             ("reduction", Reduction),
             ("log", Log),
         ):
-            _one_of(name, getattr(self, name), get_args(choices))
-        _one_of("share_workers", self.share_workers, ("auto", False, True))
-        _one_of("sync_batchnorm", self.sync_batchnorm, (False, True))
-        _one_of("allow_unencrypted_collectives", self.allow_unencrypted_collectives, (False, True))
-        _one_of("verify", self.verify, (False, True))
+            check_one_of(name, getattr(self, name), get_args(choices))
+        check_one_of("share_workers", self.share_workers, ("auto", False, True))
+        check_one_of("sync_batchnorm", self.sync_batchnorm, (False, True))
+        check_one_of("allow_unencrypted_collectives", self.allow_unencrypted_collectives, (False, True))
         if str(self.gradient_compression) == "powersgd":
             raise ValueError("gradient_compression='powersgd' is gone; use 'fp16' or 'bf16'")
-        _one_of("gradient_compression", self.gradient_compression, (None, *get_args(Compression)))
-        _one_of("lr_scaling", self.lr_scaling, (None, *get_args(LrScaling)))
-        _one_of("zero_lvl", self.zero_lvl, (0, 1, 2, 3))
-        _one_of("mixed_precision", self.mixed_precision, (False, True, "bf16", "fp16"))
+        check_one_of("gradient_compression", self.gradient_compression, (None, *get_args(Compression)))
+        check_one_of("lr_scaling", self.lr_scaling, (None, *get_args(LrScaling)))
+        check_one_of("mixed_precision", self.mixed_precision, (False, True, "bf16", "fp16"))
         self._check_micro_batches()
         self._check_module()
         self._check_data()
         self._check_numbers()
         self._check_texts()
-        self._check_deepspeed()
         self._check_gradients()
+        for settings in ExtensionSettings.__bases__:
+            cast(type[Settings], settings).check(self)
 
     def _check_micro_batches(self) -> None:
         num = self.micro_batches
         if str(num) == "auto":
             raise ValueError("micro_batches='auto' is gone; use a number of parts of a batch, such as micro_batches=4")
-        if num is not None and (not _is_int(num) or num < 1):
+        if num is not None and (not is_int(num) or num < 1):
             raise ValueError(f"micro_batches is {num!r}; want a number of parts of a batch, at least 1, or None")
         if num is not None and self.backend == "deepspeed":
             raise ValueError(
@@ -212,32 +188,22 @@ class TorchDistributedConfig:
             )
 
     def _check_numbers(self) -> None:
-        if self.world_size is not None and (not _is_int(self.world_size) or self.world_size < 1):
+        if self.world_size is not None and (not is_int(self.world_size) or self.world_size < 1):
             raise ValueError(f"world_size is {self.world_size!r}; want a number of ranks, at least 1, or None for all")
         if self.launcher == "inline" and self.world_size not in (None, 1):
             raise ValueError(f"launcher='inline' is one rank in this process, but world_size is {self.world_size}")
-        if self.seed is not None and (not _is_int(self.seed) or not 0 <= self.seed < 2**32):
+        if self.seed is not None and (not is_int(self.seed) or not 0 <= self.seed < 2**32):
             raise ValueError(f"seed is {self.seed!r}; want an int from 0 to 2**32 - 1, or None")
-        if not _is_seconds(self.hb_interval):
+        if not is_seconds(self.hb_interval):
             raise ValueError(f"hb_interval is {self.hb_interval!r}; want seconds, more than 0 and finite")
-        if not _is_seconds(self.stall_timeout_s) and self.stall_timeout_s != math.inf:
+        if not is_seconds(self.stall_timeout_s) and self.stall_timeout_s != math.inf:
             raise ValueError(f"stall_timeout_s is {self.stall_timeout_s!r}; want seconds, more than 0, or math.inf")
-        if self.timeout_s is not None and not _is_seconds(self.timeout_s):
+        if self.timeout_s is not None and not is_seconds(self.timeout_s):
             raise ValueError(f"timeout_s is {self.timeout_s!r}; want seconds, more than 0, or None for no limit")
-        if not _is_int(self.max_failures) or self.max_failures < 0:
+        if not is_int(self.max_failures) or self.max_failures < 0:
             raise ValueError(f"max_failures is {self.max_failures!r}; want how often to begin again, at least 0")
-        if self.snapshot_every_s not in (None, "auto") and not _is_seconds(self.snapshot_every_s):
-            raise ValueError(
-                f"snapshot_every_s is {self.snapshot_every_s!r}; want seconds, more than 0, 'auto', or None for never"
-            )
-        if self.debug not in (None, "first") and (not _is_int(self.debug) or int(self.debug) < 0):
-            raise ValueError(f"debug is {self.debug!r}; want 'first', the number of a rank, or None")
-        if self.debug is not None and self.launcher == "inline":
-            raise ValueError(
-                "launcher='inline' runs in this process, where breakpoint() and pdb.pm() stop by themselves; drop debug"
-            )
         least, asked = self.min_world_size, self.world_size
-        if least is not None and (not _is_int(least) or least < 1 or (asked is not None and least > asked)):
+        if least is not None and (not is_int(least) or least < 1 or (asked is not None and least > asked)):
             most = f" and at most world_size, {asked}" if asked is not None else ""
             raise ValueError(f"min_world_size is {least!r}; want a number of ranks, at least 1{most}, or None")
 
@@ -246,32 +212,8 @@ class TorchDistributedConfig:
             raise ValueError(f"name is {self.name!r}; want a str, or None for the function's name")
         if self.run_dir is not None and not isinstance(self.run_dir, (str, os.PathLike)):
             raise ValueError(f"run_dir is {self.run_dir!r}; want the path or URL of a folder, or None to keep nothing")
-        if not isinstance(self.timeline, (bool, str, os.PathLike)):
-            raise ValueError(f"timeline is {self.timeline!r}; want True, False or the path of a file to write")
-        if self.timeline and (self.run_dir is None or not os.fspath(self.run_dir)):
-            raise ValueError("timeline is kept in the run's folder, but run_dir is None; name a folder there")
-        if isinstance(self.timeline, (str, os.PathLike)):
-            folder = os.path.dirname(os.path.abspath(os.path.expanduser(self.timeline)))
-            if not os.path.isdir(folder):
-                raise ValueError(f"timeline is {self.timeline!r}; there is no folder {folder} to write it to")
         if not isinstance(self.description, str):
             raise ValueError(f"description is {self.description!r}; want a str")
-
-    def _check_deepspeed(self) -> None:
-        if self.backend == "deepspeed":
-            if self.verify:
-                raise ValueError("verify=True compares gradients, which DeepSpeed keeps; verify with backend='torch'")
-            if self.mixed_precision == "fp16":
-                raise ValueError(
-                    "mixed_precision='fp16' scales losses by itself; with backend='deepspeed' set "
-                    "deepspeed_config={'fp16': {'enabled': True}}, or mixed_precision='bf16'"
-                )
-        if self.deepspeed_config is None:
-            return
-        if not isinstance(self.deepspeed_config, Mapping):
-            raise ValueError(f"deepspeed_config is {self.deepspeed_config!r}; want a dict, as DeepSpeed takes it")
-        if self.backend != "deepspeed":
-            raise ValueError("deepspeed_config is given, but backend is 'torch'; set backend='deepspeed' or drop it")
 
     def _check_gradients(self) -> None:
         changes = {
@@ -286,23 +228,9 @@ class TorchDistributedConfig:
             raise ValueError(f"{asked} is not for backend='deepspeed', which has settings for it in deepspeed_config")
 
 
-def _one_of(name: str, value: object, choices: tuple[object, ...]) -> None:
-    # By type too: True == 1, and zero_lvl=True is a mistake.
-    if not any(value == choice and type(value) is type(choice) for choice in choices):
-        raise ValueError(f"{name} is {value!r}; want one of {', '.join(map(repr, choices))}")
-
-
 def is_module(value: object) -> bool:
     """Return whether ``value`` is an instance of torch.nn.Module."""
     # By name: a driver does not import torch for this.
     return any(
         (kind.__module__, kind.__name__) == ("torch.nn.modules.module", "Module") for kind in type(value).__mro__
     )
-
-
-def _is_seconds(value: object) -> bool:
-    return not isinstance(value, bool) and isinstance(value, (int, float)) and 0 < value < math.inf
-
-
-def _is_int(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)

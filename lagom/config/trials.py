@@ -8,9 +8,9 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Literal
 
-from lagom.config.fields import explain_fields
 from lagom.config.metric_names import is_smaller_better
 from lagom.config.torch_distributed import TorchDistributedConfig
+from lagom.settings import explain_fields
 
 Direction = Literal["min", "max", "minimize", "maximize"]
 
@@ -20,7 +20,7 @@ _DIRECTIONS = {"min": "min", "minimize": "min", "max": "max", "maximize": "max"}
 
 
 @explain_fields
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class TrialsConfig(TorchDistributedConfig):
     """Settings of many trials of a training function, several at a time.
 

@@ -8,8 +8,8 @@ import reprlib
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from lagom.config.fields import nearest
 from lagom.config.torch_distributed import is_module
+from lagom.settings import nearest
 
 _FIELDS = ("module", "hparams", "train_set", "test_set", "dataset", "reporter")
 

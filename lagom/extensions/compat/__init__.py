@@ -1,4 +1,14 @@
 """APIs of Horovod, Maggy and petastorm, served by lagom or made to work beside it.
 
-No other room has an import statement for this one: extensions/compat/compatible.py loads its packages by name.
+Start with ``compatible.py``, which loads the packages of this folder when a program imports what they stand for.
 """
+
+from __future__ import annotations
+
+from lagom.extension import Extension
+
+
+class Compat(Extension):
+    """Programs that were written for other projects."""
+
+    name = "compat"

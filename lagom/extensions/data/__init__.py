@@ -10,6 +10,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from lagom.extension import Extension
+
 if TYPE_CHECKING:
     from lagom.extensions.data.parquet.dataset import ParquetDataset
     from lagom.extensions.data.parquet.parquet_loader import ParquetLoader
@@ -30,3 +32,9 @@ def __getattr__(name: str) -> Any:
     if name in _HOMES:
         return getattr(importlib.import_module(_HOMES[name]), name)
     raise AttributeError(f"module 'lagom.data' has no attribute {name!r}")
+
+
+class Data(Extension):
+    """Data sets and loaders for tables, which a program names itself."""
+
+    name = "data"

@@ -4,3 +4,66 @@ during it, ``doctor/`` before it.
 Start with ``report/report.py``, ``timeline/timeline.py``, ``tracking/mlflow.py``, ``debugger/rank_debugger.py`` or
 ``doctor/visit.py``.
 """
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from lagom.extension import Extension, Settings
+from lagom.settings import is_int
+
+if TYPE_CHECKING:
+    from lagom.config import TorchDistributedConfig
+    from lagom.plan import Plan
+
+Debug = Literal["first"] | int | None
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ObserveSettings(Settings):
+    """Fields of the config for timelines and the debugger."""
+
+    title = "Looking at a run"
+
+    timeline: bool | str | os.PathLike[str] = False
+    """Records what all ranks do, for chrome://tracing or Perfetto, in "timeline.json" of the run's folder; a path
+    writes it there as well. The timeline has the first 100 steps, and samples of later ones."""
+    debug: Debug = None
+    """Opens a debugger on a rank whose function has failed, before the run ends. "first": on the first rank that fails;
+    a number: on this rank, where ``breakpoint()`` stops as well. Ranks then wait for each other for up to ten days.
+    None: only ``breakpoint()`` opens a debugger, on rank 0. docs/debug.md shows how to use it."""
+
+    @staticmethod
+    def check(config: TorchDistributedConfig) -> None:
+        """See ``Settings``."""
+        _check_timeline(config)
+        if config.debug not in (None, "first") and (not is_int(config.debug) or int(config.debug) < 0):
+            raise ValueError(f"debug is {config.debug!r}; want 'first', the number of a rank, or None")
+        if config.debug is not None and config.launcher == "inline":
+            raise ValueError(
+                "launcher='inline' runs in this process, where breakpoint() and pdb.pm() stop by themselves; drop debug"
+            )
+
+
+def _check_timeline(config: TorchDistributedConfig) -> None:
+    timeline = config.timeline
+    if not isinstance(timeline, (bool, str, os.PathLike)):
+        raise ValueError(f"timeline is {timeline!r}; want True, False or the path of a file to write")
+    if timeline and (config.run_dir is None or not os.fspath(config.run_dir)):
+        raise ValueError("timeline is kept in the run's folder, but run_dir is None; name a folder there")
+    if isinstance(timeline, (str, os.PathLike)):
+        folder = os.path.dirname(os.path.abspath(os.path.expanduser(timeline)))
+        if not os.path.isdir(folder):
+            raise ValueError(f"timeline is {timeline!r}; there is no folder {folder} to write it to")
+
+
+class Observe(Extension):
+    """Timelines, trackers and the debugger."""
+
+    name = "observe"
+
+    def is_wanted(self, plan: Plan) -> bool:
+        """See ``Extension``."""
+        return bool(plan.config.timeline) or plan.config.debug is not None

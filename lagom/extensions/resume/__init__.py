@@ -1,1 +1,47 @@
-"""Snapshots of a running program, from which other processes go on. Start with ``snapshot_taker.py``."""
+"""Snapshots of a running program, from which another attempt or another process continues.
+
+Start with ``snapshot_taker.py`` (on a rank) and ``kept_call.py`` (on the driver); ``passes/`` has the passes over
+loaders and their workers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from lagom.extension import Extension, Settings
+from lagom.settings import is_seconds
+
+if TYPE_CHECKING:
+    from lagom.config import TorchDistributedConfig
+    from lagom.plan import Plan
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ResumeSettings(Settings):
+    """Fields of the config for snapshots."""
+
+    title = "Snapshots and resume"
+
+    snapshot_every_s: float | Literal["auto"] | None = None
+    """Seconds between two snapshots of the program's state in the run's folder, written while the training goes on. A
+    run that is lost goes on from the last snapshot, and so does ``experiment.resume(run_dir)``, in the middle of a pass
+    and with any number of ranks. "auto": every 10 s, or less often if snapshots would take more than 1% of the time.
+    None: never. Needs ``batches="whole"`` and no ZeRO; docs/survive.md says for which programs, and what it costs."""
+
+    @staticmethod
+    def check(config: TorchDistributedConfig) -> None:
+        """See ``Settings``."""
+        every_s = config.snapshot_every_s
+        if every_s not in (None, "auto") and not is_seconds(every_s):
+            raise ValueError(f"snapshot_every_s is {every_s!r}; want seconds, more than 0, 'auto', or None for never")
+
+
+class Resume(Extension):
+    """Snapshots, and runs that continue from them."""
+
+    name = "resume"
+
+    def is_wanted(self, plan: Plan) -> bool:
+        """See ``Extension``."""
+        return plan.config.snapshot_every_s is not None

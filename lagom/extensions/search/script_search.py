@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any, get_args
 
 from lagom.config import HyperparameterOptConfig, Searchspace
-from lagom.config.fields import nearest
 from lagom.config.hyperparameter_opt import EarlyStopping, Optimizer
 from lagom.digests import parse_record
 from lagom.errors import LagomError
 from lagom.extensions.search.on_rank.script_trial import options
 from lagom.run_folder import RunFolder
+from lagom.settings import nearest
 from lagom.watch.run_dir import RUN
 from lagom.watch.secrets import HIDDEN
 

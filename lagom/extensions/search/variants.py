@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from lagom.config.ablation_study import AblationStudy, Component, is_pattern
-from lagom.config.fields import nearest
 from lagom.extensions.search.on_rank.layer_names import check_layer, matching, outermost
 from lagom.program.signature import makes_data
+from lagom.settings import nearest
 
 BASE = "base"
 _PARTS = ("module", "model", "model_function")

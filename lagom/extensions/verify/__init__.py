@@ -1,1 +1,43 @@
-"""``verify=True``: rehearses a run before it begins, and compares the rehearsal with one process."""
+"""``verify=True``: rehearses a run before it begins, and compares the rehearsal with one process.
+
+Start with ``rehearsals.py`` (on the driver) and ``on_rank/rehearsal.py`` (on a rank).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from lagom.extension import Extension, Settings
+from lagom.settings import check_one_of
+
+if TYPE_CHECKING:
+    from lagom.config import TorchDistributedConfig
+    from lagom.plan import Plan
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class VerifySettings(Settings):
+    """Fields of the config for rehearsals."""
+
+    title = "Verification"
+
+    verify: bool = False
+    """Before the run, rehearses its first steps in one process and on the ranks, and compares. If the numbers differ, a
+    ``VerificationError`` says why, and which setting gives the numbers of one process. With ``snapshot_every_s``, also
+    rehearses that the program goes on from a snapshot."""
+
+    @staticmethod
+    def check(config: TorchDistributedConfig) -> None:
+        """See ``Settings``."""
+        check_one_of("verify", config.verify, (False, True))
+
+
+class Verify(Extension):
+    """Rehearsals before a run."""
+
+    name = "verify"
+
+    def is_wanted(self, plan: Plan) -> bool:
+        """See ``Extension``."""
+        return plan.rehearsal is not None or plan.config.verify

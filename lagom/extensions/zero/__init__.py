@@ -2,4 +2,64 @@
 
 Start with ``sharded_optimizer.py`` (level 1), ``gradient_shards.py`` (level 2), ``parameters/`` (level 3).
 ``gradient_access.py`` has the functions of torch that see shards; all else that reads a gradient makes it whole.
+``deepspeed/`` drives DeepSpeed's engine instead, and ``memory_plan/`` computes the bytes that each level needs.
 """
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, get_args
+
+from lagom.extension import Extension, Settings
+from lagom.settings import check_one_of
+
+if TYPE_CHECKING:
+    from lagom.config import TorchDistributedConfig
+    from lagom.plan import Plan
+
+Backend = Literal["torch", "deepspeed"]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ZeroSettings(Settings):
+    """Fields of the config for sharding."""
+
+    title = "Sharding (ZeRO)"
+
+    zero_lvl: int = 0
+    """Level of sharding over the ranks: 0 nothing, 1 optimizer state, 2 also gradients, 3 also parameters."""
+    backend: Backend = "torch"
+    """Library that shards: "torch" is lagom itself; "deepspeed" drives DeepSpeed's engine, at stage ``zero_lvl``."""
+    deepspeed_config: Mapping[str, Any] | None = None
+    """Passed through to DeepSpeed: offloading, its optimizers, bf16 and fp16, accumulation, clipping."""
+
+    @staticmethod
+    def check(config: TorchDistributedConfig) -> None:
+        """See ``Settings``."""
+        check_one_of("zero_lvl", config.zero_lvl, (0, 1, 2, 3))
+        check_one_of("backend", config.backend, get_args(Backend))
+        if config.backend == "deepspeed":
+            if config.verify:
+                raise ValueError("verify=True compares gradients, which DeepSpeed keeps; verify with backend='torch'")
+            if config.mixed_precision == "fp16":
+                raise ValueError(
+                    "mixed_precision='fp16' scales losses by itself; with backend='deepspeed' set "
+                    "deepspeed_config={'fp16': {'enabled': True}}, or mixed_precision='bf16'"
+                )
+        if config.deepspeed_config is None:
+            return
+        if not isinstance(config.deepspeed_config, Mapping):
+            raise ValueError(f"deepspeed_config is {config.deepspeed_config!r}; want a dict, as DeepSpeed takes it")
+        if config.backend != "deepspeed":
+            raise ValueError("deepspeed_config is given, but backend is 'torch'; set backend='deepspeed' or drop it")
+
+
+class Zero(Extension):
+    """Sharding by lagom, or by DeepSpeed."""
+
+    name = "zero"
+
+    def is_wanted(self, plan: Plan) -> bool:
+        """See ``Extension``."""
+        return plan.config.zero_lvl > 0 or plan.config.backend == "deepspeed"

@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 from lagom.config import HyperparameterOptConfig, Searchspace, TorchDistributedConfig
-from lagom.config.fields import field_texts
+from lagom.settings import field_texts
 
 PAGE = Path(__file__).parents[3] / "docs" / "search.md"
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from lagom.config.fields import nearest
+from lagom.settings import nearest
 
 Feature = str | int
 _MANY = 12

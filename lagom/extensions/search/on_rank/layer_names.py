@@ -5,7 +5,7 @@ from __future__ import annotations
 import fnmatch
 from collections.abc import Sequence
 
-from lagom.config.fields import nearest
+from lagom.settings import nearest
 
 
 def check_layer(name: str, names: Sequence[str], model: str) -> None:

@@ -1,4 +1,4 @@
-"""``explain_fields``: shows the meaning of a config's fields in ``help()``, and explains a wrong name in one line."""
+"""Settings: checks of their values, ``explain_fields`` for their meaning in ``help()``, and errors for a wrong name."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ import contextlib
 import functools
 import inspect
 import itertools
+import math
 import sys
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import FrozenInstanceError, fields, is_dataclass
 from typing import Any, TypeVar
 
@@ -27,7 +28,8 @@ def explain_fields(cls: type[_Config]) -> type[_Config]:
     @functools.wraps(initialise)
     def __init__(self: Any, *values: Any, **settings: Any) -> None:
         if values:
-            raise TypeError(f"{cls.__name__} takes its fields by name, as in {_names(cls)[0]}=..., not by position")
+            first = next(iter(vars(cls).get("__annotations__") or _names(cls)))
+            raise TypeError(f"{cls.__name__} takes its fields by name, as in {first}=..., not by position")
         for name in settings:
             _check_name(cls, name, TypeError)
         initialise(self, **settings)
@@ -44,10 +46,27 @@ def explain_fields(cls: type[_Config]) -> type[_Config]:
 
     for function in (__init__, __setattr__, __getattr__):
         setattr(cls, function.__name__, function)
-    meanings = [f"{name}: {' '.join(text.split())}" for name, text in field_texts(cls).items()]
-    listed = [textwrap.fill(text, 116, initial_indent=" " * 4, subsequent_indent=" " * 8) for text in meanings]
-    cls.__doc__ = "\n".join([inspect.cleandoc(cls.__doc__ or ""), "", "Fields:", *listed])
+    listed = [line for group in _groups(cls) for line in ("", *_described(group))]
+    cls.__doc__ = "\n".join([inspect.cleandoc(cls.__doc__ or ""), *listed])
     return cls
+
+
+def _groups(cls: type) -> Iterator[type]:
+    """Yield the dataclasses that have fields of ``cls``: the class itself, its bases, then groups of settings."""
+    if "__annotations__" in vars(cls):
+        yield cls
+    for base in cls.__bases__:
+        if is_dataclass(base):
+            yield from _groups(base)
+
+
+def _described(group: type) -> Iterator[str]:
+    """Yield lines with the meaning of the fields that ``group`` itself defines."""
+    title = (getattr(group, "title", "") or "Fields") if "title" in vars(group) else "Fields"
+    yield f"{title}:"
+    for name, text in _own_texts(group).items():
+        meaning = f"{name}: {' '.join(text.split())}"
+        yield textwrap.fill(meaning, 116, initial_indent=" " * 4, subsequent_indent=" " * 8)
 
 
 def field_texts(cls: type) -> dict[str, str]:
@@ -55,6 +74,11 @@ def field_texts(cls: type) -> dict[str, str]:
     texts: dict[str, str] = {}
     for base in reversed(cls.__bases__):
         texts |= field_texts(base) if is_dataclass(base) else {}
+    return texts | _own_texts(cls)
+
+
+def _own_texts(cls: type) -> dict[str, str]:
+    texts: dict[str, str] = {}
     with contextlib.suppress(OSError, TypeError):
         with open(sys.modules[cls.__module__].__file__ or "", encoding="utf-8") as file:
             tree = ast.parse(file.read())
@@ -63,6 +87,22 @@ def field_texts(cls: type) -> dict[str, str]:
             if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant):
                 texts[ast.unparse(field.target)] = str(text.value.value)
     return texts
+
+
+def check_one_of(name: str, value: object, choices: tuple[object, ...]) -> None:
+    """Raise a ValueError unless ``value`` is one of ``choices``; by type too: True == 1, and zero_lvl=True is wrong."""
+    if not any(value == choice and type(value) is type(choice) for choice in choices):
+        raise ValueError(f"{name} is {value!r}; want one of {', '.join(map(repr, choices))}")
+
+
+def is_seconds(value: object) -> bool:
+    """Return whether ``value`` is a finite number of seconds, more than 0."""
+    return not isinstance(value, bool) and isinstance(value, (int, float)) and 0 < value < math.inf
+
+
+def is_int(value: object) -> bool:
+    """Return whether ``value`` is an int and no bool."""
+    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def nearest(name: str, names: Sequence[str], similarity: float = 0.6) -> str:

@@ -1,0 +1,55 @@
+"""``Extension``: an optional part of lagom as the trunk sees it. ``extensions/registry.py`` lists all of them."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from lagom.config import TorchDistributedConfig
+    from lagom.plan import Plan
+    from lagom.session.session import Session
+
+
+class Settings:
+    """Base class of the fields that an extension adds to the config: a frozen dataclass, from which it inherits."""
+
+    title = ""
+    """Heading of the fields in ``help(TorchDistributedConfig)``."""
+
+    @staticmethod
+    def check(config: TorchDistributedConfig) -> None:
+        """Check the fields of the extension in ``config``.
+
+        Raises:
+            ValueError: if a field has a wrong value, or does not go with another.
+        """
+
+
+class Extension:
+    """An optional part of lagom; a run enters only those that ``is_wanted`` names, and imports no other.
+
+    A subclass lies in the ``__init__.py`` of its folder and imports what it needs inside of its methods, since every
+    process imports that file.
+    """
+
+    name = ""
+    """Name of the folder in ``lagom/extensions``."""
+
+    def is_wanted(self, plan: Plan) -> bool:
+        """Return whether a run with ``plan`` uses the extension."""
+        return False
+
+    def obstacle(self, plan: Plan) -> str:
+        """Return why a run with ``plan`` cannot use the extension, and what to do; "" if it can."""
+        return ""
+
+    def rank(self, session: Session) -> AbstractContextManager[None]:
+        """Return the context of a rank; entered when its ``Session`` is made and torch is not patched yet.
+
+        The context may subscribe to ``session.events``.
+        """
+        return nullcontext()
+
+    def add_commands(self, commands: Any) -> None:
+        """Add the extension's commands to those of ``lagom``; ``commands`` is argparse's object for subparsers."""

@@ -1,0 +1,31 @@
+"""The extensions of lagom, in the order in which a run enters them, and the fields that they add to the config."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from lagom.extension import Extension
+from lagom.extensions.compat import Compat
+from lagom.extensions.data import Data
+from lagom.extensions.observe import Observe, ObserveSettings
+from lagom.extensions.resume import Resume, ResumeSettings
+from lagom.extensions.search import Search
+from lagom.extensions.verify import Verify, VerifySettings
+from lagom.extensions.zero import Zero, ZeroSettings
+
+if TYPE_CHECKING:
+    from lagom.plan import Plan
+
+EXTENSIONS: tuple[Extension, ...] = (Compat(), Data(), Search(), Resume(), Zero(), Observe(), Verify())
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ExtensionSettings(ZeroSettings, ResumeSettings, VerifySettings, ObserveSettings):
+    """Fields of the config that extensions define."""
+
+
+def wanted(plan: Plan) -> Iterator[Extension]:
+    """Yield the extensions that a run with ``plan`` uses."""
+    return (extension for extension in EXTENSIONS if extension.is_wanted(plan))

@@ -1,0 +1,58 @@
+"""``Events``: moments of a run on a rank that extensions take part in, each published in one place of the trunk."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+
+class Event:
+    """A moment at which subscribed functions are called, in the order in which they subscribed.
+
+    Extensions subscribe in the order of ``extensions/registry.py``. A publisher tests ``call``, which is None without a
+    subscriber: ``if (call := events.batch_asked.call) is not None: call(iterator)``. See Note [Cost of an event].
+    """
+
+    __slots__ = ("_subscribers", "call")
+
+    def __init__(self) -> None:
+        self.call: Callable[..., None] | None = None
+        """Calls all subscribers; None if there is none."""
+        self._subscribers: list[Callable[..., None]] = []
+
+    def subscribe(self, function: Callable[..., None]) -> None:
+        """Call ``function`` with the arguments of the event from now on."""
+        self._subscribers.append(function)
+        self.call = function if len(self._subscribers) == 1 else self._call_all
+
+    def _call_all(self, *args: Any) -> None:
+        for function in self._subscribers:
+            function(*args)
+
+
+class Events:
+    """The events of one rank; the text below each says when it is published, and with what."""
+
+    def __init__(self) -> None:
+        self.patched = Event()
+        """torch is patched for the run; with the ``ExitStack`` whose contexts end before the patches."""
+        self.pass_begun = Event()
+        """A pass over a loader begins; with its iterator and the loader."""
+        self.batch_asked = Event()
+        """The program asks for a batch; with the iterator."""
+        self.batch_given = Event()
+        """The program gets a batch; with the iterator, the batch and the digest of its samples (b"" without one)."""
+        self.pass_exhausted = Event()
+        """The iterator of a pass has no more batches; with the iterator."""
+        self.pass_ended = Event()
+        """The session has recorded the end of a pass; without arguments."""
+        self.backward_begun = Event()
+        """A backward of the program begins; with its leaves."""
+        self.backward_ended = Event()
+        """A backward has ended, and its gradients are reduced; without arguments."""
+
+
+# Note [Cost of an event]
+#
+# Two designs were measured on the 2 cores of a small machine, in ns for one event without a subscriber and with one: a
+# loop over a list of subscribers, and this one, a test for None before the call of the one subscriber or of a loop.
