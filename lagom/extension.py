@@ -6,8 +6,14 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    import os
+    from collections.abc import Callable
+
     from lagom.config import TorchDistributedConfig
+    from lagom.driver.driver_run import DriverRun
+    from lagom.on_rank.rank_call import RankCall
     from lagom.plan import Plan
+    from lagom.result import Result
     from lagom.session.session import Session
 
 
@@ -43,6 +49,29 @@ class Extension:
     def obstacle(self, plan: Plan) -> str:
         """Return why a run with ``plan`` cannot use the extension, and what to do; "" if it can."""
         return ""
+
+    def runs_config(self, config: TorchDistributedConfig) -> Callable[[Callable[..., Any], Any], Any] | None:
+        """Return the function that runs a call with a config of the extension's own class; None for other configs."""
+        return None
+
+    def resumes_run(self) -> Callable[[str | os.PathLike[str], int | None, Any], Result] | None:
+        """Return the function that continues a run, given its folder, number of ranks and launcher; None: cannot."""
+        return None
+
+    def check_run(self, run: DriverRun) -> None:
+        """Check a run, before anything of it is recorded.
+
+        Raises:
+            LagomError: if the run must not start.
+        """
+
+    def driver(self, run: DriverRun) -> AbstractContextManager[None]:
+        """Return the context of a run in the driver's process; entered before the ranks start."""
+        return nullcontext()
+
+    def process(self, rank_call: RankCall) -> AbstractContextManager[None]:
+        """Return the context of a rank's process; entered before torch is used, and left when the process ends."""
+        return nullcontext()
 
     def rank(self, session: Session) -> AbstractContextManager[None]:
         """Return the context of a rank; entered when its ``Session`` is made and torch is not patched yet.

@@ -6,15 +6,22 @@ loaders and their workers.
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from lagom.extension import Extension, Settings
 from lagom.settings import is_seconds
 
 if TYPE_CHECKING:
+    import os
+    from collections.abc import Callable
+
     from lagom.config import TorchDistributedConfig
+    from lagom.driver.driver_run import DriverRun
     from lagom.plan import Plan
+    from lagom.result import Result
+    from lagom.session.session import Session
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -45,3 +52,21 @@ class Resume(Extension):
     def is_wanted(self, plan: Plan) -> bool:
         """See ``Extension``."""
         return plan.config.snapshot_every_s is not None
+
+    def resumes_run(self) -> Callable[[str | os.PathLike[str], int | None, Any], Result] | None:
+        """See ``Extension``."""
+        from lagom.extensions.resume.resumed_run import resume_run
+
+        return resume_run
+
+    def driver(self, run: DriverRun) -> AbstractContextManager[None]:
+        """See ``Extension``."""
+        from lagom.extensions.resume.resumed_run import kept_run
+
+        return kept_run(run)
+
+    def rank(self, session: Session) -> AbstractContextManager[None]:
+        """See ``Extension``."""
+        from lagom.extensions.resume.rank_snapshots import snapshots_on_rank
+
+        return snapshots_on_rank(session)

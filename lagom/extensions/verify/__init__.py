@@ -5,6 +5,7 @@ Start with ``rehearsals.py`` (on the driver) and ``on_rank/rehearsal.py`` (on a 
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -13,7 +14,9 @@ from lagom.settings import check_one_of
 
 if TYPE_CHECKING:
     from lagom.config import TorchDistributedConfig
+    from lagom.driver.driver_run import DriverRun
     from lagom.plan import Plan
+    from lagom.session.session import Session
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -41,3 +44,25 @@ class Verify(Extension):
     def is_wanted(self, plan: Plan) -> bool:
         """See ``Extension``."""
         return plan.rehearsal is not None or plan.config.verify
+
+    def check_run(self, run: DriverRun) -> None:
+        """Rehearse the run, and show the result; see ``Extension``."""
+        if not run.plan.config.verify or run.plan.world_size == 1:
+            return
+        from lagom.extensions.verify.rehearsals import verify
+        from lagom.extensions.verify.verification import say_not_rehearsed, show
+
+        if run.plan.already_distributed:
+            say_not_rehearsed(run.plan.name)
+            return
+        run.timings.end("prepare")
+        show(verify(run.launcher, run.plan, run.call))
+        run.timings.end("verify")
+
+    def rank(self, session: Session) -> AbstractContextManager[None]:
+        """See ``Extension``."""
+        if session.plan.rehearsal is None:
+            return nullcontext()
+        from lagom.extensions.verify.on_rank.rank_rehearsal import rehearsal_on_rank
+
+        return rehearsal_on_rank(session)
