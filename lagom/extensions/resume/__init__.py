@@ -31,10 +31,11 @@ class ResumeSettings(Settings):
     title = "Snapshots and resume"
 
     snapshot_every_s: float | Literal["auto"] | None = None
-    """Seconds between two snapshots of the program's state in the run's folder, written while the training goes on. A
-    run that is lost goes on from the last snapshot, and so does ``experiment.resume(run_dir)``, in the middle of a pass
-    and with any number of ranks. "auto": every 10 s, or less often if snapshots would take more than 1% of the time.
-    None: never. Needs ``batches="whole"`` and no ZeRO; docs/survive.md says for which programs, and what it costs."""
+    """Seconds between two snapshots of the program's state in the run's folder, written while the training continues. A
+    run that loses a rank continues from the last snapshot, and so does ``experiment.resume(run_dir)``, in the middle of
+    a pass and with any number of ranks. "auto": every 10 s, or less often if snapshots would take more than 1% of the
+    time. None: never. Needs ``batches="whole"`` and no ZeRO; docs/survive.md says for which programs, and what it
+    costs."""
 
     @staticmethod
     def check(config: TorchDistributedConfig) -> None:

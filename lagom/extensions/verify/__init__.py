@@ -28,7 +28,7 @@ class VerifySettings(Settings):
     verify: bool = False
     """Before the run, rehearses its first steps in one process and on the ranks, and compares. If the numbers differ, a
     ``VerificationError`` says why, and which setting gives the numbers of one process. With ``snapshot_every_s``, also
-    rehearses that the program goes on from a snapshot."""
+    rehearses a restart from a snapshot."""
 
     @staticmethod
     def check(config: TorchDistributedConfig) -> None:
