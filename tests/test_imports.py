@@ -31,6 +31,7 @@ ROOMS = {
     "settings": "",
     "timings": "",
     "torch_versions": "",
+    "whole_modules": "",
     "world": "",
     "config": "extension extensions settings",
     "inspection": "torch",
@@ -40,8 +41,8 @@ ROOMS = {
     "watch": "digests errors extensions.observe.timeline restart run_folder wire fsspec pyarrow",
     # The driver.
     "driver": (
-        "cluster config contents control_groups errors extensions.observe.debugger host on_rank plan program "
-        "random_states restart run_folder timings watch wire world"
+        "cluster config contents control_groups errors extensions extensions.observe.debugger host on_rank plan "
+        "program random_states restart result run_folder spark timings watch wire world"
     ),
     "spark": (
         "cluster digests driver errors extensions.data.parquet host on_rank patching plan program restart watch wire "
@@ -49,10 +50,7 @@ ROOMS = {
     ),
     "launch": "config driver spark",
     "result": "config errors extensions.observe.report run_folder watch",
-    "experiment": (
-        "config driver extensions.resume extensions.search extensions.verify launch on_rank plan program "
-        "random_states restart result run_folder spark timings watch"
-    ),
+    "experiment": "config driver errors extensions launch on_rank plan program result spark timings",
     "cli": (
         "__init__ cli_options config errors experiment extensions.compat extensions.observe extensions.observe.doctor "
         "extensions.observe.report extensions.search extensions.search.on_rank program result spark watch"
@@ -63,18 +61,18 @@ ROOMS = {
     # The processes of a host, and the rank.
     "host": "control_groups disk errors on_rank patching plan program random_states restart watch wire numpy torch",
     "on_rank": (
-        "available_memory config disk errors exchange exchange.sockets extensions.compat extensions.observe.debugger "
-        "extensions.resume extensions.search.on_rank extensions.verify.on_rank extensions.zero.memory_plan patching "
-        "plan program random_states run_state session watch wire world IPython numpy torch"
+        "available_memory config disk errors exchange exchange.sockets extensions extensions.compat "
+        "extensions.zero.memory_plan patching plan program random_states run_state session watch wire world IPython "
+        "numpy torch"
     ),
     # What a rank does with the program, from the top down.
     "session": (
-        "batches disk distributed errors exchange exchange.torch_backend extensions.observe.timeline "
-        "extensions.observe.tracking extensions.zero extensions.zero.deepspeed forward forward.rows gradients "
-        "gradients.reduction inspection optimizers patching program run_state torch_versions torch"
+        "batches disk distributed errors exchange exchange.torch_backend extensions extensions.zero "
+        "extensions.zero.deepspeed forward forward.rows gradients gradients.reduction inspection optimizers patching "
+        "program run_state torch_versions torch"
     ),
     "forward": "errors exchange extensions.zero forward.micro_batches forward.rows patching run_state watch torch",
-    "forward.rows": "errors exchange inspection patching random_states run_state numpy torch",
+    "forward.rows": "errors exchange inspection patching random_states run_state whole_modules numpy torch",
     "forward.micro_batches": "errors forward.rows inspection patching random_states torch",
     "optimizers": "errors patching torch",
     "gradients": "errors exchange forward.rows gradients.reduction patching run_state torch",
@@ -108,8 +106,11 @@ ROOMS = {
         "errors extensions.data.column_types extensions.data.sources fsspec numpy pandas pyarrow torch"
     ),
     "extensions.data.sources": "errors extensions.data.column_types deltalake fsspec numpy pyarrow",
-    "extensions.observe": "extension settings",
-    "extensions.observe.debugger": "errors forward.rows patching plan random_states watch wire",
+    "extensions.observe": (
+        "disk extension extensions.observe.debugger extensions.observe.timeline extensions.observe.tracking patching "
+        "settings"
+    ),
+    "extensions.observe.debugger": "errors forward.rows plan random_states watch wire",
     "extensions.observe.doctor": (
         "__init__ available_memory config control_groups driver errors exchange launch on_rank plan program spark "
         "world torch"
@@ -118,8 +119,8 @@ ROOMS = {
     "extensions.observe.timeline": "errors exchange.torch_backend patching run_folder watch torch",
     "extensions.observe.tracking": "digests disk errors exchange patching",
     "extensions.resume": (
-        "config digests errors extension extensions.observe.tracking extensions.resume.passes patching plan program "
-        "random_states restart run_folder settings watch wire torch"
+        "config digests disk driver errors extension extensions.observe.tracking extensions.resume.passes launch "
+        "on_rank patching plan program random_states restart result run_folder settings timings watch wire torch"
     ),
     "extensions.resume.passes": "batches batches.sharing errors patching random_states numpy torch",
     "extensions.search": (
@@ -139,7 +140,7 @@ ROOMS = {
         "config driver errors extension extensions.resume extensions.verify.on_rank plan program restart settings watch"
     ),
     "extensions.verify.on_rank": (
-        "batches contents extensions.resume forward.rows patching random_states run_state torch"
+        "batches contents disk extensions.resume forward.rows on_rank patching random_states run_state torch"
     ),
     "extensions.zero": (
         "errors exchange extension extensions.zero.parameters gradients gradients.reduction optimizers patching "

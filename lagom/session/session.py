@@ -18,6 +18,7 @@ from lagom.batches.evaluation_passes import EvaluationPassDetector
 from lagom.exchange.agreement_exchange import FRAME, AgreedExchange
 from lagom.exchange.run_store import SealedStore
 from lagom.exchange.torch_backend.shared_group import whole_groups
+from lagom.forward.rows.whole_calls import WholeCalls
 from lagom.forward.running_value_warnings import RunningValueDetector
 from lagom.gradients.criteria import find_caveats
 from lagom.gradients.divergence import DivergenceMonitor
@@ -169,6 +170,8 @@ class Session:
     _num_losses: int = field(default=0, init=False)
     has_other_order: bool = field(default=False, init=False)
     """Whether a sampler of this rank would have drawn another order than rank 0's; False again after the warning."""
+    whole_calls: WholeCalls = field(init=False)
+    """Calls of modules that run whole on every rank, with their reasons and time."""
     has_sliced: bool = field(default=False, init=False)
     """Whether ranks have split a forward by rows that may have gradients."""
     is_probing: bool = field(default=False, init=False)
@@ -183,6 +186,7 @@ class Session:
             self.notes = SealedStore(self.store, self.key, self.host_dir if on_one_host else None)
         self.common_streams = CommonStreams(self.config.seed)
         self.loss_weights = LossTermWeights(self.world_size, self.say_once)
+        self.whole_calls = WholeCalls(self.modules)
         self.batch_tracker = BatchTracker(self.world_size)
         self.plain_leaves = PlainLeaves(self.batch_tracker, self.leaves, self.say_once)
         self.running_values = RunningValueDetector(self.synchronised_buffers, self.say_once)

@@ -27,6 +27,7 @@ from lagom.config import TorchDistributedConfig
 from lagom.errors import PlanError, RankError
 from lagom.extensions.observe.report.chart import line_chart
 from lagom.extensions.observe.report.report import report
+from lagom.forward.rows.whole_reasons import WholeReason
 from lagom.result import Result
 from lagom.run_folder import RunFolder
 from lagom.watch import run_dir as module
@@ -108,6 +109,38 @@ def test_a_run_leaves_its_settings_versions_ranks_output_progress_and_result(tmp
     ended = loaded(folder / "result.json")
     assert (ended["outcome"], ended["value"]) == ("returned", result.value)
     assert ended["per_rank"] == list(result.per_rank)
+
+
+class Mixing(nn.Linear):
+    """Mixes the rows of its batch."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        found = super().forward(input)
+        return found - found.mean(0)
+
+
+def train_mixing() -> None:
+    mixing, small = Mixing(1024, 1024), nn.Linear(2, 1)
+    for _ in range(4):
+        mixing(torch.randn(1024, 1024)).sum().backward()
+        small(torch.randn(8, 2)).sum().backward()
+
+
+@pytest.mark.parametrize("world_size", [1, 2, pytest.param(3, marks=pytest.mark.soak)])
+def test_modules_that_ran_whole_are_in_the_result_the_records_and_the_report(tmp_path: Path, world_size: int) -> None:
+    config = TorchDistributedConfig(launcher="local", world_size=world_size, run_dir=tmp_path)
+    result = experiment.lagom(train_mixing, config)
+    folder = result.run_dir
+    assert folder is not None
+    wanted = {"Mixing": WholeReason.MIXES_ROWS, "Linear": WholeReason.SMALL} if world_size > 1 else {}
+    assert {one.name: one.reason for one in result.whole} == wanted
+    assert sum(one.share for one in result.whole) == pytest.approx(float(world_size > 1))
+    assert all(one.calls == 3 for one in result.whole)
+    assert loaded(folder / "run.json")["whole"] == [one.as_json() for one in result.whole]
+    page = result.report().read_text()
+    assert page.count("Modules that ran whole") == (world_size > 1)
+    for one in result.whole:
+        assert f"<td>{one.name}</td><td>{one.kind}</td><td>3</td><td>{one.share:.1%}</td><td>{one.text}</td>" in page
 
 
 def test_settings_named_like_secrets_are_not_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

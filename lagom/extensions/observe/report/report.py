@@ -64,6 +64,7 @@ def _page_of(folder: RunFolder, run: Mapping[str, Any]) -> str:
         timings_bar(result.get("timings") or {}),
         _outcome(result),
         _failures(run.get("failures") or ()),
+        _whole(run.get("whole") or ()),
         f"<div class=charts>{charts}</div>" if events else "<p>No rank has told of its progress.</p>",
         _damage(folder),
         _slowest(events),
@@ -166,6 +167,19 @@ def _failures(failures: Sequence[Mapping[str, Any]]) -> str:
         rows += f"<tr><td class=whole>{_text(_utc_text(one['time']))}</td>"
         rows += "".join(f"<td>{_text('' if text is None else text)}</td>" for text in texts) + "</tr>"
     return f"<details open><summary>What was lost</summary><table><tr>{head}</tr>{rows}</table></details>"
+
+
+def _whole(modules: Sequence[Mapping[str, Any]]) -> str:
+    """Return a table of the modules that ran whole on every rank."""
+    if not modules:
+        return ""
+    head = "".join(f"<th>{name}</th>" for name in ("module", "class", "calls", "share of forwards", "it", "what helps"))
+    rows = ""
+    for one in modules:
+        inside = "; modules inside it are split" if one["splits_inside"] else ""
+        texts = (one["name"], one["kind"], one["calls"], f"{one['share']:.1%}{inside}", one["text"], one["remedy"])
+        rows += f"<tr>{''.join(f'<td>{_text(text)}</td>' for text in texts)}</tr>"
+    return f"<details><summary>Modules that ran whole</summary><table><tr>{head}</tr>{rows}</table></details>"
 
 
 def _slowest(events: Events) -> str:
