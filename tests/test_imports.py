@@ -41,8 +41,8 @@ ROOMS = {
     "watch": "digests errors extensions.observe.timeline restart run_folder wire fsspec pyarrow",
     # The driver.
     "driver": (
-        "cluster config contents control_groups errors extensions extensions.observe.debugger host on_rank plan "
-        "program random_states restart result run_folder spark timings watch wire world"
+        "cluster config contents control_groups errors extensions extensions.observe.debugger extensions.resume host "
+        "on_rank plan program random_states restart result run_folder spark timings watch wire world"
     ),
     "spark": (
         "cluster digests driver errors extensions.data.parquet host on_rank patching plan program restart watch wire "
@@ -59,7 +59,10 @@ ROOMS = {
     "__main__": "cli",
     "__init__": "",
     # The processes of a host, and the rank.
-    "host": "control_groups disk errors on_rank patching plan program random_states restart watch wire numpy torch",
+    "host": (
+        "control_groups disk errors extensions.observe.debugger extensions.resume extensions.search.on_rank on_rank "
+        "patching plan program random_states restart watch wire numpy torch"
+    ),
     "on_rank": (
         "available_memory config disk errors exchange exchange.sockets extensions extensions.compat "
         "extensions.zero.memory_plan patching plan program random_states run_state session watch wire world IPython "
@@ -83,7 +86,7 @@ ROOMS = {
     ),
     "batches.sharing": "disk errors exchange patching program run_state world numpy torch",
     "distributed": "disk errors exchange exchange.sockets exchange.torch_backend patching program torch",
-    "disk": "patching restart numpy torch",
+    "disk": "patching restart wire numpy torch",
     "run_state": "errors inspection patching random_states numpy torch",
     "patching": "torch",
     "exchange": "control_groups errors exchange.sockets watch numpy torch",
@@ -129,7 +132,7 @@ ROOMS = {
         "result run_folder settings spark timings watch wire optuna pandas"
     ),
     "extensions.search.on_rank": (
-        "config errors extensions.data.parquet patching program random_states run_state settings world numpy torch"
+        "config errors extensions.data.parquet patching program random_states run_state settings wire world numpy torch"
     ),
     "extensions.search.pages": "extensions.observe.report result run_folder",
     "extensions.search.samplers": "config errors program optuna",
@@ -185,6 +188,8 @@ EAGER = {
     "lagom.extensions.search.samplers.grid_sampler": {"optuna"},
 }
 """But for these modules, and packages."""
+OF_EACH_ROOM = {"messages"}
+"""Modules that a room may have of its own."""
 NOTHING = {"lagom.spark.spark_task", "lagom.run_state.malloc_trim", "lagom.program.user_folder"}
 """They import nothing of lagom's but each other: what travels by value to executors that have no lagom."""
 
@@ -230,7 +235,7 @@ def _extension(room: str) -> str:
 def test_no_module_name_is_there_twice() -> None:
     names = Counter(name.rsplit(".", 1)[-1] for name in read() if not name.startswith("lagom.extensions.compat"))
     packages = {room.rsplit(".", 1)[-1] for room in ROOMS}
-    assert [name for name, count in names.items() if count > 1 and name not in packages] == []
+    assert [name for name, count in names.items() if count > 1 and name not in packages | OF_EACH_ROOM] == []
 
 
 def test_what_launches_on_spark_comes_without_torch() -> None:

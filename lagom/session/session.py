@@ -381,12 +381,12 @@ class Session:
         """Return whether all trained modules are in eval mode."""
         return self.modules.in_eval_mode(self.leaves, self.divergence.reached if self.divergence is not None else set())
 
-    def progress(self) -> dict[str, int | float | None]:
-        """Return the progress of training as plain numbers; may be called from another thread."""
-        now = {**self.passes.progress, "samples": self.samples_trained, "ticks": self.ticks, "data_s": self.data_s}
-        starts = {} if self.is_called else {"starts": True}
+    def progress(self) -> dict[str, Any]:
+        """Return the progress of training as fields of ``Progress``; may be called from another thread."""
+        now: dict[str, Any] = {**self.passes.progress, "samples": self.samples_trained, "ticks": self.ticks}
         loss = self._loss
-        return {**now, **starts, "loss": None if loss is None else float(loss), **self.reported_values}
+        now |= {"starts": not self.is_called, "loss": None if loss is None else float(loss)}
+        return {**now, **self.reported_values}
 
     def wait_times(self) -> list[int]:
         """Return the nanoseconds that this rank has waited for each other rank; may be called from another thread."""

@@ -34,6 +34,7 @@ from lagom.watch import run_dir as module
 from lagom.watch.json_values import as_json
 from lagom.watch.run_dir import RunRecords, records
 from tests.imported_once import imported_once  # noqa: F401
+from tests.watch.heartbeats import report_of
 
 
 def train(fails: bool) -> dict[str, float]:
@@ -284,7 +285,7 @@ def test_a_long_run_does_not_keep_every_report(tmp_path: Path, monkeypatch: pyte
     assert kept is not None
     for _ in range(100_000):
         now[0] += 1.0
-        kept.progressed({"rank": 0, "samples": 1})
+        kept.progressed(report_of(samples=1))
     kept.close()
     assert 500 < len((kept.folder / "progress.jsonl").read_text().splitlines()) < 5000
 
@@ -347,7 +348,7 @@ def test_a_notebook_shows_a_report_as_a_link(tmp_path: Path, monkeypatch: pytest
 
 def test_a_run_that_was_cut_short_has_a_report_too(tmp_path: Path) -> None:
     kept = RunRecords(tmp_path, {"name": "x", "world_size": 1})
-    kept.progressed({"rank": 0, "samples": 1, "loss": float("nan"), "rate": 1.0})
+    kept.progressed(report_of(samples=1, loss=float("nan"), rate=1.0))
     kept.close()
     with (tmp_path / "progress.jsonl").open("a") as file:
         file.write('{"seconds": 1')
@@ -359,7 +360,7 @@ def test_a_run_that_was_cut_short_has_a_report_too(tmp_path: Path) -> None:
 
 def test_the_loss_is_that_of_a_batch_as_ranks_have_it_whole_by_default(tmp_path: Path) -> None:
     kept = RunRecords(tmp_path, {"name": "x", "world_size": 1})
-    kept.progressed({"rank": 0, "samples": 1, "loss": 0.5})
+    kept.progressed(report_of(samples=1, loss=0.5))
     kept.close()
     assert ">Loss of a batch<" in report(RunFolder.open(tmp_path))
 

@@ -18,7 +18,7 @@ from lagom.timings import PARTS
 from lagom.watch.json_values import damage_named, loaded, loaded_lines, numbers_first, text_of
 from lagom.watch.run_dir import PROGRESS, RESULT, RUN
 from lagom.watch.stall_texts import rank_names
-from lagom.watch.stragglers import straggler
+from lagom.watch.stragglers import Waits, straggler
 
 _TAIL = 16_384  # bytes of each rank's output that the page shows
 _MAX_RANKS = 16
@@ -195,12 +195,12 @@ def _slowest(events: Events) -> str:
     return said
 
 
-def _mean_waits(events: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def _mean_waits(events: Sequence[Mapping[str, Any]]) -> Waits:
     waits_for: dict[str, float] = {}
     for one in events:
         for rank, share in (one.get("waits_for") or {}).items():
             waits_for[rank] = waits_for.get(rank, 0.0) + share / len(events)
-    return {"waits": sum(one.get("waits") or 0.0 for one in events) / len(events), "waits_for": waits_for}
+    return Waits(sum(one.get("waits") or 0.0 for one in events) / len(events), waits_for)
 
 
 def events_of(folder: RunFolder) -> dict[int, list[dict[str, Any]]]:
