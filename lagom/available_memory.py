@@ -1,4 +1,4 @@
-"""``available_memory``: finds out how many bytes each rank on this machine may use."""
+"""``available_memory``: finds out how many bytes each rank on this machine may use; ``format_bytes`` for texts."""
 
 from __future__ import annotations
 
@@ -36,6 +36,17 @@ def available_memory(num_ranks: int, *, gpus: bool = True) -> AvailableMemory:
     found = AvailableMemory(total // num_ranks, _part(num_ranks) + what)
     own = resource.getrlimit(resource.RLIMIT_AS)[0]
     return found if own == resource.RLIM_INFINITY else min(found, AvailableMemory(own, "what ulimit -v allows", True))
+
+
+def format_bytes(num_bytes: int | None) -> str:
+    """Format a number of bytes for a reader, as "1.2 GB"; "?" for None."""
+    if num_bytes is None:
+        return "?"
+    value, units = float(num_bytes), ["B", "kB", "MB", "GB", "TB"]
+    while value >= 999.5 and len(units) > 1:
+        value /= 1000
+        units.pop(0)
+    return f"{value:.3g} {units[0]}"
 
 
 def _gpu_sizes() -> list[int]:

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from lagom.config import TorchDistributedConfig
     from lagom.driver.driver_run import DriverRun
     from lagom.driver.view_part import ViewPart
+    from lagom.on_rank.oom_report import Shortage
     from lagom.on_rank.rank_call import RankCall
     from lagom.plan import Plan
     from lagom.result import Result
@@ -103,6 +104,13 @@ class Extension:
         The context may subscribe to ``session.events``.
         """
         return nullcontext()
+
+    def explain_out_of_memory(self, session: Session, shortage: Shortage) -> str:
+        """Return settings of the extension with which a rank that ran out of memory would need less; "" for none.
+
+        Every extension is asked, also those that the run does not use.
+        """
+        return ""
 
     def add_commands(self, commands: Any) -> None:
         """Add the extension's commands to those of ``lagom``; ``commands`` is argparse's object for subparsers."""

@@ -109,8 +109,8 @@ class _Joining:
         if not session.has_joined:
             session.check_place("init_process_group()")
             _tell(session)
-            if session.weights is not None:
-                session.weights.end()
+            if (call := session.events.program_joins.call) is not None:
+                call()
         timeout = asked.get("timeout")
         assert session.store is not None
         store = reconnected(session.store, timeout if isinstance(timeout, timedelta) else None)

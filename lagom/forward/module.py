@@ -46,11 +46,13 @@ def track_modules(session: Session) -> Iterator[None]:
 
 
 def _make_new(session: Session, make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    made = session.events.parameter_made
+
     def patched_new(cls: type, *args: Any, **kwargs: Any) -> torch.Tensor:
         parameter = make(cls, *args, **kwargs)
         session.leaves.add_leaf(parameter)
-        if session.weights is not None:
-            session.weights.adopt(parameter)
+        if (call := made.call) is not None:
+            call(parameter)
         return parameter
 
     return patched_new
@@ -145,7 +147,7 @@ def _make_call(forwards: _ForwardState) -> Callable[..., Any]:
     slicer = Slicer(session, run, forwards.outside) if may_slice else None
     slices_training = session.config.batches == "whole"
     several = session.world_size > 1
-    spans = session.spans
+    spans, begun = session.spans, session.events.forward_begun
 
     def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if forwards.inside or torch.compiler.is_dynamo_compiling():
@@ -155,8 +157,8 @@ def _make_call(forwards: _ForwardState) -> Callable[..., Any]:
         forwards.inside = True
         start = 0 if spans is None else spans.clock()
         try:
-            if session.weights is not None:
-                session.weights.resident.begin()
+            if (tell := begun.call) is not None:
+                tell(module)
             if follower is not None and session.live:
                 follower.follow(module, args, kwargs)
             share, trains = None, False

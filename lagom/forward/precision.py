@@ -12,7 +12,6 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils._pytree import tree_map_only
 from torch.utils.weak import WeakIdKeyDictionary
 
-from lagom.extensions.zero.gradient_access import exchange_numbers
 from lagom.patching.object_reference import ObjectReference
 from lagom.patching.replace import replaced
 from lagom.run_state.leaves import find_leaves
@@ -221,14 +220,11 @@ class _GradientScaler:
         The scale is halved then, and doubled after ``GROWTH_INTERVAL`` finite steps. With sharded gradients this is a
         collective.
         """
-        every = [p for group in optimizer.param_groups for p in group["params"]]
-        if self._session.gradients is None:
-            graded = [p for p in every if p.grad is not None]
-        else:
-            graded = [p for p in every if self._session.gradients.has_gradient(p)]
+        store = self._session.gradient_store
+        graded = [p for group in optimizer.param_groups for p in group["params"] if store.has_gradient(p)]
         if not graded:
             return
-        if self._is_finite(graded):
+        if store.check_all(graded, _are_finite, "optimizer.step() in fp16"):
             self._num_good += 1
             if self._num_good >= GROWTH_INTERVAL:
                 self.scale, self._num_good = self.scale * _FACTOR, 0
@@ -240,15 +236,6 @@ class _GradientScaler:
         self._held[optimizer] = [(p, p.grad) for p in graded]
         for p in graded:
             p.grad = None
-
-    def _is_finite(self, graded: Sequence[Tensor]) -> bool:
-        gradients = self._session.gradients
-        if gradients is None or not any(gradients.is_sharded(p) for p in graded):
-            return _are_finite(p.grad for p in graded)
-        with gradients.expose_shards():
-            mine = _are_finite(p.grad for p in graded)
-        rows = exchange_numbers(self._session, "optimizer.step() in fp16", [float(mine)])
-        return all(row[0] for row in rows)
 
     def restore_gradients(self, optimizer: Optimizer) -> None:
         """Restore the removed gradients after the step."""

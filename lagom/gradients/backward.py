@@ -21,7 +21,7 @@ from lagom.gradients.grad_calls import GradCalls, inside_backward
 from lagom.gradients.replicas import Replicas
 from lagom.gradients.training_threads import TrainingThreads
 from lagom.patching.replace import replaced
-from lagom.run_state.leaf_hooks import calls_hooks_after, watch_node_hooks
+from lagom.run_state.leaf_hooks import watch_node_hooks
 from lagom.run_state.leaves import find_leaves
 
 if TYPE_CHECKING:
@@ -90,6 +90,8 @@ class _Backwards:
         assert session.divergence is not None
         assert session.gradient_averager is not None
         self._session = session
+        self._store = session.gradient_store
+        self._begun = session.events.backward_begun
         self._original = original
         self.divergence = session.divergence
         self._gradient_averager = session.gradient_averager
@@ -105,8 +107,8 @@ class _Backwards:
         self._running: Sequence[Tensor] = ()
         """Leaves of the cached backward that runs now; empty if none runs. See ``_run_cached``."""
         self.accumulation = Accumulation(session, self._gradient_averager)
-        if session.config.zero_lvl > 1 or not self._gradient_averager.reduction.is_linear:
-            # ZeRO levels 2 and 3 exist to avoid keeping whole gradients. And if a reduction is not linear, its result
+        if self._store.keeps_shards or not self._gradient_averager.reduction.is_linear:
+            # Ranks keep shards so that no whole gradients stay. And if a reduction is not linear, its result
             # must not depend on the moment at which lagom notices that the program accumulates.
             self.accumulation.close()
 
@@ -133,6 +135,8 @@ class _Backwards:
             raise NotByRowsError(WholeReason.RUNS_BACKWARD)
         # Before the backward, which frees the graph.
         leaves = find_leaves(outputs, args[3])
+        if (call := self._begun.call) is not None and not self._session.depth:
+            call(leaves)
         if not args[2] and self._may_use_cache() and (cached := self._cache.find(leaves)) is not None:
             return self._run_cached(cached, leaves, outputs, args, options)
         leaves = [leaf for leaf in leaves if leaf not in self._session.repeated_inputs]
@@ -148,17 +152,9 @@ class _Backwards:
             with inside_backward(self._session):
                 return self._original(outputs, *args, **options)
         self._session.begin_backward(outputs, leaves)
-        if self._session.weights is not None:
-            for leaf in leaves:
-                self._session.weights.adopt(leaf)
-            self._session.weights.resident.begin()
         if self.accumulation.begin_backward(leaves, create_graph=bool(args[2])):
             return self._run_without_averaging(leaves, outputs, args, options)
-        if (gradients := self._session.gradients) is None:
-            with self.accumulation.mark_busy():
-                return self._run_and_average(leaves, outputs, args, options)
-        gradients.gather(leaf for leaf in leaves if calls_hooks_after(leaf))
-        with gradients.hide_shards():
+        with self.accumulation.mark_busy(), self._store.prepare_backward(leaves):
             return self._run_and_average(leaves, outputs, args, options)
 
     def _run_without_averaging(
@@ -183,8 +179,7 @@ class _Backwards:
         return result
 
     def _may_use_cache(self) -> bool:
-        session = self._session
-        if session.depth or session.gradients is not None or self._gradient_averager.overlap.may_start:
+        if self._session.depth or self._store.keeps_shards or self._gradient_averager.overlap.may_start:
             return False
         return self.accumulation.is_idle
 
@@ -276,7 +271,7 @@ class _Backwards:
         return result
 
     def _finish(self, pending: BackwardGradients, *, create_graph: bool, **options: bool) -> None:
-        """Average the gradients; then call hooks, add earlier gradients, and cut gradients that ranks shard.
+        """Average the gradients; then call hooks, add earlier gradients, and hand the sums to the store.
 
         Args:
             options: arguments for ``average_backward``, which averages gradients that have no graph.
@@ -289,8 +284,5 @@ class _Backwards:
                 self._gradient_averager.average_backward(pending, **options)
             self.accumulation.record_reduction(pending)
             pending.finish()
-            if self._session.gradients is not None:
-                self._session.gradients.cut_gradients(pending.without_gradient)
-        if self._session.weights is not None:
-            self._session.weights.free_idle()
+            self._store.end_backward(pending.without_gradient)
         self._session.record_backward()

@@ -50,7 +50,7 @@ class Replicas:
         config = session.config
         self._is_over = (
             config.batches != "whole"
-            or bool(config.zero_lvl)
+            or session.gradient_store.always_averages
             or not isinstance(averager.reduction, Mean)
             or session.device.type != "cpu"
         )

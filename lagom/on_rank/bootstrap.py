@@ -118,7 +118,7 @@ def _function(session: Session, call: Call, stack: ExitStack) -> tuple[Callable[
         positional, named = arguments(call.function, MadeArguments(dict(call.provided) | {"reporter": reporter}))
         plan = session.plan
         if session.rank == 0 and plan.launcher != "inline" and plan.rehearsal is None and not plan.searches:
-            changes.append(CallChanges(call, reads_parameters=plan.config.zero_lvl < 3))
+            changes.append(CallChanges(call, reads_parameters=not session.parameter_store.keeps_shards))
         return functools.partial(call.function, *positional, **named)
 
     function = session.events.function.wrap(make, call, {"reporter": reporter}, stack)()

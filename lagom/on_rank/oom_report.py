@@ -12,15 +12,14 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from lagom.available_memory import AvailableMemory, available_memory
-from lagom.extensions.zero.memory_plan.levels import levels_of
-from lagom.extensions.zero.memory_plan.needs import Level, size
-from lagom.extensions.zero.memory_plan.optimizer_state_bytes import step_meta_copy
+from lagom.available_memory import AvailableMemory, available_memory, format_bytes
+from lagom.extensions.registry import EXTENSIONS
+from lagom.optimizers.state_placeholder import StatePlaceholder
 from lagom.run_state.memory_layout import storage_of
 from lagom.run_state.oom_errors import wanted_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
     from types import TracebackType
 
     from lagom.session.session import Session
@@ -50,7 +49,7 @@ class OutOfMemoryReport:
 
     def _describe(self, wanted: int) -> str:
         session = self._session
-        live, session.live = session.live, False  # the step on meta copies below must not wait for other ranks
+        live, session.live = session.live, False  # what extensions try out must not wait for other ranks
         try:
             return _describe(session, wanted)
         finally:
@@ -70,16 +69,36 @@ class HeldMemory(NamedTuple):
         return sum(self)
 
 
+class Shortage(NamedTuple):
+    """What a rank has and wants that ran out of memory."""
+
+    wanted: int
+    """Bytes that were wanted at once; 0 if unknown."""
+    limit: int
+    """Bytes that the rank may use."""
+    others: int
+    """Bytes of all else than parameters, gradients and optimizer state."""
+    parameters: Sequence[torch.Tensor]
+    """The parameters of all modules and optimizers in this process."""
+    optimizers: Sequence[Optimizer]
+    """All optimizers in this process."""
+
+
 def held_memory(session: Session) -> HeldMemory:
     """Return the bytes of all modules (without buffers) and optimizers in this process; gather no sharded parts."""
-    alive = [one for one in gc.get_objects() if issubclass(type(one), (nn.Module, Optimizer))]
-    optimizers = [one for one in alive if isinstance(one, Optimizer)]
-    parameters = _parameters(alive)
+    parameters, optimizers = _alive()
     gradients = [gradient for p in parameters if (gradient := _slot.__get__(p)) is not None]
-    kept = sum(_state(session, one) for one in optimizers)
-    parts = session.gradients.num_bytes() if session.gradients is not None else 0
-    weights = session.weights.num_bytes() if session.weights is not None else 0
-    return HeldMemory(_bytes(parameters) + weights, _bytes(gradients) + parts, kept)
+    return HeldMemory(
+        _bytes(parameters) + session.parameter_store.num_bytes(),
+        _bytes(gradients) + session.gradient_store.num_bytes(),
+        sum(map(_state, optimizers)),
+    )
+
+
+def _alive() -> tuple[list[torch.Tensor], list[Optimizer]]:
+    """Return the parameters of all modules and optimizers in this process, and the optimizers."""
+    alive = [one for one in gc.get_objects() if issubclass(type(one), (nn.Module, Optimizer))]
+    return _parameters(alive), [one for one in alive if isinstance(one, Optimizer)]
 
 
 def _parameters(alive: Iterable[Any]) -> list[torch.Tensor]:
@@ -93,10 +112,10 @@ def _parameters(alive: Iterable[Any]) -> list[torch.Tensor]:
     return list(found.values())
 
 
-def _state(session: Session, optimizer: Optimizer) -> int:
-    if session.optimizers is not None and (parted := session.optimizers.num_bytes(optimizer)) is not None:
-        return parted
+def _state(optimizer: Optimizer) -> int:
     state = vars(optimizer).get("state", {})
+    if isinstance(state, StatePlaceholder):
+        return state.num_bytes()
     values = [value for own in state.values() if isinstance(own, dict) for value in own.values()]
     return _bytes(value for value in values if isinstance(value, torch.Tensor))
 
@@ -111,59 +130,31 @@ def _describe(session: Session, wanted: int) -> str:
     now = held_memory(session)
     used = used_memory(session, limit)
     others = max(used - now.total, 0)
-    asked = f"{size(wanted)} were wanted at once" if wanted else "more was wanted"
+    asked = f"{format_bytes(wanted)} were wanted at once" if wanted else "more was wanted"
     return (
-        f"rank {session.rank} of {session.world_size} ran out of memory: {asked}, and of {size(limit.num_bytes)} "
-        f"({limit.where}) it held {size(now.parameters)} of parameters, {size(now.gradients)} of gradients, "
-        f"{size(now.state)} of optimizer state, and {size(others)} of activations, data and all else. "
-        + _advice(session, wanted, limit, others)
+        f"rank {session.rank} of {session.world_size} ran out of memory: {asked}, and of "
+        f"{format_bytes(limit.num_bytes)} ({limit.where}) it held {format_bytes(now.parameters)} of parameters, "
+        f"{format_bytes(now.gradients)} of gradients, {format_bytes(now.state)} of optimizer state, and "
+        f"{format_bytes(others)} of activations, data and all else. " + _advice(session, wanted, limit, others)
     )
 
 
 def _advice(session: Session, wanted: int, limit: AvailableMemory, others: int) -> str:
     if wanted > limit.num_bytes:
-        return "That one tensor is larger than the memory: no level and no number of ranks would change it"
+        return "That one tensor is larger than the memory: no setting and no number of ranks would change it"
     smaller = "smaller batches (a loop that accumulates gradients over several keeps its meaning)"
     if session.num_micro_batches > 1:
         smaller = f"micro_batches={2 * session.num_micro_batches}, twice as many as there were, or {smaller}"
-    elif session.config.micro_batches is None and session.config.backend == "torch":
+    elif session.config.micro_batches is None and not session.gradient_store.is_external:
         smaller = f"micro_batches=2 (forwards in parts, where rows do not depend on each other), {smaller}"
     if not session.config.mixed_precision:
         smaller += " or mixed_precision='bf16' would need less for activations"
-    with contextlib.suppress(Exception):  # an optimizer of another package may raise any error
-        ranks = session.world_size
-        levels = possible_levels(max(ranks, 2))
-        able = [one for one in levels if one.possible and one.zero_lvl > session.config.zero_lvl]
-        fitting = [one for one in able if one.held + others + wanted <= limit.num_bytes]
-        if fitting and ranks > 1:
-            return f"zero_lvl={fitting[0].zero_lvl} would fit: {_of(fitting[0])}; {smaller}"
-        if fitting:
-            level = fitting[0]
-            return f"world_size=2 with zero_lvl={level.zero_lvl} would fit, on other memory: {_of(level)}; {smaller}"
-        if able and ranks > 1:
-            return f"zero_lvl={able[-1].zero_lvl} would need less, which may not be enough: {_of(able[-1])}; {smaller}"
-    return f"More ranks or larger machines, {smaller}"
-
-
-def possible_levels(num_ranks: int) -> list[Level]:
-    """Return, for each ``zero_lvl``, the bytes that each of ``num_ranks`` ranks would hold; [] without an optimizer.
-
-    The bytes are those of all modules and optimizers that exist in this process.
-    """
-    alive = [one for one in gc.get_objects() if issubclass(type(one), (nn.Module, Optimizer))]
-    optimizers = [one for one in alive if isinstance(one, Optimizer)]
-    if not optimizers:
-        return []
-    every = _parameters(alive)
-    found = [step_meta_copy(one, [p for group in one.param_groups for p in group["params"]]) for one in optimizers]
-    return levels_of(found, every, num_ranks)
-
-
-def _of(one: Level) -> str:
-    return (
-        f"{size(one.parameters)} of parameters, {size(one.gradients)} of gradients and {size(one.state)} of state on "
-        "each rank"
-    )
+    shortage = Shortage(wanted, limit.num_bytes, others, *_alive())
+    hints = []
+    for extension in EXTENSIONS:
+        with contextlib.suppress(Exception):  # an optimizer of another package may raise any error
+            hints.append(extension.explain_out_of_memory(session, shortage))
+    return "; ".join([*filter(None, hints), smaller]) if any(hints) else f"More ranks or larger machines, {smaller}"
 
 
 def memory_limit(session: Session) -> AvailableMemory:

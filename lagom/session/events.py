@@ -70,10 +70,18 @@ class Events:
         self.function = Chain()
         """Makers of the function that a rank calls; with the maker before, the call, lagom's own objects that the
         program may hold by name, and the ``ExitStack`` of the call."""
+        self.parameter_made = Event()
+        """The program has made a parameter; with the parameter."""
+        self.forward_begun = Event()
+        """An outermost forward begins; with the module."""
+        self.micro_batch_begun = Event()
+        """The forward of one micro-batch begins, also where a backward repeats it; without arguments."""
         self.backward_begun = Event()
-        """A backward of the program begins; with its leaves."""
+        """An outermost backward of the program begins; with its leaves."""
         self.backward_ended = Event()
-        """A backward has ended, and its gradients are reduced; without arguments."""
+        """A backward has ended, and its gradients are reduced (unless that is postponed); without arguments."""
+        self.program_joins = Event()
+        """All ranks call ``init_process_group``, after which patches are off; without arguments."""
 
 
 # Note [Cost of an event]

@@ -15,8 +15,6 @@ from lagom.distributed.init_process_group import own_init_process_group
 from lagom.distributed.mp_spawn import own_mp_spawn
 from lagom.errors import LagomError
 from lagom.extensions.registry import wanted
-from lagom.extensions.zero.deepspeed.engine_patches import driven_by_deepspeed
-from lagom.extensions.zero.zero_steps import shard_steps
 from lagom.forward.batchnorm import synchronise_batchnorm
 from lagom.forward.module import patch_reentrant_checkpoints, prepare_forwards, track_modules
 from lagom.forward.precision import Precision
@@ -64,7 +62,7 @@ def patched(session: Session) -> Iterator[None]:
             stack.enter_context(equal_fresh_seeds(session, streams))
         on_cuda = session.device.type == "cuda"
         moves = on_cuda and not session.plan.names_gpu
-        if not distributed and (moves or session.config.backend == "deepspeed"):
+        if not distributed and (moves or session.gradient_store.is_external):
             stack.enter_context(track_modules(session))
         if moves:
             stack.enter_context(meet_on(session.device, session.modules.finished_modules, partial(_may_move, session)))
@@ -83,8 +81,6 @@ def patched(session: Session) -> Iterator[None]:
             stack.enter_context(prepare_forwards(session, streams))
         if precision is not None:
             stack.enter_context(precision.autocast_forwards())
-        if session.config.backend == "deepspeed":
-            stack.enter_context(driven_by_deepspeed(session))
         stack.enter_context(shard_loaders(session, streams))
         if (are_patched := session.events.patched.call) is not None:
             are_patched(stack)
@@ -115,15 +111,13 @@ def _patched_for_ranks(session: Session) -> Iterator[None]:
         is_as_given = session.config.batches == "whole" or session.plan.already_distributed
         if not is_as_given:
             stack.enter_context(fused_adam())
-        if session.config.backend == "torch":
+        if not session.gradient_store.is_external:
             stack.enter_context(synchronise_backward(session, knows_rank))
             session.learned["rank"] = _refuse_known_rank, lambda _: None
             stack.enter_context(skip_profiler_ranges())
             stack.enter_context(watch_packing(session))
             if session.config.batches == "whole":
                 stack.enter_context(share_losses(session, knows_rank))
-            if session.config.zero_lvl:
-                stack.enter_context(shard_steps(session))
         if session.config.lr_scaling is not None and not session.plan.already_distributed:
             stack.enter_context(scale_learning_rates(session))
         if session.config.sync_batchnorm:

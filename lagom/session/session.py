@@ -23,6 +23,7 @@ from lagom.forward.running_value_warnings import RunningValueDetector
 from lagom.gradients.criteria import find_caveats
 from lagom.gradients.divergence import DivergenceMonitor
 from lagom.gradients.gradient_averager import GradientAverager
+from lagom.gradients.gradient_store import GradientStore
 from lagom.gradients.reduction.mean import make_reduction
 from lagom.patching.object_reference import tensor_dictionary
 from lagom.run_state.batch_origin import BatchTracker
@@ -30,6 +31,7 @@ from lagom.run_state.leaves import Leaves
 from lagom.run_state.loader_pass import NOT_SHARED, BatchShare, LoaderPass, PassTracker
 from lagom.run_state.loss_terms import LossTermWeights
 from lagom.run_state.module_registry import ModuleRegistry
+from lagom.run_state.parameter_store import ParameterStore
 from lagom.run_state.plain_leaves import Likeness, PlainLeaves
 from lagom.run_state.random_streams import CommonStreams
 from lagom.session.events import Events
@@ -42,9 +44,6 @@ if TYPE_CHECKING:
 
     from lagom.config import TorchDistributedConfig
     from lagom.exchange.group import Group
-    from lagom.extensions.zero.gradient_shards import GradientShards
-    from lagom.extensions.zero.optimizer_group import OptimizerGroup
-    from lagom.extensions.zero.parameters.shards import ParameterShards
     from lagom.forward.rows.recorder import BatchStatistics
     from lagom.forward.rows.sliced_forward import MicroBatch, SlicedForward
     from lagom.on_rank.rank_call import RankCall
@@ -83,6 +82,7 @@ class Session:
     """Record of the program's activities; None without a timeline."""
 
     events: Events = field(default_factory=Events, init=False)
+    """Moments at which extensions take part in the run."""
     parts: dict[str, Any] = field(default_factory=dict, init=False)
     """What extensions keep for this rank, by the name of the extension."""
     rank_call: RankCall | None = field(default=None, init=False)
@@ -144,12 +144,10 @@ class Session:
     agreement: AgreedExchange | None = field(default=None, init=False)
     divergence: DivergenceMonitor | None = field(default=None, init=False)
     gradient_averager: GradientAverager | None = field(default=None, init=False)
-    optimizers: OptimizerGroup | None = field(default=None, init=False)
-    """Sharded optimizers; None with ``zero_lvl=0``."""
-    gradients: GradientShards | None = field(default=None, init=False)
-    """Shards of gradients; None unless ``zero_lvl`` is 2 or 3."""
-    weights: ParameterShards | None = field(default=None, init=False)
-    """Shards of parameters; None unless ``zero_lvl`` is 3."""
+    gradient_store: GradientStore = field(default_factory=GradientStore, init=False)
+    """Where averaged gradients are between backwards; an extension replaces it before torch is patched."""
+    parameter_store: ParameterStore = field(default_factory=ParameterStore, init=False)
+    """Where the values of parameters are; an extension replaces it before torch is patched."""
     fail: Callable[[BaseException], None] | None = field(default=None, init=False)
     """Ends the run with an error of a thread other than the main thread; None in an inline run."""
     is_resumable: bool = field(default=False, init=False)
@@ -178,7 +176,7 @@ class Session:
     num_micro_batches: int = field(default=1, init=False)
     """Largest number of micro-batches in a forward so far."""
     shares_forwards: bool = field(default=True, init=False)
-    """Whether forwards can run in blocks of rows; not with DeepSpeed's stage 3, whose hooks gather parameters."""
+    """Whether forwards can run in blocks of rows; not if hooks of modules exchange data between ranks."""
 
     def __post_init__(self) -> None:
         if self.store is not None:
@@ -284,7 +282,9 @@ class Session:
         self.passes.record_evaluation(current)
 
     def record_backward(self) -> None:
-        """Record that a backward ran."""
+        """Record that a backward ran, and tell extensions."""
+        if (call := self.events.backward_ended.call) is not None:
+            call()
         self.ticks += 1
         if self.config.batches != "whole" and self.passes.by_mode() is not None and not self.passes.trains():
             self.say_once(

@@ -14,10 +14,10 @@ import torch
 from torch import nn
 
 from lagom import experiment
-from lagom.available_memory import AvailableMemory
 from lagom.config import TorchDistributedConfig
+from lagom.extension import Extension
 from lagom.on_rank import oom_report
-from lagom.on_rank.oom_report import OutOfMemoryReport, held_memory
+from lagom.on_rank.oom_report import OutOfMemoryReport, Shortage, held_memory
 from lagom.run_state.oom_errors import wanted_bytes
 from lagom.session.session import Session
 from tests.ranks import run_ranks, session_alone
@@ -69,45 +69,39 @@ def test_what_is_held_is_counted_without_being_put_together(zero_lvl: int, parts
         assert row == pytest.approx([part * 4 * WIDTH * WIDTH for part in parts], rel=0.001)
 
 
-again = functools.partial(pytest.param, marks=pytest.mark.soak)
+class Proposes(Extension):
+    """Knows a setting."""
+
+    def explain_out_of_memory(self, session: Session, shortage: Shortage) -> str:
+        """Name the setting, and what is short."""
+        return f"less=True would need less than {shortage.wanted} of {len(shortage.optimizers)}"
+
+
+class Breaks(Extension):
+    """Knows none."""
+
+    def explain_out_of_memory(self, session: Session, shortage: Shortage) -> str:
+        """Fail."""
+        raise ValueError("broken")
 
 
 @pytest.mark.parametrize(
-    ("world_size", "zero_lvl", "room", "says"),
+    ("extensions", "says"),
     [
-        again(2, 1, 12, "zero_lvl=2 would fit: 4 MB of parameters, 2 MB of gradients and 4 MB of state on each rank"),
-        again(2, 0, 7, "zero_lvl=3 would need less, which may not be enough"),
-        again(2, 2, 9.5, "zero_lvl=3 would fit: 2 MB of parameters, 2 MB of gradients and 4 MB of state on each rank"),
-        again(2, 3, 7, "More ranks or larger machines, micro_batches=2 ("),
-        (1, 0, 14, "world_size=2 with zero_lvl=1 would fit"),
+        ((Breaks(), Extension(), Proposes()), ". less=True would need less than 7 of 0; micro_batches=2 ("),
+        ((Breaks(), Extension()), ". More ranks or larger machines, micro_batches=2 ("),
+        ((), ". More ranks or larger machines, micro_batches=2 ("),
     ],
 )
-def test_the_level_that_would_fit_is_named(
-    world_size: int, zero_lvl: int, room: float, says: str, monkeypatch: pytest.MonkeyPatch
+def test_extensions_may_name_their_settings(
+    extensions: tuple[Extension, ...], says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A model of 4 MB (decimal) with Adam, and 1 MB wanted."""
-    size = 1_000_000
-    monkeypatch.setattr(oom_report, "memory_limit", lambda _: AvailableMemory(int(room * size), "as the test says"))
-    monkeypatch.setattr(oom_report, "used_memory", lambda session, _: held_memory(session).total)
-
-    def fails(session: Session) -> str:
-        before = len(oom_report.possible_levels(2))
-        assert before == 0, "another test left an optimizer behind"
-        network = nn.Linear(1000, 1000, bias=False)
-        optimizer = torch.optim.Adam(network.parameters())
-        # Not what other tests have left alive.
-        vars(oom_report)["gc"] = SimpleNamespace(get_objects=lambda: [network, optimizer])
-        network(torch.randn(2, 1000)).sum().backward()
-        optimizer.step()
-        with pytest.raises(RuntimeError) as caught, OutOfMemoryReport(session):
-            raise RuntimeError(f"DefaultCPUAllocator: can't allocate memory: you tried to allocate {size} bytes.")
-        return str(caught.value)
-
-    texts = run_ranks(world_size, fails, zero_lvl=zero_lvl)
-    for rank, text in enumerate(texts):
-        assert f"rank {rank} of {world_size} ran out of memory: 1 MB were wanted at once" in text
-        assert says in text
-        assert "mixed_precision='bf16'" in text
+    monkeypatch.setattr(oom_report, "EXTENSIONS", extensions)
+    monkeypatch.setattr(oom_report, "gc", SimpleNamespace(get_objects=list))
+    text = "DefaultCPUAllocator: can't allocate memory: you tried to allocate 7 bytes."
+    with pytest.raises(RuntimeError) as caught, OutOfMemoryReport(session_alone(tmp_path)):
+        raise RuntimeError(text)
+    assert says in str(caught.value)
 
 
 def test_a_limit_of_the_process_is_found_and_named() -> None:

@@ -8,6 +8,7 @@ Start with ``sharded_optimizer.py`` (level 1), ``gradient_shards.py`` (level 2),
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
@@ -16,7 +17,9 @@ from lagom.settings import check_one_of
 
 if TYPE_CHECKING:
     from lagom.config import TorchDistributedConfig
+    from lagom.on_rank.oom_report import Shortage
     from lagom.plan import Plan
+    from lagom.session.session import Session
 
 Backend = Literal["torch", "deepspeed"]
 
@@ -63,3 +66,21 @@ class Zero(Extension):
     def is_wanted(self, plan: Plan) -> bool:
         """See ``Extension``."""
         return plan.config.zero_lvl > 0 or plan.config.backend == "deepspeed"
+
+    def rank(self, session: Session) -> AbstractContextManager[None]:
+        """See ``Extension``."""
+        if session.config.backend == "deepspeed":
+            from lagom.extensions.zero.deepspeed.engine_patches import drive_by_deepspeed
+
+            drive_by_deepspeed(session)
+        elif session.world_size > 1:
+            from lagom.extensions.zero.zero_steps import shard
+
+            shard(session)
+        return nullcontext()
+
+    def explain_out_of_memory(self, session: Session, shortage: Shortage) -> str:
+        """See ``Extension``; names the level that would fit."""
+        from lagom.extensions.zero.memory_plan.level_advice import advise_level
+
+        return advise_level(session, shortage)

@@ -13,7 +13,6 @@ from torch.amp.grad_scaler import GradScaler
 from torch.nn.utils import clip_grad, clip_grads_with_norm_, get_total_norm
 from torch.optim import Optimizer
 
-from lagom.extensions.zero.gradient_shards import GradientShards
 from lagom.patching.dynamo import at_compilation
 from lagom.patching.importers import Importers
 from lagom.patching.replace import replaced
@@ -21,16 +20,15 @@ from lagom.patching.replace import replaced
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
+    from lagom.extensions.zero.gradient_shards import GradientShards
     from lagom.session.session import Session
 
 _importers = Importers(clip_grad, "clip_grad_norm_", "clip_grad_value_")
 
 
 @contextmanager
-def shard_gradients(session: Session) -> Iterator[GradientShards]:
-    """Patch torch so that ranks keep only shards of gradients. See Note [Parts of gradients] in gradient_shards.py."""
-    assert session.group is not None
-    gradients = GradientShards(session.group, session.leaves, lambda: session.may_meet, session.say_once)
+def access_shards(session: Session, gradients: GradientShards) -> Iterator[None]:
+    """Patch the functions of torch that see gradients. See Note [Parts of gradients] in gradient_shards.py."""
     with ExitStack() as stack:
         for name in ("grad", "_grad"):
             stack.enter_context(replaced(Tensor, name, _make_grad_property(session, gradients)))
@@ -42,7 +40,7 @@ def shard_gradients(session: Session) -> Iterator[GradientShards]:
         for module, name in _importers.find():
             stack.enter_context(replaced(module, name, patched[name]))
         stack.enter_context(_stop_at_compilation(session, gradients))
-        yield gradients
+        yield
 
 
 def _make_grad_property(session: Session, gradients: GradientShards) -> property:
@@ -100,7 +98,7 @@ def _make_unscale(session: Session, gradients: GradientShards) -> Callable[..., 
         with gradients.expose_shards():
             found: dict[torch.device, Tensor] = original(self, optimizer, inv_scale, found_inf, *args, **kwargs)
         mine = [float(found[device]) if device in found else 0.0 for device in devices]
-        rows = exchange_numbers(session, "GradScaler.unscale_()", mine)
+        rows = gradients.exchange_numbers("GradScaler.unscale_()", mine)
         worst = [max(column) for column in zip(*rows, strict=True)]
         return {
             d: torch.full((), value, dtype=torch.float32, device=d) for d, value in zip(devices, worst, strict=True)
@@ -128,7 +126,7 @@ def _make_clip_norm(session: Session, gradients: GradientShards, original: Calla
             parts = [part for p in cut if (part := gradients.own_part(p)) is not None]
             whole = [p.grad for p in every if not gradients.is_sharded(p) and p.grad is not None]
             norms = [float(get_total_norm(some, norm_type, False, foreach)) for some in (parts, whole)]
-            rows = exchange_numbers(session, "clip_grad_norm_()", norms[:1])
+            rows = gradients.exchange_numbers("clip_grad_norm_()", norms[:1])
             total = _combine_norms([row[0] for row in rows] + norms[1:], float(norm_type))
             # The norm of one number is that number: torch's function raises its own error if ``error_if_nonfinite``.
             norm = torch.full((), total, dtype=cut[0].dtype, device=cut[0].device)
@@ -160,18 +158,6 @@ def _combine_norms(norms: list[float], order: float) -> float:
         return math.nan if any(map(math.isnan, norms)) else largest
     found: float = math.fsum((norm / largest) ** order for norm in norms) ** (1 / order)
     return largest * found
-
-
-def exchange_numbers(session: Session, place: str, mine: list[float]) -> list[list[float]]:
-    """Return the numbers ``mine`` of each rank, in rank order; a collective.
-
-    Raises:
-        DivergenceError: on all ranks, if not all are at ``place`` of the program.
-    """
-    assert session.group is not None
-    session.check_place(place)
-    parts = session.group.all_gather_bytes(b" ".join(value.hex().encode() for value in mine))
-    return [[float.fromhex(value.decode()) for value in part.split()] for part in parts]
 
 
 @contextmanager

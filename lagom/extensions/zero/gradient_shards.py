@@ -10,8 +10,10 @@ import torch
 from lagom.errors import DivergenceError, LagomError
 from lagom.exchange.plain_values import all_gather_values
 from lagom.extensions.zero.gradient_part import GradientPart, ShardedGradient, parts_of_parameters
+from lagom.gradients.gradient_store import GradientStore
 from lagom.gradients.reduction.buckets import ShardMap, make_shard_map
 from lagom.patching.object_reference import tensor_dictionary
+from lagom.run_state.leaf_hooks import calls_hooks_after
 from lagom.run_state.memory_layout import flatten_like, flatten_memory, is_dense
 
 if TYPE_CHECKING:
@@ -28,16 +30,28 @@ _slot: Any = vars(torch._C.TensorBase)["grad"]
 """Descriptor of autograd's own slot for a tensor's gradient, below the patched property ``Tensor.grad``."""
 
 
-class GradientShards:
+class GradientShards(GradientStore):
     """Shards gradients, and gathers them when the program reads them. See Note [Parts of gradients].
 
     Args:
         may_meet: returns whether the other ranks can be reached at this place of the program.
+        check_place: raises a DivergenceError on all ranks unless they are all at a place of the program; a collective.
         say: logs a line, once.
     """
 
-    def __init__(self, group: Group, leaves: Leaves, may_meet: Callable[[], bool], say: Callable[[str], None]) -> None:
+    keeps_shards = True
+    always_averages = True
+
+    def __init__(
+        self,
+        group: Group,
+        leaves: Leaves,
+        may_meet: Callable[[], bool],
+        check_place: Callable[[str], None],
+        say: Callable[[str], None],
+    ) -> None:
         self._group = group
+        self._check_place = check_place
         self._leaves = leaves
         self._may_meet = may_meet
         self._say = say
@@ -119,6 +133,37 @@ class GradientShards:
         whole = None if entry.is_cut or entry.mine is None else _slot.__get__(parameter)
         part: torch.Tensor | None = entry.shard
         return part if whole is None else flatten_like(whole, parameter)[entry.mine.start : entry.mine.end]
+
+    def check_all(
+        self, parameters: Sequence[torch.Tensor], check: Callable[[Iterable[torch.Tensor | None]], bool], place: str
+    ) -> bool:
+        """See ``GradientStore``; each rank checks its shards."""
+        if not any(map(self.is_sharded, parameters)):
+            return super().check_all(parameters, check, place)
+        with self.expose_shards():
+            mine = check(parameter.grad for parameter in parameters)
+        return all(row[0] for row in self.exchange_numbers(place, [float(mine)]))
+
+    def exchange_numbers(self, place: str, mine: list[float]) -> list[list[float]]:
+        """Return the numbers ``mine`` of each rank, in rank order; a collective.
+
+        Raises:
+            DivergenceError: on all ranks, if not all are at ``place`` of the program.
+        """
+        self._check_place(place)
+        parts = self._group.all_gather_bytes(b" ".join(value.hex().encode() for value in mine))
+        return [[float.fromhex(value.decode()) for value in part.split()] for part in parts]
+
+    @contextmanager
+    def prepare_backward(self, leaves: Sequence[torch.Tensor]) -> Iterator[None]:
+        """See ``GradientStore``; gathers the gradients that hooks will read, and hides the shards of the others."""
+        self.gather(leaf for leaf in leaves if calls_hooks_after(leaf))
+        with self.hide_shards():
+            yield
+
+    def end_backward(self, leaves: Iterable[torch.Tensor]) -> None:
+        """See ``GradientStore``; replaces the gradients by shards."""
+        self.cut_gradients(leaves)
 
     def cut_gradients(self, leaves: Iterable[torch.Tensor]) -> None:
         """Replace whole averaged gradients by this rank's shards, which are added to the shards of earlier backwards.
@@ -347,7 +392,7 @@ def _version(gradient: torch.Tensor) -> int:
 # optimizers step its parameter (`stays_whole`); if its optimizer does not shard the parameter (see
 # `optimizer_group.py`); if it is sparse, or has a graph (`create_graph`); and once something is compiled (`stop`). A
 # backward that adds to a whole gradient leaves it whole: only leaves without a gradient are cut (`without_gradient`,
-# which gradients/backward.py passes to `cut_gradients`). While a backward runs, gradients are whole unless it overlaps
+# which gradients/backward.py passes to `end_backward`). While a backward runs, gradients are whole unless it overlaps
 # with their reduction: see Note [Overlap] in gradients/overlap.py.
 #
 # `_entries` has weak references to parameters. That is safe: once a parameter is gone here, another rank that runs the

@@ -157,11 +157,6 @@ class OptimizerGroup:
             vars(optimizer)["state"] = whole
         return whole
 
-    def num_bytes(self, optimizer: Optimizer) -> int | None:
-        """Return the bytes of state that this rank holds for ``optimizer``; None if it is not sharded."""
-        sharded = self._sharded.get(optimizer)
-        return None if sharded is None else sharded.num_bytes()
-
     def end(self) -> None:
         """Gather the whole state of each optimizer that still exists on all ranks; a collective.
 

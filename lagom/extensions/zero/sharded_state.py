@@ -6,17 +6,23 @@ from typing import TYPE_CHECKING, NoReturn
 
 from lagom.errors import LagomError
 from lagom.exchange.plain_values import all_gather_values
+from lagom.optimizers.state_placeholder import StatePlaceholder
 
 if TYPE_CHECKING:
     from lagom.exchange.group import Group
     from lagom.extensions.zero.sharded_optimizer import ShardedOptimizer
 
 
-class ShardedState:
+class ShardedState(StatePlaceholder):
     """Stands in for the state of an optimizer while each rank has a part of it; any read raises a ``LagomError``."""
 
     def __init__(self, sharded: ShardedOptimizer) -> None:
         vars(self)["sharded"] = sharded
+
+    def num_bytes(self) -> int:
+        """See ``StatePlaceholder``."""
+        sharded: ShardedOptimizer = vars(self)["sharded"]
+        return sharded.num_bytes()
 
     def __getattr__(self, name: str) -> NoReturn:
         # Not an AttributeError: ``hasattr`` and ``getattr`` with a default would take it for a missing attribute.

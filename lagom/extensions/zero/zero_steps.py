@@ -1,13 +1,14 @@
-"""``shard_steps``: lets each rank step a part of the parameters; the program still sees the whole optimizer state."""
+"""``shard``: lets each rank step a part of the parameters; the program still sees the whole optimizer state."""
 
 from __future__ import annotations
 
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from torch.optim import Optimizer
 
-from lagom.extensions.zero.gradient_access import shard_gradients
+from lagom.extensions.zero.gradient_access import access_shards
+from lagom.extensions.zero.gradient_shards import GradientShards
 from lagom.extensions.zero.optimizer_group import OptimizerGroup
 from lagom.extensions.zero.parameters.sharded_parameters import shard_parameters
 from lagom.optimizers.step_patches import replace_steps
@@ -16,41 +17,56 @@ from lagom.patching.replace import replaced
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+    from lagom.extensions.zero.parameters.shards import ParameterShards
     from lagom.session.session import Session
 
 
+def shard(session: Session) -> None:
+    """Shard the optimizers of a run from its start on; gradients too from level 2 on, and parameters at level 3."""
+    assert session.group is not None
+    assert session.gradient_averager is not None
+    gradients, weights = None, None
+    if session.config.zero_lvl > 1:
+        gradients = session.gradient_store = GradientShards(
+            session.group, session.leaves, lambda: session.may_meet, session.check_place, session.say_once
+        )
+        session.gradient_averager.overlap.shard_store = gradients
+        session.events.patched.subscribe(lambda stack: stack.enter_context(access_shards(session, gradients)))
+    else:
+        session.gradient_store.always_averages = True
+    if session.config.zero_lvl > 2:
+        assert gradients is not None
+        weights = shard_parameters(session)
+        gradients.parameter_parts = weights.parts
+    session.events.patched.subscribe(lambda stack: stack.enter_context(shard_steps(session, gradients, weights)))
+
+
 @contextmanager
-def shard_steps(session: Session) -> Iterator[None]:
+def shard_steps(session: Session, gradients: GradientShards | None, weights: ParameterShards | None) -> Iterator[None]:
     """Patch the ``step`` of every optimizer class to step this rank's part, and ``Optimizer.state`` to be whole.
 
-    Also shard gradients from level 2 on, and parameters at level 3. When the block ends without an error, gather the
-    state of all optimizers: a collective, left out if the program has a process group of its own. Torch wraps the
-    ``step`` of a class for hooks when it makes the first instance; the hooks stay outermost.
+    When the block ends without an error, gather the state of all optimizers: a collective, left out if the program has
+    a process group of its own. Torch wraps the ``step`` of a class for hooks when it makes the first instance; the
+    hooks stay outermost.
     """
     assert session.group is not None
     assert session.agreement is not None
     assert session.divergence is not None
     assert session.gradient_averager is not None
-    with ExitStack() as stack:
-        if session.config.zero_lvl > 1:
-            session.gradients = stack.enter_context(shard_gradients(session))
-            session.gradient_averager.overlap.shard_store = session.gradients
-        if session.config.zero_lvl > 2:
-            assert session.gradients is not None
-            weights = stack.enter_context(shard_parameters(session))
-            session.gradients.parameter_parts = weights.parts
-        optimizers = session.optimizers = OptimizerGroup(
-            session.group,
-            session.agreement,
-            session.divergence,
-            session.gradients,
-            session.weights,
-            is_own=session.gradient_averager.keeps_own,
-            say=session.say_once,
-            name=session.modules.name_of,
-        )
-        stack.enter_context(replace_steps(_make_steps(session, optimizers), existing=True))
-        stack.enter_context(replaced(Optimizer, "state", _make_state_property(session, optimizers)))
+    optimizers = OptimizerGroup(
+        session.group,
+        session.agreement,
+        session.divergence,
+        gradients,
+        weights,
+        is_own=session.gradient_averager.keeps_own,
+        say=session.say_once,
+        name=session.modules.name_of,
+    )
+    with (
+        replace_steps(_make_steps(session, optimizers), existing=True),
+        replaced(Optimizer, "state", _make_state_property(session, optimizers)),
+    ):
         yield
         if not session.has_joined:
             optimizers.end()

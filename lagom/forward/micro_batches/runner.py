@@ -82,8 +82,8 @@ class MicroBatchRunner:
             before = random_states() if has_run else None
             set_random_states(begun)
             try:
-                if self._session.weights is not None:
-                    self._session.weights.resident.begin()
+                if (call := self._session.events.micro_batch_begun.call) is not None:
+                    call()
                 reads = None if has_run else finding.reads
                 draws = Draws(block, finding.axes, reads, finding.multiples, _REMEDY)
                 with MicroBatch(draws, finding.needs_mode, self._left_alone).enter(self._session):

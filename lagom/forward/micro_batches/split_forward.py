@@ -115,8 +115,8 @@ class MicroBatches:
 
     def _probe(self, candidate: SplitCandidate, num: int) -> SplitFinding:
         finding = SplitFinding(ForwardWork(rows=candidate.rows))
-        weights = self._session.weights
-        sharded = [p for p in candidate.module.parameters() if weights is not None and weights.parts(p) is not None]
+        store = self._session.parameter_store
+        sharded = [p for p in candidate.module.parameters() if store.is_sharded(p)]
         if any(float(p.detach().abs().max()) <= SMALL for p in sharded):
             finding.reason = WholeReason.CLOSED_GATE.filled()
             return finding

@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lagom.exchange.background import BackgroundTask
 from lagom.exchange.group import Group
+from lagom.extensions.zero.gradient_shards import GradientShards
 from lagom.gradients import overlap
 from lagom.gradients.reduction import layout
 from lagom.session.session import Session
@@ -52,8 +53,8 @@ def test_each_rank_keeps_its_part_only(make: Any) -> None:
     def train(session: Session) -> Any:
         model, optimizer, x = _started(make)
         model(x).square().mean().backward()
-        gradients = session.gradients
-        assert gradients is not None
+        gradients = session.gradient_store
+        assert isinstance(gradients, GradientShards)
         assert all(SLOT.__get__(p) is None for p in model.parameters())
         parts = [gradients.own_shard(p)[1] for p in model.parameters()]
         held = sum(part.untyped_storage().nbytes() for part in parts if part is not None)
@@ -125,7 +126,7 @@ def test_clipping_and_scaling_of_parts() -> None:
             norms.append(clip_grad_norm_([alien, *model.parameters()], 0.1, norm_type=order))
             if number == 1:
                 clip_grad_value_(model.parameters(), 1e-3)
-            if session.gradients is not None:
+            if session.gradient_store.keeps_shards:
                 assert all(SLOT.__get__(p) is None for p in model.parameters())
             scaler.step(optimizer)
             scaler.update()
@@ -183,7 +184,7 @@ def test_fp16_by_flag_looks_at_parts() -> None:
             optimizer.step()
             whole.append(SLOT.__get__(model[0].weight) is not None)
             optimizer.zero_grad()
-        if session.gradients is not None:
+        if session.gradient_store.keeps_shards:
             assert whole == [True, False, False, True, False]
         return _weights(model)
 
@@ -262,10 +263,11 @@ def test_large_gradients_are_cut_while_a_backward_runs(way: str, monkeypatch: py
         model: Any = nn.Sequential(nn.Linear(3, wide), nn.Linear(wide, wide), nn.Tanh(), nn.Linear(wide, wide))
         optimizer = SGD(model.parameters(), 0.1, momentum=0.9)
         early: list[int] = []
-        if session.gradients is not None:
+        is_sharded = session.gradient_store.keeps_shards
+        if is_sharded:
             name = "cut_own_part" if way == "whole" or not _shares_memory(session) else "store_part_early"
-            done: Any = getattr(session.gradients, name)
-            setattr(session.gradients, name, lambda *given: early.append(session.depth) or done(*given))  # type: ignore[func-returns-value]
+            done: Any = getattr(session.gradient_store, name)
+            setattr(session.gradient_store, name, lambda *given: early.append(session.depth) or done(*given))  # type: ignore[func-returns-value]
         none = []
         for number in range(7):
             x = torch.randn(6, 3)
@@ -279,13 +281,13 @@ def test_large_gradients_are_cut_while_a_backward_runs(way: str, monkeypatch: py
                 with pytest.raises(ValueError, match="told"):
                     loss().backward()
                 Fragile.fails = False
-                none = [p.grad is None for p in model.parameters()] if session.gradients is not None else [True] * 6
+                none = [p.grad is None for p in model.parameters()] if is_sharded else [True] * 6
                 model.zero_grad()
             loss().backward()
             if number != 4:  # accumulates
                 optimizer.step()
                 optimizer.zero_grad()
-        assert session.gradients is None or early.count(1) > 4
+        assert not is_sharded or early.count(1) > 4
         return none, _weights(model)
 
     same(train, (2, 2), (2, 3))
@@ -305,10 +307,11 @@ def test_parts_of_sums_have_the_bits_of_whole_sums(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(layout, "TOGETHER", 1 << 16)
 
     def train(session: Session) -> Any:
-        assert session.gradients is not None
+        gradients = session.gradient_store
+        assert isinstance(gradients, GradientShards)
         came: list[int] = []
-        take = session.gradients.store_part_early
-        session.gradients.store_part_early = lambda *given: came.append(is_whole) or take(*given)  # type: ignore[func-returns-value, method-assign]
+        take = gradients.store_part_early
+        gradients.store_part_early = lambda *given: came.append(is_whole) or take(*given)  # type: ignore[func-returns-value, method-assign]
         found_by_way = []
         for is_whole in (True, False):
             Group.reduces_parts = False if is_whole else way  # type: ignore[assignment, method-assign]

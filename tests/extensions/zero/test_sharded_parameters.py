@@ -22,6 +22,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lagom.errors import DivergenceError, LagomError
 from lagom.extensions.zero.parameters import residency, shards, state_dict
+from lagom.extensions.zero.parameters.shards import ParameterShards
 from lagom.on_rank.oom_report import held_memory
 from lagom.run_state.memory_layout import storage_of
 from lagom.session.session import Session
@@ -78,7 +79,8 @@ def _weights(model: nn.Module) -> list[Tensor]:
 
 def _parted(session: Session) -> int:
     """Return the number of parameters that are not whole on this rank; 1 without lagom."""
-    return 1 if session.weights is None else sum(not u.is_whole for u in session.weights.units.values())
+    weights = session.parameter_store
+    return sum(not u.is_whole for u in weights.units.values()) if isinstance(weights, ParameterShards) else 1
 
 
 @pytest.mark.soak  # tests/test_examples.py counts what ranks hold at each level
@@ -92,8 +94,9 @@ def test_each_rank_has_its_part_of_the_parameters_only() -> None:
             model(tokens).square().mean().backward()
             whole = sum(storage_of(p).nbytes() for p in model.parameters())
             optimizer.step()
-        assert session.weights is not None
-        parts = sum(u.shard.nbytes for u in session.weights.units.values() if u.shard is not None)
+        weights = session.parameter_store
+        assert isinstance(weights, ParameterShards)
+        parts = sum(u.shard.nbytes for u in weights.units.values() if u.shard is not None)
         gc.collect()
         assert {type(p) for p in model.parameters()} == {nn.Parameter}
         return whole, parts, sum(p.nbytes for p in model.parameters())
@@ -124,7 +127,7 @@ def test_parameters_are_shared_out_as_they_are_made() -> None:
         torch.set_default_dtype(torch.float32)
         before = _resident()
         layers = nn.ModuleList(nn.Linear(2048, 2048) for _ in range(8))
-        assert session.weights is not None
+        assert session.parameter_store.keeps_shards
         return _resident() - before, sum(p.nbytes for p in layers.parameters())
 
     for taken, whole in run_ranks(2, train, zero_lvl=LEVEL):
@@ -212,8 +215,8 @@ def test_a_state_that_does_not_fit_the_device_is_on_the_cpu_and_whole(monkeypatc
         nonlocal free
         model, tokens = _net(), _tokens(1)[0]
         model(tokens).square().mean().backward()
-        shared = session.weights
-        assert shared is not None
+        shared = session.parameter_store
+        assert isinstance(shared, ParameterShards)
         own = model.state_dict()
         assert shared.find_storage(own["place"]) is shared.find_storage(model.place)
         wanted = copy.deepcopy(own)
@@ -280,7 +283,7 @@ def test_what_is_done_with_a_model_besides_training() -> None:
 
 def test_what_is_used_again_and_again_is_made_whole_a_few_times() -> None:
     def train(session: Session) -> int:
-        assert session.weights is not None
+        assert session.parameter_store.keeps_shards
         torch.set_default_dtype(torch.float64)
         cell = nn.RNNCell(16, 16)
         assert session.group is not None

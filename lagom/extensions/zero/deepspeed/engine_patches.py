@@ -25,8 +25,10 @@ from lagom.extensions.zero.deepspeed.engines import Engines
 from lagom.extensions.zero.deepspeed.loading import settings
 from lagom.forward.precision import autocast_dtype
 from lagom.gradients.autograd_grad import is_averaged
+from lagom.gradients.gradient_store import GradientStore
 from lagom.patching.replace import replaced
 from lagom.run_state.leaves import find_leaves
+from lagom.run_state.parameter_store import ParameterStore
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -37,6 +39,26 @@ if TYPE_CHECKING:
 
 _init = distributed_c10d.init_process_group
 """torch's own function, taken before a run replaces it for the program."""
+
+
+class EngineGradients(GradientStore):
+    """Gradients that DeepSpeed averages."""
+
+    is_external = True
+
+
+class EngineParameters(ParameterStore):
+    """Parameters of DeepSpeed's stage 3."""
+
+    keeps_shards = True
+
+
+def drive_by_deepspeed(session: Session) -> None:
+    """Leave the averages and steps of a run to DeepSpeed's engine, from the run's start on."""
+    session.gradient_store = EngineGradients()
+    if session.config.zero_lvl > 2:
+        session.parameter_store = EngineParameters()
+    session.events.patched.subscribe(lambda stack: stack.enter_context(driven_by_deepspeed(session)))
 
 
 @contextmanager

@@ -5,6 +5,8 @@ from __future__ import annotations
 import html
 from dataclasses import dataclass
 
+from lagom.available_memory import format_bytes
+
 HEADROOM = 0.2
 """Fraction of a rank's memory that stays free for temporaries of steps, buckets and the allocator's rounding.
 Measured peaks were 10 to 23% above the bytes held (``python -m benchmarks.zero_memory``)."""
@@ -83,7 +85,7 @@ class MemoryPlan:
     def _row(self, one: Level) -> tuple[str, ...]:
         parts = (one.parameters, one.buffers, one.gradients, one.state, self.activations)
         fits = ("yes" if self.fits(one.zero_lvl) else "no") if one.possible else f"not with {self.optimizer}"
-        return str(one.zero_lvl), *map(size, parts), size(self.needed(one.zero_lvl)), fits
+        return str(one.zero_lvl), *map(format_bytes, parts), format_bytes(self.needed(one.zero_lvl)), fits
 
     def _title(self) -> str:
         batch = "" if self.num_samples is None else f", {self.num_samples} samples each"
@@ -94,25 +96,14 @@ class MemoryPlan:
 
     def _verdict(self) -> str:
         left = "" if self.activations is not None else "; activations are not in it: give batch="
-        room = f"a rank has {size(self.memory)} ({self.where}){left}"
+        room = f"a rank has {format_bytes(self.memory)} ({self.where}){left}"
         if (level := self.zero_lvl) is not None:
             return f"zero_lvl={level} fits: {room}"
         lowest = min(self.needed(one.zero_lvl) for one in self.levels if one.possible)
         return (
-            f"nothing fits: at least {size(int(lowest / (1 - HEADROOM)))} are wanted, and {room}; take more ranks, "
-            "smaller batches, mixed_precision, or larger machines"
+            f"nothing fits: at least {format_bytes(int(lowest / (1 - HEADROOM)))} are wanted, and {room}; take more "
+            "ranks, smaller batches, mixed_precision, or larger machines"
         )
 
 
 _HEAD = ("zero_lvl", "parameters", "buffers", "gradients", "state", "activations", "in all", "fits")
-
-
-def size(num_bytes: int | None) -> str:
-    """Format a number of bytes for a reader, as "1.2 GB"; "?" for None."""
-    if num_bytes is None:
-        return "?"
-    value, units = float(num_bytes), ["B", "kB", "MB", "GB", "TB"]
-    while value >= 999.5 and len(units) > 1:
-        value /= 1000
-        units.pop(0)
-    return f"{value:.3g} {units[0]}"

@@ -20,13 +20,12 @@ if TYPE_CHECKING:
     from lagom.session.session import Session
 
 
-@contextmanager
-def shard_parameters(session: Session) -> Iterator[ParameterShards]:
-    """Shard parameters in the block, and make them whole for every operation that needs their values."""
+def shard_parameters(session: Session) -> ParameterShards:
+    """Have the parameters of a run sharded from its start on; return the shards, which the session has then."""
     assert session.group is not None
     assert session.divergence is not None
     assert session.gradient_averager is not None
-    weights = session.weights = ParameterShards(
+    weights = session.parameter_store = ParameterShards(
         session.group,
         session.leaves,
         lambda: session.may_meet or (session.distributed and session.depth > 0),
@@ -34,12 +33,26 @@ def shard_parameters(session: Session) -> Iterator[ParameterShards]:
     )
     session.divergence.checksums = weights.checksums
     session.gradient_averager.set_digest(weights.digest)
+    events = session.events
+    events.parameter_made.subscribe(weights.adopt)
+    events.forward_begun.subscribe(lambda _: weights.resident.begin())
+    events.micro_batch_begun.subscribe(weights.resident.begin)
+    events.backward_begun.subscribe(weights.begin_backward)
+    events.backward_ended.subscribe(weights.free_idle)
+    events.program_joins.subscribe(weights.end)
+    events.patched.subscribe(lambda stack: stack.enter_context(unshard_for_uses(session, weights)))
+    return weights
+
+
+@contextmanager
+def unshard_for_uses(session: Session, weights: ParameterShards) -> Iterator[None]:
+    """Make the parameters of ``weights`` whole in the block for every operation that needs their values."""
     with ExitStack() as stack:
         stack.enter_context(unshard_on_memory_access(weights))
         state_dict = make_state_dict(session, weights, vars(torch.nn.Module)["state_dict"])
         stack.enter_context(replaced(torch.nn.Module, "state_dict", state_dict))
         stack.enter_context(replaced(threading.Thread, "_bootstrap_inner", make_thread_bootstrap(weights)))
         stack.enter_context(ParameterUses(weights))
-        yield weights
+        yield
         if not session.has_joined:
             weights.end()

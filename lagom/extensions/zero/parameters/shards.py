@@ -17,6 +17,7 @@ from lagom.extensions.zero.parameters.storage import ParameterStorage, StorageVe
 from lagom.gradients.checksum import checksums, hash_values
 from lagom.run_state.malloc_trim import trim_heap
 from lagom.run_state.memory_layout import is_dense, storage_of
+from lagom.run_state.parameter_store import ParameterStore
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -31,13 +32,15 @@ MIN_ELEMENTS = 1 << 12
 """Fewest elements of a sharded parameter: for smaller ones, an exchange would cost more than their memory is worth."""
 
 
-class ParameterShards:
+class ParameterShards(ParameterStore):
     """Makes parameters whole when they are used, and frees them again. See Note [Parts of parameters].
 
     Args:
         may_meet: returns whether the other ranks can be reached at this place of the program.
         say: logs a line, once.
     """
+
+    keeps_shards = True
 
     def __init__(self, group: Group, leaves: Leaves, may_meet: Callable[[], bool], say: Callable[[str], None]) -> None:
         self._group = group
@@ -102,6 +105,10 @@ class ParameterShards:
             return None
         size = tensor.element_size()
         return [(first // size, last // size) for first, last in map(unit.part, range(self._group.world_size))]
+
+    def is_sharded(self, parameter: torch.Tensor) -> bool:
+        """See ``ParameterStore``."""
+        return self.parts(parameter) is not None
 
     def own_elements(self, tensor: torch.Tensor, piece: ParameterPiece) -> torch.Tensor:
         """Return this rank's elements of a sharded parameter, ``piece``, for the optimizer to change in place."""
@@ -222,6 +229,12 @@ class ParameterShards:
     def num_bytes(self) -> int:
         """Return the bytes of the shards that this rank holds."""
         return sum(unit.shard.nbytes for unit in self._by_key.values() if unit.shard is not None)
+
+    def begin_backward(self, leaves: Iterable[torch.Tensor]) -> None:
+        """Shard those of a backward's leaves that are not sharded yet, and count all-gathers anew."""
+        for leaf in leaves:
+            self.adopt(leaf)
+        self.resident.begin()
 
     def free_idle(self) -> None:
         """Free whole parameters after a backward, when no operation needs them."""
