@@ -98,6 +98,10 @@ class Extension:
         """Return the context of a rank's process; entered before torch is used, and left when the process ends."""
         return nullcontext()
 
+    def in_clear(self, config: TorchDistributedConfig) -> str:
+        """Return the library by which the extension has ranks exchange between hosts unencrypted; "" if it has none."""
+        return ""
+
     def rank(self, session: Session) -> AbstractContextManager[None]:
         """Return the context of a rank; entered when its ``Session`` is made and torch is not patched yet.
 

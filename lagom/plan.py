@@ -10,6 +10,7 @@ from typing import Any
 from lagom.cluster import Cluster
 from lagom.config import TorchDistributedConfig
 from lagom.errors import PlanError
+from lagom.extensions.registry import EXTENSIONS
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -154,9 +155,8 @@ def _in_clear(config: TorchDistributedConfig, *, gpu: bool) -> str:
     """Return the library that ranks use and that cannot encrypt between hosts; empty if the config chooses none."""
     if gpu:
         return "NCCL"
-    if config.backend == "deepspeed":
-        return "gloo, by which DeepSpeed exchanges on the CPU,"
-    return "gloo (collectives='gloo')" if config.collectives == "gloo" else ""
+    own = "gloo (collectives='gloo')" if config.collectives == "gloo" else ""
+    return next(filter(None, (extension.in_clear(config) for extension in EXTENSIONS)), own)
 
 
 _WHERE = {"spark": "Spark", "local": "this machine", "inline": "this process"}

@@ -24,7 +24,7 @@ ROOMS = {
     "control_groups": "",
     "digests": "",
     "errors": "",
-    "plan": "cluster config errors",
+    "plan": "cluster config errors extensions",
     "random_states": "numpy torch",
     "run_folder": "errors",
     "extension": "",
@@ -61,17 +61,15 @@ ROOMS = {
     # The processes of a host, and the rank.
     "host": "control_groups disk errors extensions on_rank patching plan program restart watch wire numpy torch",
     "on_rank": (
-        "available_memory config disk errors exchange exchange.sockets extensions extensions.compat "
-        "extensions.zero.memory_plan patching plan program random_states run_state session watch wire world IPython "
-        "numpy torch"
+        "available_memory config disk errors exchange exchange.sockets extensions extensions.compat optimizers "
+        "patching plan program random_states run_state session watch wire world IPython numpy torch"
     ),
     # What a rank does with the program, from the top down.
     "session": (
-        "batches disk distributed errors exchange exchange.torch_backend extensions extensions.zero "
-        "extensions.zero.deepspeed forward forward.rows gradients gradients.reduction inspection optimizers patching "
-        "program run_state torch_versions torch"
+        "batches disk distributed errors exchange exchange.torch_backend extensions forward forward.rows gradients "
+        "gradients.reduction inspection optimizers patching program run_state torch_versions torch"
     ),
-    "forward": "errors exchange extensions.zero forward.micro_batches forward.rows patching run_state watch torch",
+    "forward": "errors exchange forward.micro_batches forward.rows patching run_state watch torch",
     "forward.rows": "errors exchange inspection patching random_states run_state whole_modules numpy torch",
     "forward.micro_batches": "errors forward.rows inspection patching random_states torch",
     "optimizers": "errors patching torch",
@@ -144,8 +142,8 @@ ROOMS = {
         "batches contents disk extensions.resume forward.rows on_rank patching random_states run_state wire torch"
     ),
     "extensions.zero": (
-        "errors exchange extension extensions.zero.parameters gradients gradients.reduction optimizers patching "
-        "random_states run_state settings torch"
+        "errors exchange extension extensions.zero.deepspeed extensions.zero.memory_plan extensions.zero.parameters "
+        "gradients gradients.reduction optimizers patching random_states run_state settings torch"
     ),
     "extensions.zero.deepspeed": (
         "errors extensions.zero forward gradients optimizers patching run_state deepspeed torch"
@@ -214,7 +212,9 @@ def test_rooms_import_each_other_without_a_circle() -> None:
     for module, source in read().items():
         for imported in _imports(module, source):
             rooms = _room(module), _room(imported.name)
-            if imported.name.startswith("lagom.") and len(set(rooms)) == 2 and not _ties_the_trunk(*rooms):
+            if _names_its_rooms(module, imported) or _ties_the_trunk(*rooms):
+                continue
+            if imported.name.startswith("lagom.") and len(set(rooms)) == 2:
                 graph.setdefault(_room(module), set()).add(_room(imported.name))
     # lagom itself names its modules on first use, and all may ask it for the version.
     TopologicalSorter({room: found - {"__init__"} for room, found in graph.items() if room != "__init__"}).prepare()
@@ -222,6 +222,13 @@ def test_rooms_import_each_other_without_a_circle() -> None:
 
 def _ties_the_trunk(room: str, imported: str) -> bool:
     return _extension(imported) != "" and _extension(room) == ""
+
+
+def _names_its_rooms(module: str, imported: Import) -> bool:
+    """Return whether the import stands in a method of an ``Extension``, and is of a room of the same extension."""
+    extension = _extension(_room(module))
+    is_entry = extension != "" and module == f"lagom.extensions.{extension}"
+    return is_entry and imported.later and _extension(_room(imported.name)) == extension
 
 
 def _extension(room: str) -> str:

@@ -146,11 +146,6 @@ class TorchDistributedConfig(ExtensionSettings):
             raise ValueError("micro_batches='auto' is gone; use a number of parts of a batch, such as micro_batches=4")
         if num is not None and (not is_int(num) or num < 1):
             raise ValueError(f"micro_batches is {num!r}; want a number of parts of a batch, at least 1, or None")
-        if num is not None and self.backend == "deepspeed":
-            raise ValueError(
-                "micro_batches is for backend='torch'; with 'deepspeed' use its activation checkpointing, or smaller "
-                "batches with deepspeed_config={'gradient_accumulation_steps': ...}"
-            )
 
     def _check_module(self) -> None:
         modules = self.module if isinstance(self.module, (list, tuple)) else [self.module]
@@ -215,16 +210,17 @@ class TorchDistributedConfig(ExtensionSettings):
             raise ValueError(f"description is {self.description!r}; want a str")
 
     def _check_gradients(self) -> None:
+        if (asked := self.gradient_changes()) and self.verify:
+            raise ValueError(f"verify=True compares with one process, and {asked} gives other numbers; verify without")
+
+    def gradient_changes(self) -> str:
+        """Return the settings that change gradients or rates, as in a call; "" without one."""
         changes = {
             "gradient_compression": self.gradient_compression,
             "reduction": self.reduction if self.reduction != "mean" else None,
             "lr_scaling": self.lr_scaling,
         }
-        asked = ", ".join(f"{name}={value!r}" for name, value in changes.items() if value is not None)
-        if asked and self.verify:
-            raise ValueError(f"verify=True compares with one process, and {asked} gives other numbers; verify without")
-        if asked and self.backend == "deepspeed":
-            raise ValueError(f"{asked} is not for backend='deepspeed', which has settings for it in deepspeed_config")
+        return ", ".join(f"{name}={value!r}" for name, value in changes.items() if value is not None)
 
 
 def is_module(value: object) -> bool:

@@ -19,7 +19,7 @@ class GradientStore:
     is_external = False
     """Whether an extension averages gradients by itself, so that the trunk leaves backwards and steps alone."""
     keeps_shards = False
-    """Whether ranks keep only shards of averaged gradients."""
+    """Whether ranks keep only shards of averaged gradients; else a cached backward skips the store's methods."""
     always_averages = False
     """Whether gradients are averaged even where all ranks are known to compute the same."""
 

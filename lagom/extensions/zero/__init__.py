@@ -1,8 +1,9 @@
 """ZeRO: optimizer state, gradients and parameters, each sharded over the ranks.
 
-Start with ``sharded_optimizer.py`` (level 1), ``gradient_shards.py`` (level 2), ``parameters/`` (level 3).
-``gradient_access.py`` has the functions of torch that see shards; all else that reads a gradient makes it whole.
-``deepspeed/`` drives DeepSpeed's engine instead, and ``memory_plan/`` computes the bytes that each level needs.
+Start with ``zero_steps.py`` (what a run enters), ``sharded_optimizer.py`` (level 1), ``gradient_shards.py`` (level 2),
+``parameters/`` (level 3). ``gradient_access.py`` has the functions of torch that see shards; all else that reads a
+gradient makes it whole. ``deepspeed/`` drives DeepSpeed's engine instead, and ``memory_plan/`` computes the bytes that
+each level needs.
 """
 
 from __future__ import annotations
@@ -50,6 +51,15 @@ class ZeroSettings(Settings):
                     "mixed_precision='fp16' scales losses by itself; with backend='deepspeed' set "
                     "deepspeed_config={'fp16': {'enabled': True}}, or mixed_precision='bf16'"
                 )
+            if config.micro_batches is not None:
+                raise ValueError(
+                    "micro_batches is for backend='torch'; with 'deepspeed' use its activation checkpointing, or "
+                    "smaller batches with deepspeed_config={'gradient_accumulation_steps': ...}"
+                )
+            if asked := config.gradient_changes():
+                raise ValueError(
+                    f"{asked} is not for backend='deepspeed', which has settings for it in deepspeed_config"
+                )
         if config.deepspeed_config is None:
             return
         if not isinstance(config.deepspeed_config, Mapping):
@@ -66,6 +76,10 @@ class Zero(Extension):
     def is_wanted(self, plan: Plan) -> bool:
         """See ``Extension``."""
         return plan.config.zero_lvl > 0 or plan.config.backend == "deepspeed"
+
+    def in_clear(self, config: TorchDistributedConfig) -> str:
+        """See ``Extension``."""
+        return "gloo, by which DeepSpeed exchanges on the CPU," if config.backend == "deepspeed" else ""
 
     def rank(self, session: Session) -> AbstractContextManager[None]:
         """See ``Extension``."""
