@@ -12,7 +12,7 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -35,7 +35,6 @@ from lagom.exchange.run_store import SealedStore, all_gather_by
 from lagom.exchange.shared_memory import shared
 from lagom.exchange.sockets.connect import Gather
 from lagom.exchange.sockets.encryption import Credentials
-from lagom.extensions.registry import wanted
 from lagom.forward.rows import whole_batch
 from lagom.patching.importers import remember_importers
 from lagom.plan import Plan
@@ -144,16 +143,6 @@ def lagom_log(level: int = logging.NOTSET) -> list[str]:
     return said
 
 
-@contextmanager
-def running(session: Session) -> Iterator[None]:
-    """Enter what a rank enters around its program: the extensions of its run, and the patches."""
-    with ExitStack() as stack:
-        for extension in wanted(session.plan):
-            stack.enter_context(extension.rank(session))
-        stack.enter_context(patched(session))
-        yield
-
-
 def session_alone(host_dir: Path, device: str = "cpu", mixed_precision: MixedPrecision = False) -> Session:
     """A session of one rank, in this process."""
     plan = _plan(1, batches="split", evaluation="replicated", seed=0, mixed_precision=mixed_precision)
@@ -258,7 +247,7 @@ def _run(rank: int, job: _Job) -> Any:
     if not job.patches:
         seed_everything(plan.config.seed or 0)
         return job.function(session)
-    with own_disk(str(host_dir), rank, plan.world_size, plan.world_size), running(session):
+    with own_disk(str(host_dir), rank, plan.world_size, plan.world_size), patched(session):
         seed_everything(plan.config.seed or 0)
         value = job.function(session)
         if session.divergence is not None and session.divergence.error is not None:

@@ -23,8 +23,9 @@ from lagom.extensions.zero import Backend
 from lagom.extensions.zero.deepspeed.loading import load
 from lagom.extensions.zero.parameters.shards import MIN_ELEMENTS
 from lagom.run_state.random_streams import seed_everything
+from lagom.session.patched import patched
 from lagom.session.session import Session
-from tests.ranks import alone, run_ranks, running
+from tests.ranks import alone, run_ranks
 
 LEVELS = (0, 1, 2, 3)
 WORLDS = (1, 2, 3)
@@ -92,7 +93,7 @@ def cells(session: Session, table: Sequence[Cell], backend: Backend) -> list[dic
     for level, name, dtype in table:
         plan = session.plan.with_config(zero_lvl=level, backend=backend)
         own = {f.name: getattr(session, f.name) for f in dataclasses.fields(session) if f.init}
-        with running(Session(**own | {"plan": plan})):
+        with patched(Session(**own | {"plan": plan})):
             seed_everything(0)
             found.append(epoch(name, dtype))
     return found

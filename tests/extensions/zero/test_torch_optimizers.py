@@ -23,8 +23,9 @@ from lagom.errors import LagomError
 from lagom.extensions.zero.parameters.shards import MIN_ELEMENTS
 from lagom.extensions.zero.sharded_state import ShardedState
 from lagom.run_state.random_streams import seed_everything
+from lagom.session.patched import patched
 from lagom.session.session import Session
-from tests.ranks import alone, lagom_log, run_ranks, running
+from tests.ranks import alone, lagom_log, run_ranks
 
 LEVELS = (0, 1, 2, 3)
 WIDTH = 72
@@ -140,7 +141,7 @@ def on_ranks(cells: Sequence[tuple[int, Setting]]) -> Callable[[Session], list[O
         found = []
         for level, setting in cells:
             own = {f.name: getattr(session, f.name) for f in dataclasses.fields(session) if f.init}
-            with running(Session(**own | {"plan": session.plan.with_config(zero_lvl=level)})):
+            with patched(Session(**own | {"plan": session.plan.with_config(zero_lvl=level)})):
                 found.append(train(setting))
         return found
 
