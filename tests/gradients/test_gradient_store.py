@@ -54,7 +54,8 @@ def test_a_store_takes_over_the_averages() -> None:
 def test_a_check_of_gradients_sees_those_that_are_there() -> None:
     model = nn.Linear(3, 2)
     model.weight.grad = torch.ones(2, 3)
-    store, seen = GradientStore(), []
+    store = GradientStore()
+    seen: list[Tensor | None] = []
 
     def check(gradients: Iterable[Tensor | None]) -> bool:
         seen.extend(gradients)
