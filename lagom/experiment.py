@@ -16,6 +16,7 @@ from lagom.driver.attempts import run_attempts
 from lagom.driver.failure import add_advice
 from lagom.driver.preparation import checked, facts_of_code, random_start, run_records, source_of
 from lagom.driver.protocol import Launcher as Launches
+from lagom.extensions.registry import attempts, replaced_arguments
 from lagom.extensions.resume.kept_call import KeptRun, keep_call, keep_result, read_call, read_result
 from lagom.extensions.search.ablate import ablate
 from lagom.extensions.search.ablation_result import AblationResult
@@ -36,7 +37,6 @@ from lagom.restart.kept_snapshots import FOLDER, SnapshotFolder
 from lagom.restart.snapshot_copies import SnapshotCopies
 from lagom.result import Result
 from lagom.run_folder import RunFolder
-from lagom.spark.dataframes import frames_of_run, write_frame
 from lagom.timings import DIGITS, Timings
 from lagom.watch.run_dir import RunRecords
 from lagom.watch.runs import open_run
@@ -94,8 +94,8 @@ def lagom(train: Callable[..., Any], config: TorchDistributedConfig) -> Result |
     cluster = launcher.cluster()
     the_plan = plan(config, cluster, name, **facts_of_code(train, provided, cluster))
     timings.end("prepare")
-    written = write_frame(provided)
-    timings.end("frame" if any(written[name] is not provided[name] for name in _SETS & provided.keys()) else "prepare")
+    written = replaced_arguments(provided)
+    timings.end("frame" if written is not provided else "prepare")
     call = Call(
         function=train,
         provided=written,
@@ -239,7 +239,7 @@ def _run(
     snapshots: SnapshotFolder | None,
     timings: Timings,
 ) -> Result:
-    with frames_of_run(call.provided, snapshots):
+    with attempts(call.provided, snapshots):
         timings.end("prepare")
         outcomes, failures = run_attempts(launcher, the_plan, call, records, snapshots, timings)
         returned = [outcome.load() for outcome in outcomes]
@@ -289,7 +289,6 @@ def _say_changed(names: Sequence[str], name: str, records: RunRecords | None) ->
 
 
 _MAX_NAMES = 6
-_SETS = {"train_set", "test_set"}
 _command_line: tuple[TorchDistributedConfig, Collection[str]] | None = None
 
 

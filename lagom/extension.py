@@ -6,8 +6,11 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from lagom.config import TorchDistributedConfig
     from lagom.plan import Plan
+    from lagom.restart.kept_snapshots import SnapshotFolder
     from lagom.session.session import Session
 
 
@@ -43,6 +46,26 @@ class Extension:
     def obstacle(self, plan: Plan) -> str:
         """Return why a run with ``plan`` cannot use the extension, and what to do; "" if it can."""
         return ""
+
+    def provided(self, provided: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return the arguments that the config provides, with those replaced that cannot travel to ranks.
+
+        Return ``provided`` itself if none is replaced.
+
+        Raises:
+            ValueError: if an argument cannot be used on a rank.
+            DataError: if an argument cannot be replaced.
+        """
+        return provided
+
+    def attempts(self, provided: Mapping[str, Any], snapshots: SnapshotFolder | None) -> AbstractContextManager[None]:
+        """Return the context of all attempts of a run, in the driver's process.
+
+        Args:
+            provided: the run's arguments, as ``provided`` returned them.
+            snapshots: folder of the run's snapshots; None for a run without any.
+        """
+        return nullcontext()
 
     def rank(self, session: Session) -> AbstractContextManager[None]:
         """Return the context of a rank; entered when its ``Session`` is made and torch is not patched yet.

@@ -43,15 +43,12 @@ ROOMS = {
         "cluster config contents control_groups errors extensions.observe.debugger host on_rank plan program "
         "random_states restart run_folder timings watch wire world"
     ),
-    "spark": (
-        "cluster digests driver errors extensions.data.parquet host on_rank patching plan program restart watch wire "
-        "numpy pyarrow pyspark"
-    ),
+    "spark": "cluster digests driver errors host on_rank patching plan program restart watch wire pyarrow pyspark",
     "launch": "config driver spark",
     "result": "config errors extensions.observe.report run_folder watch",
     "experiment": (
-        "config driver extensions.resume extensions.search extensions.verify launch on_rank plan program "
-        "random_states restart result run_folder spark timings watch"
+        "config driver extensions extensions.resume extensions.search extensions.verify launch on_rank plan program "
+        "random_states restart result run_folder timings watch"
     ),
     "cli": (
         "__init__ cli_options config errors experiment extensions.compat extensions.observe extensions.observe.doctor "
@@ -79,10 +76,7 @@ ROOMS = {
     "optimizers": "errors patching torch",
     "gradients": "errors exchange forward.rows gradients.reduction patching run_state torch",
     "gradients.reduction": "errors exchange run_state torch",
-    "batches": (
-        "batches.sharing disk errors exchange extensions.data.parquet patching program run_state watch world numpy "
-        "torch"
-    ),
+    "batches": "batches.sharing disk errors exchange patching program run_state watch world numpy torch",
     "batches.sharing": "disk errors exchange patching program run_state world numpy torch",
     "distributed": "disk errors exchange exchange.sockets exchange.torch_backend patching program torch",
     "disk": "patching restart numpy torch",
@@ -102,10 +96,10 @@ ROOMS = {
     ),
     "extensions.compat.maggy": "__init__ config experiment extensions.compat extensions.search launch result torch",
     "extensions.compat.petastorm": "fsspec numpy packaging pyarrow torch",
-    "extensions.data": "extension",
+    "extensions.data": "errors extension extensions.data.parquet spark numpy pyarrow",
     "extensions.data.column_types": "errors cv2 numpy PIL pyarrow torch",
     "extensions.data.parquet": (
-        "errors extensions.data.column_types extensions.data.sources fsspec numpy pandas pyarrow torch"
+        "batches errors extensions.data.column_types extensions.data.sources fsspec numpy pandas pyarrow torch"
     ),
     "extensions.data.sources": "errors extensions.data.column_types deltalake fsspec numpy pyarrow",
     "extensions.observe": "extension settings",
@@ -123,9 +117,9 @@ ROOMS = {
     ),
     "extensions.resume.passes": "batches batches.sharing errors patching random_states numpy torch",
     "extensions.search": (
-        "cluster config digests driver errors extension extensions.observe.report extensions.search.on_rank "
-        "extensions.search.pages extensions.search.samplers extensions.search.slots launch on_rank plan program "
-        "result run_folder settings spark timings watch wire optuna pandas"
+        "cluster config digests driver errors extension extensions extensions.observe.report "
+        "extensions.search.on_rank extensions.search.pages extensions.search.samplers extensions.search.slots launch "
+        "on_rank plan program result run_folder settings spark timings watch wire optuna pandas"
     ),
     "extensions.search.on_rank": (
         "config errors extensions.data.parquet patching program random_states run_state settings world numpy torch"

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from lagom.extension import Extension
 from lagom.extensions.compat import Compat
@@ -17,6 +18,7 @@ from lagom.extensions.zero import Zero, ZeroSettings
 
 if TYPE_CHECKING:
     from lagom.plan import Plan
+    from lagom.restart.kept_snapshots import SnapshotFolder
 
 EXTENSIONS: tuple[Extension, ...] = (Compat(), Data(), Search(), Resume(), Zero(), Observe(), Verify())
 
@@ -29,3 +31,19 @@ class ExtensionSettings(ZeroSettings, ResumeSettings, VerifySettings, ObserveSet
 def wanted(plan: Plan) -> Iterator[Extension]:
     """Yield the extensions that a run with ``plan`` uses."""
     return (extension for extension in EXTENSIONS if extension.is_wanted(plan))
+
+
+def replaced_arguments(provided: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the arguments of a run with what extensions put in the place of some; see ``Extension.provided``."""
+    for extension in EXTENSIONS:
+        provided = extension.provided(provided)
+    return provided
+
+
+@contextmanager
+def attempts(provided: Mapping[str, Any], snapshots: SnapshotFolder | None) -> Iterator[None]:
+    """Enter the context of each extension for all attempts of a run; see ``Extension.attempts``."""
+    with ExitStack() as stack:
+        for extension in EXTENSIONS:
+            stack.enter_context(extension.attempts(provided, snapshots))
+        yield
