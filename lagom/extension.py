@@ -11,7 +11,9 @@ if TYPE_CHECKING:
     from lagom.config import TorchDistributedConfig
     from lagom.plan import Plan
     from lagom.restart.kept_snapshots import SnapshotFolder
+    from lagom.run_folder import RunFolder
     from lagom.session.session import Session
+    from lagom.watch.run_dir import RunRecords
 
 
 class Settings:
@@ -66,6 +68,22 @@ class Extension:
             snapshots: folder of the run's snapshots; None for a run without any.
         """
         return nullcontext()
+
+    def complete_records(self, plan: Plan, records: RunRecords) -> None:
+        """Add files that are made of the records of a run, which has ended; called before ``records`` are closed."""
+
+    def report(self, folder: RunFolder) -> str:
+        """Return an HTML page about the recorded run in ``folder``; "" if the extension makes none.
+
+        Raises:
+            ValueError: when ``folder`` holds no run.
+            LagomError: when its records are damaged.
+        """
+        return ""
+
+    def notebook_chart(self, folder: RunFolder) -> str:
+        """Return HTML that a notebook shows below the result of the run in ``folder``; "" for nothing."""
+        return ""
 
     def rank(self, session: Session) -> AbstractContextManager[None]:
         """Return the context of a rank; entered when its ``Session`` is made and torch is not patched yet.

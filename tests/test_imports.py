@@ -37,15 +37,15 @@ ROOMS = {
     "program": "config errors inspection settings cloudpickle torch",
     "restart": "digests errors run_folder",
     "wire": "errors plan restart cryptography",
-    "watch": "digests errors extensions.observe.timeline restart run_folder wire fsspec pyarrow",
+    "watch": "digests errors restart run_folder timings wire fsspec pyarrow",
     # The driver.
     "driver": (
-        "cluster config contents control_groups errors extensions.observe.debugger host on_rank plan program "
-        "random_states restart run_folder timings watch wire world"
+        "cluster config contents control_groups errors extensions extensions.observe.debugger host on_rank plan "
+        "program random_states restart run_folder timings watch wire world"
     ),
     "spark": "cluster digests driver errors host on_rank patching plan program restart watch wire pyarrow pyspark",
     "launch": "config driver spark",
-    "result": "config errors extensions.observe.report run_folder watch",
+    "result": "config errors extensions run_folder watch",
     "experiment": (
         "config driver extensions extensions.resume extensions.search extensions.verify launch on_rank plan program "
         "random_states restart result run_folder timings watch"
@@ -87,7 +87,7 @@ ROOMS = {
     "exchange.torch_backend": "exchange exchange.sockets watch torch",
     # Extensions.
     "extensions": (
-        "extension extensions.compat extensions.data extensions.observe extensions.resume extensions.search "
+        "errors extension extensions.compat extensions.data extensions.observe extensions.resume extensions.search "
         "extensions.verify extensions.zero"
     ),
     "extensions.compat": "__init__ extension torch",
@@ -102,13 +102,13 @@ ROOMS = {
         "batches errors extensions.data.column_types extensions.data.sources fsspec numpy pandas pyarrow torch"
     ),
     "extensions.data.sources": "errors extensions.data.column_types deltalake fsspec numpy pyarrow",
-    "extensions.observe": "extension settings",
+    "extensions.observe": "extension extensions.observe.report extensions.observe.timeline settings",
     "extensions.observe.debugger": "errors forward.rows patching plan random_states watch wire",
     "extensions.observe.doctor": (
         "__init__ available_memory config control_groups driver errors exchange launch on_rank plan program spark "
         "world torch"
     ),
-    "extensions.observe.report": "extensions.observe.timeline run_folder timings watch",
+    "extensions.observe.report": "extensions.observe.timeline run_folder watch",
     "extensions.observe.timeline": "errors exchange.torch_backend patching run_folder watch torch",
     "extensions.observe.tracking": "digests disk errors exchange patching",
     "extensions.resume": (
@@ -117,14 +117,14 @@ ROOMS = {
     ),
     "extensions.resume.passes": "batches batches.sharing errors patching random_states numpy torch",
     "extensions.search": (
-        "cluster config digests driver errors extension extensions extensions.observe.report "
-        "extensions.search.on_rank extensions.search.pages extensions.search.samplers extensions.search.slots launch "
-        "on_rank plan program result run_folder settings spark timings watch wire optuna pandas"
+        "cluster config digests driver errors extension extensions extensions.search.on_rank extensions.search.pages "
+        "extensions.search.samplers extensions.search.slots launch on_rank plan program result run_folder settings "
+        "spark timings watch wire optuna pandas"
     ),
     "extensions.search.on_rank": (
         "config errors extensions.data.parquet patching program random_states run_state settings world numpy torch"
     ),
-    "extensions.search.pages": "extensions.observe.report result run_folder",
+    "extensions.search.pages": "result run_folder watch",
     "extensions.search.samplers": "config errors program optuna",
     "extensions.search.slots": (
         "cluster control_groups driver errors extensions.search.on_rank on_rank plan program spark wire world"

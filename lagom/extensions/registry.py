@@ -7,6 +7,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from lagom.errors import LagomError
 from lagom.extension import Extension
 from lagom.extensions.compat import Compat
 from lagom.extensions.data import Data
@@ -19,6 +20,7 @@ from lagom.extensions.zero import Zero, ZeroSettings
 if TYPE_CHECKING:
     from lagom.plan import Plan
     from lagom.restart.kept_snapshots import SnapshotFolder
+    from lagom.run_folder import RunFolder
 
 EXTENSIONS: tuple[Extension, ...] = (Compat(), Data(), Search(), Resume(), Zero(), Observe(), Verify())
 
@@ -47,3 +49,16 @@ def attempts(provided: Mapping[str, Any], snapshots: SnapshotFolder | None) -> I
         for extension in EXTENSIONS:
             stack.enter_context(extension.attempts(provided, snapshots))
         yield
+
+
+def report(folder: RunFolder) -> str:
+    """Return an HTML page about the recorded run in ``folder``; see ``Extension.report``."""
+    page = next(filter(None, (extension.report(folder) for extension in EXTENSIONS)), "")
+    if not page:
+        raise LagomError("this installation of lagom has no extension that makes reports")
+    return page
+
+
+def notebook_charts(folder: RunFolder) -> str:
+    """Return HTML that a notebook shows below the result of the run in ``folder``; "" for nothing."""
+    return "".join(extension.notebook_chart(folder) for extension in EXTENSIONS)

@@ -17,6 +17,8 @@ from lagom.settings import is_int
 if TYPE_CHECKING:
     from lagom.config import TorchDistributedConfig
     from lagom.plan import Plan
+    from lagom.run_folder import RunFolder
+    from lagom.watch.run_dir import RunRecords
 
 Debug = Literal["first"] | int | None
 
@@ -67,3 +69,23 @@ class Observe(Extension):
     def is_wanted(self, plan: Plan) -> bool:
         """See ``Extension``."""
         return bool(plan.config.timeline) or plan.config.debug is not None
+
+    def complete_records(self, plan: Plan, records: RunRecords) -> None:
+        """Merge the timelines of the ranks; see ``Extension``."""
+        if plan.config.timeline:
+            from lagom.extensions.observe.timeline.timeline import merge_timelines
+
+            also = None if isinstance(plan.config.timeline, bool) else plan.config.timeline
+            records.complete(lambda folder: merge_timelines(folder, also))
+
+    def report(self, folder: RunFolder) -> str:
+        """See ``Extension``."""
+        from lagom.extensions.observe.report.report import report
+
+        return report(folder)
+
+    def notebook_chart(self, folder: RunFolder) -> str:
+        """See ``Extension``."""
+        from lagom.extensions.observe.report.notebook_chart import notebook_chart
+
+        return notebook_chart(folder)
