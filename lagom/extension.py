@@ -6,6 +6,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    import argparse
     from collections.abc import Mapping
 
     from lagom.config import TorchDistributedConfig
@@ -92,5 +93,25 @@ class Extension:
         """
         return nullcontext()
 
+    def script(self) -> AbstractContextManager[None]:
+        """Return the context of a script that starts ranks itself, and that ``lagom run`` runs in its own process."""
+        return nullcontext()
+
     def add_commands(self, commands: Any) -> None:
         """Add the extension's commands to those of ``lagom``; ``commands`` is argparse's object for subparsers."""
+
+    def add_training_options(self, parser: argparse.ArgumentParser) -> None:
+        """Add the extension's options that ``lagom run`` has, and other commands that train, such as a search."""
+
+    def add_run_options(self, run: argparse.ArgumentParser) -> None:
+        """Add the extension's options that only ``lagom run`` has."""
+
+    def adapt_arguments(self, args: argparse.Namespace) -> None:
+        """Change the arguments of a command that runs a script, before they are used.
+
+        ``args.script`` is the list of the script and its arguments. Options of ``lagom run`` may be missing.
+        """
+
+    def config_fields(self, args: argparse.Namespace) -> dict[str, Any]:
+        """Return the fields of the config that the extension's options set; options of ``lagom run`` may be missing."""
+        return {}

@@ -50,17 +50,14 @@ ROOMS = {
         "config driver extensions extensions.resume extensions.search extensions.verify launch on_rank plan program "
         "random_states restart result run_folder timings watch"
     ),
-    "cli": (
-        "__init__ cli_options config errors experiment extensions.compat extensions.observe extensions.observe.doctor "
-        "extensions.observe.report extensions.search extensions.search.on_rank program result spark watch"
-    ),
-    "cli_options": "config extensions.compat",
+    "cli": "__init__ cli_options config errors experiment extensions program spark watch",
+    "cli_options": "config extensions",
     "__main__": "cli",
     "__init__": "",
     # The processes of a host, and the rank.
     "host": "control_groups disk errors on_rank patching plan program random_states restart watch wire numpy torch",
     "on_rank": (
-        "available_memory config disk errors exchange exchange.sockets extensions.compat extensions.observe.debugger "
+        "available_memory config disk errors exchange exchange.sockets extensions extensions.observe.debugger "
         "extensions.resume extensions.search.on_rank extensions.verify.on_rank extensions.zero.memory_plan patching "
         "plan program random_states run_state session watch wire world IPython numpy torch"
     ),
@@ -102,7 +99,10 @@ ROOMS = {
         "batches errors extensions.data.column_types extensions.data.sources fsspec numpy pandas pyarrow torch"
     ),
     "extensions.data.sources": "errors extensions.data.column_types deltalake fsspec numpy pyarrow",
-    "extensions.observe": "extension extensions.observe.report extensions.observe.timeline settings",
+    "extensions.observe": (
+        "cli cli_options config errors extension extensions.observe.doctor extensions.observe.report "
+        "extensions.observe.timeline result settings watch"
+    ),
     "extensions.observe.debugger": "errors forward.rows patching plan random_states watch wire",
     "extensions.observe.doctor": (
         "__init__ available_memory config control_groups driver errors exchange launch on_rank plan program spark "
@@ -112,14 +112,14 @@ ROOMS = {
     "extensions.observe.timeline": "errors exchange.torch_backend patching run_folder watch torch",
     "extensions.observe.tracking": "digests disk errors exchange patching",
     "extensions.resume": (
-        "config digests errors extension extensions.observe.tracking extensions.resume.passes patching plan program "
-        "random_states restart run_folder settings watch wire torch"
+        "cli cli_options config digests errors experiment extension extensions.observe.tracking "
+        "extensions.resume.passes patching plan program random_states restart run_folder settings watch wire torch"
     ),
     "extensions.resume.passes": "batches batches.sharing errors patching random_states numpy torch",
     "extensions.search": (
-        "cluster config digests driver errors extension extensions extensions.search.on_rank extensions.search.pages "
-        "extensions.search.samplers extensions.search.slots launch on_rank plan program result run_folder settings "
-        "spark timings watch wire optuna pandas"
+        "cli cli_options cluster config digests driver errors experiment extension extensions "
+        "extensions.search.on_rank extensions.search.pages extensions.search.samplers extensions.search.slots launch "
+        "on_rank plan program result run_folder settings spark timings watch wire optuna pandas"
     ),
     "extensions.search.on_rank": (
         "config errors extensions.data.parquet patching program random_states run_state settings world numpy torch"
@@ -182,6 +182,15 @@ NOTHING = {"lagom.spark.spark_task", "lagom.run_state.malloc_trim", "lagom.progr
 """They import nothing of lagom's but each other: what travels by value to executors that have no lagom."""
 
 
+BETWEEN_EXTENSIONS = {
+    "compat": "search",  # Maggy's lagom() returns the result of a search
+    "resume": "observe",  # a snapshot has the events that TensorBoard's writers have not written yet
+    "search": "data",  # an ablation study leaves out columns of a table
+    "verify": "resume",  # a rehearsal of a snapshot takes one
+}
+"""Extensions that import another extension, which is there in the same distribution."""
+
+
 @dataclass(frozen=True)
 class Import:
     """One import statement: a module, of lagom's or of others."""
@@ -218,6 +227,11 @@ def _extension(room: str) -> str:
     """Return the name of the extension that a room belongs to; "" for the trunk."""
     first, _, rest = room.partition(".")
     return rest.partition(".")[0] if first == "extensions" else ""
+
+
+def test_an_extension_imports_no_other_but_those_listed() -> None:
+    rooms = {(_extension(_room(m)), _extension(_room(i.name))) for m, s in read().items() for i in _imports(m, s)}
+    assert {(own, other) for own, other in rooms if own and other and own != other} == set(BETWEEN_EXTENSIONS.items())
 
 
 def test_no_module_name_is_there_twice() -> None:

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from lagom.exchange.run_store import SealedStore
-from lagom.extensions.compat.compatible import compatible
+from lagom.extensions.registry import wanted
 from lagom.extensions.search.on_rank.reports import report_logged_values
 from lagom.extensions.verify.on_rank.rehearsal import kept_output, numbered_parameters, rehearse
 from lagom.extensions.verify.on_rank.truncate import truncated_passes
@@ -99,10 +99,11 @@ def run(
         if plan.rehearsal is not None:
             stack.enter_context(truncated_passes(session))
             leaves = stack.enter_context(numbered_parameters())
+        for extension in wanted(plan):
+            stack.enter_context(extension.rank(session))
         stack.enter_context(patched(session))
         if session.trial is not None:
             stack.enter_context(report_logged_values(session, session.trial))
-        stack.enter_context(compatible(plan.already_distributed))
         if seat is not None:
             stack.enter_context(shown_pictures(session))
         call = load()  # inside the patches, which must see the modules that unpickling creates

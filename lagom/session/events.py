@@ -35,7 +35,10 @@ class Events:
 
     def __init__(self) -> None:
         self.patched = Event()
-        """torch is patched for the run; with the ``ExitStack`` whose contexts end before the patches."""
+        """torch is patched for the run; with the ``ExitStack`` whose contexts end before the patches.
+
+        They also end before the checks for divergence at the end of the run.
+        """
         self.pass_begun = Event()
         """A pass over a loader begins; with its iterator and the loader."""
         self.batch_asked = Event()

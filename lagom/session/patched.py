@@ -93,7 +93,10 @@ def patched(session: Session) -> Iterator[None]:
         stack.enter_context(shard_loaders(session, streams))
         if session.spans is not None:
             stack.enter_context(recorded_calls(session.spans))
-        yield
+        with ExitStack() as added:  # ends first: others learn that a rank has left before it waits for them below
+            if (call := session.events.patched.call) is not None:
+                call(added)
+            yield
         if distributed:
             end_tracking()
         if session.divergence is not None and session.agreement is not None and not session.has_joined:

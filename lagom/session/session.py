@@ -31,6 +31,7 @@ from lagom.run_state.loss_terms import LossTermWeights
 from lagom.run_state.module_registry import ModuleRegistry
 from lagom.run_state.plain_leaves import Likeness, PlainLeaves
 from lagom.run_state.random_streams import CommonStreams
+from lagom.session.events import Events
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -82,6 +83,8 @@ class Session:
     spans: Spans | None = None
     """Record of the program's activities; None without a timeline."""
 
+    events: Events = field(default_factory=Events, init=False)
+    """Moments at which extensions take part in the run."""
     trial: Trial | None = field(default=None, init=False)
     """Reports of this rank for a trial; None outside a search."""
     on_pass_end: Callable[[], None] | None = field(default=None, init=False)

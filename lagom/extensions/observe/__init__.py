@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from lagom.extension import Extension, Settings
 from lagom.settings import is_int
 
 if TYPE_CHECKING:
+    import argparse
+
     from lagom.config import TorchDistributedConfig
     from lagom.plan import Plan
     from lagom.run_folder import RunFolder
@@ -89,3 +91,24 @@ class Observe(Extension):
         from lagom.extensions.observe.report.notebook_chart import notebook_chart
 
         return notebook_chart(folder)
+
+    def add_commands(self, commands: Any) -> None:
+        """See ``Extension``."""
+        from lagom.extensions.observe.observe_commands import add_observe_commands
+
+        add_observe_commands(commands)
+
+    def add_run_options(self, run: argparse.ArgumentParser) -> None:
+        """See ``Extension``."""
+        run.add_argument("--timeline", action="store_true", help="write a timeline of all ranks to the run's folder")
+        run.add_argument(
+            "--timeline-file", "--timeline-filename", metavar="FILE", help="write the timeline to FILE as well"
+        )
+
+    def config_fields(self, args: argparse.Namespace) -> dict[str, Any]:
+        """See ``Extension``."""
+        if "timeline" not in args:
+            return {}
+        rank: int | None = getattr(args, "rank", None)
+        debug = None if not getattr(args, "debug", False) else "first" if rank is None else rank
+        return {"timeline": args.timeline_file or args.timeline, "debug": debug}

@@ -6,7 +6,7 @@ Start with ``search.py`` and ``ablate.py``; ``slots/`` is where trials run, ``sa
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from lagom.extension import Extension
 
@@ -22,3 +22,9 @@ class Search(Extension):
     def is_wanted(self, plan: Plan) -> bool:
         """See ``Extension``."""
         return plan.searches
+
+    def add_commands(self, commands: Any) -> None:
+        """See ``Extension``."""
+        from lagom.extensions.search.search_command import add_search_command
+
+        add_search_command(commands)

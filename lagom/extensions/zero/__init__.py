@@ -15,6 +15,8 @@ from lagom.extension import Extension, Settings
 from lagom.settings import check_one_of
 
 if TYPE_CHECKING:
+    import argparse
+
     from lagom.config import TorchDistributedConfig
     from lagom.plan import Plan
 
@@ -63,3 +65,17 @@ class Zero(Extension):
     def is_wanted(self, plan: Plan) -> bool:
         """See ``Extension``."""
         return plan.config.zero_lvl > 0 or plan.config.backend == "deepspeed"
+
+    def add_training_options(self, parser: argparse.ArgumentParser) -> None:
+        """See ``Extension``."""
+        parser.add_argument(
+            "--zero",
+            type=int,
+            default=0,
+            metavar="LEVEL",
+            help="ZeRO level: 0 shards nothing (default), 1 optimizer state, 2 also gradients, 3 also parameters",
+        )
+
+    def config_fields(self, args: argparse.Namespace) -> dict[str, Any]:
+        """See ``Extension``."""
+        return {"zero_lvl": args.zero}
