@@ -45,7 +45,7 @@ PLOTS = (
     Plot(
         "performance_epoch.svg",
         "Epochs of a small network on 2 ranks, times as fast as one process (more is better)",
-        "collectives.md",
+        "appendix/measurements.md",
         "|  | 64 samples per rank |",
         2,
         " x",
@@ -62,7 +62,7 @@ PLOTS = (
     Plot(
         "performance_rows.svg",
         "Shuffled rows of 20 columns from Parquet, thousands a second (more is better)",
-        "data.md",
+        "appendix/measurements.md",
         "| table | in order |",
         -1,
         "",
@@ -70,7 +70,7 @@ PLOTS = (
     Plot(
         "performance_exchange.svg",
         "Sum of 16 MB over 2 ranks of a host, microseconds (less is better)",
-        "collectives.md",
+        "appendix/measurements.md",
         "| all_reduce of |",
         -1,
         " us",
@@ -78,7 +78,7 @@ PLOTS = (
     Plot(
         "performance_search.svg",
         "A search over 100 empty trials, 2 at a time, seconds (less is better)",
-        "search.md",
+        "appendix/measurements.md",
         "|  | 100 empty trials |",
         1,
         " s",

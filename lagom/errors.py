@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
 
 class LagomError(RuntimeError):
     """A run failed; a wrong setting raises a ``ValueError`` instead."""
@@ -64,6 +68,13 @@ class MetricError(LagomError):
 
 class AblationError(LagomError):
     """A component of an ablation study cannot be left out of this program; the text says what to do."""
+
+
+class EndOfFunction(BaseException):
+    """Ends the training function early without a failure; no ``except Exception`` of the program catches it."""
+
+    report: Mapping[str, Any] = MappingProxyType({})
+    """What the rank tells the driver of its outcome beside the success."""
 
 
 class RankTraceback(Exception):

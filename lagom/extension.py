@@ -7,11 +7,14 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import argparse
-    from collections.abc import Mapping
+    import os
+    from collections.abc import Callable, Mapping
 
     from lagom.config import TorchDistributedConfig
+    from lagom.driver.driver_run import DriverRun
+    from lagom.on_rank.rank_call import RankCall
     from lagom.plan import Plan
-    from lagom.restart.kept_snapshots import SnapshotFolder
+    from lagom.result import Result
     from lagom.run_folder import RunFolder
     from lagom.session.session import Session
     from lagom.watch.run_dir import RunRecords
@@ -61,15 +64,6 @@ class Extension:
         """
         return provided
 
-    def attempts(self, provided: Mapping[str, Any], snapshots: SnapshotFolder | None) -> AbstractContextManager[None]:
-        """Return the context of all attempts of a run, in the driver's process.
-
-        Args:
-            provided: the run's arguments, as ``provided`` returned them.
-            snapshots: folder of the run's snapshots; None for a run without any.
-        """
-        return nullcontext()
-
     def complete_records(self, plan: Plan, records: RunRecords) -> None:
         """Add files that are made of the records of a run, which has ended; called before ``records`` are closed."""
 
@@ -85,6 +79,29 @@ class Extension:
     def notebook_chart(self, folder: RunFolder) -> str:
         """Return HTML that a notebook shows below the result of the run in ``folder``; "" for nothing."""
         return ""
+
+    def runs_config(self, config: TorchDistributedConfig) -> Callable[[Callable[..., Any], Any], Any] | None:
+        """Return the function that runs a call with a config of the extension's own class; None for other configs."""
+        return None
+
+    def resumes_run(self) -> Callable[[str | os.PathLike[str], int | None, Any], Result] | None:
+        """Return the function that continues a run, given its folder, number of ranks and launcher; None: cannot."""
+        return None
+
+    def check_run(self, run: DriverRun) -> None:
+        """Check a run, before anything of it is recorded.
+
+        Raises:
+            LagomError: if the run must not start.
+        """
+
+    def driver(self, run: DriverRun) -> AbstractContextManager[None]:
+        """Return the context of a run in the driver's process; entered before the ranks start."""
+        return nullcontext()
+
+    def process(self, rank_call: RankCall) -> AbstractContextManager[None]:
+        """Return the context of a rank's process; entered before torch is used, and left when the process ends."""
+        return nullcontext()
 
     def rank(self, session: Session) -> AbstractContextManager[None]:
         """Return the context of a rank; entered when its ``Session`` is made and torch is not patched yet.

@@ -41,15 +41,12 @@ ROOMS = {
     # The driver.
     "driver": (
         "cluster config contents control_groups errors extensions extensions.observe.debugger host on_rank plan "
-        "program random_states restart run_folder timings watch wire world"
+        "program random_states restart result run_folder timings watch wire world"
     ),
     "spark": "cluster digests driver errors host on_rank patching plan program restart watch wire pyarrow pyspark",
     "launch": "config driver spark",
     "result": "config errors extensions run_folder watch",
-    "experiment": (
-        "config driver extensions extensions.resume extensions.search extensions.verify launch on_rank plan program "
-        "random_states restart result run_folder timings watch"
-    ),
+    "experiment": "config driver errors extensions launch on_rank plan program result timings",
     "cli": "__init__ cli_options config errors experiment extensions program spark watch",
     "cli_options": "config extensions",
     "__main__": "cli",
@@ -57,15 +54,14 @@ ROOMS = {
     # The processes of a host, and the rank.
     "host": "control_groups disk errors on_rank patching plan program random_states restart watch wire numpy torch",
     "on_rank": (
-        "available_memory config disk errors exchange exchange.sockets extensions extensions.observe.debugger "
-        "extensions.resume extensions.search.on_rank extensions.verify.on_rank extensions.zero.memory_plan patching "
-        "plan program random_states run_state session watch wire world IPython numpy torch"
+        "available_memory config disk errors exchange exchange.sockets extensions extensions.zero.memory_plan "
+        "patching plan program random_states run_state session watch wire world IPython numpy torch"
     ),
     # What a rank does with the program, from the top down.
     "session": (
-        "batches disk distributed errors exchange exchange.torch_backend extensions.observe.timeline "
-        "extensions.observe.tracking extensions.zero extensions.zero.deepspeed forward forward.rows gradients "
-        "gradients.reduction inspection optimizers patching program run_state torch_versions torch"
+        "batches disk distributed errors exchange exchange.torch_backend extensions extensions.zero "
+        "extensions.zero.deepspeed forward forward.rows gradients gradients.reduction inspection optimizers patching "
+        "program run_state torch_versions torch"
     ),
     "forward": "errors exchange extensions.zero forward.micro_batches forward.rows patching run_state watch torch",
     "forward.rows": "errors exchange inspection patching random_states run_state numpy torch",
@@ -100,10 +96,11 @@ ROOMS = {
     ),
     "extensions.data.sources": "errors extensions.data.column_types deltalake fsspec numpy pyarrow",
     "extensions.observe": (
-        "cli cli_options config errors extension extensions.observe.doctor extensions.observe.report "
-        "extensions.observe.timeline result settings watch"
+        "cli cli_options config disk errors extension extensions.observe.debugger extensions.observe.doctor "
+        "extensions.observe.report extensions.observe.timeline extensions.observe.tracking patching result settings "
+        "watch"
     ),
-    "extensions.observe.debugger": "errors forward.rows patching plan random_states watch wire",
+    "extensions.observe.debugger": "errors forward.rows plan random_states watch wire",
     "extensions.observe.doctor": (
         "__init__ available_memory config control_groups driver errors exchange launch on_rank plan program spark "
         "world torch"
@@ -112,8 +109,9 @@ ROOMS = {
     "extensions.observe.timeline": "errors exchange.torch_backend patching run_folder watch torch",
     "extensions.observe.tracking": "digests disk errors exchange patching",
     "extensions.resume": (
-        "cli cli_options config digests errors experiment extension extensions.observe.tracking "
-        "extensions.resume.passes patching plan program random_states restart run_folder settings watch wire torch"
+        "cli cli_options config digests disk driver errors experiment extension extensions.observe.tracking "
+        "extensions.resume.passes launch on_rank patching plan program random_states restart result run_folder "
+        "settings timings watch wire torch"
     ),
     "extensions.resume.passes": "batches batches.sharing errors patching random_states numpy torch",
     "extensions.search": (
@@ -133,7 +131,7 @@ ROOMS = {
         "config driver errors extension extensions.resume extensions.verify.on_rank plan program restart settings watch"
     ),
     "extensions.verify.on_rank": (
-        "batches contents extensions.resume forward.rows patching random_states run_state torch"
+        "batches contents disk extensions.resume forward.rows on_rank patching random_states run_state torch"
     ),
     "extensions.zero": (
         "errors exchange extension extensions.zero.parameters gradients gradients.reduction optimizers patching "

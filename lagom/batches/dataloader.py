@@ -139,8 +139,8 @@ def _make_iterator_init(loaders: PassStarter) -> Any:
             with ExitStack() as stack:
                 if session.is_in_thread:
                     stack.enter_context(DRAWING)
-                if session.snapshots is not None:
-                    session.snapshots.program.loaders.begin_pass(self, loader)
+                if (begun := session.events.pass_begun.call) is not None:
+                    begun(self, loader)
                 if generator is not loader.generator:
                     stack.enter_context(replaced(loader, "generator", generator))
                 original(self, loader)
@@ -191,8 +191,8 @@ def _make_reset(loaders: PassStarter) -> Any:
             session.end_pass(current)
             current = self.__dict__[PASS] = loaders.begin(loader)
             self.__dict__[_BATCH_SOURCE] = choose_batch_source(session, loader, current)
-            if session.snapshots is not None:
-                session.snapshots.program.loaders.begin_pass(self, loader)
+            if (begun := session.events.pass_begun.call) is not None:
+                begun(self, loader)
             if isinstance(self._collate_fn, ShardedCollate):
                 self._collate_fn.begin(current, session.config.batches)
         if current.is_split:
@@ -216,9 +216,8 @@ def _make_next(session: Session, readers: ReaderThreads) -> Any:
         current = held.get(PASS)
         if current is None or not session.live:
             return original(self)
-        if session.snapshots is not None:
-            session.snapshots.point(self)
-            session.snapshots.program.loaders.take_batch(self)
+        if (asked := session.events.batch_asked.call) is not None:
+            asked(self)
         session.reseed_uneven()
         if current.failed and session.may_meet:
             current.failed = False
@@ -231,8 +230,8 @@ def _make_next(session: Session, readers: ReaderThreads) -> Any:
             data, share = readers.read(take, original, self) if session.is_in_thread else take(original, self)
         except StopIteration:
             session.end_pass(current)
-            if session.snapshots is not None:
-                session.snapshots.program.loaders.end_pass(self)
+            if (exhausted := session.events.pass_exhausted.call) is not None:
+                exhausted(self)
             if session.may_meet:
                 session.evaluation_passes.end_pass(current)
             raise
@@ -244,8 +243,8 @@ def _make_next(session: Session, readers: ReaderThreads) -> Any:
                     current.shares.popleft()
             raise
         session.data_s += perf_counter() - start
-        if session.snapshots is not None:
-            session.snapshots.program.loaders.gave_batch(self, data, getattr(held[_BATCH_SOURCE], "last_digest", b""))
+        if (given := session.events.batch_given.call) is not None:
+            given(self, data, getattr(held[_BATCH_SOURCE], "last_digest", b""))
         if on_cuda:
             data = moved(data, session.device)
         if current.training:

@@ -106,11 +106,10 @@ class TorchDistributedConfig(ExtensionSettings):
     timeout_s: float | None = None
     """Seconds without progress after which a rank ends the run with a StallError. None: never."""
     max_failures: int = 3
-    """How often a run begins again after it has lost a rank, an executor or a host (killed, out of memory, cut off). An
-    exception of the program ends the run at once. 0: never again. docs/survive.md says which files a program finds that
-    begins again."""
+    """How often a run restarts after it has lost a rank, an executor or a host (killed, out of memory, cut off). An
+    exception of the program ends the run at once. 0: never. docs/survive.md says which files the program then finds."""
     min_world_size: int | None = None
-    """The fewest ranks with which a run on Spark begins again when executors are gone. None: 1; with
+    """The fewest ranks with which a run on Spark restarts when executors are gone. None: 1; with
     ``batches="per_rank"`` or ``lr_scaling``, and for programs that are distributed already, the number of ranks of the
     run."""
 

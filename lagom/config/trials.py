@@ -45,7 +45,7 @@ class TrialsConfig(TorchDistributedConfig):
     world_size: int | None = None
     """Must be None: ``ranks_per_trial`` and ``num_slots`` replace it."""
     resume: str | os.PathLike[str] | None = None
-    """Folder of an earlier search (its ``run_dir``), which goes on: its trials count, and those that were running are
+    """Folder of an earlier search (its ``run_dir``), which continues: its trials count, and those that were running are
     tried again."""
     timeout_s: float | None = None
     """Seconds after which no more trials begin. None: no limit."""

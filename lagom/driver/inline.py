@@ -74,5 +74,5 @@ class InlineLauncher:
                 if session.spans is not None and records is not None:
                     stack.callback(_keep_timeline, session.spans, records)
 
-            outcome = bootstrap.run(plan, Place(), lambda: call, Path(folder), watch=watch)
+            outcome = bootstrap.run(plan, Place(), lambda: call, Path(folder), attach=watch)
         return [Outcome(rank=0, report={"ok": True, "rank": 0}, load=lambda: outcome)]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -19,10 +18,9 @@ from lagom.extensions.zero import Zero, ZeroSettings
 
 if TYPE_CHECKING:
     from lagom.plan import Plan
-    from lagom.restart.kept_snapshots import SnapshotFolder
     from lagom.run_folder import RunFolder
 
-EXTENSIONS: tuple[Extension, ...] = (Compat(), Data(), Search(), Resume(), Zero(), Observe(), Verify())
+EXTENSIONS: tuple[Extension, ...] = (Compat(), Search(), Resume(), Data(), Zero(), Observe(), Verify())
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -40,15 +38,6 @@ def replaced_arguments(provided: Mapping[str, Any]) -> Mapping[str, Any]:
     for extension in EXTENSIONS:
         provided = extension.provided(provided)
     return provided
-
-
-@contextmanager
-def attempts(provided: Mapping[str, Any], snapshots: SnapshotFolder | None) -> Iterator[None]:
-    """Enter the context of each extension for all attempts of a run; see ``Extension.attempts``."""
-    with ExitStack() as stack:
-        for extension in EXTENSIONS:
-            stack.enter_context(extension.attempts(provided, snapshots))
-        yield
 
 
 def report(folder: RunFolder) -> str:

@@ -13,17 +13,13 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from lagom.exchange.run_store import SealedStore
-from lagom.extensions.registry import wanted
-from lagom.extensions.search.on_rank.reports import report_logged_values
-from lagom.extensions.verify.on_rank.rehearsal import kept_output, numbered_parameters, rehearse
-from lagom.extensions.verify.on_rank.truncate import truncated_passes
 from lagom.on_rank.device import rank_device, threads
 from lagom.on_rank.disk_full_report import DiskFullReport
 from lagom.on_rank.figures import shown_pictures
@@ -37,7 +33,6 @@ from lagom.program.call import Call
 from lagom.program.signature import arguments, check_returned, makes_data
 from lagom.random_states import random_states, set_random_states, start_random_states
 from lagom.run_state.cuda_device import move_to_device
-from lagom.run_state.leaves import Leaves
 from lagom.run_state.random_streams import seed_everything
 from lagom.session.call_changes import CallChanges
 from lagom.session.patched import patched
@@ -59,14 +54,14 @@ def run(
     load: Callable[[], Call],
     host_dir: Path,
     seat: RankSpec | None = None,
-    watch: Callable[[Session], None] = lambda _: None,
+    attach: Callable[[Session], None] = lambda _: None,
 ) -> Returned:
     """Run one rank: set up its process, call the function, return its result.
 
     Args:
         load: unpickles the call; called inside the patches.
         seat: the rank's resources; None for an inline run in the caller's process, whose settings then stay.
-        watch: called with the session before the patches are entered.
+        attach: called with the session before extensions and patches are entered.
     """
     began = time.monotonic()
     with ExitStack() as stack:
@@ -94,16 +89,8 @@ def run(
             host_dir=host_dir,
             spans=Spans(place.rank) if plan.config.timeline and plan.rehearsal is None else None,
         )
-        watch(session)
-        leaves: Leaves | None = None
-        if plan.rehearsal is not None:
-            stack.enter_context(truncated_passes(session))
-            leaves = stack.enter_context(numbered_parameters())
-        for extension in wanted(plan):
-            stack.enter_context(extension.rank(session))
+        attach(session)
         stack.enter_context(patched(session))
-        if session.trial is not None:
-            stack.enter_context(report_logged_values(session, session.trial))
         if seat is not None:
             stack.enter_context(shown_pictures(session))
         call = load()  # inside the patches, which must see the modules that unpickling creates
@@ -111,45 +98,41 @@ def run(
         if seat is not None:  # without a seat, this is the driver's process, which has these settings
             set_process_settings(call.settings)
         stack.enter_context(seeded(plan.config.seed, call.random_states))
-        # A snapshot is restored in ``_function``, when standard output is what the program will write to.
-        output = stack.enter_context(kept_output()) if leaves is not None else None
         function, changes = _function(session, call, stack)
         if seat is not None:  # without a seat, the program's forks belong to the caller
             stack.enter_context(end_forks())
-        if leaves is not None:
-            return {"value": rehearse(session, leaves, function, output), "samples": session.samples_trained}
         return _returned(session, call, function, changes, began)
 
 
 def _function(session: Session, call: Call, stack: ExitStack) -> tuple[Callable[[], Any], CallChanges | None]:
-    """Return a function that calls the training function, or its remaining part if the run resumes from a snapshot.
+    """Return a function that calls the training function, as extensions have wrapped it.
 
     The second item remembers the objects that the training function may change; None if nobody is to know.
     """
-    reporter, snapshots = Reporter(session), session.snapshots
-    rest, changes = None, None
-    if snapshots is not None:
-        stack.enter_context(snapshots.program.installed())
-        rest = snapshots.prepare(call, {"reporter": reporter})
-    if rest is None:
+    reporter = Reporter(session)
+    changes: list[CallChanges] = []
+
+    def make() -> Callable[[], Any]:
         positional, named = arguments(call.function, MadeArguments(dict(call.provided) | {"reporter": reporter}))
-        rest = functools.partial(call.function, *positional, **named)
-        plan, is_trial = session.plan, session.trial is not None
-        if session.rank == 0 and plan.launcher != "inline" and plan.rehearsal is None and not is_trial:
-            changes = CallChanges(call, reads_parameters=plan.config.zero_lvl < 3)
-    return (rest if snapshots is None else functools.partial(snapshots.program.run, rest)), changes
+        plan = session.plan
+        if session.rank == 0 and plan.launcher != "inline" and plan.rehearsal is None and not plan.searches:
+            changes.append(CallChanges(call, reads_parameters=plan.config.zero_lvl < 3))
+        return functools.partial(call.function, *positional, **named)
+
+    function = session.events.function.wrap(make, call, {"reporter": reporter}, stack)()
+    return function, changes[0] if changes else None
 
 
 def _returned(
     session: Session, call: Call, function: Callable[[], Any], changes: CallChanges | None, began: float
 ) -> Returned:
-    examined = session.debugger.post_mortem() if session.debugger is not None else nullcontext()
-    with OutOfMemoryReport(session), DiskFullReport(session), examined:
+    with OutOfMemoryReport(session), DiskFullReport(session):
         session.is_called = True
         called = time.monotonic()
         value = function()
         timings = {"start": called - began, "function": time.monotonic() - called}
-        check_returned(call.function, value)
+        if session.plan.rehearsal is None:
+            check_returned(call.function, value)
         if session.device.type != "cpu" and not session.plan.names_gpu:
             value = move_to_device(value, torch.device("cpu"))
     returned = {"value": value, "samples": session.samples_trained, "timings": timings}

@@ -32,14 +32,12 @@ class Reporter:
             raise ValueError(f"broadcast() got step {step!r}; want a whole number, at least {least} by now")
         self._step = step
         self._session.reported_values = {"metric": float(value), "step": step}
-        if self._session.trial is not None and self._session.trial.takes("reporter"):
-            self._session.trial.logged = float(value)
-            self._session.trial.report(step, float(value))
+        if (call := self._session.events.reported.call) is not None:
+            call(step, float(value))
 
-    @property
-    def logged(self) -> float | None:
-        """The last value of a search's metric that the program has logged; None without a value or a search."""
-        return self._session.trial.logged if self._session.trial is not None else None
+    def part(self, name: str) -> Any:
+        """Return what the extension ``name`` keeps for this rank; None if it keeps nothing."""
+        return self._session.parts.get(name)
 
     def log(self, text: object, verbose: bool = True, *, jupyter: bool = False) -> None:
         """Print ``text``, as the program's own ``print`` does; print nothing if ``verbose`` and ``jupyter`` are False.

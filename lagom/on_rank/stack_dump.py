@@ -26,7 +26,7 @@ _EXCHANGES = (os.path.join(_OWN, "collectives") + os.sep, os.path.join("torch", 
 _PURPOSES = {
     os.path.join(_OWN, *path.split("/")): what
     for path, what in {
-        "zero": "state that is shared out",
+        "extensions/zero": "state that is shared out",
         "forward/rows/whole_batch.py": "outputs of a forward",
         "forward/batchnorm.py": "BatchNorm's statistics",
         "forward/batchnorm_arithmetic.py": "BatchNorm's statistics",

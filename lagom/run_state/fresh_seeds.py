@@ -93,9 +93,10 @@ def equal_fresh_seeds(session: Session, streams: OwnStreams) -> Iterator[None]:
 
     A DivergenceError that ends the program gets a sentence about bytes of the system that differ between ranks.
     """
-    trial = "" if session.trial is None else f" of trial {session.trial.number}"
     is_rehearsed = session.plan.rehearsal is not None  # to be compared with a rehearsal on another number of ranks
-    seeds = FreshSeeds(session, streams, b"rehearsal" if is_rehearsed else session.key[:32] + trial.encode())
+    seeds = FreshSeeds(
+        session, streams, b"rehearsal" if is_rehearsed else session.key[:32] + session.seed_text.encode()
+    )
     with ExitStack() as stack:
         stack.enter_context(replaced(torch.Generator, "seed", _torch_seed(seeds)))
         stack.enter_context(replaced(random.Random, "seed", _random_seed(seeds)))

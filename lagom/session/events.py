@@ -30,15 +30,29 @@ class Event:
             function(*args)
 
 
+class Chain:
+    """Functions that each wrap what the one before has made; the last to be added is the outermost."""
+
+    def __init__(self) -> None:
+        self._wrappers: list[Callable[..., Any]] = []
+
+    def add(self, wrapper: Callable[..., Any]) -> None:
+        """Let ``wrapper`` wrap what the others have made."""
+        self._wrappers.append(wrapper)
+
+    def wrap(self, made: Any, *args: Any) -> Any:
+        """Return ``made``, wrapped by all; each gets ``args`` as well."""
+        for wrapper in self._wrappers:
+            made = wrapper(made, *args)
+        return made
+
+
 class Events:
     """The events of one rank; the text below each says when it is published, and with what."""
 
     def __init__(self) -> None:
         self.patched = Event()
-        """torch is patched for the run; with the ``ExitStack`` whose contexts end before the patches.
-
-        They also end before the checks for divergence at the end of the run.
-        """
+        """torch is patched for the run; with the ``ExitStack`` whose contexts end before the patches."""
         self.pass_begun = Event()
         """A pass over a loader begins; with its iterator and the loader."""
         self.batch_asked = Event()
@@ -49,6 +63,13 @@ class Events:
         """The iterator of a pass has no more batches; with the iterator."""
         self.pass_ended = Event()
         """The session has recorded the end of a pass; without arguments."""
+        self.reported = Event()
+        """The program has reported a metric by ``reporter``; with the step and the value."""
+        self.returned = Event()
+        """The program has returned, and the ranks have not waited for each other yet; without arguments."""
+        self.function = Chain()
+        """Makers of the function that a rank calls; with the maker before, the call, lagom's own objects that the
+        program may hold by name, and the ``ExitStack`` of the call."""
         self.backward_begun = Event()
         """A backward of the program begins; with its leaves."""
         self.backward_ended = Event()

@@ -14,10 +14,7 @@ from lagom.disk.saving import patch_saves_and_downloads
 from lagom.distributed.init_process_group import own_init_process_group
 from lagom.distributed.mp_spawn import own_mp_spawn
 from lagom.errors import LagomError
-from lagom.extensions.observe.timeline.program_spans import recorded_calls
-from lagom.extensions.observe.tracking.mlflow import log_once_to_mlflow
-from lagom.extensions.observe.tracking.tensorboard import write_events_once
-from lagom.extensions.observe.tracking.wandb import log_once_to_wandb
+from lagom.extensions.registry import wanted
 from lagom.extensions.zero.deepspeed.engine_patches import driven_by_deepspeed
 from lagom.extensions.zero.zero_steps import shard_steps
 from lagom.forward.batchnorm import synchronise_batchnorm
@@ -45,7 +42,7 @@ __all__ = ["patched"]
 
 @contextmanager
 def patched(session: Session) -> Iterator[None]:
-    """Patch torch for the program of ``session``; undo all patches at the end, also on exceptions.
+    """Patch torch for the program of ``session``, and enter the extensions of its run; undo all at the end.
 
     With one rank, the patches for several ranks are left out. Batches are still counted and, on CUDA, moved to the
     device, and settings such as ``mixed_precision`` and ``micro_batches`` still act.
@@ -57,6 +54,8 @@ def patched(session: Session) -> Iterator[None]:
     distributed = session.world_size > 1
     streams = OwnStreams(session.config.seed, session.rank, session.device)
     with ExitStack() as stack:
+        for extension in wanted(session.plan):
+            stack.enter_context(extension.rank(session))
         if line := untried(torch.__version__):
             session.say_once(line)
         stack.enter_context(own_init_process_group(session))
@@ -76,14 +75,10 @@ def patched(session: Session) -> Iterator[None]:
             stack.enter_context(precision.convert_outputs())
             if not distributed:
                 stack.enter_context(patch_reentrant_checkpoints(session))
-        if distributed or session.trial is not None or session.snapshots is not None:
-            end_tracking = stack.enter_context(log_once_to_mlflow(session))
         if distributed:
-            stack.enter_context(log_once_to_wandb(session))
             stack.enter_context(_patched_for_ranks(session))
         if distributed or session.plan.rehearsal is not None or is_protected():
             stack.enter_context(patch_saves_and_downloads(session))
-            stack.enter_context(write_events_once(session))
         if distributed or on_cuda or session.config.micro_batches is not None or session.spans is not None:
             stack.enter_context(prepare_forwards(session, streams))
         if precision is not None:
@@ -91,14 +86,11 @@ def patched(session: Session) -> Iterator[None]:
         if session.config.backend == "deepspeed":
             stack.enter_context(driven_by_deepspeed(session))
         stack.enter_context(shard_loaders(session, streams))
-        if session.spans is not None:
-            stack.enter_context(recorded_calls(session.spans))
-        with ExitStack() as added:  # ends first: others learn that a rank has left before it waits for them below
-            if (call := session.events.patched.call) is not None:
-                call(added)
-            yield
-        if distributed:
-            end_tracking()
+        if (are_patched := session.events.patched.call) is not None:
+            are_patched(stack)
+        yield
+        if (returned := session.events.returned.call) is not None:
+            returned()
         if session.divergence is not None and session.agreement is not None and not session.has_joined:
             session.evaluation_passes.judge(at_end=True)
             session.divergence.check_end(session.agreement)

@@ -41,14 +41,12 @@ if TYPE_CHECKING:
 
     from lagom.config import TorchDistributedConfig
     from lagom.exchange.group import Group
-    from lagom.extensions.observe.debugger.rank_debugger import RankDebugger
-    from lagom.extensions.resume.snapshot_taker import Snapshots
-    from lagom.extensions.search.on_rank.trial import Trial
     from lagom.extensions.zero.gradient_shards import GradientShards
     from lagom.extensions.zero.optimizer_group import OptimizerGroup
     from lagom.extensions.zero.parameters.shards import ParameterShards
     from lagom.forward.rows.recorder import BatchStatistics
     from lagom.forward.rows.sliced_forward import MicroBatch, SlicedForward
+    from lagom.on_rank.rank_call import RankCall
     from lagom.plan import Plan
     from lagom.watch.spans import Spans
 
@@ -84,16 +82,15 @@ class Session:
     """Record of the program's activities; None without a timeline."""
 
     events: Events = field(default_factory=Events, init=False)
-    """Moments at which extensions take part in the run."""
-    trial: Trial | None = field(default=None, init=False)
-    """Reports of this rank for a trial; None outside a search."""
-    on_pass_end: Callable[[], None] | None = field(default=None, init=False)
-    """Callback for the end of each pass over a loader; None without one."""
+    parts: dict[str, Any] = field(default_factory=dict, init=False)
+    """What extensions keep for this rank, by the name of the extension."""
+    rank_call: RankCall | None = field(default=None, init=False)
+    """The rank's process, with its connection to the driver; None in an inline run."""
+    seed_text: str = field(default="", init=False)
+    """Text that distinguishes this run's fresh seeds from those of other runs of the same processes."""
     _live: bool = field(default=True, init=False)
     typing_thread: int | None = field(default=None, init=False)
     """Id of the thread that is at a debugger's prompt; None without a prompt."""
-    debugger: RankDebugger | None = field(default=None, init=False)
-    """The debugger of this rank; None in an inline run."""
     is_unpacked: bool = field(default=False, init=False)
     """Whether the call is unpickled, so that the program itself creates all further modules and loaders."""
     is_called: bool = field(default=False, init=False)
@@ -103,8 +100,6 @@ class Session:
     distributed_part: str = field(default="", init=False)
     """Description of the first part of the program that lagom distributed, for an error; "" if none."""
     samples_trained: int = field(default=0, init=False)
-    num_rehearsed: int = field(default=0, init=False)
-    """Number of backwards in a rehearsal so far."""
     ticks: int = field(default=0, init=False)
     """Progress counter (batches + forwards + backwards); the heartbeat sends it to the stall detector of the host."""
     data_s: float = field(default=0.0, init=False)
@@ -156,8 +151,12 @@ class Session:
     """Shards of parameters; None unless ``zero_lvl`` is 3."""
     fail: Callable[[BaseException], None] | None = field(default=None, init=False)
     """Ends the run with an error of a thread other than the main thread; None in an inline run."""
-    snapshots: Snapshots | None = field(default=None, init=False)
-    """Takes snapshots of the program's state; None if the run keeps none."""
+    is_resumable: bool = field(default=False, init=False)
+    """Whether another process may continue the program, which must then compute alike."""
+    services: dict[str, tuple[Callable[[], Any], Callable[[Any], None]]] = field(default_factory=dict, init=False)
+    """By name, a function that returns the state of a library in this process, and one that sets it in another."""
+    journal: str | None = field(default=None, init=False)
+    """File for the calls of trackers that a process which continues the run needs; None without one."""
     learned: dict[str, tuple[Callable[[], Learned], Callable[[Any], None]]] = field(default_factory=dict, init=False)
     """By name, a function that returns learned facts about the program, and one that sets them in another process."""
     notes: SealedStore | None = field(default=None, init=False)
@@ -261,11 +260,11 @@ class Session:
             self.divergence.count_batch(self.agreement)
 
     def end_pass(self, current: LoaderPass) -> None:
-        """Record that the pass is exhausted, reseed generators as ``reseed_uneven`` does, and call ``on_pass_end``."""
+        """Record that the pass is exhausted, and reseed generators as ``reseed_uneven`` does."""
         self.passes.end_pass(current)
         self.reseed_uneven()
-        if self.on_pass_end is not None:
-            self.on_pass_end()
+        if (ended := self.events.pass_ended.call) is not None:
+            ended()
 
     def reseed_uneven(self) -> None:
         """Reseed generators from which ranks drew different amounts: a collective, unless all batches were even.

@@ -6,7 +6,7 @@ Start with ``compatible.py``, which loads the packages of this folder when a pro
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import TYPE_CHECKING
 
 from lagom.extension import Extension
@@ -31,8 +31,15 @@ class Compat(Extension):
         """See ``Extension``."""
         from lagom.extensions.compat.compatible import compatible
 
-        is_distributed = session.plan.already_distributed
-        session.events.patched.subscribe(lambda stack: stack.enter_context(compatible(is_distributed)))
+        entered = ExitStack()
+
+        def enter(stack: ExitStack) -> None:
+            stack.enter_context(entered)
+            entered.enter_context(compatible(session.plan.already_distributed))
+
+        session.events.patched.subscribe(enter)
+        # Other ranks learn that this one has left Horovod's exchanges before it waits for them to end, too.
+        session.events.returned.subscribe(entered.close)
         return nullcontext()
 
     def script(self) -> AbstractContextManager[None]:

@@ -16,10 +16,11 @@ from typing import TYPE_CHECKING, Any
 from lagom.extension import Extension
 
 if TYPE_CHECKING:
+    from lagom.driver.driver_run import DriverRun
     from lagom.extensions.data.parquet.dataset import ParquetDataset
     from lagom.extensions.data.parquet.parquet_loader import ParquetLoader
     from lagom.extensions.data.parquet.petastorm_loader import PetastormDataLoader, TransformSpec
-    from lagom.restart.kept_snapshots import SnapshotFolder
+    from lagom.plan import Plan
 
 __all__ = ["ParquetDataset", "ParquetLoader", "PetastormDataLoader", "TransformSpec"]
 
@@ -49,8 +50,12 @@ class Data(Extension):
 
         return write_frame(provided)
 
-    def attempts(self, provided: Mapping[str, Any], snapshots: SnapshotFolder | None) -> AbstractContextManager[None]:
+    def is_wanted(self, plan: Plan) -> bool:
+        """Return True: only the arguments show whether a run has a DataFrame."""
+        return True
+
+    def driver(self, run: DriverRun) -> AbstractContextManager[None]:
         """See ``Extension``."""
         from lagom.extensions.data.dataframes import frames_of_run
 
-        return frames_of_run(provided, snapshots)
+        return frames_of_run(run.call.provided, run.snapshots)

@@ -8,6 +8,7 @@ Start with ``report/report.py``, ``timeline/timeline.py``, ``tracking/mlflow.py`
 from __future__ import annotations
 
 import os
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -18,8 +19,10 @@ if TYPE_CHECKING:
     import argparse
 
     from lagom.config import TorchDistributedConfig
+    from lagom.on_rank.rank_call import RankCall
     from lagom.plan import Plan
     from lagom.run_folder import RunFolder
+    from lagom.session.session import Session
     from lagom.watch.run_dir import RunRecords
 
 Debug = Literal["first"] | int | None
@@ -70,7 +73,25 @@ class Observe(Extension):
 
     def is_wanted(self, plan: Plan) -> bool:
         """See ``Extension``."""
-        return bool(plan.config.timeline) or plan.config.debug is not None
+        return True  # a program may call breakpoint(), or import a tracker
+
+    def process(self, rank_call: RankCall) -> AbstractContextManager[None]:
+        """See ``Extension``."""
+        from lagom.extensions.observe.first_use import breakpoints_on_rank
+
+        return breakpoints_on_rank(rank_call)
+
+    def rank(self, session: Session) -> AbstractContextManager[None]:
+        """See ``Extension``."""
+        from lagom.extensions.observe.first_use import trackers_on_rank
+
+        if (breakpoints := session.parts.get("observe")) is not None:
+            breakpoints.join(session)
+        if (spans := session.spans) is not None:
+            from lagom.extensions.observe.timeline.program_spans import recorded_calls
+
+            session.events.patched.subscribe(lambda stack: stack.enter_context(recorded_calls(spans)))
+        return trackers_on_rank(session)
 
     def complete_records(self, plan: Plan, records: RunRecords) -> None:
         """Merge the timelines of the ranks; see ``Extension``."""

@@ -6,6 +6,7 @@ loaders and their workers.
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -14,9 +15,14 @@ from lagom.settings import is_seconds
 
 if TYPE_CHECKING:
     import argparse
+    import os
+    from collections.abc import Callable
 
     from lagom.config import TorchDistributedConfig
+    from lagom.driver.driver_run import DriverRun
     from lagom.plan import Plan
+    from lagom.result import Result
+    from lagom.session.session import Session
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -26,10 +32,11 @@ class ResumeSettings(Settings):
     title = "Snapshots and resume"
 
     snapshot_every_s: float | Literal["auto"] | None = None
-    """Seconds between two snapshots of the program's state in the run's folder, written while the training goes on. A
-    run that is lost goes on from the last snapshot, and so does ``experiment.resume(run_dir)``, in the middle of a pass
-    and with any number of ranks. "auto": every 10 s, or less often if snapshots would take more than 1% of the time.
-    None: never. Needs ``batches="whole"`` and no ZeRO; docs/survive.md says for which programs, and what it costs."""
+    """Seconds between two snapshots of the program's state in the run's folder, written while the training continues. A
+    run that loses a rank continues from the last snapshot, and so does ``experiment.resume(run_dir)``, in the middle of
+    a pass and with any number of ranks. "auto": every 10 s, or less often if snapshots would take more than 1% of the
+    time. None: never. Needs ``batches="whole"`` and no ZeRO; docs/survive.md says for which programs, and what it
+    costs."""
 
     @staticmethod
     def check(config: TorchDistributedConfig) -> None:
@@ -63,3 +70,21 @@ class Resume(Extension):
     def config_fields(self, args: argparse.Namespace) -> dict[str, Any]:
         """See ``Extension``."""
         return {"snapshot_every_s": args.snapshot_every} if "snapshot_every" in args else {}
+
+    def resumes_run(self) -> Callable[[str | os.PathLike[str], int | None, Any], Result] | None:
+        """See ``Extension``."""
+        from lagom.extensions.resume.resumed_run import resume_run
+
+        return resume_run
+
+    def driver(self, run: DriverRun) -> AbstractContextManager[None]:
+        """See ``Extension``."""
+        from lagom.extensions.resume.resumed_run import kept_run
+
+        return kept_run(run)
+
+    def rank(self, session: Session) -> AbstractContextManager[None]:
+        """See ``Extension``."""
+        from lagom.extensions.resume.rank_snapshots import snapshots_on_rank
+
+        return snapshots_on_rank(session)

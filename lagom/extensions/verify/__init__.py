@@ -5,6 +5,7 @@ Start with ``rehearsals.py`` (on the driver) and ``on_rank/rehearsal.py`` (on a 
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +16,9 @@ if TYPE_CHECKING:
     import argparse
 
     from lagom.config import TorchDistributedConfig
+    from lagom.driver.driver_run import DriverRun
     from lagom.plan import Plan
+    from lagom.session.session import Session
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -27,7 +30,7 @@ class VerifySettings(Settings):
     verify: bool = False
     """Before the run, rehearses its first steps in one process and on the ranks, and compares. If the numbers differ, a
     ``VerificationError`` says why, and which setting gives the numbers of one process. With ``snapshot_every_s``, also
-    rehearses that the program goes on from a snapshot."""
+    rehearses a restart from a snapshot."""
 
     @staticmethod
     def check(config: TorchDistributedConfig) -> None:
@@ -55,3 +58,25 @@ class Verify(Extension):
     def config_fields(self, args: argparse.Namespace) -> dict[str, Any]:
         """See ``Extension``."""
         return {"verify": args.verify} if "verify" in args else {}
+
+    def check_run(self, run: DriverRun) -> None:
+        """Rehearse the run, and show the result; see ``Extension``."""
+        if not run.plan.config.verify or run.plan.world_size == 1:
+            return
+        from lagom.extensions.verify.rehearsals import verify
+        from lagom.extensions.verify.verification import say_not_rehearsed, show
+
+        if run.plan.already_distributed:
+            say_not_rehearsed(run.plan.name)
+            return
+        run.timings.end("prepare")
+        show(verify(run.launcher, run.plan, run.call))
+        run.timings.end("verify")
+
+    def rank(self, session: Session) -> AbstractContextManager[None]:
+        """See ``Extension``."""
+        if session.plan.rehearsal is None:
+            return nullcontext()
+        from lagom.extensions.verify.on_rank.rank_rehearsal import rehearsal_on_rank
+
+        return rehearsal_on_rank(session)

@@ -219,7 +219,7 @@ class Slicer:
         calls: KnownCalls | None = self._calls.get(module)
         if calls is None:
             # A snapshot does not have the facts about modules that are gone, and a resumed run must compute alike.
-            is_kept = self._session.snapshots is not None
+            is_kept = self._session.is_resumable
             calls = self._calls[module] = KnownCalls() if is_kept else self._remade.known_calls(module)
         return calls
 

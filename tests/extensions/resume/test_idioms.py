@@ -12,10 +12,12 @@ import pytest
 from lagom.errors import SnapshotError
 from lagom.extensions.resume.frame_position import NoSnapshotError
 from lagom.extensions.resume.program_state import ProgramInProgress
+from lagom.extensions.resume.rank_snapshots import follow_loaders
 from lagom.on_rank.process_settings import library_settings, set_process_settings
 from lagom.program.call import Call
 from lagom.program.sources import source_files
 from lagom.run_state.random_streams import seed_everything
+from lagom.session.events import Events
 from lagom.session.session import Session
 from tests.extensions.resume import idioms, rare_idioms, refused_idioms, worker_idioms
 from tests.ranks import run_ranks
@@ -51,7 +53,8 @@ class Points:
 def taken(session: Session, function: Callable[[], Any], every: int = 1) -> tuple[Any, Points]:
     """The value of the program, and its snapshots."""
     points: Any = Points(session, function, lambda number: number % every == 0)
-    session.snapshots = points
+    session.events = Events()
+    follow_loaders(session, points)
     seed_everything(7)
     with points.program.installed():
         return points.program.run(points.call), points
@@ -60,7 +63,8 @@ def taken(session: Session, function: Callable[[], Any], every: int = 1) -> tupl
 def resumed(session: Session, function: Callable[[], Any], snapshot: Any, at: int = 3) -> tuple[Any, Points]:
     """The value of the program that goes on from ``snapshot`` in a new image, and a snapshot that it takes itself."""
     points: Any = Points(session, function, lambda number: number == at)
-    session.snapshots = points
+    session.events = Events()
+    follow_loaders(session, points)
     seed_everything(99)
     with points.program.installed():
         rest = points.program.go_on(snapshot[0], [bytearray(one) for one in snapshot[1]])

@@ -9,6 +9,7 @@ import pickle
 import sys
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +19,7 @@ from torch import nn
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler, TensorDataset
 
 from lagom.extensions.verify.on_rank.record import Record
-from lagom.extensions.verify.on_rank.rehearsal import numbered_parameters, rehearse
 from lagom.extensions.verify.on_rank.tensor_sketch import digests, flat, sketch
-from lagom.extensions.verify.on_rank.truncate import truncated_passes
 from lagom.plan import Rehearsal
 from lagom.session.patched import patched
 from lagom.session.session import Session
@@ -31,8 +30,15 @@ def rehearsed(tmp_path: Path, function: Any, **settings: Any) -> Record:
     """``function`` rehearsed in this process, on one rank."""
     session = session_alone(tmp_path)
     session.plan = dataclasses.replace(session.plan, rehearsal=Rehearsal(**settings))
-    with truncated_passes(session), numbered_parameters() as leaves, patched(session):
-        return rehearse(session, leaves, function)
+    return run_as_rehearsal(session, function)
+
+
+def run_as_rehearsal(session: Session, function: Any) -> Record:
+    with ExitStack() as stack:
+        stack.enter_context(patched(session))
+        wrapped = session.events.function.wrap(lambda: function, None, {}, stack)()
+        record: Record = wrapped()
+        return record
 
 
 def rehearsed_apart(function: Any, **settings: Any) -> Record:
@@ -40,8 +46,7 @@ def rehearsed_apart(function: Any, **settings: Any) -> Record:
 
     def rank(session: Session) -> Record:
         session.plan = dataclasses.replace(session.plan, rehearsal=Rehearsal(**settings))
-        with truncated_passes(session), numbered_parameters() as leaves, patched(session):
-            return rehearse(session, leaves, function)
+        return run_as_rehearsal(session, function)
 
     record: Record = run_ranks(1, rank, patches=False)[0]
     return record

@@ -6,17 +6,17 @@ import contextlib
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from lagom.errors import CollectiveError, LagomError
-from lagom.extensions.observe.debugger.refusal import BY_NAME, refuse
-from lagom.patching.import_hooks import on_import
-from lagom.patching.replace import replaced
+from lagom.extensions.observe.debugger.refusal import refuse
 from lagom.random_states import random_states, set_random_states
 from lagom.wire.client import Message
 
 if TYPE_CHECKING:
+    from types import FrameType
+
     from lagom.extensions.observe.debugger.rank_pdb import DriverStream, RankPdb
     from lagom.plan import Plan
     from lagom.session.session import Session
@@ -28,42 +28,30 @@ class RankDebugger:
     Args:
         ask: sends a message to the driver, and returns its answer.
         tell: sends a message to the driver.
+        pid: id of the rank's process; a process that it has forked cannot stop.
     """
 
     def __init__(
-        self, plan: Plan, rank: int, ask: Callable[[Message], Message], tell: Callable[[Message], None]
+        self,
+        plan: Plan,
+        rank: int,
+        ask: Callable[[Message], Message],
+        tell: Callable[[Mapping[str, Any]], None],
+        pid: int,
     ) -> None:
         self.session: Session | None = None
         """The rank's state, once there is one."""
         self._plan, self._rank = plan, rank
         self._ask, self._tell = ask, tell
-        self._pid = os.getpid()
+        self._pid = pid
         self._turn = threading.Lock()
         self._stopped: int | None = None
         """Id of the thread that is at the prompt; None if none is."""
         self._pdbs: dict[int, RankPdb] = {}
         """Debuggers by thread: each keeps the breakpoints that were set at its prompt."""
 
-    @contextlib.contextmanager
-    def installed(self) -> Iterator[None]:
-        """Make ``breakpoint()`` and ``pdb.set_trace()`` call ``hook``, unless PYTHONBREAKPOINT is set already.
-
-        In processes that the rank starts anew, such as spawned workers, ``breakpoint()`` is an error.
-        """
-        with contextlib.ExitStack() as stack:
-
-            def change(pdb: Any) -> None:
-                stack.enter_context(replaced(pdb, "set_trace", self.hook))
-
-            if not os.environ.get("PYTHONBREAKPOINT"):
-                os.environ["PYTHONBREAKPOINT"] = BY_NAME
-                stack.callback(os.environ.pop, "PYTHONBREAKPOINT", None)
-                stack.enter_context(replaced(sys, "breakpointhook", self.hook))
-                stack.enter_context(on_import({"pdb": change}))
-            yield
-
-    def hook(self, *_: object, header: str | None = None, **__: object) -> None:
-        """Stop the caller if this is the rank to stop; replaces ``sys.breakpointhook`` and ``pdb.set_trace``.
+    def stop(self, frame: FrameType, header: str | None = None) -> None:
+        """Stop in ``frame`` if this is the rank to stop.
 
         Raises:
             LagomError: if no rank can stop here (see ``_stops``), or the driver gives no turn (see ``begin``).
@@ -74,18 +62,17 @@ class RankDebugger:
         pdb = self._pdb()
         if header is not None:
             pdb.message(header)
-        pdb.set_trace(sys._getframe(1))  # the last line here: pdb stops at the next line, in the caller
+        pdb.set_trace(frame)
 
     @contextlib.contextmanager
     def post_mortem(self) -> Iterator[None]:
-        """If the run is debugged, open a prompt at an exception of the context before the exception ends the rank."""
+        """Open a prompt at an exception of the context before the exception ends the rank."""
         try:
             yield
         except Exception as error:
-            if self._plan.config.debug is not None and self._plan.rehearsal is None:
-                with contextlib.suppress(LagomError):  # the driver gives this failure no turn
-                    self.begin(error)
-                    self._pdb().examine(error)
+            with contextlib.suppress(LagomError):  # the driver gives this failure no turn
+                self.begin(error)
+                self._pdb().examine(error)
             raise
 
     def begin(self, error: Exception | None = None) -> None:

@@ -1,6 +1,6 @@
 """``refuse``: refuses ``breakpoint()`` in a process that a rank has started.
 
-A spawned process finds ``refuse`` by PYTHONBREAKPOINT; in a forked process, ``RankDebugger.hook`` calls it.
+A spawned process finds ``refuse`` by PYTHONBREAKPOINT; in a forked process, ``RankDebugger`` calls it.
 """
 
 from __future__ import annotations
@@ -9,9 +9,6 @@ import os
 from typing import NoReturn
 
 from lagom.errors import LagomError
-
-BY_NAME = f"{__name__}.refuse"
-"""Value of PYTHONBREAKPOINT: a process that is spawned, not forked, knows ``refuse`` only from its environment."""
 
 
 def refuse(*_: object, **__: object) -> NoReturn:

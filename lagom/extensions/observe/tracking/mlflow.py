@@ -72,7 +72,7 @@ def log_once_to_mlflow(session: Session) -> Iterator[Callable[[], None]]:
             stack.enter_context(replaced(module, "set_experiment", _leaving_run(vars(module)["set_experiment"])))
 
         changes: dict[str, Callable[[ModuleType], None]] = dict.fromkeys(_REGISTRIES, change)
-        if session.trial is not None and _RUN in os.environ:
+        if session.plan.searches and _RUN in os.environ:
             changes["mlflow"] = follow_experiment
         with on_import(changes):
             try:
@@ -107,10 +107,10 @@ class _Tracker:
         self.journal: CallJournal | None = None
         """Journal of rank 0's calls that change something; None without snapshots, or without a place for it."""
         self._is_told = False
-        if session.snapshots is not None:
-            if (path := session.snapshots.journal) is not None:
-                self.journal = CallJournal(path, session.say_once)
-            session.snapshots.program.services["mlflow"] = self._state, self._go_on
+        if session.is_resumable:
+            if session.journal is not None:
+                self.journal = CallJournal(session.journal, session.say_once)
+            session.services["mlflow"] = self._state, self._go_on
 
     def _state(self) -> Any:
         if self._is_told and self.journal is None and self._session.plan.rehearsal is None:

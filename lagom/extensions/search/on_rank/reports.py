@@ -27,7 +27,7 @@ def report_logged_values(session: Session, trial: Trial) -> Iterator[None]:
     If the plan says so, the mean loss of each pass counts for a program that logs none.
     """
     reports = _Reports(session, trial)
-    session.on_pass_end = reports.end_pass
+    session.events.pass_ended.subscribe(reports.end_pass)
     with ExitStack() as stack:
 
         def change(module: ModuleType) -> None:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from lagom.errors import MetricError
+from lagom.extensions.search.on_rank.trial import Trial
 from lagom.patching.replace import replaced
 from lagom.program.script import Script
 from lagom.world import place_in_run
@@ -43,13 +44,19 @@ class ScriptTrial(Script):
         with printed.watched():
             Script.__call__(script)
         place = place_in_run()
-        if printed.last is None and reporter.logged is None and (place is None or place.rank == 0):
+        if printed.last is None and _logged(reporter) is None and (place is None or place.rank == 0):
             raise MetricError(
                 f"{self.__name__} printed no line with {self.metric!r} and a number, such as "
                 f'"{self.metric}: 0.123" or "{self.metric}=0.123"; have it print one, or name another with --metric'
                 + (f". Its last line was {printed.line!r:.200}" if printed.line else "")
             )
         return printed.last
+
+
+def _logged(reporter: Any) -> float | None:
+    """Return the last value of the metric that the program has logged."""
+    trial: Trial | None = reporter.part("search")
+    return trial.logged if trial is not None else None
 
 
 def options(params: Mapping[str, Any]) -> list[str]:

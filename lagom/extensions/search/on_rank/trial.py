@@ -5,13 +5,16 @@ from __future__ import annotations
 import math
 import numbers
 from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any
 
-from lagom.errors import MetricError
+from lagom.errors import EndOfFunction, MetricError
 
 
-class TrialPruned(BaseException):
-    """Ends a trial that is worse than others; no ``except Exception`` of the program catches it."""
+class TrialPruned(EndOfFunction):
+    """Ends a trial that is worse than others."""
+
+    report = MappingProxyType({"pruned": True})
 
 
 class Trial:
@@ -31,6 +34,12 @@ class Trial:
         """Return whether ``source`` is the trial's first, which alone is reported. See Note [Reports] in reports.py."""
         self._source = self._source or source
         return self._source == source
+
+    def report_by_reporter(self, step: int, value: float) -> None:
+        """Report what the program has given to ``reporter``, unless it reports the metric in another way already."""
+        if self.takes("reporter"):
+            self.logged = value
+            self.report(step, value)
 
     def report(self, step: int, value: float) -> None:
         """Report ``value`` at ``step``; wait for the driver's answer, about 1 ms.

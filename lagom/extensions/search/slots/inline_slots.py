@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import dataclasses
 import tempfile
 import time
 import traceback
@@ -23,7 +24,7 @@ class InlineSlots:
     """Runs trials one after another in the calling thread; they write to the real disk."""
 
     def __init__(self, plan: Plan, call: Call) -> None:
-        self._plan = plan
+        self._plan = dataclasses.replace(plan, searches=True)
         self._call = call
         self._waiting: list[Message] = []
         self._answer: Message = {}
@@ -66,14 +67,14 @@ class InlineSlots:
 
         trial = Trial(ask, message["metric"])
 
-        def watch(session: Any) -> None:
-            session.trial = trial
+        def attach(session: Any) -> None:
+            session.parts["search"] = trial
 
         started, outcome = time.monotonic(), dict[str, Any]()
         change = unpack(base64.b64decode(message["change"]))
         try:
             with tempfile.TemporaryDirectory(prefix="lagom-") as folder:
-                outcome = bootstrap.run(self._plan, Place(), lambda: change(self._call), Path(folder), watch=watch)
+                outcome = bootstrap.run(self._plan, Place(), lambda: change(self._call), Path(folder), attach=attach)
             metric = metric_of(outcome["value"], trial.metric, trial.logged)
             report: Message = {"rank": 0, "ok": True, "metric": metric, "samples": outcome["samples"]}
         except TrialPruned:

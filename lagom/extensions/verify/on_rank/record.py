@@ -80,6 +80,14 @@ class RecordedPass:
     """Whether the pass counted as training, and this rank saw only its share."""
 
 
+@dataclass(slots=True)
+class RehearsalProgress:
+    """Progress of a rehearsal on this rank."""
+
+    num_backwards: int = 0
+    """Number of backwards so far."""
+
+
 @dataclass(kw_only=True, slots=True)
 class Record:
     """Records all that a rehearsal did on one rank, to be compared with another rehearsal."""

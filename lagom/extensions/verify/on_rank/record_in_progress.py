@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from lagom.extensions.resume.snapshot_taker import Snapshots
+    from lagom.extensions.verify.on_rank.rehearsed_snapshot import RehearsedSnapshot
     from lagom.plan import Rehearsal
     from lagom.run_state.leaves import Leaves
     from lagom.session.session import Session
@@ -75,7 +76,7 @@ class RecordInProgress:
         self._leaves.go_on(known, following)
         self._kept = {number: known[number] for number in record.leaves}
         self.record = record
-        self.session.num_rehearsed = self.begun
+        self.session.parts["verify"].num_backwards = self.begun
         self._printed.write(printed)
 
     def _state(self) -> tuple[Any, ...]:
@@ -92,7 +93,7 @@ class RecordInProgress:
                 os._exit(1)
             raise Enough
         self.begun += 1
-        self.session.num_rehearsed = self.begun
+        self.session.parts["verify"].num_backwards = self.begun
 
     def starts(self, leaves: Sequence[Tensor]) -> list[int]:
         """Return the numbers of ``leaves``; record these and all trained parameters the first time that they are seen.
@@ -175,11 +176,7 @@ class RecordInProgress:
             leaf.end = sketch(self._kept[number])
         self.record.num_samples = self.session.samples_trained
         self.record.notes = sorted(self.session.said)
-        if self.session.snapshots is None:
-            return
-        # Imported here, since each rank imports this module, and to import the room of snapshots takes 50 ms.
-        from lagom.extensions.verify.on_rank.rehearsed_snapshot import RehearsedSnapshot
-
-        if isinstance(self.session.snapshots, RehearsedSnapshot):
-            self.record.num_before = self.session.snapshots.num_before
-            self.record.without_snapshot = self.session.snapshots.without
+        snapshots: RehearsedSnapshot | None = self.session.parts.get("resume")
+        if snapshots is not None:
+            self.record.num_before = snapshots.num_before
+            self.record.without_snapshot = snapshots.without

@@ -77,8 +77,8 @@ def rehearse(
             stack.callback(torch.set_num_threads, torch.get_num_threads())
             torch.set_num_threads(1 if torch.get_num_threads() > 1 else 2)
         notes = RecordInProgress(session, rehearsal, leaves, printed)
-        if session.snapshots is not None:
-            notes.join(session.snapshots)
+        if (snapshots := session.parts.get("resume")) is not None:
+            notes.join(snapshots)
         stack.enter_context(replaced(torch.autograd, "_engine_run_backward", _backward(notes)))
         stack.enter_context(replaced(torch.autocast, "__enter__", _entered(notes)))
         stack.enter_context(replaced(_BaseDataLoaderIter, "__next__", _following(notes)))

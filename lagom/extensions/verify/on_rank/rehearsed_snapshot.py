@@ -64,7 +64,7 @@ class RehearsedSnapshot(Snapshots):
 
     def _is_due(self, iterator: Any) -> bool:
         """Return whether enough backwards have run; see Note [Passes that go on]."""
-        now, rehearsal = self._session.num_rehearsed, self._rehearsal
+        now, rehearsal = self._session.parts["verify"].num_backwards, self._rehearsal
         if rehearsal.snapshot_after is None or now < rehearsal.snapshot_after:
             return False
         is_between = not iterator._num_yielded and not self._session.passes.trains()
@@ -79,7 +79,7 @@ class RehearsedSnapshot(Snapshots):
         if "why" in message:
             self._reasons[message["why"]] += 1
         else:
-            self.num_before = self._session.num_rehearsed
+            self.num_before = self._session.parts["verify"].num_backwards
 
 
 # Note [Passes that go on]

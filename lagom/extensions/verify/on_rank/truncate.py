@@ -11,6 +11,7 @@ from torch.utils.data import BatchSampler, DataLoader
 from lagom.batches.iterable import is_iterable
 from lagom.extensions.verify.on_rank.fixed_randomness import fixed_randomness
 from lagom.extensions.verify.on_rank.jumping_clock import jumping_clocks
+from lagom.extensions.verify.on_rank.record import RehearsalProgress
 from lagom.patching.replace import replaced
 
 if TYPE_CHECKING:
@@ -30,11 +31,11 @@ def truncated_passes(session: Session) -> Iterator[None]:
     """
     rehearsal = session.plan.rehearsal
     assert rehearsal is not None
-    session.num_rehearsed = rehearsal.num_before
+    progress = session.parts["verify"] = RehearsalProgress(rehearsal.num_before)
     original = vars(DataLoader)["_index_sampler"].fget
 
     def num_batches() -> int:
-        is_short = session.num_rehearsed >= rehearsal.num_in_long_passes
+        is_short = progress.num_backwards >= rehearsal.num_in_long_passes
         return rehearsal.num_batches_of_short if is_short else rehearsal.num_batches
 
     def index_sampler(loader: DataLoader[Any]) -> Any:

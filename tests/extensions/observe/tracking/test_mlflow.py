@@ -17,7 +17,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
@@ -310,10 +309,10 @@ def test_metrics_that_a_loss_has_cut_off_are_logged_once(is_done: bool, tmp_path
 
     def run(_: Any) -> Any:
         session: Any = session_alone(tmp_path)
-        session.snapshots = SimpleNamespace(journal=str(tmp_path / "calls"), program=SimpleNamespace(services={}))
+        session.is_resumable, session.journal = True, str(tmp_path / "calls")
         with log_once_to_mlflow(session):
             run = mlflow.start_run()
-            state, go_on = session.snapshots.program.services["mlflow"]
+            state, go_on = session.services["mlflow"]
             before = state()
             log()
             for step in (4, 3):
