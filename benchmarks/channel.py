@@ -26,6 +26,7 @@ from lagom.driver.run import RunView
 from lagom.plan import plan
 from lagom.watch.run_dir import RunRecords, records
 from lagom.wire.client import DriverClient, dial
+from lagom.wire.messages import Done, Join, Peers, ProgressReport, TaskHello, own_version
 from lagom.wire.tls import certificate_of_a_run
 
 SHARE = 0.10  # of a core
@@ -116,7 +117,7 @@ def beat(address: tuple[str, int], secret: bytes, certificate: str, num_ranks: i
     for link in links:
         message = link.receive(60.0)
         assert message is not None
-        assert message["type"] == "peers"
+        assert isinstance(message, Peers)
     print("joined", flush=True)
     began = time.monotonic()
     for turn in range(int(seconds)):
@@ -126,30 +127,47 @@ def beat(address: tuple[str, int], secret: bytes, certificate: str, num_ranks: i
     print("beaten", flush=True)
     sys.stdin.readline()  # wait, so that nothing happens while the driver reads its clocks
     for link in links:
-        link.send({"type": "done", "reports": []})
+        link.send(Done(reports=[]))
 
 
 def _joined(address: tuple[str, int], secret: bytes, certificate: str, rank: int) -> DriverClient:
-    link = dial(address, secret, {"purpose": "task", "task": rank}, 10.0, certificate)
+    link = dial(address, secret, TaskHello(task=rank, version=own_version()), 10.0, certificate)
     assert link is not None, f"rank {rank} was not let in"
-    place = {"ranks": [rank], "host": f"host-{rank % 100}", "ip": "10.0.0.1", "gpus": [], "store": ["10.0.0.1", 1]}
-    link.send({"type": "join", "task": rank, "python": "3.11", "torch": "2.13.0", **place})
+    link.send(
+        Join(
+            task=rank,
+            pid=rank,
+            ranks=[rank],
+            host=f"host-{rank % 100}",
+            ip="10.0.0.1",
+            store=("10.0.0.1", 1),
+            python="3.11",
+            torch="2.13.0",
+            gpus=[],
+            cores=1,
+        )
+    )
     return link
 
 
-def _beat(rank: int, turn: int) -> dict[str, object]:
+def _beat(rank: int, turn: int) -> ProgressReport:
     """Return a heartbeat with the fields that a real rank sends."""
     step = 100 * turn + 7
-    training = {"epoch": 3, "step": step, "steps": 10_000, "samples": step * 64, "ticks": step * 3, "loss": 0.123456}
-    return {
-        "type": "progress",
-        **training,
-        "rate": 6400.0,
-        "steps_s": 100.0,
-        "data": 0.01,
-        "memory": 1 << 30,
-        "rank": rank,
-    }
+    return ProgressReport(
+        rank=rank,
+        epoch=3,
+        step=step,
+        steps=10_000,
+        samples=step * 64,
+        ticks=step * 3,
+        loss=0.123456,
+        rate=6400.0,
+        steps_s=100.0,
+        data=0.01,
+        waits=0.02,
+        waits_for={"1": 0.012},
+        memory=1 << 30,
+    )
 
 
 if __name__ == "__main__":

@@ -26,12 +26,20 @@ from typing import Any
 
 from lagom.config import HyperparameterOptConfig, Searchspace
 from lagom.driver.local import LocalLauncher
+from lagom.extensions.search.on_rank.messages import (
+    OutcomePart,
+    RunTrial,
+    SlotJoin,
+    TrialEnded,
+    TrialReport,
+    TrialValue,
+)
 from lagom.extensions.search.study import Study
 from lagom.extensions.search.trial_loop import TrialLoop
 from lagom.extensions.search.trial_source import TrialOutcome
 from lagom.plan import plan
 from lagom.program.payload import Parcel
-from lagom.wire.client import Message
+from lagom.wire.messages import Event, Message
 
 
 class StubSlots:
@@ -44,7 +52,9 @@ class StubSlots:
         self._now = 0.0
         self._order = itertools.count()
         for slot in range(number):
-            self._add(0.0, slot, {"type": "join", "host": f"host-{slot // 8}", "cores": 8, "gpus": []})
+            place: dict[str, Any] = {"host": f"host-{slot // 8}", "ip": "", "cores": 8, "gpus": [], "store": None}
+            join = SlotJoin(task=slot, pid=1, ranks=[0], python="", torch="", sees_driver=True, **place)
+            self._add(0.0, slot, join)
 
     def __enter__(self) -> StubSlots:
         return self
@@ -54,21 +64,20 @@ class StubSlots:
 
     def send(self, slot: int, message: Message) -> None:
         """Schedule the messages of a trial: five reports, and its end."""
-        if message["type"] != "trial":
+        if not isinstance(message, RunTrial):
             return
         seconds, value = self._random.uniform(1, 10), self._random.random()
         for step in range(5):
-            report = {"type": "report", "step": step, "value": value + 1 / (step + 1)}
-            self._add(seconds * (step + 1) / 6, slot, report)
-        self._add(seconds, slot, {"type": "part", "name": "outcome", "data": self._outcome})
-        one = {"rank": 0, "ok": True, "metric": value, "samples": 0}
-        self._add(seconds, slot, {"type": "ended", "reports": [one], "seconds": seconds, "problems": []})
+            self._add(seconds * (step + 1) / 6, slot, TrialValue(step=step, value=value + 1 / (step + 1)))
+        self._add(seconds, slot, OutcomePart(name="outcome", data=self._outcome))
+        report = TrialReport(rank=0, ok=True, metric=value)
+        self._add(seconds, slot, TrialEnded(reports=[report], seconds=seconds, problems=[]))
 
-    def serve(self, take: Callable[[int, Message], None], timeout_s: float) -> None:
+    def serve(self, take: Callable[[int, Message | Event], None], timeout_s: float) -> None:
         """Advance the virtual clock to the next message, and call ``take`` with it."""
         if self._events:
             self._now, _, slot, message = heapq.heappop(self._events)
-            take(slot, {"sees_driver": True, **message})
+            take(slot, message)
 
     def over(self) -> None:
         """Do nothing."""

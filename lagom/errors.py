@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from types import MappingProxyType
-from typing import Any
-
 
 class LagomError(RuntimeError):
     """A run failed; a wrong setting raises a ``ValueError`` instead."""
@@ -72,9 +68,6 @@ class AblationError(LagomError):
 
 class EndOfFunction(BaseException):
     """Ends the training function early without a failure; no ``except Exception`` of the program catches it."""
-
-    report: Mapping[str, Any] = MappingProxyType({})
-    """What the rank tells the driver of its outcome beside the success."""
 
 
 class RankTraceback(Exception):

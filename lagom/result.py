@@ -20,6 +20,7 @@ from lagom.watch.notebook import notebook
 
 if TYPE_CHECKING:
     from lagom.watch.upload import Upload
+    from lagom.whole_modules import WholeModule
 
 TEST_RESULT = "test result"
 _SHOWN_RANKS = 8
@@ -85,6 +86,7 @@ class Result(Mapping[str, Any]):
         *,
         seconds: float,
         timings: Mapping[str, float] = MappingProxyType({}),
+        whole: Sequence[WholeModule] = (),
         name: str = "",
         where: str = "",
         run_dir: Path | None = None,
@@ -97,6 +99,7 @@ class Result(Mapping[str, Any]):
         self._per_rank = tuple(per_rank)
         self._seconds = seconds
         self._timings = dict(timings)
+        self._whole = tuple(whole)
         self._name = name
         self._where = where
         self._run_dir = run_dir
@@ -132,6 +135,14 @@ class Result(Mapping[str, Any]):
         "start": ranks start, and unpack the call; "function": the function itself; "collect": the result collected.
         """
         return dict(self._timings)
+
+    @property
+    def whole(self) -> list[WholeModule]:
+        """Modules that ran whole on every rank and why, by share of the forwards' time; empty with one rank.
+
+        After a loss of ranks these are the modules of the last attempt.
+        """
+        return list(self._whole)
 
     @property
     def failures(self) -> list[dict[str, Any]]:

@@ -21,6 +21,7 @@ from lagom.driver.protocol import Outcome
 from lagom.errors import LagomError, PlanError, RankError
 from lagom.plan import Plan
 from lagom.program.call import Call
+from lagom.wire.messages import RankReport
 
 ROOT = Path(__file__).parent.parent
 
@@ -52,18 +53,12 @@ def launcher(monkeypatch: pytest.MonkeyPatch) -> Ranks:
 
 
 def returned(rank: int, value: Any, samples: int = 1) -> Outcome:
-    return Outcome(rank=rank, report={"ok": True, "rank": rank}, load=lambda: {"value": value, "samples": samples})
+    return Outcome(rank=rank, report=RankReport(rank=rank, ok=True), load=lambda: {"value": value, "samples": samples})
 
 
 def failed(rank: int, error: BaseException | None, **report: Any) -> Outcome:
-    told = {
-        "ok": False,
-        "rank": rank,
-        "error": type(error).__name__,
-        "message": str(error),
-        "traceback": f"traceback of {rank}",
-    }
-    return Outcome(rank=rank, report=told | report, load=lambda: {"error": error})
+    told = {"error": type(error).__name__, "message": str(error), "traceback": f"traceback of {rank}"}
+    return Outcome(rank=rank, report=RankReport(rank=rank, ok=False, **told | report), load=lambda: {"error": error})
 
 
 def train(hparams: Any) -> Any:

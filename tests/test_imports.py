@@ -31,6 +31,7 @@ ROOMS = {
     "settings": "",
     "timings": "",
     "torch_versions": "",
+    "whole_modules": "",
     "world": "",
     "config": "extension extensions settings",
     "inspection": "torch",
@@ -40,8 +41,8 @@ ROOMS = {
     "watch": "digests errors restart run_folder timings wire fsspec pyarrow",
     # The driver.
     "driver": (
-        "cluster config contents control_groups errors extensions extensions.observe.debugger host on_rank plan "
-        "program random_states restart result run_folder timings watch wire world"
+        "cluster config contents control_groups errors extensions extensions.observe.debugger extensions.resume host "
+        "on_rank plan program random_states restart result run_folder timings watch wire world"
     ),
     "spark": "cluster digests driver errors host on_rank patching plan program restart watch wire pyarrow pyspark",
     "launch": "config driver spark",
@@ -52,7 +53,10 @@ ROOMS = {
     "__main__": "cli",
     "__init__": "",
     # The processes of a host, and the rank.
-    "host": "control_groups disk errors on_rank patching plan program random_states restart watch wire numpy torch",
+    "host": (
+        "control_groups disk errors extensions.observe.debugger extensions.resume extensions.search.on_rank on_rank "
+        "patching plan program random_states restart watch wire numpy torch"
+    ),
     "on_rank": (
         "available_memory config disk errors exchange exchange.sockets extensions extensions.zero.memory_plan "
         "patching plan program random_states run_state session watch wire world IPython numpy torch"
@@ -64,7 +68,7 @@ ROOMS = {
         "program run_state torch_versions torch"
     ),
     "forward": "errors exchange extensions.zero forward.micro_batches forward.rows patching run_state watch torch",
-    "forward.rows": "errors exchange inspection patching random_states run_state numpy torch",
+    "forward.rows": "errors exchange inspection patching random_states run_state whole_modules numpy torch",
     "forward.micro_batches": "errors forward.rows inspection patching random_states torch",
     "optimizers": "errors patching torch",
     "gradients": "errors exchange forward.rows gradients.reduction patching run_state torch",
@@ -72,7 +76,7 @@ ROOMS = {
     "batches": "batches.sharing disk errors exchange patching program run_state watch world numpy torch",
     "batches.sharing": "disk errors exchange patching program run_state world numpy torch",
     "distributed": "disk errors exchange exchange.sockets exchange.torch_backend patching program torch",
-    "disk": "patching restart numpy torch",
+    "disk": "patching restart wire numpy torch",
     "run_state": "errors inspection patching random_states numpy torch",
     "patching": "torch",
     "exchange": "control_groups errors exchange.sockets watch numpy torch",
@@ -120,7 +124,7 @@ ROOMS = {
         "on_rank plan program result run_folder settings spark timings watch wire optuna pandas"
     ),
     "extensions.search.on_rank": (
-        "config errors extensions.data.parquet patching program random_states run_state settings world numpy torch"
+        "config errors extensions.data.parquet patching program random_states run_state settings wire world numpy torch"
     ),
     "extensions.search.pages": "result run_folder watch",
     "extensions.search.samplers": "config errors program optuna",
@@ -176,6 +180,8 @@ EAGER = {
     "lagom.extensions.search.samplers.grid_sampler": {"optuna"},
 }
 """But for these modules, and packages."""
+OF_EACH_ROOM = {"messages"}
+"""Modules that a room may have of its own."""
 NOTHING = {"lagom.spark.spark_task", "lagom.run_state.malloc_trim", "lagom.program.user_folder"}
 """They import nothing of lagom's but each other: what travels by value to executors that have no lagom."""
 
@@ -235,7 +241,7 @@ def test_an_extension_imports_no_other_but_those_listed() -> None:
 def test_no_module_name_is_there_twice() -> None:
     names = Counter(name.rsplit(".", 1)[-1] for name in read() if not name.startswith("lagom.extensions.compat"))
     packages = {room.rsplit(".", 1)[-1] for room in ROOMS}
-    assert [name for name, count in names.items() if count > 1 and name not in packages] == []
+    assert [name for name, count in names.items() if count > 1 and name not in packages | OF_EACH_ROOM] == []
 
 
 def test_what_launches_on_spark_comes_without_torch() -> None:

@@ -19,7 +19,7 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 from torch.optim.lr_scheduler import StepLR
 from torch.utils.data import DataLoader, TensorDataset
 
-from lagom.config.torch_distributed import Backend
+from lagom.extensions.zero import Backend
 from lagom.extensions.zero.deepspeed.loading import load
 from lagom.extensions.zero.parameters.shards import MIN_ELEMENTS
 from lagom.run_state.random_streams import seed_everything

@@ -14,8 +14,9 @@ from typing import Any
 from lagom.disk.program_streams import GrowingStreams
 from lagom.restart.disks import this_host
 from lagom.restart.written_files import REWRITTEN, WrittenFiles, beside, identity_of, partial_folder
+from lagom.wire.messages import FileNote
 
-Tell = Callable[[Mapping[str, Any]], None]
+Tell = Callable[[FileNote], None]
 
 
 class WriteNotes:
@@ -47,9 +48,9 @@ class WriteNotes:
         """Whether this is the rank's own process; its forks must not use the connection that they inherit."""
         return os.getpid() == self._pid
 
-    def tell(self, what: str, path: str, **more: Any) -> None:
-        """Tell the driver that ``what`` happens to the file ``path``, with further fields ``more``."""
-        self._send({"type": "files", "what": what, "path": path, "host": this_host(), **more})
+    def tell(self, what: str, path: str, **details: Any) -> None:
+        """Tell the driver that ``what`` happens to the file ``path``, with further facts ``details``."""
+        self._send(FileNote(what=what, path=path, host=this_host(), details=details))
 
     def opens(self, key: str, flags: int) -> None:
         """Note that ``key`` is about to be opened with ``flags``."""

@@ -108,7 +108,7 @@ class _Attempts:
         history.attempt_began()
         try:
             outcomes = self._launcher.run(self._now, self._call, self._records, history)
-            reports = [outcome.report for outcome in outcomes if not outcome.report["ok"]]
+            reports = [outcome.report for outcome in outcomes if not outcome.report.ok]
             history.loss = history.loss or loss_in(reports, {})
             raise_failure(outcomes)
         except LagomError as error:

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lagom.driver.aggregate import aggregate, remedy
 from lagom.driver.attempts import run_attempts
@@ -22,6 +22,9 @@ from lagom.restart.kept_snapshots import SnapshotFolder
 from lagom.result import Result
 from lagom.timings import Timings
 from lagom.watch.run_dir import RunRecords
+
+if TYPE_CHECKING:
+    from lagom.whole_modules import WholeModule
 
 _MAX_NAMES = 6
 
@@ -40,6 +43,8 @@ class DriverRun:
     """Records of the run; None if it keeps none, and until ``run``."""
     snapshots: SnapshotFolder | None = None
     """Folder of the run's snapshots, from which an attempt continues; None without snapshots."""
+    whole: list[WholeModule] = field(default_factory=list)
+    """Modules that ran whole on every rank, once the ranks have returned."""
     returned: list[Callable[[Any, list[Any]], None]] = field(default_factory=list)
     """Functions that are called with the value of the run and those of all ranks, when the ranks have returned."""
 
@@ -73,18 +78,21 @@ class DriverRun:
         for part, seconds in returned[0].get("timings", {}).items():
             timings.end(part, seconds)
         timings.end("collect")
+        self.whole = returned[0].get("whole", [])
         for function in self.returned:
             function(value, values)
         if changed := returned[0].get("changed"):
             self._say_changed(changed)
         if records is not None:
             ended = {"outcome": "returned", "value": value, "per_rank": values}
+            records.note("whole", [module.as_json() for module in self.whole])
             records.ended(ended, timings.seconds(), timings.parts())
         return Result(
             value,
             values,
             seconds=timings.seconds(),
             timings=timings.parts(),
+            whole=self.whole,
             name=self.plan.name,
             where=self.launcher.where(),
             run_dir=records.folder if records is not None else None,

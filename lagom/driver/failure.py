@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from lagom.driver.protocol import Outcome
 from lagom.errors import LagomError, RankError, RankTraceback, StallError
 from lagom.watch.notebook import with_cell_names
-from lagom.wire.client import Message
+from lagom.wire.messages import RankReport
 
 
 def raise_failure(outcomes: Sequence[Outcome]) -> None:
@@ -18,14 +18,12 @@ def raise_failure(outcomes: Sequence[Outcome]) -> None:
     Raises:
         RankError: also if a rank was stopped, and none has failed.
     """
-    failed = [outcome for outcome in outcomes if not outcome.report["ok"] and not outcome.report.get("stopped")]
+    failed = [outcome for outcome in outcomes if outcome.report.has_failed]
     if failed:
         # A failed rank causes errors on other ranks, which lose their connection to it: take these last.
-        first = min(
-            failed, key=lambda outcome: (bool(outcome.report.get("consequence")), outcome.report.get("order", 0))
-        )
+        first = min(failed, key=lambda outcome: (outcome.report.consequence, outcome.report.order))
         raise _exception(_error(first), first.report)
-    if stopped := [outcome.rank for outcome in outcomes if not outcome.report["ok"]]:
+    if stopped := [outcome.rank for outcome in outcomes if not outcome.report.ok]:
         raise RankError(f"rank {stopped[0]} was stopped before the function returned, and nobody said why", stopped[0])
 
 
@@ -37,24 +35,24 @@ def _error(outcome: Outcome) -> BaseException | None:
     return error if isinstance(error, BaseException) else None
 
 
-def _exception(error: BaseException | None, report: Message) -> BaseException:
+def _exception(error: BaseException | None, report: RankReport) -> BaseException:
     """Return ``error``, or, if it is None, a RankError with the report's text; its cause is the rank's traceback."""
-    rank = report["rank"]
+    rank = report.rank
     if error is None:
-        if "exit" in report:
-            what = f"rank {rank} called sys.exit({report['exit']!r})"
-        elif "died" in report or report["error"] == "StallError":
-            what = report["message"]
+        if report.exited:
+            what = f"rank {rank} called sys.exit({report.exit!r})"
+        elif report.died or report.error == "StallError":
+            what = report.message
         else:
-            what = f"rank {rank} raised {report['error']}: {report['message']}"
-        kind = StallError if report.get("error") == "StallError" else RankError
-        error = kind(what, rank, report.get("exit"))
+            what = f"rank {rank} raised {report.error}: {report.message}"
+        kind = StallError if report.error == "StallError" else RankError
+        error = kind(what, rank, report.exit)
     if isinstance(error, LagomError) and error.args and isinstance(error.args[0], str):
         # The message may say where in the program a rank was. A program's own subclass may refuse the change.
         with contextlib.suppress(Exception):
             error.args = with_cell_names(error.args[0]), *error.args[1:]
-    error.__cause__ = RankTraceback(rank, with_cell_names(report["traceback"]))
-    add_advice(error, report.get("advice", ""))
+    error.__cause__ = RankTraceback(rank, with_cell_names(report.traceback))
+    add_advice(error, report.advice)
     return error
 
 

@@ -17,11 +17,12 @@ from lagom.program.call import Call
 from lagom.restart.history import RunHistory
 from lagom.watch.run_dir import RunRecords
 from lagom.watch.spans import Spans
+from lagom.wire.messages import RankReport
 
 
 def _keep_timeline(spans: Spans, records: RunRecords) -> None:
     for block in spans.blocks():
-        records.timed(block | {"rank": 0})
+        records.timed(block)
 
 
 _running = threading.RLock()  # reentrant: a nested call is safe, as it undoes its patches before the outer one
@@ -75,4 +76,4 @@ class InlineLauncher:
                     stack.callback(_keep_timeline, session.spans, records)
 
             outcome = bootstrap.run(plan, Place(), lambda: call, Path(folder), attach=watch)
-        return [Outcome(rank=0, report={"ok": True, "rank": 0}, load=lambda: outcome)]
+        return [Outcome(rank=0, report=RankReport(rank=0, ok=True), load=lambda: outcome)]

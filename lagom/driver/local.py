@@ -20,7 +20,6 @@ import threading
 import weakref
 from collections.abc import Set
 from pathlib import Path
-from typing import Any
 
 from lagom.cluster import Cluster, visible_gpus
 from lagom.control_groups import available_cores
@@ -34,6 +33,7 @@ from lagom.program.payload import Parcel, unpack_file
 from lagom.restart.history import RunHistory
 from lagom.watch.run_dir import RunRecords
 from lagom.wire.many_files import send_with_files
+from lagom.wire.messages import RankReport
 from lagom.wire.server import anonymous_file
 from lagom.wire.spec import RunSpec
 
@@ -95,12 +95,8 @@ class LocalLauncher:
                 run = self._attempt(plan, request, fds, records, history)
             if (lost := run.lost()) is not None:
                 raise lost
-            reports = run.reports | {report["rank"]: report for report in run.failures()}
-            stopped = {"ok": False, "stopped": True, "consequence": True}
-            return [
-                _outcome(rank, reports.get(rank) or stopped | {"rank": rank}, outcomes[rank])
-                for rank in range(plan.world_size)
-            ]
+            reports = run.reports | {report.rank: report for report in run.failures()}
+            return [_outcome(rank, reports.get(rank), outcomes[rank]) for rank in range(plan.world_size)]
 
     def _attempt(
         self, plan: Plan, request: bytes, fds: list[int], records: RunRecords | None, history: RunHistory | None
@@ -144,8 +140,9 @@ def spec_of(plan: Plan, payload_size: int) -> RunSpec:
     )
 
 
-def _outcome(rank: int, report: dict[str, Any], file: io.FileIO) -> Outcome:
+def _outcome(rank: int, report: RankReport | None, file: io.FileIO) -> Outcome:
     """Return the outcome, which reads ``file``; close ``file``, so that there is never a second one for each rank."""
+    report = report or RankReport(rank=rank, ok=False, stopped=True, consequence=True)
     with file:
         if os.fstat(file.fileno()).st_size == 0:
             return Outcome(rank=rank, report=report, load=lambda: {"error": None})

@@ -11,7 +11,7 @@ from lagom.plan import Plan
 from lagom.program.call import Call
 from lagom.restart.history import RunHistory
 from lagom.watch.run_dir import RunRecords
-from lagom.wire.client import Message
+from lagom.wire.messages import RankReport
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -19,9 +19,7 @@ class Outcome:
     """Report of one rank's end, with a function that unpickles the rank's value or exception."""
 
     rank: int
-    report: Message
-    """Dict with ``ok`` and ``rank``; after a failure also with ``error``, ``message`` and ``traceback`` as texts. For a
-    rank that was ended because of others, ``stopped`` is True instead."""
+    report: RankReport
     load: Callable[[], Mapping[str, Any]]
     """Unpickles ``{"value": ..., "samples": ..., ...}`` (``Returned`` in on_rank/bootstrap.py), or
     ``{"error": exception or None}``. Unpickling a class of the program may raise any error."""

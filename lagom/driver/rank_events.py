@@ -5,7 +5,7 @@ from __future__ import annotations
 import queue
 import threading
 
-from lagom.wire.client import Message
+from lagom.wire.messages import Dropped, Event, Log, Message, ProgressReport
 
 _MAX_BYTES = 64 << 20
 """Bytes of output and progress that may wait for a slow terminal or disk."""
@@ -20,20 +20,20 @@ class RankEvents:
 
     def __init__(self, limit: int = _MAX_BYTES) -> None:
         self._limit = limit
-        self._events: queue.SimpleQueue[Message] = queue.SimpleQueue()
+        self._events: queue.SimpleQueue[Message | Event] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._waiting = 0
         self._dropped = 0
 
-    def put(self, event: Message) -> None:
+    def put(self, event: Message | Event) -> None:
         """Add ``event``, from any thread, without waiting."""
-        size = _size(event)
+        size = self._size(event)
         if not size:
             self._events.put(event)
             return
         with self._lock:
             if self._waiting + size > self._limit:
-                self._dropped += event["type"] == "log"
+                self._dropped += isinstance(event, Log)
                 return
             self._waiting += size
             told = self._take_dropped()
@@ -41,8 +41,8 @@ class RankEvents:
             self._events.put(told)
         self._events.put(event)
 
-    def get(self, timeout: float | None = None) -> Message:
-        """Return the next event; "dropped" is an event with the number of pieces of output that were dropped.
+    def get(self, timeout: float | None = None) -> Message | Event:
+        """Return the next event, or ``Dropped`` if pieces of output were dropped.
 
         Args:
             timeout: seconds to wait; None does not wait.
@@ -58,18 +58,17 @@ class RankEvents:
             if told is None:
                 raise
             return told
-        if size := _size(event):
+        if size := self._size(event):
             with self._lock:
                 self._waiting -= size
         return event
 
-    def _take_dropped(self) -> Message | None:
+    def _take_dropped(self) -> Dropped | None:
         dropped, self._dropped = self._dropped, 0
-        return {"type": "dropped", "messages": dropped} if dropped else None
+        return Dropped(messages=dropped) if dropped else None
 
-
-def _size(event: Message) -> int:
-    """Return the bytes that count against the limit; 0 for events that are never dropped."""
-    if event["type"] == "log":
-        return len(event["data"]) + 1
-    return _PROGRESS if event["type"] == "progress" else 0
+    def _size(self, event: Message | Event) -> int:
+        """Return the bytes that count against the limit; 0 for events that are never dropped."""
+        if isinstance(event, Log):
+            return len(event.data) + 1
+        return _PROGRESS if isinstance(event, ProgressReport) else 0

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from lagom.errors import LagomError, RankError
 from lagom.watch.stall_texts import rank_names
-from lagom.wire.client import Message
+from lagom.wire.messages import CutOff, Join
 
 _SILENT_S = 3.5  # silence after which the user is warned; silence is measured once a second
 _AT_ONCE_S = 1.5  # most seconds between the measured silences of tasks that were cut off at the same time
@@ -20,7 +20,7 @@ class RankPlaces:
         lost_s: seconds of silence after which a machine counts as lost.
     """
 
-    def __init__(self, joins: Mapping[int, Message], lost_s: float) -> None:
+    def __init__(self, joins: Mapping[int, Join], lost_s: float) -> None:
         self._joins = joins
         self._lost_s = lost_s
         self._silent: dict[int, float] = {}
@@ -47,7 +47,7 @@ class RankPlaces:
         """Return the error for ``task``, whose connection has ended before the task was done."""
         if task not in self._joins:
             return LagomError(f"the process of task {task} is gone before its ranks began, perhaps killed")
-        first = int(self._joins[task]["ranks"][0])
+        first = self._joins[task].ranks[0]
         if not self._is_lost(task):
             return RankError(f"the process that held {self._place(task)} is gone, perhaps killed", first)
         return RankError(
@@ -56,23 +56,21 @@ class RankPlaces:
             first,
         )
 
-    def unreachable(
-        self, message: Message, task: int, addresses: Mapping[int, str]
-    ) -> tuple[RankError, frozenset[str]]:
+    def unreachable(self, message: CutOff, task: int, addresses: Mapping[int, str]) -> tuple[RankError, frozenset[str]]:
         """Return the error for ``task``, whose rank another rank does not reach, and names of its host.
 
         Args:
             message: from the other rank; see ``SilentPeers`` in watch/silent_peers.py.
             addresses: the address of each task, as this machine sees it.
         """
-        rank, peer = int(message["rank"]), int(message["peer"])
-        host = next(_host_of(join) for join in self._joins.values() if rank in join["ranks"])
-        there = _host_of(self._joins[task])
+        rank, peer = message.rank, message.peer
+        host = next(join.host_name for join in self._joins.values() if rank in join.ranks)
+        there = self._joins[task].host_name
         text = (
-            f"no sign of life came for {message['lost_s']:g} s from rank {peer} on {there} to rank {rank} on {host}, "
+            f"no sign of life came for {message.lost_s:g} s from rank {peer} on {there} to rank {rank} on {host}, "
             "while both reach the driver: the network between these hosts is cut, in one direction or both"
         )
-        names = (_host_of(self._joins[task]), str(self._joins[task]["ip"]), addresses.get(task, ""))
+        names = (self._joins[task].host_name, self._joins[task].ip, addresses.get(task, ""))
         return RankError(text, peer), frozenset(name for name in names if name)
 
     def lost_hosts(self, addresses: Mapping[int, str]) -> frozenset[str]:
@@ -86,7 +84,7 @@ class RankPlaces:
         lost = [task for task in self._silent if self._is_lost(task)]
         if len(self._silent) == len(self._joins):
             return frozenset()
-        names = ((_host_of(self._joins[task]), str(self._joins[task]["ip"]), addresses.get(task, "")) for task in lost)
+        names = ((self._joins[task].host_name, self._joins[task].ip, addresses.get(task, "")) for task in lost)
         return frozenset(name for three in names for name in three if name)
 
     def _is_lost(self, task: int) -> bool:
@@ -95,8 +93,4 @@ class RankPlaces:
 
     def _place(self, task: int) -> str:
         join = self._joins[task]
-        return f"{rank_names(join['ranks'])} on {_host_of(join)}"
-
-
-def _host_of(join: Message) -> str:
-    return str(join["host"]).split("|")[0]
+        return f"{rank_names(join.ranks)} on {join.host_name}"

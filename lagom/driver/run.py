@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import queue
 import socket
 import time
+from collections.abc import Sequence
 from functools import partial
 
 from lagom.driver.rank_events import RankEvents
@@ -13,6 +15,7 @@ from lagom.driver.rank_places import RankPlaces
 from lagom.driver.run_display import RunDisplay
 from lagom.errors import LagomError, PlanError, RankError, StallError
 from lagom.extensions.observe.debugger.terminal import DebugTerminal
+from lagom.extensions.resume.messages import SnapshotArrived, SnapshotKept
 from lagom.plan import Plan
 from lagom.restart.history import RunHistory
 from lagom.restart.kept_snapshots import FETCHED
@@ -20,7 +23,26 @@ from lagom.restart.losses import Loss, loss_in
 from lagom.watch.run_dir import RunRecords
 from lagom.watch.stall_texts import rank_names
 from lagom.watch.stopped_processes import StoppedProcesses, kill_unless_needed
-from lagom.wire.client import Message
+from lagom.wire.messages import (
+    Closed,
+    CutOff,
+    Done,
+    Event,
+    Failed,
+    FileNote,
+    Gather,
+    JobOver,
+    Join,
+    Lost,
+    Message,
+    RankReport,
+    RanksStarted,
+    Started,
+    Stop,
+    Stopping,
+    TaskJoined,
+    Warned,
+)
 from lagom.wire.peer_silence import LOST_S
 from lagom.wire.rendezvous import LEAVE_S, WRITE_S, other_torch, peers
 from lagom.wire.server import DriverServer
@@ -68,10 +90,10 @@ class RunView:
             snapshot_fd=snapshot_fd,
             snapshots=self._history.folder,
         )
-        self.reports: dict[int, Message] = {}
+        self.reports: dict[int, RankReport] = {}
         self._can_gather = can_gather
         self._num_tasks = 1 if plan.launcher == "local" else plan.num_slots
-        self._joins: dict[int, Message] = {}
+        self._joins: dict[int, Join] = {}
         self._places = RankPlaces(self._joins, lost_s)
         self._processes = StoppedProcesses()
         self._fork_server = -1
@@ -84,13 +106,15 @@ class RunView:
         self._connected: set[int] = set()
         self._done: set[int] = set()
         self._events = RankEvents()
-        self._failures: list[Message] = []
+        self._failures: list[RankReport] = []
         self._lost: list[LagomError] = []
         self._gone: Loss | None = None
         self._refused: PlanError | None = None
         self._records = records
         self._debugger = DebugTerminal(plan, self.channel, self._events.put)
-        self._display = RunDisplay(plan, where, records, self._history, self._debugger)
+        self._display = RunDisplay(
+            plan, where, records, self._history, self._debugger, self._put_later, self._notice_snapshot
+        )
 
     def __enter__(self) -> RunView:
         self.channel.__enter__()
@@ -111,7 +135,7 @@ class RunView:
             return loss.cause.partition(",")[0]
         if self._failures:
             first = self._failures[0]
-            return f"failed on rank {first['rank']}: {first['error']}"
+            return f"failed on rank {first.rank}: {first.error}"
         return "failed" if error is not None or self.lost() is not None else "done"
 
     @property
@@ -147,12 +171,12 @@ class RunView:
         if not self._stopping:
             self._answer_by = time.monotonic() + ANSWER_S
         self._stopping = True
-        self.channel.broadcast({"type": "stop"})
+        self.channel.broadcast(Stop())
         self._debugger.close()
 
     def finish(self) -> None:
         """Note that the job is over, so that ``watch`` returns after the tasks' last messages; for any thread."""
-        self._events.put({"type": "over"})
+        self._events.put(JobOver())
         self._debugger.close()
 
     def watch(self) -> None:
@@ -173,9 +197,7 @@ class RunView:
                     self._display.waiting(len(self._joins), self._num_tasks)
                 continue
             self._display.show(event)
-            if self._history.has_kept(event) and (free := self._history.free_slots()) > 0:
-                self.channel.call_later(0.0, partial(self._make_room, free))
-            over = over or event["type"] == "over"
+            over = over or isinstance(event, JobOver)
             if len(self._done) >= self._num_tasks or (over and self._connected <= self._done):
                 break
         self._show_rest()
@@ -200,7 +222,7 @@ class RunView:
         """Show output of rank 0, or record a timeline, that came with Spark's results since there was no link."""
         self._display.show(message)
 
-    def failures(self) -> list[Message]:
+    def failures(self) -> list[RankReport]:
         """Return the failures that tasks reported, in the order of arrival; of each rank only the first."""
         return self._failures
 
@@ -211,7 +233,7 @@ class RunView:
         """
         if self._refused is not None:
             return self._refused
-        if not self._lost or not all(failure.get("consequence") for failure in self._failures):
+        if not self._lost or not all(failure.consequence for failure in self._failures):
             return None
         text = "; ".join(dict.fromkeys(map(str, self._lost)))
         first = self._lost[0]
@@ -222,6 +244,11 @@ class RunView:
         if self._gone is None:
             self._gone = Loss(rank=None, host="", cause="Spark lost an executor")
             self._lost.append(LagomError(self._gone.cause))
+
+    def _notice_snapshot(self, number: int) -> None:
+        """End the attempt for more ranks, if there are free slots and snapshot ``number`` is the newest."""
+        if self._history.is_newest(number) and (free := self._history.free_slots()) > 0:
+            self.channel.call_later(0.0, partial(self._make_room, free))
 
     def _make_room(self, free_slots: int) -> None:
         """End the attempt, unless it ends already, so that the next one has more ranks; in the channel's thread.
@@ -244,9 +271,9 @@ class RunView:
         """
         if self._refused is not None or len(self._lost) > (self._gone is not None):
             return None
-        if all(failure.get("consequence") for failure in self._failures):
+        if all(failure.consequence for failure in self._failures):
             return self._gone
-        hosts = {rank: _host(join) for join in self._joins.values() for rank in join["ranks"]}
+        hosts = {rank: join.host_name for join in self._joins.values() for rank in join.ranks}
         return loss_in(self._failures, hosts)
 
     def _show_rest(self) -> None:
@@ -256,95 +283,91 @@ class RunView:
 
     def _take(self, task: int, message: Message) -> None:
         """Process a message of a task, in the channel's thread."""
-        kind = message["type"]
-        if kind == "join":
-            self._connected.add(task)
-            self._join(task, message)
-            return
-        if kind == "failed":
-            self._fail(message)
-            if message["rank"] == 0 or "died" in message:
+        match message:
+            case Join():
+                self._connected.add(task)
+                self._join(task, message)
+            case Started():
+                self._history.ranks_began()
+                self._events.put(RanksStarted(pids=message.pids))
+            case Failed():
+                self._fail(message.report)
+                if message.report.rank == 0 or message.report.died:
+                    self.stop()
+                else:
+                    self.channel.call_later(WRITE_S, self.stop)
+            case CutOff():
+                self._lose_way(message)
+            case FileNote():
+                self._history.wrote(dataclasses.asdict(message))
+            case SnapshotKept():
+                self._take_snapshot(message)
+            case Stopping():
+                self._answered.add(task)
+            case Lost():
+                if not self._makes_room:
+                    self._lost.append(LagomError(message.message))
                 self.stop()
-            else:
-                self.channel.call_later(WRITE_S, self.stop)
-        elif kind == "stalled":
-            # Ranks that wait for the stalled rank report stalls soon after: show all of them together.
-            beat_s = min(self.plan.config.hb_interval, self.plan.config.stall_timeout_s / 4)
-            self.channel.call_later(beat_s + 0.5, lambda: self._events.put({"type": "show_stalls"}))
-        elif kind == "cut off":
-            self._lose_way(message)
-            return
-        elif kind == "files":
-            self._history.wrote(message)
-            return
-        elif kind == "snapshot" and "sha256" in message:
-            names = (f"{FETCHED}-{message['number']}{ending}" for ending in ("", ".json"))
-            message = message | {
-                "is_whole": [self.channel.digests.pop(name, "") for name in names] == message["sha256"]
-            }
-        elif kind == "snapshot" and "description" in message:
-            self._history.note_kept(message["number"], message["description"])
-        elif kind == "started":
-            self._history.ranks_began()
-        elif kind == "stopping":
-            self._answered.add(task)
-            return
-        elif kind == "debug":
-            self._debugger.take(task, message)
-            return
-        elif kind == "woken":
-            self._debugger.forget_ranks()
-            host = _host(self._joins[task])
-            self._events.put(message | {"host": host})
-            return
-        elif kind == "lost":
-            if not self._makes_room:
-                self._lost.append(LagomError(message["message"]))
-            self._done.add(task)
-            self.stop()
-        elif kind == "done":
-            self._done.add(task)
-            self.reports.update({report["rank"]: report for report in message["reports"]})
-            failed = [report for report in message["reports"] if not report["ok"]]
-            for report in failed:
-                if not report.get("stopped"):
-                    self._fail(report)
-            if failed and all("exit" in report for report in failed):
-                self.channel.call_later(LEAVE_S, self.stop)  # ranks of other tasks are probably ending as well
-            elif failed:
-                self.stop()
-        self._events.put(message | {"task": task})
+                self._end_task(task)
+            case Done():
+                self._take_reports(message.reports)
+                self._end_task(task)
+            case _ if not self._debugger.take(task, message):
+                self._events.put(message)
 
-    def _lose_way(self, message: Message) -> None:
+    def _take_snapshot(self, kept: SnapshotKept) -> None:
+        if kept.description:
+            self._history.note_kept(kept.number, kept.description)
+        names = (f"{FETCHED}-{kept.number}{ending}" for ending in ("", ".json"))
+        is_whole = not kept.sha256 or [self.channel.digests.pop(name, "") for name in names] == kept.sha256
+        self._events.put(SnapshotArrived(kept=kept, is_whole=is_whole))
+
+    def _take_reports(self, reports: Sequence[RankReport]) -> None:
+        self.reports.update({report.rank: report for report in reports})
+        failed = [report for report in reports if not report.ok]
+        for report in failed:
+            if report.has_failed:
+                self._fail(report)
+        if failed and all(report.exited for report in failed):
+            self.channel.call_later(LEAVE_S, self.stop)  # ranks of other tasks are probably ending as well
+        elif failed:
+            self.stop()
+
+    def _end_task(self, task: int) -> None:
+        """Note that ``task`` is done; its reports are stored before, since ``watch`` may return at once."""
+        self._done.add(task)
+        self._events.put(Closed())  # wakes ``watch``
+
+    def _lose_way(self, message: CutOff) -> None:
         """Note that two ranks do not reach each other, though both reach the driver: that is a loss."""
-        if self._gone is None and not self._lost and all(failure.get("consequence") for failure in self._failures):
-            task = next(task for task, join in self._joins.items() if message["peer"] in join["ranks"])
+        if self._gone is None and not self._lost and all(failure.consequence for failure in self._failures):
+            task = next(task for task, join in self._joins.items() if message.peer in join.ranks)
             error, cut_off = self._places.unreachable(message, task, self.channel.addresses)
             self._lost.append(error)
-            self._gone = Loss(rank=message["peer"], host=_host(self._joins[task]), cause=str(error), cut_off=cut_off)
+            self._gone = Loss(rank=message.peer, host=self._joins[task].host_name, cause=str(error), cut_off=cut_off)
             self.stop()
 
-    def _fail(self, report: Message) -> None:
-        if all(report["rank"] != earlier["rank"] for earlier in self._failures):
+    def _fail(self, report: RankReport) -> None:
+        if all(report.rank != earlier.rank for earlier in self._failures):
             # When an attempt is ended for more ranks, its last ranks fail for lack of the others. The program may turn
             # that into an error of its own.
-            consequence = {"consequence": True} if self._makes_room else {}
-            self._failures.append(report | {"order": len(self._failures)} | consequence)
+            consequence = report.consequence or self._makes_room
+            self._failures.append(dataclasses.replace(report, order=len(self._failures), consequence=consequence))
 
     def _close(self, task: int) -> None:
         """Note that the connection of ``task`` has closed; if nothing has ended the attempt yet, that is a loss."""
         if task in self._connected and task not in self._done:
             self._done.add(task)
-            if not self._stopping and all(failure.get("consequence") for failure in self._failures):
+            if not self._stopping and all(failure.consequence for failure in self._failures):
                 error = self._places.gone(task)
                 self._lost.append(error)
                 join = self._joins.get(task)
                 rank = error.rank if isinstance(error, RankError) else None
-                host = _host(join) if join is not None else ""
+                host = join.host_name if join is not None else ""
                 cut_off = self._places.lost_hosts(self.channel.addresses)
                 self._gone = Loss(rank=rank, host=host, cause=str(error), cut_off=cut_off)
                 self.stop()
-        self._events.put({"type": "closed", "task": task})
+        self._events.put(Closed())
 
     def _hush(self, task: int, seconds: float) -> None:
         """Warn if the machine of a task falls silent, or answers again; runs in the channel's thread.
@@ -353,7 +376,11 @@ class RunView:
             seconds: the silence so far.
         """
         if task not in self._done and (text := self._places.update(task, seconds)) is not None:
-            self._events.put({"type": "warning", "text": text})
+            self._events.put(Warned(text=text))
+
+    def _put_later(self, delay_s: float, event: Event) -> None:
+        """Show ``event`` after ``delay_s``."""
+        self.channel.call_later(delay_s, lambda: self._events.put(event))
 
     def _look_for_stopped(self) -> None:
         """Tell the user of stopped processes, and end the attempt after their limit; in the channel's thread.
@@ -363,7 +390,7 @@ class RunView:
         if self._stopping or self._done:
             return
         for text in self._processes.look():
-            self._events.put({"type": "warning", "text": text})
+            self._events.put(Warned(text=text))
         if (found := self._processes.overdue()) is not None:
             pid, rank, text = found
             self._lost.append(StallError(text, rank))
@@ -371,30 +398,29 @@ class RunView:
             kill_unless_needed(pid, rank)
         self.channel.call_later(_LOOK_S, self._look_for_stopped)
 
-    def _join(self, task: int, message: Message) -> None:
+    def _join(self, task: int, message: Join) -> None:
         if self._fork_server >= 0:
             self._processes.forget(self._fork_server)
-            what = f"the host process of {rank_names(message['ranks'])}"
-            self._processes.add(message["pid"], what, self.plan.config.timeout_s, message["ranks"][0])
+            what = f"the host process of {rank_names(message.ranks)}"
+            self._processes.add(message.pid, what, self.plan.config.timeout_s, message.ranks[0])
         if self._stopping:
-            self.channel.send(task, {"type": "stop"})
+            self.channel.send(task, Stop())
             return
         if task in self._joins:
             twice = f"Spark started task {task} a second time; lagom begins a lost run again by itself, as a whole"
             self._lost.append(LagomError(twice))
-            self.channel.send(task, {"type": "stop"})
+            self.channel.send(task, Stop())
             return
         self._joins[task] = message
         if self._records is not None:
             self._records.joined(message, last=len(self._joins) == self._num_tasks)
         if self._gathering:
-            self.channel.send(task, {"type": "gather"})
+            self.channel.send(task, Gather())
         elif len(self._joins) == self._num_tasks:
             self._seat()
         elif len(self._joins) == 1 and self._can_gather:
             self.channel.call_later(GATHER_S, self._give_up_waiting)
-        shown = {name: message.get(name) for name in ("host", "ranks", "cores")}
-        self._events.put({"type": "join", "task": task, **shown})
+        self._events.put(TaskJoined(host=message.host_name, ranks=message.ranks, cores=message.cores))
 
     def _seat(self) -> None:
         try:
@@ -405,14 +431,10 @@ class RunView:
             return
         self.channel.broadcast(table)
         if text := other_torch(list(self._joins.values())):
-            self._events.put({"type": "warning", "text": text})
+            self._events.put(Warned(text=text))
 
     def _give_up_waiting(self) -> None:
         if len(self._joins) < self._num_tasks and not self._stopping:
             self._gathering = True
             for task in self._joins:
-                self.channel.send(task, {"type": "gather"})
-
-
-def _host(join: Message) -> str:
-    return str(join["host"]).split("|")[0]
+                self.channel.send(task, Gather())

@@ -2,16 +2,31 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
+from lagom.extensions.observe.debugger.messages import DebugShown
 from lagom.extensions.observe.debugger.terminal import DebugTerminal
+from lagom.extensions.resume.messages import NoSnapshot, OutputMark, SnapshotArrived
 from lagom.plan import Plan
 from lagom.restart.history import RunHistory
+from lagom.watch.messages import Picture, Timeline
 from lagom.watch.output import OWN, OWN_NOTICE, Output
 from lagom.watch.progress import Progress
 from lagom.watch.run_dir import RunRecords
 from lagom.watch.stall_texts import stall_text
-from lagom.wire.client import Message
+from lagom.wire.messages import (
+    Dropped,
+    Event,
+    Log,
+    Message,
+    ProgressReport,
+    RanksStarted,
+    Stalled,
+    StallsDue,
+    TaskJoined,
+    Warned,
+)
 
 
 class RunDisplay:
@@ -21,13 +36,28 @@ class RunDisplay:
     """
 
     def __init__(
-        self, plan: Plan, where: str, records: RunRecords | None, history: RunHistory, debugger: DebugTerminal
+        self,
+        plan: Plan,
+        where: str,
+        records: RunRecords | None,
+        history: RunHistory,
+        debugger: DebugTerminal,
+        put_later: Callable[[float, Event], None],
+        notice_snapshot: Callable[[int], None],
     ) -> None:
+        """Show an attempt of ``plan`` on the ranks of ``where``.
+
+        Args:
+            put_later: calls ``show`` with an event after some seconds.
+            notice_snapshot: called with the number of each snapshot that is in its place.
+        """
         self._plan = plan
         self._records = records
         self._history = history
         self._debugger = debugger
-        self._stalled: dict[int, Message] = {}
+        self._put_later = put_later
+        self._notice_snapshot = notice_snapshot
+        self._stalled: dict[int, Stalled] = {}
         self._own = set[str]()
         """Texts of lagom itself that some rank has sent."""
         self._progress = Progress(plan, where, records.said if records is not None else None)
@@ -48,71 +78,81 @@ class RunDisplay:
         if self._plan.rehearsal is None:
             self._progress.unheard()
             if self._plan.config.snapshot_every_s is not None:
-                self._show_snapshot({"what": "none", "why": "executors cannot reach the driver"})
+                self._show_no_snapshot("executors cannot reach the driver")
 
-    def show(self, event: Message) -> None:
-        """Show and record one message.
+    def show(self, event: Message | Event) -> None:
+        """Show and record one message or event.
 
         Raises:
             LagomError: if the user ends the run from the debugger.
         """
         if self._plan.rehearsal is not None:
             return
-        kind, records = event["type"], self._records
-        if kind == "log":
-            self._show_output(event)
-        elif kind == "debug":
-            self._debugger.show(event, partial(self._output.write, "stdout"), self._progress.warn)
-        elif kind == "picture":
-            self._show_picture(event["png"])
-        elif kind == "timeline":
-            if records is not None:
+        records = self._records
+        match event:
+            case Log():
+                self._show_output(event)
+            case ProgressReport():
+                self._progress.update(event)
+                if records is not None:
+                    records.progressed(event)
+            case TaskJoined():
+                self._progress.joined(event)
+            case RanksStarted() if records is not None:
+                records.started(event.pids)
+            case DebugShown():
+                self._debugger.show(event, partial(self._output.write, "stdout"), self._progress.warn)
+            case Picture():
+                self._show_picture(event.png)
+            case Timeline() if records is not None:
                 records.timed(event)
-        elif kind == "started":
-            if records is not None:
-                records.started(event["pids"])
-        elif kind == "mark":
-            self._history.output.mark(event["number"])
-        elif kind == "snapshot":
-            self._show_snapshot(event)
-        elif kind == "dropped":
-            self._progress.warn(f"{event['messages']} pieces of output were dropped: the driver could not keep up")
-        elif kind == "warning":
-            self._progress.warn(event["text"])
-        elif kind == "stalled":
-            self._stalled[event["rank"]] = event
-        elif kind == "show_stalls":
-            stalled, self._stalled = self._stalled, {}
-            if stalled:
-                self._progress.stalled(stalled, stall_text(stalled, self._plan.world_size))
-        else:
-            self._progress.show(event)
-            if records is not None and kind == "progress":
-                records.progressed(event)
+            case OutputMark():
+                self._history.output.mark(event.number)
+            case SnapshotArrived():
+                self._show_snapshot(event)
+            case NoSnapshot():
+                self._show_no_snapshot(event.why)
+            case Dropped():
+                self._progress.warn(f"{event.messages} pieces of output were dropped: the driver could not keep up")
+            case Warned():
+                self._progress.warn(event.text)
+            case Stalled():
+                self._stalled[event.rank] = event
+                # Ranks that wait for the stalled rank report stalls soon after: show all of them together.
+                beat_s = min(self._plan.config.hb_interval, self._plan.config.stall_timeout_s / 4)
+                self._put_later(beat_s + 0.5, StallsDue())
+            case StallsDue():
+                stalled, self._stalled = self._stalled, {}
+                if stalled:
+                    self._progress.stalled(stalled, stall_text(stalled, self._plan.world_size))
 
-    def _show_snapshot(self, event: Message) -> None:
-        """Record a snapshot, and first put it in place if a host has sent it; or show why none can be taken."""
-        if event["what"] == "kept" and "is_whole" in event and (why := self._history.keep(event)):
-            event = {"what": "none", "why": why}
-        if event["what"] == "kept":
-            self._note("snapshots", {name: event[name] for name in ("number", "at", "place", "bytes")})
-            self._note("without_snapshots", None)
-        else:
-            self._note("without_snapshots", event["why"])
-            self._progress.warn(f"no snapshot can be taken: {event['why']}")
+    def _show_snapshot(self, event: SnapshotArrived) -> None:
+        """Record a snapshot, and first put it in place if a host has sent it."""
+        kept = event.kept
+        why = self._history.keep(kept.number, kept.sha256, is_whole=event.is_whole) if kept.sha256 else ""
+        if why:
+            self._show_no_snapshot(why)
+            return
+        self._note("snapshots", {"number": kept.number, "at": kept.at, "place": kept.place, "bytes": kept.bytes})
+        self._note("without_snapshots", None)
+        self._notice_snapshot(kept.number)
+
+    def _show_no_snapshot(self, why: str) -> None:
+        self._note("without_snapshots", why)
+        self._progress.warn(f"no snapshot can be taken: {why}")
 
     def _note(self, name: str, value: object) -> None:
         if self._records is not None:
             self._records.note(name, value)
 
-    def _show_output(self, event: Message) -> None:
-        data = self._history.output.new_part(event["rank"], event["stream"], event["data"].encode("latin-1"))
-        if event["stream"] in (OWN, OWN_NOTICE):
-            self._show_own(event["rank"], data.decode(errors="replace").rstrip("\n"), event["stream"] == OWN_NOTICE)
+    def _show_output(self, log: Log) -> None:
+        data = self._history.output.new_part(log.rank, log.stream, log.data.encode("latin-1"))
+        if log.stream in (OWN, OWN_NOTICE):
+            self._show_own(log.rank, data.decode(errors="replace").rstrip("\n"), log.stream == OWN_NOTICE)
             return
         if data and self._records is not None:
-            self._records.wrote(event["rank"], data)
-        self._output.show(event["rank"], event["stream"], data)
+            self._records.wrote(log.rank, data)
+        self._output.show(log.rank, log.stream, data)
 
     def _show_own(self, rank: int, text: str, is_notice: bool) -> None:
         """Show a text of lagom from rank 0, or from all ranks with ``log="all"``; only record new texts of other ranks.

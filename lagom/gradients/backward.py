@@ -12,7 +12,7 @@ from torch.autograd.graph import GradientEdge
 
 from lagom.errors import DivergenceError, LagomError
 from lagom.forward.rows.path_to_output import watch_gradient
-from lagom.forward.rows.recorder import NotByRowsError
+from lagom.forward.rows.whole_reasons import NotByRowsError, WholeReason
 from lagom.gradients.accumulation import Accumulation
 from lagom.gradients.autograd_grad import AutogradGradAverager
 from lagom.gradients.backward_gradients import encode_batch
@@ -130,7 +130,7 @@ class _Backwards:
             NotByRowsError: if this is part of a forward that is being probed.
         """
         if self._session.is_probing:
-            raise NotByRowsError("runs a backward")
+            raise NotByRowsError(WholeReason.RUNS_BACKWARD)
         # Before the backward, which frees the graph.
         leaves = find_leaves(outputs, args[3])
         if not args[2] and self._may_use_cache() and (cached := self._cache.find(leaves)) is not None:

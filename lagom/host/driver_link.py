@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 
+from lagom.watch.messages import Picture, Timeline
 from lagom.watch.output import OWN
-from lagom.wire.client import DriverClient, LinkClosed, Message
+from lagom.wire.client import DriverClient, LinkClosed
+from lagom.wire.messages import Log, Message, RankReport
 
 _UNSAID = 200_000  # characters of output that are sent with the results if there is no connection
 
@@ -15,9 +18,9 @@ class DriverLink:
 
     def __init__(self, client: DriverClient | None) -> None:
         self._client = client
-        self._unsaid: list[Message] = []
+        self._unsaid: list[Log] = []
         """Rank 0's output while there was no connection, to be sent with the results."""
-        self._blocks: dict[int, list[Message]] = {}
+        self._blocks: dict[int, list[Timeline | Picture]] = {}
         """Timeline blocks by rank, kept if there is no connection; ``Spans`` bounds their size."""
 
     @property
@@ -29,8 +32,11 @@ class DriverLink:
         """Send nothing from now on: the driver has ended, or has given this process up."""
         self._client = None
 
-    def send(self, message: Message, sure: bool = False) -> None:
-        """Send ``message``, if there is a connection; it may be dropped if the driver is slow, unless ``sure``."""
+    def send(self, message: Message | bytes, sure: bool = False) -> None:
+        """Send ``message``, or the body of a rank's frame, if there is a connection.
+
+        It may be dropped if the driver is slow, unless ``sure``.
+        """
         if self._client is None:
             return
         try:
@@ -41,19 +47,19 @@ class DriverLink:
         except LinkClosed:
             self._client = None
 
-    def send_block(self, block: Message) -> None:
+    def send_block(self, block: Timeline | Picture) -> None:
         """Send ``block`` of a rank's timeline, or keep it."""
         if self._client is not None:
             self.send(block)
         else:
-            self._blocks.setdefault(block["rank"], []).append(block)
+            self._blocks.setdefault(block.rank, []).append(block)
 
     def show(self, stream: str, data: str) -> None:
         """Show output of rank 0 to the user, or keep it."""
-        message = {"type": "log", "rank": 0, "stream": stream, "data": data}
+        message = Log(rank=0, stream=stream, data=data)
         if self._client is not None:
             self.send(message)
-        elif sum(len(kept["data"]) for kept in self._unsaid) < _UNSAID:
+        elif sum(len(kept.data) for kept in self._unsaid) < _UNSAID:
             self._unsaid.append(message)
 
     def say(self, text: str) -> None:
@@ -74,11 +80,10 @@ class DriverLink:
         except LinkClosed:
             self._client = None
 
-    def with_unsaid(self, reports: Sequence[Message]) -> list[Message]:
+    def with_unsaid(self, reports: Sequence[RankReport]) -> list[RankReport]:
         """Return ``reports`` with rank 0's output and the timeline that no connection has carried to the driver."""
         found = []
         for report in reports:
-            output = self._unsaid if report["rank"] == 0 else []
-            output = [*output, *self._blocks.get(report["rank"], [])]
-            found.append(report | {"output": output} if output else report)
+            output = [*(self._unsaid if report.rank == 0 else ()), *self._blocks.get(report.rank, ())]
+            found.append(dataclasses.replace(report, output=output))
         return found

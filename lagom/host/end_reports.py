@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import signal
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from lagom.host import oom_kills
-from lagom.wire.framing import MAX_TEXT, Message, shorten
+from lagom.wire.framing import MAX_TEXT, shorten
+from lagom.wire.messages import RankReport
 
 _FAULTS = {signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGABRT, signal.SIGTRAP, signal.SIGSYS}
 """Signals that a process brings on itself: a mistake in its code, which it would repeat; others come from outside."""
@@ -16,7 +19,7 @@ _TEXTS = ("message", "traceback", "exit")
 """Parts of a report that may be long texts; "exit" may also be a number."""
 
 
-def death_report(rank: int, status: int, tail: bytes, kills: Mapping[str, int]) -> Message:
+def death_report(rank: int, status: int, tail: bytes, kills: Mapping[str, int]) -> RankReport:
     """Return the report of a rank that ended without one.
 
     Args:
@@ -34,45 +37,45 @@ def death_report(rank: int, status: int, tail: bytes, kills: Mapping[str, int]) 
     else:
         how = f"ended by itself with exit status {os.WEXITSTATUS(status)} before the function returned"
     output = tail.decode(errors="replace")
-    return {
-        "type": "outcome",
-        "rank": rank,
-        "ok": False,
-        "consequence": False,
-        "died": how,
-        "lost": lost,
-        "error": "RankError",
-        "message": f"rank {rank} {how}",
-        "traceback": f"its last output:\n{output}" if output.strip() else "it wrote nothing before",
-    }
+    return RankReport(
+        rank=rank,
+        ok=False,
+        died=how,
+        lost=lost,
+        error="RankError",
+        message=f"rank {rank} {how}",
+        traceback=f"its last output:\n{output}" if output.strip() else "it wrote nothing before",
+    )
 
 
-def stop_report(rank: int) -> Message:
+def stop_report(rank: int) -> RankReport:
     """Return the report of a rank that was stopped before it sent one: another rank failed, or the driver said stop."""
-    return {"type": "outcome", "rank": rank, "ok": False, "stopped": True, "consequence": True}
+    return RankReport(rank=rank, ok=False, stopped=True, consequence=True)
 
 
-def first_failure(reports: Sequence[Message]) -> Message | None:
+def first_failure(reports: Sequence[RankReport]) -> RankReport | None:
     """Return the report of a rank that failed by itself; without one, of a rank that failed because another one did.
 
     Return None if no rank has failed.
     """
-    failed = [report for report in reports if not report["ok"] and not report.get("stopped")]
-    return min(failed, key=lambda report: bool(report.get("consequence")), default=None)
+    failed = [report for report in reports if report.has_failed]
+    return min(failed, key=lambda report: report.consequence, default=None)
 
 
-def fit_reports(reports: Sequence[Message]) -> list[Message]:
+def fit_reports(reports: Sequence[RankReport]) -> list[RankReport]:
     """Return ``reports`` for the driver, with texts so short that one frame holds all reports."""
-    share = MAX_TEXT // max(1, sum("traceback" in report for report in reports))
+    share = MAX_TEXT // max(1, sum(bool(report.traceback) for report in reports))
     found = []
     for report in reports:
-        texts = {name: report[name] for name in _TEXTS if isinstance(report.get(name), str)}
-        short = {name: shorten(text, share, keep_end=name == "traceback") for name, text in texts.items()}
+        texts = {name: text for name in _TEXTS if isinstance(text := getattr(report, name), str)}
+        short: dict[str, Any] = {
+            name: shorten(text, share, keep_end=name == "traceback") for name, text in texts.items()
+        }
         # Output is in a report only if the connection to the driver was lost.
-        found.append({name: value for name, value in (report | short).items() if name != "output"})
+        found.append(dataclasses.replace(report, output=[], **short))
     return found
 
 
-def called_exit(report: Message | None) -> bool:
+def called_exit(report: RankReport | None) -> bool:
     """Return whether the rank called ``sys.exit``."""
-    return report is not None and "exit" in report
+    return report is not None and report.exited

@@ -20,6 +20,7 @@ from lagom.host.trial_host import serve_trials
 from lagom.host.workspace import host_workspace, remove_leftovers
 from lagom.wire.client import DriverClient, LinkClosed
 from lagom.wire.many_files import receive_with_files
+from lagom.wire.messages import Done, Lost
 from lagom.wire.rendezvous import Stopped
 
 _PATIENCE_S = 1.5
@@ -106,9 +107,9 @@ def _run_host(data: bytes, fds: list[int]) -> None:
                     serve_trials(spec, 0, place, link, "127.0.0.1", gpus)
                 else:
                     reports = run_task_ranks(spec, 0, place, link, None, fds[2:], "127.0.0.1", gpus)
-                    link.send({"type": "done", "reports": fit_reports(reports)})
+                    link.send(Done(reports=fit_reports(reports)))
         except (LagomError, OSError) as error:
-            link.send({"type": "lost", "message": f"{type(error).__name__}: {error}"})
+            link.send(Lost(message=f"{type(error).__name__}: {error}"))
         except Stopped:
             pass
     except LinkClosed:

@@ -7,7 +7,8 @@ import os
 from dataclasses import dataclass, field
 
 from lagom.host.stall_detector import Pulse
-from lagom.wire.client import DriverClient, LinkClosed, Message
+from lagom.wire.client import DriverClient, LinkClosed
+from lagom.wire.messages import Message, RankReport
 
 
 @dataclass(slots=True)
@@ -26,7 +27,7 @@ class ForkedRank:
     num_reports: int = 0
     """Number of reports that the rank has made for its trial so far."""
     tail: bytearray = field(default_factory=bytearray)
-    report: Message | None = None
+    report: RankReport | None = None
     ended: bool = False
 
     def send(self, message: Message) -> None:

@@ -22,7 +22,8 @@ from lagom.host.supervisor import RankSupervisor
 from lagom.host.workspace import HostWorkspace
 from lagom.on_rank.rank_process import run_rank
 from lagom.restart.prepared_files import prepare_files
-from lagom.wire.client import DriverClient, Message
+from lagom.wire.client import DriverClient
+from lagom.wire.messages import Join, Peers, RankReport
 from lagom.wire.rendezvous import join_run
 from lagom.wire.server import anonymous_file
 from lagom.wire.spec import RankSpec, RunSpec
@@ -40,7 +41,7 @@ def run_task_ranks(
     outcome_fds: Sequence[int],
     ip: str,
     gpus: Sequence[str] = (),
-) -> list[Message]:
+) -> list[RankReport]:
     """Run the ranks of ``task`` to their end; return a report for each, in rank order.
 
     Each rank writes its result or error to its file of ``outcome_fds``. ``gpus`` are the ranks' GPU masks, in order.
@@ -63,14 +64,14 @@ def run_task_ranks(
         if task == 0 and spec.files is not None:
             prepare_files(spec.files)
         table = join_run(link, gather, join_message(task, ranks, ground, ip, store, gpus), in_clear=spec.plan.in_clear)
-        if door is not None and table["store"] is not None:
+        if door is not None and table.store is not None:
             door.listen(1024)
         watch = RankSupervisor(link, spec.plan)
         stack.callback(watch.end_all)
         local_ranks = list[int]()
         for rank, outcome_fd in zip(ranks, outcome_fds, strict=True):
             gpu = gpus[rank - first] if gpus else None
-            store_fd = door.fileno() if door is not None and table["store"] is not None and rank == 0 else None
+            store_fd = door.fileno() if door is not None and table.store is not None and rank == 0 else None
             seat = rank_spec(table, rank, spec, ground, outcome_fd, store_fd, gpu)
             watch.add(fork_rank(spec, seat, ground))
             local_ranks.append(seat.local_rank)
@@ -107,21 +108,20 @@ def allow_files(num_ranks: int) -> None:
 
 def join_message(
     task: int, ranks: Sequence[int], ground: HostWorkspace, ip: str, store: Any, gpus: Sequence[str]
-) -> Message:
+) -> Join:
     """Describe the ranks of ``task`` and their host to the driver."""
-    return {
-        "type": "join",
-        "task": task,
-        "pid": os.getpid(),
-        "ranks": list(ranks),
-        "host": ground.host,
-        "ip": ip,
-        "store": store,
-        "python": ".".join(platform.python_version_tuple()[:2]),
-        "gpus": list(gpus[: len(ranks)]),
-        "cores": available_cores(),
-        "torch": importlib.metadata.version("torch").split("+")[0],
-    }
+    return Join(
+        task=task,
+        pid=os.getpid(),
+        ranks=list(ranks),
+        host=ground.host,
+        ip=ip,
+        store=store,
+        python=".".join(platform.python_version_tuple()[:2]),
+        torch=importlib.metadata.version("torch").split("+")[0],
+        gpus=list(gpus[: len(ranks)]),
+        cores=available_cores(),
+    )
 
 
 def chosen_threads(spec: RunSpec) -> int:
@@ -131,7 +131,7 @@ def chosen_threads(spec: RunSpec) -> int:
 
 
 def rank_spec(
-    table: Message,
+    table: Peers,
     rank: int,
     spec: RunSpec,
     ground: HostWorkspace,
@@ -139,11 +139,11 @@ def rank_spec(
     store_fd: int | None,
     gpu: str | None,
 ) -> RankSpec:
-    own = table["ranks"][rank]
+    own = table.ranks[rank]
     hosts: dict[str, list[int]] = {}
-    for other in table["ranks"]:
-        hosts.setdefault(other["host"], []).append(other["rank"])
-    here = hosts[own["host"]]
+    for other in table.ranks:
+        hosts.setdefault(other.host, []).append(other.rank)
+    here = hosts[own.host]
     local_rank = here.index(rank)
     equals = sorted(there[local_rank] for there in hosts.values() if len(there) > local_rank)
     cores = available_cores()
@@ -153,8 +153,8 @@ def rank_spec(
         rank=rank,
         local_rank=local_rank,
         local_world_size=len(here),
-        ip=own["ip"],
-        store=None if table["store"] is None else (table["store"][0], table["store"][1]),
+        ip=own.ip,
+        store=table.store,
         store_fd=store_fd,
         control_fd=-1,
         outcome_fd=outcome_fd,
@@ -166,20 +166,20 @@ def rank_spec(
         gpu_index=gpu_index,
         cross_rank=equals.index(rank),
         cross_size=len(equals),
-        nccl=bool(table["nccl"]),
+        nccl=table.nccl,
         key=hmac.digest(spec.secret, f"ranks of {spec.run_id}".encode(), "sha256"),
-        certificate=spec.rank_certificate if spec.plan.encrypts_ranks and table["store"] is not None else "",
+        certificate=spec.rank_certificate if spec.plan.encrypts_ranks and table.store is not None else "",
     )
 
 
-def _gpu_mask(table: Message, rank: int, here: Sequence[int], gpu: str | None) -> tuple[str | None, int]:
+def _gpu_mask(table: Peers, rank: int, here: Sequence[int], gpu: str | None) -> tuple[str | None, int]:
     """Return the GPU mask of a program that is distributed already, and the index of the rank's own GPU in it.
 
     Such a program selects its device by LOCAL_RANK, so it must see the GPUs of all ranks of its host, in their order.
     The mask stays the rank's own if ranks share GPUs or use parts of a GPU (MIG): a process can see only one part.
     """
-    masks = [str(table["ranks"][other]["gpu"]) for other in here]
-    if gpu is None or not table["nccl"] or any(mask.startswith("MIG") or "," in mask for mask in masks):
+    masks = [str(table.ranks[other].gpu) for other in here]
+    if gpu is None or not table.nccl or any(mask.startswith("MIG") or "," in mask for mask in masks):
         return gpu, 0
     return ",".join(masks), here.index(rank)
 

@@ -7,9 +7,11 @@ import os
 import selectors
 from collections.abc import Iterable
 
+from lagom.extensions.resume.messages import OutputMark
 from lagom.host.driver_link import DriverLink
 from lagom.host.forked_rank import ForkedRank
 from lagom.plan import Plan
+from lagom.wire.messages import Log
 
 _TAIL = 8192  # bytes of a rank's last output in the report of its death
 
@@ -36,14 +38,14 @@ class RankOutput:
         """Forward the output of ``ranks``, then have the driver set mark ``number``."""
         for rank in ranks:
             self.drain(rank)
-        self._driver.send({"type": "mark", "number": number}, sure=True)
+        self._driver.send(OutputMark(number=number), sure=True)
 
     def forward(self, rank: ForkedRank, stream: str, data: str) -> None:
         """Send ``data``, one character a byte, to the driver as output of ``rank``."""
         if rank.rank == 0:
             self._driver.show(stream, data)
         elif self._plan.keeps_logs:
-            self._driver.send({"type": "log", "rank": rank.rank, "stream": stream, "data": data})
+            self._driver.send(Log(rank=rank.rank, stream=stream, data=data))
 
     def _read(self, rank: ForkedRank, stream: str) -> bool:
         """Forward a piece of output; return whether there was one."""

@@ -7,13 +7,14 @@ GIL, this process reads its stack from outside. ``watch/stall_texts.py`` has the
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from lagom.on_rank import stack_dump
 from lagom.watch.stall_texts import stall_report, stall_text
-from lagom.wire.client import Message
+from lagom.wire.messages import Doing, RankReport, Stalled
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -42,21 +43,21 @@ class StallDetector:
             for rank in ranks:
                 rank.pulse.skip(pause_s)
 
-    def check(self, rank: ForkedRank) -> Message | None:
+    def check(self, rank: ForkedRank) -> RankReport | None:
         """Tell the driver once that ``rank`` stalls; return the rank's failure after ``timeout_s`` without progress."""
         pulse, quiet_s = rank.pulse, rank.pulse.quiet_s
         is_over = self._plan.config.timeout_s is not None and quiet_s >= self._plan.config.timeout_s
         if not is_over and (pulse.is_stalled or quiet_s < pulse.patience_s):
             return None
         work = current_work(rank, 2 * self.interval_s + self._plan.config.hb_interval)
-        stall = {**work, "rank": rank.rank, "quiet_s": quiet_s}
+        stall = Stalled(rank=rank.rank, quiet_s=quiet_s, work=work)
         if not pulse.is_stalled:
             pulse.is_stalled = True
             if self._driver.is_open:
-                self._driver.send(stall | {"type": "stalled"})
+                self._driver.send(stall)
             else:
                 self._driver.say(f"[lagom] {stall_text({rank.rank: stall}, self._plan.world_size)}\n")
-        return stall_report(rank.rank, stall) if is_over else None
+        return stall_report(stall) if is_over else None
 
 
 @dataclass(slots=True)
@@ -73,7 +74,7 @@ class Pulse:
     ticks: int = -1
     moved_at: float = field(default_factory=time.monotonic)
     heard_at: float = field(default_factory=time.monotonic)
-    doing: Message | None = None
+    doing: Doing | None = None
     """The rank's last message about its current work."""
     is_stalled: bool = False
 
@@ -104,13 +105,13 @@ class Pulse:
         return time.monotonic() - self.moved_at
 
 
-def current_work(rank: ForkedRank, heard_within_s: float) -> Message:
+def current_work(rank: ForkedRank, heard_within_s: float) -> Doing:
     """Return the current work of ``rank``: its last message about it, if the rank spoke within ``heard_within_s``.
 
     Otherwise the stack is read from outside; it is empty if the process is stopped, or does not answer the signal.
     """
     state = stack_dump.state(rank.pid)
     if rank.pulse.doing is not None and time.monotonic() - rank.pulse.heard_at < heard_within_s:
-        return {**rank.pulse.doing, "state": state}
+        return dataclasses.replace(rank.pulse.doing, state=state)
     stack = "" if state else stack_dump.read_stack(rank.pid, rank.stacks)
-    return {"stack": stack, "line": "", "waits": False, "state": state}
+    return Doing(stack=stack, line="", waits=False, state=state)

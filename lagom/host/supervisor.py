@@ -9,6 +9,9 @@ import signal
 import time
 from collections.abc import Collection, Mapping
 
+from lagom.extensions.observe.debugger.messages import DebugAnswer, DebugBegin, DebugText, Hold
+from lagom.extensions.resume.messages import NoSnapshot, SnapshotKept, SnapshotMarked, SnapshotPoint
+from lagom.extensions.search.on_rank.messages import TrialAnswer, TrialReport, TrialValue
 from lagom.host import oom_kills
 from lagom.host.descendants import end_rank, reap_adopted
 from lagom.host.driver_link import DriverLink
@@ -17,7 +20,22 @@ from lagom.host.forked_rank import ForkedRank
 from lagom.host.rank_output import RankOutput
 from lagom.host.stall_detector import Pulse, StallDetector
 from lagom.plan import Plan
-from lagom.wire.client import DriverClient, LinkClosed, Message
+from lagom.watch.messages import Picture, Timeline
+from lagom.wire.client import DriverClient, LinkClosed
+from lagom.wire.framing import Frame
+from lagom.wire.messages import (
+    CutOff,
+    Doing,
+    Failed,
+    FileNote,
+    Log,
+    Message,
+    ProgressReport,
+    RankReport,
+    Started,
+    Stop,
+    Stopping,
+)
 from lagom.wire.rendezvous import LEAVE_S, WRITE_S
 
 _STOP_S = 1.0  # time for the driver to receive a failure
@@ -42,7 +60,7 @@ class RankSupervisor:
         """Messages of the driver that are not for the ranks."""
         self._is_held = False
         """Whether a rank of the run is in the debugger: then ranks make no progress and are not checked for stalls."""
-        self._answers: list[Message] = []
+        self._answers: list[TrialAnswer] = []
         """The driver's answers to the reports of a trial, by number."""
         if link is not None:
             self._selector.register(link, selectors.EVENT_READ, lambda: self._read_driver(link))
@@ -57,9 +75,9 @@ class RankSupervisor:
 
     def report_start(self) -> None:
         """Tell the driver the processes of the ranks."""
-        self.driver.send({"type": "started", "pids": {str(rank.rank): rank.pid for rank in self._ranks}})
+        self.driver.send(Started(pids={str(rank.rank): rank.pid for rank in self._ranks}))
 
-    def supervise(self, kept: Collection[int] = ()) -> list[Message]:
+    def supervise(self, kept: Collection[int] = ()) -> list[RankReport]:
         """Serve until every rank has ended, the driver says stop, or shortly after a failure; then end all ranks.
 
         All other children of this process belong to the ranks and end with them, except the processes in ``kept``. The
@@ -94,7 +112,7 @@ class RankSupervisor:
     def _is_over(self, rank: ForkedRank) -> bool:
         """Return whether ``rank`` is the only one of a trial and has returned, after which it only ends."""
         alone = self._plan.searches and len(self._ranks) == 1
-        return alone and rank.report is not None and bool(rank.report["ok"])
+        return alone and rank.report is not None and rank.report.ok
 
     def end_all(self) -> None:
         """End every rank with all its children, and read their last messages."""
@@ -125,75 +143,83 @@ class RankSupervisor:
             self._deadline = 0.0
             return
         for message in messages:
-            if message["type"] == "stop":
-                self._deadline = 0.0
-                self.driver.send({"type": "stopping"})  # ranks may still have files to write, which takes a while
-            elif message["type"] == "hold":
-                self._is_held = message["on"]
-                for rank in self._ranks:
-                    rank.pulse.moved()
-            elif message["type"] == "debug":
-                for rank in self._ranks:
-                    if rank.rank == message["rank"]:
-                        rank.send(message)
-            elif message["type"] == "answer":
-                self._answers.append(message)
-                for rank in self._ranks:
-                    if rank.num_reports == len(self._answers):
-                        rank.send(message)
-            else:
-                self.unread.append(message)
+            match message:
+                case Stop():
+                    self._deadline = 0.0
+                    self.driver.send(Stopping())  # ranks may still have files to write, which takes a while
+                case Hold():
+                    self._is_held = message.on
+                    for rank in self._ranks:
+                        rank.pulse.moved()
+                case DebugAnswer():
+                    for rank in self._ranks:
+                        if rank.rank == message.rank:
+                            rank.send(message)
+                case TrialAnswer():
+                    self._answers.append(message)
+                    for rank in self._ranks:
+                        if rank.num_reports == len(self._answers):
+                            rank.send(message)
+                case _:
+                    self.unread.append(message)
 
     def _read_rank(self, rank: ForkedRank) -> None:
         try:
-            messages = rank.control.poll()
+            frames = rank.control.poll_frames()
         except LinkClosed:
             with contextlib.suppress(KeyError):
                 self._selector.unregister(rank.control)
             return
-        for message in messages:
-            if message["type"] == "outcome":
-                rank.report = message | {"rank": rank.rank}
-                if not message["ok"]:
-                    self._tell_failure(rank)
-                elif message.get("pruned"):
-                    self._end_within(LEAVE_S)  # a rank that does not report would wait for this one
-            elif message["type"] == "cut off":
-                self.driver.send(message | {"rank": rank.rank}, sure=True)
-            elif message["type"] == "files":
-                self.driver.send(message)
-            elif message["type"] == "doing":
-                rank.pulse.doing = message
-            elif message["type"] == "debug":
-                self._ask_debugger(rank, message)
-            elif message["type"] == "report":
-                self._take_report(rank, message)
-            elif message["type"] == "log":
-                self._output.drain(rank)  # printed before this message
-                self._output.forward(rank, message["stream"], message["data"])
-            elif message["type"] == "snapshot":
-                self._tell_snapshot(rank, message)
-            elif message["type"] in ("timeline", "picture"):
-                self.driver.send_block(message | {"rank": rank.rank})
-            else:
-                rank.pulse.heard(int(message["ticks"]))
-                self.driver.send(message | {"rank": rank.rank})
+        for frame in frames:
+            self._take(rank, frame)
 
-    def _take_report(self, rank: ForkedRank, message: Message) -> None:
-        """Send a report of rank 0 to the driver; another rank's n-th report gets the answer to rank 0's n-th report."""
+    def _take(self, rank: ForkedRank, frame: Frame) -> None:
+        """Handle a message of ``rank``, or pass its frame on to the driver as it is."""
+        match message := frame.message:
+            case ProgressReport():
+                rank.pulse.heard(message.ticks)
+                self.driver.send(frame.body)
+            case RankReport():
+                rank.report = message
+                if not message.ok:
+                    self._tell_failure(rank)
+                elif isinstance(message, TrialReport) and message.pruned:
+                    self._end_within(LEAVE_S)  # a rank that does not report would wait for this one
+            case CutOff() | NoSnapshot() | SnapshotKept():
+                self.driver.send(frame.body, sure=True)
+            case FileNote():
+                self.driver.send(frame.body)
+            case Doing():
+                rank.pulse.doing = message
+            case DebugBegin() | DebugText():
+                self._ask_debugger(rank, frame)
+            case TrialValue():
+                self._take_value(rank, frame)
+            case Log():
+                self._output.drain(rank)  # printed before this message
+                self._output.forward(rank, message.stream, message.data)
+            case SnapshotPoint():
+                self._output.mark(self._ranks, message.number)
+                rank.send(SnapshotMarked())  # rank 0 waits for this
+            case Timeline() | Picture():
+                self.driver.send_block(message)
+
+    def _take_value(self, rank: ForkedRank, frame: Frame) -> None:
+        """Send a value of rank 0 to the driver; another rank's n-th value gets the answer to rank 0's n-th value."""
         rank.pulse.moved()
         rank.num_reports += 1
         if rank.rank == 0:
-            self.driver.send(message, sure=True)
+            self.driver.send(frame.body, sure=True)
         elif len(self._answers) >= rank.num_reports:
             rank.send(self._answers[rank.num_reports - 1])
 
-    def _ask_debugger(self, rank: ForkedRank, message: Message) -> None:
+    def _ask_debugger(self, rank: ForkedRank, frame: Frame) -> None:
         """Pass on a message of the debugger of ``rank``, after all that the program has printed before."""
         self._output.drain(rank)
-        self.driver.send(message | {"rank": rank.rank}, sure=True)
+        self.driver.send(frame.body, sure=True)
         if not self.driver.is_open:
-            rank.send({"refused": "the driver cannot be reached from its host before the run ends"})
+            why = "the driver cannot be reached from its host before the run ends"
+            rank.send(DebugAnswer(rank=rank.rank, refused=why))
 
     def _reap(self, rank: ForkedRank) -> None:
         pid, status = os.waitpid(rank.pid, os.WNOHANG)
@@ -213,17 +239,6 @@ class RankSupervisor:
         others = [other.pid for other in self._ranks if not other.ended and other is not rank]
         end_rank(rank.pid, others, kept)
 
-    def _tell_snapshot(self, rank: ForkedRank, message: Message) -> None:
-        """Pass on a message of rank 0 about its snapshots.
-
-        A message "at" is not passed on: read and mark the output of the ranks, and tell rank 0, which waits for this.
-        """
-        if message["what"] == "at":
-            self._output.mark(self._ranks, message["number"])
-            rank.send({"type": "marked"})
-        else:
-            self.driver.send(message, sure=True)
-
     def _drain(self, rank: ForkedRank) -> None:
         with contextlib.suppress(OSError):
             if rank.report is None:
@@ -232,14 +247,14 @@ class RankSupervisor:
 
     def _tell_failure(self, rank: ForkedRank) -> None:
         assert rank.report is not None
-        consequence = bool(rank.report.get("consequence"))
+        consequence = rank.report.consequence
         if called_exit(rank.report):
             self._end_within(LEAVE_S)
             return
         if not consequence:
             self._drain(rank)
-            self.driver.send(rank.report | {"type": "failed"}, sure=True)
-        alone = WRITE_S if rank.rank != 0 and "died" not in rank.report else 0.0
+            self.driver.send(Failed(report=rank.report), sure=True)
+        alone = WRITE_S if rank.rank != 0 and not rank.report.died else 0.0
         heard = self.driver.is_open and not self._plan.searches  # all ranks of a trial are here
         self._end_within(_CONSEQUENCE_S if consequence else (_STOP_S if heard else alone))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import dataclasses
 import os
 import tarfile
 import tempfile
@@ -12,14 +13,22 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import IO
 
-from lagom.control_groups import available_cores
 from lagom.disk.settle import keep_files
+from lagom.extensions.search.on_rank.messages import (
+    OutcomePart,
+    RunTrial,
+    SearchOver,
+    SlotJoin,
+    TrialEnded,
+    TrialReport,
+)
 from lagom.host.end_reports import first_failure, fit_reports
 from lagom.host.rank_host import join_message
 from lagom.host.trial_imports import TrialImports
 from lagom.host.trial_ranks import TrialRanks
 from lagom.host.workspace import HostWorkspace
-from lagom.wire.client import DriverClient, Message
+from lagom.wire.client import DriverClient
+from lagom.wire.messages import Message, RankReport
 from lagom.wire.spec import RunSpec
 
 _PART = 512 << 10  # bytes of an outcome in one message; base64 makes them a third more
@@ -36,9 +45,9 @@ def serve_trials(
     Raises:
         LinkClosed: the driver has ended.
     """
-    cores = available_cores()
     join = join_message(slot, range(spec.plan.world_size), ground, ip, None, gpus)
-    link.send(join | {"cores": cores, "sees_driver": not ground.scratch})  # whether it sees the driver's files
+    facts = {each.name: getattr(join, each.name) for each in dataclasses.fields(join)}
+    link.send(SlotJoin(**facts, sees_driver=not ground.scratch))
     unread: list[Message] = []
     imports = TrialImports(spec)
 
@@ -48,11 +57,11 @@ def serve_trials(
     ranks: TrialRanks | None = fork()
     while True:
         message = unread.pop(0) if unread else link.receive(_IDLE_S)
-        if message is None or message["type"] not in ("trial", "over"):
-            continue  # a stop that came after the trial's own end
-        if message["type"] == "over":
+        if isinstance(message, SearchOver):
             _close(ranks)
             return
+        if not isinstance(message, RunTrial):
+            continue  # a stop that came after the trial's own end
         if imports.add() or ranks is None or not ranks.begin(message):  # they lack libraries, or were killed
             _close(ranks)
             ranks = fork()
@@ -62,7 +71,7 @@ def serve_trials(
             following = fork()
         reports = ranks.watch.supervise([*(following.pids if following is not None else ()), *imports.pids])
         _report(message, ranks, reports, time.monotonic() - begun, link)
-        imports.try_out(next((report["imports"] for report in reports if "imports" in report), ()))
+        imports.try_out(next((report.imports for report in reports if isinstance(report, TrialReport)), ()))
         unread += ranks.watch.unread
         ranks.close()
         ranks = following
@@ -73,29 +82,31 @@ def _close(ranks: TrialRanks | None) -> None:
         ranks.close()
 
 
-def _report(trial: Message, ranks: TrialRanks, reports: Sequence[Message], seconds: float, link: DriverClient) -> None:
+def _report(
+    trial: RunTrial, ranks: TrialRanks, reports: Sequence[RankReport], seconds: float, link: DriverClient
+) -> None:
     """Send what the trial has returned, how it ended, and its files where the driver does not see them."""
     place = ranks.place
-    problems = keep_files(place.host_dir, trial["folder"] or f"{place.host_dir}/kept", str(place.cwd))
-    outcome = ranks.outcomes[(first_failure(reports) or reports[0])["rank"]]
+    problems = keep_files(place.host_dir, trial.folder or f"{place.host_dir}/kept", str(place.cwd))
+    outcome = ranks.outcomes[(first_failure(reports) or reports[0]).rank]
     if (size := os.fstat(outcome).st_size) <= _MAX_OUTCOME:
         _send_file(link, "outcome", outcome)
     else:
         problems.append(
-            f"trial {trial['number']} returned {size >> 20} MB, which a search does not collect: have the function "
+            f"trial {trial.number} returned {size >> 20} MB, which a search does not collect: have the function "
             "save them to a file, which is kept with the trial"
         )
     if os.path.exists(place.host_dir / "kept"):
         with _packed(place.host_dir / "kept") as packed:
             _send_file(link, "files", packed.fileno())
-    told = [{key: value for key, value in report.items() if key != "imports"} for report in reports]
-    link.send({"type": "ended", "reports": fit_reports(told), "seconds": seconds, "problems": problems})
+    told = [dataclasses.replace(one, imports=[]) if isinstance(one, TrialReport) else one for one in reports]
+    link.send(TrialEnded(reports=fit_reports(told), seconds=seconds, problems=problems))
 
 
 def _send_file(link: DriverClient, name: str, fd: int) -> None:
     for position in range(0, os.fstat(fd).st_size, _PART):
         data = base64.b64encode(os.pread(fd, _PART, position)).decode()
-        link.send({"type": "part", "name": name, "data": data}, _SEND_S)
+        link.send(OutcomePart(name=name, data=data), _SEND_S)
 
 
 def _packed(folder: Path) -> IO[bytes]:

@@ -10,11 +10,13 @@ import tempfile
 from collections.abc import Collection, Sequence
 from pathlib import Path
 
+from lagom.extensions.search.on_rank.messages import BeginTrial, RunTrial
 from lagom.host.forked_rank import ForkedRank
 from lagom.host.rank_host import chosen_threads, fork_rank, rank_spec
 from lagom.host.supervisor import RankSupervisor
 from lagom.host.workspace import HostWorkspace
-from lagom.wire.client import DriverClient, LinkClosed, Message
+from lagom.wire.client import DriverClient, LinkClosed
+from lagom.wire.messages import Join
 from lagom.wire.rendezvous import peers
 from lagom.wire.server import anonymous_file
 from lagom.wire.spec import RankSpec, RunSpec
@@ -23,7 +25,7 @@ from lagom.wire.spec import RankSpec, RunSpec
 class TrialRanks:
     """Forks the ranks of a trial, which wait for it in a folder that they share."""
 
-    def __init__(self, spec: RunSpec, join: Message, ground: HostWorkspace, link: DriverClient) -> None:
+    def __init__(self, spec: RunSpec, join: Join, ground: HostWorkspace, link: DriverClient) -> None:
         """Fork the ranks.
 
         Raises:
@@ -52,14 +54,23 @@ class TrialRanks:
         """The processes of the ranks."""
         return [rank.pid for rank in self._ranks]
 
-    def begin(self, trial: Message) -> bool:
+    def begin(self, trial: RunTrial) -> bool:
         """Hand the ranks their trial; return whether all are there, and none was killed while it waited."""
-        message = {name: trial[name] for name in ("number", "change", "metric", "env")} | {"type": "trial"}
-        threads = chosen_threads(self._spec) or trial["threads"]
+        threads = chosen_threads(self._spec) or trial.threads
         try:
-            for rank, seat in zip(self._ranks, self._seats(trial["gpus"]), strict=True):
-                own = {name: getattr(seat, name) for name in ("gpu", "gpu_index", "nccl")}
-                rank.control.send(message | own | {"threads": threads or seat.threads})
+            for rank, seat in zip(self._ranks, self._seats(trial.gpus), strict=True):
+                rank.control.send(
+                    BeginTrial(
+                        number=trial.number,
+                        change=trial.change,
+                        metric=trial.metric,
+                        env=trial.env,
+                        gpu=seat.gpu,
+                        gpu_index=seat.gpu_index,
+                        nccl=seat.nccl,
+                        threads=threads or seat.threads,
+                    )
+                )
         except LinkClosed:
             return False
         return True
@@ -69,9 +80,9 @@ class TrialRanks:
         self._stack.close()
 
     def _seats(self, gpus: Sequence[str]) -> list[RankSpec]:
-        table = peers([self._join | {"gpus": gpus}])
+        table = peers([dataclasses.replace(self._join, gpus=list(gpus))])
         return [
-            rank_spec(table, rank, self._spec, self.place, fd, None, table["ranks"][rank]["gpu"])
+            rank_spec(table, rank, self._spec, self.place, fd, None, table.ranks[rank].gpu)
             for rank, fd in enumerate(self.outcomes)
         ]
 

@@ -44,8 +44,8 @@ from lagom.world import Place, place_set
 Returned = dict[str, Any]
 """Dict with ``value``, the function's return value (in a rehearsal its ``Record``); ``samples``, the number of samples
 that this rank trained on; ``timings``, seconds until the call of the function and in it; and only on rank 0, if there
-are any: ``random``, the final states of those random generators that began in the driver's state, and ``changed``,
-names of the program's objects that the function has changed."""
+are any: ``random``, the final states of those random generators that began in the driver's state, ``changed``, names of
+the program's objects that the function has changed, and ``whole``, a ``WholeModule`` for each module that ran whole."""
 
 
 def run(
@@ -138,6 +138,8 @@ def _returned(
     returned = {"value": value, "samples": session.samples_trained, "timings": timings}
     if changes is not None and (names := changes.names(value)):
         returned["changed"] = names
+    if session.rank == 0 and (whole := session.whole_calls.modules()):
+        returned["whole"] = whole
     if session.rank == 0 and call.random_states is not None:
         returned["random"] = {name: state for name, state in random_states().items() if name in call.random_states}
     return returned

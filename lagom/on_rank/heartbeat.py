@@ -7,23 +7,27 @@ in ``host/stall_detector.py``.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import threading
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from lagom.exchange.sockets.connect import remote_connections
 from lagom.on_rank import stack_dump
 from lagom.on_rank.resource_usage import ResourceUsage, processor_s_below
+from lagom.watch.messages import Picture
 from lagom.watch.silent_peers import SilentPeers
+from lagom.wire.messages import Doing, Message, ProgressReport, RankReport
 from lagom.wire.peer_silence import LOST_S
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable
 
     from lagom.plan import Plan
     from lagom.session.session import Session
-    from lagom.wire.client import DriverClient, Message
+    from lagom.watch.messages import Timeline
+    from lagom.wire.client import DriverClient
 
 
 _ANSWER_S = 60.0
@@ -69,7 +73,7 @@ class Heartbeat:
         self._usage = ResourceUsage(session.device.type)
         threading.Thread(target=self._beat, name="lagom-heart", daemon=True).start()
 
-    def send_outcome(self, report: Message) -> None:
+    def send_outcome(self, report: RankReport) -> None:
         """Report the final progress, then the outcome ``report``."""
         with self._lock, contextlib.suppress(OSError):
             if self._session is not None:
@@ -90,10 +94,10 @@ class Heartbeat:
             pass
         return answer
 
-    def tell(self, message: Mapping[str, Any]) -> None:
+    def tell(self, message: Message) -> None:
         """Send ``message`` to the driver at once; drop it if the connection is closed."""
         with self._lock, contextlib.suppress(OSError):
-            self._control.send(dict(message))
+            self._control.send(message)
 
     def _beat(self) -> None:
         assert self._session is not None
@@ -113,14 +117,14 @@ class Heartbeat:
                 self._control.offer(self._progress(session))
                 for block in (*_timeline(session), *_pictures(session)):
                     self._control.offer(block)
-                for lost in self._silent_peers.look():
+                for lost in self._silent_peers.look(session.rank):
                     self._control.send(lost)
             except OSError:
                 return False
         self._silent_peers.end_lost()  # after the message: the errors that follow are its consequence
         return True
 
-    def _last_progress(self, session: Session) -> Message:
+    def _last_progress(self, session: Session) -> ProgressReport:
         """Return the rank's last report; if the one before has just been sent, its means include the time before that.
 
         A mean over the end of the program alone would look as if the training had become slow.
@@ -129,31 +133,33 @@ class Heartbeat:
             self._last, self._waited = self._earlier
         return self._progress(session)
 
-    def _progress(self, session: Session) -> Message:
-        now, progress = time.monotonic(), session.progress()
-        samples, data_s = progress["samples"] or 0, progress.pop("data_s") or 0
+    def _progress(self, session: Session) -> ProgressReport:
+        now, progress, data_s = time.monotonic(), session.progress(), session.data_s
+        samples = progress["samples"]
         before, samples_before, data_before = self._last
         passed = max(now - before, 1e-3)
         self._earlier = self._last, self._waited
         self._last = now, samples, data_s
-        return {
-            "type": "progress",
+        waits, waits_for = self._waits(session, passed)
+        return ProgressReport(
             **progress,
-            "rate": round((samples - samples_before) / passed, 1),
-            "steps_s": self._speed(now, progress["epoch"] or 0, progress["step"] or 0),
-            "data": round(min(1.0, (data_s - data_before) / passed), 3),
-            **self._waits(session, passed),
             **(self._usage.now() if self._usage is not None else {}),
-        }
+            rank=session.rank,
+            rate=round((samples - samples_before) / passed, 1),
+            steps_s=self._speed(now, progress["epoch"] or 0, progress["step"] or 0),
+            data=round(min(1.0, (data_s - data_before) / passed), 3),
+            waits=waits,
+            waits_for=waits_for,
+        )
 
-    def _waits(self, session: Session, passed: float) -> Message:
+    def _waits(self, session: Session, passed: float) -> tuple[float, dict[str, float]]:
         """Return the time that the rank waited in exchanges, as a share of ``passed``: in all, and for each rank."""
         waited = session.wait_times()
         before = self._waited if len(self._waited) == len(waited) else [0] * len(waited)
         self._waited = waited
         shares = [(now - then) / 1e9 / passed for now, then in zip(waited, before, strict=True)]
         waits_for = {str(rank): round(min(1.0, share), 3) for rank, share in enumerate(shares) if share >= _WORTH}
-        return {"waits": round(min(1.0, sum(shares)), 3), "waits_for": waits_for}
+        return round(min(1.0, sum(shares)), 3), waits_for
 
     def _speed(self, now: float, epoch: float, step: float) -> float:
         """Return the steps per second since the first report of this epoch.
@@ -194,20 +200,20 @@ class Heartbeat:
         self._below = now, used_s
         return bool(before) and used_s - used_before > _COMPUTING * (now - before)
 
-    def _doing(self) -> Message:
-        found = stack_dump.doing(stack_dump.of_thread(self._thread))
-        if found["waits"] and self._session is not None:
+    def _doing(self) -> Doing:
+        doing = stack_dump.doing(stack_dump.of_thread(self._thread))
+        if doing.waits and self._session is not None:
             words, number, missing = self._session.waiting_exchange()
-            found |= {"exchange": words, "number": number, "missing": missing}
+            doing = dataclasses.replace(doing, exchange=words, number=number, missing=missing)
         if self._children is None and self._stacks_fd is not None:
-            self._children = "" if found["waits"] else stack_dump.of_children(self._stacks_fd)
-        return {"type": "doing", **found, "children": self._children}
+            self._children = "" if doing.waits else stack_dump.of_children(self._stacks_fd)
+        return dataclasses.replace(doing, children=self._children or "")
 
 
-def _timeline(session: Session) -> Iterable[Message]:
+def _timeline(session: Session) -> Iterable[Timeline]:
     return session.spans.blocks() if session.spans is not None else ()
 
 
-def _pictures(session: Session) -> Iterable[Message]:
+def _pictures(session: Session) -> Iterable[Picture]:
     while session.pictures:
-        yield {"type": "picture", "png": session.pictures.popleft()}
+        yield Picture(rank=session.rank, png=session.pictures.popleft())

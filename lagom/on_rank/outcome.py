@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import traceback
 from collections.abc import Mapping
 from typing import Any
@@ -9,41 +10,42 @@ from typing import Any
 from lagom.errors import CollectiveError, PayloadError
 from lagom.program.own_frames import cut_own_frames
 from lagom.program.payload import InParts, Parcel, unpack
-from lagom.wire.framing import Message, shorten
+from lagom.wire.framing import shorten
+from lagom.wire.messages import RankReport
 
 
-def pack_result(returned: Mapping[str, Any], rank: int, at_home: Mapping[type, str]) -> tuple[Parcel, Message]:
+def pack_result(returned: Mapping[str, Any], rank: int, at_home: Mapping[type, str]) -> tuple[Parcel, RankReport]:
     """Pack ``returned`` of ``rank``, or the error if it cannot be pickled.
 
     Args:
         at_home: classes that came from the driver, with the driver's ids, by which they are pickled.
     """
     try:
-        return Parcel(returned, at_home), {"type": "outcome", "ok": True}
+        return Parcel(returned, at_home), RankReport(rank=rank, ok=True)
     except PayloadError as error:
         raised = PayloadError(f"rank {rank} returned a {type(returned['value']).__name__}, but {error}")
         raised.__cause__ = error.__cause__
-        return pack_error(raised, at_home)
+        return pack_error(raised, rank, at_home)
 
 
-def pack_error(error: BaseException, at_home: Mapping[type, str]) -> tuple[Parcel, Message]:
-    """Pack ``error``, which ended the function.
+def pack_error(error: BaseException, rank: int, at_home: Mapping[type, str]) -> tuple[Parcel, RankReport]:
+    """Pack ``error``, which ended the function on ``rank``.
 
     The report alone describes a SystemExit, or an error that cannot be pickled or unpickled.
     """
     cut_own_frames(error)
     text = shorten("".join(traceback.format_exception(error)), keep_end=True)
-    report = {
-        "type": "outcome",
-        "ok": False,
-        "consequence": isinstance(error, CollectiveError),
-        "error": type(error).__name__,
-        "message": _message(error),
-        "traceback": text,
-    }
+    report = RankReport(
+        rank=rank,
+        ok=False,
+        consequence=isinstance(error, CollectiveError),
+        error=type(error).__name__,
+        message=_message(error),
+        traceback=text,
+    )
     if isinstance(error, SystemExit):
-        report |= {"exit": error.code if isinstance(error.code, int | None) else shorten(str(error.code))}
-        return Parcel({"error": None}), report
+        code = error.code if isinstance(error.code, int | None) else shorten(str(error.code))
+        return Parcel({"error": None}), dataclasses.replace(report, exited=True, exit=code)
     error.__traceback__ = None
     for travelling in (error, InParts(error)):
         try:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import os
 import socket
 import sys
 import threading
 import types
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -21,7 +22,8 @@ from lagom.program.call import Call
 from lagom.program.failure_advice import advice
 from lagom.program.payload import Parcel, unpack_file
 from lagom.program.pickler import classes_received
-from lagom.wire.client import DriverClient, Message
+from lagom.wire.client import DriverClient
+from lagom.wire.messages import Message, RankReport
 from lagom.wire.spec import RankSpec, RunSpec
 from lagom.world import Place, rank_calls_reported
 
@@ -43,8 +45,8 @@ class RankCall:
         """Classes that came with the call, with the sender's ids for them."""
         self.changes: list[Callable[[Call], Call]] = []
         """Functions that make the call of this rank from the call that all runs of these processes share."""
-        self.reports: list[Callable[[Returned | None], Message]] = []
-        """Functions that add to the report of the outcome, given what the function returned; None: it was ended."""
+        self.reports: list[Callable[[RankReport, Returned | None], RankReport]] = []
+        """Functions that complete the report of the outcome, given what the function returned; None: it was ended."""
         self.parts: dict[str, Any] = {}
         """What extensions keep for this rank, by the name of the extension; the session gets it."""
         self._control = DriverClient(socket.socket(fileno=rank_spec.control_fd))
@@ -52,7 +54,7 @@ class RankCall:
         self._decided = threading.Lock()
         """Locked by the thread that sets the outcome: the main thread, or one that reports an error in its place."""
 
-    def tell(self, message: Mapping[str, Any]) -> None:
+    def tell(self, message: Message) -> None:
         """Send ``message`` to the driver; drop it if the connection is closed."""
         self._heartbeat.tell(message)
 
@@ -104,7 +106,7 @@ class RankCall:
         self._contexts.enter_context(disk)
         self._contexts.enter_context(rank_calls_reported(asked_for_rank))
 
-    def _outcome(self) -> tuple[Parcel, Message]:
+    def _outcome(self) -> tuple[Parcel, RankReport]:
         from lagom.on_rank import bootstrap
 
         rank_spec, plan = self.rank_spec, self.spec.plan
@@ -113,18 +115,20 @@ class RankCall:
         try:
             returned = bootstrap.run(plan, place, self._load, Path(rank_spec.host_dir), rank_spec, self._attach)
             parcel, report = pack_result(returned, rank_spec.rank, self.own_classes)
-            report |= self._told(returned)
-        except EndOfFunction as end:
-            parcel, report = Parcel({"value": None}), {"type": "outcome", "ok": True, **end.report, **self._told(None)}
+            report = self._completed(report, returned)
+        except EndOfFunction:
+            parcel, report = Parcel({"value": None}), RankReport(rank=rank_spec.rank, ok=True)
+            report = self._completed(report, None)
         except BaseException as error:  # SystemExit and KeyboardInterrupt are outcomes as well
             text = self._advice(error)
-            parcel, report = pack_error(error, self.own_classes)
-            report |= {"advice": text} if text else {}
-            report |= self._told(None)
+            parcel, report = pack_error(error, rank_spec.rank, self.own_classes)
+            report = self._completed(dataclasses.replace(report, advice=text), None)
         return parcel, report
 
-    def _told(self, returned: Returned | None) -> Message:
-        return {name: value for report in self.reports for name, value in report(returned).items()}
+    def _completed(self, report: RankReport, returned: Returned | None) -> RankReport:
+        for complete in self.reports:
+            report = complete(report, returned)
+        return report
 
     def _advice(self, error: BaseException) -> str:
         plan = self.spec.plan
@@ -147,7 +151,7 @@ class RankCall:
 
     def _fail(self, error: BaseException) -> None:
         if self._decided.acquire(blocking=False):
-            parcel, report = pack_error(error, self.own_classes)
+            parcel, report = pack_error(error, self.rank_spec.rank, self.own_classes)
             parcel.write(self.rank_spec.outcome_fd)
             self._heartbeat.send_outcome(report)
 
@@ -176,7 +180,7 @@ def _is_of_main(value: Any) -> bool:
     return isinstance(value, types.FunctionType) and value.__module__ == "__main__"
 
 
-def _end(report: Message, heartbeat: Heartbeat) -> NoReturn:
+def _end(report: RankReport, heartbeat: Heartbeat) -> NoReturn:
     """End the program as Python does, and report the outcome.
 
     After a failure, call exit handlers only if the program called ``sys.exit``, and wait until the host process kills
@@ -185,8 +189,8 @@ def _end(report: Message, heartbeat: Heartbeat) -> NoReturn:
     from lagom.disk import finish_writes
     from lagom.on_rank import bootstrap
 
-    if not report["ok"]:
-        if "exit" in report:  # after ``sys.exit`` Python waits for threads, and calls the program's exit handlers
+    if not report.ok:
+        if report.exited:  # after ``sys.exit`` Python waits for threads, and calls the program's exit handlers
             bootstrap.run_exit_handlers(lambda: heartbeat.send_outcome(report))
         bootstrap.flush_files()
         bootstrap.flush()

@@ -23,7 +23,8 @@ from lagom.on_rank.rank_call import RankCall
 from lagom.on_rank.rank_environment import set_environment
 from lagom.on_rank.stack_dump import dump_on_signal
 from lagom.watch.output import OWN, OWN_NOTICE
-from lagom.wire.framing import Message, shorten
+from lagom.wire.framing import shorten
+from lagom.wire.messages import Log
 from lagom.wire.spec import RankSpec, RunSpec
 
 if TYPE_CHECKING:
@@ -39,7 +40,7 @@ def run_rank(spec: RunSpec, seat: RankSpec, ground: HostWorkspace, stdout: int, 
     try:
         _detach(seat, ground, stdout, stderr, parent)
         _adopt_driver_settings(spec, seat, ground)
-        log = _separate_log()
+        log = _separate_log(seat.rank)
         call = RankCall(spec, seat)
         log.tell = call.tell
         call.run()
@@ -95,9 +96,10 @@ class _OwnLines(logging.StreamHandler):  # type: ignore[type-arg]  # which Pytho
     A message in standard error begins on a new line if the program's last line is unfinished, as with progress bars.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, rank: int) -> None:
         super().__init__()
-        self.tell: Callable[[Message], None] | None = None
+        self.tell: Callable[[Log], None] | None = None
+        self._rank = rank
         self._pid = os.getpid()
 
     def emit(self, record: logging.LogRecord) -> None:
@@ -110,7 +112,7 @@ class _OwnLines(logging.StreamHandler):  # type: ignore[type-arg]  # which Pytho
                 file.flush()
         text = logging.StreamHandler.format(self, record).encode(errors="backslashreplace")
         stream = OWN_NOTICE if getattr(record, "is_notice", False) else OWN
-        self.tell({"type": "log", "stream": stream, "data": shorten(text.decode("latin-1")) + "\n"})
+        self.tell(Log(rank=self._rank, stream=stream, data=shorten(text.decode("latin-1")) + "\n"))
 
     def format(self, record: logging.LogRecord) -> str:
         """Format ``record``; put a line break before it if the stream's line is unfinished."""
@@ -160,9 +162,9 @@ def _keep_sockets(folder: str) -> None:
         config["tempdir"] = folder
 
 
-def _separate_log() -> _OwnLines:
+def _separate_log(rank: int) -> _OwnLines:
     """Keep lagom's messages out of the program's log files and off its standard output."""
-    handler = _OwnLines()
+    handler = _OwnLines(rank)
     handler.setFormatter(logging.Formatter("lagom: %(message)s"))
     logger = logging.getLogger("lagom")
     logger.handlers[:] = [handler]

@@ -15,7 +15,7 @@ import types
 from pathlib import Path
 
 from lagom.watch.stopped_processes import STOPPED, state_letter
-from lagom.wire.client import Message
+from lagom.wire.messages import Doing
 
 SIGNAL: int | None = getattr(signal, "SIGRTMAX", signal.SIGRTMIN) - 1 if hasattr(signal, "SIGRTMIN") else None
 """Real-time signal at which a process writes its stacks; programs hardly use it. None if the system has none."""
@@ -62,26 +62,20 @@ def dump_on_signal(fd: int) -> None:
         faulthandler.register(SIGNAL, file=fd, all_threads=True)
 
 
-def doing(frame: types.FrameType | None) -> Message:
-    """Describe the current work of the thread whose innermost frame is ``frame``.
-
-    Returns:
-        ``stack``, formatted as in a traceback, from the training function inwards; ``line``, the innermost line of the
-        program's own code; ``waits``, whether the thread is in an exchange with other ranks; and ``purpose``, the
-        subject of the exchange.
-    """
+def doing(frame: types.FrameType | None) -> Doing:
+    """Describe the current work of the thread whose innermost frame is ``frame``."""
     frames = list(traceback.walk_stack(frame))  # innermost first
     files = [one.f_code.co_filename for one, _ in frames]
     program = next((n for n, file in enumerate(files) if file.startswith(_CALLERS)), len(files))
     summary = traceback.StackSummary.extract(reversed(frames[:program]))
     purpose = next((what for file in files[:program] for part, what in _PURPOSES.items() if part in file), "")
     own = next((one for one in reversed(summary) if not one.filename.startswith((_OWN, *_LIBRARIES, "<frozen"))), None)
-    return {
-        "stack": "".join(summary.format())[-_MAX_TEXT:],
-        "line": "" if own is None else f"{own.filename}:{own.lineno}, in {own.name}: {own.line}".removesuffix(": "),
-        "purpose": purpose,
-        "waits": program > 0 and any(part in files[0] for part in _EXCHANGES),
-    }
+    return Doing(
+        stack="".join(summary.format())[-_MAX_TEXT:],
+        line="" if own is None else f"{own.filename}:{own.lineno}, in {own.name}: {own.line}".removesuffix(": "),
+        purpose=purpose,
+        waits=program > 0 and any(part in files[0] for part in _EXCHANGES),
+    )
 
 
 def position(frame: types.FrameType | None) -> int:

@@ -7,7 +7,7 @@ import datetime
 import logging
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -100,8 +100,9 @@ class RunHistory:
                 self._complete(self.resumed.place if self.resumed is not None else BEGINNING, self._joined - before)
             self._began = self._joined
 
-    def wrote(self, message: Mapping[str, Any]) -> None:
-        """Record a message of rank 0 about its files."""
+    def wrote(self, note: Mapping[str, Any]) -> None:
+        """Record a ``FileNote`` of rank 0, as a dict; its details become entries of the dict that is kept."""
+        message = {name: value for name, value in note.items() if name != "details"} | note["details"]
         if message["what"] == "resumed" and self._follows_loss and self._joined is not None:
             self._complete(message["path"], self._joined - message["at"])
         message = {**message, "told_at": time.time()}
@@ -113,10 +114,9 @@ class RunHistory:
         """Return whether ``max_failures`` lets the run begin again if the present attempt ends with ``loss``."""
         return loss is not None and (loss.free_slots > 0 or len(self.failures) < self._max_failures)
 
-    def has_kept(self, event: Mapping[str, Any]) -> bool:
-        """Return whether ``event`` tells of the run's newest snapshot."""
-        is_kept = event["type"] == "snapshot" and event["what"] == "kept"
-        return is_kept and self._newest_number() == int(event["number"])
+    def is_newest(self, number: int) -> bool:
+        """Return whether ``number`` is that of the run's newest snapshot."""
+        return self._newest_number() == number
 
     def note_kept(self, number: int, sha256: str) -> None:
         """Note that a rank has kept snapshot ``number``, with the digest of its description."""
@@ -179,19 +179,23 @@ class RunHistory:
             return None
         return SnapshotPlace(self.folder, self.resumed, last_number=self._note_number())
 
-    def keep(self, message: Mapping[str, Any]) -> str:
-        """Give the snapshot that a host has sent its final name; return an empty text, or why it is not usable."""
+    def keep(self, number: int, sha256: Sequence[str], *, is_whole: bool) -> str:
+        """Give the snapshot that a host has sent its final name; return an empty text, or why it is not usable.
+
+        Args:
+            sha256: digests of state and description.
+            is_whole: whether the bytes that came have these digests.
+        """
         if self.folder is None:
             return "the run keeps none"
-        number = message["number"]
         try:
-            if not message["is_whole"]:
+            if not is_whole:
                 raise OSError("other bytes came to the driver than were sent")
             for path in (self.folder.partial(number), self.folder.partial_facts(number)):
                 with open(path, "rb") as file:
                     os.fsync(file.fileno())
             self.folder.put_in_place(number)
-            self.folder.note_kept(number, message["sha256"][1])
+            self.folder.note_kept(number, sha256[1])
         except OSError as error:
             self.folder.remove_partial(number)
             return str(error)

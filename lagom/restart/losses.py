@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Protocol
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -25,14 +25,33 @@ class Loss:
     """Number of slots for more ranks, if lagom ended the attempt to use them and nothing was lost; else 0."""
 
 
-def loss_in(reports: Sequence[Mapping[str, Any]], hosts: Mapping[int, str]) -> Loss | None:
+class FailureReport(Protocol):
+    """The fields of ``RankReport`` in wire/messages.py that tell of a loss."""
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def consequence(self) -> bool: ...
+
+    @property
+    def lost(self) -> bool: ...
+
+    @property
+    def order(self) -> int: ...
+
+    @property
+    def message(self) -> str: ...
+
+
+def loss_in(reports: Sequence[FailureReport], hosts: Mapping[int, str]) -> Loss | None:
     """Return the loss that ranks' failure ``reports`` tell of; None if the program itself failed, or nothing did.
 
     Args:
         hosts: the host of each rank.
     """
-    causes = [report for report in reports if not report.get("consequence")]
-    if not causes or not all(report.get("lost") for report in causes):
+    causes = [report for report in reports if not report.consequence]
+    if not causes or not all(report.lost for report in causes):
         return None
-    first = min(causes, key=lambda report: report.get("order", 0))
-    return Loss(rank=first["rank"], host=hosts.get(first["rank"], ""), cause=first["message"])
+    first = min(causes, key=lambda report: report.order)
+    return Loss(rank=first.rank, host=hosts.get(first.rank, ""), cause=first.message)

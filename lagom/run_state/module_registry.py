@@ -1,4 +1,4 @@
-"""``ModuleRegistry``: the modules that the program has made, their modes and the names of their parameters."""
+"""``ModuleRegistry``: the modules that the program has made, their modes, their names and those of parameters."""
 
 from __future__ import annotations
 
@@ -44,6 +44,20 @@ class ModuleRegistry(WeakIdKeyDictionary):
                     return False
                 trained = True
         return trained
+
+    def path_of(self, module: nn.Module) -> str:
+        """Return the class of the outermost module around ``module``, and the path of attributes from there."""
+        parents = {
+            id(child): (outer, name)
+            for outer in self.finished_modules()
+            for name, child in outer._modules.items()
+            if child is not None
+        }
+        names: list[str] = []
+        while (found := parents.pop(id(module), None)) is not None:  # popped, as modules may refer to each other
+            module, name = found
+            names.insert(0, name)
+        return ".".join([type(module).__name__, *names])
 
     def name_of(self, leaf: torch.Tensor | None) -> str:
         """Return a description of ``leaf`` for messages; None stands for a tensor that this rank does not have."""

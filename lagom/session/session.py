@@ -18,6 +18,7 @@ from lagom.batches.evaluation_passes import EvaluationPassDetector
 from lagom.exchange.agreement_exchange import FRAME, AgreedExchange
 from lagom.exchange.run_store import SealedStore
 from lagom.exchange.torch_backend.shared_group import whole_groups
+from lagom.forward.rows.whole_calls import WholeCalls
 from lagom.forward.running_value_warnings import RunningValueDetector
 from lagom.gradients.criteria import find_caveats
 from lagom.gradients.divergence import DivergenceMonitor
@@ -169,6 +170,8 @@ class Session:
     _num_losses: int = field(default=0, init=False)
     has_other_order: bool = field(default=False, init=False)
     """Whether a sampler of this rank would have drawn another order than rank 0's; False again after the warning."""
+    whole_calls: WholeCalls = field(init=False)
+    """Calls of modules that run whole on every rank, with their reasons and time."""
     has_sliced: bool = field(default=False, init=False)
     """Whether ranks have split a forward by rows that may have gradients."""
     is_probing: bool = field(default=False, init=False)
@@ -183,6 +186,7 @@ class Session:
             self.notes = SealedStore(self.store, self.key, self.host_dir if on_one_host else None)
         self.common_streams = CommonStreams(self.config.seed)
         self.loss_weights = LossTermWeights(self.world_size, self.say_once)
+        self.whole_calls = WholeCalls(self.modules)
         self.batch_tracker = BatchTracker(self.world_size)
         self.plain_leaves = PlainLeaves(self.batch_tracker, self.leaves, self.say_once)
         self.running_values = RunningValueDetector(self.synchronised_buffers, self.say_once)
@@ -377,12 +381,12 @@ class Session:
         """Return whether all trained modules are in eval mode."""
         return self.modules.in_eval_mode(self.leaves, self.divergence.reached if self.divergence is not None else set())
 
-    def progress(self) -> dict[str, int | float | None]:
-        """Return the progress of training as plain numbers; may be called from another thread."""
-        now = {**self.passes.progress, "samples": self.samples_trained, "ticks": self.ticks, "data_s": self.data_s}
-        starts = {} if self.is_called else {"starts": True}
+    def progress(self) -> dict[str, Any]:
+        """Return the progress of training as fields of ``Progress``; may be called from another thread."""
+        now: dict[str, Any] = {**self.passes.progress, "samples": self.samples_trained, "ticks": self.ticks}
         loss = self._loss
-        return {**now, **starts, "loss": None if loss is None else float(loss), **self.reported_values}
+        now |= {"starts": not self.is_called, "loss": None if loss is None else float(loss)}
+        return {**now, **self.reported_values}
 
     def wait_times(self) -> list[int]:
         """Return the nanoseconds that this rank has waited for each other rank; may be called from another thread."""

@@ -23,7 +23,18 @@ from typing import Protocol
 from lagom.errors import LagomError, PlanError
 from lagom.host.huge_pages import with_huge_pages
 from lagom.host.workspace import base_dir, locked_servers
-from lagom.wire.client import DriverClient, LinkClosed, Message
+from lagom.wire.client import DriverClient, LinkClosed
+from lagom.wire.messages import (
+    Gathered,
+    GatherRequest,
+    Message,
+    PayloadRequest,
+    PayloadWritten,
+    TaskBegan,
+    TaskEnded,
+    TaskRefused,
+    TorchMissing,
+)
 from lagom.wire.server import anonymous_file
 
 _MAX_PATH = 100  # most characters of a Unix socket's path
@@ -89,11 +100,12 @@ def run_in_server(
                 return "ended with the process that holds torch for its executor, which was killed or crashed"
         else:
             raise LagomError(_ends_again())
-    if "problem" in reply:
-        raise PlanError(without_torch(reply["problem"]))
-    if "refused" in reply:
-        raise LagomError(f"no process for the ranks can be started on {platform.node()}: {reply['refused']}")
-    status = reply["status"]
+    if isinstance(reply, TorchMissing):
+        raise PlanError(without_torch(reply.problem))
+    if isinstance(reply, TaskRefused):
+        raise LagomError(f"no process for the ranks can be started on {platform.node()}: {reply.why}")
+    assert isinstance(reply, TaskEnded)
+    status = reply.status
     return f"was killed by {signal.Signals(os.WTERMSIG(status)).name}" if os.WIFSIGNALED(status) else "ended"
 
 
@@ -121,13 +133,13 @@ def _reply(
     def answer() -> None:
         try:
             for message in asks.poll():
-                if "payload" in message:
+                if isinstance(message, PayloadRequest):
                     assert take_payload is not None
-                    take_payload(message["payload"])
-                    asks.send({})
-                else:
+                    take_payload(message.path)
+                    asks.send(PayloadWritten())
+                elif isinstance(message, GatherRequest):
                     assert gather is not None
-                    asks.send({"texts": list(gather(message["text"]))})
+                    asks.send(Gathered(texts=list(gather(message.text))))
         except LinkClosed:
             selector.unregister(asks)
 
@@ -136,7 +148,7 @@ def _reply(
         selector.register(link, selectors.EVENT_READ, lambda: found.extend(link.poll()))
         selector.register(asks, selectors.EVENT_READ, answer)
         try:
-            while not found or "began" in found[-1]:
+            while not found or isinstance(found[-1], TaskBegan):
                 for key, _ in selector.select():
                     key.data()
         except LinkClosed as error:

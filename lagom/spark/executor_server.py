@@ -18,7 +18,8 @@ from pathlib import Path
 from lagom.host.descendants import adopt_orphans, end_descendants, fork_host, reap_adopted
 from lagom.host.forked_rank import open_pidfd
 from lagom.host.workspace import locked_servers, remove_leftovers
-from lagom.wire.client import DriverClient, LinkClosed, Message
+from lagom.wire.client import DriverClient, LinkClosed
+from lagom.wire.messages import Message, TaskBegan, TaskEnded, TaskRefused, TorchMissing
 
 MAX_FDS = 250  # descriptors in one message; the kernel allows 253
 _UNUSED_S = 60.0
@@ -157,7 +158,7 @@ class _Server:
         if not data:
             self._forget(worker)
         elif self._problem:
-            self._reply(worker, {"problem": self._problem})
+            self._reply(worker, TorchMissing(problem=self._problem))
         else:
             self._fork(worker, fds)
         for fd in fds:
@@ -174,9 +175,9 @@ class _Server:
         try:
             host = fork_host(run)
         except OSError as error:  # the system has no more processes or memory
-            self._reply(worker, {"refused": error.strerror})
+            self._reply(worker, TaskRefused(why=error.strerror or str(error)))
             return
-        self._reply(worker, {"began": True})
+        self._reply(worker, TaskBegan())
         worker.host, pidfd = host, open_pidfd(host)
         self._hosts[host] = pidfd, worker
         if pidfd is not None:
@@ -203,7 +204,7 @@ class _Server:
             _clean_up(self._hosts)
         worker.host = None
         if worker in self._workers:
-            self._reply(worker, {"status": status})
+            self._reply(worker, TaskEnded(status=status))
 
     def _reply(self, worker: _Worker, message: Message) -> None:
         with contextlib.suppress(LinkClosed):  # the worker has ended: ``_take`` notices this

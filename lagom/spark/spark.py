@@ -344,10 +344,9 @@ def rows_of_failure(error: Exception, run: RunView) -> Sequence[Any]:
     text = full_text(error)
     found = failure_in(text)
     if found is not None:
-        report, data = json.loads(found[0]), found[1]
-        report["output"] = report.get("output", []) + json.loads(found[2])
-        text = json.dumps(report)
-        return [{"rank": report["rank"], "name": "outcome", "part": 0, "data": data, "report": text}]
+        body, data = json.loads(found[0]), found[1]
+        body["output"] = body.get("output", []) + json.loads(found[2])
+        return [{"rank": body["rank"], "name": "outcome", "part": 0, "data": data, "report": json.dumps(body)}]
     if run.failures():
         return []
     if own := re.findall(r"^lagom\.[\w.]+: (.+)$", text, flags=re.MULTILINE):

@@ -16,7 +16,7 @@ from lagom.driver.protocol import Outcome
 from lagom.driver.run import RunView
 from lagom.errors import LagomError
 from lagom.program.payload import unpack
-from lagom.wire.client import Message
+from lagom.wire.messages import RankReport, from_json
 from lagom.wire.server import anonymous_file
 
 log = logging.getLogger("lagom")
@@ -30,7 +30,7 @@ class OutcomeCollector:
 
     def __init__(self, rows: Sequence[Any], run: RunView) -> None:
         self._run = run
-        self._reports: dict[int, Message] = {}
+        self._reports: dict[int, RankReport] = {}
         self._parts: dict[str, dict[int, bytes]] = {}
         self._digests: dict[str, str] = {}
         for row in rows:
@@ -40,7 +40,7 @@ class OutcomeCollector:
     def all_returned(self) -> bool:
         """Return whether the function has returned on every rank, as it may while a loss ends the attempt."""
         reports = self._run.reports | self._reports
-        return len(reports) == self._run.plan.world_size and all(report["ok"] for report in reports.values())
+        return len(reports) == self._run.plan.world_size and all(report.ok for report in reports.values())
 
     def outcomes(self) -> list[Outcome]:
         """Return an outcome for each rank, in rank order; a rank without a report counts as stopped.
@@ -48,17 +48,17 @@ class OutcomeCollector:
         Raises:
             LagomError: if tasks were lost, outcomes are missing without any failure, or an outcome arrived damaged.
         """
-        failures = {report["rank"]: report for report in reversed(self._run.failures())}
+        failures = {report.rank: report for report in reversed(self._run.failures())}
         ranks = range(self._run.plan.world_size)
         reports = self._run.reports | self._reports | failures
-        failed = [report for report in reports.values() if _failed(report)]
+        failed = [report for report in reports.values() if report.has_failed]
         missing = sorted(set(ranks) - set(reports))
-        if (failed or missing) and all(report.get("consequence") for report in failed):
+        if (failed or missing) and all(report.consequence for report in failed):
             if (lost := self._run.lost()) is not None:
                 raise lost
             if not failed:
                 raise LagomError(f"no outcome arrived from ranks {missing}, and no error either")
-        found = [reports.get(rank, {"ok": False, "stopped": True, "rank": rank, "consequence": True}) for rank in ranks]
+        found = [reports.get(rank) or RankReport(rank=rank, ok=False, stopped=True, consequence=True) for rank in ranks]
         return [Outcome(rank=rank, report=report, load=self._loader(rank)) for rank, report in enumerate(found)]
 
     def unpack_files(self, folder: str) -> None:
@@ -77,10 +77,11 @@ class OutcomeCollector:
         self._parts.setdefault(name, {})[row["part"]] = bytes(row["data"])
         if row["part"] != 0:
             return
-        report = json.loads(row["report"])
-        if "sha256" in report:
-            self._digests[name] = report.pop("sha256")
-        for message in report.pop("output", []):
+        report = from_json(json.loads(row["report"]))
+        assert isinstance(report, RankReport)
+        if report.sha256:
+            self._digests[name] = report.sha256
+        for message in report.output:
             self._run.say(message)
         if row["name"] == "outcome":
             self._reports[row["rank"]] = report
@@ -133,10 +134,6 @@ def _check(member: tarfile.TarInfo) -> None:
     paths = [member.name, member.linkname if member.islnk() or member.issym() else ""]
     if any(os.path.isabs(path) or ".." in path.split("/") for path in paths) or member.isdev():
         raise tarfile.TarError("it is a device, or leads out of the folder")
-
-
-def _failed(report: Message) -> bool:
-    return not report["ok"] and not report.get("stopped")
 
 
 def _unpacked(data: bytes) -> Mapping[str, Any]:

@@ -19,7 +19,7 @@ from lagom.spark.executor_link import run_in_server, without_torch
 from lagom.spark.spark_state import SparkState
 from lagom.spark.task_host import ExecutorTask
 from lagom.watch.stall_texts import rank_names
-from lagom.wire.client import Message
+from lagom.wire.messages import RankReport, to_json
 from lagom.wire.server import anonymous_file
 from lagom.wire.spec import RunSpec
 
@@ -85,23 +85,24 @@ class _Part:
     rank: int
     name: str
     fd: int
-    report: Message
+    report: RankReport
 
 
 def _rows(parts: Sequence[_Part], files: contextlib.ExitStack) -> Iterator[Any]:
     """Yield the rows of all files, ``_PART`` bytes at a time; close ``files`` at the end."""
     with files:
         for part in parts:
-            size = 0 if "sha256" in part.report else os.fstat(part.fd).st_size
+            size = 0 if part.report.sha256 else os.fstat(part.fd).st_size
             for number in range(max(1, -(-size // _PART))):
                 data = os.pread(part.fd, _PART, number * _PART) if size else b""
-                yield _row(part.rank, part.name, number, data, part.report if number == 0 else {})
+                yield _row(part.rank, part.name, number, data, part.report if number == 0 else None)
 
 
-def _row(rank: int, name: str, part: int, data: bytes, report: Message) -> Any:
+def _row(rank: int, name: str, part: int, data: bytes, report: RankReport | None) -> Any:
     import pyarrow
 
-    columns = {"rank": [rank], "name": [name], "part": [part], "data": [data], "report": [json.dumps(report)]}
+    text = "" if report is None else json.dumps(report, default=to_json)
+    columns = {"rank": [rank], "name": [name], "part": [part], "data": [data], "report": [text]}
     schema = pyarrow.schema(
         [
             ("rank", pyarrow.int32()),

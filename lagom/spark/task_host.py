@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import itertools
 import json
 import os
@@ -22,8 +23,22 @@ from lagom.on_rank.network_interfaces import own_address
 from lagom.on_rank.rank_environment import set_environment
 from lagom.patching.import_hooks import on_import
 from lagom.spark.spark_state import SparkState
-from lagom.wire.client import DriverClient, LinkClosed, Message, deliver, dial
+from lagom.watch.messages import Timeline
+from lagom.wire.client import DriverClient, LinkClosed, deliver, dial
 from lagom.wire.failure_text import failure_text
+from lagom.wire.messages import (
+    Done,
+    Gathered,
+    GatherRequest,
+    Log,
+    Lost,
+    PayloadRequest,
+    PayloadWritten,
+    RankReport,
+    TaskHello,
+    own_version,
+    to_json,
+)
 from lagom.wire.rendezvous import Stopped
 from lagom.wire.spec import RunSpec
 
@@ -36,8 +51,8 @@ _ATTEMPT = 1_000_000
 _INLINE = 8 << 20  # bytes; larger outcomes go to the driver by a connection, since Spark's results must fit its heap
 _MAX_FAILURE = 1 << 20  # most bytes of a pickled exception in an error text
 _MAX_TIMELINE = 1 << 16  # most bytes of timelines in an error text, which Spark logs several times
-_FileReport = tuple[int, str, str, "Message"]
-"""Rank, kind of file for the driver, name of the file, and report."""
+_FileReport = tuple[int, str, str, RankReport]
+"""Rank, kind of file for the driver, name of the file, and report; with kind "files" only its digest counts."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -103,19 +118,18 @@ def run(fds: Sequence[int]) -> None:
 
 def _ask_for_payload(asks: DriverClient, path: str) -> None:
     """Have the worker write the payload, which only Spark's Python worker can get, to the file ``path``."""
-    asks.send({"payload": path})
-    if asks.receive(_BROADCAST_S) is None:
+    asks.send(PayloadRequest(path=path))
+    if not isinstance(asks.receive(_BROADCAST_S), PayloadWritten):
         raise LagomError(f"Spark's broadcast did not bring the data of the call within {_BROADCAST_S:g} s")
 
 
 def _gathered(asks: DriverClient, text: str) -> Sequence[str]:
     """Return the texts of all tasks of the stage, with ``text`` as this task's; the worker calls Spark's allGather."""
-    asks.send({"text": text})
+    asks.send(GatherRequest(text=text))
     reply = asks.receive(_GATHER_S)
-    if reply is None:
+    if not isinstance(reply, Gathered):
         raise LagomError(f"Spark gathered nothing from the other tasks for {_GATHER_S:g} s")
-    texts: Sequence[str] = reply["texts"]
-    return texts
+    return reply.texts
 
 
 def _run(
@@ -128,7 +142,8 @@ def _run(
     spec, link = task.spec, None
     try:
         if spec.address is not None:
-            link = dial(spec.address, spec.secret, {"purpose": "task", "task": task.number}, DIAL_S, spec.certificate)
+            hello = TaskHello(task=task.number, version=own_version())
+            link = dial(spec.address, spec.secret, hello, DIAL_S, spec.certificate)
         if link is not None:
             # If this process is killed, the driver notices it by the link: the worker then need not raise an error.
             os.pwrite(files["told"], pickle.dumps([]), 0)
@@ -139,7 +154,7 @@ def _run(
         if link is None:
             return error
         with contextlib.suppress(OSError):
-            link.send({"type": "lost", "message": f"{type(error).__name__}: {error}"})
+            link.send(Lost(message=f"{type(error).__name__}: {error}"))
         return []
     finally:
         if link is not None:
@@ -151,7 +166,8 @@ def _serve_slot(task: ExecutorTask, take_payload: Callable[[str], None] | None) 
     spec, slot = task.spec, task.attempt * _ATTEMPT + task.number
     assert spec.address is not None
     try:
-        link = dial(spec.address, spec.secret, {"purpose": "task", "task": slot}, _SEARCH_DIAL_S, spec.certificate)
+        hello = TaskHello(task=slot, version=own_version())
+        link = dial(spec.address, spec.secret, hello, _SEARCH_DIAL_S, spec.certificate)
         if link is None:
             host, port = spec.address
             raise LagomError(f"{platform.node()} cannot reach the driver at {host}:{port}, which hands out the trials")
@@ -180,44 +196,44 @@ def _run_ranks(
         # Raise only without a link to the driver. With a link, the driver itself ends the run: a task that raises
         # fills Spark's log, and the job's failure would lose the reports of other tasks, one of which may be the cause.
         if link is None and (failed := first_failure(reports)) is not None:
-            raise RuntimeError(failure_as_text(failed, outcomes[failed["rank"] - ranks[0]], reports))
+            raise RuntimeError(failure_as_text(failed, outcomes[failed.rank - ranks[0]], reports))
         found = [(rank, "outcome", f"outcome-{rank}", report) for rank, report in zip(ranks, reports, strict=True)]
         if 0 in ranks and pack_files(place, fds["files"]):
-            found.append((0, "files", "files", {}))
+            found.append((0, "files", "files", RankReport(rank=0, ok=True)))
         told = [
             (rank, name, file, _deliver_if_large(spec, rank, name, fds[file], said)) for rank, name, file, said in found
         ]
         if link is not None:
-            link.send({"type": "done", "reports": fit_reports(reports)})
+            link.send(Done(reports=fit_reports(reports)))
         return told
 
 
-def failure_as_text(report: Message, fd: int, reports: Sequence[Message]) -> str:
+def failure_as_text(report: RankReport, fd: int, reports: Sequence[RankReport]) -> str:
     size = os.fstat(fd).st_size
     error = os.pread(fd, size, 0) if size <= _MAX_FAILURE else b""
-    summary = {key: report[key] for key in report if key != "traceback"} | {"traceback": report["traceback"][-20_000:]}
-    if "output" in summary:
-        summary["output"] = [said for said in summary["output"] if said["type"] not in ("timeline", "picture")]
-    told = failure_text(json.dumps(summary), error, json.dumps(fitting_timelines(reports)))
-    return f"rank {report['rank']}: {report['error']}: {report['message']}\n{told}"
+    logs = [said for said in report.output if isinstance(said, Log)]
+    summary = dataclasses.replace(report, traceback=report.traceback[-20_000:], output=list(logs))
+    timelines = json.dumps(fitting_timelines(reports), default=to_json)
+    told = failure_text(json.dumps(summary, default=to_json), error, timelines)
+    return f"rank {report.rank}: {report.error}: {report.message}\n{told}"
 
 
-def fitting_timelines(reports: Sequence[Message]) -> list[Message]:
+def fitting_timelines(reports: Sequence[RankReport]) -> list[Timeline]:
     """Return the latest blocks of the ranks' timelines that fit into an error text; they show how the run ended."""
-    of_ranks = [[said for said in one.get("output", []) if said["type"] == "timeline"] for one in reports]
-    found: list[Message] = []
+    of_ranks = [[said for said in one.output if isinstance(said, Timeline)] for one in reports]
+    found: list[Timeline] = []
     left = _MAX_TIMELINE
     for blocks in itertools.zip_longest(*map(reversed, of_ranks)):
         for block in blocks:
-            if block is not None and len(block["data"]) <= left:
+            if block is not None and len(block.data) <= left:
                 found.insert(0, block)
-                left -= len(block["data"])
+                left -= len(block.data)
     return found
 
 
-def _deliver_if_large(spec: RunSpec, rank: int, name: str, fd: int, report: Message) -> Message:
+def _deliver_if_large(spec: RunSpec, rank: int, name: str, fd: int, report: RankReport) -> RankReport:
     """Send a large file to the driver; return ``report``, with the file's digest if the file has arrived there."""
     if os.fstat(fd).st_size <= _INLINE or spec.address is None:
         return report
     digest = deliver(spec.address, spec.secret, f"{name}-{rank}", fd, 60.0, spec.certificate)
-    return report if digest is None else report | {"sha256": digest}
+    return report if digest is None else dataclasses.replace(report, sha256=digest)

@@ -10,9 +10,23 @@ from typing import Any
 from lagom.watch.notebook import NotebookCell
 from lagom.watch.stall_texts import rank_names
 from lagom.watch.stragglers import held_up
-from lagom.wire.client import Message
+from lagom.wire.messages import ProgressReport
 
 _SHOWN = 16
+_COLUMNS = (
+    "rank",
+    "epoch",
+    "step",
+    "samples",
+    "samples/s",
+    "loss",
+    "waits for data",
+    "waits for ranks",
+    "others wait for it",
+    "CPUs",
+    "memory",
+    "GPU",
+)
 # Colours that are visible on white and dark pages, and that colour-blind readers can tell apart.
 _RUNS, _DONE, _FAILED, _WAITS = "#2f8fd0", "#009e73", "#d55e00", "#808080"
 _BAR = (
@@ -35,9 +49,14 @@ class NotebookTable:
         self._together = together
 
     def show(
-        self, title: str, ranks: Mapping[int, Message], text: str, ended: str = "", stalled: Collection[int] = ()
+        self,
+        title: str,
+        ranks: Mapping[int, ProgressReport | None],
+        text: str,
+        ended: str = "",
+        stalled: Collection[int] = (),
     ) -> None:
-        """Renew the table with the last report of each rank; ``ended`` is the outcome of the run."""
+        """Renew the table with the last heartbeat of each rank, if it has sent one; ``ended`` is the run's outcome."""
         self._cell.renew(table(title, ranks, ended, self._together, stalled), text)
 
     def wait(self, title: str, text: str) -> None:
@@ -53,13 +72,13 @@ class NotebookTable:
 
 def table(
     title: str,
-    ranks: Mapping[int, Message],
+    ranks: Mapping[int, ProgressReport | None],
     ended: str = "",
     together: Callable[[Iterable[float]], float] = sum,
     stalled: Collection[int] = (),
 ) -> str:
     """Return HTML of the ranks' last reports; of more than 16 ranks, the 16 that are farthest behind."""
-    behind = sorted(sorted(ranks, key=lambda rank: (ranks[rank].get("samples", math.inf), rank))[:_SHOWN])
+    behind = sorted(sorted(ranks, key=lambda rank: (_samples(ranks[rank]), rank))[:_SHOWN])
     held = held_up(ranks)
     rows = [_row(rank, ranks[rank], held[rank], rank in stalled, bool(ended)) for rank in behind]
     shown = [name for name in rows[0] if any(row[name] for row in rows)] if rows else []
@@ -70,13 +89,13 @@ def table(
     if len(ranks) > _SHOWN:
         more = f"{len(ranks) - _SHOWN} more ranks are as far as these or farther"
         body += f"<tr><td style='{_CELL}' colspan={len(shown)}>{more}</td></tr>"
-    total = together(one.get("samples", 0) for one in ranks.values())
-    rate = together(one.get("rate") or 0.0 for one in ranks.values())
+    total = together(one.samples if one is not None else 0 for one in ranks.values())
+    rate = together(one.rate or 0.0 if one is not None else 0.0 for one in ranks.values())
     if any(map(has_loaded, ranks.values())):
         told = f"{total:,} samples" + (f", <b>{html.escape(ended)}</b>" if ended else f", {rate:,.0f}/s")
         told += "" if ended or stalled else left(ranks)
     else:
-        state = "starting" if any(one.get("starts") for one in ranks.values()) else "running"
+        state = "starting" if any(map(is_starting, ranks.values())) else "running"
         told = f"<b>{html.escape(ended)}</b>" if ended else state
     if stalled and not ended:
         told += f", <b style='color:{_FAILED}'>{rank_names(sorted(stalled))} made no progress</b>"
@@ -100,16 +119,15 @@ def _framed(inside: str, colour: str) -> str:
     return f"<div style='overflow-x:auto;border-left:4px solid {colour};padding-left:.7em'>{inside}</div>"
 
 
-def left(ranks: Mapping[int, Message]) -> str:
+def left(ranks: Mapping[int, ProgressReport | None]) -> str:
     """Return the time until the last rank ends its pass, as text; empty if it is unknown or less than a second."""
     slowest = 0.0
     for one in ranks.values():
-        if "step" not in one:
-            continue  # it has not reported yet
-        step, steps, speed = one.get("step") or 0, one.get("steps"), one.get("steps_s")
-        if not steps or not speed:
+        if one is None:
+            continue
+        if not one.steps or not one.steps_s:
             return ""
-        slowest = max(slowest, (steps - step) / speed)
+        slowest = max(slowest, (one.steps - (one.step or 0)) / one.steps_s)
     if slowest < 1:
         return ""
     minutes, seconds = divmod(round(slowest), 60)
@@ -117,29 +135,41 @@ def left(ranks: Mapping[int, Message]) -> str:
     return ", this epoch ends in " + (f"{hours}:{minutes:02}" if hours else f"{minutes}") + f":{seconds:02}"
 
 
-def has_loaded(one: Message) -> bool:
-    """Return whether a report's rank has loaded a batch; always False without a DataLoader."""
-    return bool(one.get("epoch") or one.get("step") or one.get("samples"))
+def has_loaded(one: ProgressReport | None) -> bool:
+    """Return whether a heartbeat's rank has loaded a batch; always False without a DataLoader."""
+    return one is not None and bool(one.epoch or one.step or one.samples)
 
 
-def _row(rank: int, one: Message, held: float, is_stalled: bool, has_ended: bool) -> dict[str, str]:
+def is_starting(one: ProgressReport | None) -> bool:
+    """Return whether a rank has not called the function yet, or has sent no heartbeat."""
+    return one is None or one.starts
+
+
+def _samples(one: ProgressReport | None) -> float:
+    return math.inf if one is None else one.samples
+
+
+def _row(rank: int, one: ProgressReport | None, held: float, is_stalled: bool, has_ended: bool) -> dict[str, str]:
     """Return HTML by column; a column that is empty for all ranks is left out."""
-    step, steps = one.get("step") or 0, one.get("steps")
-    state = "" if is_stalled or has_ended else "starting" if one.get("starts") else "running"
+    state = "" if is_stalled or has_ended else "starting" if is_starting(one) else "running"
+    number = f"<b style='color:{_FAILED}'>{rank}</b>" if is_stalled else str(rank)
+    if one is None:
+        return dict.fromkeys(_COLUMNS, "") | {"rank": number, "epoch": state, "others wait for it": _share(held)}
+    step, steps = one.step or 0, one.steps
     bar = _BAR.format(min(1.0, step / steps), _RUNS) if steps else ""
     return {
-        "rank": f"<b style='color:{_FAILED}'>{rank}</b>" if is_stalled else str(rank),
-        "epoch": str(one.get("epoch") or 0) if has_loaded(one) else state,
+        "rank": number,
+        "epoch": str(one.epoch or 0) if has_loaded(one) else state,
         "step": (f"{step}/{steps}{bar}" if steps else str(step)) if has_loaded(one) else "",
-        "samples": f"{one.get('samples', 0):,}" if has_loaded(one) else "",
-        "samples/s": f"{one['rate']:,.0f}" if one.get("rate") else "",
-        "loss": _loss(one.get("loss")),
-        "waits for data": _share(one.get("data") or 0.0),
-        "waits for ranks": _share(one.get("waits") or 0.0, loud=False),
+        "samples": f"{one.samples:,}" if has_loaded(one) else "",
+        "samples/s": f"{one.rate:,.0f}" if one.rate else "",
+        "loss": _loss(one.loss),
+        "waits for data": _share(one.data),
+        "waits for ranks": _share(one.waits, loud=False),
         "others wait for it": _share(held),
-        "CPUs": f"{one['cpu']:.1f}" if one.get("cpu") is not None else "",
-        "memory": f"{one['memory'] / 1e9:.2f} GB" if one.get("memory") else "",
-        "GPU": f"{one['gpu']:.0%}" if one.get("gpu") is not None else "",
+        "CPUs": f"{one.cpu:.1f}" if one.cpu is not None else "",
+        "memory": f"{one.memory / 1e9:.2f} GB" if one.memory else "",
+        "GPU": f"{one.gpu:.0%}" if one.gpu is not None else "",
     }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import os
 import time
@@ -9,16 +10,15 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from lagom.watch.notebook import notebook
-from lagom.watch.notebook_table import NotebookTable, has_loaded, left
+from lagom.watch.notebook_table import NotebookTable, has_loaded, is_starting, left
 from lagom.watch.status_line import WIDTH, StatusLine
 from lagom.watch.stragglers import straggler
-from lagom.wire.client import Message
+from lagom.wire.messages import ProgressReport, Stalled, TaskJoined
 
 _IDLE_S = 2.0
 SLOW_START_S = 60.0
 """Wait for the first task after which it may be that tasks run and cannot reach this process."""
 _SHOWN = 4  # ranks
-_STARTS: Message = {"starts": True}  # in place of the report of a rank that has not sent one
 _WAITS = 0.1  # share of its time that a rank may wait for data without mention
 
 
@@ -36,9 +36,9 @@ class Progress:
         self._world_size = plan.world_size
         self._where = where
         self._is_here = plan.launcher == "local" or where.startswith("Spark local[")
-        self._stalled: dict[int, Message] = {}
+        self._stalled: dict[int, Stalled] = {}
         """Reports of ranks that make no progress, by rank."""
-        self._ranks: dict[int, Message] = {}
+        self._ranks: dict[int, ProgressReport] = {}
         self._hosts: dict[str, list[int]] = {}
         self._cores: dict[str, int] = {}
         """Cores of each host, where they are known."""
@@ -51,24 +51,25 @@ class Progress:
         self.line = StatusLine(also, every_s, elsewhere=self._table is not None)
         self._began = time.monotonic()
 
-    def show(self, event: Message) -> None:
-        """Store ``event``, and renew the display if that is due."""
-        if event["type"] == "join":
-            host = str(event["host"]).split("|")[0]
-            self._hosts.setdefault(host, []).extend(event["ranks"])
-            if event.get("cores"):
-                self._cores[host] = event["cores"]
-            if sum(map(len, self._hosts.values())) == self._world_size:
-                self._say_topology()
-        elif event["type"] == "progress":
-            before = self._ranks.get(event["rank"], {})
-            loss = event.get("loss")
-            if event.get("samples") != before.get("samples") or event.get("step") != before.get("step"):
-                self._stalled.pop(event["rank"], None)
+    def joined(self, task: TaskJoined) -> None:
+        """Store where the ranks of a task are; tell where all ranks are once all have joined."""
+        self._hosts.setdefault(task.host, []).extend(task.ranks)
+        if task.cores:
+            self._cores[task.host] = task.cores
+        if sum(map(len, self._hosts.values())) == self._world_size:
+            self._say_topology()
+
+    def update(self, report: ProgressReport) -> None:
+        """Store a rank's heartbeat, and renew the display if that is due."""
+        before = self._ranks.get(report.rank)
+        if before is None or (report.samples, report.step) != (before.samples, before.step):
+            self._stalled.pop(report.rank, None)
+        if report.loss is None and before is not None:
             # A loss can be read only as long as the program keeps it.
-            self._ranks[event["rank"]] = event | {"loss": loss if loss is not None else before.get("loss")}
-            if self._worth_showing() and self.line.is_due():
-                self._renew()
+            report = dataclasses.replace(report, loss=before.loss)
+        self._ranks[report.rank] = report
+        if self._worth_showing() and self.line.is_due():
+            self._renew()
 
     def waiting(self, joined: int, wanted: int) -> None:
         """Tell once that only ``joined`` of ``wanted`` tasks have started; after a minute also what may be wrong."""
@@ -101,9 +102,9 @@ class Progress:
         first, *more = text.splitlines()
         self.line.say("\n".join([f"lagom: {self._name}: {first}", *(f"    {line}" for line in more)]))
 
-    def stalled(self, reports: Mapping[int, Message], text: str) -> None:
+    def stalled(self, reports: Mapping[int, Stalled], text: str) -> None:
         """Show the report ``text`` about ranks that make no progress, and mark these in the table."""
-        self._stalled |= {rank: one for rank, one in reports.items() if not one.get("waits")}
+        self._stalled |= {rank: one for rank, one in reports.items() if not one.work.waits}
         if self._table is not None and self._ranks:
             self._renew()
         self.warn(text)
@@ -158,7 +159,7 @@ class Progress:
 
     def _worth_showing(self) -> bool:
         """Return whether any rank has trained; without training, return True once the run has taken a while."""
-        trained = any(one.get("samples") or one.get("step") for one in self._ranks.values())
+        trained = any(one.samples or one.step for one in self._ranks.values())
         return trained or time.monotonic() - self._began >= _IDLE_S
 
     def _title(self) -> str:
@@ -166,9 +167,9 @@ class Progress:
         is_complete = sum(map(len, self._hosts.values())) == self._world_size
         return f"{self._name}: {self._topology()}" if is_complete else f"{self._name} on {self._where}"
 
-    def _rows(self) -> dict[int, Message]:
-        """Return the last report of each rank; of one that has joined and not reported, that it starts."""
-        return dict.fromkeys(itertools.chain.from_iterable(self._hosts.values()), _STARTS) | self._ranks
+    def _rows(self) -> dict[int, ProgressReport | None]:
+        """Return the last heartbeat of each rank; None for a rank that has joined and sent none."""
+        return {**dict.fromkeys(itertools.chain.from_iterable(self._hosts.values())), **self._ranks}
 
     def _renew(self) -> None:
         if self._table is not None:
@@ -179,7 +180,7 @@ class Progress:
 
     def _text(self, width: int, ended: str = "") -> str:
         """Return a line with the first ranks that ``width`` has room for, and the rank that is farthest behind."""
-        last = min(self._ranks, key=lambda rank: (self._ranks[rank].get("samples", 0), rank))
+        last = min(self._ranks, key=lambda rank: (self._ranks[rank].samples, rank))
         text = ""
         for number in range(_SHOWN, -1, -1):
             first = sorted(self._ranks)[:number]
@@ -193,20 +194,20 @@ class Progress:
 
     def _rank_text(self, rank: int) -> str:
         event = self._ranks[rank]
-        parts = ["starting" if event.get("starts") else "running"]
+        parts = ["starting" if is_starting(event) else "running"]
         if has_loaded(event):
-            step = f"step {event.get('step', 0)}" + (f"/{event['steps']}" if event.get("steps") else "")
-            parts = [f"epoch {event.get('epoch', 0)}", step, f"{event.get('samples', 0):,} samples"]
-        if event.get("rate"):
-            parts.append(f"{event['rate']:,.0f}/s")
-        if event.get("loss") is not None:
-            parts.append(f"loss {event['loss']:.4g}")
-        if event.get("data", 0.0) >= _WAITS:
-            parts.append(f"waits {event['data']:.0%} of its time for data")
+            step = f"step {event.step}" + (f"/{event.steps}" if event.steps else "")
+            parts = [f"epoch {event.epoch}", step, f"{event.samples:,} samples"]
+        if event.rate:
+            parts.append(f"{event.rate:,.0f}/s")
+        if event.loss is not None:
+            parts.append(f"loss {event.loss:.4g}")
+        if event.data >= _WAITS:
+            parts.append(f"waits {event.data:.0%} of its time for data")
         if (late := straggler(self._ranks)) is not None and late[0] == rank:
             parts.append(f"the others wait for it {late[1]:.0%} of their time")
-        if event.get("memory"):
-            parts.append(f"{event['memory'] / 1e9:.1f} GB")
+        if event.memory:
+            parts.append(f"{event.memory / 1e9:.1f} GB")
         return f"rank {rank}: {', '.join(parts)}"
 
 

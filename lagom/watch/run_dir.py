@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import dataclasses
 import datetime
 import functools
 import json
@@ -23,11 +24,12 @@ from lagom.run_folder import RunFolder
 from lagom.watch.driver_facts import driver_facts
 from lagom.watch.git_info import GitCheckout
 from lagom.watch.json_values import as_json, loaded, loaded_lines
+from lagom.watch.messages import Timeline
 from lagom.watch.retention import Retention, lock_run
 from lagom.watch.spans import TIMELINES, unpack_spans
 from lagom.watch.upload import RUN as RUN
 from lagom.watch.upload import Upload, is_url, on_disk
-from lagom.wire.client import Message
+from lagom.wire.messages import Join, ProgressReport
 
 RESULT, PROGRESS = "result.json", "progress.jsonl"
 _PARTS = 500
@@ -139,13 +141,11 @@ class RunRecords:
         return max(one for one in times if isinstance(one, (int, float)))
 
     @_harmless
-    def joined(self, message: Message, last: bool = True) -> None:
+    def joined(self, join: Join, last: bool = True) -> None:
         """Record a task's ranks; write them at once for the ``last`` task, else rarely: a thousand writes are slow."""
-        place = {"host": str(message["host"]).split("|")[0], "ip": message["ip"], "task": message.get("task")}
-        place |= {name: message[name] for name in ("python", "torch") if name in message}
-        gpus = message.get("gpus") or []
-        for number, rank in enumerate(message["ranks"]):
-            device = {"gpu": gpus[number]} if number < len(gpus) else {}
+        place = {"host": join.host_name, "ip": join.ip, "task": join.task, "python": join.python, "torch": join.torch}
+        for number, rank in enumerate(join.ranks):
+            device = {"gpu": join.gpus[number]} if number < len(join.gpus) else {}
             self._facts["ranks"][str(rank)] = {**place, **device}
         if not self._joined_before:
             self._facts["seconds_to_join"] = round(time.monotonic() - self._started, 3)
@@ -211,30 +211,31 @@ class RunRecords:
             file.write(f"\n[lagom] more than {MAX_LOG_BYTES >> 20} MB; the rest is not kept\n".encode())
 
     @_harmless
-    def progressed(self, event: Message) -> None:
+    def progressed(self, progress: ProgressReport) -> None:
         """Record some of a rank's progress reports; leave out a speed that counts samples of an earlier attempt."""
-        if self._goes_on and event["rank"] not in self._timed:
-            if event.get("samples"):
-                self._timed.add(event["rank"])
-            event = {**event, "rate": None}
+        rank = progress.rank
+        if self._goes_on and rank not in self._timed:
+            if progress.samples:
+                self._timed.add(rank)
+            progress = dataclasses.replace(progress, rate=None)
         now = time.monotonic()
-        if now - self._kept_at.get(event["rank"], 0.0) < (now - self._started) / _PARTS:
+        if now - self._kept_at.get(rank, 0.0) < (now - self._started) / _PARTS:
             return
-        self._kept_at[event["rank"]] = now
+        self._kept_at[rank] = now
         if self._progress is None:
             self._progress = self._appended(PROGRESS)
-        kept = {key: value for key, value in event.items() if key not in ("type", "task", "ticks")}
+        kept = {name: value for name, value in dataclasses.asdict(progress).items() if name != "ticks"}
         line = json.dumps({"seconds": round(now - self._started, 3), **kept})
         self._progress.write(f"{line}\n".encode())
 
     @_harmless
-    def timed(self, event: Message) -> None:
+    def timed(self, block: Timeline) -> None:
         """Record a rank's spans."""
         if self._timelines is None:
             make = not self.run_folder.exists(TIMELINES)
             self._timelines = self.run_folder.subfolder(TIMELINES, make=make)
-        with self._appended(f"rank-{int(event['rank'])}.jsonl", self._timelines) as file:
-            file.write(f"{unpack_spans(event['data'])}\n".encode())
+        with self._appended(f"rank-{block.rank}.jsonl", self._timelines) as file:
+            file.write(f"{unpack_spans(block.data)}\n".encode())
 
     def showed(self, png: str) -> Path | None:
         """Record a picture of the program, given as base64; return its file, or None if it could not be kept."""

@@ -7,7 +7,7 @@ import socket
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from lagom.wire.client import Message
+from lagom.wire.messages import CutOff
 from lagom.wire.peer_silence import PeerSilence, probe_silence
 
 
@@ -24,8 +24,8 @@ class SilentPeers:
         self._lost_s = lost_s
         self._silences: dict[Any, PeerSilence] = {}
 
-    def look(self) -> list[Message]:
-        """Return a message for the driver about each machine that is lost; call this about once a second."""
+    def look(self, rank: int) -> list[CutOff]:
+        """Return a message of ``rank``, the own one, about each machine that is lost; call this once a second."""
         there = {connection: peer for peer, connection in self._connections()}
         self._silences = {connection: one for connection, one in self._silences.items() if connection in there}
         lost = []
@@ -35,7 +35,7 @@ class SilentPeers:
                     probe_silence(connection, self._lost_s)
                 self._silences[connection] = PeerSilence(connection)
             if self._silences[connection].seconds() >= self._lost_s:
-                lost.append({"type": "cut off", "peer": peer, "lost_s": self._lost_s})
+                lost.append(CutOff(rank=rank, peer=peer, lost_s=self._lost_s))
         return lost
 
     def end_lost(self) -> None:

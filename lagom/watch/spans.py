@@ -16,6 +16,8 @@ from pathlib import Path
 from threading import get_ident
 from typing import Any, NamedTuple
 
+from lagom.watch.messages import Timeline
+
 DATA, COPY, FORWARD, BACKWARD, OPTIMIZER = "data", "copy", "forward", "backward", "optimizer"
 COLLECTIVE, ASYNCHRONOUS = "collective", "asynchronous"
 """Exchanges that occupy the program's thread, and exchanges that go on while the thread does something else."""
@@ -150,7 +152,7 @@ class Spans:
     def _num_spans(self) -> int:
         return self._given + len(self._spans)
 
-    def blocks(self) -> Iterator[dict[str, Any]]:
+    def blocks(self) -> Iterator[Timeline]:
         """Yield the spans recorded since the last time, as messages; in one thread at a time."""
         if self._num_spans >= self._ends_at:
             self.keeps = False  # in a program without steps, nothing else ends the recording
@@ -160,7 +162,7 @@ class Spans:
             del self._spans[: len(spans)]
             self._given += len(spans)
             if spans:
-                yield {"type": "timeline", "data": self._packed(spans)}
+                yield Timeline(rank=self.rank, data=self._packed(spans))
             if len(spans) < _BLOCK:
                 return
 

@@ -12,8 +12,8 @@ import socket
 import ssl
 import time
 
-from lagom.wire.framing import NONCE, PROOF, BadFrame, FrameDecoder, FrameKeys, FrameSeals, body_of, frame_of
-from lagom.wire.framing import Message as Message
+from lagom.wire.framing import NONCE, PROOF, BadFrame, Frame, FrameDecoder, FrameKeys, FrameSeals, body_of, frame_of
+from lagom.wire.messages import DeliverHello, Dropped, Message, MessageError, Received
 from lagom.wire.peer_silence import PeerSilence, probe_silence
 from lagom.wire.tls import trusting
 
@@ -58,8 +58,8 @@ class DriverClient:
         """Return the file descriptor, for ``select``."""
         return self.socket.fileno()
 
-    def send(self, message: Message, timeout_s: float = 10.0) -> None:
-        """Send ``message`` after all queued messages.
+    def send(self, message: Message | bytes, timeout_s: float = 10.0) -> None:
+        """Send ``message``, or the body of a frame, after all queued messages.
 
         Raises:
             LinkClosed: when not all of them are sent in ``timeout_s``, or the connection has ended.
@@ -72,7 +72,7 @@ class DriverClient:
             if left <= 0 or not _is_ready(self.socket, select.POLLOUT, left):
                 raise LinkClosed(f"the driver took nothing for {timeout_s:g} s")
 
-    def offer(self, message: Message) -> None:
+    def offer(self, message: Message | bytes) -> None:
         """Queue ``message``, and send as much as possible without waiting; drop and count it if the queue is full.
 
         Raises:
@@ -82,7 +82,7 @@ class DriverClient:
             self._dropped += 1
             return
         if self._dropped:
-            self._queue({"type": "dropped", "messages": self._dropped})
+            self._queue(Dropped(messages=self._dropped))
             self._dropped = 0
         self._queue(message)
         self.flush()
@@ -110,6 +110,10 @@ class DriverClient:
 
     def poll(self) -> list[Message]:
         """Return the messages that have arrived; raise LinkClosed at the end of the stream, after the last message."""
+        return [frame.message for frame in self.poll_frames()]
+
+    def poll_frames(self) -> list[Frame]:
+        """Return the messages that have arrived, with their JSON; raise LinkClosed as ``poll``."""
         closed = False
         try:
             while chunk := self.socket.recv(1 << 18):
@@ -119,22 +123,22 @@ class DriverClient:
             pass
         except OSError:
             closed = True
-        messages = self._take()
-        if closed and not messages:
+        frames = self._take()
+        if closed and not frames:
             raise LinkClosed("the other end closed the connection")
-        return messages
+        return frames
 
     def receive(self, timeout_s: float) -> Message | None:
         """Return the next message, or None if none arrives in time.
 
         Raises:
-            LinkClosed: when the connection has ended, or the other end has sent bytes that are not a frame.
+            LinkClosed: when the connection has ended, or the other end has sent bytes that are no message.
         """
         deadline = time.monotonic() + timeout_s
         while True:
             # Decode one frame at a time: later frames stay for the next call.
-            if messages := self._take(limit=1):
-                return messages[0]
+            if frames := self._take(limit=1):
+                return frames[0].message
             try:
                 chunk = self.socket.recv(1 << 18)  # before the wait: TLS may hold bytes that ``poll`` does not see
             except _WOULD_WAIT:
@@ -152,13 +156,14 @@ class DriverClient:
         """Close the socket."""
         self.socket.close()
 
-    def _queue(self, message: Message) -> None:
-        self._outgoing += frame_of(body_of(message), self._seals)
+    def _queue(self, message: Message | bytes) -> None:
+        body = message if isinstance(message, bytes) else body_of(message)
+        self._outgoing += frame_of(body, self._seals)
 
-    def _take(self, limit: int | None = None) -> list[Message]:
+    def _take(self, limit: int | None = None) -> list[Frame]:
         try:
             return self._incoming.take(limit)
-        except BadFrame as error:
+        except (BadFrame, MessageError) as error:
             raise LinkClosed(str(error)) from error
 
 
@@ -232,7 +237,7 @@ def deliver(
         timeout_s: how long to wait for the connection, for room to send each part, and for the driver's answer.
     """
     size = os.fstat(fd).st_size
-    link = dial(address, secret, {"purpose": "deliver", "name": name, "size": size}, timeout_s, certificate)
+    link = dial(address, secret, DeliverHello(name=name, size=size), timeout_s, certificate)
     if link is None:
         return None
     digest, position = hashlib.sha256(), 0
@@ -244,7 +249,7 @@ def deliver(
             digest.update(chunk)
             position += len(chunk)
         link.socket.setblocking(False)
-        return digest.hexdigest() if link.receive(timeout_s) else None
+        return digest.hexdigest() if isinstance(link.receive(timeout_s), Received) else None
     except OSError:
         return None
     finally:

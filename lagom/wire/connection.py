@@ -9,7 +9,8 @@ from collections.abc import Callable
 from functools import cached_property
 from typing import Any
 
-from lagom.wire.framing import NONCE, PROOF, FrameDecoder, FrameKeys, FrameSeals, Message, frame_of
+from lagom.wire.framing import NONCE, PROOF, FrameDecoder, FrameKeys, FrameSeals, frame_of
+from lagom.wire.messages import Lost, Message, MessageError
 from lagom.wire.peer_silence import PeerSilence
 
 STRANGE = (OSError, EOFError, ValueError, KeyError, TypeError, AttributeError, asyncio.TimeoutError)
@@ -44,13 +45,20 @@ class DriverConnection(asyncio.BufferedProtocol):
         self._transport: Any = None
 
     def serve(self, hear: Callable[[Message], None]) -> None:
-        """Pass messages from now on to ``hear``; an error of ``STRANGE`` in ``hear`` closes the connection."""
+        """Pass messages from now on to ``hear``; an error of ``STRANGE`` in ``hear`` closes the connection.
+
+        If the other end sends an unknown message, pass ``Lost`` with the reason before the connection is closed.
+        """
 
         def take(data: bytes) -> None:
             self._incoming.feed(data)
-            while messages := self._incoming.take():
-                for message in messages:
-                    hear(message)
+            try:
+                while frames := self._incoming.take():
+                    for frame in frames:
+                        hear(frame.message)
+            except MessageError as error:
+                hear(Lost(message=str(error)))
+                raise
 
         self._take = take
         self._received(b"")
@@ -155,5 +163,5 @@ class DriverConnection(asyncio.BufferedProtocol):
     def _greet(self, data: bytes) -> None:
         """Decode the first message; later ones wait for ``serve`` or ``receive``."""
         self._incoming.feed(data)
-        if not self.hello.done() and (messages := self._incoming.take(limit=1)):
-            self.hello.set_result(messages[0])
+        if not self.hello.done() and (frames := self._incoming.take(limit=1)):
+            self.hello.set_result(frames[0].message)

@@ -7,6 +7,7 @@ import os
 
 from lagom.restart.kept_snapshots import FETCHED
 from lagom.wire.client import LinkClosed, dial
+from lagom.wire.messages import FetchHello
 from lagom.wire.spec import RunSpec
 
 _STALL_S = 60.0
@@ -61,7 +62,7 @@ def fetch_file(
         LinkClosed: if bytes do not arrive in time, or are not those of the digest.
         OSError: if the connection breaks, or the file cannot be written.
     """
-    link = dial(address, secret, {"purpose": "fetch", "name": name}, stall_s, certificate)
+    link = dial(address, secret, FetchHello(name=name), stall_s, certificate)
     if link is None:
         raise LinkClosed(f"{address[0]}:{address[1]} cannot be reached for the {name}, or hangs up on us")
     digest, left = hashlib.sha256(), size

@@ -5,7 +5,9 @@ from __future__ import annotations
 import hmac
 import json
 import struct
-from typing import Any
+from typing import NamedTuple
+
+from lagom.wire.messages import Message, MessageError, from_json, to_json
 
 MAX_FRAME = 1 << 20  # bytes of JSON
 MAX_TEXT = 200_000
@@ -14,7 +16,7 @@ NONCE = 16
 PROOF = 32
 _SEAL = 16
 
-Message = dict[str, Any]
+_encode = json.JSONEncoder(default=to_json).encode
 
 
 class BadFrame(ConnectionError):
@@ -27,7 +29,7 @@ def body_of(message: Message) -> bytes:
     Raises:
         ValueError: if the body is too long for one frame.
     """
-    body = json.dumps(message).encode()
+    body = _encode(message).encode()
     if len(body) > MAX_FRAME:
         raise ValueError(f"a message of {len(body)} bytes; a frame holds {MAX_FRAME}")
     return body
@@ -81,6 +83,13 @@ class FrameKeys:
         self.from_driver = derived(b"seals of the driver")
 
 
+class Frame(NamedTuple):
+    """A message, and its JSON, which can be sent on as it is."""
+
+    message: Message
+    body: bytes
+
+
 class FrameDecoder:
     """Decodes messages from bytes that arrive in pieces of any size."""
 
@@ -88,57 +97,58 @@ class FrameDecoder:
         self._seals = seals
         self._limit = MAX_FRAME + (0 if seals is None else _SEAL)
         self._bytes = bytearray()
-        self._bad: BadFrame | None = None
+        self._bad: BadFrame | MessageError | None = None
 
     def feed(self, data: bytes) -> None:
         """Add the next bytes."""
         self._bytes += data
 
-    def take(self, limit: int | None = None) -> list[Message]:
+    def take(self, limit: int | None = None) -> list[Frame]:
         """Return the complete messages, at most ``limit`` of them.
 
         Raises:
             BadFrame: when a frame is too long, has a wrong seal, or is not a JSON object. Messages before this frame
                 are returned first: the next call raises the error.
+            MessageError: in the same way, when a JSON object is no message.
         """
         if self._bad is not None:
             raise self._bad
-        messages: list[Message] = []
+        frames: list[Frame] = []
         position = 0
         try:
-            while len(self._bytes) - position >= 4 and (limit is None or len(messages) < limit):
+            while len(self._bytes) - position >= 4 and (limit is None or len(frames) < limit):
                 (length,) = struct.unpack_from(">I", self._bytes, position)
                 if length > self._limit:
                     raise BadFrame(f"a frame of {length} bytes; at most {self._limit} are allowed")
                 end = position + 4 + length
                 if len(self._bytes) < end:
                     break
-                messages.append(self._message(self._bytes[position + 4 : end]))
+                frames.append(self._frame(self._bytes[position + 4 : end]))
                 position = end
-        except BadFrame as error:
+        except (BadFrame, MessageError) as error:
             self._bad = error
-            if not messages:
+            if not frames:
                 raise
         del self._bytes[:position]
-        return messages
+        return frames
 
     def rest(self) -> bytes:
         """Return and drop the bytes after the messages that were taken."""
         rest, self._bytes = bytes(self._bytes), bytearray()
         return rest
 
-    def _message(self, body: bytearray) -> Message:
+    def _frame(self, body: bytearray) -> Frame:
         if self._seals is not None:
             seal, body = body[:_SEAL], body[_SEAL:]
             if not hmac.compare_digest(seal, self._seals.next(body)):
                 raise BadFrame("a frame without its seal")
         try:
-            message = json.loads(body)
+            found = json.loads(body)
         except (ValueError, RecursionError) as error:
             raise BadFrame(f"the other end does not speak our language: {error}") from error
-        if not isinstance(message, dict):
+        if not isinstance(found, dict):
             raise BadFrame("the other end does not speak our language: a frame holds one JSON object")
-        return message
+        return Frame(from_json(found), bytes(body))
 
 
 # Note [Handshake]

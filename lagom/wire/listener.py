@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from lagom.wire.connection import STRANGE, DriverConnection
-from lagom.wire.framing import Message
+from lagom.wire.messages import Message
 
 MAX_STRANGERS = 256
 """Most connections without a proof at the same time: above this number, the oldest is closed."""

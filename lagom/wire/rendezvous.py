@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import importlib.metadata
+import itertools
 import json
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
 
 from lagom.errors import PlanError
-from lagom.wire.client import DriverClient, LinkClosed, Message
+from lagom.wire.client import DriverClient, LinkClosed
+from lagom.wire.messages import Gather, Join, Peers, RankAddress, Stop, from_json, to_json
 
 WAIT_S = 600.0
 """Longest time in seconds that a task waits for the other tasks to start."""
@@ -23,7 +24,7 @@ class Stopped(Exception):
     """Raised in a host process when the driver has ended the run before all tasks had joined."""
 
 
-def peers(joins: Sequence[Message], in_clear: str = "") -> Message:
+def peers(joins: Sequence[Join], in_clear: str = "") -> Peers:
     """Build the table of all ranks from the tasks' joins.
 
     Args:
@@ -33,13 +34,13 @@ def peers(joins: Sequence[Message], in_clear: str = "") -> Message:
     Raises:
         PlanError: if tasks differ in the version of Python or torch, or ranks of several hosts would use ``in_clear``.
     """
-    ordered = sorted(joins, key=lambda join: int(join["task"]))
+    ordered = sorted(joins, key=lambda join: join.task)
     for fact in ("python", "torch"):
-        versions = {str(join[fact]): str(join["host"]).split("|")[0] for join in ordered}
+        versions = {str(getattr(join, fact)): join.host_name for join in ordered}
         if len(versions) > 1:
             found = ", ".join(f"{version} on {host}" for version, host in versions.items())
             raise PlanError(f"the executors have different versions of {fact}: {found}; give all of them the same")
-    hosts = sorted({str(join["host"]) for join in ordered})
+    hosts = sorted({join.host for join in ordered})
     if in_clear and len(hosts) > 1:
         names = ", ".join(host.split("|")[0] for host in hosts[:4])
         raise PlanError(
@@ -48,17 +49,17 @@ def peers(joins: Sequence[Message], in_clear: str = "") -> Message:
             "may carry it (it is private, or encrypted itself), set allow_unencrypted_collectives=True"
         )
     ranks = [
-        {"rank": rank, "host": join["host"], "ip": join["ip"], "gpu": gpu}
+        RankAddress(rank, join.host, join.ip, gpu)
         for join in ordered
-        for rank, gpu in zip(join["ranks"], join["gpus"] or [None] * len(join["ranks"]), strict=True)
+        for rank, gpu in zip(join.ranks, join.gpus or itertools.repeat(None, len(join.ranks)), strict=True)
     ]
-    shared = len({(rank["host"], rank["gpu"]) for rank in ranks}) < len(ranks)
+    shared = len({(rank.host, rank.gpu) for rank in ranks}) < len(ranks)
     # A task with another address is in another network namespace, even if it sees the same files.
-    near = len({(rank["host"], rank["ip"]) for rank in ranks}) == 1
-    return {"type": "peers", "store": None if near else ordered[0]["store"], "ranks": ranks, "nccl": not shared}
+    near = len({(rank.host, rank.ip) for rank in ranks}) == 1
+    return Peers(store=None if near else ordered[0].store, ranks=ranks, nccl=not shared)
 
 
-def other_torch(joins: Sequence[Message]) -> str:
+def other_torch(joins: Sequence[Join]) -> str:
     """Return a line that says that this process, the driver, has another version of torch than the tasks.
 
     It is "" if the versions are equal up to the last number, or the driver has no torch.
@@ -67,7 +68,7 @@ def other_torch(joins: Sequence[Message]) -> str:
         own = (importlib.metadata.version("torch") or "").split("+")[0]
     except importlib.metadata.PackageNotFoundError:
         return ""
-    theirs = str(joins[0]["torch"])
+    theirs = joins[0].torch
     if not own or own.split(".")[:2] == theirs.split(".")[:2]:
         return ""
     return (
@@ -77,11 +78,11 @@ def other_torch(joins: Sequence[Message]) -> str:
 
 
 def join_run(
-    link: DriverClient | None, gather: Callable[[str], Sequence[str]] | None, join: Message, *, in_clear: str = ""
-) -> Message:
+    link: DriverClient | None, gather: Callable[[str], Sequence[str]] | None, join: Join, *, in_clear: str = ""
+) -> Peers:
     """Send ``join`` to the driver, and return the table of ranks, with which the driver answers.
 
-    If the driver answers "gather" instead, or ``link`` is None, the tasks send each other their joins by ``gather``,
+    If the driver answers ``Gather`` instead, or ``link`` is None, the tasks send each other their joins by ``gather``,
     and each makes the table itself.
 
     Raises:
@@ -92,24 +93,26 @@ def join_run(
     """
     if link is not None:
         link.send(join)
-        reply = _reply(link)
-        if reply["type"] == "peers":
-            return reply
+        table = await_peers(link)
+        if table is not None:
+            return table
     if gather is None:
         raise LinkClosed(
             "the driver cannot be reached from this host, and there is no other way to find the other ranks"
         )
-    return peers([json.loads(text) for text in gather(json.dumps(join))], in_clear)
+    joins = [from_json(json.loads(text)) for text in gather(json.dumps(to_json(join)))]
+    return peers([other for other in joins if isinstance(other, Join)], in_clear)
 
 
-def _reply(link: DriverClient) -> Message:
+def await_peers(link: DriverClient) -> Peers | None:
+    """Wait for the driver's table of ranks; return None if the driver says that the tasks are to gather it."""
     deadline = time.monotonic() + WAIT_S
     while (left := deadline - time.monotonic()) > 0:
-        message: Any = link.receive(min(left, 10.0))
-        if message is None:
-            continue
-        if message["type"] in ("peers", "gather"):
-            return dict(message)
-        if message["type"] == "stop":
-            raise Stopped
+        match link.receive(min(left, 10.0)):
+            case Peers() as table:
+                return table
+            case Gather():
+                return None
+            case Stop():
+                raise Stopped
     raise LinkClosed(f"the other ranks of this run did not start within {WAIT_S:.0f} s")

@@ -17,8 +17,9 @@ from typing import Any
 
 from lagom.restart.kept_snapshots import FETCHED, SnapshotFolder
 from lagom.wire.connection import DriverConnection
-from lagom.wire.framing import Message, body_of
+from lagom.wire.framing import body_of
 from lagom.wire.listener import DriverListener, files_for, listening_socket
+from lagom.wire.messages import DeliverHello, FetchHello, Lost, Message, Received, TaskHello, own_version
 from lagom.wire.peer_silence import probe_silence
 
 _BUFFER = 1 << 18  # bytes
@@ -169,18 +170,21 @@ class DriverServer:
 
     def _admit(self, peer: DriverConnection, hello: Message) -> None:
         """Serve an authenticated client according to the purpose in its first message."""
-        purpose = hello.get("purpose")
-        if purpose not in ("fetch", "deliver"):
-            self._serve(int(hello["task"]), peer)
-            return
-        if purpose == "fetch":
-            self._keep(peer)
-            fd = self._snapshot_fd if hello.get("name") == FETCHED else self._payload_fd
-            task = self._loop.create_task(self.hand_out(peer, fd))
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
-        else:
-            self.take_in(str(hello["name"]), int(hello["size"]), peer)
+        match hello:
+            case TaskHello():
+                self._serve(hello.task, peer)
+                if hello.version != own_version():
+                    self._on_message(hello.task, Lost(message=_other_version(hello)))
+            case FetchHello():
+                self._keep(peer)
+                fd = self._snapshot_fd if hello.name == FETCHED else self._payload_fd
+                task = self._loop.create_task(self.hand_out(peer, fd))
+                self._tasks.add(task)
+                task.add_done_callback(self._tasks.discard)
+            case DeliverHello():
+                self.take_in(hello.name, hello.size, peer)
+            case _:
+                peer.close()
 
     def _keep(self, peer: DriverConnection, over: Callable[[], None] = lambda: None) -> None:
         """Keep ``peer`` among the open connections until it has ended, and then call ``over``."""
@@ -241,7 +245,7 @@ class DriverServer:
                     if (earlier := self.delivered.pop(name, None)) is not None:
                         os.close(earlier)
                     self.delivered[name] = os.dup(fd)
-                peer.send(body_of({"type": "received"}))
+                peer.send(body_of(Received()))
 
         def over() -> None:
             os.close(fd)
@@ -259,6 +263,13 @@ class DriverServer:
         number = int(found[1])
         self._snapshots.remove_partials(but=number)  # of earlier snapshots that did not arrive completely
         return self._snapshots.partial_facts(number) if found[2] else self._snapshots.partial(number)
+
+
+def _other_version(hello: TaskHello) -> str:
+    return (
+        f"task {hello.task} runs lagom {hello.version}, and the driver {own_version()}; give driver and executors the "
+        "same version of lagom"
+    )
 
 
 def anonymous_file(name: str) -> int:

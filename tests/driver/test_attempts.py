@@ -30,6 +30,7 @@ from lagom.restart.history import RunHistory
 from lagom.restart.kept_snapshots import SnapshotFolder
 from lagom.restart.losses import Loss
 from lagom.result import Result
+from lagom.wire.messages import RankReport
 from tests.driver import losses
 from tests.extensions.resume.rewritten import add_snapshot
 
@@ -216,7 +217,9 @@ class Shrinking:
     def run(self, plan: Plan, call: Call, records: Any, history: RunHistory) -> list[Outcome]:
         self.sizes.append(plan.world_size)
         if not self.slots:
-            return [Outcome(rank=rank, report={"ok": True}, load=dict) for rank in range(plan.world_size)]
+            return [
+                Outcome(rank=rank, report=RankReport(rank=rank, ok=True), load=dict) for rank in range(plan.world_size)
+            ]
         history.loss = Loss(rank=1, host="there", cause="rank 1 was killed")
         raise RankError("rank 1 was killed", 1)
 
@@ -242,7 +245,9 @@ class Growing(Shrinking):
         self.sizes.append(plan.world_size)
         self.free = history.free_slots()
         if not self.ends:
-            return [Outcome(rank=rank, report={"ok": True}, load=dict) for rank in range(plan.world_size)]
+            return [
+                Outcome(rank=rank, report=RankReport(rank=rank, ok=True), load=dict) for rank in range(plan.world_size)
+            ]
         end = self.ends.pop(0)
         if isinstance(end, Exception):
             raise end

@@ -5,19 +5,20 @@ from __future__ import annotations
 import contextlib
 import queue
 import threading
-from typing import Any
 
 import pytest
 
 from lagom.driver.rank_events import RankEvents
+from lagom.wire.messages import Dropped, Event, JobOver, Log, Lost, Message
+from tests.watch.heartbeats import report_of
 
 
-def line(text: str) -> dict[str, Any]:
-    return {"type": "log", "rank": 0, "stream": 1, "data": text}
+def line(text: str) -> Log:
+    return Log(rank=0, stream="stdout", data=text)
 
 
-def drained(events: RankEvents) -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = []
+def drained(events: RankEvents) -> list[Message | Event]:
+    found: list[Message | Event] = []
     with contextlib.suppress(queue.Empty):
         while True:
             found.append(events.get())
@@ -28,12 +29,12 @@ def test_output_that_nobody_takes_is_dropped_and_counted_and_all_else_is_kept() 
     events = RankEvents(limit=100)
     for number in range(20):
         events.put(line(f"{number:09}"))
-        events.put({"type": "failed", "rank": number})
-    events.put({"type": "progress", "rank": 0})
+        events.put(Lost(message=str(number)))
+    events.put(report_of())
     found = drained(events)
-    assert [one["data"] for one in found if one["type"] == "log"] == [f"{number:09}" for number in range(10)]
-    assert [one["rank"] for one in found if one["type"] == "failed"] == list(range(20))
-    assert found[-1] == {"type": "dropped", "messages": 10}
+    assert [one.data for one in found if isinstance(one, Log)] == [f"{number:09}" for number in range(10)]
+    assert [one.message for one in found if isinstance(one, Lost)] == [str(number) for number in range(20)]
+    assert found[-1] == Dropped(messages=10)
     assert drained(events) == []
 
 
@@ -41,16 +42,16 @@ def test_what_was_dropped_is_said_where_it_is_missing() -> None:
     events = RankEvents(limit=100)
     for _ in range(12):
         events.put(line("x" * 9))
-    assert events.get()["type"] == "log"
+    assert isinstance(events.get(), Log)
     events.put(line("after"))
-    assert [one["type"] for one in drained(events)] == ["log"] * 9 + ["dropped", "log"]
+    assert [type(one) for one in drained(events)] == [Log] * 9 + [Dropped, Log]
 
 
 def test_a_wait_ends_with_what_comes_or_with_its_time() -> None:
     events = RankEvents()
     with pytest.raises(queue.Empty):
         events.get(timeout=0.01)
-    thread = threading.Timer(0.05, lambda: events.put({"type": "over"}))
+    thread = threading.Timer(0.05, lambda: events.put(JobOver()))
     thread.start()
-    assert events.get(timeout=30) == {"type": "over"}
+    assert events.get(timeout=30) == JobOver()
     thread.join()

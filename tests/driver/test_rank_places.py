@@ -9,8 +9,9 @@ import pytest
 
 from lagom.driver.rank_places import RankPlaces
 from lagom.spark.spark_session import ClassicFacts
+from tests.wire.joins import join
 
-JOINS = {task: {"host": f"w{task}|boot", "ip": f"10.0.0.{task}", "ranks": [task]} for task in range(3)}
+JOINS = {task: join(task, host=f"w{task}|boot") for task in range(3)}
 SEEN = {task: f"192.168.0.{task}" for task in JOINS}
 
 

@@ -31,28 +31,30 @@ from tests.integration import hosts
 ROOT = Path(__file__).parents[2]
 TASK = """
 import json, os, socket, sys, time
+from lagom.extensions.resume.messages import SnapshotKept
 from lagom.wire.client import dial
+from lagom.wire.messages import CutOff, Done, Failed, Join, RankReport, Stop, Stopping, TaskHello, own_version
 
 host, port, secret, task, answers = json.loads(sys.argv[1])
-link = dial((host, port), bytes.fromhex(secret), {"purpose": "task", "task": task}, 20.0)
+link = dial((host, port), bytes.fromhex(secret), TaskHello(task=task, version=own_version()), 20.0)
 ranks = [2 * task, 2 * task + 1]
-join = {"type": "join", "task": task, "ranks": ranks, "host": f"{socket.gethostname()}|{task}", "ip": host}
-link.send(join | {"store": None, "python": "3", "torch": "2", "gpus": []})
-while (message := link.receive(60.0)) is not None and message["type"] != "stop":
-    print(message["type"], flush=True)
+place = {"host": f"{socket.gethostname()}|{task}", "ip": host, "store": None, "gpus": [], "cores": 2}
+link.send(Join(task=task, pid=os.getpid(), ranks=ranks, python="3", torch="2", **place))
+while (message := link.receive(60.0)) is not None and not isinstance(message, Stop):
+    print(message.tag, flush=True)
     if answers == "fails":
-        link.send({"type": "snapshot", "what": "kept", "number": 1, "at": 0.0, "place": [1, 1], "bytes": 1})
+        link.send(SnapshotKept(number=1, at=0.0, place=[1, 1], bytes=1))
     if answers == "is cut off":
-        link.send({"type": "cut off", "rank": 2, "peer": 1, "lost_s": 20.0})
+        link.send(CutOff(rank=2, peer=1, lost_s=20.0))
         # What the ranks of a connection that has ended say.
-        link.send({"type": "failed", "rank": 3, "ok": False, "consequence": True, "error": "CollectiveError"})
+        link.send(Failed(report=RankReport(rank=3, ok=False, consequence=True, error="CollectiveError")))
 if not answers:
     time.sleep(1000)
-link.send({"type": "stopping"})
+link.send(Stopping())
 time.sleep(2.5)
 error = {"error": "ValueError", "message": "for a rank was not there", "traceback": ""}
 how = error if answers == "fails" else {"stopped": True}
-link.send({"type": "done", "reports": [{"rank": rank, "ok": False, **how} for rank in ranks]})
+link.send(Done(reports=[RankReport(rank=rank, ok=False, **how) for rank in ranks]))
 """
 needs_hosts = pytest.mark.skipif(not hosts.allowed(), reason="no namespaces may be made here")
 
@@ -155,7 +157,7 @@ def test_an_attempt_ends_after_a_snapshot_if_there_are_slots_for_more_ranks(
     loss = run.loss()
     if goes_on:
         assert loss is None
-        assert [failure["rank"] for failure in run.failures()] == [0, 1]
+        assert [failure.rank for failure in run.failures()] == [0, 1]
         return
     assert loss is not None
     assert loss.free_slots == 2

@@ -7,6 +7,7 @@ import os
 import re
 import signal
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from lagom.config import TorchDistributedConfig
 from lagom.driver.local import server
 from lagom.errors import StallError
 from lagom.watch.stall_texts import stall_text
+from lagom.wire.messages import Doing, Stalled
 from tests.driver.stuck_programs import crossed, skipped, train
 
 # Longer than a busy machine keeps from its turn a rank that is not stuck.
@@ -208,10 +210,16 @@ def test_a_rank_that_waits_for_a_process_which_sleeps_is_named() -> None:
     assert "process.join()" in str(ended(waits))
 
 
+def stall(
+    rank: int, quiet_s: float = 60.0, *, waits: bool = True, stack: str = "", line: str = "", **more: Any
+) -> Stalled:
+    return Stalled(rank=rank, quiet_s=quiet_s, work=Doing(stack=stack, line=line, waits=waits, **more))
+
+
 def test_what_is_said_of_many_ranks() -> None:
-    stuck = {"quiet_s": 60.2, "line": "a.py:3, in load: read()", "waits": False, "stack": "  File ...\n"}
-    waits = {"quiet_s": 59.9, "line": "a.py:9, in train: loss.backward()", "waits": True, "stack": ""}
-    text = stall_text({rank: stuck if rank in (2, 5) else waits for rank in range(8)}, 8)
+    stuck = partial(stall, quiet_s=60.2, line="a.py:3, in load: read()", waits=False, stack="  File ...\n")
+    waits = partial(stall, quiet_s=59.9, line="a.py:9, in train: loss.backward()")
+    text = stall_text({rank: (stuck if rank in (2, 5) else waits)(rank) for rank in range(8)}, 8)
     assert text.splitlines() == [
         "ranks 2, 5 made no progress for 60 s; ranks 0, 1, 3, 4, 6, 7 wait for it",
         "ranks 0, 1, 3, 4, 6, 7 at a.py:9, in train: loss.backward()",
@@ -219,20 +227,20 @@ def test_what_is_said_of_many_ranks() -> None:
         "the stack of rank 2:",
         "  File ...",
     ]
-    assert stall_text({0: waits, 1: waits}, 3).startswith(
+    assert stall_text({0: waits(0), 1: waits(1)}, 3).startswith(
         "ranks 0, 1 waited for other ranks for 60 s; rank 2 did not come\n"
     )
 
 
 def test_the_exchange_is_named_with_its_number_and_who_has_not_come() -> None:
-    waits = {"quiet_s": 60.0, "waits": True, "exchange": "all_reduce (sum) of 8 int8", "number": 4711, "missing": [1]}
+    waits = partial(stall, exchange="all_reduce (sum) of 8 int8", number=4711, missing=[1])
     first = "rank 1 made no progress for 60 s; ranks 0, 2 wait for it in all_reduce 4711 (sum) of 8 int8 (gradients)\n"
-    gradients = waits | {"purpose": "gradients"}
-    assert stall_text({0: gradients, 1: {"quiet_s": 60.0}, 2: gradients}, 3).startswith(first)
-    assert stall_text({0: waits, 2: waits}, 4).startswith(
+    gradients = partial(waits, purpose="gradients")
+    assert stall_text({0: gradients(0), 1: stall(1, waits=False), 2: gradients(2)}, 3).startswith(first)
+    assert stall_text({0: waits(0), 2: waits(2)}, 4).startswith(
         "ranks 0, 2 waited for other ranks for 60 s in all_reduce 4711 (sum) of 8 int8; rank 1 did not come\n"
     )
-    apart = stall_text({0: waits, 2: waits | {"number": 4712, "missing": [0]}}, 3)
+    apart = stall_text({0: waits(0), 2: waits(2, number=4712, missing=[0])}, 3)
     assert "rank 0 in all_reduce 4711 (sum) of 8 int8\nrank 2 in all_reduce 4712 (sum) of 8 int8\n" in apart
 
 

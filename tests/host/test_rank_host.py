@@ -16,7 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 
@@ -30,7 +30,8 @@ from lagom.host.workspace import host_workspace
 from lagom.plan import plan
 from lagom.program.call import Call
 from lagom.program.payload import Parcel, unpack_file
-from lagom.wire.client import DriverClient, Message
+from lagom.wire.client import DriverClient
+from lagom.wire.messages import Failed, Join, Log, Message, Peers, RankAddress, RankReport, Stop
 from lagom.wire.rendezvous import Stopped, peers
 from lagom.wire.server import anonymous_file
 from lagom.wire.spec import RunSpec
@@ -40,6 +41,9 @@ from lagom.wire.spec import RunSpec
 def own_tmp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "tmp").mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
+
+
+M = TypeVar("M", bound=Message)
 
 
 def spec(world_size: int, **env: str) -> RunSpec:
@@ -66,7 +70,7 @@ def _without_gpus(the_plan: Any) -> Any:
 
 def held(
     function: Callable[[], Any], world_size: int = 2, link: DriverClient | None = None, **env: str
-) -> tuple[list[Message], list[Any]]:
+) -> tuple[list[RankReport], list[Any]]:
     """Reports and outcomes of the ranks of one task."""
     call = Call(function=function, provided={"hparams": {}})
     files = [anonymous_file(str(rank)) for rank in range(world_size)]
@@ -83,7 +87,7 @@ def held(
 
 
 class Driver:
-    """Plays the driver: answers ``join`` with the table of ranks and ``failed`` with ``stop``; keeps all messages."""
+    """Plays the driver: answers ``Join`` with the table of ranks and ``Failed`` with ``Stop``; keeps all messages."""
 
     def __init__(self) -> None:
         ours, theirs = socket.socketpair()
@@ -95,10 +99,10 @@ class Driver:
     def _serve(self) -> None:
         while (message := self._next()) is not None:
             self.messages.append(message)
-            if message["type"] == "join":
+            if isinstance(message, Join):
                 self.link.send(peers([message]))
-            if message["type"] == "failed":
-                self.link.send({"type": "stop"})
+            if isinstance(message, Failed):
+                self.link.send(Stop())
 
     def _next(self) -> Message | None:
         try:
@@ -106,8 +110,8 @@ class Driver:
         except ConnectionError:
             return None
 
-    def of(self, kind: str) -> list[Message]:
-        return [message for message in self.messages if message["type"] == kind]
+    def of(self, kind: type[M]) -> list[M]:
+        return [message for message in self.messages if isinstance(message, kind)]
 
     def close(self) -> None:
         self.theirs.close()
@@ -134,14 +138,14 @@ def test_sys_exit_ends_every_rank_as_python_ends(tmp_path: Path, monkeypatch: py
         sys.exit(3)
 
     reports, _ = held(leave)
-    assert [report.get("exit") for report in reports] == [3, 3]
+    assert [report.exit for report in reports] == [3, 3]
     assert (late.read_text(), last.read_text()) == ("in a thread", "at exit")
 
 
 @pytest.mark.soak  # tests/driver/test_local.py shows it by default
 def test_ranks_run_and_their_outcomes_lie_in_their_files(driver: Driver) -> None:
     reports, outcomes = held(lambda: lagom.rank() * 10, link=driver.theirs)
-    assert [report["ok"] for report in reports] == [True, True]
+    assert [report.ok for report in reports] == [True, True]
     assert [outcome["value"] for outcome in outcomes] == [0, 10]
 
 
@@ -149,14 +153,14 @@ def test_ranks_run_and_their_outcomes_lie_in_their_files(driver: Driver) -> None
 def test_only_rank_0_is_passed_on(driver: Driver) -> None:
     held(lambda: print("from", lagom.rank()), link=driver.theirs)
     driver.close()
-    assert "".join(message["data"] for message in driver.of("log")) == "from 0\n"
+    assert "".join(message.data for message in driver.of(Log)) == "from 0\n"
 
 
 @pytest.mark.soak  # tests/integration/test_out_of_reach.py shows it by default
 def test_what_is_printed_without_a_driver_travels_with_the_results() -> None:
     reports, _ = held(lambda: print("from", lagom.rank()))
-    assert "".join(message["data"] for message in reports[0]["output"]) == "from 0\n"
-    assert "output" not in reports[1]
+    assert "".join(message.data for message in reports[0].output if isinstance(message, Log)) == "from 0\n"
+    assert reports[1].output == []
 
 
 def test_a_failure_without_a_driver_ends_the_others_and_is_reported() -> None:
@@ -166,8 +170,8 @@ def test_a_failure_without_a_driver_ends_the_others_and_is_reported() -> None:
         time.sleep(1000)
 
     reports, outcomes = held(train)
-    assert reports[0]["stopped"]
-    assert (reports[1]["error"], reports[1]["message"]) == ("KeyError", "'lr'")
+    assert reports[0].stopped
+    assert (reports[1].error, reports[1].message) == ("KeyError", "'lr'")
     assert outcomes[0] is None
     assert outcomes[1]["error"].args == ("lr",)
 
@@ -182,7 +186,7 @@ def test_ranks_are_ended_where_the_kernel_does_not_list_children(monkeypatch: py
         time.sleep(1000)
 
     reports, _ = held(train)
-    assert [report.get("error") for report in reports] == [None, "KeyError"]
+    assert [report.error for report in reports] == ["", "KeyError"]
 
 
 @pytest.mark.soak  # tests/driver/test_local.py shows it by default
@@ -194,13 +198,13 @@ def test_a_failure_is_told_to_the_driver_before_its_ranks_are_ended(driver: Driv
 
     held(train, link=driver.theirs)
     driver.close()
-    (failed,) = driver.of("failed")
-    assert (failed["rank"], failed["error"]) == (1, "KeyError")
+    (failed,) = driver.of(Failed)
+    assert (failed.report.rank, failed.report.error) == (1, "KeyError")
 
 
 def test_a_driver_that_goes_away_takes_the_ranks_along(driver: Driver) -> None:
     def leave() -> None:
-        while not driver.of("log"):
+        while not driver.of(Log):
             time.sleep(0.01)
         driver.link.socket.shutdown(socket.SHUT_RDWR)
 
@@ -213,12 +217,12 @@ def test_a_driver_that_goes_away_takes_the_ranks_along(driver: Driver) -> None:
 
     reports, _ = held(train, link=driver.theirs)
     thread.join()
-    assert all(report["stopped"] for report in reports)
+    assert all(report.stopped for report in reports)
 
 
 def test_a_run_that_is_over_before_it_began_starts_no_rank() -> None:
     ours, theirs = (DriverClient(end) for end in socket.socketpair())
-    ours.send({"type": "stop"})
+    ours.send(Stop())
     with pytest.raises(Stopped):
         held(lambda: None, link=theirs)
     ours.close()
@@ -239,14 +243,14 @@ def _children() -> set[str]:
 
 def test_the_first_of_openmps_list_of_numbers_counts() -> None:
     with host_workspace(spec(1), payload_fd=0) as place:
-        table = {"ranks": [{"rank": 0, "host": "here", "ip": "1.2.3.4"}], "store": ["1.2.3.4", 5], "nccl": False}
+        table = Peers(ranks=[RankAddress(0, "here", "1.2.3.4", None)], store=("1.2.3.4", 5), nccl=False)
         assert rank_spec(table, 0, spec(1, OMP_NUM_THREADS="4,3"), place, 0, None, None).threads == 4
 
 
 def test_a_rank_knows_the_hosts_that_have_a_rank_of_its_local_rank() -> None:
     hosts = ["a", "b", "b", "a", "c"]
-    ranks = [{"rank": rank, "host": host, "ip": "1.2.3.4"} for rank, host in enumerate(hosts)]
-    table = {"ranks": ranks, "store": ["1.2.3.4", 5], "nccl": False}
+    ranks = [RankAddress(rank, host, "1.2.3.4", None) for rank, host in enumerate(hosts)]
+    table = Peers(ranks=ranks, store=("1.2.3.4", 5), nccl=False)
     with host_workspace(spec(5), payload_fd=0) as place:
         seats = [rank_spec(table, rank, spec(5), place, 0, None, None) for rank in range(5)]
     assert [(seat.local_rank, seat.local_world_size) for seat in seats] == [(0, 2), (0, 2), (1, 2), (1, 2), (0, 1)]
@@ -269,9 +273,9 @@ def test_a_program_for_torchrun_sees_the_gpus_of_its_host_in_the_order_of_its_ra
 ) -> None:
     its = dataclasses.replace(spec(2), plan=dataclasses.replace(spec(2).plan, already_distributed=already_distributed))
     with host_workspace(its, payload_fd=0) as place:
-        here = [{"rank": rank, "host": "here", "ip": "1.2.3.4", "gpu": gpu} for rank, gpu in enumerate(masks)]
-        there = {"rank": 2, "host": "there", "ip": "1.2.3.5", "gpu": "0"}
-        table = {"ranks": [*here, there], "store": ["1.2.3.4", 5], "nccl": nccl}
+        here = [RankAddress(rank, "here", "1.2.3.4", gpu) for rank, gpu in enumerate(masks)]
+        there = RankAddress(2, "there", "1.2.3.5", "0")
+        table = Peers(ranks=[*here, there], store=("1.2.3.4", 5), nccl=nccl)
         seat = rank_spec(table, 1, its, place, 0, None, masks[1])
     assert (seat.gpu, seat.gpu_index) == wanted
 

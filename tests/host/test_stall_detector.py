@@ -12,7 +12,8 @@ from lagom.host.driver_link import DriverLink
 from lagom.host.forked_rank import ForkedRank
 from lagom.host.stall_detector import Pulse, StallDetector
 from lagom.plan import plan
-from lagom.wire.client import DriverClient, Message
+from lagom.wire.client import DriverClient
+from lagom.wire.messages import Doing, Message, Stalled
 
 
 class Link(DriverLink):
@@ -20,13 +21,13 @@ class Link(DriverLink):
 
     def __init__(self) -> None:
         super().__init__(None)
-        self.sent: list[Message] = []
+        self.sent: list[Message | bytes] = []
 
     @property
     def is_open(self) -> bool:
         return True
 
-    def send(self, message: Message, sure: bool = False) -> None:
+    def send(self, message: Message | bytes, sure: bool = False) -> None:
         self.sent.append(message)
 
 
@@ -40,17 +41,17 @@ def test_a_stall_is_sent_once_and_fails_the_rank_after_the_timeout() -> None:
         rank.pulse = Pulse(patience_s=10.0)
         assert (detector.check(rank), link.sent) == (None, [])
         rank.pulse.moved_at -= 20.0
-        rank.pulse.doing = {"line": "a.py:3, in load: read()", "waits": False, "stack": "  File ...\n"}
+        rank.pulse.doing = Doing(line="a.py:3, in load: read()", waits=False, stack="  File ...\n")
         assert detector.check(rank) is None
         assert detector.check(rank) is None
-        assert [(one["type"], one["rank"], one["line"]) for one in link.sent] == [
-            ("stalled", 1, "a.py:3, in load: read()")
-        ]
+        (stalled,) = link.sent
+        assert isinstance(stalled, Stalled)
+        assert (stalled.rank, stalled.work.line) == (1, "a.py:3, in load: read()")
         rank.pulse.moved_at -= 90.0
         report = detector.check(rank)
         assert report is not None
-        assert (report["error"], report["consequence"]) == ("StallError", False)
-        assert "made no progress for 110 s, at a.py:3, in load: read()" in report["message"]
+        assert (report.error, report.consequence) == ("StallError", False)
+        assert "made no progress for 110 s, at a.py:3, in load: read()" in report.message
         assert len(link.sent) == 1
 
 

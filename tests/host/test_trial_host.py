@@ -10,10 +10,11 @@ from typing import Any
 
 import pytest
 
+from lagom.extensions.search.on_rank.messages import OutcomePart, RunTrial, SearchOver, TrialEnded
 from lagom.host import trial_host
 from lagom.host.trial_host import serve_trials
-from lagom.wire.client import Message
 from lagom.wire.framing import body_of
+from lagom.wire.messages import Message, RankReport
 from lagom.wire.server import anonymous_file
 
 
@@ -21,17 +22,18 @@ class Link:
     """A driver with three trials; its messages fit into frames."""
 
     def __init__(self) -> None:
-        trials = [{"type": "trial", "number": number, "folder": ""} for number in range(3)]
-        self._messages: list[Message] = [*trials, {"type": "over"}]
-        self.ended: list[Message] = []
+        facts: dict[str, Any] = {"change": "", "metric": "loss", "threads": 1, "gpus": [], "folder": "", "env": {}}
+        trials = [RunTrial(number=number, **facts) for number in range(3)]
+        self._messages: list[Message] = [*trials, SearchOver()]
+        self.ended: list[TrialEnded] = []
         self.outcomes: list[bytes] = []
 
     def send(self, message: Message, timeout_s: float = 0.0) -> None:
         assert body_of(message)
-        if message["type"] == "ended":
+        if isinstance(message, TrialEnded):
             self.ended.append(message)
-        if message["type"] == "part" and message["name"] == "outcome":
-            self.outcomes.append(base64.b64decode(message["data"]))
+        if isinstance(message, OutcomePart) and message.name == "outcome":
+            self.outcomes.append(base64.b64decode(message.data))
 
     def receive(self, timeout_s: float) -> Message:
         return self._messages.pop(0)
@@ -55,13 +57,13 @@ def test_a_slot_that_cannot_fork_ahead_forks_when_the_trial_is_there(
             self.outcomes = [anonymous_file("outcome-0")]
             self.watch, self.unread, self.pids = self, list[Message](), [os.getpid()]
 
-        def begin(self, trial: Message) -> bool:
-            ran.append(trial["number"])
+        def begin(self, trial: RunTrial) -> bool:
+            ran.append(trial.number)
             return True
 
-        def supervise(self, kept: Any) -> list[Message]:
+        def supervise(self, kept: Any) -> list[RankReport]:
             assert not kept
-            return [{"rank": 0, "ok": True}]
+            return [RankReport(rank=0, ok=True)]
 
         def close(self) -> None:
             closed.append(ran[-1])
@@ -77,8 +79,8 @@ def test_of_ranks_that_all_fail_the_cause_is_sent_and_all_are_told_of(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rank 0 fails only because another one has failed, and all have long messages."""
-    texts = {"message": "x" * 60_000, "traceback": "x" * 60_000}
-    failed = [{"rank": rank, "ok": False, "consequence": rank == 0, **texts} for rank in range(9)]
+    texts: Any = {"message": "x" * 60_000, "traceback": "x" * 60_000}
+    failed = [RankReport(rank=rank, ok=False, consequence=rank == 0, **texts) for rank in range(9)]
 
     class Ranks:
         """Ranks of a trial, all of which fail."""
@@ -90,10 +92,10 @@ def test_of_ranks_that_all_fail_the_cause_is_sent_and_all_are_told_of(
                 os.write(fd, b"error of rank %d" % rank)
             self.watch, self.unread, self.pids = self, list[Message](), list[int]()
 
-        def begin(self, trial: Message) -> bool:
+        def begin(self, trial: RunTrial) -> bool:
             return True
 
-        def supervise(self, kept: Any) -> list[Message]:
+        def supervise(self, kept: Any) -> list[RankReport]:
             return failed
 
         def close(self) -> None:
@@ -102,7 +104,7 @@ def test_of_ranks_that_all_fail_the_cause_is_sent_and_all_are_told_of(
 
     link = served(Ranks, 9, monkeypatch)
     assert link.outcomes == [b"error of rank 1"] * 3
-    assert [[report["rank"] for report in message["reports"]] for message in link.ended] == [list(range(9))] * 3
+    assert [[report.rank for report in message.reports] for message in link.ended] == [list(range(9))] * 3
 
 
 def served(ranks: type, world_size: int, monkeypatch: pytest.MonkeyPatch) -> Link:

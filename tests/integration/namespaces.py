@@ -30,6 +30,7 @@ from lagom.spark import task_host
 from lagom.spark.spark import SparkLauncher
 from lagom.spark.spark_state import SparkState
 from lagom.spark.task_host import ExecutorTask
+from lagom.wire.messages import to_json
 from lagom.wire.server import anonymous_file
 from lagom.wire.spec import RunSpec
 from tests.integration.hosts import Host
@@ -89,9 +90,9 @@ class NamespaceLauncher(SparkLauncher):
         settings = TorchDistributedConfig(world_size=len(self._told) * self._num_ranks, run_dir=None, **config)
         the_plan = plan(settings, self.facts.cluster(), already_distributed=distributed)
         found = self.run(the_plan, Call(function=function, provided=dict(settings.hparams)))
-        for outcome in sorted(found, key=lambda one: one.report.get("order", 0)):
-            if not outcome.report["ok"] and not outcome.report.get("consequence"):
-                raise outcome.load()["error"] or RuntimeError(outcome.report["traceback"])
+        for outcome in sorted(found, key=lambda one: one.report.order):
+            if not outcome.report.ok and not outcome.report.consequence:
+                raise outcome.load()["error"] or RuntimeError(outcome.report.traceback)
         return [outcome.load()["value"] for outcome in found]
 
     def run_job(
@@ -173,7 +174,13 @@ class _Task:
             warnings.warn(f"a task on {socket.gethostname()} has failed: {told}", stacklevel=2)
             told = []
         found = [
-            {"rank": rank, "name": name, "part": 0, "data": _content(self._files[file]), "report": json.dumps(report)}
+            {
+                "rank": rank,
+                "name": name,
+                "part": 0,
+                "data": _content(self._files[file]),
+                "report": json.dumps(report, default=to_json),
+            }
             for rank, name, file, report in told
         ]
         for fd in self._files.values():

@@ -174,7 +174,7 @@ def test_a_late_rank_is_gathered_without_the_driver(
     send: Callable[..., None] = DriverServer.send
 
     def counted(self: Any, to: int, message: Any) -> None:
-        sent.append(message["type"])
+        sent.append(message.tag)
         send(self, to, message)
 
     monkeypatch.setattr(DriverServer, "send", counted)

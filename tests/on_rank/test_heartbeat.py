@@ -14,15 +14,16 @@ from lagom.config import TorchDistributedConfig
 from lagom.on_rank import heartbeat as module
 from lagom.on_rank.heartbeat import Heartbeat
 from lagom.plan import plan
+from lagom.wire.messages import Message, ProgressReport, RankReport
 
 
 class Control:
     """A connection that keeps what is sent."""
 
     def __init__(self) -> None:
-        self.sent: list[dict[str, Any]] = []
+        self.sent: list[Message] = []
 
-    def send(self, message: dict[str, Any]) -> None:
+    def send(self, message: Message) -> None:
         self.sent.append(message)
 
     offer = send
@@ -36,10 +37,18 @@ def test_a_last_report_soon_after_another_has_the_means_of_both_times(monkeypatc
     def progress() -> dict[str, Any]:
         if threading.current_thread() is not threading.main_thread():
             raise OSError("the reports of the thread end here")
-        return {"epoch": 1, "step": 5, "steps": 5, "samples": next(samples), "loss": None, "data_s": 0.0}
+        return {"epoch": 1, "step": 5, "steps": 5, "samples": next(samples), "loss": None, "ticks": 0}
 
     device = SimpleNamespace(type="cpu")
-    known = {"has_joined": False, "ticks": 0, "spans": None, "pictures": deque[str](), "device": device}
+    known: dict[str, Any] = {
+        "rank": 0,
+        "data_s": 0.0,
+        "has_joined": False,
+        "ticks": 0,
+        "spans": None,
+        "pictures": deque[str](),
+        "device": device,
+    }
     session: Any = SimpleNamespace(progress=progress, wait_times=lambda: [0, 0], **known)
     config = TorchDistributedConfig(launcher="local", world_size=2, hb_interval=0.1)
     control: Any = Control()
@@ -47,8 +56,8 @@ def test_a_last_report_soon_after_another_has_the_means_of_both_times(monkeypatc
     heart.beat_for(session)
     for seconds in (0.2, 0.04, 0.01, 0.2):
         clock.at += seconds
-        heart.send_outcome({"type": "outcome"})
-    rates = [message["rate"] for message in control.sent if message["type"] == "progress"]
+        heart.send_outcome(RankReport(rank=0, ok=True))
+    rates = [message.rate for message in control.sent if isinstance(message, ProgressReport)]
     assert rates == [0.0, 333.3, 320.0, 0.0]  # 80 in 0.24 s, and in 0.25 s
     for thread in threading.enumerate():
         if thread.name == "lagom-heart":

@@ -62,8 +62,9 @@ def test_a_name_of_the_host_becomes_an_address_that_other_hosts_reach(monkeypatc
 PROGRAM = """
 import json, os, socket, sys
 from lagom.wire.client import dial
+from lagom.wire.messages import TaskHello, own_version
 from lagom.on_rank.network_interfaces import addresses, interface_of, own_address
-link = dial((sys.argv[1], int(sys.argv[2])), bytes.fromhex(sys.argv[3]), {"purpose": "task", "task": 0}, 5.0)
+link = dial((sys.argv[1], int(sys.argv[2])), bytes.fromhex(sys.argv[3]), TaskHello(task=0, version=own_version()), 5.0)
 ip = own_address(link.socket.getsockname()[0], {})
 print(json.dumps([ip, interface_of(ip), addresses(), socket.gethostbyname(socket.gethostname())]))
 """

@@ -17,9 +17,9 @@ CASES = [
 
 @pytest.mark.parametrize(("kind", "character"), CASES)
 def test_a_report_fits_into_a_frame_in_any_characters(kind: type[BaseException], character: str) -> None:
-    parcel, report = pack_error(kind("begin" + character * 1_000_000), {})
+    parcel, report = pack_error(kind("begin" + character * 1_000_000), 0, {})
     assert body_of(report)
-    assert report["message"].startswith("begin" + character * 1000)
+    assert report.message.startswith("begin" + character * 1000)
     if kind is ValueError:
-        assert report["traceback"].rstrip("\n").endswith(character * 1000)
+        assert report.traceback.rstrip("\n").endswith(character * 1000)
         assert len(str(unpack(bytearray(parcel.tobytes()))["error"])) == 1_000_005

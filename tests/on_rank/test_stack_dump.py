@@ -36,4 +36,4 @@ def test_an_exchange_is_named_by_the_file_that_asks_for_it(file: str, purpose: s
     frames: list[types.FrameType] = []
     exec(compile("frames.append(frame())", str(ROOT / file), "exec"), {"frames": frames, "frame": sys._getframe})
     # sys._getframe() called from there gives the frame of the compiled code.
-    assert stack_dump.doing(frames[0])["purpose"] == purpose
+    assert stack_dump.doing(frames[0]).purpose == purpose

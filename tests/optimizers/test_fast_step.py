@@ -197,7 +197,7 @@ def with_a_timeline(session: Session) -> tuple[list[str], list[str]]:
     everywhere.remove()
     session.spans.keeps = False
     step(optimizers[0])
-    recorded = [span for block in session.spans.blocks() for span in json.loads(unpack_spans(block["data"]))["spans"]]
+    recorded = [span for block in session.spans.blocks() for span in json.loads(unpack_spans(block.data))["spans"]]
     return [span[1] for span in recorded if span[0] == OPTIMIZER], seen
 
 

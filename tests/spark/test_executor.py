@@ -14,7 +14,9 @@ from lagom.program.payload import Parcel, unpack
 from lagom.spark import spark_task, task_host
 from lagom.spark.spark import task_by_value
 from lagom.spark.spark_worker import visible
+from lagom.watch.messages import Timeline
 from lagom.wire.failure_text import failure_in, failure_text
+from lagom.wire.messages import Log, Message, RankReport, to_json
 from lagom.wire.server import anonymous_file
 
 
@@ -40,7 +42,7 @@ def test_an_address_of_sparks_is_named_as_cuda_does(address: str, mask: str, sho
 def test_a_failure_survives_as_text_in_the_middle_of_sparks_messages() -> None:
     report = json.dumps({"rank": 1, "message": "ünïcödé : and\nlines"})
     error = os.urandom(1000)
-    timeline = json.dumps([{"type": "timeline", "rank": 1, "data": "x"}])
+    timeline = json.dumps([to_json(Timeline(rank=1, data="x"))])
     told = failure_text(report, error, timeline)
     text = f"org.apache.spark.SparkException: Job aborted\n\tat {told}\n\tat java.lang.Thread"
     assert failure_in(text) == (report, error, timeline)
@@ -79,22 +81,27 @@ def test_of_several_messages_the_whole_one_counts() -> None:
 
 
 def test_of_timelines_the_latest_that_fit_travel_with_a_failure() -> None:
-    def said(rank: int, size: int) -> dict[str, object]:
-        return {"type": "timeline", "rank": rank, "data": rank * size * "x"}
+    def said(rank: int, size: int) -> Timeline:
+        return Timeline(rank=rank, data=rank * size * "x")
 
-    log = {"type": "log", "rank": 1, "data": "words"}
-    reports = [
-        {"output": [log, said(1, 60_000), said(1, 10), said(1, 20)]},
-        {},
-        {"output": [said(2, 5000), said(2, 7)]},
-    ]
+    log = Log(rank=1, stream="stdout", data="words")
+    outputs: list[list[Message]] = [[log, said(1, 60_000), said(1, 10), said(1, 20)], [], [said(2, 5000), said(2, 7)]]
+    reports = [RankReport(rank=rank, ok=False, output=output) for rank, output in enumerate(outputs)]
     assert task_host.fitting_timelines(reports) == [said(2, 5000), said(1, 10), said(2, 7), said(1, 20)]
 
 
 def test_the_failure_of_a_rank_becomes_text_with_the_exception_in_it() -> None:
     fd = anonymous_file("outcome")
     Parcel({"error": KeyError("lr")}).write(fd)
-    report = {"rank": 3, "ok": False, "error": "KeyError", "message": "'lr'", "traceback": "x" * 100_000}
+    log = Log(rank=3, stream="stdout", data="words")
+    report = RankReport(
+        rank=3,
+        ok=False,
+        error="KeyError",
+        message="'lr'",
+        traceback="x" * 100_000,
+        output=[Timeline(rank=3, data=""), log],
+    )
     text = task_host.failure_as_text(report, fd, [report])
     os.close(fd)
     assert text.startswith("rank 3: KeyError: 'lr'")
@@ -102,6 +109,7 @@ def test_the_failure_of_a_rank_becomes_text_with_the_exception_in_it() -> None:
     assert found is not None
     summary = json.loads(found[0])
     assert summary["rank"] == 3
+    assert summary["output"] == [to_json(log)]
     assert len(summary["traceback"]) == 20_000
     assert unpack(found[1])["error"].args == ("lr",)
 

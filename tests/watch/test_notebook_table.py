@@ -8,11 +8,21 @@ from typing import Any
 import pytest
 
 from lagom.watch.notebook_table import NotebookTable, left, table
+from lagom.wire.messages import ProgressReport
+from tests.watch.heartbeats import report_of
 
 
-def rank(**more: Any) -> dict[str, Any]:
-    seen = {"epoch": 2, "step": 30, "steps": 120, "samples": 4096, "loss": 0.125, "rate": 512.0, "data": 0.41}
-    return seen | {"memory": 2 * 10**9, "steps_s": 1.5, "cpu": 1.27, "gpu": None} | more
+def rank(**more: Any) -> ProgressReport:
+    seen: dict[str, Any] = {
+        "epoch": 2,
+        "step": 30,
+        "steps": 120,
+        "samples": 4096,
+        "loss": 0.125,
+        "rate": 512.0,
+        "data": 0.41,
+    }
+    return report_of(**seen | {"memory": 2 * 10**9, "steps_s": 1.5, "cpu": 1.27} | more)
 
 
 def test_each_rank_is_a_row_and_the_caption_sums_them_up() -> None:
@@ -85,15 +95,15 @@ def test_who_holds_up_the_others_is_seen() -> None:
 
 
 def test_a_rank_that_starts_has_no_epoch_yet() -> None:
-    begun = {"epoch": 0, "step": 0, "steps": None, "samples": 0, "memory": 10**9}
-    text = table("train", {0: begun | {"starts": True}, 1: begun | {"starts": True}})
+    begun, starting = report_of(memory=10**9), report_of(memory=10**9, starts=True)
+    text = table("train", {0: starting, 1: starting})
     assert "<div>starting</div>" in text
     assert ">starting<" in text.split("<tbody>")[1]
     assert not re.search(r"samples|>step<", text)
-    text = table("train", {0: rank(), 1: begun | {"starts": True}})
+    text = table("train", {0: rank(), 1: None})
     assert "4,096 samples" in text
     assert ">starting<" in re.findall("<tr>.*?</tr>", text)[2]
-    text = table("train", {0: begun, 1: begun | {"starts": True}})
+    text = table("train", {0: begun, 1: starting})
     assert re.findall(">(running|starting)</td>", text) == ["running", "starting"]
     assert "<div>running</div>" in table("train", {0: begun, 1: begun})
 
@@ -106,8 +116,8 @@ def test_how_the_run_ended_takes_the_place_of_what_it_has_still_to_go() -> None:
     text = table("train", {0: rank()}, "failed on rank 0: <ValueError>")
     assert "4,096 samples, <b>failed on rank 0: &lt;ValueError&gt;</b></div>" in text
     assert "this epoch" not in text
-    assert "running" in table("train", {0: {"memory": 10**9}})
-    assert "running" not in table("train", {0: {"memory": 10**9}}, "done")
+    assert "running" in table("train", {0: report_of(memory=10**9)})
+    assert "running" not in table("train", {0: report_of(memory=10**9)}, "done")
 
 
 def test_a_rank_that_makes_no_progress_is_loud_until_the_run_ends() -> None:
@@ -143,7 +153,7 @@ def notice() -> str:
 
 
 STRAGGLER = {0: rank(waits=0.31, waits_for={"1": 0.31}), 1: rank(step=25, samples=3400, rate=425.0, waits=0.0)}
-STARTS = {"epoch": 0, "step": 0, "memory": 10**9, "starts": True}
+STARTS = report_of(memory=10**9, starts=True)
 STATES = {
     "waits": waiting(),
     "starts": table("train: 2 ranks", {0: STARTS, 1: STARTS}),

@@ -18,6 +18,8 @@ from lagom.plan import plan
 from lagom.watch import progress as progress_module
 from lagom.watch import status_line as module
 from lagom.watch.progress import Progress
+from lagom.wire.messages import Doing, ProgressReport, Stalled, TaskJoined
+from tests.watch.heartbeats import report_of
 
 
 class Terminal(io.StringIO):
@@ -40,50 +42,54 @@ def shown(
     return Progress(the_plan, "Spark local[2]", every_s=every_s), stream
 
 
-def step(rank: int, **more: Any) -> dict[str, Any]:
-    event = {"type": "progress", "rank": rank, "epoch": 1, "step": 3, "steps": 10, "samples": 4096, "loss": None}
-    return event | more
+def step(rank: int, **more: Any) -> ProgressReport:
+    facts: dict[str, Any] = {"rank": rank, "epoch": 1, "step": 3, "steps": 10, "samples": 4096}
+    return report_of(**facts | more)
+
+
+def stall(rank: int, *, waits: bool) -> Stalled:
+    return Stalled(rank=rank, quiet_s=60.0, work=Doing(stack="", line="", waits=waits))
 
 
 def test_where_the_ranks_are_is_said_once_all_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
     progress, stream = shown(monkeypatch, live=False, world_size=3)
-    progress.show({"type": "join", "host": "b|1:2", "ranks": [2]})
+    progress.joined(TaskJoined(host="b", ranks=[2], cores=0))
     assert stream.getvalue() == ""
-    progress.show({"type": "join", "host": "a|1:2", "ranks": [0, 1]})
+    progress.joined(TaskJoined(host="a", ranks=[0, 1], cores=0))
     assert stream.getvalue() == "lagom: train: 3 ranks on Spark local[2] (a: ranks 0-1, b: rank 2)\n"
 
 
 def test_ranks_of_a_host_that_do_not_follow_each_other_are_listed(monkeypatch: pytest.MonkeyPatch) -> None:
     progress, stream = shown(monkeypatch, live=False, world_size=3)
     for rank, host in ((0, "a"), (1, "b"), (2, "a")):
-        progress.show({"type": "join", "host": host, "ranks": [rank]})
+        progress.joined(TaskJoined(host=host, ranks=[rank], cores=0))
     assert "a: ranks 0, 2, b: rank 1" in stream.getvalue()
 
 
 def test_a_log_file_gets_a_line_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
     progress, stream = shown(monkeypatch, live=False, every_s=None)
     for _ in range(100):
-        progress.show(step(0))
+        progress.update(step(0))
     assert stream.getvalue() == ""
     progress, stream = shown(monkeypatch, live=False)
-    progress.show(step(0))
+    progress.update(step(0))
     assert stream.getvalue() == "lagom: rank 0: epoch 1, step 3/10, 4,096 samples\n"
 
 
 def test_a_rank_is_starting_until_its_function_is_called_and_then_running(monkeypatch: pytest.MonkeyPatch) -> None:
     progress, stream = shown(monkeypatch, live=False)
-    progress.show(step(0))
-    begun = step(1, epoch=0, step=0, steps=None, samples=0, memory=3 * 10**8)
-    for event in (begun | {"starts": True}, begun, begun | {"epoch": 1}):
-        progress.show(event)
+    progress.update(step(0))
+    begun: dict[str, Any] = {"step": 0, "steps": None, "samples": 0, "memory": 3 * 10**8}
+    for more in ({"epoch": 0, "starts": True}, {"epoch": 0}, {"epoch": 1}):
+        progress.update(step(1, **begun | more))
     lines = [line.partition(" | ")[2] for line in stream.getvalue().splitlines()[1:]]
     assert lines == [f"rank 1: {state}, 0.3 GB" for state in ("starting", "running", "epoch 1, step 0, 0 samples")]
 
 
 def test_a_terminal_gets_one_line_that_renews_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     progress, stream = shown(monkeypatch, live=True)
-    progress.show(step(0))
-    progress.show(step(1, step=4))
+    progress.update(step(0))
+    progress.update(step(1, step=4))
     assert "\n" not in stream.getvalue()
     last = stream.getvalue().split("\r")[-1]
     assert last == "lagom: rank 0: epoch 1, step 3/10, 4,096 samples | rank 1: epoch 1, step 4/10, 4,096 samples"
@@ -91,7 +97,7 @@ def test_a_terminal_gets_one_line_that_renews_itself(monkeypatch: pytest.MonkeyP
 
 def test_the_line_makes_room_for_what_the_program_prints(monkeypatch: pytest.MonkeyPatch) -> None:
     progress, stream = shown(monkeypatch, live=True)
-    progress.show(step(0))
+    progress.update(step(0))
     line = stream.getvalue()
     progress.line.make_room(stream, "loss 0.1\n")
     assert stream.getvalue() == line + "\r" + " " * len(line) + "\r"
@@ -101,7 +107,7 @@ def test_the_line_makes_room_for_what_the_program_prints(monkeypatch: pytest.Mon
 
 def test_the_last_line_is_left_standing(monkeypatch: pytest.MonkeyPatch) -> None:
     progress, stream = shown(monkeypatch, live=True)
-    progress.show(step(0))
+    progress.update(step(0))
     progress.close()
     progress.close()
     assert stream.getvalue().endswith("samples\n")
@@ -110,13 +116,13 @@ def test_the_last_line_is_left_standing(monkeypatch: pytest.MonkeyPatch) -> None
 def test_many_ranks_stay_on_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     progress, stream = shown(monkeypatch, live=True, world_size=64)
     for rank in range(64):
-        progress.show(step(rank))
+        progress.update(step(rank))
     assert len(stream.getvalue().split("\r")[-1]) <= 160
 
 
 def test_an_unknown_number_of_steps_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     progress, stream = shown(monkeypatch, live=False)
-    progress.show(step(0, steps=None))
+    progress.update(step(0, steps=None))
     assert "step 3," in stream.getvalue()
 
 
@@ -133,19 +139,19 @@ def test_waiting_is_said_once_with_numbers_and_not_when_all_are_there(monkeypatc
 
 def test_a_rank_that_holds_up_the_others_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     progress, stream = shown(monkeypatch, live=True)
-    progress.show(step(0, waits=0.31, waits_for={"1": 0.31}))
-    progress.show(step(1))
+    progress.update(step(0, waits=0.31, waits_for={"1": 0.31}))
+    progress.update(step(1))
     assert "the others wait for it 31% of their time" in stream.getvalue().rpartition("rank 1:")[2]
 
 
 def test_the_line_keeps_away_from_one_that_the_program_has_begun(monkeypatch: pytest.MonkeyPatch) -> None:
     progress, stream = shown(monkeypatch, live=True)
     progress.line.make_room(stream, "\r 10%|#  ")
-    progress.show(step(0))
+    progress.update(step(0))
     assert stream.getvalue() == ""
     progress.warn("rank 1 is slow")
     assert stream.getvalue() == "\nlagom: train: rank 1 is slow\n"
-    progress.show(step(0))
+    progress.update(step(0))
     assert stream.getvalue().endswith("samples")
 
 
@@ -154,7 +160,7 @@ def test_the_line_fits_the_terminal(monkeypatch: pytest.MonkeyPatch, columns: in
     monkeypatch.setattr(module, "terminal_columns", lambda: columns)
     progress, stream = shown(monkeypatch, live=True, world_size=3)
     for rank, samples in ((0, 4096), (1, 4000), (2, 4050)):
-        progress.show(step(rank, samples=samples))
+        progress.update(step(rank, samples=samples))
     line = stream.getvalue().split("\r")[-1]
     assert len(line) < columns
     if columns > 40:  # there is room for one: that which is the farthest behind
@@ -168,7 +174,7 @@ def test_the_line_fits_the_terminal(monkeypatch: pytest.MonkeyPatch, columns: in
 def test_a_loss_of_zero_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
     progress, stream = shown(monkeypatch, live=False)
     for loss in (0.5, 0.0, None):
-        progress.show(step(0, loss=loss))
+        progress.update(step(0, loss=loss))
     assert [line.rpartition("loss ")[2] for line in stream.getvalue().splitlines()] == ["0.5", "0", "0"]
 
 
@@ -192,20 +198,20 @@ def test_a_notebook_shows_waiting_running_and_stalled_ranks_in_one_place(monkeyp
     progress, stream = shown(monkeypatch, live=False)
     progress.waiting(1, 2)
     assert "<b>train</b>: waiting for Spark local[2] to start the tasks (1 of 2 are here)" in display.pages[-1]
-    progress.show({"type": "join", "host": "a|1:2", "ranks": [0, 1]})
-    progress.show(step(0))
+    progress.joined(TaskJoined(host="a", ranks=[0, 1], cores=0))
+    progress.update(step(0))
     assert display.pages[-1].count("<tr>") == 1 + 2
     assert ">starting<" in display.pages[-1]  # rank 1, which has not reported yet
-    progress.show(step(1))
+    progress.update(step(1))
     assert ">starting<" not in display.pages[-1]
     assert "<b>train</b>: 2 ranks on Spark local[2] (a: ranks 0-1)" in display.pages[-1]
     progress.show_notice("lagom: Net is <small>")
     assert ">Net is &lt;small&gt;</div>" in display.pages[-1]
     assert stream.getvalue() == ""
-    progress.stalled({0: {"waits": ["exchange"]}, 1: {"waits": []}}, "rank 1 made no progress for 60 s")
+    progress.stalled({0: stall(0, waits=True), 1: stall(1, waits=False)}, "rank 1 made no progress for 60 s")
     assert ">rank 1 made no progress</b>" in display.pages[-1]
     assert stream.getvalue() == "lagom: train: rank 1 made no progress for 60 s\n"
-    progress.show(step(1, step=4))
+    progress.update(step(1, step=4))
     assert "made no progress" not in display.pages[-1]
     progress.close("done")
     assert "<b>done</b>" in display.pages[-1]
@@ -215,14 +221,14 @@ def test_a_rank_that_has_never_reported_has_a_row_to_the_end(monkeypatch: pytest
     display = Display()
     monkeypatch.setattr(progress_module, "notebook", lambda: display)
     progress, _ = shown(monkeypatch, live=False, world_size=32)
-    progress.show({"type": "join", "host": "a|1:2", "ranks": list(range(32))})
+    progress.joined(TaskJoined(host="a", ranks=list(range(32)), cores=0))
     for rank in range(16, 32):
-        progress.show(step(rank, steps_s=1.0))
+        progress.update(step(rank, steps_s=1.0))
     assert ">starting<" not in display.pages[-1]  # those that train come first, and there is room for 16
     assert "this epoch ends in 0:07" in display.pages[-1]
     progress, _ = shown(monkeypatch, live=False)
-    progress.show({"type": "join", "host": "a|1:2", "ranks": [0, 1]})
-    progress.show(step(0))
+    progress.joined(TaskJoined(host="a", ranks=[0, 1], cores=0))
+    progress.update(step(0))
     progress.close("failed on rank 1: ValueError")
     assert display.pages[-1].count("<tr>") == 1 + 2
 
@@ -260,12 +266,12 @@ def test_a_slow_start_is_told_from_tasks_that_cannot_reach_this_process(monkeypa
 
 def test_more_ranks_than_cores_are_told_in_the_first_line(monkeypatch: pytest.MonkeyPatch) -> None:
     progress, stream = shown(monkeypatch, live=False, world_size=20)
-    progress.show({"type": "join", "host": "a|1:2", "ranks": list(range(16)), "cores": 2})
-    progress.show({"type": "join", "host": "b|1:2", "ranks": list(range(16, 20)), "cores": 4})
+    progress.joined(TaskJoined(host="a", ranks=list(range(16)), cores=2))
+    progress.joined(TaskJoined(host="b", ranks=list(range(16, 20)), cores=4))
     (line,) = stream.getvalue().splitlines()
     assert line.endswith("; 16 ranks on 2 cores of a are slower than 2: take fewer (world_size=, -n)")
     progress, stream = shown(monkeypatch, live=False, world_size=2)
-    progress.show({"type": "join", "host": "a|1:2", "ranks": [0, 1], "cores": 2})
+    progress.joined(TaskJoined(host="a", ranks=[0, 1], cores=2))
     assert "cores" not in stream.getvalue()
 
 

@@ -26,6 +26,7 @@ from lagom import experiment
 from lagom.config import TorchDistributedConfig
 from lagom.errors import PlanError, RankError
 from lagom.extensions.observe.report.report import report
+from lagom.forward.rows.whole_reasons import WholeReason
 from lagom.result import Result
 from lagom.run_folder import RunFolder
 from lagom.watch import run_dir as module
@@ -33,6 +34,7 @@ from lagom.watch.chart import line_chart
 from lagom.watch.json_values import as_json
 from lagom.watch.run_dir import RunRecords, records
 from tests.imported_once import imported_once  # noqa: F401
+from tests.watch.heartbeats import report_of
 
 
 def train(fails: bool) -> dict[str, float]:
@@ -108,6 +110,38 @@ def test_a_run_leaves_its_settings_versions_ranks_output_progress_and_result(tmp
     ended = loaded(folder / "result.json")
     assert (ended["outcome"], ended["value"]) == ("returned", result.value)
     assert ended["per_rank"] == list(result.per_rank)
+
+
+class Mixing(nn.Linear):
+    """Mixes the rows of its batch."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        found = super().forward(input)
+        return found - found.mean(0)
+
+
+def train_mixing() -> None:
+    mixing, small = Mixing(1024, 1024), nn.Linear(2, 1)
+    for _ in range(4):
+        mixing(torch.randn(1024, 1024)).sum().backward()
+        small(torch.randn(8, 2)).sum().backward()
+
+
+@pytest.mark.parametrize("world_size", [1, 2, pytest.param(3, marks=pytest.mark.soak)])
+def test_modules_that_ran_whole_are_in_the_result_the_records_and_the_report(tmp_path: Path, world_size: int) -> None:
+    config = TorchDistributedConfig(launcher="local", world_size=world_size, run_dir=tmp_path)
+    result = experiment.lagom(train_mixing, config)
+    folder = result.run_dir
+    assert folder is not None
+    wanted = {"Mixing": WholeReason.MIXES_ROWS, "Linear": WholeReason.SMALL} if world_size > 1 else {}
+    assert {one.name: one.reason for one in result.whole} == wanted
+    assert sum(one.share for one in result.whole) == pytest.approx(float(world_size > 1))
+    assert all(one.calls == 3 for one in result.whole)
+    assert loaded(folder / "run.json")["whole"] == [one.as_json() for one in result.whole]
+    page = result.report().read_text()
+    assert page.count("Modules that ran whole") == (world_size > 1)
+    for one in result.whole:
+        assert f"<td>{one.name}</td><td>{one.kind}</td><td>3</td><td>{one.share:.1%}</td><td>{one.text}</td>" in page
 
 
 def test_settings_named_like_secrets_are_not_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -251,7 +285,7 @@ def test_a_long_run_does_not_keep_every_report(tmp_path: Path, monkeypatch: pyte
     assert kept is not None
     for _ in range(100_000):
         now[0] += 1.0
-        kept.progressed({"rank": 0, "samples": 1})
+        kept.progressed(report_of(samples=1))
     kept.close()
     assert 500 < len((kept.folder / "progress.jsonl").read_text().splitlines()) < 5000
 
@@ -314,7 +348,7 @@ def test_a_notebook_shows_a_report_as_a_link(tmp_path: Path, monkeypatch: pytest
 
 def test_a_run_that_was_cut_short_has_a_report_too(tmp_path: Path) -> None:
     kept = RunRecords(tmp_path, {"name": "x", "world_size": 1})
-    kept.progressed({"rank": 0, "samples": 1, "loss": float("nan"), "rate": 1.0})
+    kept.progressed(report_of(samples=1, loss=float("nan"), rate=1.0))
     kept.close()
     with (tmp_path / "progress.jsonl").open("a") as file:
         file.write('{"seconds": 1')
@@ -326,7 +360,7 @@ def test_a_run_that_was_cut_short_has_a_report_too(tmp_path: Path) -> None:
 
 def test_the_loss_is_that_of_a_batch_as_ranks_have_it_whole_by_default(tmp_path: Path) -> None:
     kept = RunRecords(tmp_path, {"name": "x", "world_size": 1})
-    kept.progressed({"rank": 0, "samples": 1, "loss": 0.5})
+    kept.progressed(report_of(samples=1, loss=0.5))
     kept.close()
     assert ">Loss of a batch<" in report(RunFolder.open(tmp_path))
 

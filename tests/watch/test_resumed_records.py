@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import sys
 import time
@@ -18,6 +19,8 @@ from lagom.run_folder import RunFolder
 from lagom.watch import spans as kinds
 from lagom.watch.run_dir import RunRecords
 from lagom.watch.spans import Spans
+from tests.watch.heartbeats import report_of
+from tests.wire.joins import join
 
 FIRST = {"name": "a run", "description": "of a test", "config": {"module": "Net()", "hparams": {"lr": 0.5}}}
 LATER = {"name": "a run", "description": "", "config": {"module": None, "hparams": {}}}
@@ -64,7 +67,7 @@ def test_the_trace_of_a_resumed_run_is_that_of_its_last_process(tmp_path: Path) 
             spans = Spans(rank, clock_of=f"the clock of the {name} process")
             spans.add(kinds.COPY, name, spans.clock())
             for block in spans.blocks():
-                records.timed(block | {"rank": rank})
+                records.timed(dataclasses.replace(block, rank=rank))
         records.close()
     trace = loaded(merge(tmp_path))
     assert [event["name"] for event in trace["traceEvents"] if event["ph"] == "X"].count("third") == 2
@@ -88,7 +91,7 @@ def process(folder: Path, clock: list[float], begin: float, ends: bool) -> None:
     records = RunRecords(folder, FIRST)
     for after in (4.0, 8.0):
         clock[0] = begin + after
-        records.progressed({"rank": 0, "samples": 1})
+        records.progressed(report_of(samples=1))
     clock[0] = begin + 10.0
     if ends:
         records.ended({"outcome": "raised"})
@@ -116,7 +119,7 @@ def test_the_seconds_until_ranks_joined_are_those_of_the_first_attempt(tmp_path:
                 records.begin_again(2)
             for rank in range(2):
                 clock[0] += 1.0
-                records.joined({"host": "a", "ip": "::1", "ranks": [rank]})
+                records.joined(join(rank, host="a", ip="::1"))
             found.append(loaded(tmp_path / "run.json")["seconds_to_join"])
         records.close()
     assert found == [2.0] * 4
@@ -126,7 +129,7 @@ def test_samples_of_an_earlier_attempt_are_no_speed(tmp_path: Path, clock: list[
     def report(samples: int, rate: float) -> None:
         clock[0] += 1.0
         for rank in range(2):
-            records.progressed({"rank": rank, "samples": samples, "rate": rate})
+            records.progressed(report_of(rank, samples=samples, rate=rate))
 
     records = RunRecords(tmp_path, FIRST)
     for attempt in range(3):

@@ -8,6 +8,7 @@ import struct
 import pytest
 
 from lagom.watch.silent_peers import SilentPeers
+from lagom.wire.messages import CutOff
 
 
 class Connection:
@@ -35,8 +36,8 @@ class Connection:
 def test_connections_with_a_silent_machine_are_told_and_ended_and_others_stay() -> None:
     answers, silent = Connection(0), Connection(2)
     peers = SilentPeers(lambda: [(1, answers), (2, silent)], 0.5)
-    assert peers.look() == [{"type": "cut off", "peer": 2, "lost_s": 0.5}]
+    assert peers.look(1) == [CutOff(rank=1, peer=2, lost_s=0.5)]
     peers.end_lost()
     assert (answers.is_shut, silent.is_shut) == (False, True)
     silent.unanswered = 0
-    assert peers.look() == []
+    assert peers.look(1) == []

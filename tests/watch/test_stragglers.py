@@ -6,7 +6,6 @@ import json
 import math
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -19,11 +18,11 @@ from lagom.config.torch_distributed import Collectives
 from lagom.extensions.observe.report.report import report
 from lagom.on_rank.resource_usage import ResourceUsage
 from lagom.run_folder import RunFolder
-from lagom.watch.stragglers import held_up, straggler
+from lagom.watch.stragglers import Waits, held_up, straggler
 
 
-def says(waits: float, **waits_for: float) -> dict[str, Any]:
-    return {"waits": waits, "waits_for": {name.removeprefix("rank_"): share for name, share in waits_for.items()}}
+def says(waits: float, **waits_for: float) -> Waits:
+    return Waits(waits, {name.removeprefix("rank_"): share for name, share in waits_for.items()})
 
 
 def test_what_the_others_wait_for_a_rank_is_their_mean() -> None:
@@ -63,7 +62,10 @@ def test_a_rank_that_comes_late_is_named(tmp_path: Path, collectives: Collective
 
 def test_the_report_says_it(tmp_path: Path) -> None:
     (tmp_path / "run.json").write_text('{"name": "x"}')
-    events = [{"rank": 0, "seconds": 1, **says(0.4, rank_1=0.4)}, {"rank": 1, "seconds": 1, **says(0.0)}]
+    events = [
+        {"rank": 0, "seconds": 1, **says(0.4, rank_1=0.4)._asdict()},
+        {"rank": 1, "seconds": 1, **says(0.0)._asdict()},
+    ]
     (tmp_path / "progress.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
     assert "The others waited 40% of their time for rank 1." in report(RunFolder.open(tmp_path))
 

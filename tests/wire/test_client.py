@@ -16,6 +16,13 @@ import pytest
 from lagom.wire import client as module
 from lagom.wire.client import DriverClient, LinkClosed, dial
 from lagom.wire.framing import MAX_FRAME, NONCE, PROOF, FrameKeys, body_of
+from lagom.wire.messages import Dropped, Log, Lost, Stop, TaskHello
+
+HELLO = TaskHello(task=0, version="0")
+
+
+def log(number: int, size: int = 0) -> Log:
+    return Log(rank=number, stream="stdout", data="x" * size)
 
 
 @pytest.fixture
@@ -29,10 +36,10 @@ def pair() -> Iterator[tuple[DriverClient, DriverClient]]:
 def test_receive_takes_one_and_leaves_the_rest(pair: tuple[DriverClient, DriverClient]) -> None:
     left, right = pair
     for number in range(3):
-        left.send({"n": number})
-    assert right.receive(1.0) == {"n": 0}
-    assert right.receive(1.0) == {"n": 1}
-    assert right.poll() == [{"n": 2}]
+        left.send(log(number))
+    assert right.receive(1.0) == log(0)
+    assert right.receive(1.0) == log(1)
+    assert right.poll() == [log(2)]
 
 
 def test_receive_gives_up_in_time(pair: tuple[DriverClient, DriverClient]) -> None:
@@ -50,9 +57,9 @@ def test_a_program_may_have_thousands_of_files_open() -> None:
         drawing = threading.Thread(target=lambda: received.append(right.receive(10.0)))
         received: list[object] = []
         drawing.start()
-        left.send({"data": "x" * 600_000})  # more than the kernel holds
+        left.send(log(0, 600_000))  # more than the kernel holds
         drawing.join()
-        assert received == [{"data": "x" * 600_000}]
+        assert received == [log(0, 600_000)]
         left.close()
         right.close()
     finally:
@@ -62,9 +69,9 @@ def test_a_program_may_have_thousands_of_files_open() -> None:
 
 def test_what_arrived_before_the_end_is_still_given(pair: tuple[DriverClient, DriverClient]) -> None:
     left, right = pair
-    left.send({"last": "words"})
+    left.send(log(1))
     left.close()
-    assert right.poll() == [{"last": "words"}]
+    assert right.poll() == [log(1)]
     with pytest.raises(LinkClosed):
         right.poll()
     with pytest.raises(LinkClosed):
@@ -73,7 +80,7 @@ def test_what_arrived_before_the_end_is_still_given(pair: tuple[DriverClient, Dr
 
 def test_a_reset_connection_is_the_end_of_a_link(pair: tuple[DriverClient, DriverClient]) -> None:
     left, right = pair
-    left.send({"nobody": "reads this"})
+    left.send(log(1))
     right.close()
     with pytest.raises(LinkClosed, match="reset"):
         left.receive(1.0)
@@ -81,10 +88,10 @@ def test_a_reset_connection_is_the_end_of_a_link(pair: tuple[DriverClient, Drive
 
 def test_a_message_that_fits_no_frame_is_refused_here_and_not_there() -> None:
     with pytest.raises(ValueError, match="frame"):
-        body_of({"data": "x" * MAX_FRAME})
+        body_of(Lost(message="x" * MAX_FRAME))
 
 
-@pytest.mark.parametrize("body", [b"no json", b"\xff\xfe", b'{"half":', b"[1, 2]", b"3"])
+@pytest.mark.parametrize("body", [b"no json", b"\xff\xfe", b'{"half":', b"[1, 2]", b"3", b"{}"])
 def test_garbage_is_the_end_of_a_link_and_no_crash(pair: tuple[DriverClient, DriverClient], body: bytes) -> None:
     left, right = pair
     left.socket.send(struct.pack(">I", len(body)) + body)
@@ -96,15 +103,15 @@ def test_send_to_nobody_says_so(pair: tuple[DriverClient, DriverClient]) -> None
     left, right = pair
     right.close()
     with pytest.raises(LinkClosed):
-        left.send({"a": 1})
+        left.send(Stop())
 
 
 def test_send_to_somebody_who_does_not_read_gives_up(pair: tuple[DriverClient, DriverClient]) -> None:
     left, _ = pair
     for _ in range(10):
-        left.offer({"data": "x" * 100_000})
+        left.offer(log(0, 100_000))
     with pytest.raises(LinkClosed, match=r"0\.1 s"):
-        left.send({"a": 1}, timeout_s=0.1)
+        left.send(Stop(), timeout_s=0.1)
 
 
 def test_offers_to_a_slow_reader_cost_no_time_and_are_dropped_and_counted(
@@ -113,15 +120,15 @@ def test_offers_to_a_slow_reader_cost_no_time_and_are_dropped_and_counted(
     monkeypatch.setattr(module, "MAX_BACKLOG_BYTES", 4 << 20)
     left, right = pair
     for number in range(1000):
-        left.offer({"type": "log", "n": number, "data": "x" * 20_000})  # one that waits for the reader waits for ever
+        left.offer(log(number, 20_000))  # one that waits for the reader waits for ever
     assert left.waiting()
     found = []
     while left.flush() or left.waiting():
         found += right.poll()
-    left.offer({"type": "log", "n": 1000, "data": ""})
+    left.offer(log(1000))
     found += right.poll()
-    numbers = [message["n"] for message in found if message["type"] == "log"]
-    dropped = [message["messages"] for message in found if message["type"] == "dropped"]
+    numbers = [message.rank for message in found if isinstance(message, Log)]
+    dropped = [message.messages for message in found if isinstance(message, Dropped)]
     assert numbers == sorted(numbers)
     assert numbers[-1] == 1000
     assert len(dropped) == 1
@@ -131,18 +138,18 @@ def test_offers_to_a_slow_reader_cost_no_time_and_are_dropped_and_counted(
 def test_sure_messages_wait_for_what_was_offered_before(pair: tuple[DriverClient, DriverClient]) -> None:
     left, right = pair
     for number in range(100):
-        left.offer({"n": number, "data": "x" * 10_000})
+        left.offer(log(number, 10_000))
     found: list[int] = []
 
     def read() -> None:
         while len(found) < 101:
             message = right.receive(5.0)
-            assert message is not None
-            found.append(message["n"])
+            assert isinstance(message, Log)
+            found.append(message.rank)
 
     reader = threading.Thread(target=read)
     reader.start()
-    left.send({"n": 100})
+    left.send(log(100))
     reader.join()
     assert found == list(range(101))
 
@@ -163,18 +170,18 @@ def test_proofs_and_keys_are_good_for_one_secret_and_one_connection_only() -> No
 def test_an_address_where_nobody_listens_is_no_exception() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = server.getsockname()
-    assert dial(address, b"secret", {}, 1.0) is None
+    assert dial(address, b"secret", HELLO, 1.0) is None
 
 
 def test_a_listener_that_says_nothing_is_given_up() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
-        assert dial(server.getsockname(), b"secret", {}, 0.1) is None
+        assert dial(server.getsockname(), b"secret", HELLO, 0.1) is None
 
 
 @pytest.mark.parametrize("greeting", [b"SSH-2.0-OpenSSH\r\n", b"", b"x" * NONCE, b"x" * (NONCE + PROOF)])
 def test_a_listener_that_is_something_else_is_no_exception(greeting: bytes) -> None:
     with listener(greeting) as (address, _):
-        assert dial(address, b"secret", {}, 0.5) is None
+        assert dial(address, b"secret", HELLO, 0.5) is None
 
 
 @contextmanager
@@ -203,10 +210,10 @@ def listener(*says: bytes) -> Iterator[tuple[tuple[str, int], bytearray]]:
 def test_one_that_only_repeats_what_ranks_say_is_not_taken_for_the_driver() -> None:
     secret = b"0123456789abcdef" * 2
     with listener(bytes(NONCE)) as (address, heard):
-        assert dial(address, secret, {"purpose": "task", "task": 0}, 0.5) is None
+        assert dial(address, secret, HELLO, 0.5) is None
     rank_proof = bytes(heard[NONCE : NONCE + PROOF])
     assert rank_proof == FrameKeys(secret, bytes(NONCE), bytes(heard[:NONCE])).rank_proof
     assert secret not in heard
     assert secret.hex().encode() not in heard
     with listener(bytes(NONCE), rank_proof) as (address, _):
-        assert dial(address, secret, {"purpose": "task", "task": 0}, 0.5) is None
+        assert dial(address, secret, HELLO, 0.5) is None

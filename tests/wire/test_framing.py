@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lagom.wire.framing import MAX_FRAME, BadFrame, FrameDecoder, FrameSeals, Message, body_of, frame_of, shorten
+from lagom.wire.framing import MAX_FRAME, BadFrame, FrameDecoder, FrameSeals, body_of, frame_of, shorten
+from lagom.wire.messages import FileNote, Message, MessageError, Stop, from_json
 
 KEY = b"k" * 32
 VALUES = st.recursive(
@@ -18,7 +19,11 @@ VALUES = st.recursive(
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(), inner, max_size=4),
     max_leaves=10,
 )
-MESSAGES = st.lists(st.dictionaries(st.text(), VALUES, max_size=4), max_size=5)
+NOTES = st.builds(
+    FileNote, what=st.text(), path=st.text(), host=st.text(), details=st.dictionaries(st.text(), VALUES, max_size=4)
+)
+MESSAGES = st.lists(NOTES, max_size=5)
+STOP = b'{"type": "stop"}'
 fuzz = settings(max_examples=50, deadline=None)
 
 
@@ -28,8 +33,8 @@ def decoded(data: bytes, cuts: list[int], seals: FrameSeals | None) -> list[Mess
     ends = sorted({min(cut, len(data)) for cut in cuts} | {len(data)})
     for start, end in zip([0, *ends], ends, strict=False):
         decoder.feed(data[start:end])
-        while messages := decoder.take():
-            found += messages
+        while frames := decoder.take():
+            found += [frame.message for frame in frames]
     return found
 
 
@@ -37,7 +42,7 @@ def decoded(data: bytes, cuts: list[int], seals: FrameSeals | None) -> list[Mess
 @fuzz
 @given(messages=MESSAGES, cuts=st.lists(st.integers(0, 2000), max_size=6), sealed=st.booleans())
 def test_messages_come_out_as_they_went_in_whatever_the_pieces(
-    messages: list[Message], cuts: list[int], sealed: bool
+    messages: list[FileNote], cuts: list[int], sealed: bool
 ) -> None:
     seals = FrameSeals(KEY) if sealed else None
     data = b"".join(frame_of(body_of(message), seals) for message in messages)
@@ -46,9 +51,9 @@ def test_messages_come_out_as_they_went_in_whatever_the_pieces(
 
 @fuzz
 @given(data=st.binary(max_size=300), cuts=st.lists(st.integers(0, 300), max_size=4))
-def test_any_bytes_are_objects_or_refused(data: bytes, cuts: list[int]) -> None:
-    with contextlib.suppress(BadFrame):
-        assert all(isinstance(message, dict) for message in decoded(data, cuts, None))
+def test_any_bytes_are_messages_or_refused(data: bytes, cuts: list[int]) -> None:
+    with contextlib.suppress(BadFrame, MessageError):
+        assert all(isinstance(message, Message) for message in decoded(data, cuts, None))
 
 
 @fuzz
@@ -62,7 +67,7 @@ def test_bytes_of_a_stranger_are_no_message(data: bytes, cuts: list[int]) -> Non
 @fuzz
 @given(messages=MESSAGES.filter(bool), where=st.integers(0), bit=st.integers(0, 7), remove=st.booleans())
 def test_frames_that_are_changed_on_the_way_give_a_beginning_of_what_was_sent(
-    messages: list[Message], where: int, bit: int, remove: bool
+    messages: list[FileNote], where: int, bit: int, remove: bool
 ) -> None:
     seals = FrameSeals(KEY)
     data = bytearray(b"".join(frame_of(body_of(message), seals) for message in messages))
@@ -75,7 +80,7 @@ def test_frames_that_are_changed_on_the_way_give_a_beginning_of_what_was_sent(
     decoder.feed(bytes(data))
     try:
         while taken := decoder.take():
-            found += taken
+            found += [frame.message for frame in taken]
     except BadFrame:
         pass
     assert len(found) < len(messages)
@@ -84,11 +89,11 @@ def test_frames_that_are_changed_on_the_way_give_a_beginning_of_what_was_sent(
 
 @fuzz
 @given(body=st.binary(max_size=60) | st.text(alphabet='[]{}",:0123456789.eE-+ntrueflasN', max_size=60).map(str.encode))
-def test_what_json_makes_of_a_body_is_an_object_or_refused(body: bytes) -> None:
+def test_what_json_makes_of_a_body_is_a_message_or_refused(body: bytes) -> None:
     decoder = FrameDecoder()
     decoder.feed(frame_of(body))
-    with contextlib.suppress(BadFrame):
-        assert repr(decoder.take()) == repr([json.loads(body)])
+    with contextlib.suppress(BadFrame, MessageError):
+        assert [frame.message for frame in decoder.take()] == [from_json(json.loads(body))]
 
 
 @pytest.mark.parametrize(
@@ -116,8 +121,8 @@ def test_a_length_alone_makes_nobody_wait_for_more_than_a_frame() -> None:
 
 def test_what_was_refused_stays_refused_and_what_came_before_is_given() -> None:
     decoder = FrameDecoder()
-    decoder.feed(frame_of(b'{"a": 1}') + frame_of(b"garbage") + frame_of(b'{"b": 2}'))
-    assert decoder.take() == [{"a": 1}]
+    decoder.feed(frame_of(STOP) + frame_of(b"garbage") + frame_of(STOP))
+    assert decoder.take() == [(Stop(), STOP)]
     for _ in range(2):
         with pytest.raises(BadFrame):
             decoder.take()
@@ -125,8 +130,8 @@ def test_what_was_refused_stays_refused_and_what_came_before_is_given() -> None:
 
 def test_bytes_behind_a_message_are_left() -> None:
     decoder = FrameDecoder()
-    decoder.feed(frame_of(b'{"a": 1}') + b"raw")
-    assert decoder.take(limit=1) == [{"a": 1}]
+    decoder.feed(frame_of(STOP) + b"raw")
+    assert decoder.take(limit=1) == [(Stop(), STOP)]
     assert decoder.rest() == b"raw"
     assert decoder.rest() == b""
 

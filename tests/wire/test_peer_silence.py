@@ -13,6 +13,7 @@ import pytest
 
 from lagom.wire import client as link_module
 from lagom.wire.client import DriverClient, LinkClosed
+from lagom.wire.messages import Log
 from lagom.wire.peer_silence import PeerSilence, probe_silence
 from tests.integration import hosts
 
@@ -104,7 +105,7 @@ def test_a_link_to_a_machine_that_is_cut_off_ends(waiting: bool, monkeypatch: py
                 link = DriverClient(connection)
                 there.cut_off()
                 if waiting:
-                    link.offer({"type": "log", "data": "x"})
+                    link.offer(Log(rank=0, stream="", data="x"))
                 start = time.monotonic()
                 assert ended(link, start + 20.0)
                 assert time.monotonic() - start > 1.5

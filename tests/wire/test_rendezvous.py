@@ -7,28 +7,15 @@ import itertools
 import json
 import socket
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 
 from lagom.errors import PlanError
 from lagom.wire import rendezvous
-from lagom.wire.client import DriverClient, LinkClosed, Message
+from lagom.wire.client import DriverClient, LinkClosed
+from lagom.wire.messages import Gather, Started, Stop, from_json, to_json
 from lagom.wire.rendezvous import Stopped, join_run, other_torch, peers
-
-
-def join(task: int, *, ranks: list[int] | None = None, gpus: list[str] | None = None, **more: Any) -> Message:
-    return {
-        "type": "join",
-        "task": task,
-        "ranks": [task] if ranks is None else ranks,
-        "host": f"host{task}|64:1",
-        "ip": f"10.0.0.{task}",
-        "store": ["10.0.0.0", 1234] if task == 0 else None,
-        "python": "3.11",
-        "torch": "2.13.0",
-        "gpus": gpus or [],
-    } | more
+from tests.wire.joins import join
 
 
 @pytest.fixture
@@ -41,42 +28,42 @@ def pair() -> Iterator[tuple[DriverClient, DriverClient]]:
 
 def test_ranks_are_in_order_in_whatever_order_tasks_join() -> None:
     tables = [peers(order) for order in itertools.permutations([join(task) for task in range(3)])]
-    assert [rank["rank"] for rank in tables[0]["ranks"]] == [0, 1, 2]
-    assert [rank["ip"] for rank in tables[0]["ranks"]] == ["10.0.0.0", "10.0.0.1", "10.0.0.2"]
-    assert tables[0]["store"] == ["10.0.0.0", 1234]
+    assert [rank.rank for rank in tables[0].ranks] == [0, 1, 2]
+    assert [rank.ip for rank in tables[0].ranks] == ["10.0.0.0", "10.0.0.1", "10.0.0.2"]
+    assert tables[0].store == ("10.0.0.0", 1234)
     assert all(table == tables[0] for table in tables)
 
 
 def test_more_than_ten_tasks_are_ordered_as_numbers() -> None:
     table = peers([join(task) for task in reversed(range(12))])
-    assert [rank["rank"] for rank in table["ranks"]] == list(range(12))
+    assert [rank.rank for rank in table.ranks] == list(range(12))
 
 
 def test_tasks_with_several_ranks_give_each_its_gpu() -> None:
     table = peers([join(1, ranks=[2, 3], gpus=["0", "1"]), join(0, ranks=[0, 1], gpus=["0", "1"])])
-    found = [(rank["rank"], rank["host"].split("|")[0], rank["gpu"]) for rank in table["ranks"]]
+    found = [(rank.rank, rank.host.split("|")[0], rank.gpu) for rank in table.ranks]
     assert found == [(0, "host0", "0"), (1, "host0", "1"), (2, "host1", "0"), (3, "host1", "1")]
-    assert table["nccl"] is True
+    assert table.nccl is True
 
 
 def test_ranks_that_share_a_gpu_do_without_nccl() -> None:
     table = peers([join(0, gpus=["0"], host="same|64:1"), join(1, gpus=["0"], host="same|64:1")])
-    assert table["nccl"] is False
+    assert table.nccl is False
 
 
 def test_the_same_address_in_two_containers_of_a_host_is_not_one_gpu() -> None:
     table = peers([join(0, gpus=["0"], host="same|64:1"), join(1, gpus=["0"], host="same|65:9")])
-    assert table["nccl"] is True
+    assert table.nccl is True
 
 
 def test_ranks_of_one_host_without_gpus_do_without_nccl() -> None:
-    assert peers([join(0, host="same|64:1"), join(1, host="same|64:1")])["nccl"] is False
+    assert peers([join(0, host="same|64:1"), join(1, host="same|64:1")]).nccl is False
 
 
 @pytest.mark.parametrize("fact", ["python", "torch"])
 def test_different_versions_are_an_error_naming_hosts_and_versions(fact: str) -> None:
     with pytest.raises(PlanError) as raised:
-        peers([join(task) | {fact: version} for task, version in enumerate(("1.0", "2.0", "1.0"))])
+        peers([join(task, **{fact: version}) for task, version in enumerate(("1.0", "2.0", "1.0"))])
     text = str(raised.value)
     assert f"versions of {fact}" in text
     assert "1.0 on host" in text
@@ -106,18 +93,18 @@ def test_hosts_that_would_exchange_in_clear_are_refused_by_name() -> None:
     with pytest.raises(PlanError, match=wanted):
         peers([join(1), join(0)], "NCCL")
     with pytest.raises(PlanError, match="in clear"):
-        join_run(None, lambda text: [text, json.dumps(join(1))], join(0), in_clear="NCCL")
+        join_run(None, lambda text: [text, json.dumps(to_json(join(1)))], join(0), in_clear="NCCL")
 
 
 def test_the_table_travels_as_json() -> None:
     table = peers([join(0), join(1)])
-    assert json.loads(json.dumps(table)) == table
+    assert from_json(json.loads(json.dumps(to_json(table)))) == table
 
 
 def test_a_task_joins_and_gets_the_table_from_the_driver(pair: tuple[DriverClient, DriverClient]) -> None:
     ours, driver = pair
     table = peers([join(0)])
-    driver.send({"type": "something else"})
+    driver.send(Started(pids={}))
     driver.send(table)
     assert join_run(ours, None, join(0)) == table
     assert driver.poll() == [join(0)]
@@ -125,8 +112,8 @@ def test_a_task_joins_and_gets_the_table_from_the_driver(pair: tuple[DriverClien
 
 def test_a_task_that_is_told_to_gather_does(pair: tuple[DriverClient, DriverClient]) -> None:
     ours, driver = pair
-    driver.send({"type": "gather"})
-    table = join_run(ours, lambda text: [text, json.dumps(join(1))], join(0))
+    driver.send(Gather())
+    table = join_run(ours, lambda text: [text, json.dumps(to_json(join(1)))], join(0))
     assert table == peers([join(0), join(1)])
 
 
@@ -141,7 +128,7 @@ def test_a_task_without_a_driver_and_without_a_way_to_gather_says_so() -> None:
 
 def test_a_task_that_comes_too_late_is_stopped(pair: tuple[DriverClient, DriverClient]) -> None:
     ours, driver = pair
-    driver.send({"type": "stop"})
+    driver.send(Stop())
     with pytest.raises(Stopped):
         join_run(ours, None, join(0))
 

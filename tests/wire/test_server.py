@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import hashlib
+import json
 import os
 import resource
 import secrets
@@ -22,8 +23,18 @@ import pytest
 
 from lagom.wire.client import DriverClient, LinkClosed, deliver, dial
 from lagom.wire.fetch import fetch_file
-from lagom.wire.framing import MAX_FRAME, NONCE, PROOF, FrameKeys, FrameSeals, Message, body_of, frame_of
+from lagom.wire.framing import MAX_FRAME, NONCE, PROOF, FrameKeys, FrameSeals, body_of, frame_of
+from lagom.wire.messages import Lost, Message, Stop, TaskHello, own_version, to_json
 from lagom.wire.server import DriverServer, anonymous_file
+
+
+def hello_of(task: int) -> TaskHello:
+    return TaskHello(task=task, version=own_version())
+
+
+def said(text: str) -> Lost:
+    """Return some message."""
+    return Lost(message=text)
 
 
 class Driver:
@@ -36,11 +47,11 @@ class Driver:
 
     def take(self, task: int, message: Message) -> None:
         self.messages.append((task, message))
-        if message.get("type") == "odd":
+        if message == said("odd"):
             raise KeyError("rank")
 
     def rank(self, task: int) -> DriverClient:
-        link = dial(self.address, self.channel.secret, {"purpose": "task", "task": task}, 30.0)
+        link = dial(self.address, self.channel.secret, hello_of(task), 30.0)
         assert link is not None
         return link
 
@@ -74,11 +85,11 @@ def served(driver: Driver, task: int = 7) -> bool:
     link = driver.rank(task)
     try:
         before = len(driver.messages)
-        link.send({"type": "hello", "task": task})
-        if not until(lambda: (task, {"type": "hello", "task": task}) in driver.messages[before:]):
+        link.send(said("hello"))
+        if not until(lambda: (task, said("hello")) in driver.messages[before:]):
             return False
-        driver.channel.send(task, {"type": "answer"})
-        return link.receive(30.0) == {"type": "answer"}
+        driver.channel.send(task, said("answer"))
+        return link.receive(30.0) == said("answer")
     finally:
         link.close()
 
@@ -92,7 +103,7 @@ def introduced(driver: Driver, connection: socket.socket, **hello: Any) -> tuple
     nonce = secrets.token_bytes(NONCE)
     keys = FrameKeys(driver.channel.secret, exactly(connection, NONCE), nonce)
     seals = FrameSeals(keys.from_rank)
-    return nonce + keys.rank_proof + frame_of(body_of(hello), seals), seals
+    return nonce + keys.rank_proof + frame_of(json.dumps(hello).encode(), seals), seals
 
 
 def ended(connection: socket.socket) -> bool:
@@ -111,14 +122,14 @@ def ended(connection: socket.socket) -> bool:
 def test_ranks_are_heard_and_answered_each_its_own(driver: Driver) -> None:
     links = [driver.rank(task) for task in range(3)]
     for task, link in enumerate(links):
-        link.send({"from": task})
+        link.send(said(f"from {task}"))
     assert until(lambda: len(driver.messages) == 3)
-    assert sorted(driver.messages) == [(task, {"from": task}) for task in range(3)]
+    assert sorted(driver.messages) == [(task, said(f"from {task}")) for task in range(3)]
     for task in range(3):
-        driver.channel.send(task, {"to": task})
-    assert [link.receive(30.0) for link in links] == [{"to": task} for task in range(3)]
-    driver.channel.broadcast({"to": "all"})
-    assert [link.receive(30.0) for link in links] == [{"to": "all"}] * 3
+        driver.channel.send(task, said(f"to {task}"))
+    assert [link.receive(30.0) for link in links] == [said(f"to {task}") for task in range(3)]
+    driver.channel.broadcast(said("to all"))
+    assert [link.receive(30.0) for link in links] == [said("to all")] * 3
     for link in links:
         link.close()
     assert until(lambda: sorted(driver.closed) == [0, 1, 2])
@@ -128,10 +139,10 @@ def test_an_inherited_pair_of_sockets_is_served_without_a_proof(driver: Driver) 
     ours, theirs = socket.socketpair()
     driver.channel.adopt(ours, 0)
     link = DriverClient(theirs)
-    link.send({"a": 1})
-    assert until(lambda: driver.messages == [(0, {"a": 1})])
-    driver.channel.send(0, {"b": 2})
-    assert link.receive(30.0) == {"b": 2}
+    link.send(said("a"))
+    assert until(lambda: driver.messages == [(0, said("a"))])
+    driver.channel.send(0, said("b"))
+    assert link.receive(30.0) == said("b")
     link.close()
     assert until(lambda: driver.closed == [0])
 
@@ -140,7 +151,7 @@ def test_an_inherited_pair_of_sockets_is_served_without_a_proof(driver: Driver) 
 def test_a_stranger_with_a_wrong_secret_is_sent_away_unheard(driver: Driver, secret: bytes) -> None:
     with driver.stranger() as connection:
         keys = FrameKeys(secret, exactly(connection, NONCE), bytes(NONCE))
-        frames = frame_of(body_of({"purpose": "task", "task": 0}), FrameSeals(keys.from_rank))
+        frames = frame_of(body_of(hello_of(0)), FrameSeals(keys.from_rank))
         connection.sendall(bytes(NONCE) + keys.rank_proof + frames)
         assert ended(connection)
     assert not driver.messages
@@ -159,7 +170,7 @@ def test_a_stranger_is_read_no_further_than_its_proof(driver: Driver, monkeypatc
         exactly(connection, NONCE)
         with pytest.raises(TimeoutError):  # it waits for the rest
             connection.recv(100)
-        connection.sendall(b"x" + frame_of(body_of({"purpose": "task", "task": 0})))
+        connection.sendall(b"x" + frame_of(body_of(hello_of(0))))
         assert ended(connection)
     assert not driver.messages
     assert not driver.closed
@@ -167,15 +178,15 @@ def test_a_stranger_is_read_no_further_than_its_proof(driver: Driver, monkeypatc
 
 def test_a_recorded_introduction_opens_nothing(driver: Driver) -> None:
     with driver.stranger() as first:
-        hello, seals = introduced(driver, first, purpose="task", task=0)
-        hello += frame_of(body_of({"type": "honest"}), seals)
+        hello, seals = introduced(driver, first, **to_json(hello_of(0)))
+        hello += frame_of(body_of(said("honest")), seals)
         first.sendall(hello)
-        assert until(lambda: driver.messages == [(0, {"type": "honest"})])
+        assert until(lambda: driver.messages == [(0, said("honest"))])
     with driver.stranger() as second:
         exactly(second, NONCE)
         second.sendall(hello)
         assert ended(second)
-    assert driver.messages == [(0, {"type": "honest"})]
+    assert driver.messages == [(0, said("honest"))]
 
 
 def changed(frame: bytes) -> bytes:
@@ -195,12 +206,40 @@ def changed(frame: bytes) -> bytes:
 )
 def test_frames_that_somebody_on_the_way_plays_with_end_the_connection(driver: Driver, tampered: Any) -> None:
     with driver.stranger() as connection:
-        hello, seals = introduced(driver, connection, purpose="task", task=0)
-        one, two = (frame_of(body_of({"type": name}), seals) for name in ("one", "two"))
+        hello, seals = introduced(driver, connection, **to_json(hello_of(0)))
+        one, two = (frame_of(body_of(said(name)), seals) for name in ("one", "two"))
         connection.sendall(hello + tampered(one, two))
         assert ended(connection)
     assert until(lambda: driver.closed == [0])
-    assert driver.messages in ([], [(0, {"type": "one"})])  # heard once at most
+    assert driver.messages in ([], [(0, said("one"))])  # heard once at most
+    assert served(driver)
+
+
+def test_a_task_with_another_version_of_lagom_is_told_of(driver: Driver) -> None:
+    link = dial(driver.address, driver.channel.secret, TaskHello(task=5, version="0.0.1"), 30.0)
+    assert link is not None
+    assert until(lambda: driver.messages)
+    ((task, message),) = driver.messages
+    assert task == 5
+    assert isinstance(message, Lost)
+    assert message.message.startswith(f"task 5 runs lagom 0.0.1, and the driver {own_version()}; give driver and ")
+    link.close()
+
+
+def test_a_message_that_this_version_does_not_know_is_told_of_and_ends_its_connection(driver: Driver) -> None:
+    link = driver.rank(0)
+    link.send(b'{"type": "stop", "when": 3}')
+    assert until(lambda: driver.closed == [0])
+    assert driver.messages == [
+        (
+            0,
+            said(
+                f"a message 'stop' for lagom {own_version()} has the foreign field 'when'; "
+                "give driver and executors the same version of lagom"
+            ),
+        )
+    ]
+    link.close()
     assert served(driver)
 
 
@@ -226,7 +265,11 @@ def test_garbage_is_hung_up_on(driver: Driver, data: bytes) -> None:
     assert served(driver)
 
 
-@pytest.mark.parametrize("what", [{}, {"task": "x"}, {"task": None}, {"purpose": "deliver"}, {"purpose": "fetch"}])
+@pytest.mark.parametrize(
+    "what",
+    [{}, {"task": 0}, {"type": "task", "task": 0}, {"type": "task", "task": "x", "version": own_version()}]
+    + [{"type": kind} for kind in ("deliver", "fetch", "stop", "unheard of")],
+)
 def test_one_of_ours_that_talks_nonsense_is_hung_up_on(driver: Driver, what: dict[str, Any]) -> None:
     with driver.stranger() as connection:
         connection.sendall(introduced(driver, connection, **what)[0])
@@ -237,7 +280,7 @@ def test_one_of_ours_that_talks_nonsense_is_hung_up_on(driver: Driver, what: dic
 
 def test_a_rank_that_sends_a_frame_that_is_too_long_is_hung_up_on(driver: Driver) -> None:
     with driver.stranger() as connection:
-        hello, _ = introduced(driver, connection, task=0)
+        hello, _ = introduced(driver, connection, **to_json(hello_of(0)))
         connection.sendall(hello + struct.pack(">I", MAX_FRAME + 17))
         assert ended(connection)
     assert until(lambda: driver.closed == [0])
@@ -246,8 +289,8 @@ def test_a_rank_that_sends_a_frame_that_is_too_long_is_hung_up_on(driver: Driver
 
 def test_half_a_frame_and_the_end_is_the_end_of_that_rank_only(driver: Driver) -> None:
     with driver.stranger() as connection:
-        hello, seals = introduced(driver, connection, task=0)
-        connection.sendall(hello + frame_of(body_of({"a": 1}), seals)[:-1])
+        hello, seals = introduced(driver, connection, **to_json(hello_of(0)))
+        connection.sendall(hello + frame_of(body_of(said("a")), seals)[:-1])
     assert until(lambda: driver.closed == [0])
     assert driver.messages == []
     assert served(driver)
@@ -295,8 +338,8 @@ def test_ten_thousand_connections_harm_nobody(driver: Driver) -> None:
             assert flood.stdout is not None
             answered = 0
             while flood.poll() is None:
-                lasting.send({"n": answered})
-                answered += until(lambda: (1, {"n": answered}) in driver.messages)  # noqa: B023
+                lasting.send(said(str(answered)))
+                answered += until(lambda: (1, said(str(answered))) in driver.messages)  # noqa: B023
                 assert served(driver)
             assert flood.returncode == 0
             assert int(flood.stdout.read()) == 10_000
@@ -338,33 +381,33 @@ def test_a_rank_that_was_thrown_out_in_a_crowd_tries_again(monkeypatch: pytest.M
     with Driver() as driver:
         address, secret = driver.address, driver.channel.secret
         crowd = threading.Timer(0.01, lambda: monkeypatch.setattr("lagom.wire.listener.MAX_STRANGERS", 10))
-        assert dial(address, secret, {"purpose": "task", "task": 0}, 2.0) is None  # each time the oldest, and only one
+        assert dial(address, secret, hello_of(0), 2.0) is None  # each time the oldest, and only one
         crowd.start()
-        link = dial(address, secret, {"purpose": "task", "task": 0}, 5.0)
+        link = dial(address, secret, hello_of(0), 5.0)
         crowd.join()
         assert link is not None
         link.close()
 
 
 def test_a_message_to_nobody_is_no_error(driver: Driver) -> None:
-    driver.channel.send(99, {"a": 1})
-    driver.channel.broadcast({"a": 1})
+    driver.channel.send(99, said("a"))
+    driver.channel.broadcast(said("a"))
     assert served(driver)
 
 
 def test_a_rank_that_does_not_read_holds_up_no_other(driver: Driver) -> None:
     lazy = driver.rank(0)
-    lazy.send({"here": 0})
+    lazy.send(said("here"))
     assert until(lambda: driver.messages)
     for _ in range(50):
-        driver.channel.send(0, {"data": "x" * 500_000})
+        driver.channel.send(0, said("x" * 500_000))
     assert served(driver)
     lazy.close()
 
 
 def test_a_message_that_breaks_the_drivers_side_ends_its_connection_only(driver: Driver) -> None:
     link = driver.rank(0)
-    link.send({"type": "odd"})
+    link.send(said("odd"))
     assert until(lambda: driver.closed == [0])
     link.close()
     assert served(driver)
@@ -376,8 +419,8 @@ def test_closing_leaves_no_thread_and_no_file(driver: Driver) -> None:
     with Driver() as other:
         assert served(other)
         link, stranger = other.rank(1), other.stranger()
-        link.send({"a": 1})
-        assert until(lambda: (1, {"a": 1}) in other.messages)
+        link.send(said("a"))
+        assert until(lambda: (1, said("a")) in other.messages)
     assert ended(stranger)
     assert ended(link.socket)
     link.close()
@@ -389,18 +432,18 @@ def test_closing_leaves_no_thread_and_no_file(driver: Driver) -> None:
 def test_closing_gives_a_last_message_the_time_to_leave() -> None:
     with Driver() as driver:
         link = driver.rank(0)
-        link.send({"a": 1})
+        link.send(said("a"))
         assert until(lambda: driver.messages)
-        driver.channel.broadcast({"type": "stop"})
-    assert link.receive(30.0) == {"type": "stop"}
+        driver.channel.broadcast(Stop())
+    assert link.receive(30.0) == Stop()
     link.close()
 
 
 def test_a_message_after_the_end_is_no_error() -> None:
     with Driver() as driver:
         pass
-    driver.channel.send(0, {"a": 1})
-    driver.channel.broadcast({"a": 1})
+    driver.channel.send(0, said("a"))
+    driver.channel.broadcast(said("a"))
 
 
 def test_call_later_is_forgotten_when_the_channel_closes() -> None:
@@ -491,7 +534,7 @@ def test_a_second_delivery_replaces_the_first(driver: Driver, payload: tuple[int
 def test_half_a_delivery_is_none(driver: Driver) -> None:
     before = len(os.listdir("/proc/self/fd"))
     with driver.stranger() as connection:
-        hello, _ = introduced(driver, connection, purpose="deliver", name="outcome-0", size=1000)
+        hello, _ = introduced(driver, connection, type="deliver", name="outcome-0", size=1000)
         connection.sendall(hello + b"x" * 500)
     assert until(lambda: len(os.listdir("/proc/self/fd")) == before)
     assert driver.channel.delivered == {}

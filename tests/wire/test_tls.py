@@ -17,8 +17,9 @@ from typing import Any
 
 import pytest
 
-from lagom.wire.client import DriverClient, Message, deliver, dial
+from lagom.wire.client import DriverClient, deliver, dial
 from lagom.wire.fetch import fetch_file
+from lagom.wire.messages import Log, Lost, Message, Stopping, TaskHello, own_version
 from lagom.wire.server import DriverServer, anonymous_file
 from lagom.wire.tls import NoCertificate, certificate_of_a_run
 
@@ -69,26 +70,26 @@ def wire(address: tuple[str, int]) -> Iterator[tuple[tuple[str, int], bytearray]
 
 
 def talk(address: tuple[str, int], made: DriverServer, certificate: str, messages: list[Any]) -> None:
-    link = dial(address, made.secret, {"purpose": "task", "task": 3}, 5.0, certificate)
+    link = dial(address, made.secret, TaskHello(task=3, version=own_version()), 5.0, certificate)
     assert link is not None
-    link.send({"type": "log", "data": WORD * 20_000})
-    link.send({"type": "last"})
+    link.send(Lost(message=WORD * 20_000))
+    link.send(Stopping())
     deadline = time.monotonic() + 10.0
-    while (3, {"type": "last"}) not in messages and time.monotonic() < deadline:
+    while (3, Stopping()) not in messages and time.monotonic() < deadline:
         time.sleep(0.005)
     for number in range(200):
-        made.send(3, {"number": number, "data": WORD * 1000})
-    assert [wanted(link)["number"] for _ in range(200)] == list(range(200))
+        made.send(3, Log(rank=number, stream="", data=WORD * 1000))
+    assert [wanted(link).rank for _ in range(200)] == list(range(200))
     assert [message for task, message in messages if task == 3] == [
-        {"type": "log", "data": WORD * 20_000},
-        {"type": "last"},
+        Lost(message=WORD * 20_000),
+        Stopping(),
     ]
     link.close()
 
 
-def wanted(link: DriverClient) -> Message:
+def wanted(link: DriverClient) -> Log:
     message = link.receive(10.0)
-    assert message is not None
+    assert isinstance(message, Log)
     return message
 
 
@@ -120,15 +121,16 @@ def test_files_go_both_ways(tmp_path: Path) -> None:
 
 def test_a_driver_with_another_certificate_is_not_believed() -> None:
     _, another = certificate_of_a_run()
+    hello = TaskHello(task=0, version=own_version())
     with channel() as (made, address, certificate, messages):
-        assert dial(address, made.secret, {"purpose": "task", "task": 0}, 2.0, another) is None
-        assert dial(address, made.secret, {"purpose": "task", "task": 0}, 2.0) is None  # without any: in clear
-        link = dial(address, made.secret, {"purpose": "task", "task": 0}, 2.0, certificate)
+        assert dial(address, made.secret, hello, 2.0, another) is None
+        assert dial(address, made.secret, hello, 2.0) is None  # without any: in clear
+        link = dial(address, made.secret, hello, 2.0, certificate)
         assert link is not None
         link.close()
     with DriverServer(lambda *_: None, lambda _: None) as made:
         address = made.listen("127.0.0.1")
-        assert dial(address, made.secret, {"purpose": "task", "task": 0}, 2.0, certificate) is None
+        assert dial(address, made.secret, hello, 2.0, certificate) is None
     assert messages == []
 
 

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lagom.config import TorchDistributedConfig
 from lagom.config.trials import JOURNAL
@@ -29,6 +29,9 @@ from lagom.program.sources import reachable_modules, source_text
 from lagom.restart.kept_snapshots import CALL, RESULT, SETTINGS, SnapshotFolder, no_snapshots
 from lagom.run_folder import RunFolder
 from lagom.watch.run_dir import RunRecords
+
+if TYPE_CHECKING:
+    from lagom.whole_modules import WholeModule
 
 NO_FOLDER = "snapshot_every_s needs a folder for the run; set run_dir to a path or a URL"
 _DATA: dict[str, Any] = {"module": None, "train_set": None, "test_set": None, "dataset": None, "hparams": {}}
@@ -152,18 +155,20 @@ def read_call(folder: RunFolder) -> Iterator[tuple[KeptRun, Call, SnapshotFolder
         sys.path[:] = path
 
 
-def keep_result(folder: SnapshotFolder, value: Any, values: list[Any], timings: dict[str, float]) -> None:
+def keep_result(
+    folder: SnapshotFolder, value: Any, values: list[Any], timings: dict[str, float], whole: list[WholeModule]
+) -> None:
     """Write the result of a run and remove its snapshots; keep them if the result cannot be pickled or written."""
     with suppress(PayloadError, OSError):  # then the snapshots stay, from which ``resume`` computes the result again
-        _write(folder.folder, RESULT, (value, values, timings))
+        _write(folder.folder, RESULT, (value, values, timings, whole))
         folder.remove_all()  # the run has ended, so nothing resumes from its snapshots
 
 
-def read_result(folder: SnapshotFolder) -> tuple[Any, list[Any], dict[str, float]] | None:
+def read_result(folder: SnapshotFolder) -> tuple[Any, list[Any], dict[str, float], list[WholeModule]] | None:
     """Return what ``keep_result`` has written; None if the run has not ended."""
     if not folder.has_result():
         return None
-    found: tuple[Any, list[Any], dict[str, float]] = _read(folder, RESULT)
+    found: tuple[Any, list[Any], dict[str, float], list[WholeModule]] = _read(folder, RESULT)
     return found
 
 

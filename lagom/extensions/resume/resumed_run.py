@@ -42,7 +42,7 @@ def kept_run(run: DriverRun) -> Iterator[None]:
     if snapshots is None:
         yield
         return
-    run.returned.append(lambda value, values: keep_result(snapshots, value, values, run.timings.parts()))
+    run.returned.append(lambda value, values: keep_result(snapshots, value, values, run.timings.parts(), run.whole))
     with ExitStack() as stack:
         if not is_resumed:
             _lock(stack, snapshots, run.records)
@@ -63,13 +63,14 @@ def resume_run(run_dir: str | os.PathLike[str], world_size: int | None, launcher
     timings = Timings()
     with _locked_run(run_dir) as (folder, run, call, snapshots, upload):
         if (kept := read_result(snapshots)) is not None:
-            value, values, parts = kept
+            value, values, parts, whole = kept
             sys.stderr.write(f"lagom: {run.name}: the run had ended already; nothing is computed again\n")
             return Result(
                 value,
                 values,
                 seconds=round(sum(parts.values()), DIGITS),
                 timings=parts,
+                whole=whole,
                 name=run.name,
                 where="",
                 run_dir=folder.path,

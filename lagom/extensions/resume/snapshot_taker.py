@@ -21,6 +21,7 @@ from lagom.errors import LagomError, SnapshotError
 from lagom.extensions.observe.tracking.tensorboard import write_queued_events
 from lagom.extensions.resume.call_memory import CallMemory
 from lagom.extensions.resume.frame_position import NoSnapshotError
+from lagom.extensions.resume.messages import NoSnapshot, SnapshotKept, SnapshotMarked, SnapshotPoint
 from lagom.extensions.resume.passes.loader_positions import PASS_START
 from lagom.extensions.resume.passes.worker_positions import WorkersInPassError
 from lagom.extensions.resume.program_state import ProgramInProgress
@@ -64,8 +65,8 @@ class Snapshots:
         session: Session,
         files: SnapshotFiles,
         payload_fd: int,
-        tell: Callable[[Mapping[str, Any]], None],
-        ask: Callable[[dict[str, Any]], Any],
+        tell: Callable[[NoSnapshot | SnapshotKept], None],
+        ask: Callable[[SnapshotPoint], object],
         at_home: Mapping[type, str],
         lengths: Callable[[], dict[str, int]],
         settings: tuple[Callable[[], Any], Callable[[Any], None]],
@@ -111,7 +112,7 @@ class Snapshots:
             self._files.check_written()
         if why and self._session.rank == 0:
             self._pace.stop()
-            self._tell({"type": "snapshot", "what": "none", "why": why})
+            self._tell(NoSnapshot(why=why))
         script = self.program.prepare(call, known)
         return self._go_on(resumed) if resumed is not None else script
 
@@ -162,7 +163,7 @@ class Snapshots:
     def _put_off(self, why: str, seconds: float | None = None) -> None:
         if self._pace.put_off(seconds) and why != self._why:
             self._why = why
-            self._tell({"type": "snapshot", "what": "none", "why": why})
+            self._tell(NoSnapshot(why=why))
 
     def _pickle_here(self, frames: Any, iterator: Any) -> Callable[[], Pickled] | None:
         """Pickle the state in the rank if a fork could not; return a function that returns the pickle, else None."""
@@ -188,7 +189,8 @@ class Snapshots:
         lengths = self._lengths()
         sys.stdout.flush()
         sys.stderr.flush()
-        self._ask({"type": "snapshot", "what": "at", "number": number})
+        marked = self._ask(SnapshotPoint(number=number))
+        assert isinstance(marked, SnapshotMarked)
         progress = self._session.passes.progress
         self._facts = {
             "at": time.time(),
@@ -249,8 +251,7 @@ class Snapshots:
             self._refused = self._asked if answer.get("in_pass") else None
             self._put_off(answer["why"])
             return
-        told = {name: self._facts[name] for name in ("place", "at")}
-        self._tell({"type": "snapshot", "what": "kept", **told, **answer})
+        self._tell(SnapshotKept(place=self._facts["place"], at=self._facts["at"], **answer))
         self._pace.written(used_s)
 
     def _go_on(self, snapshot: Snapshot) -> Callable[[], Any]:

@@ -19,7 +19,7 @@ from lagom.watch.notebook import NotebookCell, notebook
 from lagom.watch.run_dir import RunRecords
 from lagom.watch.stall_texts import stall_text
 from lagom.watch.status_line import WIDTH, StatusLine
-from lagom.wire.client import Message
+from lagom.wire.messages import Stalled
 
 
 @dataclass(slots=True)
@@ -74,16 +74,52 @@ class SearchProgress:
         self.shows_output = False
         """Whether to show what rank 0 of each trial prints, each line after the trial's number."""
 
-    def take(self, number: int, message: Message) -> None:
-        """Update the state by a message from or to slot ``number``; renew the display if that is due."""
-        kind = message["type"]
-        if kind == "join":
-            host = str(message["host"]).split("|")[0]
-            self._slots[number] = _SlotState(host)
-            if len(self._slots) == self._num_slots:
-                self._line.say_outside_notebook(f"lagom: {self._name}: {self._slots_and_place()}")
-        elif (slot := self._slots.get(number)) is not None:
-            self._take_of(slot, kind, message)
+    def joined(self, number: int, host: str) -> None:
+        """Add slot ``number`` on ``host``; renew the display if that is due, as the next methods do."""
+        self._slots[number] = _SlotState(host)
+        if len(self._slots) == self._num_slots:
+            self._line.say_outside_notebook(f"lagom: {self._name}: {self._slots_and_place()}")
+        self.renew()
+
+    def began(self, number: int, trial: int, params: Mapping[str, Any]) -> None:
+        """Show that slot ``number`` runs ``trial``."""
+        slot, now = self._slots[number], time.monotonic()
+        slot.number, slot.params, slot.began, slot.has_run = trial, params, now, True
+        self._first_began = self._first_began or now
+        slot.value = slot.step = None
+        self.renew()
+
+    def reported(self, number: int, step: int | None, value: float | None = None) -> None:
+        """Show the step of a ``value`` of the trial of slot ``number``; until there is one, of a heartbeat."""
+        slot = self._slots[number]
+        if value is not None:
+            slot.value, slot.step = value, step
+        elif slot.value is None:
+            slot.step = step
+        self.renew()
+
+    def idle(self, number: int) -> None:
+        """Show that the trial of slot ``number`` has ended, or that the slot is lost."""
+        slot, now = self._slots[number], time.monotonic()
+        if slot.unsaid:
+            self._print(slot, b"\n")
+        slot.busy_s += now - slot.began if slot.number is not None else 0.0
+        slot.number, self._last_ended = None, now
+        self.renew()
+
+    def stalled(self, number: int, stalled: Stalled) -> None:
+        """Tell that a rank of the trial of slot ``number`` makes no progress."""
+        text = stall_text({stalled.rank: stalled}, stalled.rank + 1)
+        self.warn(f"trial {self._slots[number].number}: {text}")
+
+    def wrote(self, number: int, data: bytes) -> None:
+        """Show output of the trial of slot ``number``, if output is shown."""
+        if self.shows_output:
+            self._print(self._slots[number], data)
+        self.renew()
+
+    def renew(self) -> None:
+        """Renew the display if that is due."""
         if self._line.is_due():
             self._renew()
 
@@ -118,27 +154,6 @@ class SearchProgress:
         """Show the last state."""
         self._renew(ended=True)
         self._line.close()
-
-    def _take_of(self, slot: _SlotState, kind: str, message: Message) -> None:
-        now = time.monotonic()
-        if kind == "trial":
-            slot.number, slot.params, slot.began, slot.has_run = message["number"], message["params"], now, True
-            self._first_began = self._first_began or now
-            slot.value = slot.step = None
-        elif kind == "report":
-            slot.value, slot.step = message["value"], message["step"]
-        elif kind == "progress" and slot.value is None:
-            slot.step = message.get("step")
-        elif kind in ("ended", "closed"):
-            if slot.unsaid:
-                self._print(slot, b"\n")
-            slot.busy_s += now - slot.began if slot.number is not None else 0.0
-            slot.number, self._last_ended = None, now
-        elif kind == "stalled":
-            text = stall_text({message["rank"]: message}, message["rank"] + 1)
-            self.warn(f"trial {slot.number}: {text}")
-        elif kind == "log" and self.shows_output:
-            self._print(slot, message["data"].encode("latin-1"))
 
     def _print(self, slot: _SlotState, data: bytes) -> None:
         *lines, slot.unsaid = (slot.unsaid + data).split(b"\n")

@@ -19,6 +19,15 @@ from lagom.driver.failure import raise_failure
 from lagom.driver.protocol import Outcome
 from lagom.errors import AblationError, LagomError
 from lagom.extensions.search.mlflow_trials import MlflowTrials
+from lagom.extensions.search.on_rank.messages import (
+    OutcomePart,
+    RunTrial,
+    SlotJoin,
+    TrialAnswer,
+    TrialEnded,
+    TrialReport,
+    TrialValue,
+)
 from lagom.extensions.search.search_progress import SearchProgress
 from lagom.extensions.search.slots.trial_slots import TrialSlots
 from lagom.extensions.search.trial_files import OUTPUT, PACKED, last_lines, unpack_files
@@ -26,7 +35,8 @@ from lagom.extensions.search.trial_source import TrialOutcome, TrialSource, Tria
 from lagom.plan import Plan
 from lagom.program.payload import Parcel, unpack
 from lagom.watch.json_values import as_json
-from lagom.wire.client import Message
+from lagom.watch.messages import Picture
+from lagom.wire.messages import Closed, Event, Log, Lost, Message, ProgressReport, Stalled
 
 log = logging.getLogger("lagom")
 _TICK_S = 0.5
@@ -43,7 +53,7 @@ _NO_NUMBER = "ValueError: the metric is"
 class _Slot:
     """Tracks a slot that has joined: the trial that it runs, and the parts of the outcome that have arrived."""
 
-    join: Message
+    join: SlotJoin
     running: TrialSpec | None = None
     parts: list[bytes] = field(default_factory=list)
     pruned: bool = False
@@ -136,27 +146,23 @@ class TrialLoop:
         folder = self.folder_of(spec.number)
         shutil.rmtree(folder, ignore_errors=True)  # no files and output of an earlier, lost attempt
         folder.mkdir(parents=True)
-        here = [other for other in self._joined.values() if other.join["host"] == slot.join["host"]]
+        here = [other for other in self._joined.values() if other.join.host == slot.join.host]
         local = self._plan.launcher == "local"  # then all slots are here, also those that join again
         num_here = max(len(here), self._num_slots if local else 1)
         alone = num_here == 1 and self._plan.world_size == 1 and local
-        threads = 0 if alone else max(1, slot.join["cores"] // (num_here * self._plan.world_size))
-        message = {
-            "type": "trial",
-            "number": spec.number,
-            "change": base64.b64encode(Parcel(spec.change).tobytes()).decode(),
-            "metric": self._metric,
-            "threads": threads,
-            "gpus": slot.join["gpus"],
-            "folder": str(folder) if slot.join["sees_driver"] else "",
-            "env": self._mlflow.begin(spec, slot.join["sees_driver"]) if self._mlflow is not None else {},
-        }
+        threads = 0 if alone else max(1, slot.join.cores // (num_here * self._plan.world_size))
+        message = RunTrial(
+            number=spec.number,
+            change=base64.b64encode(Parcel(spec.change).tobytes()).decode(),
+            metric=self._metric,
+            threads=threads,
+            gpus=slot.join.gpus,
+            folder=str(folder) if slot.join.sees_driver else "",
+            env=dict(self._mlflow.begin(spec, slot.join.sees_driver)) if self._mlflow is not None else {},
+        )
         self._slots.send(number, message)
-        self._watch(number, message | {"params": spec.params})
-
-    def _watch(self, number: int, message: Message) -> None:
         if self._progress is not None:
-            self._progress.take(number, message)
+            self._progress.began(number, spec.number, spec.params)
 
     def folder_of(self, number: int) -> Path:
         """Return the folder of trial ``number``, inside the folder of all trials."""
@@ -165,49 +171,67 @@ class TrialLoop:
     def _is_running(self) -> bool:
         return any(slot.running is not None for slot in self._joined.values())
 
-    def _take(self, number: int, message: Message) -> None:
-        kind = message["type"]
-        if kind == "join":
+    def _take(self, number: int, message: Message | Event) -> None:
+        if isinstance(message, SlotJoin):
             self._joined[number] = _Slot(message)
         slot = self._joined.get(number)
         if slot is None:
             return
-        self._watch(number, message)
-        if kind == "report":
-            self._answer(number, slot, message)
-        elif kind == "part" and message["name"] == "outcome":
-            slot.parts.append(base64.b64decode(message["data"]))
-        elif kind == "part":
-            self._append(slot, PACKED, base64.b64decode(message["data"]))
-        elif kind == "log":
-            self._append(slot, OUTPUT, message["data"].encode("latin-1"))
-        elif kind == "picture":
-            self._keep_picture(slot, message)
-        elif kind == "ended":
-            self._end(number, slot, message)
-        elif kind == "lost":
-            slot.why_lost = message["message"]
-        elif kind == "closed":
-            del self._joined[number]
-            if slot.running is not None:
-                self._lose(number, slot.running, slot.why_lost)
+        self._show(number, message)
+        match message:
+            case TrialValue():
+                self._answer(number, slot, message)
+            case OutcomePart(name="outcome"):
+                slot.parts.append(base64.b64decode(message.data))
+            case OutcomePart():
+                self._append(slot, PACKED, base64.b64decode(message.data))
+            case Log():
+                self._append(slot, OUTPUT, message.data.encode("latin-1"))
+            case Picture():
+                self._keep_picture(slot, message)
+            case TrialEnded():
+                self._end(number, slot, message)
+            case Lost():
+                slot.why_lost = message.message
+            case Closed():
+                del self._joined[number]
+                if slot.running is not None:
+                    self._lose(number, slot.running, slot.why_lost)
+
+    def _show(self, number: int, message: Message | Event) -> None:
+        """Show a message of slot ``number``."""
+        if (progress := self._progress) is None:
+            return
+        match message:
+            case SlotJoin():
+                progress.joined(number, message.host_name)
+            case TrialValue():
+                progress.reported(number, message.step, message.value)
+            case ProgressReport():
+                progress.reported(number, message.step)
+            case Log():
+                progress.wrote(number, message.data.encode("latin-1"))
+            case Stalled():
+                progress.stalled(number, message)
+            case TrialEnded() | Closed():
+                progress.idle(number)
 
     def _append(self, slot: _Slot, name: str, data: bytes) -> None:
         if slot.running is not None:
             with open(self.folder_of(slot.running.number) / name, "ab") as file:
                 file.write(data)
 
-    def _keep_picture(self, slot: _Slot, message: Message) -> None:
+    def _keep_picture(self, slot: _Slot, message: Picture) -> None:
         if slot.running is not None:
             folder = self.folder_of(slot.running.number)
             picture = folder / f"picture-{len(list(folder.glob('picture-*.png'))) + 1}.png"
-            picture.write_bytes(base64.b64decode(message["png"]))
+            picture.write_bytes(base64.b64decode(message.png))
 
-    def _answer(self, number: int, slot: _Slot, message: Message) -> None:
+    def _answer(self, number: int, slot: _Slot, message: TrialValue) -> None:
         assert slot.running is not None
-        slot.last_value = message["value"]
-        slot.pruned |= bool(self._source.report(slot.running.number, message["step"], message["value"]))
-        self._slots.send(number, {"type": "answer", "prune": slot.pruned})
+        slot.last_value = message.value
+        slot.pruned |= bool(self._source.report(slot.running.number, message.step, message.value))
+        self._slots.send(number, TrialAnswer(prune=slot.pruned))
 
     def _lose(self, number: int, spec: TrialSpec, why: str) -> None:
         """Queue the trial of a lost slot for any slot; after too many losses, count it as failed.
@@ -233,34 +257,34 @@ class TrialLoop:
             many = f"{self._num_failed} trials failed one after another" if self._num_failed > 1 else "a trial failed"
             raise LagomError(f"{many}, the last with {dict(spec.params)}: {error} ({self.folder_of(spec.number)})")
 
-    def _end(self, number: int, slot: _Slot, message: Message) -> None:
+    def _end(self, number: int, slot: _Slot, message: TrialEnded) -> None:
         spec, slot.running = slot.running, None
         assert spec is not None
-        reports = message["reports"]
-        for problem in message["problems"]:
+        reports = message.reports
+        for problem in message.problems:
             log.warning(problem)
-        facts: dict[str, Any] = {"seconds": message["seconds"], "started": slot.began, "slot": number}
-        facts["prepare_s"] = round(max(0.0, time.time() - slot.began - message["seconds"]), 3)
+        facts: dict[str, Any] = {"seconds": message.seconds, "started": slot.began, "slot": number}
+        facts["prepare_s"] = round(max(0.0, time.time() - slot.began - message.seconds), 3)
         facts["folder"] = self.folder_of(spec.number)
         unpack_files(self.folder_of(spec.number))
         loaded = _Loaded(b"".join(slot.parts))
-        failed = [report for report in reports if not report["ok"] and not report.get("stopped")]
+        failed = [report for report in reports if report.has_failed]
         if slot.pruned:  # a rank that reports nothing is not told to end, and fails because the others have ended
-            failed = [report for report in failed if not report.get("consequence")]
+            failed = [report for report in failed if not report.consequence]
         if slot.pruned and not failed:
             self._tell(spec, TrialOutcome(state="pruned", value=slot.last_value, **facts))
-        elif failed or not all(report["ok"] for report in reports):
-            first = min(failed or reports, key=lambda report: bool(report.get("consequence")))
-            error = f"{first.get('error', 'RankError')}: {first.get('message', 'was stopped')}"
-            trace = first.get("traceback", "")
-            self._tell(spec, TrialOutcome(state="failed", error=error, traceback=trace, **facts))
-            is_mistake = first.get("error") == _BAD_METRIC and not self._has_completed
+        elif failed or not all(report.ok for report in reports):
+            first = min(failed or reports, key=lambda report: report.consequence)
+            error = f"{first.error or 'RankError'}: {first.message if first.error else 'was stopped'}"
+            self._tell(spec, TrialOutcome(state="failed", error=error, traceback=first.traceback, **facts))
+            is_mistake = first.error == _BAD_METRIC and not self._has_completed
             if is_mistake or self._num_failed >= self._max_failed:
-                outcome = Outcome(rank=first["rank"], report=first | {"rank": first["rank"]}, load=loaded.value)
+                outcome = Outcome(rank=first.rank, report=first, load=loaded.value)
                 self._give_up(spec, outcome)
         else:
-            told = [report for report in reports if report["metric"] is not None]  # rank 0's, at least
-            value = self._metric_of(spec, [report["metric"] for report in told], [report["samples"] for report in told])
+            of_trial = [report for report in reports if isinstance(report, TrialReport)]
+            told = [(one.metric, one.samples) for one in of_trial if one.metric is not None]  # rank 0's, at least
+            value = self._metric_of(spec, [metric for metric, _ in told], [samples for _, samples in told])
             facts["returned"] = as_json(loaded.value().get("value"))
             if math.isnan(value):  # a failure, as in Optuna
                 self._tell(spec, TrialOutcome(state="failed", error=f"{_NO_NUMBER} {value}; want a number", **facts))
@@ -297,7 +321,7 @@ class TrialLoop:
             if self._num_failed >= self._max_failed:
                 many = f"{self._num_failed} trials failed one after another" if self._num_failed > 1 else "it failed"
                 folder = self.folder_of(spec.number)
-                said = f"\n{last_lines(folder).rstrip()}" if "exit" in outcome.report else ""
+                said = f"\n{last_lines(folder).rstrip()}" if outcome.report.exited else ""
                 note = f"lagom: {many}, the last with {dict(spec.params)}: {folder}{said}"
                 if hasattr(error, "add_note"):
                     error.add_note(note)

@@ -216,12 +216,12 @@ class _Rehearsals:
         """Return the records of all ranks, or the reason why there are none; go on from a snapshot if there is one."""
         history = None if snapshots is None else RunHistory(snapshots=snapshots)
         outcomes = self._launcher.run(dataclasses.replace(plan, rehearsal=rehearsal), self._call, history=history)
-        failed = [outcome.report for outcome in outcomes if not outcome.report["ok"]]
+        failed = [outcome.report for outcome in outcomes if not outcome.report.ok]
         if failed:
-            first = min(failed, key=lambda report: (bool(report.get("consequence")), report.get("order", 0)))
-            if "died" in first or "error" not in first:
-                return str(first.get("message", "a rank was stopped"))
-            return f"{first['error']}: {first['message']}"
+            first = min(failed, key=lambda report: (report.consequence, report.order))
+            if first.died or not first.error:
+                return first.message or "a rank was stopped"
+            return f"{first.error}: {first.message}"
         records: list[Record] = [outcome.load()["value"] for outcome in outcomes]
         return records
 

@@ -13,10 +13,11 @@ from torch.utils.weak import WeakIdKeyDictionary
 from lagom.forward.micro_batches.runner import MicroBatchRunner
 from lagom.forward.rows.draws import OtherWayError
 from lagom.forward.rows.module_tree import ModuleTree, call_kind
-from lagom.forward.rows.probe import NO_MEMORY, UNIFORM, probe
+from lagom.forward.rows.probe import probe
 from lagom.forward.rows.restore import SMALL
 from lagom.forward.rows.split_candidate import SplitCandidate, SplitFinding, is_batch
 from lagom.forward.rows.whole_batch import ForwardWork
+from lagom.forward.rows.whole_reasons import WholeReason
 from lagom.patching.object_reference import ObjectReference
 from lagom.random_states import random_states, set_random_states
 
@@ -27,7 +28,8 @@ if TYPE_CHECKING:
 
 _MAX_KINDS = 64
 """Number of kinds of calls of one module after which new kinds are no longer probed."""
-_CLOSED = "has a parameter that is all but zero still, behind which rows may be mixed"
+_PASSING = (WholeReason.NO_MEMORY, WholeReason.EQUAL_ROWS, WholeReason.CLOSED_GATE)
+"""Reasons that may no longer hold at the next call."""
 
 
 class MicroBatches:
@@ -73,7 +75,7 @@ class MicroBatches:
                 return self._runner.outputs(candidate, found, min(self._num, candidate.rows))
             except OtherWayError:
                 set_random_states(begun)
-                found.reason = "goes another way than at its first call, by numbers that it reads or draws"
+                found.reason = WholeReason.OTHER_WAY.filled()
         if not self.descends:
             self._session.say_once(
                 f"{type(module).__name__} does not run in micro-batches, though modules inside it may: it "
@@ -100,13 +102,14 @@ class MicroBatches:
         found = known.get(kind)
         if found is None and len(known) < _MAX_KINDS:
             found = self._probe(candidate, min(self._num, candidate.rows))
-            if found.reason == NO_MEMORY and sum(is_batch(leaf, candidate.rows) for leaf in candidate.leaves) == 1:
+            num_batches = sum(is_batch(leaf, candidate.rows) for leaf in candidate.leaves)
+            if _is_for(found, WholeReason.NO_MEMORY) and num_batches == 1:
                 # If only one tensor has rows, some of them are enough for a probe. Of several tensors, one might have
                 # this size by chance, and must not be cut.
                 rows = 2 * -(-candidate.rows // self._num)
                 some = [leaf[:rows] if is_batch(leaf, candidate.rows) else leaf for leaf in candidate.leaves]
                 found = self._probe(replace(candidate, leaves=some, rows=rows), 2)
-            if found.reason not in (NO_MEMORY, UNIFORM, _CLOSED):  # these may not hold at the next call
+            if not _is_for(found, *_PASSING):
                 known[kind] = found
         return found
 
@@ -115,7 +118,7 @@ class MicroBatches:
         weights = self._session.weights
         sharded = [p for p in candidate.module.parameters() if weights is not None and weights.parts(p) is not None]
         if any(float(p.detach().abs().max()) <= SMALL for p in sharded):
-            finding.reason = _CLOSED
+            finding.reason = WholeReason.CLOSED_GATE.filled()
             return finding
         with self._left_alone(), torch.no_grad(), self._session.probing():
             probe(candidate, finding, num, self._session.statistics, repeated=True)
@@ -129,6 +132,10 @@ class MicroBatches:
                 yield
         finally:
             self.descends = before
+
+
+def _is_for(finding: SplitFinding, *reasons: WholeReason) -> bool:
+    return finding.reason is not None and finding.reason.reason in reasons
 
 
 def _is_single_layer(module: nn.Module) -> bool:

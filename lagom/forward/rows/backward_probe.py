@@ -16,7 +16,7 @@ from torch.autograd.function import BackwardCFunction
 from torch.utils.checkpoint import CheckpointFunction
 
 from lagom.forward.rows.comparison import are_close
-from lagom.forward.rows.recorder import NotByRowsError
+from lagom.forward.rows.whole_reasons import NotByRowsError, WholeReason
 from lagom.inspection.reads import flatten, is_tensor
 from lagom.patching.object_reference import HiddenReference
 from lagom.random_states import equal_random_states, random_states
@@ -34,12 +34,6 @@ if TYPE_CHECKING:
 _SCALES = {torch.float16: (2.0**8, 2.0**-8)}
 """Powers of two by which gradients are scaled, for types with a small range; ``_WIDE`` holds for all others."""
 _WIDE = (2.0**40, 2.0**-40)
-_FAILS = "has a backward of its own that is not by rows, or not in proportion to the gradient that it gets"
-
-_KEEPS_INPUT = "keeps its input, which would be a part of the batch"
-_KEEPS_LEAF = "keeps a tensor that it makes a leaf, whose gradient would be that of a part of the batch"
-_GIVES_LEAF = "gives a tensor that it makes a leaf, whose gradient would be that of a part of the batch"
-_CHANGES_INPUT = "makes its input a leaf, whose gradient would be that of a part of the batch"
 
 
 class BackwardProbe:
@@ -79,7 +73,7 @@ class BackwardProbe:
         before = random_states()
         self._whole = self._run(outputs, inputs, self._roots)
         if not equal_random_states(before, random_states()):
-            raise NotByRowsError(_FAILS)
+            raise NotByRowsError(WholeReason.OWN_BACKWARD)
         kinds = {one.dtype for one in (*self._parameters, *inputs, *outputs) if is_tensor(one)}
         for scale in next((_SCALES[kind] for kind in kinds if kind in _SCALES), _WIDE):
             scaled = self._run(outputs, inputs, [None if one is None else one * scale for one in self._roots])
@@ -131,7 +125,7 @@ class BackwardProbe:
             one = torch.zeros_like(other) if one is None and other is not None else one
             other = torch.zeros_like(one) if other is None and one is not None else other
             if one is not None and other is not None and not are_close(one, other, self._tolerance):
-                raise NotByRowsError(_FAILS)
+                raise NotByRowsError(WholeReason.OWN_BACKWARD)
 
 
 def _is_root(one: Any) -> bool:
@@ -177,7 +171,7 @@ class MadeLeaves:
         found = [leaf for leaf in find_leaves(_with_graph(outputs)) if id(leaf) not in own]
         found = [leaf for leaf in found if not isinstance(leaf, nn.Parameter)]
         if any(leaf is output for leaf in found for output in outputs):
-            raise NotByRowsError(_GIVES_LEAF)
+            raise NotByRowsError(WholeReason.GIVES_LEAF)
         self._refs = [HiddenReference(leaf) for leaf in found]
 
     def compare(self) -> None:
@@ -190,7 +184,7 @@ class MadeLeaves:
         if self._weights is None:
             self._weights, self.are_made = alive, len(alive) < len(self._refs)
         elif any(all(leaf is not weight for weight in self._weights) for leaf in alive):
-            raise NotByRowsError(_KEEPS_LEAF)
+            raise NotByRowsError(WholeReason.KEEPS_LEAF)
 
 
 class KeptInputs:
@@ -212,11 +206,11 @@ class KeptInputs:
             NotByRowsError: when it has kept one, or made one a leaf.
         """
         if [_is_root(leaf) for leaf in self._given] != self._needs:
-            raise NotByRowsError(_CHANGES_INPUT)
+            raise NotByRowsError(WholeReason.INPUT_AS_LEAF)
         if self._count() > self._before:
             gc.collect()  # a cycle may hold it
             if self._count() > self._before:
-                raise NotByRowsError(_KEEPS_INPUT)
+                raise NotByRowsError(WholeReason.KEEPS_INPUT)
 
     def _count(self) -> int:
         """Return the number of references to the tensors and to their memory."""

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lagom.forward.rows.recorder import NotByRowsError
+from lagom.forward.rows.whole_reasons import NotByRowsError, WholeReason
 from lagom.inspection.reads import is_tensor
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ def compare(finding: SplitFinding, outputs: list[Any], parts: list[list[Any]], t
         else:
             same = all(one == whole or (one != one and whole != whole) for one in found)
         if not same:
-            raise NotByRowsError("does not compute the rows of its batch one by one")
+            raise NotByRowsError(WholeReason.MIXES_ROWS)
 
 
 def are_close(one: Tensor, other: Tensor, tolerance: float) -> bool:
@@ -78,4 +78,4 @@ def compare_buffers(
     for (buffer, ours), (other, theirs) in zip(whole, part, strict=True):
         same = buffer is other and ours.shape == theirs.shape and torch.equal(ours, theirs)
         if not same and id(buffer) not in running:
-            raise NotByRowsError("keeps a buffer that depends on the batch")
+            raise NotByRowsError(WholeReason.BUFFER_OF_BATCH)

@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_flatten
 
 from lagom.errors import LagomError
 from lagom.forward.rows.skipped_draws import draw_own_rows
+from lagom.forward.rows.whole_reasons import NotByRowsError, WholeReason
 from lagom.patching.dynamo import num_compilations
 from lagom.patching.watched_operations import is_composite, is_watched, watched
 
@@ -28,7 +29,7 @@ DrawKind = tuple[str, int]
 """Name of an operation that draws, and the number of dimensions of its result."""
 
 
-class UnsupportedDrawError(Exception):
+class UnsupportedDrawError(NotByRowsError):
     """An operation whose random numbers cannot be drawn for the whole batch."""
 
 
@@ -266,7 +267,7 @@ def draw_shape(function: OpOverload, args: tuple[Any, ...], kwargs: dict[str, An
     name = function.overloadpacket.__name__
     if len(tensors) == 1 and tensors[0] is args[0] and (name in _LIKE or (name in _IN_PLACE and name[-1] == "_")):
         return tuple(args[0].shape)
-    raise UnsupportedDrawError(f"draws numbers that depend on its input ({function})")
+    raise UnsupportedDrawError(WholeReason.DRAWS_BY_INPUT, operation=function)
 
 
 def draw_block(

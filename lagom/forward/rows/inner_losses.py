@@ -12,7 +12,6 @@ from torch.utils._python_dispatch import _disable_current_modes as disabled_mode
 
 from lagom.forward.rows.comparison import are_close, drop_rows
 from lagom.forward.rows.draws import OtherWayError
-from lagom.forward.rows.recorder import NotByRowsError
 from lagom.forward.rows.row_functions import gather_blocks
 from lagom.forward.rows.shared_loss import (
     ERRORS,
@@ -25,6 +24,7 @@ from lagom.forward.rows.shared_loss import (
     exchanges_of,
     sum_over_ranks,
 )
+from lagom.forward.rows.whole_reasons import NotByRowsError, WholeReason
 from lagom.inspection.reads import is_tensor
 
 if TYPE_CHECKING:
@@ -38,7 +38,6 @@ if TYPE_CHECKING:
 
     Original = Callable[..., Any]
 
-_BY_PARTS = "computes a loss in its forward, which is not the sum or mean of its rows' losses"
 _running = threading.local()
 """``losses``: what computes the losses of the forward that runs in this thread; None if torch does."""
 _NO_MORE: Any = object()
@@ -94,7 +93,7 @@ class InnerLosses:
 
     def refuse(self) -> NoReturn:
         """Raise the error for a loss that the forward did not compute in its probe."""
-        raise NotByRowsError(_BY_PARTS)
+        raise NotByRowsError(WholeReason.LOSS_NOT_BY_ROWS)
 
 
 @contextmanager
@@ -135,7 +134,7 @@ class WholeLosses(InnerLosses):
         is_cut = scores.dim() > 0 and scores.shape[0] and scores.shape[0] % self._rows == 0
         has_weights = any(self._follows(args[i]) for i in loss.weights) or any(map(is_tensor, kwargs.values()))
         if has_weights or not is_cut or not _has_rows(loss, args):
-            raise NotByRowsError(_BY_PARTS)
+            raise NotByRowsError(WholeReason.LOSS_NOT_BY_ROWS)
         with disabled_modes():
             value = result.detach().clone()
             self.arguments.append((scores.detach().clone(), targets.detach().clone()))
@@ -175,7 +174,7 @@ class ChangedRowLosses(RepeatedLosses):
         with disabled_modes():
             for argument, before in zip(args[:2], next(self._arguments), strict=True):
                 if not are_close(drop_rows(argument.detach(), *own), drop_rows(before, *own), self._tolerance):
-                    raise NotByRowsError("does not compute the rows of its batch one by one")
+                    raise NotByRowsError(WholeReason.MIXES_ROWS)
         return super().loss_of_batch(expected, loss, original, args, kwargs)
 
 
@@ -193,7 +192,7 @@ class BlockLosses(RepeatedLosses):
     ) -> Any:
         """Return the loss in the probe's run on the whole batch."""
         if not _is_alike(expected, loss, args, self._block):
-            raise NotByRowsError(_BY_PARTS)
+            raise NotByRowsError(WholeReason.LOSS_NOT_BY_ROWS)
         with disabled_modes(), torch.no_grad():
             arithmetic = LossArithmetic(loss, args)
             total = original(*_with_reduction(loss, args, SUM), **kwargs).clone()
@@ -210,12 +209,12 @@ def compare_losses(losses: Sequence[InnerLoss | None], blocks: Sequence[BlockLos
     """
     wholes = [loss.value for loss in losses if loss is not None]
     if any(len(block.sums) != len(wholes) for block in blocks):
-        raise NotByRowsError(_BY_PARTS)
+        raise NotByRowsError(WholeReason.LOSS_NOT_BY_ROWS)
     for whole, parts in zip(wholes, zip(*[block.sums for block in blocks], strict=True), strict=True):
         total = torch.stack([block_sum for block_sum, _ in parts]).sum()
         divisors = [divisor for _, divisor in parts if divisor is not None]
         if not are_close((total / sum(divisors) if divisors else total).to(whole.dtype), whole, tolerance):
-            raise NotByRowsError(_BY_PARTS)
+            raise NotByRowsError(WholeReason.LOSS_NOT_BY_ROWS)
 
 
 class RankLosses(InnerLosses):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -12,9 +11,9 @@ from torch.nn.parameter import is_lazy
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from torch.utils.weak import WeakIdKeyDictionary
 
-from lagom.forward.rows.recorder import NotByRowsError
 from lagom.forward.rows.split_candidate import KnownCalls, SplitCandidate, has_global_hooks, is_batch
 from lagom.forward.rows.surroundings import Surroundings
+from lagom.forward.rows.whole_reasons import NotByRowsError, WholeReason, whole_line
 from lagom.inspection.reads import class_key, flatten, is_plain, is_tensor
 from lagom.patching.object_reference import ObjectReference
 from lagom.run_state.memory_layout import memory_order
@@ -54,10 +53,8 @@ class ModuleTree:
             scripted = any(isinstance(one, torch.jit.ScriptModule) for one in modules)
             trained = not scripted and any(isinstance(tensor, nn.Parameter) for tensor in state)
             if scripted and says:
-                self._say(
-                    f"{type(module).__name__} runs whole on every rank, which is right but not faster: it is "
-                    "TorchScript, into which lagom does not look"
-                )
+                how = ", which is right but not faster"
+                self._say(whole_line(type(module).__name__, how, WholeReason.TORCHSCRIPT.filled()))
             around = Surroundings(modules)
             around.forget_parts()
             found = self._found[module] = _ModuleList(trained, modules[1:], _tree_fingerprint(modules), around)
@@ -88,7 +85,7 @@ class ModuleTree:
         listed = self._found.get(module)
         inside = [module, *listed.others] if listed is not None else []
         if listed is None or listed.structure != _tree_fingerprint(inside):
-            return replace(calls, findings={}), 0, [], []
+            return calls.without_findings(), 0, [], []
         around, fresh = listed.surroundings, Surroundings(inside)
         places = around.find_in(fresh)
         flags, states = around.flags(), tuple(map(module_state, inside))
@@ -105,7 +102,7 @@ class ModuleTree:
             for kind, finding in calls.findings.items()
             if len(kind.flags) == len(flags)
         ]
-        return replace(calls, findings={}), fresh.num_places, [index for _, index in places], findings
+        return calls.without_findings(), fresh.num_places, [index for _, index in places], findings
 
     def put_back(self, module: nn.Module, state: Any) -> KnownCalls:
         """Restore the calls of ``module`` from ``state``, which ``portable`` returned in another process."""
@@ -144,7 +141,7 @@ def _run_with(
         output = call(*its_args, **its_kwargs)
         after, its_spec = tree_flatten((its_args, its_kwargs))
         if its_spec != spec or any(one is not other for one, other in zip(after, changed, strict=True)):
-            raise NotByRowsError("changes the lists or dicts that it is called with")
+            raise NotByRowsError(WholeReason.CHANGES_ARGUMENTS)
         return output
 
     return run

@@ -8,7 +8,7 @@ import numpy as np
 from torch import Tensor
 
 from lagom.errors import LagomError
-from lagom.forward.rows.recorder import NotByRowsError
+from lagom.forward.rows.whole_reasons import NotByRowsError, WholeReason
 from lagom.inspection.reads import is_tensor
 from lagom.run_state.memory_layout import is_dense, memory_order, storage_of
 
@@ -36,7 +36,7 @@ def find_bases(outputs: list[Any], factors: list[int | None], leaves: list[Any])
     found = _find_bases([outputs[i] for i in places])
     given = [leaf for leaf in leaves if is_tensor(leaf)]
     if found is None or any(_shares_memory(outputs[i], leaf) for i in places for leaf in given):
-        raise NotByRowsError("gives tensors that share memory, so that a change of one changes the other")
+        raise NotByRowsError(WholeReason.SHARED_MEMORY)
     bases: list[int | None] = [None] * len(outputs)
     for i, base in zip(places, found, strict=True):
         bases[i] = None if base is None else places[base]

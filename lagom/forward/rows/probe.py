@@ -14,7 +14,6 @@ import torch
 
 from lagom.forward.rows.backward_probe import BackwardProbe, KeptInputs, MadeLeaves, has_checkpoint
 from lagom.forward.rows.comparison import are_close, compare, compare_buffers, drop_rows, tolerance_for
-from lagom.forward.rows.draws import UnsupportedDrawError
 from lagom.forward.rows.inner_losses import BlockLosses, ChangedRowLosses, WholeLosses, compare_losses
 from lagom.forward.rows.input_reads import InputReadsRecorder
 from lagom.forward.rows.output_memory import find_bases
@@ -22,7 +21,6 @@ from lagom.forward.rows.recorder import (
     AnsweredReads,
     BatchStatistics,
     BlockRecorder,
-    NotByRowsError,
     Recorder,
     bounds_check,
 )
@@ -32,14 +30,14 @@ from lagom.forward.rows.split_candidate import (
     SplitCandidate,
     SplitFinding,
     check_call,
-    describe_failure,
     failing_as,
     is_batch,
     like_given,
     silent,
 )
 from lagom.forward.rows.whole_batch import RowBlock
-from lagom.inspection.reads import class_name, flatten, is_tensor
+from lagom.forward.rows.whole_reasons import NotByRowsError, WholeReason
+from lagom.inspection.reads import class_name, describe, flatten, is_tensor
 from lagom.random_states import equal_random_states, random_states
 from lagom.run_state.memory_layout import memory_order
 from lagom.run_state.oom_errors import wanted_bytes
@@ -49,11 +47,6 @@ if TYPE_CHECKING:
 
     from torch import nn
     from torch.utils._pytree import TreeSpec
-
-UNIFORM = "is called with rows that are all alike, which does not show whether it mixes them"
-_OF_INPUT = "takes decisions by the numbers of its input, which do not follow from those of a part"
-NO_MEMORY = "has no memory to be run once more and compared"
-"""Reasons that may no longer hold at the next call."""
 
 
 def probe(
@@ -77,7 +70,7 @@ def probe(
     """
     try:
         if candidate.is_uniform:
-            raise NotByRowsError(UNIFORM)
+            raise NotByRowsError(WholeReason.EQUAL_ROWS)
         check_call(candidate)
         with (
             restored_state(candidate.module, candidate.inside) as state,
@@ -92,13 +85,14 @@ def probe(
             comparison.run_again(outputs)
             comparison.run_blocks(num_blocks, outputs, buffers, key)
             finding.sliced = True
-    except (NotByRowsError, UnsupportedDrawError) as error:
-        finding.reason = str(error)
+    except NotByRowsError as error:
+        finding.reason = error.reason
     except ChangedError:
         raise
     except Exception as error:
-        is_memory = wanted_bytes(error) is not None
-        finding.reason = NO_MEMORY if is_memory else describe_failure(error, "fails when it is called again")
+        has_memory = wanted_bytes(error) is None
+        failure = WholeReason.FAILS_AGAIN.filled(error=describe(error))
+        finding.reason = failure if has_memory else WholeReason.NO_MEMORY.filled()
 
 
 @contextmanager
@@ -159,20 +153,20 @@ class _Comparison:
             )
         finding.losses = losses.losses
         if any(finding.losses) and (self._recorder.has_checkpoints or self._backwards.is_needed):
-            raise NotByRowsError("computes a loss in its forward, of which a part is computed again or is its own")
+            raise NotByRowsError(WholeReason.LOSS_AGAIN)
         kept.check()
         self._made.compare()
         if _tensor_versions(given) != versions:
-            raise NotByRowsError("changes its input in place")
+            raise NotByRowsError(WholeReason.CHANGES_INPUT)
         if state.changed_generators() not in ([], ["torch"], ["cuda"], ["torch", "cuda"]):
-            raise NotByRowsError("draws from Python's or numpy's generator, and may decide by it")
+            raise NotByRowsError(WholeReason.DRAWS_OUTSIDE_TORCH)
         finding.makes_leaves = self._made.are_made
         finding.reads, finding.input_reads = self._recorder.reads, self._recorder.input_reads()
         finding.needs_mode = self._recorder.needs_mode
         finding.changes_buffers = bool(self._noted.running) or not state.has_same_buffers()
         finding.orders = [memory_order(one) if is_tensor(one) else None for one in outputs]
         if finding.repeats and self._noted.noted:
-            raise NotByRowsError("normalises by statistics of the whole batch (BatchNorm in train mode)")
+            raise NotByRowsError(WholeReason.BATCH_STATISTICS)
         return outputs
 
     def run_again(self, outputs: list[Any]) -> None:
@@ -182,7 +176,7 @@ class _Comparison:
             _check_changed_row(self._candidate, outputs, self._finding, self._noted, self._state, self._whole_losses)
             if self._backwards.is_needed:
                 self._begin()
-                with silent(), failing_as("has a backward that fails when it is run again"):
+                with silent(), failing_as(WholeReason.BACKWARD_FAILS):
                     self._backwards.run_whole(self._candidate, _copy_leaves(self._candidate))
 
     def run_blocks(self, num_blocks: int, outputs: list[Any], buffers: Any, key: object) -> None:
@@ -193,9 +187,7 @@ class _Comparison:
             parts.append(self._run_block(block))
             compare_buffers(buffers, copy_buffers(self._candidate.inside), self._noted)
             if self._state.key() != key:
-                raise NotByRowsError(
-                    "leaves other values in its attributes, or in what it can see, for a part of its batch"
-                )
+                raise NotByRowsError(WholeReason.LEAVES_OTHER_VALUES)
         self._backwards.compare()
         self._compare_reads()
         compare_losses(self._finding.losses, self._losses, tolerance_for(self._candidate))
@@ -214,18 +206,18 @@ class _Comparison:
             self._backwards.run_block(outputs, factors, leaves, block)
             self._made.look_at(outputs, leaves)
 
-        how = "takes decisions by the numbers of its input, and " * bool(finding.input_reads.reads)
+        failure = WholeReason.FAILS_AFTER_READS if finding.input_reads.reads else WholeReason.FAILS_ON_PART
         losses = BlockLosses(finding.losses, block)
         self._losses.append(losses)
-        with self._statistics(self._noted), losses.entered(), failing_as(how + "fails on a part of its batch"):
+        with self._statistics(self._noted), losses.entered(), failing_as(failure):
             outputs, factors, bases, spec = _run_forward(candidate, part, leaves, block.num_mine, self._noted, look_at)
         self._made.compare()
         same = spec == finding.spec and factors == finding.factors and bases == finding.bases
         if not same or len(part.drawn) != len(self._recorder.drawn):
-            raise NotByRowsError("gives other outputs for a part of its batch")
+            raise NotByRowsError(WholeReason.OTHER_OUTPUTS)
         finding.multiples |= part.multiples
         if part.reads != self._recorder.reads or not finding.input_reads.learn(part.input_reads()):
-            raise NotByRowsError("reads other numbers for a part of its batch, and may decide by them")
+            raise NotByRowsError(WholeReason.READS_OTHERS)
         return outputs
 
     def _compare_reads(self) -> None:
@@ -236,10 +228,10 @@ class _Comparison:
         whole = reads.rows(self._given, modules)
         parts = [reads.rows(leaves, modules) for leaves in self._parts]
         if whole is None or None in parts or reads.combine(self._parts, modules) != reads.values:
-            raise NotByRowsError(_OF_INPUT)
+            raise NotByRowsError(WholeReason.READS_NOT_BY_ROWS)
         for one, others in zip(whole, zip(*filter(None, parts), strict=True), strict=True):
             if not one.dim() or not all(part.dim() for part in others) or not torch.equal(torch.cat(others), one):
-                raise NotByRowsError(_OF_INPUT)
+                raise NotByRowsError(WholeReason.READS_NOT_BY_ROWS)
 
     def _begin(self) -> None:
         self._noted.replay()
@@ -255,11 +247,11 @@ def _unchanged_check(finding: SplitFinding, state: ModuleState) -> Callable[[], 
 
     def check() -> None:
         if not state.is_unchanged():
-            raise NotByRowsError("changes a buffer or an attribute at each call, of which there would be several")
+            raise NotByRowsError(WholeReason.CHANGES_STATE)
         finding.repeats = True
         ends.append(random_states())
         if not equal_random_states(ends[0], ends[-1]):
-            raise NotByRowsError("draws other amounts of random numbers for a part of its batch")
+            raise NotByRowsError(WholeReason.DRAWS_OTHER_AMOUNTS)
 
     return check
 
@@ -286,14 +278,14 @@ def _check_changed_row(
         return
     try:
         _compare_other_rows(candidate, leaves, row, outputs, finding, losses)
-    except (NotByRowsError, UnsupportedDrawError):
+    except NotByRowsError:
         raise
     except Exception as error:
         if wanted_bytes(error) is not None:
             raise
         noted.replay()
         state.restore()
-        with failing_as("fails when a row of its batch takes the place of another"):
+        with failing_as(WholeReason.FAILS_WITH_OTHER_ROW):
             _compare_other_rows(candidate, _with_other_row(candidate, row), row, outputs, finding, losses)
 
 
@@ -331,7 +323,7 @@ def _compare_other_rows(
         if is_tensor(whole):
             own = (0, 0) if factor is None else (row * factor, (row + 1) * factor)
             if not are_close(drop_rows(other.detach(), *own), drop_rows(whole, *own), tolerance_for(candidate)):
-                raise NotByRowsError("does not compute the rows of its batch one by one")
+                raise NotByRowsError(WholeReason.MIXES_ROWS)
 
 
 def _run_forward(
@@ -351,7 +343,7 @@ def _run_forward(
         outputs, spec = flatten(candidate.run(leaves))
     candidate.check()
     if said.getvalue():
-        raise NotByRowsError("prints, and would print of a part of the batch")
+        raise NotByRowsError(WholeReason.PRINTS)
     factors = [_rows_per_input_row(output, recorder, rows) for output in outputs]
     bases = find_bases(outputs, factors, leaves)
     look(outputs, factors)
@@ -360,19 +352,19 @@ def _run_forward(
     outputs.clear()
     known = chain(candidate.module.parameters(), candidate.module.buffers(), *noted.noted)
     if recorder.keeps_results(known):
-        raise NotByRowsError("keeps a tensor of its forward beside its output, which would be of a part of the batch")
+        raise NotByRowsError(WholeReason.KEEPS_RESULT)
     return copies, factors, bases, spec
 
 
 def _rows_per_input_row(output: Any, recorder: Recorder, rows: int) -> int | None:
     if not is_tensor(output):
         if not issubclass(type(output), PLAIN):
-            raise NotByRowsError(f"gives a {class_name(output)}, of which it is unknown what is in it")
+            raise NotByRowsError(WholeReason.UNKNOWN_OUTPUT, name=class_name(output))
         return None
     if not recorder.follows_input(output):
         return None
     if output.layout != torch.strided or output.dim() == 0 or output.shape[0] == 0 or output.shape[0] % rows:
-        raise NotByRowsError(f"gives an output of shape {tuple(output.shape)}, not one with a row for each of {rows}")
+        raise NotByRowsError(WholeReason.OUTPUT_WITHOUT_ROWS, shape=tuple(output.shape), rows=rows)
     return int(output.shape[0]) // rows
 
 

@@ -24,6 +24,7 @@ from lagom.forward.rows.draws import (
     written_tensors,
 )
 from lagom.forward.rows.input_reads import InputReads, InputReadsRecorder
+from lagom.forward.rows.whole_reasons import NotByRowsError, WholeReason
 from lagom.patching.replace import replaced
 from lagom.patching.watched_operations import TAGS, register_kernels, watched
 from lagom.run_state.memory_layout import storage_of
@@ -35,10 +36,6 @@ if TYPE_CHECKING:
     from torch._ops import OpOverload
 
     from lagom.forward.rows.whole_batch import RowBlock
-
-
-class NotByRowsError(Exception):
-    """A module does not compute its rows one by one; the text says why."""
 
 
 class FlopCounter(OperationMode):
@@ -174,7 +171,7 @@ class BatchStatistics:
         assert self._replayed is not None
         found = next(self._replayed, None)
         if found is None:
-            raise NotByRowsError("runs BatchNorm another number of times on a part of the batch")
+            raise NotByRowsError(WholeReason.MORE_BATCHNORMS)
         return found
 
 
@@ -223,13 +220,13 @@ class Recorder(OperationMode):
             return self.read(function, args, kwargs)
         of_losses = any(_storage_key(tensor) in self._of_losses for tensor in tensors)
         if of_losses and reads:
-            raise NotByRowsError("reads a loss that it computes, and may decide by it")
+            raise NotByRowsError(WholeReason.READS_LOSS)
         if of_losses and follows:  # its gradient would be that of a rank's rows
-            raise NotByRowsError("computes its rows from a loss of the batch")
+            raise NotByRowsError(WholeReason.ROWS_OF_LOSS)
         written = written_tensors(function, args, kwargs)
         if any(_storage_key(tensor) in self._parameters for tensor in written):
             # Raise before the operation runs, since no copy is kept from which the parameter could be restored.
-            raise NotByRowsError("changes a parameter")
+            raise NotByRowsError(WholeReason.CHANGES_PARAMETERS)
         if draws_random_numbers(function, args, kwargs):
             result = self.draw(function, args, kwargs)
         else:
@@ -250,7 +247,7 @@ class Recorder(OperationMode):
         Raises:
             NotByRowsError: if the numbers of the whole batch could not be found before a call.
         """
-        refused = NotByRowsError(f"takes decisions by the numbers of its input ({function})")
+        refused = NotByRowsError(WholeReason.READS_INPUT, operation=function)
         if self._input_reads is None:
             raise refused
         result = function(*args, **kwargs)
@@ -306,7 +303,7 @@ class Recorder(OperationMode):
     def _make_entered_packing(self) -> Callable[[saved_tensors_hooks], None]:
         def enter(hooks: saved_tensors_hooks) -> None:
             if type(hooks) is saved_tensors_hooks:  # torch's own hooks (of checkpoints) are of subclasses
-                raise NotByRowsError("packs what autograd saves, which would be of a part of the batch")
+                raise NotByRowsError(WholeReason.PACKS)
             self.has_checkpoints = True
             _enter_hooks(hooks)
 
@@ -322,13 +319,13 @@ class Recorder(OperationMode):
             return InputReads()
         found = self._input_reads.finish()
         if found is None or (found.reads and self.has_checkpoints):
-            raise NotByRowsError("takes decisions by the numbers of its input, which it computes at length")
+            raise NotByRowsError(WholeReason.READS_AT_LENGTH)
         return found
 
     def _make_refused_read(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def read(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
             if self.follows_input(tensor):
-                raise NotByRowsError("takes the numbers of its input out of torch, and may decide by them")
+                raise NotByRowsError(WholeReason.READS_OUT_OF_TORCH)
             return original(tensor, *args, **kwargs)
 
         return read
@@ -345,7 +342,7 @@ class Recorder(OperationMode):
 
 
 def _refuse_hook(*_: Any) -> Any:
-    raise NotByRowsError("sets a hook on a gradient, which would see that of a part of the batch")
+    raise NotByRowsError(WholeReason.SETS_HOOK)
 
 
 @contextmanager
@@ -423,7 +420,7 @@ class BlockRecorder(Recorder):
         super().read(function, args, kwargs)
         found = next(self._answers, None)
         if found is None:
-            raise NotByRowsError("reads other numbers for a part of its batch, and may decide by them")
+            raise NotByRowsError(WholeReason.READS_OTHERS)
         return found.whole
 
     def draw(self, function: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -435,14 +432,14 @@ class BlockRecorder(Recorder):
         self.drawn.append((kind, shape))
         whole_kind, whole = next(self._whole, (None, ()))
         if whole_kind != kind:
-            raise NotByRowsError("draws random numbers in another way on a part of the batch")
+            raise NotByRowsError(WholeReason.DRAWS_OTHERWISE)
         axes = [d for d in range(len(shape)) if shape[d] != whole[d]]
         block = self._block
         if len(axes) > 1 or any(shape[d] * block.num_all != whole[d] * block.num_mine for d in axes):
-            raise NotByRowsError("draws random numbers that are not so many for each row")
+            raise NotByRowsError(WholeReason.DRAWS_UNEVENLY)
         axis = axes[0] if axes else None
         if self._axes.setdefault(kind, axis) != axis:
-            raise NotByRowsError("draws random numbers for rows and others in the same way")
+            raise NotByRowsError(WholeReason.DRAWS_FOR_ROWS_AND_OTHERS)
         if axis is not None and shape[axis] != block.num_mine:
             self.multiples.add(kind)
         return axis

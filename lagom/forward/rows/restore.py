@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from lagom.errors import LagomError
-from lagom.forward.rows.recorder import NotByRowsError
 from lagom.forward.rows.surroundings import Surroundings
+from lagom.forward.rows.whole_reasons import NotByRowsError, WholeReason
 from lagom.inspection.reads import attributes
 from lagom.inspection.state_parts import RestoreError, StateCopy, StatePart, has_items, state_parts
 from lagom.random_states import equal_state, random_states, set_random_states
@@ -44,7 +44,7 @@ class ModuleState:
         try:
             self._copies = [part.copy() for part in self._parts]
         except RestoreError as error:
-            raise NotByRowsError(f"{error}, so that a look at it could not be undone") from error
+            raise NotByRowsError(WholeReason.NOT_RESTORABLE, error=error) from error
 
     def restore(self) -> None:
         """Restore everything that was copied and has changed.

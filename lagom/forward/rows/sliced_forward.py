@@ -18,6 +18,7 @@ from lagom.forward.rows.restore import copy_buffers, restore_buffers
 from lagom.forward.rows.row_functions import gather_blocks, slice_rows
 from lagom.forward.rows.split_candidate import SplitCandidate, SplitFinding, is_batch, sample_bytes
 from lagom.forward.rows.whole_batch import Gatherer, RowBlock, RowExchange, UnequalInputError
+from lagom.forward.rows.whole_reasons import WholeReason
 from lagom.inspection.reads import flatten, is_tensor
 from lagom.run_state.loader_pass import BatchShare
 
@@ -31,7 +32,6 @@ _MAX_DETOURS = 8
 """A forward runs whole when its detours (calls that go another way) exceed its other calls by more than this."""
 MAX_WAYS = 16
 """Number of new ways in calls of one kind after which such calls always run whole."""
-OFTEN = "often goes another way than at its first calls"
 num_nodes_made = torch._C._autograd._get_sequence_nr
 """Returns how many nodes of a graph this thread has made so far."""
 
@@ -161,7 +161,7 @@ class SlicedRuns:
             if session.config.batches == "whole":
                 raise
             restore()  # an evaluation called the model with a share of a training batch, which differs between ranks
-            finding.reason = "was called with other inputs on other ranks"
+            finding.reason = WholeReason.OTHER_INPUT.filled()
             return candidate.run(candidate.leaves)
 
     def _region(
@@ -192,7 +192,7 @@ class SlicedRuns:
         finding.sliced = False
         finding.new_ways += 1
         if finding.new_ways > MAX_WAYS:
-            finding.reason = OFTEN
+            finding.reason = WholeReason.OFTEN_OTHER_WAY.filled()
         raise OtherWayError
 
 
@@ -232,7 +232,7 @@ def _detour(candidate: SplitCandidate, finding: SplitFinding, draws: Draws | Non
             raise
         finding.detours += 1
         if finding.detours > _MAX_DETOURS:
-            finding.reason = f"{OFTEN}, by numbers that it reads or draws"
+            finding.reason = WholeReason.OFTEN_OTHER_WAY.filled()
         if isinstance(error, OtherWayError):
             raise
         raise OtherWayError from error

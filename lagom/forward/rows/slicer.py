@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.nn.parameter import is_lazy
 from torch.utils.weak import WeakIdKeyDictionary
 
 from lagom.forward.rows.draws import OtherWayError
 from lagom.forward.rows.input_reads import InputReadsRecorder
 from lagom.forward.rows.module_tree import CallKind, ModuleTree, attribute_numbers, call_kind
-from lagom.forward.rows.probe import UNIFORM, probe
+from lagom.forward.rows.probe import probe
 from lagom.forward.rows.recorder import CallRecorder
 from lagom.forward.rows.remade_modules import RemadeModules
 from lagom.forward.rows.restore import parameter_checksums
-from lagom.forward.rows.sliced_forward import MAX_WAYS, OFTEN, NewWayError, SlicedRuns
+from lagom.forward.rows.sliced_forward import MAX_WAYS, NewWayError, SlicedRuns
 from lagom.forward.rows.split_candidate import (
     KnownCalls,
     SplitCandidate,
@@ -31,6 +32,7 @@ from lagom.forward.rows.split_candidate import (
 )
 from lagom.forward.rows.surroundings import Surroundings, watched_writes
 from lagom.forward.rows.whole_batch import Gatherer, RowBlock, is_worth_slicing
+from lagom.forward.rows.whole_reasons import FilledReason, WholeReason, whole_line
 from lagom.inspection.reads import is_tensor
 from lagom.inspection.state_parts import items
 from lagom.patching.object_reference import ObjectReference
@@ -41,10 +43,9 @@ if TYPE_CHECKING:
 
     from lagom.session.session import Session
 
-_CHANGES_NUMBERS = "changes numbers among its attributes, or what it can see, by which a later call may go another way"
 _TOP_HOOKS = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", lambda _: None)
 """Returns the program's hooks on saved tensors; always None with torch 2.6 (see ``watch_packing``)."""
-_MANY_NUMBERS = "takes decisions by a number of its input that is often another"
+_NO_ACCOUNT = nullcontext()
 _MAX_READ_WAYS = 8
 """Number of combinations of numbers, read from the input, after which calls of one kind always run whole."""
 _MAX_KINDS = 64
@@ -135,44 +136,51 @@ class Slicer:
 
     def call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return ``module(*args, **kwargs)``, where every rank has the same arguments."""
-        small = self._known(module).small
+        calls = self._known(module)
+        small = calls.small
         if small is not None and args and small == (_dense_shape(args[0]), torch.is_grad_enabled()):
-            return self._original(module, *args, **kwargs)
+            with calls.small_account or self._small_account(calls, module):
+                return self._original(module, *args, **kwargs)
         device = self._session.device
         candidate = self._trees.candidate(module, self._original, args, kwargs, device, says=not self._depth)
         if candidate.rows < self._group.world_size or any(map(is_dual, candidate.leaves)):
             if not candidate.inside and next(module.parameters(), None) is None:
-                self._record_small(module, args)  # a loss function
-            return self._original(module, *args, **kwargs)
-        calls = self._known(module)
+                self._record_small(calls, args)  # a loss function
+            with self._account(calls, module, _obstacle(candidate)):
+                return self._original(module, *args, **kwargs)
         around = self._trees.surroundings(module)
         kind = call_kind(candidate, around, is_short=candidate.rows < 2 * self._group.world_size)
         kind, finding = self._find(calls, kind, candidate)
         if calls.num_changes > 1:
-            return self._run_whole(module, args, kwargs)
+            return self._run_whole(module, args, kwargs, calls, calls.change)
         if finding is None and len(calls.findings) < _MAX_KINDS:
             return self._run_first(candidate, calls, kind, lambda: self._original(module, *args, **kwargs))
         if finding is None or finding.reason is not None:
-            return self._run_whole(module, args, kwargs)
+            reason = WholeReason.MANY_KINDS.filled(number=_MAX_KINDS) if finding is None else finding.reason
+            return self._run_whole(module, args, kwargs, calls, reason)
         if not (finding.sliced or self._is_worth_slicing(finding, candidate)):
-            self._record_small(module, args)
+            self._record_small(calls, args)
             self._say_small(module)
-            return self._original(module, *args, **kwargs)
+            with self._small_account(calls, module):
+                return self._original(module, *args, **kwargs)
         if not finding.sliced:
             self._probe(candidate, finding)
         elif not self._knows_shapes(finding, candidate):
             return self._record_reads(candidate, calls, kind)
+        passing = WholeReason.EQUAL_ROWS
         while finding.sliced:
             try:
-                return self._runs.run(candidate, finding)
+                with self._session.whole_calls.split:
+                    return self._runs.run(candidate, finding)
             except NewWayError as error:
                 way = error.shapes, error.num_nodes
             except OtherWayError:
                 if finding.reason is not None:
                     self._say_whole(module, finding.reason)
+                passing = WholeReason.OTHER_WAY
                 break  # runs whole below, so that errors there are not chained to this one
             self._probe_new_way(candidate, calls, finding, *way)
-        return self._run_whole(module, args, kwargs)
+        return self._run_whole(module, args, kwargs, calls, finding.reason or passing.filled())
 
     def _find(
         self, calls: KnownCalls, kind: CallKind, candidate: SplitCandidate
@@ -188,8 +196,7 @@ class Slicer:
                 break
             kind = kind._replace(way=kind.way + 1)
             if kind.way >= _MAX_READ_WAYS:
-                finding.reason, finding.sliced = _MANY_NUMBERS, False
-                self._say_whole(candidate.module, _MANY_NUMBERS)
+                self._refuse(candidate, finding, WholeReason.READS_OFTEN_OTHERS)
         return kind, finding
 
     def _knows_shapes(self, finding: SplitFinding, candidate: SplitCandidate) -> bool:
@@ -203,7 +210,7 @@ class Slicer:
         inputs = [leaf for leaf in candidate.leaves if is_batch(leaf, candidate.rows)]
         recorder = CallRecorder(inputs, (), InputReadsRecorder(candidate.leaves, candidate.inside))
         finding = calls.findings[kind]
-        with recorder:
+        with recorder, self._account(calls, candidate.module, WholeReason.NEW_SHAPES.filled()):
             output = candidate.run(candidate.leaves)
         found, is_learned = recorder.found(), False
         while found is not None and (one := calls.findings.get(kind)) is not None:
@@ -211,9 +218,13 @@ class Slicer:
             kind = kind._replace(way=kind.way + 1)
         finding.new_ways += not is_learned
         if finding.new_ways > MAX_WAYS:
-            finding.reason, finding.sliced = OFTEN, False
-            self._say_whole(candidate.module, OFTEN)
+            self._refuse(candidate, finding, WholeReason.OFTEN_OTHER_WAY)
         return output
+
+    def _refuse(self, candidate: SplitCandidate, finding: SplitFinding, reason: WholeReason) -> None:
+        """Let all later calls of this kind run whole."""
+        finding.reason, finding.sliced = reason.filled(), False
+        self._say_whole(candidate.module, finding.reason)
 
     def _known(self, module: nn.Module) -> KnownCalls:
         calls: KnownCalls | None = self._calls.get(module)
@@ -223,10 +234,25 @@ class Slicer:
             calls = self._calls[module] = KnownCalls() if is_kept else self._remade.known_calls(module)
         return calls
 
-    def _record_small(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+    def _account(
+        self, calls: KnownCalls, module: nn.Module, reason: FilledReason | None
+    ) -> AbstractContextManager[None]:
+        """Return the account of an outermost call for ``reason``; one that counts nothing for other calls."""
+        if reason is None or self._depth:
+            return _NO_ACCOUNT
+        return self._session.whole_calls.account(calls.accounts, module, reason)
+
+    def _small_account(self, calls: KnownCalls, module: nn.Module) -> AbstractContextManager[None]:
+        """Return the account of calls without checks; a module without parameters, such as a loss, has none."""
+        if calls.small_account is None and not self._depth:
+            has_parameters = next(module.parameters(), None) is not None
+            calls.small_account = self._account(calls, module, WholeReason.SMALL.filled() if has_parameters else None)
+        return calls.small_account or _NO_ACCOUNT
+
+    def _record_small(self, calls: KnownCalls, args: tuple[Any, ...]) -> None:
         """Let calls with this shape of the first argument, and this grad mode, run whole without further checks."""
         # Only the first argument is compared: comparing all of them takes longer than a small module.
-        self._known(module).small = _dense_shape(args[0]) if args else None, torch.is_grad_enabled()
+        calls.small = _dense_shape(args[0]) if args else None, torch.is_grad_enabled()
 
     def _run_first(self, candidate: SplitCandidate, calls: KnownCalls, kind: object, run: Callable[[], Any]) -> Any:
         """Make the first call of a ``kind``; measure its work, and find out whether a probe would have side effects."""
@@ -238,24 +264,24 @@ class Slicer:
         pays = self._is_worth_slicing(finding, candidate)
         self._has_work = self._has_work or pays
         if (attribute_numbers(candidate.inside), around.state()) != before:
-            self._record_change(module, calls, kind, _CHANGES_NUMBERS)
+            self._record_change(module, calls, kind, WholeReason.CHANGES_NUMBERS)
         elif parameter_checksums(module) != marks:
-            self._record_change(module, calls, kind, "changes parameters, which a look at it would do once more")
+            self._record_change(module, calls, kind, WholeReason.CHANGES_PARAMETERS)
         elif around.iterates:
-            finding.reason = "has an iterator, of which a look at it would take items"
-            self._say_whole(module, finding.reason)
+            self._refuse(candidate, finding, WholeReason.ITERATOR)
         elif written:
-            finding.failure = "writes to a file or a log, which a look at it would do once more"
+            finding.failure = WholeReason.WRITES.filled()
         elif pays:
             with self._session.probing():
                 finding.failure = try_again(candidate, self._group.world_size, self._session.statistics)
         return output
 
-    def _record_change(self, module: nn.Module, calls: KnownCalls, kind: object, what: str) -> None:
+    def _record_change(self, module: nn.Module, calls: KnownCalls, kind: object, reason: WholeReason) -> None:
         del calls.findings[kind]
         calls.num_changes += 1
+        calls.change = reason.filled()
         if calls.num_changes > 1:
-            self._say_whole(module, what)
+            self._say_whole(module, calls.change)
 
     def _say_small(self, module: nn.Module) -> None:
         """Say once how to share the work of a loop over a loader that trains only small models."""
@@ -264,17 +290,22 @@ class Slicer:
             return
         if session.config.batches == "whole" and session.passes.trains():
             self._has_work = True
-            session.say_once(
-                f"{type(module).__name__} is small: every rank computes it whole, which is faster than sharing it out. "
-                "batches='split' shares out the batches; verify=True tells whether its numbers are the same",
-                is_notice=True,
-            )
+            session.say_once(f"{type(module).__name__} {WholeReason.SMALL.filled()}", is_notice=True)
 
-    def _run_whole(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run ``module`` whole; modules inside it may be sliced."""
+    def _run_whole(
+        self,
+        module: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        calls: KnownCalls,
+        reason: FilledReason | None,
+    ) -> Any:
+        """Run ``module`` whole for ``reason``; modules inside it may be sliced."""
+        assert reason is not None
+        account = self._session.whole_calls.account(calls.accounts, module, reason)
         self._depth += 1
         try:
-            with self._outside():
+            with account, self._outside():
                 return self._original(module, *args, **kwargs)
         finally:
             self._depth -= 1
@@ -288,12 +319,12 @@ class Slicer:
                 probe(candidate, finding, self._group.world_size, self._session.statistics)
         name = type(candidate.module).__name__
         self._session.check_place(f"the second call of {name} with inputs of a kind")
-        reasons = [part.decode() for part in self._group.all_gather_bytes((finding.reason or "").encode())]
-        finding.reason = next(filter(None, reasons), None)
-        finding.sliced = finding.reason is None
-        if finding.reason == UNIFORM:
-            finding.reason = None  # the next batch may differ
-        elif finding.reason is not None:
+        own = "" if finding.reason is None else f"{finding.reason.reason.name}:{finding.reason.text}"
+        first = next(filter(None, self._group.all_gather_bytes(own.encode())), b"")
+        member, _, text = first.decode().partition(":")
+        finding.sliced, finding.reason = not member, None
+        if member and member != WholeReason.EQUAL_ROWS.name:  # the next batch may differ
+            finding.reason = FilledReason(WholeReason[member], text)
             self._say_whole(candidate.module, finding.reason)
 
     def _probe_new_way(
@@ -310,19 +341,17 @@ class Slicer:
                 other.sliced = False  # without gradients there are no nodes to count: probed at its next call
         finding.new_ways += 1
         if finding.new_ways > MAX_WAYS:
-            finding.reason, finding.sliced = OFTEN, False
-            self._say_whole(candidate.module, OFTEN)
+            self._refuse(candidate, finding, WholeReason.OFTEN_OTHER_WAY)
             return
         self._probe(candidate, finding)
         finding.ways[shapes].add(num_nodes)
 
-    def _say_whole(self, module: nn.Module, reason: str) -> None:
+    def _say_whole(self, module: nn.Module, reason: FilledReason) -> None:
         if not self._depth:
             has_parts = any(part._parameters for part in self._trees.modules_in(module, says=False)[1:])
-            how = " (modules inside it are split where they can be)" if has_parts else ", which is right but not faster"
-            self._session.say_once(
-                f"{type(module).__name__} runs whole on every rank{how}: it {reason}", is_notice=True
-            )
+            # A module may call others that are no attributes of it, and these may be split too.
+            how = " (modules inside it are split where they can be)" if has_parts else ", as in one process"
+            self._session.say_once(whole_line(type(module).__name__, how, reason), is_notice=True)
 
     def _is_worth_slicing(self, finding: SplitFinding, candidate: SplitCandidate) -> bool:
         return is_worth_slicing(
@@ -332,6 +361,16 @@ class Slicer:
             training=torch.is_grad_enabled(),
             shares_memory=self._group.shares_memory,
         )
+
+
+def _obstacle(candidate: SplitCandidate) -> FilledReason | None:
+    """Return why a call with too few rows or with derivatives cannot be split; None for a module without parameters."""
+    if candidate.inside:
+        is_forward_mode = any(map(is_dual, candidate.leaves))
+        return (WholeReason.FORWARD_MODE if is_forward_mode else WholeReason.FEW_ROWS).filled()
+    parameters = list(candidate.module.parameters())
+    # The first call makes lazy parameters.
+    return WholeReason.TORCHSCRIPT.filled() if parameters and not any(map(is_lazy, parameters)) else None
 
 
 def _dense_shape(data: Any, depth: int = 3) -> object:

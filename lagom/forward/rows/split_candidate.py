@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import io
 import warnings
-from contextlib import contextmanager, redirect_stderr, redirect_stdout
-from dataclasses import dataclass, field
+from contextlib import AbstractContextManager, contextmanager, redirect_stderr, redirect_stdout
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,11 +13,12 @@ from torch import nn
 from torch.autograd import forward_ad
 from torch.utils._pytree import TreeSpec
 
-from lagom.forward.rows.draws import DrawKind, UnsupportedDrawError
+from lagom.forward.rows.draws import DrawKind
 from lagom.forward.rows.input_reads import InputReads, Shapes, shapes_of
-from lagom.forward.rows.recorder import BatchStatistics, FlopCounter, NotByRowsError, bounds_check
+from lagom.forward.rows.recorder import BatchStatistics, FlopCounter, bounds_check
 from lagom.forward.rows.restore import ChangedError, restored_state
 from lagom.forward.rows.whole_batch import ForwardWork, RowBlock
+from lagom.forward.rows.whole_reasons import FilledReason, NotByRowsError, WholeReason
 from lagom.inspection.reads import class_name, describe, flatten, is_tensor
 from lagom.run_state.oom_errors import wanted_bytes
 
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from lagom.forward.rows.inner_losses import InnerLoss
+    from lagom.forward.rows.whole_calls import CallAccount
 
 PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 """Types of arguments and outputs that cannot contain rows of the batch."""
@@ -114,9 +116,9 @@ class SplitFinding:
     """Number of ways that the forward has taken beside the first one."""
     detours: int = 0
     """Number of sliced calls that took another way, less the number of other sliced calls; at least 0."""
-    reason: str | None = None
+    reason: FilledReason | None = None
     """Reason for which the forward runs whole on every rank; None if it is sliced, or not probed yet."""
-    failure: str | None = None
+    failure: FilledReason | None = None
     """Reason for which the forward cannot be called again as a probe; None if it can."""
     sliced: bool = False
     """Whether the probe has shown that the forward computes its rows one by one."""
@@ -140,6 +142,16 @@ class KnownCalls:
     """First argument's shape, and whether gradients are on, of calls that run whole without checks; None if none do."""
     num_changes: int = 0
     """Number of first calls that changed values they can see, or parameters; one call may do so to fill a cache."""
+    change: FilledReason | None = None
+    """What the last of these calls changed."""
+    accounts: dict[WholeReason, CallAccount] = field(default_factory=dict)
+    """Calls that ran whole, by their reason; not part of a snapshot."""
+    small_account: AbstractContextManager[None] | None = None
+    """Account of calls without checks; None before the first one. Not part of a snapshot."""
+
+    def without_findings(self) -> KnownCalls:
+        """Return the facts of a snapshot that belong to no finding."""
+        return replace(self, findings={}, accounts={}, small_account=None)
 
 
 def like_given(copy: Tensor, leaf: Tensor) -> Tensor:
@@ -191,7 +203,9 @@ def measure_call(candidate: SplitCandidate, call: Callable[[], Any]) -> tuple[An
     return output, SplitFinding(work)
 
 
-def try_again(candidate: SplitCandidate, num_blocks: int, statistics: Callable[[BatchStatistics], Any]) -> str | None:
+def try_again(
+    candidate: SplitCandidate, num_blocks: int, statistics: Callable[[BatchStatistics], Any]
+) -> FilledReason | None:
     """Call a module once more on a part of its batch, restore its state, and return the reason for a failure.
 
     Return None if the call succeeds or lacks memory, or if ``check_call`` refuses it. The state is that of
@@ -218,28 +232,23 @@ def try_again(candidate: SplitCandidate, num_blocks: int, statistics: Callable[[
     except ChangedError:
         raise
     except NotByRowsError as error:
-        return str(error)
+        return error.reason
     except Exception as error:
-        return describe_failure(error) if wanted_bytes(error) is None else None
+        return WholeReason.FAILS_ON_PART.filled(error=describe(error)) if wanted_bytes(error) is None else None
     return None
 
 
-def describe_failure(error: Exception, how: str = "fails on a part of its batch") -> str:
-    """Return the reason why a module is not sliced: how it fails."""
-    return f"{how} ({describe(error)})"
-
-
 @contextmanager
-def failing_as(how: str) -> Iterator[None]:
-    """Let errors of a forward, except for memory, be a ``NotByRowsError`` that says how it fails."""
+def failing_as(reason: WholeReason) -> Iterator[None]:
+    """Let errors of a forward, except for memory, be a ``NotByRowsError`` with this ``reason``."""
     try:
         yield
-    except (NotByRowsError, UnsupportedDrawError, ChangedError):
+    except (NotByRowsError, ChangedError):
         raise
     except Exception as error:
         if wanted_bytes(error) is not None:
             raise
-        raise NotByRowsError(describe_failure(error, how)) from error
+        raise NotByRowsError(reason, error=describe(error)) from error
 
 
 def check_call(candidate: SplitCandidate) -> None:
@@ -250,19 +259,19 @@ def check_call(candidate: SplitCandidate) -> None:
     """
     for leaf in candidate.leaves:
         if not is_tensor(leaf) and not issubclass(type(leaf), PLAIN):
-            raise NotByRowsError(f"is called with a {class_name(leaf)}, of which it is unknown what is in it")
+            raise NotByRowsError(WholeReason.UNKNOWN_ARGUMENT, name=class_name(leaf))
         if is_tensor(leaf) and not is_dense(leaf):
-            raise NotByRowsError("is called with a sparse or nested tensor, which has no rows to share out")
+            raise NotByRowsError(WholeReason.IRREGULAR_ARGUMENT)
     for module in candidate.inside:
         state = module.__dict__
         for kind in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"):
             if any(not _is_from_torch(hook) for hook in (state.get(kind) or {}).values()):
-                raise NotByRowsError("has hooks, which would see a part of the batch")
+                raise NotByRowsError(WholeReason.HAS_HOOKS)
         for parameter in (state.get("_parameters") or {}).values():
             if parameter is not None and parameter._backward_hooks:
-                raise NotByRowsError("has hooks on gradients, which would see those of a part of the batch")
+                raise NotByRowsError(WholeReason.HAS_GRADIENT_HOOKS)
     if has_global_hooks():
-        raise NotByRowsError("is called with global hooks, which would see a part of the batch")
+        raise NotByRowsError(WholeReason.GLOBAL_HOOKS)
 
 
 def has_global_hooks() -> bool:

@@ -19,6 +19,7 @@ from lagom.extensions.data.dataframes import forget_frames, frames_of_run, write
 from lagom.plan import plan
 from lagom.program.call import Call
 from lagom.restart.kept_snapshots import SnapshotFolder
+from lagom.wire.messages import RankReport
 from tests.extensions.resume.rewritten import add_snapshot
 
 
@@ -85,7 +86,7 @@ class Launcher:
             add_snapshot(self._snapshots, 1)
         if self._error is not None:
             raise self._error
-        return [Outcome(rank=0, report={"ok": True}, load=dict)]
+        return [Outcome(rank=0, report=RankReport(rank=0, ok=True), load=dict)]
 
 
 @pytest.mark.parametrize("has_folder", [True, False], ids=["a folder that is set", "a temporary folder"])

@@ -27,6 +27,7 @@ from lagom.cli import main
 from lagom.driver.local import LocalLauncher
 from lagom.errors import LagomError, PlanError
 from lagom.extensions.resume.kept_call import read_call
+from lagom.forward.rows.whole_reasons import WholeReason
 from lagom.restart.disks import this_host
 from lagom.restart.history import RunHistory
 from lagom.restart.kept_snapshots import SnapshotFolder, SnapshotPlace
@@ -189,6 +190,9 @@ def test_another_process_goes_on_with_a_run_whose_driver_was_killed(
     assert [line.split(":")[0] for line in shown.out.splitlines() if line.startswith("epoch")] == ["epoch 1", "epoch 2"]
     again = experiment.resume(run)
     assert same(again.value, result.value)
+    if world_size != 1:
+        assert {one.reason for one in result.whole} == {WholeReason.CHANGES_NUMBERS}
+    assert again.whole == result.whole
     shown = capfd.readouterr()
     assert "had ended already" in shown.err
     assert shown.out == ""

@@ -25,6 +25,7 @@ from lagom.restart.history import RunHistory
 from lagom.restart.kept_snapshots import Snapshot, SnapshotFolder, SnapshotPlace
 from lagom.restart.written_files import AppendedFile, WrittenFiles
 from lagom.wire.client import dial
+from lagom.wire.messages import DeliverHello
 from lagom.wire.server import DriverServer
 from lagom.wire.spec import RunSpec
 
@@ -55,7 +56,7 @@ def test_a_state_comes_to_the_driver_and_is_a_snapshot_if_its_bytes_are_those_se
             assert len(json.dumps(told)) < 1000
             came = [channel.digests.pop(name) for name in (f"snapshot-{number}", f"snapshot-{number}.json")]
             assert came == told["sha256"]
-            why = history.keep({"number": number, "is_whole": number == 1, "sha256": told["sha256"]})
+            why = history.keep(number, told["sha256"], is_whole=number == 1)
             assert why == ("" if number == 1 else "other bytes came to the driver than were sent")
         assert not channel.delivered
     newest = folder.newest()
@@ -88,7 +89,7 @@ def test_what_comes_in_part_or_cannot_be_put_in_its_place_is_no_snapshot(tmp_pat
     folder.make()
     history = RunHistory(snapshots=folder)
     with DriverServer(lambda *_: None, lambda _: None, snapshots=folder) as channel:
-        hello = {"purpose": "deliver", "name": "snapshot-1", "size": 100}
+        hello = DeliverHello(name="snapshot-1", size=100)
         link = dial(channel.listen("127.0.0.1"), channel.secret, hello, 10.0)
         assert link is not None
         link.socket.send(b"a part")
@@ -97,7 +98,7 @@ def test_what_comes_in_part_or_cannot_be_put_in_its_place_is_no_snapshot(tmp_pat
         link.close()
         while os.path.exists(folder.partial(1)):
             time.sleep(0.01)
-    assert "No such file" in history.keep({"number": 1, "is_whole": True})
+    assert "No such file" in history.keep(1, ["", ""], is_whole=True)
     assert os.listdir(folder.path) == []
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from lagom.config import HyperparameterOptConfig, Searchspace
+from lagom.extensions.search.on_rank.messages import SlotJoin
 from lagom.extensions.search.study import Study
 from lagom.extensions.search.trial_source import TrialOutcome, TrialSpec
 
@@ -19,6 +20,12 @@ SPACE = Searchspace(
     act=("CATEGORICAL", ["relu", "tanh"]),
 )
 LISTS = Searchspace(depth=("DISCRETE", [1, 2, 4]), units=("INTEGER", [3, 6]), act=("CATEGORICAL", ["relu", "tanh"]))
+
+
+def slot_join(slot: int, host: str) -> SlotJoin:
+    """Return the first message of a slot on ``host`` that does not see the driver's files."""
+    facts: dict[str, Any] = {"pid": 1, "ranks": [0], "ip": "", "store": None, "python": "", "torch": "", "gpus": []}
+    return SlotJoin(task=slot, host=host, cores=1, sees_driver=False, **facts)
 
 
 def losses(params: Mapping[str, Any]) -> list[float]:

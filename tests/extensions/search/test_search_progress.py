@@ -49,12 +49,12 @@ def display(monkeypatch: pytest.MonkeyPatch) -> Display:
 def join(progress: SearchProgress, *hosts: str) -> None:
     """Have slots on ``hosts`` join."""
     for slot, host in enumerate(hosts):
-        progress.take(slot, {"type": "join", "host": f"{host}|0"})
+        progress.joined(slot, host)
 
 
 def begin(progress: SearchProgress, slot: int, number: int, **params: Any) -> None:
     """Have a slot begin a trial."""
-    progress.take(slot, {"type": "trial", "number": number, "params": params})
+    progress.began(slot, number, params)
 
 
 def end(
@@ -64,7 +64,7 @@ def end(
     spec = TrialSpec(number=number, params=params, change=lambda call: call)
     error = "ValueError: a <bad>\nvalue" if state == "failed" else ""
     progress.ended(spec, TrialOutcome(state=state, value=value, error=error))
-    progress.take(slot, {"type": "ended"})
+    progress.idle(slot)
 
 
 def test_the_table_follows_a_search_from_the_first_slot_to_the_end(
@@ -75,12 +75,12 @@ def test_the_table_follows_a_search_from_the_first_slot_to_the_end(
     assert display.lines()[:1] == ["train <it>: 2 trials at a time on this machine; the smallest metric is best"]
     assert "1 of 2 slots are ready" in display.lines()
     assert display.rows()[1:] == [["0", "idle", "", "", ""]]
-    progress.take(1, {"type": "join", "host": "box.example.com|1"})
+    progress.joined(1, "box.example.com")
     assert capsys.readouterr().err == ""  # a notebook would show it in red
     begin(progress, 0, 0, lr=0.25, act="relu")
-    progress.take(0, {"type": "progress", "step": 7})
+    progress.reported(0, 7)
     begin(progress, 1, 1, lr=0.5)
-    progress.take(1, {"type": "report", "step": 3, "value": 0.125})
+    progress.reported(1, 3, 0.125)
     assert display.rows() == [
         ["slot", "trial", "step", "value", "seconds", "lr", "act"],
         ["0", "0", "7", "", "0", "0.25", "relu"],
@@ -147,8 +147,8 @@ def test_a_line_of_a_trial_is_shown_whole_and_with_its_own_trial(capsys: pytest.
     for number in range(2):
         begin(progress, 0, number)
         for data in (b"epoch 1\nf\xc3", b"\xbcr epoch 2"):  # a chunk ends within a character, the last line never
-            progress.take(0, {"type": "log", "data": data.decode("latin-1")})
-        progress.take(0, {"type": "ended"})
+            progress.wrote(0, data)
+        progress.idle(0)
     shown = [f"trial {number}: {line}" for number in range(2) for line in ("epoch 1", "f\u00fcr epoch 2")]
     assert capsys.readouterr().out.splitlines() == shown
 

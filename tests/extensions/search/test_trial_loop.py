@@ -25,13 +25,16 @@ from lagom.config import TorchDistributedConfig
 from lagom.control_groups import available_cores
 from lagom.errors import LagomError, MetricError
 from lagom.extensions.search.on_rank.change import HparamsChange
+from lagom.extensions.search.on_rank.messages import OutcomePart, RunTrial, TrialEnded, TrialReport
 from lagom.extensions.search.slots.choose_slots import choose_slots
 from lagom.extensions.search.trial_loop import TrialLoop
 from lagom.extensions.search.trial_source import TrialOutcome, TrialSpec
 from lagom.launch import choose
 from lagom.plan import plan
 from lagom.program.call import Call
-from lagom.wire.client import DriverClient, Message
+from lagom.wire.client import DriverClient
+from lagom.wire.messages import Closed, Event, Lost, Message
+from tests.extensions.search.searching import slot_join
 
 
 class ListSource:
@@ -349,17 +352,17 @@ class _FullDisk:
             link.send(FULL_DISK)
 
 
-FULL_DISK = {"type": "lost", "message": "OSError: No space left on device"}
-ENDED = {"type": "ended", "reports": [{"rank": 0, "ok": True, "metric": 1.0, "samples": 1}], "seconds": 1.0}
+FULL_DISK = Lost(message="OSError: No space left on device")
+ENDED = TrialEnded(reports=[TrialReport(rank=0, ok=True, metric=1.0, samples=1)], seconds=1.0, problems=[])
 
 
 class OneSlot:
     """A slot of another host, which answers each trial with ``messages``; after a loss it joins again."""
 
-    def __init__(self, *messages: Message) -> None:
+    def __init__(self, *messages: Message | Event) -> None:
         self._messages = messages
-        self._join = {"type": "join", "host": "other", "cores": 1, "sees_driver": False, "gpus": []}
-        self._waiting = [self._join]
+        self._join = slot_join(0, host="other")
+        self._waiting: list[Message | Event] = [self._join]
 
     def __enter__(self) -> OneSlot:
         return self
@@ -368,11 +371,11 @@ class OneSlot:
         pass
 
     def send(self, slot: int, message: Message) -> None:
-        if message["type"] == "trial":
+        if isinstance(message, RunTrial):
             self._waiting += self._messages
-            self._waiting += [self._join] * (self._messages[-1]["type"] == "closed")
+            self._waiting += [self._join] * isinstance(self._messages[-1], Closed)
 
-    def serve(self, take: Callable[[int, Message], None], timeout_s: float) -> None:
+    def serve(self, take: Callable[[int, Message | Event], None], timeout_s: float) -> None:
         take(0, self._waiting.pop(0))
 
     def over(self) -> None:
@@ -386,7 +389,7 @@ def run_on(slot: OneSlot, source: ListSource, folder: Path, max_failed: int | No
 
 
 def test_a_trial_whose_slot_is_lost_for_good_says_why(tmp_path: Path) -> None:
-    (outcome,) = run_on(OneSlot(FULL_DISK, {"type": "closed"}), ListSource([{}]), tmp_path).values()
+    (outcome,) = run_on(OneSlot(FULL_DISK, Closed()), ListSource([{}]), tmp_path).values()
     assert outcome.error.endswith("were lost 4 times: OSError: No space left on device")
 
 
@@ -400,8 +403,8 @@ def test_a_link_that_leads_out_of_a_trials_folder_is_named_and_the_other_files_c
     with tarfile.open(tmp_path / "packed.tar", "w") as tar:
         tar.add(kept.parent, arcname=".")
     data = base64.b64encode((tmp_path / "packed.tar").read_bytes()).decode()
-    part = {"type": "part", "name": "files", "data": data}
-    (outcome,) = run_on(OneSlot(part, ENDED | {"problems": []}), ListSource([{}]), tmp_path).values()
+    part = OutcomePart(name="files", data=data)
+    (outcome,) = run_on(OneSlot(part, ENDED), ListSource([{}]), tmp_path).values()
     assert (outcome.state, outcome.value) == ("complete", 1.0)
     assert outcome.folder is not None
     assert [path.name for path in (outcome.folder / "files").iterdir()] == ["best.txt"]

@@ -146,8 +146,9 @@ WHOLE = {
     Scaled: "computes its rows from a loss of the batch",
     Paired: "does not compute the rows of its batch one by one",
     Listed: "gives an output of shape (), not one with a row for each of 7",
-    Read: "reads a loss that it computes, and may decide by it",
-    Kept: "keeps a tensor of its forward beside its output, which would be of a part of the batch",
+    Read: "reads a loss that it computes, and may decide by it; read the loss outside of the forward",
+    Kept: "keeps a tensor of its forward beside its output, which would be of a part of the batch; "
+    "return the tensor as well",
 }
 
 

@@ -6,13 +6,14 @@ import contextlib
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
 
 from lagom.errors import CollectiveError, LagomError
+from lagom.extensions.observe.debugger.messages import DebugAnswer, DebugBegin, DebugText
 from lagom.extensions.observe.debugger.refusal import refuse
 from lagom.random_states import random_states, set_random_states
-from lagom.wire.client import Message
+from lagom.wire.messages import Message
 
 if TYPE_CHECKING:
     from types import FrameType
@@ -36,7 +37,7 @@ class RankDebugger:
         plan: Plan,
         rank: int,
         ask: Callable[[Message], Message],
-        tell: Callable[[Mapping[str, Any]], None],
+        tell: Callable[[Message], None],
         pid: int,
     ) -> None:
         self.session: Session | None = None
@@ -90,28 +91,32 @@ class RankDebugger:
         self._turn.acquire()
         sys.stdout.flush()
         is_consequence = isinstance(error, CollectiveError)
-        begin = {"step": "begin", "failed": error is not None, "consequence": is_consequence}
+        begin = DebugBegin(rank=self._rank, failed=error is not None, consequence=is_consequence)
         try:
-            self.ask(begin)
+            self._answer(begin)
         except BaseException:
             self._turn.release()
             raise
         self._stopped = threading.get_ident()
 
-    def ask(self, message: Message) -> str:
-        """Send a message of this debugger, and return the line that was typed.
+    def ask(self, step: str, text: str) -> str:
+        """Send ``text`` as a ``DebugText`` of the kind ``step``, and return the line that was typed.
 
         Raises:
             LagomError: if the driver refuses, as when nobody can type there, or cannot be reached.
         """
-        answer = self._ask({"type": "debug", **message})
-        if "refused" in answer:
-            raise LagomError(f"breakpoint() on rank {self._rank}, and {answer['refused']}")
-        return str(answer["line"])
+        return self._answer(DebugText(rank=self._rank, step=step, text=text))
 
-    def tell(self, message: Message) -> None:
-        """Send a message of this debugger."""
-        self._tell({"type": "debug", **message})
+    def tell(self, step: str, text: str) -> None:
+        """Send ``text`` as a ``DebugText`` of the kind ``step``."""
+        self._tell(DebugText(rank=self._rank, step=step, text=text))
+
+    def _answer(self, message: Message) -> str:
+        answer = self._ask(message)
+        assert isinstance(answer, DebugAnswer)
+        if answer.refused:
+            raise LagomError(f"breakpoint() on rank {self._rank}, and {answer.refused}")
+        return answer.line
 
     @contextlib.contextmanager
     def at_prompt(self, stream: DriverStream) -> Iterator[None]:

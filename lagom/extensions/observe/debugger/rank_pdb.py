@@ -43,16 +43,16 @@ class DriverStream(io.TextIOBase):
 
         The text after the last line end is the prompt.
         """
-        return self._debugger.ask({"step": "line", "text": self._sent()})
+        return self._debugger.ask("line", self._sent())
 
     def send(self, step: str) -> None:
         """Send the text that was written, as a message of the kind ``step``."""
-        self._debugger.tell({"step": step, "text": self._sent()})
+        self._debugger.tell(step, self._sent())
 
     def _sent(self) -> str:
         """Return the text that was written; of a text too long for a message, send all but the end first."""
         while len(self._text) > _MAX_TEXT:
-            self._debugger.tell({"step": "text", "text": self._text[:_MAX_TEXT]})
+            self._debugger.tell("text", self._text[:_MAX_TEXT])
             self._text = self._text[_MAX_TEXT:]
         text, self._text = self._text, ""
         return text
@@ -101,7 +101,7 @@ class RankPdb(pdb.Pdb):
             return super().do_quit(arg)
         frame, line = self.stack[self.curindex]
         place = f"{os.path.basename(frame.f_code.co_filename)}:{line}, in {frame.f_code.co_name}"
-        return self._debugger.ask({"step": "quit", "text": place})  # the driver ends this process
+        return self._debugger.ask("quit", place)  # the driver ends this process
 
     do_q = do_exit = do_quit
 

@@ -17,7 +17,7 @@ from lagom.watch.html_page import page, settings_sections, shown, timings_bar
 from lagom.watch.json_values import damage_named, loaded, loaded_lines, numbers_first, text_of
 from lagom.watch.run_dir import PROGRESS, RESULT, RUN
 from lagom.watch.stall_texts import rank_names
-from lagom.watch.stragglers import straggler
+from lagom.watch.stragglers import Waits, straggler
 
 _TAIL = 16_384  # bytes of each rank's output that the page shows
 _MAX_RANKS = 16
@@ -63,6 +63,7 @@ def _page_of(folder: RunFolder, run: Mapping[str, Any]) -> str:
         timings_bar(result.get("timings") or {}),
         _outcome(result),
         _failures(run.get("failures") or ()),
+        _whole(run.get("whole") or ()),
         f"<div class=charts>{charts}</div>" if events else "<p>No rank has told of its progress.</p>",
         _damage(folder),
         _slowest(events),
@@ -108,6 +109,19 @@ def _failures(failures: Sequence[Mapping[str, Any]]) -> str:
     return f"<details open><summary>What was lost</summary><table><tr>{head}</tr>{rows}</table></details>"
 
 
+def _whole(modules: Sequence[Mapping[str, Any]]) -> str:
+    """Return a table of the modules that ran whole on every rank."""
+    if not modules:
+        return ""
+    head = "".join(f"<th>{name}</th>" for name in ("module", "class", "calls", "share of forwards", "it", "what helps"))
+    rows = ""
+    for one in modules:
+        inside = "; modules inside it are split" if one["splits_inside"] else ""
+        texts = (one["name"], one["kind"], one["calls"], f"{one['share']:.1%}{inside}", one["text"], one["remedy"])
+        rows += f"<tr>{''.join(f'<td>{_text(text)}</td>' for text in texts)}</tr>"
+    return f"<details><summary>Modules that ran whole</summary><table><tr>{head}</tr>{rows}</table></details>"
+
+
 def _slowest(events: Events) -> str:
     """Return sentences about a rank that waited long for data, and one that the others waited for, if there are any."""
     shares = {rank: sum(one.get("data") or 0 for one in own) / len(own) for rank, own in events.items() if own}
@@ -121,12 +135,12 @@ def _slowest(events: Events) -> str:
     return said
 
 
-def _mean_waits(events: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def _mean_waits(events: Sequence[Mapping[str, Any]]) -> Waits:
     waits_for: dict[str, float] = {}
     for one in events:
         for rank, share in (one.get("waits_for") or {}).items():
             waits_for[rank] = waits_for.get(rank, 0.0) + share / len(events)
-    return {"waits": sum(one.get("waits") or 0.0 for one in events) / len(events), "waits_for": waits_for}
+    return Waits(sum(one.get("waits") or 0.0 for one in events) / len(events), waits_for)
 
 
 def events_of(folder: RunFolder) -> dict[int, list[dict[str, Any]]]:

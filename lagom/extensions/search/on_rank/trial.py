@@ -5,22 +5,20 @@ from __future__ import annotations
 import math
 import numbers
 from collections.abc import Callable, Mapping
-from types import MappingProxyType
 from typing import Any
 
 from lagom.errors import EndOfFunction, MetricError
+from lagom.extensions.search.on_rank.messages import TrialAnswer, TrialValue
 
 
 class TrialPruned(EndOfFunction):
     """Ends a trial that is worse than others."""
 
-    report = MappingProxyType({"pruned": True})
-
 
 class Trial:
     """Sends the reports of a trial to the driver, and ends the trial when the driver says so."""
 
-    def __init__(self, ask: Callable[[dict[str, Any]], Mapping[str, Any]], metric: str, number: int = 0) -> None:
+    def __init__(self, ask: Callable[[TrialValue], object], metric: str, number: int = 0) -> None:
         """Report values of ``metric`` with ``ask``, which sends a message to the driver and returns the answer."""
         self._ask = ask
         self.number = number
@@ -48,8 +46,9 @@ class Trial:
             TrialPruned: if the trial is to end.
         """
         if not self._pruned:
-            answer = self._ask({"type": "report", "step": int(step), "value": float(value)})
-            self._pruned = bool(answer["prune"])
+            answer = self._ask(TrialValue(step=int(step), value=float(value)))
+            assert isinstance(answer, TrialAnswer)
+            self._pruned = answer.prune
         if self._pruned:  # also for a program that has caught the first exception
             raise TrialPruned
 

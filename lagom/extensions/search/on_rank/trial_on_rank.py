@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+from lagom.extensions.search.on_rank.messages import BeginTrial, TrialReport
 from lagom.extensions.search.on_rank.reports import report_logged_values
 from lagom.extensions.search.on_rank.trial import Trial, metric_of
 from lagom.patching.importers import imported_after, newest_module
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 
     from lagom.on_rank.rank_call import RankCall
     from lagom.session.session import Session
-    from lagom.wire.client import Message
+    from lagom.wire.messages import RankReport
 
 _MAX_IMPORTS = 10_000  # most names of modules, which must fit into a frame
 
@@ -28,24 +29,33 @@ _MAX_IMPORTS = 10_000  # most names of modules, which must fit into a frame
 def wait_for_trial(rank_call: RankCall) -> None:
     """Wait for a trial from the host process, and adopt it. See Note [Ranks that wait] in host/trial_ranks.py."""
     newest = newest_module()
-    message = rank_call.wait()
-    os.environ.update(message["env"])
-    own = {name: message[name] for name in ("gpu", "gpu_index", "nccl", "threads")}
-    rank_call.rank_spec = dataclasses.replace(rank_call.rank_spec, **own)
-    trial = Trial(rank_call.ask, message["metric"], message["number"])
-    change = base64.b64decode(message["change"])
+    while not isinstance(message := rank_call.wait(), BeginTrial):
+        pass
+    os.environ.update(message.env)
+    rank_call.rank_spec = dataclasses.replace(
+        rank_call.rank_spec,
+        gpu=message.gpu,
+        gpu_index=message.gpu_index,
+        nccl=message.nccl,
+        threads=message.threads,
+    )
+    trial = Trial(rank_call.ask, message.metric, message.number)
+    change = base64.b64decode(message.change)
     rank_call.parts["search"] = trial
     rank_call.changes.append(lambda call: unpack(change)(call))
 
-    def report(returned: Any) -> Message:
-        told: Message = {"imports": _installed_imports(newest)}
-        if returned is not None:
-            is_told = rank_call.rank_spec.rank == 0 or returned["value"] is not None
-            told["metric"] = metric_of(returned["value"], trial.metric, trial.logged) if is_told else None
-            told["samples"] = returned["samples"]
-        return told
+    def complete(report: RankReport, returned: Any) -> TrialReport:
+        facts = {each.name: getattr(report, each.name) for each in dataclasses.fields(report)}
+        facts["imports"] = _installed_imports(newest)
+        if report.ok and returned is None:
+            facts["pruned"] = True
+        elif report.ok:
+            is_told = report.rank == 0 or returned["value"] is not None
+            facts["metric"] = metric_of(returned["value"], trial.metric, trial.logged) if is_told else None
+            facts["samples"] = returned["samples"]
+        return TrialReport(**facts)
 
-    rank_call.reports.append(report)
+    rank_call.reports.append(complete)
 
 
 @contextmanager

@@ -12,11 +12,12 @@ from collections.abc import Callable
 from lagom.cluster import visible_gpus
 from lagom.driver.local import server, spec_of
 from lagom.errors import LagomError
+from lagom.extensions.search.on_rank.messages import SearchOver, SlotJoin
 from lagom.extensions.search.slots.trial_slots import SlotChannel
 from lagom.plan import Plan
 from lagom.program.call import Call
 from lagom.program.payload import Parcel
-from lagom.wire.client import Message
+from lagom.wire.messages import Closed, Event, Lost, Message, Stop
 from lagom.wire.server import anonymous_file
 
 _END_S = 1.5  # time for slots to end trials that still run
@@ -51,16 +52,16 @@ class LocalSlots(SlotChannel):
         self.over()
         self._stack.close()
 
-    def serve(self, take: Callable[[int, Message], None], timeout_s: float) -> None:
+    def serve(self, take: Callable[[int, Message | Event], None], timeout_s: float) -> None:
         """See ``TrialSlots.serve``."""
         event = self._next(timeout_s)
         if event is None:
             return
-        if event.message["type"] == "join":
+        if isinstance(event.message, SlotJoin):
             self._num_lost, self._why = 0, ""
-        if event.message["type"] == "lost":
-            self._why = f": {event.message['message']}"
-        if event.message["type"] == "closed":
+        if isinstance(event.message, Lost):
+            self._why = f": {event.message.message}"
+        if isinstance(event.message, Closed):
             self._open.discard(event.slot)
             self._num_lost += 1
             if self._num_lost >= _MOST_LOST * self._num_slots:
@@ -71,12 +72,12 @@ class LocalSlots(SlotChannel):
 
     def over(self) -> None:
         """Tell all slots that the search is over, and wait a little for them to end."""
-        self.channel.broadcast({"type": "stop"})
-        self.channel.broadcast({"type": "over"})
+        self.channel.broadcast(Stop())
+        self.channel.broadcast(SearchOver())
         deadline = time.monotonic() + _END_S
         while self._open and (left_s := deadline - time.monotonic()) > 0:
             event = self._next(left_s)
-            if event is not None and event.message["type"] == "closed":
+            if event is not None and isinstance(event.message, Closed):
                 self._open.discard(event.slot)
 
     def _start(self, slot: int) -> None:

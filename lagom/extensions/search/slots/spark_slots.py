@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from lagom.errors import LagomError, PlanError
+from lagom.extensions.search.on_rank.messages import SearchOver, SlotJoin
 from lagom.extensions.search.slots.trial_slots import SlotChannel, SlotEvent
 from lagom.plan import Plan
 from lagom.program.call import Call
@@ -20,7 +21,7 @@ from lagom.spark.spark import SparkPayload, encryption, plain_interrupt, task_of
 from lagom.spark.spark_failure import why_it_failed
 from lagom.spark.spark_job import SparkJob
 from lagom.spark.spark_session import SparkFacts
-from lagom.wire.client import Message
+from lagom.wire.messages import Closed, Event, JobOver, Message, Stop
 
 _CALM_S = 10.0  # time for tasks to end after the search: Spark would end its Python workers with a cancelled job
 _END_S = 1.5  # time for tasks to end on Ctrl-C or an error, or if some tasks have not begun
@@ -43,7 +44,7 @@ class SparkSlots(SlotChannel):
         self._num_tasks = num_slots * plan.num_slots
         self._payload = self._stack.enter_context(SparkPayload(call))
         super().__init__(self._payload.fd)
-        self._joined: dict[int, Message] = {}
+        self._joined: dict[int, SlotJoin] = {}
         self._begun: set[int] = set()
         self._leaders: dict[int, list[int]] = {}
         """All tasks of each slot, by its first task."""
@@ -70,7 +71,7 @@ class SparkSlots(SlotChannel):
             return self._facts.map_tasks(function, task_module.SCHEMA, tasks)
 
         self._stack.enter_context(plain_interrupt())
-        over = SlotEvent(-1, {"type": "over"})
+        over = SlotEvent(-1, JobOver())
         self._job = SparkJob(job, self._facts.thread_class(), lambda: self.events.put(over))
         self._job.start()
 
@@ -79,26 +80,26 @@ class SparkSlots(SlotChannel):
         self.over(_END_S if any(exc) or len(self._begun) < self._num_tasks else _CALM_S)
         self._stack.close()
 
-    def serve(self, take: Callable[[int, Message], None], timeout_s: float) -> None:
+    def serve(self, take: Callable[[int, Message | Event], None], timeout_s: float) -> None:
         """See ``TrialSlots.serve``."""
         event = self._next(timeout_s)
         if event is None:
             return
         slot, message = event
-        if message["type"] == "over":
+        if isinstance(message, JobOver):
             assert self._job is not None
             try:
                 self._job.result()
             except Exception as error:
                 raise LagomError(f"Spark's job failed: {why_it_failed(error)}") from error
             raise LagomError("Spark's job ended before the search did")
-        if message["type"] == "join":
+        if isinstance(message, SlotJoin):
             self._joined[slot] = message
             self._begun.add(slot)
-            if (whole := self._gather(message["host"])) is not None:
+            if (whole := self._gather(message.host)) is not None:
                 take(*whole)
             return
-        if message["type"] == "closed":
+        if isinstance(message, Closed):
             self._joined.pop(slot, None)
             if self._leaders.pop(slot, None) is None:
                 return
@@ -106,14 +107,14 @@ class SparkSlots(SlotChannel):
 
     def over(self, patience_s: float = _END_S) -> None:
         """Tell all slots that the search is over; cancel the job if it has not ended after ``patience_s`` seconds."""
-        self.channel.broadcast({"type": "stop"})
-        self.channel.broadcast({"type": "over"})
+        self.channel.broadcast(Stop())
+        self.channel.broadcast(SearchOver())
         if self._job is None:
             return
         deadline = time.monotonic() + patience_s
         while self._job.lasts and self._joined and (left_s := deadline - time.monotonic()) > 0:
             event = self._next(left_s)
-            if event is not None and event.message["type"] == "closed":
+            if event is not None and isinstance(event.message, Closed):
                 self._joined.pop(event.slot, None)
         if self._job.lasts and not self._joined:
             self._job.wait(deadline - time.monotonic() if patience_s > _END_S else _AGAIN_S)
@@ -141,15 +142,15 @@ class SparkSlots(SlotChannel):
             PlanError: if all tasks have joined, and no host has enough of them for a trial.
         """
         taken = {task for tasks in self._leaders.values() for task in tasks}
-        spare = [task for task, join in self._joined.items() if join["host"] == host and task not in taken]
+        spare = [task for task, join in self._joined.items() if join.host == host and task not in taken]
         width = self._plan.num_slots
         if len(spare) >= width:
             leader, tasks = spare[0], spare[:width]
             self._leaders[leader] = tasks
-            gpus = [gpu for task in tasks for gpu in self._joined[task]["gpus"]]
-            return SlotEvent(leader, self._joined[leader] | {"gpus": gpus[: self._plan.world_size]})
+            gpus = [gpu for task in tasks for gpu in self._joined[task].gpus]
+            return SlotEvent(leader, dataclasses.replace(self._joined[leader], gpus=gpus[: self._plan.world_size]))
         if len(self._joined) == self._num_tasks and not self._leaders:
-            most = max(Counter(join["host"] for join in self._joined.values()).values())
+            most = max(Counter(join.host for join in self._joined.values()).values())
             raise PlanError(
                 f"a trial has {self._plan.world_size} ranks and needs {width} task slots of one host, and no host has "
                 f"more than {most}; set ranks_per_trial={most * self._plan.ranks_per_slot}"

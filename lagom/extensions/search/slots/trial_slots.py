@@ -8,7 +8,7 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
-from lagom.wire.client import Message
+from lagom.wire.messages import Closed, Event, Message
 from lagom.wire.server import DriverServer
 
 if TYPE_CHECKING:
@@ -19,14 +19,14 @@ class SlotEvent(NamedTuple):
     """Pairs a message with the number of its slot; -1 for the end of Spark's job."""
 
     slot: int
-    message: Message
+    message: Message | Event
 
 
 class TrialSlots(Protocol):
     """Slots that may join or be lost while a search runs; a context manager that starts and ends them."""
 
     def __enter__(self) -> TrialSlots:
-        """Start the slots; each sends "join" when it is ready."""
+        """Start the slots; each sends ``SlotJoin`` when it is ready."""
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None, /
@@ -36,10 +36,10 @@ class TrialSlots(Protocol):
     def send(self, slot: int, message: Message) -> None:
         """Send ``message`` to a slot."""
 
-    def serve(self, take: Callable[[int, Message], None], timeout_s: float) -> None:
+    def serve(self, take: Callable[[int, Message | Event], None], timeout_s: float) -> None:
         """Call ``take(slot, message)`` with the next message of any slot, if there is one in time.
 
-        Besides the messages of ``host/trial_host.py`` and its ranks there is "closed", when a slot is lost.
+        Besides the messages of ``host/trial_host.py`` and its ranks there is ``Closed``, when a slot is lost.
 
         Raises:
             LagomError: if no slot is left, and none will come.
@@ -93,4 +93,4 @@ class SlotChannel:
         self.events.put(SlotEvent(slot, message))
 
     def _close(self, slot: int) -> None:
-        self.events.put(SlotEvent(slot, {"type": "closed"}))
+        self.events.put(SlotEvent(slot, Closed()))

@@ -6,11 +6,10 @@ import time
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
+from lagom.extensions.resume.messages import NoSnapshot, SnapshotKept
 from lagom.extensions.resume.snapshot_taker import Snapshots
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from lagom.extensions.resume.snapshot_files import SnapshotFiles
     from lagom.session.session import Session
 
@@ -73,11 +72,11 @@ class RehearsedSnapshot(Snapshots):
     def _put_off(self, why: str, seconds: float | None = None) -> None:
         self._reasons[why] += 1
 
-    def _hear(self, message: Mapping[str, Any]) -> None:
+    def _hear(self, message: NoSnapshot | SnapshotKept) -> None:
         """Note that the snapshot is written, or why there can be none on this host."""
         self._is_over = True
-        if "why" in message:
-            self._reasons[message["why"]] += 1
+        if isinstance(message, NoSnapshot):
+            self._reasons[message.why] += 1
         else:
             self.num_before = self._session.parts["verify"].num_backwards
 

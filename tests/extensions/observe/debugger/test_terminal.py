@@ -16,8 +16,10 @@ import pytest
 
 from lagom.cluster import Cluster
 from lagom.config import TorchDistributedConfig
+from lagom.extensions.observe.debugger.messages import DebugAnswer, DebugBegin, DebugText, Hold
 from lagom.extensions.observe.debugger.terminal import DebugTerminal
 from lagom.plan import plan
+from lagom.wire.messages import Stopping
 from tests.integration import programs
 from tests.person import Person, person
 from tests.terminal import ROOT, Terminal
@@ -135,50 +137,40 @@ def driver(debug: Any = None) -> tuple[Channel, DebugTerminal, list[Any]]:
     return channel, DebugTerminal(two, channel, shown.append), shown
 
 
-def test_a_failure_of_a_new_attempt_gets_a_turn(person: Person) -> None:
+def test_only_one_failure_gets_a_turn(person: Person) -> None:
     channel, terminal, shown = driver("first")
-    for _ in range(2):
-        terminal.take(0, {"step": "begin", "rank": 0, "failed": True, "consequence": False})
-        assert channel.sent[-1] == {"type": "debug", "rank": 0, "line": ""}
-        terminal.take(0, {"step": "end", "rank": 0})
-        terminal.forget_ranks()
-    assert [one["step"] for one in shown] == ["turn", "end"] * 2
+    for rank in (0, 1):
+        assert terminal.take(rank, DebugBegin(rank=rank, failed=True, consequence=False))
+    assert channel.sent == [Hold(on=True), DebugAnswer(rank=0)]
+    terminal.take(0, DebugText(rank=0, step="end", text=""))
+    assert channel.sent[-1] == Hold(on=False)
+    assert [one.step for one in shown] == ["turn", "end"]
+    assert not terminal.take(0, Stopping())
 
 
-def test_a_request_that_waits_for_the_chosen_rank_ends_with_its_process(person: Person) -> None:
+def test_a_request_that_waits_for_the_chosen_rank_ends_with_the_run(person: Person) -> None:
     channel, terminal, shown = driver(1)
-    terminal.take(0, {"step": "begin", "rank": 0, "failed": True, "consequence": False})
-    terminal.forget_ranks()
-    before = list(channel.sent)
+    terminal.take(0, DebugBegin(rank=0, failed=True, consequence=False))
+    terminal.close()
     (later,) = channel.waiting
     later()
-    assert (channel.sent, shown) == (before, [])
+    assert (channel.sent, shown) == ([], [])
 
 
-def test_a_rank_that_is_replaced_ends_its_prompt_and_the_new_one_gets_a_turn(person: Person) -> None:
+def test_the_end_of_the_run_ends_an_open_prompt(person: Person) -> None:
     channel, terminal, shown = driver()
     written: list[str] = []
-    begin = {"step": "begin", "rank": 0, "failed": False, "consequence": False}
-    asks = {"step": "line", "rank": 0, "text": "(Pdb) "}
 
     def never() -> str:
-        threading.Timer(0.1, terminal.forget_ranks).start()
+        threading.Timer(0.1, terminal.close).start()
         time.sleep(100)
         return "n"
 
-    person.types(never, "c")
+    person.types("n", never)
+    terminal.take(0, DebugBegin(rank=0, failed=False, consequence=False))
     for _ in range(2):
-        terminal.take(0, begin)
-        terminal.take(0, asks)
+        terminal.take(0, DebugText(rank=0, step="line", text="(Pdb) "))
         terminal.show(shown[-1], written.append, written.append)
-    answers = [(one["type"], one.get("on", one.get("line"))) for one in channel.sent]
-    assert answers == [
-        ("hold", True),
-        ("debug", ""),
-        ("hold", False),
-        ("hold", True),
-        ("debug", ""),
-        ("debug", "c\n"),
-    ]
-    terminal.show(shown[1], written.append, written.append)  # of the rank that is gone
-    assert len(channel.sent) == len(answers)
+    assert channel.sent == [Hold(on=True), DebugAnswer(rank=0), DebugAnswer(rank=0, line="n\n")]
+    terminal.show(shown[1], written.append, written.append)
+    assert len(channel.sent) == 3

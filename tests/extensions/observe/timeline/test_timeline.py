@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import random
@@ -211,7 +212,7 @@ class Clock:
 
 
 def noted(spans: Spans) -> list[list[Any]]:
-    return [span for block in spans.blocks() for span in json.loads(unpack_spans(block["data"]))["spans"]]
+    return [span for block in spans.blocks() for span in json.loads(unpack_spans(block.data))["spans"]]
 
 
 def test_a_long_run_keeps_its_first_steps_and_samples_of_later_ones() -> None:
@@ -261,7 +262,7 @@ def test_time_is_counted_once_however_deep(tmp_path: Path) -> None:
     records = RunRecords(tmp_path, {"name": "x"})
     records.close()
     for block in spans.blocks():
-        records.timed(block | {"rank": 0})
+        records.timed(block)
     told = json.loads(merge(tmp_path).read_text())["otherData"]["summary"]["ranks"]["0"]
     assert told["shares"]["moving"] == told["shares"]["backward"] == pytest.approx(1 / 3, abs=1e-3)
     assert told["shares"]["forward"] == pytest.approx(40 / 300, abs=1e-3)
@@ -278,7 +279,7 @@ def test_an_activity_has_a_row_of_its_own(tmp_path: Path) -> None:
     records = RunRecords(tmp_path, {"name": "x"})
     records.close()
     for block in spans.blocks():
-        records.timed(block | {"rank": 0})
+        records.timed(block)
     found = events(merge(tmp_path))
     row = next(event["tid"] for event in found if event["ph"] == "M" and event["args"].get("name") == "weight")
     assert [event["name"] for event in found if event["ph"] == "X" and event["tid"] == row] == ["ALLREDUCE"]
@@ -294,7 +295,7 @@ def test_a_page_leaves_out_what_was_not_written_whole(name: str, has_part: bool,
     records = RunRecords(tmp_path, {"name": "x"})
     records.close()
     for block in spans.blocks():
-        records.timed(block | {"rank": 0})
+        records.timed(block)
     merge(tmp_path)
     assert 'aria-label="Timeline"' in report(RunFolder.open(tmp_path))
     text = (tmp_path / name).read_text()
@@ -321,7 +322,7 @@ def test_clocks_of_several_hosts_are_put_on_one(tmp_path: Path) -> None:
             spans.add(kinds.COLLECTIVE, "exchange", start, 32, "ranks", number)
     for rank, spans in ranks.items():
         for block in spans.blocks():
-            records.timed(block | {"rank": rank})
+            records.timed(dataclasses.replace(block, rank=rank))
     told = json.loads(merge(tmp_path).read_text())["otherData"]["clocks"]
     for one in told:
         assert abs(one["ahead_us"] * 1000 - ahead[one["rank"]]) <= one["within_us"] * 1000
@@ -332,7 +333,7 @@ def test_clocks_of_several_hosts_are_put_on_one(tmp_path: Path) -> None:
 def test_a_damaged_block_is_an_error() -> None:
     spans = Spans(0)
     spans.add(kinds.COPY, "load", 0)
-    good = next(iter(spans.blocks()))["data"]
+    good = next(iter(spans.blocks())).data
     assert json.loads(unpack_spans(good))["rank"] == 0
     for bad in ("", "not base64", good[: len(good) // 2 // 4 * 4], "A" * 400):
         with pytest.raises(ValueError, match=r"timeline|base64|Incorrect|padding"):

@@ -11,11 +11,13 @@ import pytest
 from lagom.cluster import Cluster
 from lagom.config import TorchDistributedConfig
 from lagom.errors import PlanError
+from lagom.extensions.search.on_rank.messages import SlotJoin
 from lagom.extensions.search.slots.spark_slots import SparkSlots
 from lagom.extensions.search.slots.trial_slots import SlotEvent
 from lagom.plan import plan
 from lagom.program.call import Call
-from lagom.wire.client import Message
+from lagom.wire.messages import Closed, Event, Message
+from tests.extensions.search.searching import slot_join
 
 
 class Tasks:
@@ -25,12 +27,12 @@ class Tasks:
         self._slots = slots
         self.passed_on: list[tuple[int, Any]] = []
 
-    def send(self, task: int, message: Message) -> None:
+    def send(self, task: int, message: Message | Event) -> None:
         self._slots.events.put(SlotEvent(task, message))
-        self._slots.serve(lambda slot, passed: self.passed_on.append((slot, passed["type"])), 1.0)
+        self._slots.serve(lambda slot, passed: self.passed_on.append((slot, type(passed))), 1.0)
 
     def join(self, task: int, host: str = "a") -> None:
-        self.send(task, {"type": "join", "host": host, "gpus": []})
+        self.send(task, slot_join(task, host=host))
 
 
 @pytest.fixture
@@ -48,10 +50,17 @@ def test_the_task_that_takes_the_place_of_a_lost_first_one_forms_a_slot_with_the
     for task in range(4):
         tasks.join(task)
     for task in (0, 2):
-        tasks.send(task, {"type": "closed"})
+        tasks.send(task, Closed())
     for task in (100, 102):
         tasks.join(task)
-    assert tasks.passed_on == [(0, "join"), (2, "join"), (0, "closed"), (2, "closed"), (1, "join"), (100, "join")]
+    assert tasks.passed_on == [
+        (0, SlotJoin),
+        (2, SlotJoin),
+        (0, Closed),
+        (2, Closed),
+        (1, SlotJoin),
+        (100, SlotJoin),
+    ]
 
 
 def test_a_host_with_too_few_tasks_is_an_error_when_all_have_joined(tasks: Tasks) -> None:

@@ -1,0 +1,77 @@
+"""Messages of snapshots; see ``wire/messages.py`` for the columns.
+
+==============  =======  =============================================================
+message         sent by  handled by
+==============  =======  =============================================================
+SnapshotPoint   rank 0   RankSupervisor
+SnapshotMarked  host     Snapshots
+OutputMark      host     RunDisplay
+NoSnapshot      rank 0   RunDisplay, past RankSupervisor; rehearsal: RehearsedSnapshot
+SnapshotKept    rank 0   RunView, past RankSupervisor
+==============  =======  =============================================================
+
+===============  =======  ==========
+event            put by   handled by
+===============  =======  ==========
+SnapshotArrived  RunView  RunDisplay
+===============  =======  ==========
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from lagom.wire.messages import Event, Message
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SnapshotPoint(Message, tag="snapshot point"):
+    """The host process is to read and mark the output of its ranks; rank 0 waits for ``SnapshotMarked``."""
+
+    number: int
+    """Number of the snapshot."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SnapshotMarked(Message, tag="marked"):
+    """The output of the ranks has been marked."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OutputMark(Message, tag="mark"):
+    """All output that the driver has received so far belongs to the time before the snapshot."""
+
+    number: int
+    """Number of the snapshot."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NoSnapshot(Message, tag="no snapshot"):
+    """No snapshot can be taken, for now or in the whole run."""
+
+    why: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SnapshotKept(Message, tag="snapshot"):
+    """Rank 0 has written a snapshot, or has sent it to the driver."""
+
+    number: int
+    at: float
+    """Seconds since 1970."""
+    place: list[int | None]
+    """Epoch and step."""
+    bytes: int
+    description: str = ""
+    """SHA-256 of the description, if rank 0 has written the files; "" if it has sent them."""
+    sha256: list[str] = field(default_factory=list)
+    """SHA-256 of state and description, if rank 0 has sent the files."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SnapshotArrived(Event):
+    """A snapshot has been written or sent."""
+
+    kept: SnapshotKept
+    is_whole: bool
+    """Whether the bytes of a snapshot that was sent are those that came."""
