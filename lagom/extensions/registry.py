@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from lagom.run_folder import RunFolder
 
 EXTENSIONS: tuple[Extension, ...] = (Compat(), Search(), Resume(), Data(), Zero(), Observe(), Verify())
+"""Data comes after Resume, which opens the snapshots that files of DataFrames are kept for."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
