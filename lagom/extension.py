@@ -12,12 +12,15 @@ if TYPE_CHECKING:
 
     from lagom.config import TorchDistributedConfig
     from lagom.driver.driver_run import DriverRun
+    from lagom.driver.view_part import ViewPart
     from lagom.on_rank.rank_call import RankCall
     from lagom.plan import Plan
     from lagom.result import Result
     from lagom.run_folder import RunFolder
     from lagom.session.session import Session
     from lagom.watch.run_dir import RunRecords
+    from lagom.wire.messages import Event
+    from lagom.wire.server import DriverServer
 
 
 class Settings:
@@ -44,6 +47,8 @@ class Extension:
 
     name = ""
     """Name of the folder in ``lagom/extensions``."""
+    messages = ""
+    """Name of the module with the extension's messages; "" without one."""
 
     def is_wanted(self, plan: Plan) -> bool:
         """Return whether a run with ``plan`` uses the extension."""
@@ -86,6 +91,25 @@ class Extension:
 
     def resumes_run(self) -> Callable[[str | os.PathLike[str], int | None, Any], Result] | None:
         """Return the function that continues a run, given its folder, number of ranks and launcher; None: cannot."""
+        return None
+
+    def check_call(self, config: TorchDistributedConfig) -> None:
+        """Check what only the driver's process can tell of ``config``.
+
+        Raises:
+            ValueError: if a setting cannot work in this process.
+        """
+
+    def view(self, plan: Plan, channel: DriverServer, put: Callable[[Event], None]) -> ViewPart | None:
+        """Return a part for the driver's view of an attempt; None without one.
+
+        Args:
+            put: passes an event to the thread that shows the run.
+        """
+        return None
+
+    def serves_host(self, plan: Plan) -> Callable[..., None] | None:
+        """Return the function that serves a host process instead of one run of its ranks; None: there is no other."""
         return None
 
     def check_run(self, run: DriverRun) -> None:

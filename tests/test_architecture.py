@@ -1,4 +1,4 @@
-"""``docs/architecture.md`` leads to files, functions and tests that exist."""
+"""``docs/architecture.md`` and ``symptoms.md`` lead to files, functions and tests that exist."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.test_features import faults
 
 ROOT = Path(__file__).parent.parent
 PAGE = (ROOT / "docs" / "architecture.md").read_text()
-SYMPTOMS = PAGE.partition("\n## Where to begin")[2].partition("\n## ")[0].split("\n### ")[1:]
+SYMPTOMS = (ROOT / "docs" / "appendix" / "symptoms.md").read_text().split("\n### ")[1:]
 NAMES = [symptom.partition("\n")[0] for symptom in SYMPTOMS]
 SAMPLES = {"run.json", "without_snapshots"}
 """Texts in code type that are no name in a file of lagom's."""

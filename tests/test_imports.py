@@ -41,10 +41,12 @@ ROOMS = {
     "watch": "digests errors restart run_folder timings wire fsspec pyarrow",
     # The driver.
     "driver": (
-        "cluster config contents control_groups errors extensions extensions.observe.debugger extensions.resume host "
-        "on_rank plan program random_states restart result run_folder timings watch wire world"
+        "cluster config contents control_groups errors extensions host on_rank plan program random_states restart "
+        "result run_folder timings watch wire world"
     ),
-    "spark": "cluster digests driver errors host on_rank patching plan program restart watch wire pyarrow pyspark",
+    "spark": (
+        "cluster digests driver errors extensions host on_rank patching plan program restart watch wire pyarrow pyspark"
+    ),
     "launch": "config driver spark",
     "result": "config errors extensions run_folder watch",
     "experiment": "config driver errors extensions launch on_rank plan program result timings",
@@ -53,10 +55,7 @@ ROOMS = {
     "__main__": "cli",
     "__init__": "",
     # The processes of a host, and the rank.
-    "host": (
-        "control_groups disk errors extensions.observe.debugger extensions.resume extensions.search.on_rank on_rank "
-        "patching plan program random_states restart watch wire numpy torch"
-    ),
+    "host": "control_groups disk errors extensions on_rank patching plan program restart watch wire numpy torch",
     "on_rank": (
         "available_memory config disk errors exchange exchange.sockets extensions extensions.zero.memory_plan "
         "patching plan program random_states run_state session watch wire world IPython numpy torch"
@@ -85,7 +84,7 @@ ROOMS = {
     # Extensions.
     "extensions": (
         "errors extension extensions.compat extensions.data extensions.observe extensions.resume extensions.search "
-        "extensions.verify extensions.zero"
+        "extensions.verify extensions.zero wire"
     ),
     "extensions.compat": "__init__ extension torch",
     "extensions.compat.horovod": (
@@ -120,9 +119,11 @@ ROOMS = {
     "extensions.resume.passes": "batches batches.sharing errors patching random_states numpy torch",
     "extensions.search": (
         "cli cli_options cluster config digests driver errors experiment extension extensions "
-        "extensions.search.on_rank extensions.search.pages extensions.search.samplers extensions.search.slots launch "
-        "on_rank plan program result run_folder settings spark timings watch wire optuna pandas"
+        "extensions.search.on_host extensions.search.on_rank extensions.search.pages extensions.search.samplers "
+        "extensions.search.slots launch on_rank plan program result run_folder settings spark timings watch wire "
+        "optuna pandas"
     ),
+    "extensions.search.on_host": "disk extensions.search.on_rank host on_rank random_states wire",
     "extensions.search.on_rank": (
         "config errors extensions.data.parquet patching program random_states run_state settings wire world numpy torch"
     ),
@@ -135,7 +136,7 @@ ROOMS = {
         "config driver errors extension extensions.resume extensions.verify.on_rank plan program restart settings watch"
     ),
     "extensions.verify.on_rank": (
-        "batches contents disk extensions.resume forward.rows on_rank patching random_states run_state torch"
+        "batches contents disk extensions.resume forward.rows on_rank patching random_states run_state wire torch"
     ),
     "extensions.zero": (
         "errors exchange extension extensions.zero.parameters gradients gradients.reduction optimizers patching "

@@ -17,8 +17,7 @@ from lagom.config import TorchDistributedConfig
 from lagom.config.torch_distributed import RUN_DIR as DEFAULT_RUN_DIR
 from lagom.driver.failure import message_of
 from lagom.errors import LagomError, RankTraceback
-from lagom.extensions.observe.debugger.terminal import NOBODY, can_type
-from lagom.extensions.registry import wanted
+from lagom.extensions.registry import EXTENSIONS, wanted
 from lagom.plan import Plan
 from lagom.program.detect_distributed import is_distributed, names_gpu, needs_nccl
 from lagom.program.failure_advice import imported_packages
@@ -53,8 +52,8 @@ def checked(
     check_makers(provided)
     check_data(train, provided)
     _check_folder()
-    if config.debug is not None and not can_type():
-        raise ValueError(f"debug is {config.debug!r}, but {NOBODY}; run it there, or drop debug")
+    for extension in EXTENSIONS:
+        extension.check_call(config)
     for line in unread_hparams(train, hparams):
         log.warning(line)
     return provided

@@ -14,8 +14,7 @@ from lagom.driver.rank_events import RankEvents
 from lagom.driver.rank_places import RankPlaces
 from lagom.driver.run_display import RunDisplay
 from lagom.errors import LagomError, PlanError, RankError, StallError
-from lagom.extensions.observe.debugger.terminal import DebugTerminal
-from lagom.extensions.resume.messages import SnapshotArrived, SnapshotKept
+from lagom.extensions.registry import EXTENSIONS
 from lagom.plan import Plan
 from lagom.restart.history import RunHistory
 from lagom.restart.kept_snapshots import FETCHED
@@ -46,6 +45,7 @@ from lagom.wire.messages import (
 from lagom.wire.peer_silence import LOST_S
 from lagom.wire.rendezvous import LEAVE_S, WRITE_S, other_torch, peers
 from lagom.wire.server import DriverServer
+from lagom.wire.snapshot_messages import SnapshotArrived, SnapshotKept
 
 GATHER_S = 1.5
 """Seconds after the first join; if tasks are missing then, the others are told to exchange addresses without the
@@ -111,9 +111,10 @@ class RunView:
         self._gone: Loss | None = None
         self._refused: PlanError | None = None
         self._records = records
-        self._debugger = DebugTerminal(plan, self.channel, self._events.put)
+        parts = (extension.view(plan, self.channel, self._events.put) for extension in EXTENSIONS)
+        self._parts = [part for part in parts if part is not None]
         self._display = RunDisplay(
-            plan, where, records, self._history, self._debugger, self._put_later, self._notice_snapshot
+            plan, where, records, self._history, self._parts, self._put_later, self._notice_snapshot
         )
 
     def __enter__(self) -> RunView:
@@ -172,12 +173,14 @@ class RunView:
             self._answer_by = time.monotonic() + ANSWER_S
         self._stopping = True
         self.channel.broadcast(Stop())
-        self._debugger.close()
+        for part in self._parts:
+            part.close()
 
     def finish(self) -> None:
         """Note that the job is over, so that ``watch`` returns after the tasks' last messages; for any thread."""
         self._events.put(JobOver())
-        self._debugger.close()
+        for part in self._parts:
+            part.close()
 
     def watch(self) -> None:
         """Show the ranks' messages until all tasks are done, or all that answered a stop in time, or the job is over.
@@ -312,7 +315,7 @@ class RunView:
             case Done():
                 self._take_reports(message.reports)
                 self._end_task(task)
-            case _ if not self._debugger.take(task, message):
+            case _ if not any(part.take(task, message) for part in self._parts):
                 self._events.put(message)
 
     def _take_snapshot(self, kept: SnapshotKept) -> None:

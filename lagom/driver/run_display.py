@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
-from lagom.extensions.observe.debugger.messages import DebugShown
-from lagom.extensions.observe.debugger.terminal import DebugTerminal
-from lagom.extensions.resume.messages import NoSnapshot, OutputMark, SnapshotArrived
+from lagom.driver.view_part import ViewPart
 from lagom.plan import Plan
 from lagom.restart.history import RunHistory
 from lagom.watch.messages import Picture, Timeline
@@ -27,6 +25,7 @@ from lagom.wire.messages import (
     TaskJoined,
     Warned,
 )
+from lagom.wire.snapshot_messages import NoSnapshot, OutputMark, SnapshotArrived
 
 
 class RunDisplay:
@@ -41,7 +40,7 @@ class RunDisplay:
         where: str,
         records: RunRecords | None,
         history: RunHistory,
-        debugger: DebugTerminal,
+        parts: Sequence[ViewPart],
         put_later: Callable[[float, Event], None],
         notice_snapshot: Callable[[int], None],
     ) -> None:
@@ -54,7 +53,7 @@ class RunDisplay:
         self._plan = plan
         self._records = records
         self._history = history
-        self._debugger = debugger
+        self._parts = parts
         self._put_later = put_later
         self._notice_snapshot = notice_snapshot
         self._stalled: dict[int, Stalled] = {}
@@ -100,8 +99,6 @@ class RunDisplay:
                 self._progress.joined(event)
             case RanksStarted() if records is not None:
                 records.started(event.pids)
-            case DebugShown():
-                self._debugger.show(event, partial(self._output.write, "stdout"), self._progress.warn)
             case Picture():
                 self._show_picture(event.png)
             case Timeline() if records is not None:
@@ -125,6 +122,9 @@ class RunDisplay:
                 stalled, self._stalled = self._stalled, {}
                 if stalled:
                     self._progress.stalled(stalled, stall_text(stalled, self._plan.world_size))
+            case _:
+                write = partial(self._output.write, "stdout")
+                any(part.show(event, write, self._progress.warn) for part in self._parts)
 
     def _show_snapshot(self, event: SnapshotArrived) -> None:
         """Record a snapshot, and first put it in place if a host has sent it."""

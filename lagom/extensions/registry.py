@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +15,7 @@ from lagom.extensions.resume import Resume, ResumeSettings
 from lagom.extensions.search import Search
 from lagom.extensions.verify import Verify, VerifySettings
 from lagom.extensions.zero import Zero, ZeroSettings
+from lagom.wire import messages
 
 if TYPE_CHECKING:
     from lagom.plan import Plan
@@ -27,6 +28,15 @@ EXTENSIONS: tuple[Extension, ...] = (Compat(), Search(), Resume(), Data(), Zero(
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ExtensionSettings(ZeroSettings, ResumeSettings, VerifySettings, ObserveSettings):
     """Fields of the config that extensions define."""
+
+
+messages.further += [extension.messages for extension in EXTENSIONS if extension.messages]
+
+
+def host_server(plan: Plan) -> Callable[..., None] | None:
+    """Return the function that serves a host process instead of one run of its ranks; None: there is no other."""
+    servers = (extension.serves_host(plan) for extension in EXTENSIONS)
+    return next((server for server in servers if server is not None), None)
 
 
 def wanted(plan: Plan) -> Iterator[Extension]:

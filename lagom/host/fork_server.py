@@ -13,10 +13,10 @@ import sys
 import time
 
 from lagom.errors import LagomError
+from lagom.extensions.registry import host_server
 from lagom.host.descendants import adopt_orphans, end_descendants, fork_host
 from lagom.host.end_reports import fit_reports
 from lagom.host.rank_host import run_task_ranks
-from lagom.host.trial_host import serve_trials
 from lagom.host.workspace import host_workspace, remove_leftovers
 from lagom.wire.client import DriverClient, LinkClosed
 from lagom.wire.many_files import receive_with_files
@@ -103,8 +103,8 @@ def _run_host(data: bytes, fds: list[int]) -> None:
         spec, gpus = pickle.loads(data)
         try:
             with host_workspace(spec, payload_fd=fds[1]) as place:
-                if spec.plan.searches:
-                    serve_trials(spec, 0, place, link, "127.0.0.1", gpus)
+                if (serve := host_server(spec.plan)) is not None:
+                    serve(spec, 0, place, link, "127.0.0.1", gpus)
                 else:
                     reports = run_task_ranks(spec, 0, place, link, None, fds[2:], "127.0.0.1", gpus)
                     link.send(Done(reports=fit_reports(reports)))

@@ -24,7 +24,7 @@ class ForkedRank:
     stacks: int
     """File for the stacks of the rank and of the processes that it started."""
     pulse: Pulse = field(init=False)
-    num_reports: int = 0
+    num_questions: int = 0
     """Number of reports that the rank has made for its trial so far."""
     tail: bytearray = field(default_factory=bytearray)
     report: RankReport | None = None

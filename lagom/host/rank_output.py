@@ -7,11 +7,11 @@ import os
 import selectors
 from collections.abc import Iterable
 
-from lagom.extensions.resume.messages import OutputMark
 from lagom.host.driver_link import DriverLink
 from lagom.host.forked_rank import ForkedRank
 from lagom.plan import Plan
 from lagom.wire.messages import Log
+from lagom.wire.snapshot_messages import OutputMark
 
 _TAIL = 8192  # bytes of a rank's last output in the report of its death
 

@@ -9,9 +9,6 @@ import signal
 import time
 from collections.abc import Collection, Mapping
 
-from lagom.extensions.observe.debugger.messages import DebugAnswer, DebugBegin, DebugText, Hold
-from lagom.extensions.resume.messages import NoSnapshot, SnapshotKept, SnapshotMarked, SnapshotPoint
-from lagom.extensions.search.on_rank.messages import TrialAnswer, TrialReport, TrialValue
 from lagom.host import oom_kills
 from lagom.host.descendants import end_rank, reap_adopted
 from lagom.host.driver_link import DriverLink
@@ -24,10 +21,12 @@ from lagom.watch.messages import Picture, Timeline
 from lagom.wire.client import DriverClient, LinkClosed
 from lagom.wire.framing import Frame
 from lagom.wire.messages import (
-    CutOff,
+    CommonAnswer,
+    CommonQuestion,
     Doing,
     Failed,
-    FileNote,
+    ForRank,
+    Hold,
     Log,
     Message,
     ProgressReport,
@@ -37,6 +36,7 @@ from lagom.wire.messages import (
     Stopping,
 )
 from lagom.wire.rendezvous import LEAVE_S, WRITE_S
+from lagom.wire.snapshot_messages import SnapshotMarked, SnapshotPoint
 
 _STOP_S = 1.0  # time for the driver to receive a failure
 _CONSEQUENCE_S = 3.0  # time for another host to report the failure that caused a lost connection
@@ -60,8 +60,8 @@ class RankSupervisor:
         """Messages of the driver that are not for the ranks."""
         self._is_held = False
         """Whether a rank of the run is in the debugger: then ranks make no progress and are not checked for stalls."""
-        self._answers: list[TrialAnswer] = []
-        """The driver's answers to the reports of a trial, by number."""
+        self._answers: list[CommonAnswer] = []
+        """The driver's answers to the questions of all ranks, by number."""
         if link is not None:
             self._selector.register(link, selectors.EVENT_READ, lambda: self._read_driver(link))
 
@@ -151,14 +151,14 @@ class RankSupervisor:
                     self._is_held = message.on
                     for rank in self._ranks:
                         rank.pulse.moved()
-                case DebugAnswer():
+                case ForRank():
                     for rank in self._ranks:
                         if rank.rank == message.rank:
                             rank.send(message)
-                case TrialAnswer():
+                case CommonAnswer():
                     self._answers.append(message)
                     for rank in self._ranks:
-                        if rank.num_reports == len(self._answers):
+                        if rank.num_questions == len(self._answers):
                             rank.send(message)
                 case _:
                     self.unread.append(message)
@@ -183,18 +183,12 @@ class RankSupervisor:
                 rank.report = message
                 if not message.ok:
                     self._tell_failure(rank)
-                elif isinstance(message, TrialReport) and message.pruned:
-                    self._end_within(LEAVE_S)  # a rank that does not report would wait for this one
-            case CutOff() | NoSnapshot() | SnapshotKept():
-                self.driver.send(frame.body, sure=True)
-            case FileNote():
-                self.driver.send(frame.body)
+                elif message.ends_others:
+                    self._end_within(LEAVE_S)
             case Doing():
                 rank.pulse.doing = message
-            case DebugBegin() | DebugText():
-                self._ask_debugger(rank, frame)
-            case TrialValue():
-                self._take_value(rank, frame)
+            case CommonQuestion():
+                self._take_question(rank, frame)
             case Log():
                 self._output.drain(rank)  # printed before this message
                 self._output.forward(rank, message.stream, message.data)
@@ -203,23 +197,26 @@ class RankSupervisor:
                 rank.send(SnapshotMarked())  # rank 0 waits for this
             case Timeline() | Picture():
                 self.driver.send_block(message)
+            case _:
+                self._pass_on(rank, frame)
 
-    def _take_value(self, rank: ForkedRank, frame: Frame) -> None:
-        """Send a value of rank 0 to the driver; another rank's n-th value gets the answer to rank 0's n-th value."""
+    def _take_question(self, rank: ForkedRank, frame: Frame) -> None:
+        """Send rank 0's question to the driver; another rank's n-th question gets the answer to rank 0's n-th."""
         rank.pulse.moved()
-        rank.num_reports += 1
+        rank.num_questions += 1
         if rank.rank == 0:
             self.driver.send(frame.body, sure=True)
-        elif len(self._answers) >= rank.num_reports:
-            rank.send(self._answers[rank.num_reports - 1])
+        elif len(self._answers) >= rank.num_questions:
+            rank.send(self._answers[rank.num_questions - 1])
 
-    def _ask_debugger(self, rank: ForkedRank, frame: Frame) -> None:
-        """Pass on a message of the debugger of ``rank``, after all that the program has printed before."""
-        self._output.drain(rank)
-        self.driver.send(frame.body, sure=True)
-        if not self.driver.is_open:
-            why = "the driver cannot be reached from its host before the run ends"
-            rank.send(DebugAnswer(rank=rank.rank, refused=why))
+    def _pass_on(self, rank: ForkedRank, frame: Frame) -> None:
+        """Pass on a message of ``rank`` that only the driver handles."""
+        message = frame.message
+        if message.follows_output:
+            self._output.drain(rank)
+        self.driver.send(frame.body, sure=message.is_sure)
+        if not self.driver.is_open and (answer := message.unreachable()) is not None:
+            rank.send(answer)
 
     def _reap(self, rank: ForkedRank) -> None:
         pid, status = os.waitpid(rank.pid, os.WNOHANG)

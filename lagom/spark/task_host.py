@@ -15,9 +15,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from lagom.errors import LagomError
+from lagom.extensions.registry import host_server
 from lagom.host.end_reports import first_failure, fit_reports
 from lagom.host.rank_host import run_task_ranks
-from lagom.host.trial_host import serve_trials
 from lagom.host.workspace import host_workspace, pack_files
 from lagom.on_rank.network_interfaces import own_address
 from lagom.on_rank.rank_environment import set_environment
@@ -173,7 +173,9 @@ def _serve_slot(task: ExecutorTask, take_payload: Callable[[str], None] | None) 
             raise LagomError(f"{platform.node()} cannot reach the driver at {host}:{port}, which hands out the trials")
         with contextlib.closing(link), host_workspace(spec, take_payload=take_payload) as place:
             ip = own_address(link.socket.getsockname()[0], spec.env)
-            serve_trials(spec, slot, place, link, ip, task.gpus)
+            serve = host_server(spec.plan)
+            assert serve is not None
+            serve(spec, slot, place, link, ip, task.gpus)
     except LinkClosed:
         pass  # the driver has ended
     except Exception as error:

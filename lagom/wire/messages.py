@@ -17,6 +17,7 @@ Join            host                 RunView, past join_run
 Gather          driver               await_peers
 Peers           driver               await_peers
 Stop            driver               RankSupervisor; before ranks: await_peers
+Hold            driver               RankSupervisor
 Stopping        host                 RunView
 Started         host                 RunView
 Log             rank, host           RunDisplay, past RankSupervisor, RankEvents and failure_as_text; search: TrialLoop
@@ -24,8 +25,8 @@ Dropped         host, RankEvents     RunDisplay
 ProgressReport  rank                 RunDisplay, past RankSupervisor and RankEvents; search: TrialLoop
 Doing           rank                 RankSupervisor
 Stalled         host                 RunDisplay; search: TrialLoop
-CutOff          rank                 RunView, past RankSupervisor
-FileNote        rank 0               RunView, past RankSupervisor
+CutOff          rank                 RunView
+FileNote        rank 0               RunView
 RankReport      rank                 RankSupervisor, past OutcomeCollector
 Failed          host                 RunView
 Done            host                 RunView
@@ -39,6 +40,8 @@ TaskEnded       executor's server    run_in_server
 TaskRefused     executor's server    run_in_server
 TorchMissing    executor's server    run_in_server
 ==============  ===================  ==================================================================================
+
+A host process passes on what it does not handle itself: to the driver, or a ``ForRank`` to its rank.
 
 The same queues carry events of the receiving process itself, which have no tag and never travel:
 
@@ -56,6 +59,7 @@ RanksStarted  RunView               RunDisplay
 
 from __future__ import annotations
 
+import importlib
 import operator
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -63,6 +67,8 @@ from dataclasses import MISSING, dataclass, field, fields, is_dataclass
 from typing import Any, ClassVar, NamedTuple
 
 _classes: dict[str, type[Message]] = {}
+further: list[str] = []
+"""Names of modules that define further messages; they are imported when a message with an unknown type comes."""
 
 
 class MessageError(ValueError):
@@ -80,6 +86,14 @@ class Message:
     """Value of "type" in the JSON object."""
     nested: ClassVar[Sequence[str]] = ()
     """Fields that hold a message, or a list of messages."""
+    is_sure: ClassVar[bool] = False
+    """Whether a host process keeps the message of a rank for the driver until there is a connection."""
+    follows_output: ClassVar[bool] = False
+    """Whether a host process first passes on what the rank has printed before the message."""
+
+    def unreachable(self) -> Message | None:
+        """Return the host process's answer to a rank where the driver cannot be reached; None if there is no answer."""
+        return None
 
     def __init_subclass__(cls, *, tag: str | None = None, nested: Sequence[str] | None = None) -> None:
         """Register the class under ``tag``."""
@@ -88,9 +102,31 @@ class Message:
             cls.tag = tag
         if nested is not None:
             cls.nested = nested
+        if not hasattr(cls, "tag"):
+            return  # a base of messages
         known = _classes.setdefault(cls.tag, cls)
         assert (known.__module__, known.__qualname__) == (cls.__module__, cls.__qualname__), f"{cls.tag!r} is taken"
         _classes[cls.tag] = cls
+
+
+class ForRank(Message):
+    """Base of messages of the driver for one rank, which its host process passes on."""
+
+    __slots__ = ()
+    rank: int
+
+
+class CommonQuestion(Message):
+    """Base of questions that all ranks ask in the same order: the driver answers rank 0, and the answer is for all."""
+
+    __slots__ = ()
+    is_sure = True
+
+
+class CommonAnswer(Message):
+    """Base of answers to a ``CommonQuestion``."""
+
+    __slots__ = ()
 
 
 class Event:
@@ -121,7 +157,7 @@ def from_json(body: Mapping[str, Any]) -> Message:
     """
     named = dict(body)
     tag = named.pop("type", None)
-    kind = _classes.get(tag) if isinstance(tag, str) else None
+    kind = _class_of(tag) if isinstance(tag, str) else None
     if kind is None:
         raise MessageError(f"a message has the type {tag!r}, which lagom {own_version()} does not know here{_ADVICE}")
     for name in kind.nested:
@@ -133,6 +169,12 @@ def from_json(body: Mapping[str, Any]) -> Message:
         return kind(**named)
     except TypeError as error:
         raise MessageError(_fault(kind, named) or f"a message {tag!r} has a wrong value: {error}") from error
+
+
+def _class_of(tag: str) -> type[Message] | None:
+    while tag not in _classes and further:
+        importlib.import_module(further.pop())
+    return _classes.get(tag)
 
 
 def own_version() -> str:
@@ -396,6 +438,8 @@ class Stalled(Message, tag="stalled", nested=("work",)):
 class CutOff(Message, tag="cut off"):
     """The machine of rank ``peer`` has not answered the machine of ``rank`` for ``lost_s`` seconds."""
 
+    is_sure = True
+
     rank: int
     peer: int
     lost_s: float
@@ -418,6 +462,13 @@ class FileNote(Message, tag="files"):
 
 
 # The end of ranks.
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Hold(Message, tag="hold"):
+    """Do not check ranks for stalls from now on, or check them again."""
+
+    on: bool
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -451,6 +502,11 @@ class RankReport(Message, tag="outcome", nested=("output",)):
     """Digest of the rank's file, if the file was sent to the driver by a connection."""
     output: list[Message] = field(default_factory=list)
     """Output and timeline that no connection has carried to the driver."""
+
+    @property
+    def ends_others(self) -> bool:
+        """Whether the other ranks of the run are to end soon too, though this one has not failed."""
+        return False
 
     @property
     def has_failed(self) -> bool:

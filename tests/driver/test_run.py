@@ -31,7 +31,7 @@ from tests.integration import hosts
 ROOT = Path(__file__).parents[2]
 TASK = """
 import json, os, socket, sys, time
-from lagom.extensions.resume.messages import SnapshotKept
+from lagom.wire.snapshot_messages import SnapshotKept
 from lagom.wire.client import dial
 from lagom.wire.messages import CutOff, Done, Failed, Join, RankReport, Stop, Stopping, TaskHello, own_version
 

@@ -31,15 +31,16 @@ from lagom.wire.messages import (
 )
 from tests.sources import ROOT
 
-FILES = sorted((ROOT / "lagom").rglob("messages.py"))
+FILES = sorted((ROOT / "lagom").rglob("*messages.py"))
 MODULES = [import_module(".".join(path.relative_to(ROOT).with_suffix("").parts)) for path in FILES]
 KINDS: list[Any] = [
     kind
     for module in MODULES
     for kind in vars(module).values()
     if isinstance(kind, type) and issubclass(kind, (Message, Event)) and kind.__module__ == module.__name__
+    if issubclass(kind, Event) or hasattr(kind, "tag")  # a message without one is a base of others
 ]
-MESSAGES = [kind for kind in KINDS if issubclass(kind, Message) and kind is not Message]
+MESSAGES = [kind for kind in KINDS if issubclass(kind, Message)]
 ROW = re.compile(r"^(\w+) {2,}(\S.*?) {2,}(\S.*)$")
 PART = re.compile(r"\w+(, past \w+((, \w+)* and \w+)?)?")
 REPORT = RankReport(rank=1, ok=False, exited=True, exit="x", output=[Log(rank=1, stream="stdout", data="\xfc")])

@@ -17,13 +17,17 @@ from lagom.settings import is_int
 
 if TYPE_CHECKING:
     import argparse
+    from collections.abc import Callable
 
     from lagom.config import TorchDistributedConfig
+    from lagom.driver.view_part import ViewPart
     from lagom.on_rank.rank_call import RankCall
     from lagom.plan import Plan
     from lagom.run_folder import RunFolder
     from lagom.session.session import Session
     from lagom.watch.run_dir import RunRecords
+    from lagom.wire.messages import Event
+    from lagom.wire.server import DriverServer
 
 Debug = Literal["first"] | int | None
 
@@ -70,10 +74,26 @@ class Observe(Extension):
     """Timelines, trackers and the debugger."""
 
     name = "observe"
+    messages = "lagom.extensions.observe.debugger.messages"
 
     def is_wanted(self, plan: Plan) -> bool:
         """See ``Extension``."""
         return True  # a program may call breakpoint(), or import a tracker
+
+    def check_call(self, config: TorchDistributedConfig) -> None:
+        """See ``Extension``."""
+        if config.debug is None:
+            return
+        from lagom.extensions.observe.debugger.terminal import NOBODY, can_type
+
+        if not can_type():
+            raise ValueError(f"debug is {config.debug!r}, but {NOBODY}; run it there, or drop debug")
+
+    def view(self, plan: Plan, channel: DriverServer, put: Callable[[Event], None]) -> ViewPart:
+        """See ``Extension``."""
+        from lagom.extensions.observe.debugger.terminal import DebugTerminal
+
+        return DebugTerminal(plan, channel, put)
 
     def process(self, rank_call: RankCall) -> AbstractContextManager[None]:
         """See ``Extension``."""

@@ -21,7 +21,6 @@ from lagom.errors import LagomError, SnapshotError
 from lagom.extensions.observe.tracking.tensorboard import write_queued_events
 from lagom.extensions.resume.call_memory import CallMemory
 from lagom.extensions.resume.frame_position import NoSnapshotError
-from lagom.extensions.resume.messages import NoSnapshot, SnapshotKept, SnapshotMarked, SnapshotPoint
 from lagom.extensions.resume.passes.loader_positions import PASS_START
 from lagom.extensions.resume.passes.worker_positions import WorkersInPassError
 from lagom.extensions.resume.program_state import ProgramInProgress
@@ -30,6 +29,7 @@ from lagom.extensions.resume.snapshot_pace import SnapshotPace
 from lagom.program.call import Call
 from lagom.program.payload import Parcel, parts_of
 from lagom.restart.kept_snapshots import Snapshot
+from lagom.wire.snapshot_messages import NoSnapshot, SnapshotKept, SnapshotMarked, SnapshotPoint
 
 if TYPE_CHECKING:
     from lagom.session.session import Session

@@ -24,6 +24,7 @@ class Search(Extension):
     """Searches and ablation studies, whose settings are ``HyperparameterOptConfig`` and ``AblationConfig``."""
 
     name = "search"
+    messages = "lagom.extensions.search.on_rank.messages"
 
     def is_wanted(self, plan: Plan) -> bool:
         """See ``Extension``."""
@@ -48,6 +49,14 @@ class Search(Extension):
 
             return ablate
         return None
+
+    def serves_host(self, plan: Plan) -> Callable[..., None] | None:
+        """See ``Extension``."""
+        if not plan.searches:
+            return None
+        from lagom.extensions.search.on_host.trial_host import serve_trials
+
+        return serve_trials
 
     def process(self, rank_call: RankCall) -> AbstractContextManager[None]:
         """See ``Extension``."""

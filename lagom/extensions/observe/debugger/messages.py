@@ -3,28 +3,40 @@
 ===========  ===============  ==================================
 message      sent by          handled by
 ===========  ===============  ==================================
-DebugBegin   rank             DebugTerminal, past RankSupervisor
-DebugText    rank             DebugTerminal, past RankSupervisor
-DebugAnswer  driver, or host  RankDebugger, past RankSupervisor
-Hold         driver           RankSupervisor
+DebugBegin   rank             DebugTerminal
+DebugText    rank             DebugTerminal
+DebugAnswer  driver, or host  RankDebugger
 ===========  ===============  ==================================
 
-==========  =============  ==========
+==========  =============  =============
 event       put by         handled by
-==========  =============  ==========
-DebugShown  DebugTerminal  RunDisplay
-==========  =============  ==========
+==========  =============  =============
+DebugShown  DebugTerminal  DebugTerminal
+==========  =============  =============
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from lagom.wire.messages import Event, Message
+from lagom.wire.messages import Event, ForRank, Message
+
+
+class _OfDebugger(Message):
+    """Base of the messages of a rank's debugger."""
+
+    __slots__ = ()
+    rank: int
+    is_sure = True
+    follows_output = True
+
+    def unreachable(self) -> DebugAnswer:
+        """See ``Message``."""
+        return DebugAnswer(rank=self.rank, refused="the driver cannot be reached from its host before the run ends")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class DebugBegin(Message, tag="debug begin"):
+class DebugBegin(_OfDebugger, tag="debug begin"):
     """A rank asks for its turn at the prompt."""
 
     rank: int
@@ -35,7 +47,7 @@ class DebugBegin(Message, tag="debug begin"):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class DebugText(Message, tag="debug"):
+class DebugText(_OfDebugger, tag="debug"):
     """Text of a rank's debugger."""
 
     rank: int
@@ -46,7 +58,7 @@ class DebugText(Message, tag="debug"):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class DebugAnswer(Message, tag="debug answer"):
+class DebugAnswer(ForRank, tag="debug answer"):
     """Answers ``DebugBegin``, and the steps "line" and "quit"."""
 
     rank: int
@@ -54,13 +66,6 @@ class DebugAnswer(Message, tag="debug answer"):
     """The typed line; "" at the end of input, and for a turn."""
     refused: str = ""
     """Why the rank gets no turn or line, as the end of a sentence; "" if it does."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Hold(Message, tag="hold"):
-    """Do not check ranks for stalls from now on, or check them again."""
-
-    on: bool
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

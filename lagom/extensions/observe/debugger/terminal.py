@@ -11,10 +11,10 @@ from functools import partial
 from typing import NamedTuple
 
 from lagom.errors import LagomError
-from lagom.extensions.observe.debugger.messages import DebugAnswer, DebugBegin, DebugShown, DebugText, Hold
+from lagom.extensions.observe.debugger.messages import DebugAnswer, DebugBegin, DebugShown, DebugText
 from lagom.plan import Plan
 from lagom.watch.notebook import notebook
-from lagom.wire.messages import Message
+from lagom.wire.messages import Event, Hold, Message
 from lagom.wire.server import DriverServer
 
 CHOSEN_S = 10.0
@@ -112,15 +112,22 @@ class DebugTerminal:
     def _refuse(self, request: _Request, why: str) -> None:
         self._channel.send(request.task, DebugAnswer(rank=request.begin.rank, refused=why))
 
-    def show(self, shown: DebugShown, write: Callable[[str], None], say: Callable[[str], None]) -> None:
+    def show(self, event: Message | Event, write: Callable[[str], None], say: Callable[[str], None]) -> bool:
         """Show a debugger's text by ``write``, and whose turn it is by ``say``; answer a request with a typed line.
+
+        Return whether ``event`` is the debugger's.
 
         Raises:
             LagomError: if the person ends the run.
         """
+        if not isinstance(event, DebugShown):
+            return False
+        if not self._is_closed:
+            self._show(event, write, say)
+        return True
+
+    def _show(self, shown: DebugShown, write: Callable[[str], None], say: Callable[[str], None]) -> None:
         step, text = shown.step, shown.text
-        if self._is_closed:
-            return
         if step == "turn":
             say(_turn_text(shown, self._plan.world_size))
         elif step == "quit":

@@ -6,9 +6,9 @@ message      sent by  handled by
 SlotJoin     host     TrialLoop, past LocalSlots and SparkSlots
 RunTrial     driver   serve_trials; inline: InlineSlots
 BeginTrial   host     wait_for_trial
-TrialValue   rank     TrialLoop, past RankSupervisor
-TrialAnswer  driver   Trial, past RankSupervisor and InlineSlots
-TrialReport  rank     TrialLoop, past RankSupervisor, serve_trials and _report
+TrialValue   rank     TrialLoop
+TrialAnswer  driver   Trial, past InlineSlots
+TrialReport  rank     TrialLoop, past serve_trials and _report
 OutcomePart  host     TrialLoop
 TrialEnded   host     TrialLoop
 SearchOver   driver   serve_trials
@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from lagom.wire.messages import Join, Message, RankReport
+from lagom.wire.messages import CommonAnswer, CommonQuestion, Join, Message, RankReport
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -64,7 +64,7 @@ class BeginTrial(Message, tag="begin trial"):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class TrialValue(Message, tag="report"):
+class TrialValue(CommonQuestion, tag="report"):
     """A value of the metric while a trial runs; the rank waits for ``TrialAnswer``."""
 
     step: int
@@ -72,7 +72,7 @@ class TrialValue(Message, tag="report"):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class TrialAnswer(Message, tag="answer"):
+class TrialAnswer(CommonAnswer, tag="answer"):
     """The driver's answer to a value."""
 
     prune: bool
@@ -91,6 +91,11 @@ class TrialReport(RankReport, tag="trial outcome"):
     """Samples that the rank has trained on."""
     imports: list[str] = field(default_factory=list)
     """Modules of libraries that the trial has imported; they stay on the host."""
+
+    @property
+    def ends_others(self) -> bool:
+        """See ``RankReport``: a rank that does not report would wait for this one."""
+        return self.pruned
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

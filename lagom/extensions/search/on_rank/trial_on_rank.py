@@ -27,7 +27,7 @@ _MAX_IMPORTS = 10_000  # most names of modules, which must fit into a frame
 
 
 def wait_for_trial(rank_call: RankCall) -> None:
-    """Wait for a trial from the host process, and adopt it. See Note [Ranks that wait] in host/trial_ranks.py."""
+    """Wait for a trial from the host process, and adopt it. See Note [Ranks that wait] in trial_ranks.py."""
     newest = newest_module()
     while not isinstance(message := rank_call.wait(), BeginTrial):
         pass

@@ -39,7 +39,7 @@ class TrialSlots(Protocol):
     def serve(self, take: Callable[[int, Message | Event], None], timeout_s: float) -> None:
         """Call ``take(slot, message)`` with the next message of any slot, if there is one in time.
 
-        Besides the messages of ``host/trial_host.py`` and its ranks there is ``Closed``, when a slot is lost.
+        Besides the messages of ``trial_host.py`` and its ranks there is ``Closed``, when a slot is lost.
 
         Raises:
             LagomError: if no slot is left, and none will come.

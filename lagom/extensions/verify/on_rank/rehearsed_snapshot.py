@@ -6,8 +6,8 @@ import time
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
-from lagom.extensions.resume.messages import NoSnapshot, SnapshotKept
 from lagom.extensions.resume.snapshot_taker import Snapshots
+from lagom.wire.snapshot_messages import NoSnapshot, SnapshotKept
 
 if TYPE_CHECKING:
     from lagom.extensions.resume.snapshot_files import SnapshotFiles

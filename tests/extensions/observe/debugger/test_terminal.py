@@ -16,10 +16,10 @@ import pytest
 
 from lagom.cluster import Cluster
 from lagom.config import TorchDistributedConfig
-from lagom.extensions.observe.debugger.messages import DebugAnswer, DebugBegin, DebugText, Hold
+from lagom.extensions.observe.debugger.messages import DebugAnswer, DebugBegin, DebugText
 from lagom.extensions.observe.debugger.terminal import DebugTerminal
 from lagom.plan import plan
-from lagom.wire.messages import Stopping
+from lagom.wire.messages import Hold, Stopping
 from tests.integration import programs
 from tests.person import Person, person
 from tests.terminal import ROOT, Terminal

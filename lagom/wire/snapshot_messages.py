@@ -6,8 +6,8 @@ message         sent by  handled by
 SnapshotPoint   rank 0   RankSupervisor
 SnapshotMarked  host     Snapshots
 OutputMark      host     RunDisplay
-NoSnapshot      rank 0   RunDisplay, past RankSupervisor; rehearsal: RehearsedSnapshot
-SnapshotKept    rank 0   RunView, past RankSupervisor
+NoSnapshot      rank 0   RunDisplay; rehearsal: RehearsedSnapshot
+SnapshotKept    rank 0   RunView
 ==============  =======  =============================================================
 
 ===============  =======  ==========
@@ -49,6 +49,7 @@ class OutputMark(Message, tag="mark"):
 class NoSnapshot(Message, tag="no snapshot"):
     """No snapshot can be taken, for now or in the whole run."""
 
+    is_sure = True
     why: str
 
 
@@ -56,6 +57,7 @@ class NoSnapshot(Message, tag="no snapshot"):
 class SnapshotKept(Message, tag="snapshot"):
     """Rank 0 has written a snapshot, or has sent it to the driver."""
 
+    is_sure = True
     number: int
     at: float
     """Seconds since 1970."""

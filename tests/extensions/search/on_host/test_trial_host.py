@@ -1,4 +1,4 @@
-"""``lagom.host.trial_host``: a slot of a search goes on, whatever happens to the ranks of a trial."""
+"""``search.on_host.trial_host``: a slot of a search goes on, whatever happens to the ranks of a trial."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
+from lagom.extensions.search.on_host import trial_host
+from lagom.extensions.search.on_host.trial_host import serve_trials
 from lagom.extensions.search.on_rank.messages import OutcomePart, RunTrial, SearchOver, TrialEnded
-from lagom.host import trial_host
-from lagom.host.trial_host import serve_trials
 from lagom.wire.framing import body_of
 from lagom.wire.messages import Message, RankReport
 from lagom.wire.server import anonymous_file

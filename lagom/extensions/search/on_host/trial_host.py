@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import IO
 
 from lagom.disk.settle import keep_files
+from lagom.extensions.search.on_host.trial_imports import TrialImports
+from lagom.extensions.search.on_host.trial_ranks import TrialRanks
 from lagom.extensions.search.on_rank.messages import (
     OutcomePart,
     RunTrial,
@@ -24,8 +26,6 @@ from lagom.extensions.search.on_rank.messages import (
 )
 from lagom.host.end_reports import first_failure, fit_reports
 from lagom.host.rank_host import join_message
-from lagom.host.trial_imports import TrialImports
-from lagom.host.trial_ranks import TrialRanks
 from lagom.host.workspace import HostWorkspace
 from lagom.wire.client import DriverClient
 from lagom.wire.messages import Message, RankReport

@@ -1,4 +1,4 @@
-"""``lagom.host.trial_imports``: libraries of a trial are tried out beside the next one, which is not held up."""
+"""``search.on_host.trial_imports``: libraries of a trial are tried out beside the next one, which is not held up."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from lagom.host.trial_imports import TrialImports
+from lagom.extensions.search.on_host.trial_imports import TrialImports
 
 SPEC: Any = SimpleNamespace(env=dict(os.environ), whole_env=False)
 
