@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lagom import experiment
 from lagom.config import TorchDistributedConfig
-from lagom.extensions.observe.report.chart import line_chart
+from lagom.watch.chart import line_chart
 
 STEPS = 200
 LIMITS = {"private memory, MB": 60.0, "files": 40.0, "sockets": 10.0}

@@ -33,7 +33,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from examples.mnist_data import digits
 from lagom import experiment
 from lagom.config import TorchDistributedConfig
-from lagom.extensions.observe.report.chart import line_chart
+from lagom.watch.chart import line_chart
 
 _BATCH = 256
 _WINDOW = 2

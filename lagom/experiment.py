@@ -13,7 +13,7 @@ from lagom.config.torch_distributed import Launcher
 from lagom.driver.driver_run import DriverRun
 from lagom.driver.preparation import checked, facts_of_code, random_start, run_records, source_of
 from lagom.errors import LagomError
-from lagom.extensions.registry import EXTENSIONS
+from lagom.extensions.registry import EXTENSIONS, replaced_arguments
 from lagom.launch import choose
 from lagom.on_rank.process_settings import process_settings
 from lagom.plan import plan
@@ -21,7 +21,6 @@ from lagom.program.call import Call
 from lagom.program.signature import function_name
 from lagom.program.sources import source_files
 from lagom.result import Result
-from lagom.spark.dataframes import write_frame
 from lagom.timings import Timings
 
 if TYPE_CHECKING:
@@ -80,8 +79,8 @@ def lagom(train: Callable[..., Any], config: TorchDistributedConfig) -> Result |
     cluster = launcher.cluster()
     the_plan = plan(config, cluster, name, **facts_of_code(train, provided, cluster))
     timings.end("prepare")
-    written = write_frame(provided)
-    timings.end("frame" if any(written[name] is not provided[name] for name in _SETS & provided.keys()) else "prepare")
+    written = replaced_arguments(provided)
+    timings.end("frame" if written is not provided else "prepare")
     call = Call(
         function=train,
         provided=written,
@@ -123,7 +122,6 @@ def resume(
     raise LagomError("this installation of lagom has no extension that resumes runs")
 
 
-_SETS = {"train_set", "test_set"}
 _command_line: tuple[TorchDistributedConfig, Collection[str]] | None = None
 
 

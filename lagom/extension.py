@@ -6,8 +6,9 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    import argparse
     import os
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
     from lagom.config import TorchDistributedConfig
     from lagom.driver.driver_run import DriverRun
@@ -16,7 +17,9 @@ if TYPE_CHECKING:
     from lagom.on_rank.rank_call import RankCall
     from lagom.plan import Plan
     from lagom.result import Result
+    from lagom.run_folder import RunFolder
     from lagom.session.session import Session
+    from lagom.watch.run_dir import RunRecords
     from lagom.wire.messages import Event
     from lagom.wire.server import DriverServer
 
@@ -54,6 +57,33 @@ class Extension:
 
     def obstacle(self, plan: Plan) -> str:
         """Return why a run with ``plan`` cannot use the extension, and what to do; "" if it can."""
+        return ""
+
+    def provided(self, provided: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return the arguments that the config provides, with those replaced that cannot travel to ranks.
+
+        Return ``provided`` itself if none is replaced.
+
+        Raises:
+            ValueError: if an argument cannot be used on a rank.
+            DataError: if an argument cannot be replaced.
+        """
+        return provided
+
+    def complete_records(self, plan: Plan, records: RunRecords) -> None:
+        """Add files that are made of the records of a run, which has ended; called before ``records`` are closed."""
+
+    def report(self, folder: RunFolder) -> str:
+        """Return an HTML page about the recorded run in ``folder``; "" if the extension makes none.
+
+        Raises:
+            ValueError: when ``folder`` holds no run.
+            LagomError: when its records are damaged.
+        """
+        return ""
+
+    def notebook_chart(self, folder: RunFolder) -> str:
+        """Return HTML that a notebook shows below the result of the run in ``folder``; "" for nothing."""
         return ""
 
     def runs_config(self, config: TorchDistributedConfig) -> Callable[[Callable[..., Any], Any], Any] | None:
@@ -116,5 +146,25 @@ class Extension:
         """
         return ""
 
+    def script(self) -> AbstractContextManager[None]:
+        """Return the context of a script that starts ranks itself, and that ``lagom run`` runs in its own process."""
+        return nullcontext()
+
     def add_commands(self, commands: Any) -> None:
         """Add the extension's commands to those of ``lagom``; ``commands`` is argparse's object for subparsers."""
+
+    def add_training_options(self, parser: argparse.ArgumentParser) -> None:
+        """Add the extension's options that ``lagom run`` has, and other commands that train, such as a search."""
+
+    def add_run_options(self, run: argparse.ArgumentParser) -> None:
+        """Add the extension's options that only ``lagom run`` has."""
+
+    def adapt_arguments(self, args: argparse.Namespace) -> None:
+        """Change the arguments of a command that runs a script, before they are used.
+
+        ``args.script`` is the list of the script and its arguments. Options of ``lagom run`` may be missing.
+        """
+
+    def config_fields(self, args: argparse.Namespace) -> dict[str, Any]:
+        """Return the fields of the config that the extension's options set; options of ``lagom run`` may be missing."""
+        return {}

@@ -14,6 +14,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from lagom.errors import LagomError
+from lagom.extensions import registry
 from lagom.run_folder import RunFolder, write_file
 from lagom.watch.notebook import notebook
 
@@ -58,7 +59,6 @@ def show(run: str | os.PathLike[str] | Result) -> Page:
         page = run.report()
     else:
         from lagom.config import TorchDistributedConfig
-        from lagom.extensions.observe.report.report import report
         from lagom.watch.run_dir import RESULT
         from lagom.watch.runs import open_run
 
@@ -66,7 +66,7 @@ def show(run: str | os.PathLike[str] | Result) -> Page:
         # Nothing is written to a folder of somebody else, and no page of it is opened.
         page = Page(folder.path if folder.is_own else tempfile.mkdtemp(prefix="lagom-report-")) / "report.html"
         if not (folder.is_own and folder.is_newer(page.name, RESULT)):
-            write_file(page, report(folder))
+            write_file(page, registry.report(folder))
     if notebook() is None and (os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY")):
         webbrowser.open(page.absolute().as_uri())
     return page
@@ -178,10 +178,8 @@ class Result(Mapping[str, Any]):
         """
         if self._run_dir is None:
             raise ValueError("there is nothing to report from: this run's config had run_dir=None")
-        from lagom.extensions.observe.report.report import report
-
         target = Page(path if path is not None else self._run_dir / "report.html")
-        write_file(target, report(RunFolder.open(self._run_dir)))
+        write_file(target, registry.report(RunFolder.open(self._run_dir)))
         if self._upload is not None and path is None:
             self._upload.send(target)
         return target
@@ -221,10 +219,8 @@ class Result(Mapping[str, Any]):
         """Return HTML of the run's charts and records, shown below its result."""
         if self._run_dir is None:
             return ""
-        from lagom.extensions.observe.report.notebook_chart import notebook_chart
-
         try:
-            charts = notebook_chart(RunFolder.open(self._run_dir))
+            charts = registry.notebook_charts(RunFolder.open(self._run_dir))
         except (OSError, LagomError):  # moved or changed since
             charts = ""
         return (

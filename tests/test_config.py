@@ -140,7 +140,7 @@ def test_an_instance_of_a_module_is_refused_naming_its_class(module: Any) -> Non
 
 def test_fields_are_given_by_name_only() -> None:
     with pytest.raises(TypeError, match=r"by name, as in module=\.\.\.,"):
-        TorchDistributedConfig(Net)  # type: ignore[call-arg]
+        TorchDistributedConfig(Net)  # type: ignore[call-arg, arg-type]
 
 
 @pytest.mark.parametrize(("name", "meant"), [("hparam", "hparams"), ("batchs", "batches"), ("worldsize", "world_size")])

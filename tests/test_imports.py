@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import re
 import subprocess
 import sys
 from collections import Counter
@@ -37,32 +38,28 @@ ROOMS = {
     "inspection": "torch",
     "program": "config errors inspection settings cloudpickle torch",
     "restart": "digests errors run_folder",
-    "wire": "errors plan restart cryptography",
-    "watch": "digests errors extensions.observe.timeline restart run_folder wire fsspec pyarrow",
+    "wire": "errors extensions plan restart cryptography",
+    "watch": "digests errors restart run_folder timings wire fsspec pyarrow",
     # The driver.
     "driver": (
         "cluster config contents control_groups errors extensions host on_rank plan program random_states restart "
-        "result run_folder spark timings watch wire world"
+        "result run_folder timings watch wire world"
     ),
     "spark": (
-        "cluster digests driver errors extensions extensions.data.parquet host on_rank patching plan program restart "
-        "watch wire numpy pyarrow pyspark"
+        "cluster digests driver errors extensions host on_rank patching plan program restart watch wire pyarrow pyspark"
     ),
     "launch": "config driver spark",
-    "result": "config errors extensions.observe.report run_folder watch",
-    "experiment": "config driver errors extensions launch on_rank plan program result spark timings",
-    "cli": (
-        "__init__ cli_options config errors experiment extensions.compat extensions.observe extensions.observe.doctor "
-        "extensions.observe.report extensions.search extensions.search.on_rank program result spark watch"
-    ),
-    "cli_options": "config extensions.compat",
+    "result": "config errors extensions run_folder watch",
+    "experiment": "config driver errors extensions launch on_rank plan program result timings",
+    "cli": "__init__ cli_options config errors experiment extensions program spark watch",
+    "cli_options": "config extensions",
     "__main__": "cli",
     "__init__": "",
     # The processes of a host, and the rank.
     "host": "control_groups disk errors extensions on_rank patching plan program restart watch wire numpy torch",
     "on_rank": (
-        "available_memory config disk errors exchange exchange.sockets extensions extensions.compat optimizers "
-        "patching plan program random_states run_state session watch wire world IPython numpy torch"
+        "available_memory config disk errors exchange exchange.sockets extensions optimizers patching plan program "
+        "random_states run_state session watch wire world IPython numpy torch"
     ),
     # What a rank does with the program, from the top down.
     "session": (
@@ -75,10 +72,7 @@ ROOMS = {
     "optimizers": "errors patching torch",
     "gradients": "errors exchange forward.rows gradients.reduction patching run_state torch",
     "gradients.reduction": "errors exchange run_state torch",
-    "batches": (
-        "batches.sharing disk errors exchange extensions.data.parquet patching program run_state watch world numpy "
-        "torch"
-    ),
+    "batches": "batches.sharing disk errors exchange patching program run_state watch world numpy torch",
     "batches.sharing": "disk errors exchange patching program run_state world numpy torch",
     "distributed": "disk errors exchange exchange.sockets exchange.torch_backend patching program torch",
     "disk": "patching restart wire numpy torch",
@@ -89,8 +83,8 @@ ROOMS = {
     "exchange.torch_backend": "exchange exchange.sockets watch torch",
     # Extensions.
     "extensions": (
-        "extension extensions.compat extensions.data extensions.observe extensions.resume extensions.search "
-        "extensions.verify extensions.zero wire"
+        "errors extension extensions.compat extensions.data extensions.observe extensions.resume extensions.search "
+        "extensions.verify extensions.zero"
     ),
     "extensions.compat": "__init__ extension torch",
     "extensions.compat.horovod": (
@@ -98,39 +92,42 @@ ROOMS = {
     ),
     "extensions.compat.maggy": "__init__ config experiment extensions.compat extensions.search launch result torch",
     "extensions.compat.petastorm": "fsspec numpy packaging pyarrow torch",
-    "extensions.data": "extension",
+    "extensions.data": "errors extension extensions.data.parquet spark numpy pyarrow",
     "extensions.data.column_types": "errors cv2 numpy PIL pyarrow torch",
     "extensions.data.parquet": (
-        "errors extensions.data.column_types extensions.data.sources fsspec numpy pandas pyarrow torch"
+        "batches errors extensions.data.column_types extensions.data.sources fsspec numpy pandas pyarrow torch"
     ),
     "extensions.data.sources": "errors extensions.data.column_types deltalake fsspec numpy pyarrow",
     "extensions.observe": (
-        "disk extension extensions.observe.debugger extensions.observe.timeline extensions.observe.tracking patching "
-        "settings"
+        "cli cli_options config disk errors extension extensions.observe.debugger extensions.observe.doctor "
+        "extensions.observe.report extensions.observe.timeline extensions.observe.tracking patching result settings "
+        "watch"
     ),
     "extensions.observe.debugger": "errors forward.rows plan random_states watch wire",
     "extensions.observe.doctor": (
         "__init__ available_memory config control_groups driver errors exchange launch on_rank plan program spark "
         "world torch"
     ),
-    "extensions.observe.report": "extensions.observe.timeline run_folder timings watch",
+    "extensions.observe.report": "extensions.observe.timeline run_folder watch",
     "extensions.observe.timeline": "errors exchange.torch_backend patching run_folder watch torch",
     "extensions.observe.tracking": "digests disk errors exchange patching",
     "extensions.resume": (
-        "config digests disk driver errors extension extensions.observe.tracking extensions.resume.passes launch "
-        "on_rank patching plan program random_states restart result run_folder settings timings watch wire torch"
+        "cli cli_options config digests disk driver errors experiment extension extensions.observe.tracking "
+        "extensions.resume.passes launch on_rank patching plan program random_states restart result run_folder "
+        "settings timings watch wire torch"
     ),
     "extensions.resume.passes": "batches batches.sharing errors patching random_states numpy torch",
     "extensions.search": (
-        "cluster config digests driver errors extension extensions.observe.report extensions.search.on_host "
-        "extensions.search.on_rank extensions.search.pages extensions.search.samplers extensions.search.slots launch "
-        "on_rank plan program result run_folder settings spark timings watch wire optuna pandas"
+        "cli cli_options cluster config digests driver errors experiment extension extensions "
+        "extensions.search.on_host extensions.search.on_rank extensions.search.pages extensions.search.samplers "
+        "extensions.search.slots launch on_rank plan program result run_folder settings spark timings watch wire "
+        "optuna pandas"
     ),
     "extensions.search.on_host": "disk extensions.search.on_rank host on_rank random_states wire",
     "extensions.search.on_rank": (
         "config errors extensions.data.parquet patching program random_states run_state settings wire world numpy torch"
     ),
-    "extensions.search.pages": "extensions.observe.report result run_folder",
+    "extensions.search.pages": "result run_folder watch",
     "extensions.search.samplers": "config errors program optuna",
     "extensions.search.slots": (
         "cluster control_groups driver errors extensions.search.on_rank on_rank plan program spark wire world"
@@ -190,6 +187,15 @@ NOTHING = {"lagom.spark.spark_task", "lagom.run_state.malloc_trim", "lagom.progr
 """They import nothing of lagom's but each other: what travels by value to executors that have no lagom."""
 
 
+BETWEEN_EXTENSIONS = {
+    "compat": "search",  # Maggy's lagom() returns the result of a search
+    "resume": "observe",  # a snapshot has the events that TensorBoard's writers have not written yet
+    "search": "data",  # an ablation study leaves out columns of a table
+    "verify": "resume",  # a rehearsal of a snapshot takes one
+}
+"""Extensions that import another extension, which is there in the same distribution."""
+
+
 @dataclass(frozen=True)
 class Import:
     """One import statement: a module, of lagom's or of others."""
@@ -220,6 +226,22 @@ def test_rooms_import_each_other_without_a_circle() -> None:
     TopologicalSorter({room: found - {"__init__"} for room, found in graph.items() if room != "__init__"}).prepare()
 
 
+def test_the_trunk_imports_no_extension() -> None:
+    found = [
+        f"{module}:{number}"
+        for module, source in read().items()
+        if not _extension(_room(module)) and module not in PUBLIC and not module.startswith("lagom.compat")
+        for number, line in enumerate(source.splitlines(), 1)
+        # Imports for the type checker, too: without an extension's folder the trunk is as it was.
+        if re.match(r" *(from|import) lagom\.extensions\.(?!registry\b)", line)
+    ]
+    assert found == []
+
+
+PUBLIC = {"lagom", "lagom.data", "lagom.doctor", "lagom.experiment", "lagom.extensions.registry"}
+"""Public names of extensions, and the list of extensions."""
+
+
 def _ties_the_trunk(room: str, imported: str) -> bool:
     return _extension(imported) != "" and _extension(room) == ""
 
@@ -235,6 +257,11 @@ def _extension(room: str) -> str:
     """Return the name of the extension that a room belongs to; "" for the trunk."""
     first, _, rest = room.partition(".")
     return rest.partition(".")[0] if first == "extensions" else ""
+
+
+def test_an_extension_imports_no_other_but_those_listed() -> None:
+    rooms = {(_extension(_room(m)), _extension(_room(i.name))) for m, s in read().items() for i in _imports(m, s)}
+    assert {(own, other) for own, other in rooms if own and other and own != other} == set(BETWEEN_EXTENSIONS.items())
 
 
 def test_no_module_name_is_there_twice() -> None:

@@ -9,8 +9,8 @@ from __future__ import annotations
 from itertools import chain, islice
 from typing import TYPE_CHECKING, Any
 
+from lagom.batches.batch_indices import BatchIndices
 from lagom.batches.sampler_sync import iterate_in_common_order, keep_state
-from lagom.extensions.data.parquet.shard import Positions
 from lagom.run_state.loader_pass import BatchShare, LoaderPass
 
 if TYPE_CHECKING:
@@ -23,12 +23,12 @@ def split_batch(batch: Any, rank: int, world_size: int) -> tuple[Any, BatchShare
     """Return the items (indices or samples) of ``rank`` in a batch, and its share; each item goes to one rank.
 
     If the batch has fewer items than there are ranks, a rank without an item gets the first one, with weight 0, so that
-    all ranks take the same number of steps; evaluations leave such a batch out. ``Positions`` of a table are split by
-    ``Positions.deal``, so that each rank reads few row groups: see Note [Streams] in extensions/data/parquet/shard.py.
+    all ranks take the same number of steps; evaluations leave such a batch out. ``BatchIndices`` are split by their
+    own method ``deal``.
     """
     if not hasattr(batch, "__getitem__") or not hasattr(batch, "__len__"):
         batch = list(batch)
-    mine = batch.deal(rank, world_size) if isinstance(batch, Positions) else batch[rank::world_size]
+    mine = batch.deal(rank, world_size) if isinstance(batch, BatchIndices) else batch[rank::world_size]
     even = len(batch) % world_size == 0
     return (mine if len(mine) else batch[:1]), BatchShare(len(mine), len(batch), even)
 
@@ -38,13 +38,13 @@ def split_batch_group(
 ) -> tuple[Any, BatchShare] | None:
     """Return the items of ``rank`` in ``world_size`` batches that make one global batch, and its share.
 
-    The items are those of ``batches[rank]``; ``Positions`` are joined and split instead. If there are fewer than
+    The items are those of ``batches[rank]``; ``BatchIndices`` are joined and split instead. If there are fewer than
     ``world_size`` batches, their items are split, or, with ``drop_last``, dropped. Return None if they are dropped, or
     if there is no batch.
     """
-    if batches and isinstance(batches[0], Positions):
+    if batches and isinstance(batches[0], BatchIndices):
         full = len(batches) == world_size or not drop_last
-        return split_batch(Positions.together(batches), rank, world_size) if full else None
+        return split_batch(batches[0].together(batches), rank, world_size) if full else None
     if len(batches) == world_size:
         sizes = [len(batch) for batch in batches]
         return batches[rank], BatchShare(sizes[rank], sum(sizes), len(set(sizes)) == 1)

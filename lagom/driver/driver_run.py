@@ -20,7 +20,6 @@ from lagom.program.own_frames import cut_own_frames
 from lagom.random_states import set_random_states
 from lagom.restart.kept_snapshots import SnapshotFolder
 from lagom.result import Result
-from lagom.spark.dataframes import frames_of_run
 from lagom.timings import Timings
 from lagom.watch.run_dir import RunRecords
 
@@ -72,17 +71,16 @@ class DriverRun:
 
     def _run(self) -> Result:
         timings, records = self.timings, self.records
-        with frames_of_run(self.call.provided, self.snapshots):
-            timings.end("prepare")
-            outcomes, failures = run_attempts(self.launcher, self.plan, self.call, records, self.snapshots, timings)
-            returned = [outcome.load() for outcome in outcomes]
-            value, values = self._values(returned)
-            for part, seconds in returned[0].get("timings", {}).items():
-                timings.end(part, seconds)
-            timings.end("collect")
-            self.whole = returned[0].get("whole", [])
-            for function in self.returned:
-                function(value, values)
+        timings.end("prepare")
+        outcomes, failures = run_attempts(self.launcher, self.plan, self.call, records, self.snapshots, timings)
+        returned = [outcome.load() for outcome in outcomes]
+        value, values = self._values(returned)
+        for part, seconds in returned[0].get("timings", {}).items():
+            timings.end(part, seconds)
+        timings.end("collect")
+        self.whole = returned[0].get("whole", [])
+        for function in self.returned:
+            function(value, values)
         if changed := returned[0].get("changed"):
             self._say_changed(changed)
         if records is not None:

@@ -17,7 +17,7 @@ from lagom.config import TorchDistributedConfig
 from lagom.config.torch_distributed import RUN_DIR as DEFAULT_RUN_DIR
 from lagom.driver.failure import message_of
 from lagom.errors import LagomError, RankTraceback
-from lagom.extensions.registry import EXTENSIONS
+from lagom.extensions.registry import EXTENSIONS, wanted
 from lagom.plan import Plan
 from lagom.program.detect_distributed import is_distributed, names_gpu, needs_nccl
 from lagom.program.failure_advice import imported_packages
@@ -113,8 +113,8 @@ def run_records(
         raise
     finally:
         if records is not None:
-            if the_plan.config.timeline:
-                records.merge_timelines(None if isinstance(config.timeline, bool) else config.timeline)
+            for extension in wanted(the_plan):
+                extension.complete_records(the_plan, records)
             records.close()
 
 

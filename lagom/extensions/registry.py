@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from lagom.errors import LagomError
 from lagom.extension import Extension
 from lagom.extensions.compat import Compat
 from lagom.extensions.data import Data
@@ -14,20 +15,18 @@ from lagom.extensions.resume import Resume, ResumeSettings
 from lagom.extensions.search import Search
 from lagom.extensions.verify import Verify, VerifySettings
 from lagom.extensions.zero import Zero, ZeroSettings
-from lagom.wire import messages
 
 if TYPE_CHECKING:
     from lagom.plan import Plan
+    from lagom.run_folder import RunFolder
 
-EXTENSIONS: tuple[Extension, ...] = (Compat(), Data(), Search(), Resume(), Zero(), Observe(), Verify())
+EXTENSIONS: tuple[Extension, ...] = (Compat(), Search(), Resume(), Data(), Zero(), Observe(), Verify())
+"""Data comes after Resume, which opens the snapshots that files of DataFrames are kept for."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ExtensionSettings(ZeroSettings, ResumeSettings, VerifySettings, ObserveSettings):
     """Fields of the config that extensions define."""
-
-
-messages.further += [extension.messages for extension in EXTENSIONS if extension.messages]
 
 
 def host_server(plan: Plan) -> Callable[..., None] | None:
@@ -39,3 +38,23 @@ def host_server(plan: Plan) -> Callable[..., None] | None:
 def wanted(plan: Plan) -> Iterator[Extension]:
     """Yield the extensions that a run with ``plan`` uses."""
     return (extension for extension in EXTENSIONS if extension.is_wanted(plan))
+
+
+def replaced_arguments(provided: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the arguments of a run with what extensions put in the place of some; see ``Extension.provided``."""
+    for extension in EXTENSIONS:
+        provided = extension.provided(provided)
+    return provided
+
+
+def report(folder: RunFolder) -> str:
+    """Return an HTML page about the recorded run in ``folder``; see ``Extension.report``."""
+    page = next(filter(None, (extension.report(folder) for extension in EXTENSIONS)), "")
+    if not page:
+        raise LagomError("this installation of lagom has no extension that makes reports")
+    return page
+
+
+def notebook_charts(folder: RunFolder) -> str:
+    """Return HTML that a notebook shows below the result of the run in ``folder``; "" for nothing."""
+    return "".join(extension.notebook_chart(folder) for extension in EXTENSIONS)

@@ -20,7 +20,6 @@ from typing import Any
 import torch
 
 from lagom.exchange.run_store import SealedStore
-from lagom.extensions.compat.compatible import compatible
 from lagom.on_rank.device import rank_device, threads
 from lagom.on_rank.disk_full_report import DiskFullReport
 from lagom.on_rank.figures import shown_pictures
@@ -92,7 +91,6 @@ def run(
         )
         attach(session)
         stack.enter_context(patched(session))
-        stack.enter_context(compatible(plan.already_distributed))
         if seat is not None:
             stack.enter_context(shown_pictures(session))
         call = load()  # inside the patches, which must see the modules that unpickling creates

@@ -15,9 +15,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from lagom.extensions.observe.timeline.timeline import TIMELINES
 from lagom.restart.kept_snapshots import FOLDER, RESULT
 from lagom.run_folder import RunFolder
+from lagom.watch.spans import TIMELINES
 
 ALIVE = ".alive"
 """A file in a run's folder that is locked while the run is under way."""

@@ -20,14 +20,13 @@ from typing import IO, Any, Concatenate, ParamSpec
 
 from lagom.digests import record_text
 from lagom.errors import LagomError, PlanError
-from lagom.extensions.observe.timeline.timeline import TIMELINES, merge
-from lagom.run_folder import RunFolder, write_file
+from lagom.run_folder import RunFolder
 from lagom.watch.driver_facts import driver_facts
 from lagom.watch.git_info import GitCheckout
 from lagom.watch.json_values import as_json, loaded, loaded_lines
 from lagom.watch.messages import Timeline
 from lagom.watch.retention import Retention, lock_run
-from lagom.watch.spans import unpack_spans
+from lagom.watch.spans import TIMELINES, unpack_spans
 from lagom.watch.upload import RUN as RUN
 from lagom.watch.upload import Upload, is_url, on_disk
 from lagom.wire.messages import Join, ProgressReport
@@ -248,13 +247,9 @@ class RunRecords:
         return None
 
     @_harmless
-    def merge_timelines(self, also: str | os.PathLike[str] | None = None) -> None:
-        """Merge the ranks' timelines into one, also copied to ``also``."""
-        if not self.run_folder.exists(TIMELINES):
-            return
-        path = merge(self.run_folder.at())
-        if also is not None:
-            write_file(Path(also).expanduser(), path.read_bytes())
+    def complete(self, write: Callable[[RunFolder], None]) -> None:
+        """Call ``write`` with the run's folder, to which it adds files that are made of the records."""
+        write(self.run_folder)
 
     @_harmless
     def said(self, text: str) -> None:

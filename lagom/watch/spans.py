@@ -25,6 +25,8 @@ STEP, ACTIVITY = "step", "activity"
 PHASES = DATA, COPY, FORWARD, BACKWARD, OPTIMIZER, COLLECTIVE
 """Phases that a program's time is divided into; other kinds of spans are shown in rows of their own."""
 
+TIMELINES = "timelines"
+"""Folder of the ranks' spans, in a run's folder."""
 FIRST, LATER = 100, 20
 """Numbers of steps that are kept: from the first on, and from the 200th, the 400th, the 800th ... on."""
 _FIRST_SPANS, _LATER_SPANS, _ALL_SPANS = 10_000, 2_000, 30_000

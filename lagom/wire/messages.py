@@ -67,8 +67,6 @@ from dataclasses import MISSING, dataclass, field, fields, is_dataclass
 from typing import Any, ClassVar, NamedTuple
 
 _classes: dict[str, type[Message]] = {}
-further: list[str] = []
-"""Names of modules that define further messages; they are imported when a message with an unknown type comes."""
 
 
 class MessageError(ValueError):
@@ -172,8 +170,12 @@ def from_json(body: Mapping[str, Any]) -> Message:
 
 
 def _class_of(tag: str) -> type[Message] | None:
-    while tag not in _classes and further:
-        importlib.import_module(further.pop())
+    if tag not in _classes:
+        from lagom.extensions.registry import EXTENSIONS  # here, since the config's settings come from there
+
+        for extension in EXTENSIONS:
+            if extension.messages:
+                importlib.import_module(extension.messages)
     return _classes.get(tag)
 
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 import torch
 
+from lagom.batches.batch_indices import BatchIndices
 from lagom.batches.batch_shares import split_batch, split_batch_group
 from lagom.run_state.loader_pass import BatchShare
 
@@ -28,3 +31,31 @@ def test_per_rank_keeps_whole_batches_and_deals_out_a_tail() -> None:
     assert split_batch_group([[1, 2], [3]], 1, 2, drop_last=False) == ([3], BatchShare(1, 3, False))
     assert split_batch_group([[1, 2, 3]], 1, 2, drop_last=False) == ([2], BatchShare(1, 3, False))
     assert split_batch_group([[1, 2, 3]], 1, 2, drop_last=True) is None
+
+
+class Halves(BatchIndices):
+    """Indices that ranks get as blocks, not every ``world_size``-th one."""
+
+    def __init__(self, numbers: Sequence[int]) -> None:
+        self.numbers = list(numbers)
+
+    def __len__(self) -> int:
+        return len(self.numbers)
+
+    def __getitem__(self, index: slice) -> list[int]:
+        return self.numbers[index]
+
+    def deal(self, rank: int, world_size: int) -> list[int]:
+        size = len(self.numbers) // world_size
+        return self.numbers[rank * size : (rank + 1) * size]
+
+    @staticmethod
+    def together(batches: Sequence[Halves]) -> Halves:
+        return Halves([number for batch in batches for number in batch.numbers])
+
+
+def test_batch_indices_are_split_by_their_own_methods() -> None:
+    assert split_batch(Halves(range(4)), 1, 2) == ([2, 3], BatchShare(2, 4, True))
+    group = [Halves([0, 1]), Halves([2, 3])]
+    assert split_batch_group(group, 0, 2, drop_last=True) == ([0, 1], BatchShare(2, 4, True))
+    assert split_batch_group(group[:1], 1, 2, drop_last=False) == ([1], BatchShare(1, 2, True))

@@ -25,9 +25,10 @@ import pytest
 import torch
 
 import lagom
-from lagom import cluster, experiment, local
+from lagom import cluster, experiment
 from lagom.config import TorchDistributedConfig
 from lagom.control_groups import available_cores
+from lagom.driver import local
 from lagom.errors import LagomError, PayloadError, RankError, RankTraceback
 from lagom.result import Result
 from tests.driver.forked_server import forked_server

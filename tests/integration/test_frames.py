@@ -1,4 +1,4 @@
-"""``lagom.spark.dataframes``: Spark DataFrames as data sets."""
+"""``lagom.extensions.data.dataframes``: Spark DataFrames as data sets."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from lagom.errors import DataError
-from lagom.spark import dataframes
-from lagom.spark.dataframes import forget_frames, write_frame
+from lagom.extensions.data import dataframes
+from lagom.extensions.data.dataframes import forget_frames, write_frame
 from tests.integration import programs
 
 KINDS = pytest.mark.parametrize("spark", ["local[2]", "standalone", "connect"], indirect=True, scope="session")

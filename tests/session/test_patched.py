@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import urllib.request
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -132,3 +133,17 @@ def test_a_process_forked_from_a_rank_is_left_alone() -> None:
         return os.waitpid(pid, 0)[1] == 0
 
     assert run_ranks(2, run) == [True, True]
+
+
+def test_contexts_of_extensions_end_before_the_patches(tmp_path: Path) -> None:
+    before, session = names(), session_alone(tmp_path)
+    is_patched: list[bool] = []
+
+    def add(stack: ExitStack) -> None:
+        stack.callback(lambda: is_patched.append(names() != before))
+
+    session.events.patched.subscribe(add)
+    with patched(session):
+        assert is_patched == []
+    assert is_patched == [True]
+    assert names() == before

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from lagom.extensions.data.dataframes import cache_folder, forget_frames
 from lagom.on_rank.network_interfaces import addresses
-from lagom.spark.dataframes import cache_folder, forget_frames
 from lagom.spark.spark_session import session_facts
 
 

@@ -25,12 +25,12 @@ import lagom
 from lagom import experiment
 from lagom.config import TorchDistributedConfig
 from lagom.errors import PlanError, RankError
-from lagom.extensions.observe.report.chart import line_chart
 from lagom.extensions.observe.report.report import report
 from lagom.forward.rows.whole_reasons import WholeReason
 from lagom.result import Result
 from lagom.run_folder import RunFolder
 from lagom.watch import run_dir as module
+from lagom.watch.chart import line_chart
 from lagom.watch.json_values import as_json
 from lagom.watch.run_dir import RunRecords, records
 from tests.imported_once import imported_once  # noqa: F401

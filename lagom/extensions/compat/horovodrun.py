@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import os
 import re
 import socket
 from collections.abc import Sequence
@@ -12,6 +13,29 @@ from typing import Any
 
 _FLAGS = ("-u", "-B")
 """Options of python's that change nothing on a rank."""
+
+
+def add_horovodrun_options(run: argparse.ArgumentParser) -> None:
+    """Add horovodrun's options that no run needs otherwise."""
+    run.add_argument("-H", "--hosts", metavar="HOST:SLOTS", help="as for horovodrun, on this machine only: localhost:4")
+    run.add_argument(
+        "-cb", "--check-build", action=CheckBuild, nargs=0, help="print the Horovod features that programs find"
+    )
+
+
+def adapt_arguments(args: argparse.Namespace) -> None:
+    """Take ``python`` from before the script; for a run, apply ``--hosts`` and horovodrun's defaults.
+
+    Raises:
+        ValueError: as ``script_of`` and ``num_ranks``.
+    """
+    args.script, is_after_python = script_of(args.script)
+    if "hosts" not in args:  # a search
+        return
+    args.n = num_ranks(args.n, args.hosts, args.master not in (None, "local"))
+    if is_after_python or args.hosts:
+        args.log = args.log or "all"
+    args.timeline_file = args.timeline_file or os.environ.get("HOROVOD_TIMELINE")
 
 
 def script_of(words: Sequence[str]) -> tuple[list[str], bool]:

@@ -2,20 +2,25 @@
 
 With ``batches="split"`` or "per_rank", training rows are split evenly over ranks; with "whole" each rank gets all rows.
 
-Start with ``parquet/dataset.py``; which types of columns become tensors: ``column_types/types.py``.
+Start with ``parquet/dataset.py``; which types of columns become tensors: ``column_types/types.py``; Spark DataFrames:
+``dataframes.py``.
 """
 
 from __future__ import annotations
 
 import importlib
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 from lagom.extension import Extension
 
 if TYPE_CHECKING:
+    from lagom.driver.driver_run import DriverRun
     from lagom.extensions.data.parquet.dataset import ParquetDataset
     from lagom.extensions.data.parquet.parquet_loader import ParquetLoader
     from lagom.extensions.data.parquet.petastorm_loader import PetastormDataLoader, TransformSpec
+    from lagom.plan import Plan
 
 __all__ = ["ParquetDataset", "ParquetLoader", "PetastormDataLoader", "TransformSpec"]
 
@@ -35,6 +40,22 @@ def __getattr__(name: str) -> Any:
 
 
 class Data(Extension):
-    """Data sets and loaders for tables, which a program names itself."""
+    """Data sets and loaders for tables, which a program names itself, and DataFrames of Spark in a config."""
 
     name = "data"
+
+    def provided(self, provided: Mapping[str, Any]) -> Mapping[str, Any]:
+        """See ``Extension``."""
+        from lagom.extensions.data.dataframes import write_frame
+
+        return write_frame(provided)
+
+    def is_wanted(self, plan: Plan) -> bool:
+        """Return True: only the arguments show whether a run has a DataFrame."""
+        return True
+
+    def driver(self, run: DriverRun) -> AbstractContextManager[None]:
+        """See ``Extension``."""
+        from lagom.extensions.data.dataframes import frames_of_run
+
+        return frames_of_run(run.call.provided, run.snapshots)

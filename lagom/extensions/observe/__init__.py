@@ -10,19 +10,22 @@ from __future__ import annotations
 import os
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from lagom.extension import Extension, Settings
 from lagom.settings import is_int
 
 if TYPE_CHECKING:
+    import argparse
     from collections.abc import Callable
 
     from lagom.config import TorchDistributedConfig
     from lagom.driver.view_part import ViewPart
     from lagom.on_rank.rank_call import RankCall
     from lagom.plan import Plan
+    from lagom.run_folder import RunFolder
     from lagom.session.session import Session
+    from lagom.watch.run_dir import RunRecords
     from lagom.wire.messages import Event
     from lagom.wire.server import DriverServer
 
@@ -109,3 +112,44 @@ class Observe(Extension):
 
             session.events.patched.subscribe(lambda stack: stack.enter_context(recorded_calls(spans)))
         return trackers_on_rank(session)
+
+    def complete_records(self, plan: Plan, records: RunRecords) -> None:
+        """Merge the timelines of the ranks; see ``Extension``."""
+        if plan.config.timeline:
+            from lagom.extensions.observe.timeline.timeline import merge_timelines
+
+            also = None if isinstance(plan.config.timeline, bool) else plan.config.timeline
+            records.complete(lambda folder: merge_timelines(folder, also))
+
+    def report(self, folder: RunFolder) -> str:
+        """See ``Extension``."""
+        from lagom.extensions.observe.report.report import report
+
+        return report(folder)
+
+    def notebook_chart(self, folder: RunFolder) -> str:
+        """See ``Extension``."""
+        from lagom.extensions.observe.report.notebook_chart import notebook_chart
+
+        return notebook_chart(folder)
+
+    def add_commands(self, commands: Any) -> None:
+        """See ``Extension``."""
+        from lagom.extensions.observe.observe_commands import add_observe_commands
+
+        add_observe_commands(commands)
+
+    def add_run_options(self, run: argparse.ArgumentParser) -> None:
+        """See ``Extension``."""
+        run.add_argument("--timeline", action="store_true", help="write a timeline of all ranks to the run's folder")
+        run.add_argument(
+            "--timeline-file", "--timeline-filename", metavar="FILE", help="write the timeline to FILE as well"
+        )
+
+    def config_fields(self, args: argparse.Namespace) -> dict[str, Any]:
+        """See ``Extension``."""
+        if "timeline" not in args:
+            return {}
+        rank: int | None = getattr(args, "rank", None)
+        debug = None if not getattr(args, "debug", False) else "first" if rank is None else rank
+        return {"timeline": args.timeline_file or args.timeline, "debug": debug}

@@ -14,6 +14,7 @@ from lagom.extension import Extension, Settings
 from lagom.settings import is_seconds
 
 if TYPE_CHECKING:
+    import argparse
     import os
     from collections.abc import Callable
 
@@ -53,6 +54,22 @@ class Resume(Extension):
     def is_wanted(self, plan: Plan) -> bool:
         """See ``Extension``."""
         return plan.config.snapshot_every_s is not None
+
+    def add_commands(self, commands: Any) -> None:
+        """See ``Extension``."""
+        from lagom.extensions.resume.resume_command import add_resume_command
+
+        add_resume_command(commands)
+
+    def add_run_options(self, run: argparse.ArgumentParser) -> None:
+        """See ``Extension``."""
+        from lagom.extensions.resume.resume_command import add_snapshot_option
+
+        add_snapshot_option(run)
+
+    def config_fields(self, args: argparse.Namespace) -> dict[str, Any]:
+        """See ``Extension``."""
+        return {"snapshot_every_s": args.snapshot_every} if "snapshot_every" in args else {}
 
     def resumes_run(self) -> Callable[[str | os.PathLike[str], int | None, Any], Result] | None:
         """See ``Extension``."""

@@ -30,6 +30,12 @@ class Search(Extension):
         """See ``Extension``."""
         return plan.searches
 
+    def add_commands(self, commands: Any) -> None:
+        """See ``Extension``."""
+        from lagom.extensions.search.search_command import add_search_command
+
+        add_search_command(commands)
+
     def runs_config(self, config: TorchDistributedConfig) -> Callable[[Callable[..., Any], Any], Any] | None:
         """See ``Extension``."""
         from lagom.config import AblationConfig, HyperparameterOptConfig

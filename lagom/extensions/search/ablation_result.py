@@ -8,10 +8,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from lagom.errors import LagomError
-from lagom.extensions.observe.report.interval_chart import Bar, interval_chart
 from lagom.extensions.search.effects import Effect
 from lagom.extensions.search.search_result import SearchResult
 from lagom.result import html_table, short
+from lagom.watch.interval_chart import Bar, interval_chart
 
 _HEAD = ("without", "metric", "difference to the base", "95% interval", "seeds")
 _ONE_SEED = "one seed: the differences have no confidence interval; seeds=3 gives them one"
@@ -92,9 +92,9 @@ class AblationResult(SearchResult):
         )
 
     def _page_parts(self) -> list[str]:
-        from lagom.extensions.observe.report.report import timings_bar
         from lagom.extensions.search.pages.search_page import narrow, trial_table
         from lagom.extensions.search.pages.slot_timeline import slot_timeline
+        from lagom.watch.html_page import timings_bar
 
         notes = "".join(f"<p>{html.escape(note)}</p>" for note in self._notes())
         return [

@@ -15,6 +15,7 @@ from lagom.config import TorchDistributedConfig
 from lagom.config.trials import TrialsConfig
 from lagom.driver.preparation import checked, facts_of_code, random_start, run_records, source_of
 from lagom.errors import PlanError
+from lagom.extensions.registry import replaced_arguments
 from lagom.extensions.search.mlflow_trials import mlflow_trials
 from lagom.extensions.search.search_progress import SearchProgress
 from lagom.extensions.search.slots.choose_slots import choose_slots, num_slots
@@ -28,7 +29,6 @@ from lagom.plan import Plan, plan
 from lagom.program.call import Call
 from lagom.program.signature import check_searched, function_name
 from lagom.run_folder import RunFolder
-from lagom.spark.dataframes import is_frame, write_frame
 from lagom.timings import Timings
 from lagom.watch.run_dir import RunRecords
 
@@ -146,8 +146,8 @@ def _plan(train: Callable[..., Any], config: TrialsConfig, provided: dict[str, A
 def _call(train: Callable[..., Any], trial: TorchDistributedConfig, provided: dict[str, Any], timings: Timings) -> Call:
     """Return the call that each trial changes, with written files in place of DataFrames."""
     timings.end("prepare")
-    written = write_frame(provided)
-    timings.end("frame" if any(is_frame(value) for value in provided.values()) else "prepare")
+    written = replaced_arguments(provided)
+    timings.end("frame" if written is not provided else "prepare")
     return Call(function=train, provided=written, random_states=random_start(trial), settings=process_settings())
 
 

@@ -236,11 +236,11 @@ class SearchResult(Mapping[str, Any]):
 
     def _page_parts(self) -> list[str]:
         """Return the HTML parts that ``report`` shows between its first paragraphs and the settings."""
-        from lagom.extensions.observe.report.interval_chart import Bar, interval_chart
-        from lagom.extensions.observe.report.report import timings_bar
         from lagom.extensions.search.pages.parallel_coordinates import parallel_coordinates
         from lagom.extensions.search.pages.search_page import narrow, trial_table, value_charts
         from lagom.extensions.search.pages.slot_timeline import slot_timeline
+        from lagom.watch.html_page import timings_bar
+        from lagom.watch.interval_chart import Bar, interval_chart
 
         importance = [Bar(name, share) for name, share in self.importances.items()]
         return [

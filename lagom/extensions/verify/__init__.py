@@ -7,12 +7,14 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from lagom.extension import Extension, Settings
 from lagom.settings import check_one_of
 
 if TYPE_CHECKING:
+    import argparse
+
     from lagom.config import TorchDistributedConfig
     from lagom.driver.driver_run import DriverRun
     from lagom.plan import Plan
@@ -44,6 +46,18 @@ class Verify(Extension):
     def is_wanted(self, plan: Plan) -> bool:
         """See ``Extension``."""
         return plan.rehearsal is not None or plan.config.verify
+
+    def add_run_options(self, run: argparse.ArgumentParser) -> None:
+        """See ``Extension``."""
+        run.add_argument(
+            "--verify",
+            action="store_true",
+            help="rehearse the first steps in one process and on the ranks; exit with status 3 where they do not agree",
+        )
+
+    def config_fields(self, args: argparse.Namespace) -> dict[str, Any]:
+        """See ``Extension``."""
+        return {"verify": args.verify} if "verify" in args else {}
 
     def check_run(self, run: DriverRun) -> None:
         """Rehearse the run, and show the result; see ``Extension``."""

@@ -17,6 +17,8 @@ from lagom.extension import Extension, Settings
 from lagom.settings import check_one_of
 
 if TYPE_CHECKING:
+    import argparse
+
     from lagom.config import TorchDistributedConfig
     from lagom.on_rank.oom_report import Shortage
     from lagom.plan import Plan
@@ -98,3 +100,17 @@ class Zero(Extension):
         from lagom.extensions.zero.memory_plan.level_advice import advise_level
 
         return advise_level(session, shortage)
+
+    def add_training_options(self, parser: argparse.ArgumentParser) -> None:
+        """See ``Extension``."""
+        parser.add_argument(
+            "--zero",
+            type=int,
+            default=0,
+            metavar="LEVEL",
+            help="ZeRO level: 0 shards nothing (default), 1 optimizer state, 2 also gradients, 3 also parameters",
+        )
+
+    def config_fields(self, args: argparse.Namespace) -> dict[str, Any]:
+        """See ``Extension``."""
+        return {"zero_lvl": args.zero}

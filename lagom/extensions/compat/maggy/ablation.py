@@ -26,8 +26,6 @@ class AblationConfig(SettableTrials, config.AblationConfig):
         given: fields of lagom's config, and ``model`` for ``module``. ``dataset`` may be a list of any length.
     """
 
-    __slots__ = ("sets",)
-
     sets: Sequence[Any] | None
     """``dataset``, if it is not a pair."""
 

@@ -45,8 +45,6 @@ class TorchDistributedConfig(Settable, config.TorchDistributedConfig):
         given: fields of lagom's config. ``dataset`` may be a list of any length.
     """
 
-    __slots__ = ("sets",)
-
     sets: Sequence[Any] | None
     """``dataset``, if it is not a pair."""
 

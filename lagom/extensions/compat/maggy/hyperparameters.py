@@ -38,8 +38,6 @@ class HyperparameterOptConfig(SettableTrials, config.HyperparameterOptConfig):
         given: fields of lagom's config, and ``model`` for ``module``. ``dataset`` may be a list of any length.
     """
 
-    __slots__ = ("sets",)
-
     sets: Sequence[Any] | None
     """``dataset``, if it is not a pair."""
 

@@ -64,5 +64,5 @@ class SettableTrials(Settable):
             elif own[name] == getattr(plain, name):
                 own[name] = value
         found = type(self)(**own)
-        object.__setattr__(found, "sets", self.sets)  # type: ignore[attr-defined]  # a slot of the config
+        object.__setattr__(found, "sets", self.sets)  # type: ignore[attr-defined]  # an attribute of the config
         return found

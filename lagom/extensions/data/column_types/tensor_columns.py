@@ -201,7 +201,7 @@ def column_entries(
 
     Raises:
         ValueError: if the field has a type that cannot become a tensor. In a Spark DataFrame ``unsupported_part`` in
-            ``spark/dataframes.py`` refuses such a type before the run.
+            ``extensions/data/dataframes.py`` refuses such a type before the run.
     """
     import pyarrow as pa
 

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from lagom.batches.batch_indices import BatchIndices
+
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
@@ -136,8 +138,11 @@ class Epoch:
         return Epoch, (self.source, self.number, self.index, self.seed, self.streams, self.window)
 
 
-class Positions:
-    """The positions in an epoch that make a batch, or a rank's share of a batch."""
+class Positions(BatchIndices):
+    """The positions in an epoch that make a batch, or a rank's share of a batch.
+
+    Ranks split them by streams, so that each rank reads few row groups: see Note [Streams].
+    """
 
     __slots__ = ("_whole", "epoch", "places")
 

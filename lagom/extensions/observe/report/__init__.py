@@ -1,4 +1,4 @@
-"""A run's folder as a page of HTML, the comparison of two runs, and the charts of reports and notebooks.
+"""A run's folder as a page of HTML, the comparison of two runs, and the charts of notebooks.
 
 Start with ``report.py``.
 """

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from lagom.extensions.observe.report.chart import line_chart
 from lagom.extensions.observe.report.report import events_of, lines_of
 from lagom.run_folder import RunFolder
+from lagom.watch.chart import line_chart
 
 _LEAST = 3
 """Fewest reports of a rank for a useful line."""

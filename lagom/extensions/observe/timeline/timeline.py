@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import json
+import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,11 +12,10 @@ from typing import Any
 from lagom.extensions.observe.timeline.clocks import Offset, offsets
 from lagom.extensions.observe.timeline.rank_trace import RankTrace, exchanges, load_traces
 from lagom.extensions.observe.timeline.time_breakdown import Wait, summary
+from lagom.run_folder import RunFolder, write_file
 from lagom.watch import spans as kinds
-from lagom.watch.spans import Span
+from lagom.watch.spans import TIMELINES, Span
 
-TIMELINES = "timelines"
-"""Folder of the ranks' spans, in a run's folder."""
 RUN, TRACE, SUMMARY = "run.json", "timeline.json", "timeline-summary.json"
 MAX_RANKS = 64
 """Most ranks in a trace: at most some 300 MB, which a browser can show."""
@@ -23,6 +23,15 @@ STEPS, PROGRAM, LOADER = range(3)
 """First rows of a rank."""
 _LEAST_NS = 2_000
 """Shortest wait in an exchange that is shown."""
+
+
+def merge_timelines(folder: RunFolder, also: str | os.PathLike[str] | None = None) -> None:
+    """Merge the timelines of a run's ranks, if it has any, into one, which is also copied to ``also``."""
+    if not folder.exists(TIMELINES):
+        return
+    path = merge(folder.at())
+    if also is not None:
+        write_file(Path(also).expanduser(), path.read_bytes())
 
 
 def merge(folder: Path, target: Path | None = None, ranks: Sequence[int] | None = None) -> Path:

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from lagom.extensions.observe.report.chart import number_text, round_ticks
 from lagom.result import short
+from lagom.watch.chart import number_text, round_ticks
 
 _LOG_RATIO = 100  # ratio of the largest to the smallest value, from which an axis may be logarithmic
 _CROWDED = 0.1

@@ -7,9 +7,9 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from lagom.extensions.observe.report.chart import FAINT, number_text, round_ticks
 from lagom.extensions.search.pages.axis import Axis
 from lagom.result import short
+from lagom.watch.chart import FAINT, number_text, round_ticks
 
 WIDTH, HEIGHT = 500, 260
 _LEFT, _RIGHT, _TOP, _BOTTOM = 62, 12, 34, 52

@@ -8,9 +8,9 @@ from collections.abc import Collection, Mapping, Sequence
 from itertools import groupby
 from typing import Any
 
-from lagom.extensions.observe.report.chart import FAINT
 from lagom.extensions.search.pages.axis import Axis
 from lagom.extensions.search.pages.best_value_chart import svg, trial_tooltip
+from lagom.watch.chart import FAINT
 
 _WIDTH, _HEIGHT, _LEFT, _RIGHT, _TOP, _BOTTOM = 1000, 300, 70, 60, 54, 16
 _MAX_AXES = 12

@@ -6,11 +6,11 @@ import html
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from lagom.extensions.observe.report.report import page, settings_sections
 from lagom.extensions.search.pages.axis import shown
 from lagom.extensions.search.pages.best_value_chart import best_value_chart, short_error
 from lagom.extensions.search.pages.slot_timeline import held_s, starts
 from lagom.run_folder import RunFolder
+from lagom.watch.html_page import page, settings_sections
 
 _MAX_ROWS = 1000
 _LONGEST = 24  # characters of a hyperparameter

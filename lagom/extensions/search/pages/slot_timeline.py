@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from lagom.extensions.observe.report.chart import number_text, round_ticks
 from lagom.extensions.search.pages.best_value_chart import COLOURS, svg, trial_tooltip
+from lagom.watch.chart import number_text, round_ticks
 
 _WIDTH, _LEFT, _RIGHT, _ROW, _TOP = 1000, 70, 70, 20, 30
 _MAX_SLOTS = 64

@@ -7,7 +7,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from lagom.extensions.observe.report.chart import FAINT, number_text, round_ticks
+from lagom.watch.chart import FAINT, number_text, round_ticks
 
 _WIDTH, _LABELS, _RIGHT, _TOP, _ROW, _BOTTOM = 620, 190, 20, 34, 24, 36
 _COLOURS = ("#0072b2", "#d55e00")

@@ -47,18 +47,20 @@ def is_frame(value: object) -> bool:
     )
 
 
-def write_frame(provided: Mapping[str, Any]) -> dict[str, Any]:
+def write_frame(provided: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return ``provided`` with each data set that is a DataFrame replaced by an object that builds it on a rank.
+
+    Return ``provided`` itself if there is none.
 
     Raises:
         ValueError: if a column cannot be a tensor.
         DataError: if there is no folder to write a frame to, and it cannot be collected: it is too large, its size is
             unknown, or Spark is older than 4.
     """
-    found = dict(provided)
-    for name in ("train_set", "test_set"):
-        if is_frame(found.get(name)):
-            found[name] = _replace_frame(found[name], name)
+    frames = {name: provided[name] for name in ("train_set", "test_set") if is_frame(provided.get(name))}
+    if not frames:
+        return provided
+    found = {**provided, **{name: _replace_frame(frame, name) for name, frame in frames.items()}}
     if "dataset" in found:
         found["dataset"] = [found["train_set"], found["test_set"]]
     return found
@@ -234,7 +236,7 @@ def _check_types(frame: Any, name: str) -> None:
 def unsupported_part(kind: Any) -> str | None:
     """Return the part of a Spark type that cannot be a tensor; None if the whole type can be one.
 
-    ``column_entries`` in ``data/column_types/tensor_columns.py`` makes the same decision for the types of the Parquet
+    ``column_entries`` in ``column_types/tensor_columns.py`` makes the same decision for the types of the Parquet
     files that Spark writes. Its module imports torch, which the driver must not. So this function must accept every
     type that ``column_entries`` accepts, except intervals, which Spark writes as plain integers.
 

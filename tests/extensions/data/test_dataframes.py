@@ -14,11 +14,11 @@ from lagom.cluster import Cluster
 from lagom.config import TorchDistributedConfig
 from lagom.driver.attempts import run_attempts
 from lagom.driver.protocol import Outcome
+from lagom.extensions.data import dataframes
+from lagom.extensions.data.dataframes import forget_frames, frames_of_run, write_frame
 from lagom.plan import plan
 from lagom.program.call import Call
 from lagom.restart.kept_snapshots import SnapshotFolder
-from lagom.spark import dataframes
-from lagom.spark.dataframes import forget_frames, frames_of_run, write_frame
 from lagom.wire.messages import RankReport
 from tests.extensions.resume.rewritten import add_snapshot
 
@@ -53,7 +53,7 @@ def no_frame_is_left() -> Iterator[None]:
 
 def written(frame: DataFrame) -> dict[str, Any]:
     """The arguments of a call with ``frame``; the call lasts as long as they do."""
-    return write_frame({"train_set": frame, "hparams": {}})
+    return dict(write_frame({"train_set": frame, "hparams": {}}))
 
 
 def path_of(provided: dict[str, Any]) -> Path:

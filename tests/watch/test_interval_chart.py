@@ -6,7 +6,7 @@ import math
 import re
 from xml.etree import ElementTree
 
-from lagom.extensions.observe.report.interval_chart import Bar, interval_chart
+from lagom.watch.interval_chart import Bar, interval_chart
 
 SVG = "{http://www.w3.org/2000/svg}"
 
