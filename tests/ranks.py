@@ -250,9 +250,9 @@ def _run(rank: int, job: _Job) -> Any:
     with own_disk(str(host_dir), rank, plan.world_size, plan.world_size), patched(session):
         seed_everything(plan.config.seed or 0)
         value = job.function(session)
-        if session.divergence is not None and session.divergence.error is not None:
+        if session.backwards.divergence is not None and session.backwards.divergence.error is not None:
             # Tests catch the error on the ranks, to compare it; a program that does is told again at its end.
-            session.divergence.check_end = lambda _: None  # type: ignore[assignment,method-assign]
+            session.backwards.divergence.check_end = lambda _: None  # type: ignore[assignment,method-assign]
     if group is not None:
         group.barrier()  # a rank that has ended would break what the others are still in
     return value

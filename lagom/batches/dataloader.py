@@ -242,7 +242,7 @@ def _make_next(session: Session, readers: ReaderThreads) -> Any:
                 if current.shares:
                     current.shares.popleft()
             raise
-        session.data_s += perf_counter() - start
+        session.progress.data_s += perf_counter() - start
         if (given := session.events.batch_given.call) is not None:
             given(self, data, getattr(held[_BATCH_SOURCE], "last_digest", b""))
         if on_cuda:
@@ -253,7 +253,7 @@ def _make_next(session: Session, readers: ReaderThreads) -> Any:
                     share.step = current.step + 1
                 if not torch.is_grad_enabled():
                     session.say_once(_GRADIENTS_OFF)
-                session.batch_tracker.remember(data, share)
+                session.tensors.batch_tracker.remember(data, share)
                 share.num_rows = 0 if data is None else count_samples(data)
                 if share.num_rows < share.num_mine and has_fewer_rows(data, share):
                     session.say_once(FEWER_ROWS)

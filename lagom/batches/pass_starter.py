@@ -58,7 +58,7 @@ class PassStarter:
             current.published, current.readers = Publication(session, name), self.readers
             current.generator = None if session.may_meet else self.readers.make_generator(current)
         self._kinds.setdefault(loader, set()).add(current.training and current.is_split)
-        if session.may_meet and not session.gradient_store.is_external:
+        if session.may_meet and not session.backwards.gradient_store.is_external:
             is_split = current.training and current.is_split and session.config.evaluation != "sharded"
             session.evaluation_passes.begin_pass(loader, current, follows=is_split)
         if current.training:

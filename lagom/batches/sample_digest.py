@@ -83,10 +83,10 @@ class SampleComparison:
             if published is not None and published.agree(seen) != seen:
                 raise DivergenceError(_DIFFERENT)
             return
-        assert session.agreement is not None
-        assert session.divergence is not None
-        if not session.agreement.exchange(signature(_PLACE.encode() + seen)):
-            session.divergence.find_divergence(_PLACE)
+        assert session.backwards.agreement is not None
+        assert session.backwards.divergence is not None
+        if not session.backwards.agreement.exchange(signature(_PLACE.encode() + seen)):
+            session.backwards.divergence.find_divergence(_PLACE)
             raise DivergenceError(_DIFFERENT)
 
 

@@ -213,13 +213,13 @@ class RankZeroOrder:
         """Check that all ranks are at the next batch; warn if a rank's sampler would have drawn another order."""
         session = self._session
         assert session.group is not None
-        assert session.divergence is not None
+        assert session.backwards.divergence is not None
         place = "the next batch of a sampler"
         alike, otherwise = (signature(text.encode()) for text in (place, f"{place}, in another order"))
         tells = session.has_other_order and _is_split(session, self._current)
         rows = session.group.exchange(otherwise if tells else alike)
         if any(row not in (alike, otherwise) for row in rows):
-            session.divergence.find_divergence(place)
+            session.backwards.divergence.find_divergence(place)
         elif otherwise in rows:
             session.has_other_order = False
             session.say_once(_OTHER_ORDER.format(kind=type(self._source).__name__))

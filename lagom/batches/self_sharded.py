@@ -124,13 +124,13 @@ class SelfShardedSource:
     def _agree_on_share(self, num_mine: int) -> tuple[BatchShare | None, int]:
         """Return this rank's share (None if no rank has a batch) and how many ranks never had one; a collective."""
         session = self._session
-        assert session.agreement is not None
-        assert session.divergence is not None
+        assert session.backwards.agreement is not None
+        assert session.backwards.divergence is not None
         never = self._ended and not self._has_last
         row = [num_mine, num_mine * num_mine, not self._ended, never]
         numbers = torch.tensor(row, dtype=torch.float64)
-        if not session.agreement.sum(numbers, signature(_PLACE.encode())):
-            session.divergence.find_divergence(_PLACE)
+        if not session.backwards.agreement.sum(numbers, signature(_PLACE.encode())):
+            session.backwards.divergence.find_divergence(_PLACE)
             raise DivergenceError("other ranks were not at the next batch of a data set that shards itself")
         total, squares, num_alive, num_without = (int(number) for number in numbers.tolist())
         if not num_alive:

@@ -103,13 +103,13 @@ class WholeBatchStatistics:
             ValueError: if the whole batch has one value per channel (on a GPU only if it is one sample).
             DivergenceError: on all ranks, unless all are at the same BatchNorm.
         """
-        if self._session.probe_statistics is not None:
-            return self._run_in_probe(self._session.probe_statistics, input, running, weight, bias, eps)
+        if self._session.forwards.probe_statistics is not None:
+            return self._run_in_probe(self._session.forwards.probe_statistics, input, running, weight, bias, eps)
         share = self._session.share_in_forward
         if share is None or input.dim() < 2 or has_torch_function_unary(input):
             running_mean, running_var, momentum = running
             return self._original(input, running_mean, running_var, weight, bias, True, momentum, eps)
-        number = self._session.leaves.known(weight) if weight is not None else None
+        number = self._session.tensors.leaves.known(weight) if weight is not None else None
         identity = (number, input.shape[1], input.dtype)
         if input.shape[0] < share.num_mine:
             if self._part == (id(share), identity):
@@ -162,9 +162,9 @@ class WholeBatchStatistics:
     def _raise_mismatch(self, direction: object, number: object, channels: object, _: object) -> NoReturn:
         layer = f"a BatchNorm of {channels} channels"
         if isinstance(number, int):
-            layer += f" with {self._session.modules.name_of(self._session.leaves.tensor(number))}"
-        assert self._session.divergence is not None
-        self._session.divergence.find_divergence(f"the {direction} of {layer}")
+            layer += f" with {self._session.tensors.modules.name_of(self._session.tensors.leaves.tensor(number))}"
+        assert self._session.backwards.divergence is not None
+        self._session.backwards.divergence.find_divergence(f"the {direction} of {layer}")
         raise DivergenceError(f"other ranks ran another layer in place of {layer}")
 
     def _merge_statistics(self, input: Tensor, share: BatchShare, identity: tuple[object, ...]) -> Tensor:
@@ -195,7 +195,7 @@ class WholeBatchStatistics:
         running_mean, running_var, momentum = running
         for buffer, new in ((running_mean, mean), (running_var, var * (count / (count - 1).clamp(min=1)))):
             if buffer is not None:
-                self._session.synchronised_buffers[buffer] = None
+                self._session.tensors.synchronised_buffers[buffer] = None
                 # Through .data: another forward's graph may hold the buffer, and torch's kernel does not raise its
                 # version either.
                 buffer.data.mul_(1 - momentum).add_((new * momentum).to(buffer.dtype))

@@ -31,11 +31,11 @@ def track_modules(session: Session) -> Iterator[None]:
 
     def patched_init(self: nn.Module, *args: Any, **kwargs: Any) -> None:
         init(self, *args, **kwargs)
-        session.modules[self] = None
+        session.tensors.modules[self] = None
 
     def patched_setstate(self: nn.Module, state: dict[str, Any]) -> None:
         setstate(self, state)
-        session.modules[self] = None
+        session.tensors.modules[self] = None
 
     with ExitStack() as stack:
         stack.enter_context(replaced(nn.Module, "__init__", patched_init))
@@ -50,7 +50,7 @@ def _make_new(session: Session, make: Callable[..., torch.Tensor]) -> Callable[.
 
     def patched_new(cls: type, *args: Any, **kwargs: Any) -> torch.Tensor:
         parameter = make(cls, *args, **kwargs)
-        session.leaves.add_leaf(parameter)
+        session.tensors.leaves.add_leaf(parameter)
         if (call := made.call) is not None:
             call(parameter)
         return parameter
@@ -112,14 +112,14 @@ class _ForwardState:
         """Return whether this outermost call draws from the rank's own stream."""
         session = self.session
         trains = session.distributed and getattr(function, "training", True) and torch.is_grad_enabled()
-        if not (trains and session.depth == 0 and session.passes.share is not None):
+        if not (trains and session.backwards.depth == 0 and session.passes.share is not None):
             return False
         return not isinstance(function, nn.Module) or self._was_called(function)
 
     def trains_own(self, module: nn.Module) -> bool:
         """Return the same as ``draws_own``, faster, for a module in training with gradients on, on several ranks."""
         session = self.session
-        return session.depth == 0 and session.passes.share is not None and self._was_called(module)
+        return session.backwards.depth == 0 and session.passes.share is not None and self._was_called(module)
 
     def _was_called(self, module: nn.Module) -> bool:
         """Return whether ``module`` was called before, and record this call."""
@@ -168,7 +168,11 @@ def _make_call(forwards: _ForwardState) -> Callable[..., Any]:
                 trains = getattr(module, "training", True)
             if slicer is not None and (slices_training or not trains) and is_splittable(session, module):
                 return slicer.call(module, args, kwargs)
-            seen = session.running_values.snapshot(module) if trains and session.passes.share is not None else None
+            seen = (
+                session.forwards.running_values.snapshot(module)
+                if trains and session.passes.share is not None
+                else None
+            )
             if trains and forwards.trains_own(module):
                 common = streams.swap()
                 try:
@@ -178,9 +182,9 @@ def _make_call(forwards: _ForwardState) -> Callable[..., Any]:
             else:
                 outputs = run(module, *args, **kwargs)
             if seen is not None:
-                session.running_values.warn_about_changes(module, seen)
+                session.forwards.running_values.warn_about_changes(module, seen)
             if share is not None:
-                session.loss_weights.record_outputs(outputs, share)
+                session.backwards.loss_weights.record_outputs(outputs, share)
             if several:
                 session.evaluation_passes.record_forward((args, kwargs), outputs)
             return outputs
@@ -199,7 +203,7 @@ def _make_checkpoint_generator(forwards: _ForwardState) -> Callable[..., Iterato
         function = _repeat_in_region(forwards.session, function)
         # torch's checkpoint records the states of generators before it calls the function, and restores them in the
         # backward. So the rank's own stream is swapped in around the whole checkpoint.
-        if forwards.inside or forwards.session.depth:
+        if forwards.inside or forwards.session.backwards.depth:
             yield from original(function, *args, **kwargs)
             return
         forwards.inside = True
@@ -225,7 +229,7 @@ def patch_reentrant_checkpoints(session: Session) -> Iterator[None]:
         detached: tuple[Any, ...] = detach(inputs)
         for tensor in detached:
             if isinstance(tensor, torch.Tensor):
-                session.repeated_inputs[tensor] = None
+                session.tensors.repeated_inputs[tensor] = None
         return detached
 
     with (
@@ -240,7 +244,9 @@ def _repeat_in_region(session: Session, function: Callable[..., Any]) -> Callabl
 
     It enters the sliced forward and the micro-batch again in which the program has called it.
     """
-    regions = [region for region in (session.sliced_forward, session.micro_batch) if region is not None]
+    regions = [
+        region for region in (session.forwards.sliced_forward, session.forwards.micro_batch) if region is not None
+    ]
     if not regions:
         return function
 

@@ -151,7 +151,7 @@ class Precision:
         args: tuple[Any, ...],
         options: dict[str, Any],
     ) -> Any:
-        repeated = self._session.repeated_inputs
+        repeated = self._session.tensors.repeated_inputs
         found = {id(leaf): leaf for leaf in find_leaves(outputs, args[3]) if leaf not in repeated}
         leaves = [leaf for key, leaf in found.items() if key not in self._scaled_leaves]
         # A nested backward is given gradients that are scaled already.
@@ -220,7 +220,7 @@ class _GradientScaler:
         The scale is halved then, and doubled after ``GROWTH_INTERVAL`` finite steps. With sharded gradients this is a
         collective.
         """
-        store = self._session.gradient_store
+        store = self._session.backwards.gradient_store
         graded = [p for group in optimizer.param_groups for p in group["params"] if store.has_gradient(p)]
         if not graded:
             return

@@ -184,7 +184,7 @@ class Accumulation:
 
     def _can_start(self) -> bool:
         # Asks all parameters, and not only the reached ones: the answer must be the same on all ranks.
-        return all(self._can_wait(leaf) for leaf in self._session.leaves.parameters().values())
+        return all(self._can_wait(leaf) for leaf in self._session.tensors.leaves.parameters().values())
 
     def _count_vain_cycle(self) -> None:
         self._num_vain += 1

@@ -65,7 +65,7 @@ def synchronise_backward(session: Session, knows_rank: Callable[[], bool]) -> It
             backwards.divergence.record_error(error)
             raise
 
-    session.learned["backwards"] = backwards.state, backwards.go_on
+    session.resumption.learned["backwards"] = backwards.state, backwards.go_on
     with replaced(torch.autograd, "_engine_run_backward", run_backward), watch_node_hooks():
         try:
             yield
@@ -87,23 +87,25 @@ class _Backwards:
 
     def __init__(self, session: Session, original: Callable[..., Any], knows_rank: Callable[[], bool]) -> None:
         assert session.group is not None
-        assert session.divergence is not None
-        assert session.gradient_averager is not None
+        assert session.backwards.divergence is not None
+        assert session.backwards.gradient_averager is not None
         self._session = session
-        self._store = session.gradient_store
+        self._store = session.backwards.gradient_store
         self._begun = session.events.backward_begun
         self._original = original
-        self.divergence = session.divergence
-        self._gradient_averager = session.gradient_averager
-        self._grads = AutogradGradAverager(session.group, session.leaves, session.divergence, session.gradient_averager)
+        self.divergence = session.backwards.divergence
+        self._gradient_averager = session.backwards.gradient_averager
+        self._grads = AutogradGradAverager(
+            session.group, session.tensors.leaves, session.backwards.divergence, session.backwards.gradient_averager
+        )
         self.grad_calls = GradCalls(session, original, self._grads)
         self._pending: BackwardGradients | None = None
         """Gradients of the backward that runs now, to which a backward inside it adds its leaves; else None."""
         self._keeps = False
         """Whether a backward runs whose averaging is postponed."""
-        self._cache = BackwardCache(session.leaves)
-        self._replicas = Replicas(session, session.gradient_averager, knows_rank)
-        session.gradient_averager.set_comparison(self._replicas.compare)
+        self._cache = BackwardCache(session.tensors.leaves)
+        self._replicas = Replicas(session, session.backwards.gradient_averager, knows_rank)
+        session.backwards.gradient_averager.set_comparison(self._replicas.compare)
         self._running: Sequence[Tensor] = ()
         """Leaves of the cached backward that runs now; empty if none runs. See ``_run_cached``."""
         self.accumulation = Accumulation(session, self._gradient_averager)
@@ -131,16 +133,16 @@ class _Backwards:
         Raises:
             NotByRowsError: if this is part of a forward that is being probed.
         """
-        if self._session.is_probing:
+        if self._session.forwards.is_probing:
             raise NotByRowsError(WholeReason.RUNS_BACKWARD)
         # Before the backward, which frees the graph.
         leaves = find_leaves(outputs, args[3])
-        if (call := self._begun.call) is not None and not self._session.depth:
+        if (call := self._begun.call) is not None and not self._session.backwards.depth:
             call(leaves)
         if not args[2] and self._may_use_cache() and (cached := self._cache.find(leaves)) is not None:
             return self._run_cached(cached, leaves, outputs, args, options)
-        leaves = [leaf for leaf in leaves if leaf not in self._session.repeated_inputs]
-        if self._session.depth:
+        leaves = [leaf for leaf in leaves if leaf not in self._session.tensors.repeated_inputs]
+        if self._session.backwards.depth:
             with self.accumulation.mark_busy():
                 if self._running:
                     self._pending, self._running = self._take_pending(self._running), ()
@@ -161,7 +163,7 @@ class _Backwards:
         self, leaves: list[Tensor], outputs: Sequence[Any], args: tuple[Any, ...], options: dict[str, Any]
     ) -> Any:
         """Run a backward whose averaging is postponed: afterwards gradients are this rank's own."""
-        gradients, hooks = self._session.loss_weights.weight_gradients(outputs, args[0], self._session.weight)
+        gradients, hooks = self._session.backwards.loss_weights.weight_gradients(outputs, args[0], self._session.weight)
         self.accumulation.add_owed(leaves)
         self._keeps = True
         try:
@@ -179,7 +181,7 @@ class _Backwards:
         return result
 
     def _may_use_cache(self) -> bool:
-        if self._session.depth or self._store.keeps_shards or self._gradient_averager.overlap.may_start:
+        if self._session.backwards.depth or self._store.keeps_shards or self._gradient_averager.overlap.may_start:
             return False
         return self.accumulation.is_idle
 
@@ -196,10 +198,10 @@ class _Backwards:
         session.record_loss(outputs)
         hooks: list[RemovableHandle] = []
         gradients, weight = args[0], session.weight
-        if weight != 1.0 or session.loss_weights.may_be_uneven:
-            gradients, hooks = session.loss_weights.weight_gradients(outputs, gradients, weight)
+        if weight != 1.0 or session.backwards.loss_weights.may_be_uneven:
+            gradients, hooks = session.backwards.loss_weights.weight_gradients(outputs, gradients, weight)
         self._running = leaves
-        session.depth += 1
+        session.backwards.depth += 1
         try:
             result = self._original(outputs, gradients, *args[1:], **options)
         except BaseException:
@@ -210,7 +212,7 @@ class _Backwards:
             self.accumulation.record_failures()
             raise
         finally:
-            session.depth -= 1
+            session.backwards.depth -= 1
             self._running = ()
             for hook in hooks:
                 hook.remove()
@@ -243,7 +245,9 @@ class _Backwards:
         hooks: list[RemovableHandle] = []
         try:
             pending.expect(leaves)
-            gradients, hooks = self._session.loss_weights.weight_gradients(outputs, args[0], self._session.weight)
+            gradients, hooks = self._session.backwards.loss_weights.weight_gradients(
+                outputs, args[0], self._session.weight
+            )
             if leaves and not args[2]:
                 self._gradient_averager.begin_backward(pending)
             with inside_backward(self._session), self.accumulation.mark_running():

@@ -30,10 +30,10 @@ class GradCalls:
     """
 
     def __init__(self, session: Session, original: Callable[..., Any], averager: AutogradGradAverager) -> None:
-        assert session.divergence is not None
+        assert session.backwards.divergence is not None
         self._session = session
         self._original = original
-        self._divergence = session.divergence
+        self._divergence = session.backwards.divergence
         self._grads = averager
 
     def run(self, outputs: Sequence[Any], args: tuple[Any, ...], options: dict[str, Any]) -> Any:
@@ -48,12 +48,14 @@ class GradCalls:
                 return run(outputs, (roots, args[1] if is_last else True, *args[2:]), options)
 
             return take_one_by_one(args[0], take)
-        shared = [] if self._session.depth else self._find_averaged_inputs(outputs, inputs, args[0])
+        shared = [] if self._session.backwards.depth else self._find_averaged_inputs(outputs, inputs, args[0])
         if not shared:
             return self._run_alone(outputs, args, options)
         self._session.distributed_part = self._session.distributed_part or "torch.autograd.grad was called"
         weights = self._find_weights(outputs, inputs)
-        roots, term_hooks = self._session.loss_weights.weight_gradients(outputs, args[0], self._session.weight)
+        roots, term_hooks = self._session.backwards.loss_weights.weight_gradients(
+            outputs, args[0], self._session.weight
+        )
         hooks = DelayedHooks()
         try:
             for i in shared:
@@ -82,10 +84,10 @@ class GradCalls:
         is unknown, as a term without a known batch has.
         """
         session = self._session
-        common = session.loss_weights.common_weight(outputs, session.weight)
+        common = session.backwards.loss_weights.common_weight(outputs, session.weight)
         if common is not None:
             return [common] * len(inputs)
-        shares = [session.batch_tracker.share(one) for one in inputs]
+        shares = [session.tensors.batch_tracker.share(one) for one in inputs]
         return [1.0 if share is None else share.weight(session.world_size) for share in shares]
 
     def _run_alone(self, outputs: Sequence[Any], args: tuple[Any, ...], options: dict[str, Any]) -> Any:
@@ -95,7 +97,11 @@ class GradCalls:
 
     def _takes_several(self, outputs: Sequence[Any], args: tuple[Any, ...]) -> bool:
         """Return whether the call asks for several gradients of a tensor at once."""
-        if self._session.depth or self._session.sliced_forward is not None or self._session.is_probing:
+        if (
+            self._session.backwards.depth
+            or self._session.forwards.sliced_forward is not None
+            or self._session.forwards.is_probing
+        ):
             return False
         if not any(isinstance(root, Tensor) and is_batched(root) and root.numel() for root in args[0]):
             return False
@@ -103,10 +109,12 @@ class GradCalls:
 
     def _find_averaged_inputs(self, outputs: Sequence[Any], inputs: Sequence[Any], roots: Sequence[Any]) -> list[int]:
         """Return the indices of the ``inputs`` whose gradients are averaged; record facts about the other inputs."""
-        if self._session.sliced_forward is not None or self._session.is_probing:
+        if self._session.forwards.sliced_forward is not None or self._session.forwards.is_probing:
             # In a forward that computes a block of rows, an input that a later backward reaches is this rank's own.
             own = [one for one in inputs if isinstance(one, Tensor) and one.is_leaf]
-            self._session.repeated_inputs.update(dict.fromkeys(o for o in own if not isinstance(o, torch.nn.Parameter)))
+            self._session.tensors.repeated_inputs.update(
+                dict.fromkeys(o for o in own if not isinstance(o, torch.nn.Parameter))
+            )
             return []
         if any(is_batched(one) for one in (*inputs, *roots) if isinstance(one, Tensor)):
             # Batched calls (torch.func, is_grads_batched) usually compute gradients per sample, which are not averaged.
@@ -127,12 +135,12 @@ class GradCalls:
 
 @contextmanager
 def inside_backward(session: Session) -> Iterator[None]:
-    """Context manager in which ``session.depth`` counts one more running backward."""
-    session.depth += 1
+    """Context manager in which ``session.backwards.depth`` counts one more running backward."""
+    session.backwards.depth += 1
     try:
         yield
     finally:
-        session.depth -= 1
+        session.backwards.depth -= 1
 
 
 def _unwrap(one: Tensor) -> Tensor:

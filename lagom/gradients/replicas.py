@@ -35,12 +35,12 @@ class Replicas:
     """
 
     def __init__(self, session: Session, averager: GradientAverager, knows_rank: Callable[[], bool]) -> None:
-        assert session.agreement is not None
-        assert session.divergence is not None
+        assert session.backwards.agreement is not None
+        assert session.backwards.divergence is not None
         assert session.group is not None
         self._session = session
-        self._frame = session.agreement
-        self._divergence = session.divergence
+        self._frame = session.backwards.agreement
+        self._divergence = session.backwards.divergence
         self._group = session.group
         self._knows_rank = knows_rank
         self._equal: set[Layout] = set()
@@ -50,7 +50,7 @@ class Replicas:
         config = session.config
         self._is_over = (
             config.batches != "whole"
-            or session.gradient_store.always_averages
+            or session.backwards.gradient_store.always_averages
             or not isinstance(averager.reduction, Mean)
             or session.device.type != "cpu"
         )
@@ -93,7 +93,7 @@ class Replicas:
     @property
     def is_over(self) -> bool:
         """Whether gradients of all backwards are averaged from now on."""
-        return self._is_over or self._session.has_sliced or self._overlap.may_start
+        return self._is_over or self._session.forwards.has_sliced or self._overlap.may_start
 
     @is_over.setter
     def is_over(self, value: bool) -> None:
@@ -101,7 +101,7 @@ class Replicas:
 
     def _may_skip(self) -> bool:
         session = self._session
-        if self._is_over or session.has_sliced or session.passes.share is not None:
+        if self._is_over or session.forwards.has_sliced or session.passes.share is not None:
             return False
         return self._group.shares_memory
 
@@ -134,7 +134,7 @@ class Replicas:
         optimizers: Any = [one for one in gc.get_objects() if issubclass(type(one), torch.optim.Optimizer)]
         for optimizer in optimizers:
             for leaf, state in (vars(optimizer).get("state") or {}).items():
-                number = self._session.leaves.known(leaf)
+                number = self._session.tensors.leaves.known(leaf)
                 for name, value in state.items() if number is not None and isinstance(state, dict) else ():
                     if isinstance(value, torch.Tensor):
                         found[number or 0, str(name), len(found)] = value

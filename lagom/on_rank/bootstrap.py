@@ -116,7 +116,7 @@ def _function(session: Session, call: Call, stack: ExitStack) -> tuple[Callable[
         positional, named = arguments(call.function, MadeArguments(dict(call.provided) | {"reporter": reporter}))
         plan = session.plan
         if session.rank == 0 and plan.launcher != "inline" and plan.rehearsal is None and not plan.searches:
-            changes.append(CallChanges(call, reads_parameters=not session.parameter_store.keeps_shards))
+            changes.append(CallChanges(call, reads_parameters=not session.backwards.parameter_store.keeps_shards))
         return functools.partial(call.function, *positional, **named)
 
     function = session.events.function.wrap(make, call, {"reporter": reporter}, stack)()
@@ -127,7 +127,7 @@ def _returned(
     session: Session, call: Call, function: Callable[[], Any], changes: CallChanges | None, began: float
 ) -> Returned:
     with OutOfMemoryReport(session), DiskFullReport(session):
-        session.is_called = True
+        session.progress.is_called = True
         called = time.monotonic()
         value = function()
         timings = {"start": called - began, "function": time.monotonic() - called}
@@ -135,10 +135,10 @@ def _returned(
             check_returned(call.function, value)
         if session.device.type != "cpu" and not session.plan.names_gpu:
             value = move_to_device(value, torch.device("cpu"))
-    returned = {"value": value, "samples": session.samples_trained, "timings": timings}
+    returned = {"value": value, "samples": session.progress.samples_trained, "timings": timings}
     if changes is not None and (names := changes.names(value)):
         returned["changed"] = names
-    if session.rank == 0 and (whole := session.whole_calls.modules()):
+    if session.rank == 0 and (whole := session.forwards.whole_calls.modules()):
         returned["whole"] = whole
     if session.rank == 0 and call.random_states is not None:
         returned["random"] = {name: state for name, state in random_states().items() if name in call.random_states}

@@ -57,7 +57,7 @@ def _showing(pyplot: Any, session: Session) -> Callable[..., None]:
             original(*args, **kwargs)
             return
         if session.rank == 0:
-            session.pictures.extend(_png(pyplot.figure(number)) for number in pyplot.get_fignums())
+            session.progress.pictures.extend(_png(pyplot.figure(number)) for number in pyplot.get_fignums())
         pyplot.close("all")  # a notebook's backend closes figures that it has shown
 
     return show
@@ -70,7 +70,7 @@ def _displaying(original: Callable[..., Any], session: Session) -> Callable[...,
         for one in objects:
             text = "" if options.get("raw") else _picture(one)
             if text and session.rank == 0:
-                session.pictures.append(text)
+                session.progress.pictures.append(text)
             elif not text:
                 rest.append(one)
         return original(*rest, **options) if rest or not objects else None

@@ -134,7 +134,7 @@ class Heartbeat:
         return self._progress(session)
 
     def _progress(self, session: Session) -> ProgressReport:
-        now, progress, data_s = time.monotonic(), session.progress(), session.data_s
+        now, progress, data_s = time.monotonic(), session.progress.report(), session.progress.data_s
         samples = progress["samples"]
         before, samples_before, data_before = self._last
         passed = max(now - before, 1e-3)
@@ -182,10 +182,10 @@ class Heartbeat:
         place = stack_dump.position(stack_dump.of_thread(self._thread)) if session.has_joined else 0
         now = time.monotonic()
         if now - self._since >= self._stall_s / 4:
-            session.ticks += self._children_get_on(now)
-        if (session.ticks, place) != self._at:
-            session.ticks += session.has_joined
-            self._at, self._since, self._children = (session.ticks, place), now, None
+            session.progress.ticks += self._children_get_on(now)
+        if (session.progress.ticks, place) != self._at:
+            session.progress.ticks += session.has_joined
+            self._at, self._since, self._children = (session.progress.ticks, place), now, None
 
     @property
     def _quiet_s(self) -> float:
@@ -215,5 +215,5 @@ def _timeline(session: Session) -> Iterable[Timeline]:
 
 
 def _pictures(session: Session) -> Iterable[Picture]:
-    while session.pictures:
-        yield Picture(rank=session.rank, png=session.pictures.popleft())
+    while session.progress.pictures:
+        yield Picture(rank=session.rank, png=session.progress.pictures.popleft())

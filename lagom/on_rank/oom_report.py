@@ -89,8 +89,8 @@ def held_memory(session: Session) -> HeldMemory:
     parameters, optimizers = _alive()
     gradients = [gradient for p in parameters if (gradient := _slot.__get__(p)) is not None]
     return HeldMemory(
-        _bytes(parameters) + session.parameter_store.num_bytes(),
-        _bytes(gradients) + session.gradient_store.num_bytes(),
+        _bytes(parameters) + session.backwards.parameter_store.num_bytes(),
+        _bytes(gradients) + session.backwards.gradient_store.num_bytes(),
         sum(map(_state, optimizers)),
     )
 
@@ -143,9 +143,9 @@ def _advice(session: Session, wanted: int, limit: AvailableMemory, others: int) 
     if wanted > limit.num_bytes:
         return "That one tensor is larger than the memory: no setting and no number of ranks would change it"
     smaller = "smaller batches (a loop that accumulates gradients over several keeps its meaning)"
-    if session.num_micro_batches > 1:
-        smaller = f"micro_batches={2 * session.num_micro_batches}, twice as many as there were, or {smaller}"
-    elif session.config.micro_batches is None and not session.gradient_store.is_external:
+    if session.forwards.num_micro_batches > 1:
+        smaller = f"micro_batches={2 * session.forwards.num_micro_batches}, twice as many as there were, or {smaller}"
+    elif session.config.micro_batches is None and not session.backwards.gradient_store.is_external:
         smaller = f"micro_batches=2 (forwards in parts, where rows do not depend on each other), {smaller}"
     if not session.config.mixed_precision:
         smaller += " or mixed_precision='bf16' would need less for activations"

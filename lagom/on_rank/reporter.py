@@ -31,7 +31,7 @@ class Reporter:
         if isinstance(step, bool) or not isinstance(step, int) or step < least:
             raise ValueError(f"broadcast() got step {step!r}; want a whole number, at least {least} by now")
         self._step = step
-        self._session.reported_values = {"metric": float(value), "step": step}
+        self._session.progress.reported_values = {"metric": float(value), "step": step}
         if (call := self._session.events.reported.call) is not None:
             call(step, float(value))
 

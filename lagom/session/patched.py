@@ -62,10 +62,12 @@ def patched(session: Session) -> Iterator[None]:
             stack.enter_context(equal_fresh_seeds(session, streams))
         on_cuda = session.device.type == "cuda"
         moves = on_cuda and not session.plan.names_gpu
-        if not distributed and (moves or session.gradient_store.is_external):
+        if not distributed and (moves or session.backwards.gradient_store.is_external):
             stack.enter_context(track_modules(session))
         if moves:
-            stack.enter_context(meet_on(session.device, session.modules.finished_modules, partial(_may_move, session)))
+            stack.enter_context(
+                meet_on(session.device, session.tensors.modules.finished_modules, partial(_may_move, session))
+            )
         asked = session.config.mixed_precision
         precision = Precision(session, asked) if asked else None
         if precision is not None:
@@ -87,9 +89,13 @@ def patched(session: Session) -> Iterator[None]:
         yield
         if (returned := session.events.returned.call) is not None:
             returned()
-        if session.divergence is not None and session.agreement is not None and not session.has_joined:
+        if (
+            session.backwards.divergence is not None
+            and session.backwards.agreement is not None
+            and not session.has_joined
+        ):
             session.evaluation_passes.judge(at_end=True)
-            session.divergence.check_end(session.agreement)
+            session.backwards.divergence.check_end(session.backwards.agreement)
 
 
 def _may_move(session: Session) -> bool:
@@ -111,9 +117,9 @@ def _patched_for_ranks(session: Session) -> Iterator[None]:
         is_as_given = session.config.batches == "whole" or session.plan.already_distributed
         if not is_as_given:
             stack.enter_context(fused_adam())
-        if not session.gradient_store.is_external:
+        if not session.backwards.gradient_store.is_external:
             stack.enter_context(synchronise_backward(session, knows_rank))
-            session.learned["rank"] = _refuse_known_rank, lambda _: None
+            session.resumption.learned["rank"] = _refuse_known_rank, lambda _: None
             stack.enter_context(skip_profiler_ranges())
             stack.enter_context(watch_packing(session))
             if session.config.batches == "whole":

@@ -6,52 +6,38 @@ import logging
 import os
 import threading
 import weakref
-from collections import deque
-from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.utils.weak import WeakIdKeyDictionary
 
 from lagom.batches.evaluation_passes import EvaluationPassDetector
-from lagom.exchange.agreement_exchange import FRAME, AgreedExchange
 from lagom.exchange.run_store import SealedStore
 from lagom.exchange.torch_backend.shared_group import whole_groups
-from lagom.forward.rows.whole_calls import WholeCalls
-from lagom.forward.running_value_warnings import RunningValueDetector
 from lagom.gradients.criteria import find_caveats
-from lagom.gradients.divergence import DivergenceMonitor
-from lagom.gradients.gradient_averager import GradientAverager
-from lagom.gradients.gradient_store import GradientStore
-from lagom.gradients.reduction.mean import make_reduction
-from lagom.patching.object_reference import tensor_dictionary
-from lagom.run_state.batch_origin import BatchTracker
-from lagom.run_state.leaves import Leaves
 from lagom.run_state.loader_pass import NOT_SHARED, BatchShare, LoaderPass, PassTracker
 from lagom.run_state.loss_terms import LossTermWeights
-from lagom.run_state.module_registry import ModuleRegistry
-from lagom.run_state.parameter_store import ParameterStore
-from lagom.run_state.plain_leaves import Likeness, PlainLeaves
+from lagom.run_state.plain_leaves import Likeness
 from lagom.run_state.random_streams import CommonStreams
+from lagom.session.backward_state import BackwardState
 from lagom.session.events import Events
+from lagom.session.forward_state import ForwardState
+from lagom.session.known_tensors import KnownTensors
+from lagom.session.resumption import Resumption
+from lagom.session.run_progress import RunProgress
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Sequence
     from pathlib import Path
 
     from torch._C._distributed_c10d import Store
 
     from lagom.config import TorchDistributedConfig
     from lagom.exchange.group import Group
-    from lagom.forward.rows.recorder import BatchStatistics
-    from lagom.forward.rows.sliced_forward import MicroBatch, SlicedForward
     from lagom.on_rank.rank_call import RankCall
     from lagom.plan import Plan
     from lagom.watch.spans import Spans
 
-Learned: TypeAlias = "Sequence[tuple[Any, Any]]"
-"""Pairs of an object of the program and a fact about it; the object is None for a fact about the whole program."""
 log = logging.getLogger("lagom")
 
 _EXAMINED_LOSSES = frozenset(2**i for i in range(10))
@@ -94,70 +80,30 @@ class Session:
     """Id of the thread that is at a debugger's prompt; None without a prompt."""
     is_unpacked: bool = field(default=False, init=False)
     """Whether the call is unpickled, so that the program itself creates all further modules and loaders."""
-    is_called: bool = field(default=False, init=False)
-    """Whether the training function has been called, so that the rank no longer counts as starting."""
     has_joined: bool = field(default=False, init=False)
     """Whether the program has called ``init_process_group``: it then exchanges by itself, and patches stay off."""
     distributed_part: str = field(default="", init=False)
     """Description of the first part of the program that lagom distributed, for an error; "" if none."""
-    samples_trained: int = field(default=0, init=False)
-    ticks: int = field(default=0, init=False)
-    """Progress counter (batches + forwards + backwards); the heartbeat sends it to the stall detector of the host."""
-    data_s: float = field(default=0.0, init=False)
-    """Seconds that the program has waited for batches."""
-    _loss: torch.Tensor | None = field(default=None, init=False)
-    """Loss of the last backward, without its graph; None unless it is one number on the CPU."""
-    reported_values: dict[str, float | int] = field(default_factory=dict, init=False)
-    """Values that the program reported last; shown with the progress."""
-    pictures: deque[str] = field(default_factory=deque, init=False)
-    """Pictures that the program has shown and that are not sent to the driver yet, as PNG in base64."""
     position: int | None = field(default=None, init=False)
     """Number, in its pass, of the batch with which a model was last called; None if it may differ between ranks."""
-    depth: int = field(default=0, init=False)
-    """Depth of nested backwards. A forward that a backward recomputes must draw the same random numbers as before."""
     common_streams: CommonStreams = field(init=False)
     """Random number streams that are equal on all ranks."""
-    loss_weights: LossTermWeights = field(init=False)
-    """Weights for the terms of losses."""
+    progress: RunProgress = field(init=False)
+    """How far the program is; the heartbeat reports it."""
+    forwards: ForwardState = field(init=False)
+    """Forwards that run now or were split before."""
+    tensors: KnownTensors = field(init=False)
+    """Modules and tensors of the program that the run knows."""
+    backwards: BackwardState = field(init=False)
+    """How gradients are averaged, and where they are."""
+    resumption: Resumption = field(default_factory=Resumption, init=False)
+    """What another process needs that continues the run."""
     passes: PassTracker = field(default_factory=PassTracker, init=False)
     evaluation_passes: EvaluationPassDetector = field(init=False)
     """Detector of passes that were split because they seemed to be training."""
-    running_values: RunningValueDetector = field(init=False)
-    """Detector of values that forwards accumulate from their rows, such as running averages."""
     _thread_local: threading.local = field(default_factory=threading.local, init=False)
-    modules: ModuleRegistry = field(default_factory=ModuleRegistry, init=False)
-    leaves: Leaves = field(default_factory=Leaves, init=False)
-    synchronised_buffers: WeakIdKeyDictionary = field(default_factory=tensor_dictionary, init=False)
-    """Buffers that lagom's forward keeps equal on all ranks."""
-    repeated_inputs: WeakIdKeyDictionary = field(default_factory=tensor_dictionary, init=False)
-    """Leaves whose gradients stay the rank's own, such as inputs of forwards that a backward recomputes."""
-    batch_tracker: BatchTracker = field(init=False)
-    """Finds the batch that a tensor comes from."""
-    plain_leaves: PlainLeaves = field(init=False)
-    """Decides whether leaves that are not Parameters are weights or data."""
-    sliced_forward: SlicedForward | None = field(default=None, init=False)
-    """The sliced forward that is running; None outside of one."""
-    micro_batch: MicroBatch | None = field(default=None, init=False)
-    """The micro-batch whose forward is running; None outside of one."""
-    probe_statistics: BatchStatistics | None = field(default=None, init=False)
-    """Statistics for BatchNorm during a probe of a forward; None outside of a probe."""
-    agreement: AgreedExchange | None = field(default=None, init=False)
-    divergence: DivergenceMonitor | None = field(default=None, init=False)
-    gradient_averager: GradientAverager | None = field(default=None, init=False)
-    gradient_store: GradientStore = field(default_factory=GradientStore, init=False)
-    """Where averaged gradients are between backwards; an extension replaces it before torch is patched."""
-    parameter_store: ParameterStore = field(default_factory=ParameterStore, init=False)
-    """Where the values of parameters are; an extension replaces it before torch is patched."""
     fail: Callable[[BaseException], None] | None = field(default=None, init=False)
     """Ends the run with an error of a thread other than the main thread; None in an inline run."""
-    is_resumable: bool = field(default=False, init=False)
-    """Whether another process may continue the program, which must then compute alike."""
-    services: dict[str, tuple[Callable[[], Any], Callable[[Any], None]]] = field(default_factory=dict, init=False)
-    """By name, a function that returns the state of a library in this process, and one that sets it in another."""
-    journal: str | None = field(default=None, init=False)
-    """File for the calls of trackers that a process which continues the run needs; None without one."""
-    learned: dict[str, tuple[Callable[[], Learned], Callable[[Any], None]]] = field(default_factory=dict, init=False)
-    """By name, a function that returns learned facts about the program, and one that sets them in another process."""
     notes: SealedStore | None = field(default=None, init=False)
     """Store for texts that ranks leave for each other without a collective; None with a single rank."""
     reads_in_threads: bool = field(default=False, init=False)
@@ -168,37 +114,20 @@ class Session:
     _num_losses: int = field(default=0, init=False)
     has_other_order: bool = field(default=False, init=False)
     """Whether a sampler of this rank would have drawn another order than rank 0's; False again after the warning."""
-    whole_calls: WholeCalls = field(init=False)
-    """Calls of modules that run whole on every rank, with their reasons and time."""
-    has_sliced: bool = field(default=False, init=False)
-    """Whether ranks have split a forward by rows that may have gradients."""
-    is_probing: bool = field(default=False, init=False)
-    num_micro_batches: int = field(default=1, init=False)
-    """Largest number of micro-batches in a forward so far."""
-    shares_forwards: bool = field(default=True, init=False)
-    """Whether forwards can run in blocks of rows; not if hooks of modules exchange data between ranks."""
 
     def __post_init__(self) -> None:
         if self.store is not None:
             on_one_host = self.local_world_size == self.world_size
             self.notes = SealedStore(self.store, self.key, self.host_dir if on_one_host else None)
         self.common_streams = CommonStreams(self.config.seed)
-        self.loss_weights = LossTermWeights(self.world_size, self.say_once)
-        self.whole_calls = WholeCalls(self.modules)
-        self.batch_tracker = BatchTracker(self.world_size)
-        self.plain_leaves = PlainLeaves(self.batch_tracker, self.leaves, self.say_once)
-        self.running_values = RunningValueDetector(self.synchronised_buffers, self.say_once)
-        self.evaluation_passes = EvaluationPassDetector(self.batch_tracker.share, self.say_once)
+        self.progress = RunProgress(self.passes)
+        self.tensors = KnownTensors.of_run(self.world_size, self.say_once)
+        self.forwards = ForwardState.of_run(self.tensors, self.say_once)
+        self.evaluation_passes = EvaluationPassDetector(self.tensors.batch_tracker.share, self.say_once)
+        self.backwards = BackwardState(LossTermWeights(self.world_size, self.say_once))
         if self.group is not None:
             self.group.spans = self.spans
-            self.agreement = AgreedExchange(self.group, 0 if self.device.type == "cuda" else FRAME)
-            self.divergence = DivergenceMonitor(
-                self.group, self.leaves, self.modules.finished_modules, self.synchronised_buffers, self.modules.name_of
-            )
-            reduced = make_reduction(self.group, self.config.gradient_compression, self.config.reduction == "adasum")
-            self.gradient_averager = GradientAverager(
-                self.group, self.leaves, self.divergence, self.agreement, self.likeness, self.modules.name_of, reduced
-            )
+            self.backwards.exchange_by(self.group, self.tensors, self.likeness, self.config, self.device)
         _sessions.add(self)
 
     @property
@@ -244,22 +173,22 @@ class Session:
 
     def check_place(self, place: str) -> None:
         """Check that all ranks are at ``place`` of the program; else raise a DivergenceError on all; a collective."""
-        if self.divergence is not None and self.agreement is not None:
-            self.divergence.check_place(self.agreement, place)
+        if self.backwards.divergence is not None and self.backwards.agreement is not None:
+            self.backwards.divergence.check_place(self.backwards.agreement, place)
 
     def record_batch(self, current: LoaderPass, share: BatchShare | None, num_samples: int) -> None:
         """Record a training batch; ``share`` is the current share until the next batch or the end of the pass."""
-        self.ticks += 1
+        self.progress.ticks += 1
         self.passes.record_batch(current, share)
-        self.batch_tracker.batch(share)
+        self.tensors.batch_tracker.batch(share)
         self.evaluation_passes.record_batch(current, share, num_samples)
-        self.samples_trained += num_samples
+        self.progress.samples_trained += num_samples
         if share is not None and self.may_meet:
             if not share.even:
                 self.common_streams.note()
-            assert self.divergence is not None
-            assert self.agreement is not None
-            self.divergence.count_batch(self.agreement)
+            assert self.backwards.divergence is not None
+            assert self.backwards.agreement is not None
+            self.backwards.divergence.count_batch(self.backwards.agreement)
 
     def end_pass(self, current: LoaderPass) -> None:
         """Record that the pass is exhausted, and reseed generators as ``reseed_uneven`` does."""
@@ -278,14 +207,14 @@ class Session:
 
     def record_evaluation(self, current: LoaderPass) -> None:
         """Record a batch of an evaluation pass."""
-        self.ticks += 1
+        self.progress.ticks += 1
         self.passes.record_evaluation(current)
 
     def record_backward(self) -> None:
         """Record that a backward ran, and tell extensions."""
         if (call := self.events.backward_ended.call) is not None:
             call()
-        self.ticks += 1
+        self.progress.ticks += 1
         if self.config.batches != "whole" and self.passes.by_mode() is not None and not self.passes.trains():
             self.say_once(
                 "a loop over a data loader trains while the whole model is in eval mode: every rank trains on all of "
@@ -302,12 +231,12 @@ class Session:
         Raises:
             LagomError: if ``data`` comes from no known batch, and has as many rows as a batch with another weight.
         """
-        self.ticks += 1
-        found = self.batch_tracker.share(data)
+        self.progress.ticks += 1
+        found = self.tensors.batch_tracker.share(data)
         if found is not None:
             self.passes.used, self.position = found, found.step
         else:
-            self.batch_tracker.check_rows(data, self.passes.share)
+            self.tensors.batch_tracker.check_rows(data, self.passes.share)
         return found
 
     def begin_backward(self, roots: Sequence[Any], leaves: Sequence[torch.Tensor]) -> None:
@@ -318,7 +247,7 @@ class Session:
             LagomError: when a leaf may be a weight or data.
         """
         self.record_loss(roots)
-        self.plain_leaves.examine(roots, leaves, self.passes.share)
+        self.tensors.plain_leaves.examine(roots, leaves, self.passes.share)
 
     def record_loss(self, roots: Sequence[Any]) -> None:
         """Record that a backward from ``roots`` is about to run, and warn where its loss cannot be averaged exactly."""
@@ -327,34 +256,9 @@ class Session:
         if self._num_losses in _EXAMINED_LOSSES and self.config.batches != "whole" and self.passes.share is not None:
             for caveat in find_caveats(roots):
                 self.say_once(caveat)
-        if self._num_losses == _NUM_UNTIL_KNOWN and not (self.passes.have_read or self.has_sliced):
+        if self._num_losses == _NUM_UNTIL_KNOWN and not (self.passes.have_read or self.forwards.has_sliced):
             self.say_once(NOT_SHARED["whole" if self.config.batches == "whole" else "split"], is_notice=True)
-        self._loss = _detached_number(roots[0]) if len(roots) == 1 else None
-
-    @contextmanager
-    def probing(self) -> Iterator[None]:
-        """Context manager for a probe of a forward: gradients are not averaged, and autocast caches no casts.
-
-        A cast that a probe caches may lack a gradient, and the program's own forward would use it again.
-        """
-        before = torch.is_autocast_cache_enabled()
-        torch.set_autocast_cache_enabled(False)
-        self.is_probing = True
-        try:
-            with self.sliced_forward.left_alone() if self.sliced_forward is not None else nullcontext():
-                yield
-        finally:
-            self.is_probing = False
-            torch.set_autocast_cache_enabled(before)
-
-    @contextmanager
-    def statistics(self, probed: BatchStatistics) -> Iterator[None]:
-        """Context manager in which BatchNorm uses the statistics ``probed``."""
-        self.probe_statistics = probed
-        try:
-            yield
-        finally:
-            self.probe_statistics = None
+        self.progress.loss = _detached_number(roots[0]) if len(roots) == 1 else None
 
     @property
     def share_in_forward(self) -> BatchShare | None:
@@ -363,8 +267,8 @@ class Session:
         In an evaluation, ranks run the same forward only if it is split by rows. Otherwise each rank has whole batches,
         or ranks have different numbers of batches.
         """
-        if self.sliced_forward is not None:
-            return self.sliced_forward.share
+        if self.forwards.sliced_forward is not None:
+            return self.forwards.sliced_forward.share
         return self.passes.share if self.distributed and self.passes.evaluation() is None else None
 
     @property
@@ -375,18 +279,13 @@ class Session:
 
     def likeness(self, leaf: torch.Tensor) -> Likeness:
         """Return how closely ``leaf`` resembles this rank's share of a batch."""
-        return self.plain_leaves.likeness(leaf, self.passes.share)
+        return self.tensors.plain_leaves.likeness(leaf, self.passes.share)
 
     def evaluates_by_mode(self) -> bool:
         """Return whether all trained modules are in eval mode."""
-        return self.modules.in_eval_mode(self.leaves, self.divergence.reached if self.divergence is not None else set())
-
-    def progress(self) -> dict[str, Any]:
-        """Return the progress of training as fields of ``Progress``; may be called from another thread."""
-        now: dict[str, Any] = {**self.passes.progress, "samples": self.samples_trained, "ticks": self.ticks}
-        loss = self._loss
-        now |= {"starts": not self.is_called, "loss": None if loss is None else float(loss)}
-        return {**now, **self.reported_values}
+        return self.tensors.modules.in_eval_mode(
+            self.tensors.leaves, self.backwards.divergence.reached if self.backwards.divergence is not None else set()
+        )
 
     def wait_times(self) -> list[int]:
         """Return the nanoseconds that this rank has waited for each other rank; may be called from another thread."""

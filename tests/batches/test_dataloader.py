@@ -176,7 +176,7 @@ def test_progress_counts() -> None:
                 pass
             with torch.no_grad():
                 list(DataLoader(Numbers(5)))
-        return session.progress()
+        return session.progress.report()
 
     expected = {"epoch": 2, "step": 3, "steps": 3, "loss": None, "starts": True}  # nothing has called a function
     (told,) = run_ranks(1, run)

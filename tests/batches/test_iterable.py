@@ -281,7 +281,7 @@ def test_a_stream_without_batches_is_seen_by_all_and_that_is_said() -> None:
             [int(x) for x in DataLoader(Stream(), batch_size=None)],
             [int(x) for x in DataLoader(Numbers(2), batch_size=None)],
             session.weight,
-            session.samples_trained,
+            session.progress.samples_trained,
             any('batches="whole"' in text for text in session.said),
         )
 

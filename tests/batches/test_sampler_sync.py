@@ -61,7 +61,7 @@ def test_a_batch_sampler_of_lists_follows_rank_0() -> None:
         order = list(range(9)) if session.rank == 0 else list(range(9))[::-1]
         loader = DataLoader(Numbers(9), batch_sampler=[order[:4], order[4:8], order[8:]])
         seen = batches(loader)
-        return seen, loader.batch_sampler == [order[:4], order[4:8], order[8:]], session.samples_trained
+        return seen, loader.batch_sampler == [order[:4], order[4:8], order[8:]], session.progress.samples_trained
 
     assert run_ranks(2, run) == [([[0, 2], [4, 6], [8]], True, 5), ([[1, 3], [5, 7], [8]], True, 4)]
 
@@ -145,7 +145,7 @@ def test_a_rank_that_leaves_a_loop_alone_is_an_error_for_the_others_and_no_hang(
                     model(inputs).mean().backward()
                 if session.rank == 1 and epoch == 1:
                     break
-            session.divergence.check_end(session.agreement)  # type: ignore[union-attr, arg-type]
+            session.backwards.divergence.check_end(session.backwards.agreement)  # type: ignore[union-attr, arg-type]
         except DivergenceError as error:
             return str(error)
         return ""

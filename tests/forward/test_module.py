@@ -68,7 +68,7 @@ def test_modules_with_their_own_equality_are_tracked() -> None:
         models = [Equal(1, 1), Equal(1, 1)]
         for (x,) in DataLoader(TensorDataset(torch.ones(4, 1)), batch_size=2):
             sum(model(x).sum() for model in models).backward()
-        return len(session.modules)
+        return len(session.tensors.modules)
 
     assert run_ranks(2, run) == [2, 2]
 

@@ -208,7 +208,7 @@ def test_batchnorm_over_ranks_does_not_wait_for_the_gpu(tmp_path: Path) -> None:
     with group_of_one() as group:
         session = session_alone(tmp_path, "cuda:0")
         session.group = group
-        session.sliced_forward = SimpleNamespace(share=BatchShare(16, 16, even=True))  # type: ignore[assignment]
+        session.forwards.sliced_forward = SimpleNamespace(share=BatchShare(16, 16, even=True))  # type: ignore[assignment]
         over_ranks = WholeBatchStatistics(session, torch.nn.functional.batch_norm)
         found, wanted = (torch.nn.BatchNorm1d(4).cuda().double() for _ in range(2))
         x, weights = torch.rand(16, 4, device="cuda:0", dtype=torch.float64), torch.rand(4, device="cuda:0").double()

@@ -304,9 +304,15 @@ def test_large_gradients_travel_during_the_last_backward(monkeypatch: pytest.Mon
         torch.manual_seed(1)
         model = _network(256)
         began: list[bool] = []
-        if session.gradient_averager is not None:
-            end = session.gradient_averager.overlap.end
-            session.gradient_averager.overlap.end = lambda: began.append((found := end()) is not None) or found  # type: ignore[func-returns-value,method-assign]
+        if (averager := session.backwards.gradient_averager) is not None:
+            end = averager.overlap.end
+
+            def ends() -> Any:
+                found = end()
+                began.append(found is not None)
+                return found
+
+            averager.overlap.end = ends  # type: ignore[method-assign]
         _plain(model, 3, 9)
         return [p.detach() for p in model.parameters()], began
 

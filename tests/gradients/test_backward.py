@@ -118,6 +118,6 @@ def test_an_exception_in_a_backward_leaves_the_next_one_right() -> None:
         model.zero_grad()
         (model(torch.ones(1, 1)) * session.rank).backward()
         assert model.weight.grad is not None
-        return session.depth, model.weight.grad.item()
+        return session.backwards.depth, model.weight.grad.item()
 
     assert run_ranks(2, run) == [(0, 0.5)] * 2

@@ -79,9 +79,9 @@ def test_a_program_that_catches_the_error_too_is_told_at_its_end() -> None:
             loss = model(torch.ones(4, 3)).mean()
             with contextlib.suppress(RuntimeError):
                 (Fails.apply(loss) if i == 5 + session.rank else loss).backward()  # type: ignore[no-untyped-call]
-        assert session.divergence is not None
-        assert session.agreement is not None
-        session.divergence.check_end(session.agreement)
+        assert session.backwards.divergence is not None
+        assert session.backwards.agreement is not None
+        session.backwards.divergence.check_end(session.backwards.agreement)
 
     with pytest.raises(RankFailedError, match=r"DivergenceError: the program caught this error and went on, .* points"):
         run_ranks(2, run)
@@ -124,9 +124,9 @@ def test_nor_can_initial_values_that_differ_be_caught_and_forgotten() -> None:
         for _ in range(3):
             with contextlib.suppress(RuntimeError):
                 model(torch.ones(4, 3)).mean().backward()
-        assert session.divergence is not None
-        assert session.agreement is not None
-        session.divergence.check_end(session.agreement)
+        assert session.backwards.divergence is not None
+        assert session.backwards.agreement is not None
+        session.backwards.divergence.check_end(session.backwards.agreement)
 
     with pytest.raises(
         RankFailedError, match=r"DivergenceError: the program caught this error and went on, .*Linear\.weight"

@@ -143,7 +143,7 @@ def test_the_gradient_of_a_perturbation_stays_the_ranks_own_although_it_begins_a
 def test_many_layouts_are_forgotten_and_found_again() -> None:
     def run(session: Session) -> Any:
         leaves = [nn.Parameter(torch.ones(1)) for _ in range(9)]
-        assert session.gradient_averager is not None
+        assert session.backwards.gradient_averager is not None
         for mask in range(1, 200):
             sum(
                 (leaf * (session.rank + 1) for i, leaf in enumerate(leaves) if mask >> i & 1), torch.zeros(1)

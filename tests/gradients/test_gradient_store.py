@@ -33,7 +33,7 @@ def _step(model: nn.Module, x: Tensor) -> None:
 
 def test_a_store_takes_over_the_averages() -> None:
     def train(session: Session) -> list[bool]:
-        session.gradient_store = Doubles()
+        session.backwards.gradient_store = Doubles()
         with patched(session):
             torch.manual_seed(1)
             model, x = nn.Linear(3, 2), torch.randn(4, 3)

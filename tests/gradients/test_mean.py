@@ -133,7 +133,7 @@ def sent(world_size: int, **gradients: Any) -> int:
 
     def run(session: Session) -> int:
         assert session.group is not None
-        assert session.gradient_averager is not None
+        assert session.backwards.gradient_averager is not None
         parameters = [nn.Parameter(torch.zeros(shape)) for shape in SHAPES]
         averaged(session, constants(session.rank), parameters)
         group, total = session.group, [0]

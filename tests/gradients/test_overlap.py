@@ -323,7 +323,7 @@ def test_ranks_that_keep_reaching_different_leaves_stop_to_ask(monkeypatch: pyte
     monkeypatch.setattr(overlap, "MIN_BYTES", 1 << 17)
 
     def run(session: Session) -> Any:
-        assert session.gradient_averager is not None
+        assert session.backwards.gradient_averager is not None
         asked = []
         exchange = AgreedExchange.exchange
 

@@ -51,9 +51,9 @@ def test_threads_that_train_at_once_are_an_error_also_where_nobody_looks_at_a_th
         second.start()
         first.join()
         second.join()
-        assert session.divergence is not None
-        assert session.agreement is not None
-        session.divergence.check_end(session.agreement)
+        assert session.backwards.divergence is not None
+        assert session.backwards.agreement is not None
+        session.backwards.divergence.check_end(session.backwards.agreement)
 
     with pytest.raises(RankFailedError, match=r"went on, .*: two threads of the program train at the same time"):
         run_ranks(2, program, batches="whole")

@@ -158,7 +158,7 @@ def test_batches_that_a_loss_couples_are_told_once_and_nothing_stays_on_the_grap
             model.zero_grad()
             loss.backward()
         del loss
-        return told, len(session.loss_weights._uneven)
+        return told, len(session.backwards.loss_weights._uneven)
 
     for told, num_left in run_ranks(2, run):
         assert told == [True, True, True]  # 5 and 6 samples on 2 ranks
@@ -170,7 +170,7 @@ def test_even_shares_are_never_looked_at() -> None:
         model = mlp()
         for x, y in DataLoader(data(8), batch_size=4):
             loss = mse(model(x), y)
-            assert len(session.loss_weights._uneven) == 0
+            assert len(session.backwards.loss_weights._uneven) == 0
             loss.backward()
         return True
 

@@ -191,8 +191,8 @@ def large(_: Session) -> list[Tensor]:
 
 
 def without_a_frame(session: Session) -> list[Tensor]:
-    if session.group is not None and session.gradient_averager is not None:
-        session.gradient_averager._averager._frame = AgreedExchange(session.group, 0)
+    if session.group is not None and session.backwards.gradient_averager is not None:
+        session.backwards.gradient_averager._averager._frame = AgreedExchange(session.group, 0)
     return large(session) + plain(session)
 
 

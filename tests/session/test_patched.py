@@ -115,7 +115,7 @@ def test_one_rank_in_this_process_changes_nothing(tmp_path: Path) -> None:
         if session.spans is None:  # a timeline also records backwards of one rank
             assert torch.autograd._engine_run_backward is torch.autograd.graph._engine_run_backward
         assert next(iter(DataLoader(TensorDataset(torch.arange(3)), batch_size=3)))[0].tolist() == [0, 1, 2]
-    assert session.samples_trained == 3
+    assert session.progress.samples_trained == 3
     assert names() == before
 
 

@@ -69,7 +69,7 @@ class BatchBroadcast:
         """Exchange signatures, with rank 0's ``body`` behind its own; return that body."""
         rows = self._group.exchange(self._mark, None if body is None else memoryview(body))
         if any(row[:SIZE] != self._mark for row in rows):
-            divergence = self._session.divergence
+            divergence = self._session.backwards.divergence
             assert divergence is not None
             divergence.find_divergence(_PLACE)
             raise DivergenceError(f"other ranks were not at {_PLACE}")

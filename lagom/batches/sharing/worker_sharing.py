@@ -190,8 +190,8 @@ def _agree(session: Session, mine: int) -> tuple[int, list[list[int]]]:
     cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
     rows = session.group.exchange(mark + json.dumps([mine, cores]).encode())
     if any(row[:SIZE] != mark for row in rows):
-        assert session.divergence is not None
-        session.divergence.find_divergence(_PLACE)
+        assert session.backwards.divergence is not None
+        session.backwards.divergence.find_divergence(_PLACE)
         raise DivergenceError(f"other ranks were not at {_PLACE}")
     answers = [json.loads(bytes(row[SIZE:])) for row in rows]
     return min(answer for answer, _ in answers), [cores for _, cores in answers]

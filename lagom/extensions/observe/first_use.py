@@ -118,7 +118,9 @@ def trackers_on_rank(session: Session) -> Iterator[None]:
 
         is_followed: list[bool] = []
         changes: dict[str, Callable[[ModuleType], None]] = {}
-        if session.is_resumable:  # a snapshot may hold state of MLflow, which is set before the program imports it
+        if (
+            session.resumption.is_resumable
+        ):  # a snapshot may hold state of MLflow, which is set before the program imports it
             follow_mlflow()
         elif distributed or plan.searches:
             changes["mlflow"] = follow_mlflow

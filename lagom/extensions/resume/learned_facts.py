@@ -10,7 +10,8 @@ from lagom.errors import LagomError
 from lagom.extensions.resume.frame_position import NoSnapshotError
 
 if TYPE_CHECKING:
-    from lagom.session.session import Learned, Session
+    from lagom.session.resumption import Learned
+    from lagom.session.session import Session
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +30,7 @@ class LearnedFacts:
             NoSnapshotError: if facts may differ between ranks, as after ``lagom.rank()``.
         """
         try:
-            return cls(session.world_size, {name: state() for name, (state, _) in session.learned.items()})
+            return cls(session.world_size, {name: state() for name, (state, _) in session.resumption.learned.items()})
         except LagomError as error:
             raise NoSnapshotError(str(error)) from error
 
@@ -45,7 +46,7 @@ class LearnedFacts:
         """Give the facts to this rank, if there are as many ranks as before."""
         if self.world_size == session.world_size:
             for name, pairs in self.facts.items():
-                session.learned[name][1](pairs)
+                session.resumption.learned[name][1](pairs)
 
 
 # Note [Learned facts]

@@ -164,7 +164,7 @@ class ProgramInProgress:
             self._set_library_settings(state.settings)
             set_process_state(state.process, self._settings)
             self.loaders.go_on(state.progress)
-            self._session.samples_trained = state.samples  # batches that were read again do not count
+            self._session.progress.samples_trained = state.samples  # batches that were read again do not count
             self._at_exit.go_on(state.at_exit)
             for name, service in state.services.items():
                 self.services[name][1](service)
@@ -231,7 +231,7 @@ class ProgramInProgress:
             for name, value in attributes.items():
                 setattr(kind, name, value)
         state.learned.go_on(self._session)
-        self._session.samples_trained, self.found_beside = state.samples, state.beside
+        self._session.progress.samples_trained, self.found_beside = state.samples, state.beside
         self._resumed = state
         call = self._frames.call(state.frames, self._globals.__getitem__)
         return call if imports is None else self._script.rest(call, state.frames[0].position.file)
@@ -263,7 +263,7 @@ class ProgramInProgress:
             at_exit=self._at_exit.registered,
             random=random_states(),
             progress=session.passes.progress,
-            samples=session.samples_trained,
+            samples=session.progress.samples_trained,
             beside=self.beside(),
             services=self._services(),
             learned=LearnedFacts.of(session),

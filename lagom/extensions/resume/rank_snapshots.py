@@ -43,8 +43,8 @@ def snapshots_on_rank(session: Session) -> Iterator[None]:
 def join_events(session: Session, snapshots: Snapshots) -> None:
     """Let ``snapshots`` prepare the function, and follow the passes over loaders."""
     session.parts["resume"] = snapshots
-    session.is_resumable, session.journal = True, snapshots.journal
-    snapshots.program.services = session.services
+    session.resumption.is_resumable, session.resumption.journal = True, snapshots.journal
+    snapshots.program.services = session.resumption.services
     session.events.function.add(functools.partial(_prepared, snapshots))
     follow_loaders(session, snapshots)
 

@@ -24,16 +24,16 @@ if TYPE_CHECKING:
 def shard(session: Session) -> None:
     """Shard the optimizers of a run from its start on; gradients too from level 2 on, and parameters at level 3."""
     assert session.group is not None
-    assert session.gradient_averager is not None
+    assert session.backwards.gradient_averager is not None
     gradients, weights = None, None
     if session.config.zero_lvl > 1:
-        gradients = session.gradient_store = GradientShards(
-            session.group, session.leaves, lambda: session.may_meet, session.check_place, session.say_once
+        gradients = session.backwards.gradient_store = GradientShards(
+            session.group, session.tensors.leaves, lambda: session.may_meet, session.check_place, session.say_once
         )
-        session.gradient_averager.overlap.shard_store = gradients
+        session.backwards.gradient_averager.overlap.shard_store = gradients
         session.events.patched.subscribe(lambda stack: stack.enter_context(access_shards(session, gradients)))
     else:
-        session.gradient_store.always_averages = True
+        session.backwards.gradient_store.always_averages = True
     if session.config.zero_lvl > 2:
         assert gradients is not None
         weights = shard_parameters(session)
@@ -50,18 +50,18 @@ def shard_steps(session: Session, gradients: GradientShards | None, weights: Par
     hooks stay outermost.
     """
     assert session.group is not None
-    assert session.agreement is not None
-    assert session.divergence is not None
-    assert session.gradient_averager is not None
+    assert session.backwards.agreement is not None
+    assert session.backwards.divergence is not None
+    assert session.backwards.gradient_averager is not None
     optimizers = OptimizerGroup(
         session.group,
-        session.agreement,
-        session.divergence,
+        session.backwards.agreement,
+        session.backwards.divergence,
         gradients,
         weights,
-        is_own=session.gradient_averager.keeps_own,
+        is_own=session.backwards.gradient_averager.keeps_own,
         say=session.say_once,
-        name=session.modules.name_of,
+        name=session.tensors.modules.name_of,
     )
     with (
         replace_steps(_make_steps(session, optimizers), existing=True),

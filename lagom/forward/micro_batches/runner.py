@@ -56,14 +56,14 @@ class MicroBatchRunner:
             if torch.is_grad_enabled():
                 # Each part restores the random numbers itself, including those of python and numpy.
                 outputs = checkpoint(run, *leaves, use_reentrant=False, preserve_rng_state=False)
-                self._session.repeated_inputs.update(dict.fromkeys(find_unread(outputs, candidate.inside)))
+                self._session.tensors.repeated_inputs.update(dict.fromkeys(find_unread(outputs, candidate.inside)))
             else:
                 outputs = run(*leaves)
             parts.append(outputs)
             if block.rank and not equal_random_states(end, random_states()):
                 raise _changed(candidate, "drew other amounts of random numbers for a part of its batch")
             end = end or random_states()
-        self._session.num_micro_batches = max(self._session.num_micro_batches, num)
+        self._session.forwards.num_micro_batches = max(self._session.forwards.num_micro_batches, num)
         assert finding.spec is not None
         return tree_unflatten(_together(parts, finding, candidate), finding.spec)
 

@@ -57,7 +57,7 @@ class MicroBatches:
     def call(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """Return ``module(*args, **kwargs)``."""
         session = self._session
-        if not session.live or session.is_probing or session.depth:
+        if not session.live or session.forwards.is_probing or session.backwards.depth:
             return self._original(module, *args, **kwargs)
         if self._num < 2 or not torch.is_grad_enabled():
             return self._original(module, *args, **kwargs)
@@ -115,13 +115,13 @@ class MicroBatches:
 
     def _probe(self, candidate: SplitCandidate, num: int) -> SplitFinding:
         finding = SplitFinding(ForwardWork(rows=candidate.rows))
-        store = self._session.parameter_store
+        store = self._session.backwards.parameter_store
         sharded = [p for p in candidate.module.parameters() if store.is_sharded(p)]
         if any(float(p.detach().abs().max()) <= SMALL for p in sharded):
             finding.reason = WholeReason.CLOSED_GATE.filled()
             return finding
-        with self._left_alone(), torch.no_grad(), self._session.probing():
-            probe(candidate, finding, num, self._session.statistics, repeated=True)
+        with self._left_alone(), torch.no_grad(), self._session.forwards.probing():
+            probe(candidate, finding, num, self._session.forwards.statistics, repeated=True)
         return finding
 
     @contextmanager

@@ -35,7 +35,7 @@ def share_losses(session: Session, knows_rank: Callable[[], bool]) -> Iterator[N
         knows_rank: tells whether the program has asked for its rank, and so may compute a loss on one rank alone.
     """
     sharing = _Sharing(session, knows_rank)
-    session.learned["losses"] = sharing.state, sharing.go_on
+    session.resumption.learned["losses"] = sharing.state, sharing.go_on
     with ExitStack() as stack:
         for loss in _LOSSES:
             stack.enter_context(_share_loss(sharing, loss))
@@ -105,7 +105,12 @@ class _Sharing:
 
     def _may_share(self) -> bool:
         session = self._session
-        if self._is_over or not session.may_meet or session.is_probing or session.sliced_forward is not None:
+        if (
+            self._is_over
+            or not session.may_meet
+            or session.forwards.is_probing
+            or session.forwards.sliced_forward is not None
+        ):
             return False
         if torch.autograd.graph._allow_mutation_on_saved_tensors_enabled or self._knows_rank():
             return False

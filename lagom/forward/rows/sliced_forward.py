@@ -58,16 +58,16 @@ class SlicedForward:
     @contextmanager
     def enter(self, session: Session) -> Iterator[None]:
         """Let BatchNorm and random draws see the whole batch; a nested entry changes nothing."""
-        before = session.sliced_forward
+        before = session.forwards.sliced_forward
         if before is self:
             yield
             return
-        session.sliced_forward = self
+        session.forwards.sliced_forward = self
         try:
             with self.draws.entered(by_mode=self.needs_mode) if self.draws else nullcontext():
                 yield
         finally:
-            session.sliced_forward = before
+            session.forwards.sliced_forward = before
 
     @contextmanager
     def left_alone(self) -> Iterator[None]:
@@ -95,16 +95,16 @@ class MicroBatch:
     @contextmanager
     def enter(self, session: Session) -> Iterator[None]:
         """Let random draws see the whole batch; a nested entry changes nothing."""
-        before = session.micro_batch
+        before = session.forwards.micro_batch
         if before is self:
             yield
             return
-        session.micro_batch = self
+        session.forwards.micro_batch = self
         try:
             with self.left_alone(), self.draws.entered(by_mode=self.needs_mode):
                 yield
         finally:
-            session.micro_batch = before
+            session.forwards.micro_batch = before
 
 
 class SlicedRuns:
@@ -125,7 +125,7 @@ class SlicedRuns:
         """
         session, group = self._session, self._session.group
         assert group is not None
-        session.has_sliced = session.has_sliced or torch.is_grad_enabled()
+        session.forwards.has_sliced = session.forwards.has_sliced or torch.is_grad_enabled()
         block = RowBlock(group.rank, group.world_size, candidate.rows)
         exchange = RowExchange(self._gatherer, block, f"the output of {type(candidate.module).__name__}")
         leaves = [slice_rows(leaf, exchange) if is_batch(leaf, candidate.rows) else leaf for leaf in candidate.leaves]
@@ -143,7 +143,7 @@ class SlicedRuns:
             if not region.was_at_prompt and not finding.is_known_way(shapes, num_nodes):
                 raise NewWayError(shapes, num_nodes)
         if finding.makes_leaves:
-            session.repeated_inputs.update(dict.fromkeys(find_unread(outputs, candidate.inside)))
+            session.tensors.repeated_inputs.update(dict.fromkeys(find_unread(outputs, candidate.inside)))
         if spec != finding.spec:
             raise LagomError(
                 f"the forward of {type(candidate.module).__name__} gave outputs of another structure than at its first "

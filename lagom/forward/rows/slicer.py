@@ -64,7 +64,7 @@ def watch_packing(session: Session) -> Iterator[None]:
         nonlocal depth
         if not _is_torchs(hooks.pack_hook) and not session.is_in_thread:
             depth += change
-            session.shares_forwards = not depth
+            session.forwards.shares_forwards = not depth
 
     def entered(hooks: saved_tensors_hooks) -> None:
         count(hooks, 1)
@@ -84,7 +84,12 @@ def _is_torchs(hook: Any) -> bool:
 
 def is_splittable(session: Session, module: nn.Module) -> bool:
     """Return whether ranks may split a call of ``module`` by rows: they should all have the same input now."""
-    if not session.distributed or session.depth or session.is_probing or not session.shares_forwards:
+    if (
+        not session.distributed
+        or session.backwards.depth
+        or session.forwards.is_probing
+        or not session.forwards.shares_forwards
+    ):
         return False
     if torch._C._functorch.peek_interpreter_stack() is not None or torch.jit.is_tracing():
         return False  # neither torch.func's transforms nor a traced graph can contain exchanges
@@ -110,17 +115,17 @@ class Slicer:
 
     def __init__(self, session: Session, original: Callable[..., Any], outside: Callable[[], Any]) -> None:
         assert session.group is not None
-        assert session.divergence is not None
+        assert session.backwards.divergence is not None
         self._session = session
         self._group = session.group
-        self._runs = SlicedRuns(session, Gatherer(session.group, session.divergence.find_divergence))
+        self._runs = SlicedRuns(session, Gatherer(session.group, session.backwards.divergence.find_divergence))
         self._original = original
         self._outside = outside
         self._trees = ModuleTree(session.say_once)
         self._calls: WeakIdKeyDictionary = WeakIdKeyDictionary(ref_type=ObjectReference)
         """``KnownCalls`` of each module."""
         self._remade = RemadeModules()
-        session.learned["forwards"] = self.state, self.go_on
+        session.resumption.learned["forwards"] = self.state, self.go_on
         self._depth = 0
         self._has_work = False
         """Whether a forward that is worth slicing was seen, or the user was told that there is none."""
@@ -170,7 +175,7 @@ class Slicer:
         passing = WholeReason.EQUAL_ROWS
         while finding.sliced:
             try:
-                with self._session.whole_calls.split:
+                with self._session.forwards.whole_calls.split:
                     return self._runs.run(candidate, finding)
             except NewWayError as error:
                 way = error.shapes, error.num_nodes
@@ -230,7 +235,7 @@ class Slicer:
         calls: KnownCalls | None = self._calls.get(module)
         if calls is None:
             # A snapshot does not have the facts about modules that are gone, and a resumed run must compute alike.
-            is_kept = self._session.is_resumable
+            is_kept = self._session.resumption.is_resumable
             calls = self._calls[module] = KnownCalls() if is_kept else self._remade.known_calls(module)
         return calls
 
@@ -240,7 +245,7 @@ class Slicer:
         """Return the account of an outermost call for ``reason``; one that counts nothing for other calls."""
         if reason is None or self._depth:
             return _NO_ACCOUNT
-        return self._session.whole_calls.account(calls.accounts, module, reason)
+        return self._session.forwards.whole_calls.account(calls.accounts, module, reason)
 
     def _small_account(self, calls: KnownCalls, module: nn.Module) -> AbstractContextManager[None]:
         """Return the account of calls without checks; a module without parameters, such as a loss, has none."""
@@ -272,8 +277,8 @@ class Slicer:
         elif written:
             finding.failure = WholeReason.WRITES.filled()
         elif pays:
-            with self._session.probing():
-                finding.failure = try_again(candidate, self._group.world_size, self._session.statistics)
+            with self._session.forwards.probing():
+                finding.failure = try_again(candidate, self._group.world_size, self._session.forwards.statistics)
         return output
 
     def _record_change(self, module: nn.Module, calls: KnownCalls, kind: object, reason: WholeReason) -> None:
@@ -302,7 +307,7 @@ class Slicer:
     ) -> Any:
         """Run ``module`` whole for ``reason``; modules inside it may be sliced."""
         assert reason is not None
-        account = self._session.whole_calls.account(calls.accounts, module, reason)
+        account = self._session.forwards.whole_calls.account(calls.accounts, module, reason)
         self._depth += 1
         try:
             with account, self._outside():
@@ -313,10 +318,10 @@ class Slicer:
     def _probe(self, candidate: SplitCandidate, finding: SplitFinding) -> None:
         finding.reason = finding.failure
         if finding.failure is None:
-            with self._session.probing():
+            with self._session.forwards.probing():
                 # Otherwise an evaluation may be called with a rank's own share of a training batch.
                 candidate = replace(candidate, is_common=self._session.config.batches == "whole")
-                probe(candidate, finding, self._group.world_size, self._session.statistics)
+                probe(candidate, finding, self._group.world_size, self._session.forwards.statistics)
         name = type(candidate.module).__name__
         self._session.check_place(f"the second call of {name} with inputs of a kind")
         own = "" if finding.reason is None else f"{finding.reason.reason.name}:{finding.reason.text}"

@@ -53,7 +53,7 @@ def test_each_rank_keeps_its_part_only(make: Any) -> None:
     def train(session: Session) -> Any:
         model, optimizer, x = _started(make)
         model(x).square().mean().backward()
-        gradients = session.gradient_store
+        gradients = session.backwards.gradient_store
         assert isinstance(gradients, GradientShards)
         assert all(SLOT.__get__(p) is None for p in model.parameters())
         parts = [gradients.own_shard(p)[1] for p in model.parameters()]
@@ -126,7 +126,7 @@ def test_clipping_and_scaling_of_parts() -> None:
             norms.append(clip_grad_norm_([alien, *model.parameters()], 0.1, norm_type=order))
             if number == 1:
                 clip_grad_value_(model.parameters(), 1e-3)
-            if session.gradient_store.keeps_shards:
+            if session.backwards.gradient_store.keeps_shards:
                 assert all(SLOT.__get__(p) is None for p in model.parameters())
             scaler.step(optimizer)
             scaler.update()
@@ -184,7 +184,7 @@ def test_fp16_by_flag_looks_at_parts() -> None:
             optimizer.step()
             whole.append(SLOT.__get__(model[0].weight) is not None)
             optimizer.zero_grad()
-        if session.gradient_store.keeps_shards:
+        if session.backwards.gradient_store.keeps_shards:
             assert whole == [True, False, False, True, False]
         return _weights(model)
 
@@ -263,11 +263,16 @@ def test_large_gradients_are_cut_while_a_backward_runs(way: str, monkeypatch: py
         model: Any = nn.Sequential(nn.Linear(3, wide), nn.Linear(wide, wide), nn.Tanh(), nn.Linear(wide, wide))
         optimizer = SGD(model.parameters(), 0.1, momentum=0.9)
         early: list[int] = []
-        is_sharded = session.gradient_store.keeps_shards
+        is_sharded = session.backwards.gradient_store.keeps_shards
         if is_sharded:
             name = "cut_own_part" if way == "whole" or not _shares_memory(session) else "store_part_early"
-            done: Any = getattr(session.gradient_store, name)
-            setattr(session.gradient_store, name, lambda *given: early.append(session.depth) or done(*given))  # type: ignore[func-returns-value]
+            done: Any = getattr(session.backwards.gradient_store, name)
+
+            def note_depth(*given: Any) -> Any:
+                early.append(session.backwards.depth)
+                return done(*given)
+
+            setattr(session.backwards.gradient_store, name, note_depth)
         none = []
         for number in range(7):
             x = torch.randn(6, 3)
@@ -307,7 +312,7 @@ def test_parts_of_sums_have_the_bits_of_whole_sums(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(layout, "TOGETHER", 1 << 16)
 
     def train(session: Session) -> Any:
-        gradients = session.gradient_store
+        gradients = session.backwards.gradient_store
         assert isinstance(gradients, GradientShards)
         came: list[int] = []
         take = gradients.store_part_early

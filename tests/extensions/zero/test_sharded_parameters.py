@@ -79,7 +79,7 @@ def _weights(model: nn.Module) -> list[Tensor]:
 
 def _parted(session: Session) -> int:
     """Return the number of parameters that are not whole on this rank; 1 without lagom."""
-    weights = session.parameter_store
+    weights = session.backwards.parameter_store
     return sum(not u.is_whole for u in weights.units.values()) if isinstance(weights, ParameterShards) else 1
 
 
@@ -94,7 +94,7 @@ def test_each_rank_has_its_part_of_the_parameters_only() -> None:
             model(tokens).square().mean().backward()
             whole = sum(storage_of(p).nbytes() for p in model.parameters())
             optimizer.step()
-        weights = session.parameter_store
+        weights = session.backwards.parameter_store
         assert isinstance(weights, ParameterShards)
         parts = sum(u.shard.nbytes for u in weights.units.values() if u.shard is not None)
         gc.collect()
@@ -127,7 +127,7 @@ def test_parameters_are_shared_out_as_they_are_made() -> None:
         torch.set_default_dtype(torch.float32)
         before = _resident()
         layers = nn.ModuleList(nn.Linear(2048, 2048) for _ in range(8))
-        assert session.parameter_store.keeps_shards
+        assert session.backwards.parameter_store.keeps_shards
         return _resident() - before, sum(p.nbytes for p in layers.parameters())
 
     for taken, whole in run_ranks(2, train, zero_lvl=LEVEL):
@@ -215,7 +215,7 @@ def test_a_state_that_does_not_fit_the_device_is_on_the_cpu_and_whole(monkeypatc
         nonlocal free
         model, tokens = _net(), _tokens(1)[0]
         model(tokens).square().mean().backward()
-        shared = session.parameter_store
+        shared = session.backwards.parameter_store
         assert isinstance(shared, ParameterShards)
         own = model.state_dict()
         assert shared.find_storage(own["place"]) is shared.find_storage(model.place)
@@ -283,7 +283,7 @@ def test_what_is_done_with_a_model_besides_training() -> None:
 
 def test_what_is_used_again_and_again_is_made_whole_a_few_times() -> None:
     def train(session: Session) -> int:
-        assert session.parameter_store.keeps_shards
+        assert session.backwards.parameter_store.keeps_shards
         torch.set_default_dtype(torch.float64)
         cell = nn.RNNCell(16, 16)
         assert session.group is not None

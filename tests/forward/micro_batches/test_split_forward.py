@@ -57,7 +57,7 @@ def trained(session: Session, model: nn.Module, loss_of: Callable[[Any, Tensor, 
             loss_of(model, x, y).backward()
             optimizer.step()
     found = {name: value.detach().clone() for name, value in model.state_dict().items()}
-    return {"weights": found, "num": session.num_micro_batches, "draw": torch.rand(())}
+    return {"weights": found, "num": session.forwards.num_micro_batches, "draw": torch.rand(())}
 
 
 def mean_loss(model: Any, x: Tensor, y: Tensor) -> Any:
@@ -177,7 +177,7 @@ def test_what_is_not_exact_in_parts_runs_whole() -> None:
     def train(session: Session) -> Any:
         rows = {}
         for kind in (*SPLIT, *WHOLE):
-            session.num_micro_batches = 1
+            session.forwards.num_micro_batches = 1
             torch.manual_seed(1)
             random.seed(1)
             model = Odd(kind).double()

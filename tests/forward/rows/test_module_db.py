@@ -107,13 +107,13 @@ def run_all(session: Session, names: tuple[str, ...] | int, most: int | None) ->
         seed_everything(0)
         for name, module_class, arguments in module_inputs(names, most):
             session.said.clear()
-            session.has_sliced = False
+            session.forwards.has_sliced = False
             given = tree_leaves((arguments.forward_input.args, arguments.forward_input.kwargs))
             numbers = run_case(module_class, arguments, " training " in name)
             reasons = [text.partition(": it ")[2] or text for text in sorted(session.said) if "runs whole" in text]
             if not any(isinstance(one, Tensor) and one.dim() and len(one) >= session.world_size for one in given):
                 reasons.append("has fewer rows than ranks")
-            found[name] = numbers, session.has_sliced, reasons
+            found[name] = numbers, session.forwards.has_sliced, reasons
     return found
 
 

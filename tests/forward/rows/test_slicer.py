@@ -854,11 +854,11 @@ def test_a_module_is_as_it_was_after_it_was_looked_at() -> None:
         before = {name: value.clone() for name, value in model.state_dict().items()}
         numpy_state: Any = np.random.get_state()
         states = torch.get_rng_state(), random.getstate(), numpy_state[1].copy()
-        with session.probing():
+        with session.forwards.probing():
             x = torch.randn(8, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
             candidate = ModuleTree(print).candidate(model, nn.Module.__call__, (x,), {}, session.device)
             finding = SplitFinding(ForwardWork(rows=8))
-            probe(candidate, finding, 2, session.statistics)
+            probe(candidate, finding, 2, session.forwards.statistics)
         assert finding.sliced, finding.reason
         assert torch.equal(states[0], torch.get_rng_state())
         assert states[1] == random.getstate()
@@ -918,17 +918,17 @@ def test_hooks_on_saved_tensors_are_seen_where_torch_does_not_tell_of_them(monke
         return x
 
     monkeypatch.delattr(torch._C._autograd, "_top_saved_tensors_default_hooks", raising=False)
-    session = SimpleNamespace(shares_forwards=True, is_in_thread=False)
+    session = SimpleNamespace(forwards=SimpleNamespace(shares_forwards=True), is_in_thread=False)
     functions = saved_tensors_hooks.__enter__, saved_tensors_hooks.__exit__
     with watch_packing(cast("Session", session)):
         with save_on_cpu():
-            assert session.shares_forwards
+            assert session.forwards.shares_forwards
             with saved_tensors_hooks(pack, pack):
                 with Own(pack, pack):
-                    assert not session.shares_forwards
-                assert not session.shares_forwards
-            assert session.shares_forwards
+                    assert not session.forwards.shares_forwards
+                assert not session.forwards.shares_forwards
+            assert session.forwards.shares_forwards
         with pytest.raises(ZeroDivisionError), Own(pack, pack):
             raise ZeroDivisionError
-        assert session.shares_forwards
+        assert session.forwards.shares_forwards
     assert (saved_tensors_hooks.__enter__, saved_tensors_hooks.__exit__) == functions

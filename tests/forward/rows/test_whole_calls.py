@@ -105,7 +105,7 @@ def whole(world_size: int, make: Callable[[], nn.Module], run: Calls = random_ba
         torch.manual_seed(0)
         module = make()
         run(module)
-        return session.whole_calls.modules(), [text for text in session.said if "whole" in text]
+        return session.forwards.whole_calls.modules(), [text for text in session.said if "whole" in text]
 
     return run_ranks(world_size, program, batches="whole", **options)
 
@@ -167,12 +167,12 @@ def test_a_small_module_is_listed_where_it_is_outermost_only() -> None:
 def test_calls_of_a_small_module_are_counted_in_a_resumed_run_too() -> None:
     def program(session: Session) -> Any:
         module, loss = nn.Linear(5, 1), nn.MSELoss()
-        state, go_on = session.learned["forwards"]
+        state, go_on = session.resumption.learned["forwards"]
         for _ in range(2):
             for _ in range(3):
                 loss(module(torch.randn(8, 5)), torch.zeros(8, 1))
             go_on(state())
-        return [(one.name, one.reason, one.calls) for one in session.whole_calls.modules()]
+        return [(one.name, one.reason, one.calls) for one in session.forwards.whole_calls.modules()]
 
     assert run_ranks(2, program, batches="whole", always_slices=False) == [[("Linear", WholeReason.SMALL, 5)]] * 2
 

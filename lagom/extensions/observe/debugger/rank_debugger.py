@@ -125,8 +125,8 @@ class RankDebugger:
         stdin, sys.stdin = sys.stdin, stream
         try:
             with contextlib.redirect_stdout(stream), contextlib.redirect_stderr(stream), self._alone():
-                if self.session is not None and self.session.sliced_forward is not None:
-                    rows = self.session.sliced_forward.share
+                if self.session is not None and self.session.forwards.sliced_forward is not None:
+                    rows = self.session.forwards.sliced_forward.share
                     stream.write(f"(this forward has {rows.num_mine} of the {rows.num_all} rows of the batch)\n")
                 yield
         finally:
@@ -153,8 +153,8 @@ class RankDebugger:
             OperationMode.pausing_thread = None
             if session is not None:
                 session.typing_thread = None
-                if session.sliced_forward is not None:
-                    session.sliced_forward.was_at_prompt = True
+                if session.forwards.sliced_forward is not None:
+                    session.forwards.sliced_forward.was_at_prompt = True
             if states is not None:
                 set_random_states(states)
 
@@ -177,7 +177,7 @@ class RankDebugger:
                 "hyperparameters, by TorchDistributedConfig or `lagom debug`. PYTHONBREAKPOINT=0 passes over it"
             )
         chosen = self._plan.config.debug
-        is_probing = self.session is not None and self.session.is_probing
+        is_probing = self.session is not None and self.session.forwards.is_probing
         if is_probing or self._plan.rehearsal is not None or self._stopped == threading.get_ident():
             return False  # in a forward that lagom repeats, in a rehearsal before the run, or in a typed command
         return self._rank == (chosen if isinstance(chosen, int) else 0)

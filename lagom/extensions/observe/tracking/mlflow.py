@@ -107,10 +107,10 @@ class _Tracker:
         self.journal: CallJournal | None = None
         """Journal of rank 0's calls that change something; None without snapshots, or without a place for it."""
         self._is_told = False
-        if session.is_resumable:
-            if session.journal is not None:
-                self.journal = CallJournal(session.journal, session.say_once)
-            session.services["mlflow"] = self._state, self._go_on
+        if session.resumption.is_resumable:
+            if session.resumption.journal is not None:
+                self.journal = CallJournal(session.resumption.journal, session.say_once)
+            session.resumption.services["mlflow"] = self._state, self._go_on
 
     def _state(self) -> Any:
         if self._is_told and self.journal is None and self._session.plan.rehearsal is None:

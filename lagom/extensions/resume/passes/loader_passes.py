@@ -86,7 +86,7 @@ class LoaderPasses:
 
     def made_batch(self) -> None:
         """Count a tick, since the rank makes progress."""
-        self._session.ticks += 1
+        self._session.progress.ticks += 1
 
     def go_on(self, progress: Any) -> None:
         """Begin the passes of a snapshot again; called when the program's objects are restored, which workers then get.

@@ -65,7 +65,13 @@ class _PassLosses:
     def record(self, roots: Sequence[Any]) -> None:
         """Add the loss of a backward from ``roots``; stop recording if a batch has several losses, or no scalar one."""
         session, passes = self._session, self._session.passes
-        if not self.are_one or session.depth or session.is_probing or not session.live or session.has_joined:
+        if (
+            not self.are_one
+            or session.backwards.depth
+            or session.forwards.is_probing
+            or not session.live
+            or session.has_joined
+        ):
             return
         at = passes.progress["epoch"] or 0, passes.progress["step"] or 0
         if at[0] != self._at[0]:

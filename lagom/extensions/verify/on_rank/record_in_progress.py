@@ -122,7 +122,7 @@ class RecordInProgress:
         return number
 
     def _name(self, number: int, leaf: Tensor) -> str:
-        name = self.session.modules.name_of(leaf)
+        name = self.session.tensors.modules.name_of(leaf)
         return name.removeprefix("the parameter ") if "parameter" in name else f"tensor {number} {tuple(leaf.shape)}"
 
     def step(self, loss: float, weight: float, reached: list[int]) -> None:
@@ -174,7 +174,7 @@ class RecordInProgress:
         """Record the final state."""
         for number, leaf in self.record.leaves.items():
             leaf.end = sketch(self._kept[number])
-        self.record.num_samples = self.session.samples_trained
+        self.record.num_samples = self.session.progress.samples_trained
         self.record.notes = sorted(self.session.said)
         snapshots: RehearsedSnapshot | None = self.session.parts.get("resume")
         if snapshots is not None:

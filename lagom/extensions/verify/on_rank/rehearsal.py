@@ -130,7 +130,7 @@ def _backward(notes: RecordInProgress) -> Callable[..., Any]:
             return original(outputs, *args, **options)
         notes.begin()
         leaves = notes.starts(find_leaves(outputs, args[3]))
-        loss, weight = _loss(outputs, args[0]), session.loss_weights.common_weight(outputs, session.weight)
+        loss, weight = _loss(outputs, args[0]), session.backwards.loss_weights.common_weight(outputs, session.weight)
         notes.depth += 1
         try:
             result = original(outputs, *args, **options)

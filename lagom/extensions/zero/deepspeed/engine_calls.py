@@ -94,9 +94,10 @@ def guarded(driver: Driver) -> property:
 
     def read(tensor: Tensor) -> Any:
         session, engines = driver.session, driver.engines
-        if session.live and not engines.inside and not session.depth and engines.dirty(tensor):
+        if session.live and not engines.inside and not session.backwards.depth and engines.dirty(tensor):
+            name = session.tensors.modules.name_of(tensor)
             raise LagomError(
-                f"the gradient of {session.modules.name_of(tensor)} is asked for, which DeepSpeed keeps in parts; "
+                f"the gradient of {name} is asked for, which DeepSpeed keeps in parts; "
                 "for clipping set deepspeed_config={'gradient_clipping': max_norm} and take the call out, for anything "
                 "else use backend='torch', where gradients are whole at every level"
             )
@@ -150,7 +151,13 @@ def call_engine(driver: Driver, original: Callable[..., Any]) -> Callable[..., A
 
     def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         nonlocal inside
-        if inside or not session.live or session.depth or engines.inside or torch.compiler.is_dynamo_compiling():
+        if (
+            inside
+            or not session.live
+            or session.backwards.depth
+            or engines.inside
+            or torch.compiler.is_dynamo_compiling()
+        ):
             return original(module, *args, **kwargs)
         inside = True
         try:

@@ -55,9 +55,9 @@ class EngineParameters(ParameterStore):
 
 def drive_by_deepspeed(session: Session) -> None:
     """Leave the averages and steps of a run to DeepSpeed's engine, from the run's start on."""
-    session.gradient_store = EngineGradients()
+    session.backwards.gradient_store = EngineGradients()
     if session.config.zero_lvl > 2:
-        session.parameter_store = EngineParameters()
+        session.backwards.parameter_store = EngineParameters()
     session.events.patched.subscribe(lambda stack: stack.enter_context(driven_by_deepspeed(session)))
 
 
@@ -86,7 +86,7 @@ def driven_by_deepspeed(session: Session) -> Iterator[None]:
         at=session.check_place,
         say=session.say_once,
     )
-    session.shares_forwards = engines.keeps_parameters
+    session.forwards.shares_forwards = engines.keeps_parameters
     driver = Driver(session, engines)
     with ExitStack() as stack:
         stack.enter_context(engines.loaded())
@@ -140,8 +140,8 @@ class Driver:
                 self.engines.start(self._whole(able[0]), able[0], self.step_of(able[0]))
             elif "optimizer" in (self.session.config.deepspeed_config or {}):
                 self.engines.start(module, None, None)
-        for one in [one for one in self.session.modules if type(one).__module__.startswith("deepspeed.")]:
-            del self.session.modules[one]  # the engine is an nn.Module too, but not one of the program's
+        for one in [one for one in self.session.tensors.modules if type(one).__module__.startswith("deepspeed.")]:
+            del self.session.tensors.modules[one]  # the engine is an nn.Module too, but not one of the program's
 
     def _whole(self, optimizer: Optimizer) -> nn.Module:
         """Return the smallest module of the program that holds all parameters of ``optimizer``.
@@ -150,7 +150,7 @@ class Driver:
             LagomError: if there is none.
         """
         wanted = {id(p) for p in _parameters(optimizer)}
-        made: list[nn.Module] = list(self.session.modules.finished_modules())
+        made: list[nn.Module] = list(self.session.tensors.modules.finished_modules())
         able = [module for module in made if wanted <= {id(p) for p in module.parameters()}]
         if not able:
             raise LagomError(
@@ -169,10 +169,10 @@ class Driver:
         session = self.session
 
         def run_backward(outputs: Sequence[Any], *args: Any, **options: Any) -> Any:
-            if not session.live or session.depth or not options.get("accumulate_grad", False):
+            if not session.live or session.backwards.depth or not options.get("accumulate_grad", False):
                 if (
                     session.live
-                    and not session.depth
+                    and not session.backwards.depth
                     and self.engines.drives(x for x in args[3] if isinstance(x, Tensor))
                 ):
                     self._refuse_grad(bool(args[2]))
@@ -185,23 +185,23 @@ class Driver:
             session.check_place("backward()")
             session.distributed_part = session.distributed_part or "a backward ran"
             session.begin_backward(outputs, leaves)
-            gradients, hooks = session.loss_weights.weight_gradients(outputs, args[0], session.weight)
+            gradients, hooks = session.backwards.loss_weights.weight_gradients(outputs, args[0], session.weight)
             scale = engine.scale()
             if scale != 1.0:
                 gradients = tuple(None if one is None else one * scale for one in gradients)
-            session.depth += 1
+            session.backwards.depth += 1
             try:
                 with self.engines.running(), engine.around_backward(leaves):
                     result = original(outputs, gradients, *args[1:], **options)
             finally:
-                session.depth -= 1
+                session.backwards.depth -= 1
                 for hook in hooks:
                     hook.remove()
-            if session.divergence is not None:
-                session.divergence.count_step()
+            if session.backwards.divergence is not None:
+                session.backwards.divergence.count_step()
                 if self.engines.keeps_parameters:
-                    numbers = [session.leaves.known(leaf) for leaf in leaves]
-                    session.divergence.add_trained(number for number in numbers if number is not None)
+                    numbers = [session.tensors.leaves.known(leaf) for leaf in leaves]
+                    session.backwards.divergence.add_trained(number for number in numbers if number is not None)
             session.record_backward()
             return result
 
@@ -217,7 +217,7 @@ class Driver:
     def _refuse_undriven(self, leaves: Sequence[Tensor]) -> None:
         session = self.session
         shared_out = session.passes.share is not None or session.config.batches == "whole"
-        name_of = session.modules.name_of
+        name_of = session.tensors.modules.name_of
         for leaf in leaves if session.world_size > 1 else ():
             if not self.engines.drives([leaf]) and is_averaged(leaf, session.likeness(leaf), shared_out=shared_out):
                 raise LagomError(

@@ -23,16 +23,16 @@ if TYPE_CHECKING:
 def shard_parameters(session: Session) -> ParameterShards:
     """Have the parameters of a run sharded from its start on; return the shards, which the session has then."""
     assert session.group is not None
-    assert session.divergence is not None
-    assert session.gradient_averager is not None
-    weights = session.parameter_store = ParameterShards(
+    assert session.backwards.divergence is not None
+    assert session.backwards.gradient_averager is not None
+    weights = session.backwards.parameter_store = ParameterShards(
         session.group,
-        session.leaves,
-        lambda: session.may_meet or (session.distributed and session.depth > 0),
+        session.tensors.leaves,
+        lambda: session.may_meet or (session.distributed and session.backwards.depth > 0),
         session.say_once,
     )
-    session.divergence.checksums = weights.checksums
-    session.gradient_averager.set_digest(weights.digest)
+    session.backwards.divergence.checksums = weights.checksums
+    session.backwards.gradient_averager.set_digest(weights.digest)
     events = session.events
     events.parameter_made.subscribe(weights.adopt)
     events.forward_begun.subscribe(lambda _: weights.resident.begin())

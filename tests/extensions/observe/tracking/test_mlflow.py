@@ -309,10 +309,10 @@ def test_metrics_that_a_loss_has_cut_off_are_logged_once(is_done: bool, tmp_path
 
     def run(_: Any) -> Any:
         session: Any = session_alone(tmp_path)
-        session.is_resumable, session.journal = True, str(tmp_path / "calls")
+        session.resumption.is_resumable, session.resumption.journal = True, str(tmp_path / "calls")
         with log_once_to_mlflow(session):
             run = mlflow.start_run()
-            state, go_on = session.services["mlflow"]
+            state, go_on = session.resumption.services["mlflow"]
             before = state()
             log()
             for step in (4, 3):

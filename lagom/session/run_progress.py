@@ -1,0 +1,39 @@
+"""``RunProgress``: how far the program is on this rank."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+    from lagom.run_state.loader_pass import PassTracker
+
+
+@dataclass(eq=False)
+class RunProgress:
+    """How far the program is; ``report`` may be called from another thread."""
+
+    passes: PassTracker
+    is_called: bool = False
+    """Whether the training function has been called, so that the rank no longer counts as starting."""
+    samples_trained: int = 0
+    ticks: int = 0
+    """Batches, forwards and backwards so far; the heartbeat sends them to the stall detector of the host."""
+    data_s: float = 0.0
+    """Seconds that the program has waited for batches."""
+    loss: torch.Tensor | None = None
+    """Loss of the last backward, without its graph; None unless it is one number on the CPU."""
+    reported_values: dict[str, float | int] = field(default_factory=dict)
+    """Values that the program reported last; shown with the progress."""
+    pictures: deque[str] = field(default_factory=deque)
+    """Pictures that the program has shown and that are not sent to the driver yet, as PNG in base64."""
+
+    def report(self) -> dict[str, Any]:
+        """Return the progress of training as fields of ``ProgressReport``."""
+        now: dict[str, Any] = {**self.passes.progress, "samples": self.samples_trained, "ticks": self.ticks}
+        loss = self.loss
+        now |= {"starts": not self.is_called, "loss": None if loss is None else float(loss)}
+        return {**now, **self.reported_values}
