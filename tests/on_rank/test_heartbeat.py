@@ -42,14 +42,12 @@ def test_a_last_report_soon_after_another_has_the_means_of_both_times(monkeypatc
     device = SimpleNamespace(type="cpu")
     known: dict[str, Any] = {
         "rank": 0,
-        "data_s": 0.0,
         "has_joined": False,
-        "ticks": 0,
         "spans": None,
-        "pictures": deque[str](),
         "device": device,
     }
-    session: Any = SimpleNamespace(progress=progress, wait_times=lambda: [0, 0], **known)
+    progressed = SimpleNamespace(report=progress, data_s=0.0, ticks=0, pictures=deque[str]())
+    session: Any = SimpleNamespace(progress=progressed, wait_times=lambda: [0, 0], **known)
     config = TorchDistributedConfig(launcher="local", world_size=2, hb_interval=0.1)
     control: Any = Control()
     heart = Heartbeat(control, plan(config, Cluster(launcher="local", slots=2)), None)
