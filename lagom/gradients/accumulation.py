@@ -61,7 +61,7 @@ class Accumulation:
         """Leaves with postponed sums: their gradients are this rank's own, and still to be averaged. By id."""
 
     def state(self) -> Any:
-        """Return the facts about the program's cycles, for ``go_on`` in another process.
+        """Return the facts about the program's cycles, for ``restore`` in another process.
 
         Raises:
             LagomError: if gradients are this rank's own now.
@@ -70,7 +70,7 @@ class Accumulation:
             raise LagomError("gradients of several backwards are being accumulated, and are averaged together")
         return self._is_patched, self._over, self._count, self._goal, self._lengths.copy(), self._agreed, self._num_vain
 
-    def go_on(self, state: Any) -> None:
+    def restore(self, state: Any) -> None:
         """Go on from the facts that ``state`` has returned, with gradients that are averages."""
         is_patched, self._over, self._count, self._goal, self._lengths, self._agreed, self._num_vain = state
         if is_patched:

@@ -65,7 +65,7 @@ def synchronise_backward(session: Session, knows_rank: Callable[[], bool]) -> It
             backwards.divergence.record_error(error)
             raise
 
-    session.resumption.learned["backwards"] = backwards.state, backwards.go_on
+    session.resumption.learned["backwards"] = backwards.state, backwards.restore
     with replaced(torch.autograd, "_engine_run_backward", run_backward), watch_node_hooks():
         try:
             yield
@@ -115,17 +115,17 @@ class _Backwards:
             self.accumulation.close()
 
     def state(self) -> list[tuple[None, Any]]:
-        """Return the facts that decide how gradients are averaged, for ``go_on`` in another process.
+        """Return the facts that decide how gradients are averaged, for ``restore`` in another process.
 
         Raises:
             LagomError: if averages of accumulated gradients are postponed now.
         """
         return [(None, (self._replicas.is_over, self.accumulation.state()))]
 
-    def go_on(self, state: Sequence[tuple[None, Any]]) -> None:
+    def restore(self, state: Sequence[tuple[None, Any]]) -> None:
         """Average gradients as the process that has returned ``state`` did."""
         ((_, (self._replicas.is_over, accumulation)),) = state
-        self.accumulation.go_on(accumulation)
+        self.accumulation.restore(accumulation)
 
     def run_backward(self, outputs: Sequence[Any], args: tuple[Any, ...], options: dict[str, Any]) -> Any:
         """Run ``backward``; average gradients when the outermost backward ends, unless ``Accumulation`` postpones this.

@@ -35,7 +35,7 @@ _FILES = 200  # other open files of this process
 def run_task_ranks(
     spec: RunSpec,
     task: int,
-    ground: HostWorkspace,
+    workspace: HostWorkspace,
     link: DriverClient | None,
     gather: Callable[[str], Sequence[str]] | None,
     outcome_fds: Sequence[int],
@@ -57,31 +57,33 @@ def run_task_ranks(
     ranks = range(first, min(first + spec.plan.ranks_per_slot, spec.plan.world_size))
     allow_files(len(ranks))
     with contextlib.ExitStack() as stack:
-        door = stack.enter_context(socket.socket()) if task == 0 else None
-        if door is not None:
-            door.bind((ip, 0))  # reserves the port, but accepts no connection yet
-        store = door.getsockname()[:2] if door is not None else None
+        listener = stack.enter_context(socket.socket()) if task == 0 else None
+        if listener is not None:
+            listener.bind((ip, 0))  # reserves the port, but accepts no connection yet
+        store = listener.getsockname()[:2] if listener is not None else None
         if task == 0 and spec.files is not None:
             prepare_files(spec.files)
-        table = join_run(link, gather, join_message(task, ranks, ground, ip, store, gpus), in_clear=spec.plan.in_clear)
-        if door is not None and table.store is not None:
-            door.listen(1024)
+        table = join_run(
+            link, gather, join_message(task, ranks, workspace, ip, store, gpus), in_clear=spec.plan.in_clear
+        )
+        if listener is not None and table.store is not None:
+            listener.listen(1024)
         watch = RankSupervisor(link, spec.plan)
         stack.callback(watch.end_all)
         local_ranks = list[int]()
         for rank, outcome_fd in zip(ranks, outcome_fds, strict=True):
             gpu = gpus[rank - first] if gpus else None
-            store_fd = door.fileno() if door is not None and table.store is not None and rank == 0 else None
-            seat = rank_spec(table, rank, spec, ground, outcome_fd, store_fd, gpu)
-            watch.add(fork_rank(spec, seat, ground))
-            local_ranks.append(seat.local_rank)
+            store_fd = listener.fileno() if listener is not None and table.store is not None and rank == 0 else None
+            rank_spec = make_rank_spec(table, rank, spec, workspace, outcome_fd, store_fd, gpu)
+            watch.add(fork_rank(spec, rank_spec, workspace))
+            local_ranks.append(rank_spec.local_rank)
         watch.report_start()
         reports = watch.supervise()
         if spec.plan.rehearsal is not None:
             return watch.driver.with_unsaid(reports)
         from lagom.disk.settle import settle  # imported after the ranks have ended: settle imports torch
 
-        for problem in settle(ground.host_dir, ranks, local_ranks):
+        for problem in settle(workspace.host_dir, ranks, local_ranks):
             watch.driver.say(f"[lagom] {problem}\n")
         return watch.driver.with_unsaid(reports)
 
@@ -107,14 +109,14 @@ def allow_files(num_ranks: int) -> None:
 
 
 def join_message(
-    task: int, ranks: Sequence[int], ground: HostWorkspace, ip: str, store: Any, gpus: Sequence[str]
+    task: int, ranks: Sequence[int], workspace: HostWorkspace, ip: str, store: Any, gpus: Sequence[str]
 ) -> Join:
     """Describe the ranks of ``task`` and their host to the driver."""
     return Join(
         task=task,
         pid=os.getpid(),
         ranks=list(ranks),
-        host=ground.host,
+        host=workspace.host,
         ip=ip,
         store=store,
         python=".".join(platform.python_version_tuple()[:2]),
@@ -130,11 +132,11 @@ def chosen_threads(spec: RunSpec) -> int:
     return int(chosen) if chosen.isdigit() else 0
 
 
-def rank_spec(
+def make_rank_spec(
     table: Peers,
     rank: int,
     spec: RunSpec,
-    ground: HostWorkspace,
+    workspace: HostWorkspace,
     outcome_fd: int,
     store_fd: int | None,
     gpu: str | None,
@@ -158,9 +160,9 @@ def rank_spec(
         store_fd=store_fd,
         control_fd=-1,
         outcome_fd=outcome_fd,
-        payload_fd=ground.payload_fd,
+        payload_fd=workspace.payload_fd,
         stacks_fd=None,
-        host_dir=str(ground.host_dir),
+        host_dir=str(workspace.host_dir),
         threads=chosen_threads(spec) or (0 if alone else max(1, cores // len(here))),
         gpu=gpu,
         gpu_index=gpu_index,
@@ -192,8 +194,8 @@ def _pipe(stack: contextlib.ExitStack) -> tuple[int, int]:
     return ends
 
 
-def fork_rank(spec: RunSpec, seat: RankSpec, ground: HostWorkspace) -> ForkedRank:
-    """Fork the process of ``seat``; return it as its host process sees it.
+def fork_rank(spec: RunSpec, rank_spec: RankSpec, workspace: HostWorkspace) -> ForkedRank:
+    """Fork the process of ``rank_spec``; return it as its host process sees it.
 
     Raises:
         OSError: if there are not enough processes, files or memory.
@@ -206,13 +208,13 @@ def fork_rank(spec: RunSpec, seat: RankSpec, ground: HostWorkspace) -> ForkedRan
         out_read, out_write, err_read, err_write = (*_pipe(unless_forked), *_pipe(unless_forked))
         stacks_fd = anonymous_file("stacks")
         unless_forked.callback(os.close, stacks_fd)
-        seat = dataclasses.replace(seat, control_fd=theirs.fileno(), stacks_fd=stacks_fd)
+        rank_spec = dataclasses.replace(rank_spec, control_fd=theirs.fileno(), stacks_fd=stacks_fd)
         # Python 3.12 warns that the child lacks the parent's threads; the child uses none of them.
         warnings.simplefilter("ignore", DeprecationWarning)
         pid = os.fork()
         unless_forked.pop_all()
     if pid == 0:
-        run_rank(spec, seat, ground, out_write, err_write, parent)
+        run_rank(spec, rank_spec, workspace, out_write, err_write, parent)
     with contextlib.suppress(OSError):
         os.setpgid(pid, pid)  # parent and child both call setpgid, as either may run first
     theirs.close()
@@ -221,4 +223,4 @@ def fork_rank(spec: RunSpec, seat: RankSpec, ground: HostWorkspace) -> ForkedRan
     for fd in (out_read, err_read):
         os.set_blocking(fd, False)
     pidfd = open_pidfd(pid)
-    return ForkedRank(seat.rank, pid, pidfd, DriverClient(ours), out_read, err_read, stacks_fd)
+    return ForkedRank(rank_spec.rank, pid, pidfd, DriverClient(ours), out_read, err_read, stacks_fd)

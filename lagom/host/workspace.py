@@ -130,12 +130,12 @@ def base_dir() -> Path:
     return Path(user_folder())
 
 
-def pack_files(ground: HostWorkspace, fd: int) -> bool:
+def pack_files(workspace: HostWorkspace, fd: int) -> bool:
     """Write the files of the scratch working directory to ``fd`` as a tar; return False if there are none."""
-    if not ground.scratch or not any(ground.cwd.iterdir()):
+    if not workspace.scratch or not any(workspace.cwd.iterdir()):
         return False
     with os.fdopen(os.dup(fd), "wb") as file, tarfile.open(fileobj=file, mode="w|") as tar:
-        tar.add(ground.cwd, arcname=".")
+        tar.add(workspace.cwd, arcname=".")
     return True
 
 

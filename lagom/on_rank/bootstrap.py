@@ -53,34 +53,34 @@ def run(
     place: Place,
     load: Callable[[], Call],
     host_dir: Path,
-    seat: RankSpec | None = None,
+    rank_spec: RankSpec | None = None,
     attach: Callable[[Session], None] = lambda _: None,
 ) -> Returned:
     """Run one rank: set up its process, call the function, return its result.
 
     Args:
         load: unpickles the call; called inside the patches.
-        seat: the rank's resources; None for an inline run in the caller's process, whose settings then stay.
+        rank_spec: the rank's resources; None for an inline run in the caller's process, whose settings then stay.
         attach: called with the session before extensions and patches are entered.
     """
     began = time.monotonic()
     with ExitStack() as stack:
-        stack.enter_context(environment(seat))
+        stack.enter_context(environment(rank_spec))
         stack.enter_context(place_set(place))
-        device = rank_device(plan, seat.gpu_index if seat is not None else 0)
+        device = rank_device(plan, rank_spec.gpu_index if rank_spec is not None else 0)
         group, store = None, None
-        if seat is not None:
-            stack.enter_context(threads(seat.threads))
-        if seat is not None and place.world_size > 1:
-            group, store = stack.enter_context(process_group(seat, place.world_size, device, plan.config))
+        if rank_spec is not None:
+            stack.enter_context(threads(rank_spec.threads))
+        if rank_spec is not None and place.world_size > 1:
+            group, store = stack.enter_context(process_group(rank_spec, place.world_size, device, plan.config))
         if plan.already_distributed:
-            notes = SealedStore(store, seat.key) if store is not None and seat is not None else None
-            stack.enter_context(launcher_variables(place, seat, notes))
+            notes = SealedStore(store, rank_spec.key) if store is not None and rank_spec is not None else None
+            stack.enter_context(launcher_variables(place, rank_spec, notes))
         session = Session(
             plan=plan,
             group=group,
             store=store,
-            key=seat.key if seat is not None else b"",
+            key=rank_spec.key if rank_spec is not None else b"",
             rank=place.rank,
             world_size=place.world_size,
             local_rank=place.local_rank,
@@ -91,15 +91,15 @@ def run(
         )
         attach(session)
         stack.enter_context(patched(session))
-        if seat is not None:
+        if rank_spec is not None:
             stack.enter_context(shown_pictures(session))
         call = load()  # inside the patches, which must see the modules that unpickling creates
         session.is_unpacked = True
-        if seat is not None:  # without a seat, this is the driver's process, which has these settings
+        if rank_spec is not None:  # without a rank_spec, this is the driver's process, which has these settings
             set_process_settings(call.settings)
         stack.enter_context(seeded(plan.config.seed, call.random_states))
         function, changes = _function(session, call, stack)
-        if seat is not None:  # without a seat, the program's forks belong to the caller
+        if rank_spec is not None:  # without a rank_spec, the program's forks belong to the caller
             stack.enter_context(end_forks())
         return _returned(session, call, function, changes, began)
 

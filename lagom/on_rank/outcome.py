@@ -14,21 +14,21 @@ from lagom.wire.framing import shorten
 from lagom.wire.messages import RankReport
 
 
-def pack_result(returned: Mapping[str, Any], rank: int, at_home: Mapping[type, str]) -> tuple[Parcel, RankReport]:
+def pack_result(returned: Mapping[str, Any], rank: int, own_classes: Mapping[type, str]) -> tuple[Parcel, RankReport]:
     """Pack ``returned`` of ``rank``, or the error if it cannot be pickled.
 
     Args:
-        at_home: classes that came from the driver, with the driver's ids, by which they are pickled.
+        own_classes: classes that came from the driver, with the driver's ids, by which they are pickled.
     """
     try:
-        return Parcel(returned, at_home), RankReport(rank=rank, ok=True)
+        return Parcel(returned, own_classes), RankReport(rank=rank, ok=True)
     except PayloadError as error:
         raised = PayloadError(f"rank {rank} returned a {type(returned['value']).__name__}, but {error}")
         raised.__cause__ = error.__cause__
-        return pack_error(raised, rank, at_home)
+        return pack_error(raised, rank, own_classes)
 
 
-def pack_error(error: BaseException, rank: int, at_home: Mapping[type, str]) -> tuple[Parcel, RankReport]:
+def pack_error(error: BaseException, rank: int, own_classes: Mapping[type, str]) -> tuple[Parcel, RankReport]:
     """Pack ``error``, which ended the function on ``rank``.
 
     The report alone describes a SystemExit, or an error that cannot be pickled or unpickled.
@@ -49,7 +49,7 @@ def pack_error(error: BaseException, rank: int, at_home: Mapping[type, str]) -> 
     error.__traceback__ = None
     for travelling in (error, InParts(error)):
         try:
-            parcel = Parcel({"error": travelling}, at_home)
+            parcel = Parcel({"error": travelling}, own_classes)
             unpack(bytearray(parcel.tobytes()))
         except Exception:  # a class of the program may raise any error when it is pickled or unpickled
             continue

@@ -32,7 +32,7 @@ DEBUGGED_S = 10 * 24 * 3600.0
 
 @contextmanager
 def process_group(
-    seat: RankSpec, world_size: int, device: torch.device, config: TorchDistributedConfig
+    rank_spec: RankSpec, world_size: int, device: torch.device, config: TorchDistributedConfig
 ) -> Iterator[tuple[Group, dist.Store]]:
     """Connect the ranks, and yield their group and their store. See Note [Private world].
 
@@ -42,10 +42,12 @@ def process_group(
     timeout_s = TIMEOUT_S if config.debug is None else DEBUGGED_S
     timeout = datetime.timedelta(seconds=timeout_s)
     credentials = (
-        Credentials(seat.key, *contexts_of_ranks(seat.certificate)) if seat.certificate else Credentials(seat.key)
+        Credentials(rank_spec.key, *contexts_of_ranks(rank_spec.certificate))
+        if rank_spec.certificate
+        else Credentials(rank_spec.key)
     )
     try:
-        store = _store(seat, world_size, credentials, timeout_s)
+        store = _store(rank_spec, world_size, credentials, timeout_s)
     except (RuntimeError, OSError) as error:
         raise CollectiveError(f"the ranks did not connect, as a rule because one is gone: {error}") from error
 
@@ -55,24 +57,24 @@ def process_group(
         gloo_class: Any = dist.ProcessGroupGloo  # torch's type stubs lack ``_Options``
         options = gloo_class._Options()
         # Use the address: the host name resolves to 127.0.1.1 on many machines.
-        options._devices = [gloo_class.create_device(hostname="127.0.0.1" if seat.store is None else seat.ip)]
+        options._devices = [gloo_class.create_device(hostname="127.0.0.1" if rank_spec.store is None else rank_spec.ip)]
         options._timeout = timeout
         return gloo_class(dist.PrefixStore(name, store), rank, size, options)
 
     made: list[Any] = []
 
     def nccl(name: str) -> Any:
-        made.append(_nccl(dist.PrefixStore(name, store), seat.rank, world_size, seat.ip, timeout))
+        made.append(_nccl(dist.PrefixStore(name, store), rank_spec.rank, world_size, rank_spec.ip, timeout))
         return made[-1]
 
     group = Group(
-        seat.rank,
+        rank_spec.rank,
         world_size,
-        all_gather_by(SealedStore(store, seat.key), "ways", seat.rank, world_size, timeout_s),
+        all_gather_by(SealedStore(store, rank_spec.key), "ways", rank_spec.rank, world_size, timeout_s),
         gloo,
-        nccl=nccl if device.type == "cuda" and seat.nccl else None,
+        nccl=nccl if device.type == "cuda" and rank_spec.nccl else None,
         credentials=credentials,
-        ip=seat.ip,
+        ip=rank_spec.ip,
         shares_memory=config.collectives == "auto",
         timeout_s=timeout_s,
     )
@@ -86,16 +88,16 @@ def process_group(
         one.shutdown()
 
 
-def _store(seat: RankSpec, world_size: int, credentials: Credentials, timeout_s: float) -> dist.Store:
+def _store(rank_spec: RankSpec, world_size: int, credentials: Credentials, timeout_s: float) -> dist.Store:
     timeout = datetime.timedelta(seconds=timeout_s)
-    if seat.store is None:
-        found = dist.FileStore(str(Path(seat.host_dir, "store")), -1)
+    if rank_spec.store is None:
+        found = dist.FileStore(str(Path(rank_spec.host_dir, "store")), -1)
         found.set_timeout(timeout)
         return found
-    if seat.store_fd is None:
-        return RankStore(ValueClient(seat.store, seat.rank, credentials, timeout_s).ask, timeout)
+    if rank_spec.store_fd is None:
+        return RankStore(ValueClient(rank_spec.store, rank_spec.rank, credentials, timeout_s).ask, timeout)
     # The host process has bound the socket, so that the port is known, and only to the address of the chosen network.
-    listener = socket.socket(fileno=os.dup(seat.store_fd))
+    listener = socket.socket(fileno=os.dup(rank_spec.store_fd))
     return RankStore(ValueServer(listener, range(1, world_size), credentials, timeout_s).ask, timeout)
 
 

@@ -46,18 +46,18 @@ def set_environment(variables: Mapping[str, str], *, only: bool = True) -> None:
 
 
 @contextmanager
-def environment(seat: RankSpec | None) -> Iterator[None]:
+def environment(rank_spec: RankSpec | None) -> Iterator[None]:
     """Context manager that sets CUDA_VISIBLE_DEVICES for the rank and removes the variables of launchers.
 
-    Without a ``seat``, in the caller's own process, nothing is changed at first. At the end, the whole environment is
+    Without ``rank_spec``, in the caller's process, nothing is changed at first. At the end, the whole environment is
     restored.
     """
     before = dict(os.environ)
-    if seat is not None:
+    if rank_spec is not None:
         for name in _LAUNCHER_VARIABLES:
             os.environ.pop(name, None)
-        if seat.gpu is not None:
-            os.environ["CUDA_VISIBLE_DEVICES"] = seat.gpu
+        if rank_spec.gpu is not None:
+            os.environ["CUDA_VISIBLE_DEVICES"] = rank_spec.gpu
     try:
         yield
     finally:
@@ -65,10 +65,10 @@ def environment(seat: RankSpec | None) -> Iterator[None]:
 
 
 @contextmanager
-def launcher_variables(place: Place, seat: RankSpec | None, notes: SealedStore | None) -> Iterator[None]:
+def launcher_variables(place: Place, rank_spec: RankSpec | None, notes: SealedStore | None) -> Iterator[None]:
     """Set the variables of torchrun and horovodrun, for a program that is distributed already.
 
-    See Note [The master's port]. Without a ``seat``, in the caller's own process, variables that are set already stay.
+    See Note [The master's port]. Without ``rank_spec``, in the caller's process, variables that are set already stay.
     This does not restore the variables: ``environment``, the outer context manager, does.
 
     Args:
@@ -77,10 +77,10 @@ def launcher_variables(place: Place, seat: RankSpec | None, notes: SealedStore |
     Raises:
         TimeoutError: if rank 0 leaves no address in time.
     """
-    if seat is None and "RANK" in os.environ:
+    if rank_spec is None and "RANK" in os.environ:
         yield
         return
-    ip = seat.ip if seat is not None else "127.0.0.1"
+    ip = rank_spec.ip if rank_spec is not None else "127.0.0.1"
     with socket.socket() as held:
         master = _master(place, ip, held, notes)
         os.environ |= {
@@ -94,8 +94,8 @@ def launcher_variables(place: Place, seat: RankSpec | None, notes: SealedStore |
             "HOROVOD_SIZE": str(place.world_size),
             "HOROVOD_LOCAL_RANK": str(place.local_rank),
             "HOROVOD_LOCAL_SIZE": str(place.local_world_size),
-            "HOROVOD_CROSS_RANK": str(seat.cross_rank if seat is not None else 0),
-            "HOROVOD_CROSS_SIZE": str(seat.cross_size if seat is not None else 1),
+            "HOROVOD_CROSS_RANK": str(rank_spec.cross_rank if rank_spec is not None else 0),
+            "HOROVOD_CROSS_SIZE": str(rank_spec.cross_size if rank_spec is not None else 1),
         }
         if interface := interface_of(ip):
             # Without it gloo resolves the host's name, on many machines to 127.0.1.1.

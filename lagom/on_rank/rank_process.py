@@ -34,14 +34,16 @@ _PR_SET_PDEATHSIG = 1
 _MAX_SOCKET = 107  # most characters of a Unix socket's path
 
 
-def run_rank(spec: RunSpec, seat: RankSpec, ground: HostWorkspace, stdout: int, stderr: int, parent: int) -> NoReturn:
-    """Run the rank of ``seat`` in a process just forked from ``parent``; never return."""
+def run_rank(
+    spec: RunSpec, rank_spec: RankSpec, workspace: HostWorkspace, stdout: int, stderr: int, parent: int
+) -> NoReturn:
+    """Run the rank of ``rank_spec`` in a process just forked from ``parent``; never return."""
     code = 1
     try:
-        _detach(seat, ground, stdout, stderr, parent)
-        _adopt_driver_settings(spec, seat, ground)
-        log = _separate_log(seat.rank)
-        call = RankCall(spec, seat)
+        _detach(rank_spec, workspace, stdout, stderr, parent)
+        _adopt_driver_settings(spec, rank_spec, workspace)
+        log = _separate_log(rank_spec.rank)
+        call = RankCall(spec, rank_spec)
         log.tell = call.tell
         call.run()
     except BaseException:
@@ -52,7 +54,7 @@ def run_rank(spec: RunSpec, seat: RankSpec, ground: HostWorkspace, stdout: int, 
         os._exit(code)
 
 
-def _detach(seat: RankSpec, ground: HostWorkspace, stdout: int, stderr: int, parent: int) -> None:
+def _detach(rank_spec: RankSpec, workspace: HostWorkspace, stdout: int, stderr: int, parent: int) -> None:
     gc.disable()  # objects of the parent, such as its sockets, must not be finalised here
     with contextlib.suppress(OSError):
         os.setpgid(0, 0)
@@ -64,8 +66,8 @@ def _detach(seat: RankSpec, ground: HostWorkspace, stdout: int, stderr: int, par
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(stdout, 1)
     os.dup2(stderr, 2)
-    seats = {seat.control_fd, seat.outcome_fd, seat.store_fd, seat.stacks_fd}
-    close_all_but({0, 1, 2, ground.payload_fd, *seats})
+    own_fds = {rank_spec.control_fd, rank_spec.outcome_fd, rank_spec.store_fd, rank_spec.stacks_fd}
+    close_all_but({0, 1, 2, workspace.payload_fd, *own_fds})
     streams: dict[str, io.TextIOBase] = {"stdin": open(0, closefd=False)}  # noqa: SIM115
     for fd, name in ((1, "stdout"), (2, "stderr")):
         raw = open(fd, "wb", closefd=False)  # noqa: SIM115
@@ -135,19 +137,19 @@ def close_all_but(keep: set[int | None]) -> None:
         os.closerange(low + 1, high)
 
 
-def _adopt_driver_settings(spec: RunSpec, seat: RankSpec, ground: HostWorkspace) -> None:
+def _adopt_driver_settings(spec: RunSpec, rank_spec: RankSpec, workspace: HostWorkspace) -> None:
     """Set the driver's environment, working directory, module path and arguments; make a new, empty ``__main__``."""
     set_environment(spec.env, only=spec.whole_env)
-    os.chdir(ground.cwd)
+    os.chdir(workspace.cwd)
     own = [sys.path[0]]  # the entry that has lagom; see Note [Worker reuse] in spark/spark_task.py
-    sys.path[:] = own + [entry for entry in (*ground.sys_path, *sys.path[1:]) if entry not in own]
+    sys.path[:] = own + [entry for entry in (*workspace.sys_path, *sys.path[1:]) if entry not in own]
     importlib.invalidate_caches()
     sys.argv[:] = spec.argv
     sys.modules["__main__"] = types.ModuleType("__main__")
-    _keep_sockets(f"{seat.host_dir}/mp-{seat.rank}")
+    _keep_sockets(f"{rank_spec.host_dir}/mp-{rank_spec.rank}")
     faulthandler.enable(file=2)
-    if seat.stacks_fd is not None:
-        dump_on_signal(seat.stacks_fd)
+    if rank_spec.stacks_fd is not None:
+        dump_on_signal(rank_spec.stacks_fd)
 
 
 def _keep_sockets(folder: str) -> None:

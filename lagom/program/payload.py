@@ -31,8 +31,10 @@ class Digest(Protocol):
 class Parcel:
     """A pickled value, not yet written: its pickle and buffers, in the order of the file."""
 
-    def __init__(self, value: object, at_home: Mapping[type, str] | None = None, *, by_reference: bool = False) -> None:
-        """Pickle ``value``; pickle the classes ``at_home``, which came from the reader, by the reader's ids for them.
+    def __init__(
+        self, value: object, own_classes: Mapping[type, str] | None = None, *, by_reference: bool = False
+    ) -> None:
+        """Pickle ``value``; pickle ``own_classes``, which came from the reader, by the reader's ids for them.
 
         See Note [Classes of __main__] in program/pickler.py.
 
@@ -42,7 +44,7 @@ class Parcel:
         Raises:
             PayloadError: if a part of ``value`` cannot be pickled; the text names the part.
         """
-        self._frame(*_pickle(value, at_home or {}, by_reference))
+        self._frame(*_pickle(value, own_classes or {}, by_reference))
 
     @classmethod
     def of_parts(cls, pickled: bytes, buffers: Sequence[memoryview]) -> Parcel:
@@ -155,7 +157,7 @@ def _padding(size: int) -> int:
     return -size % _ALIGNMENT
 
 
-def _pickle(value: object, at_home: Mapping[type, str], by_reference: bool) -> tuple[bytes, list[memoryview]]:
+def _pickle(value: object, own_classes: Mapping[type, str], by_reference: bool) -> tuple[bytes, list[memoryview]]:
     buffers: list[memoryview] = []
 
     def out_of_band(buffer: pickle.PickleBuffer) -> bool:
@@ -167,7 +169,7 @@ def _pickle(value: object, at_home: Mapping[type, str], by_reference: bool) -> t
 
     stream = io.BytesIO()
     try:
-        Pickler(stream, out_of_band, at_home, by_reference).dump(value)
+        Pickler(stream, out_of_band, own_classes, by_reference).dump(value)
     except Exception as error:
         culprit = find_unpicklable(value, _can_pickle)
         what = culprit or f"a {type(value).__name__}"

@@ -58,7 +58,7 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         self,
         stream: io.BytesIO,
         out_of_band: Callable[[pickle.PickleBuffer], Any],
-        at_home: Mapping[type, str],
+        own_classes: Mapping[type, str],
         by_reference: bool = False,
     ) -> None:
         super().__init__(stream, protocol=5, buffer_callback=out_of_band)
@@ -66,11 +66,11 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         if by_reference:
             self.dispatch_table = copyreg.dispatch_table
         self._storages: dict[tuple[str, int, int], _Storage] = {}
-        self._at_home = at_home
+        self._own_classes = own_classes
 
     def reducer_override(self, value: Any) -> Any:
-        if isinstance(value, type) and value in self._at_home:
-            return _class_at_home, (self._at_home[value], value.__qualname__)
+        if isinstance(value, type) and value in self._own_classes:
+            return _class_at_home, (self._own_classes[value], value.__qualname__)
         if isinstance(value, types.CodeType):
             make, given = _tracker._code_reduce(value)
             # cloudpickle 3.1.3 drops the file's name, by which tracebacks, debuggers and TorchScript find the source.

@@ -74,11 +74,11 @@ class Leaves:
         return leaf
 
     def state(self) -> tuple[dict[int, torch.Tensor], int]:
-        """Return all living leaves by number, and the next number, as the arguments of ``go_on`` in another process."""
+        """Return all living leaves by number, and the next number: arguments of ``restore`` in another process."""
         found = {number: self.tensor(number) for number in list(self._by_number)}
         return {number: leaf for number, leaf in found.items() if leaf is not None}, self._next
 
-    def go_on(self, known: Mapping[int, torch.Tensor], following: int) -> None:
+    def restore(self, known: Mapping[int, torch.Tensor], following: int) -> None:
         """Adopt the numbers of another process: forget all leaves, number ``known``, and go on with ``following``."""
         self._by_id.clear()
         self._by_number.clear()

@@ -131,7 +131,7 @@ class PassTracker:
             self._training.remove(ref)
         self._training.append(ref)
 
-    def go_on(self, progress: dict[str, int | None], current: Iterable[LoaderPass]) -> None:
+    def restore(self, progress: dict[str, int | None], current: Iterable[LoaderPass]) -> None:
         """Adopt the state of another process: its ``progress`` and its unfinished passes ``current``."""
         self.progress, self._epoch = progress, progress["epoch"] or 0
         for one in current:

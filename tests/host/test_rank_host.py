@@ -25,7 +25,7 @@ from lagom.cluster import Cluster
 from lagom.config import TorchDistributedConfig
 from lagom.errors import LagomError
 from lagom.host import descendants
-from lagom.host.rank_host import allow_files, rank_spec, run_task_ranks
+from lagom.host.rank_host import allow_files, make_rank_spec, run_task_ranks
 from lagom.host.workspace import host_workspace
 from lagom.plan import plan
 from lagom.program.call import Call
@@ -244,7 +244,7 @@ def _children() -> set[str]:
 def test_the_first_of_openmps_list_of_numbers_counts() -> None:
     with host_workspace(spec(1), payload_fd=0) as place:
         table = Peers(ranks=[RankAddress(0, "here", "1.2.3.4", None)], store=("1.2.3.4", 5), nccl=False)
-        assert rank_spec(table, 0, spec(1, OMP_NUM_THREADS="4,3"), place, 0, None, None).threads == 4
+        assert make_rank_spec(table, 0, spec(1, OMP_NUM_THREADS="4,3"), place, 0, None, None).threads == 4
 
 
 def test_a_rank_knows_the_hosts_that_have_a_rank_of_its_local_rank() -> None:
@@ -252,9 +252,21 @@ def test_a_rank_knows_the_hosts_that_have_a_rank_of_its_local_rank() -> None:
     ranks = [RankAddress(rank, host, "1.2.3.4", None) for rank, host in enumerate(hosts)]
     table = Peers(ranks=ranks, store=("1.2.3.4", 5), nccl=False)
     with host_workspace(spec(5), payload_fd=0) as place:
-        seats = [rank_spec(table, rank, spec(5), place, 0, None, None) for rank in range(5)]
-    assert [(seat.local_rank, seat.local_world_size) for seat in seats] == [(0, 2), (0, 2), (1, 2), (1, 2), (0, 1)]
-    assert [(seat.cross_rank, seat.cross_size) for seat in seats] == [(0, 3), (1, 3), (0, 2), (1, 2), (2, 3)]
+        rank_specs = [make_rank_spec(table, rank, spec(5), place, 0, None, None) for rank in range(5)]
+    assert [(rank_spec.local_rank, rank_spec.local_world_size) for rank_spec in rank_specs] == [
+        (0, 2),
+        (0, 2),
+        (1, 2),
+        (1, 2),
+        (0, 1),
+    ]
+    assert [(rank_spec.cross_rank, rank_spec.cross_size) for rank_spec in rank_specs] == [
+        (0, 3),
+        (1, 3),
+        (0, 2),
+        (1, 2),
+        (2, 3),
+    ]
 
 
 @pytest.mark.parametrize(
@@ -276,8 +288,8 @@ def test_a_program_for_torchrun_sees_the_gpus_of_its_host_in_the_order_of_its_ra
         here = [RankAddress(rank, "here", "1.2.3.4", gpu) for rank, gpu in enumerate(masks)]
         there = RankAddress(2, "there", "1.2.3.5", "0")
         table = Peers(ranks=[*here, there], store=("1.2.3.4", 5), nccl=nccl)
-        seat = rank_spec(table, 1, its, place, 0, None, masks[1])
-    assert (seat.gpu, seat.gpu_index) == wanted
+        rank_spec = make_rank_spec(table, 1, its, place, 0, None, masks[1])
+    assert (rank_spec.gpu, rank_spec.gpu_index) == wanted
 
 
 def test_a_host_allows_the_files_of_its_ranks_or_says_how_many_it_needs() -> None:

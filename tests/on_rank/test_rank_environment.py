@@ -20,7 +20,7 @@ from lagom.world import Place, place_set
 LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "HOROVOD_RANK")
 
 
-def seat(gpu: str | None = None) -> RankSpec:
+def spec_of_rank(gpu: str | None = None) -> RankSpec:
     return RankSpec(
         rank=0,
         local_rank=0,
@@ -43,7 +43,7 @@ def test_a_rank_sees_no_launcher_and_its_own_gpu(monkeypatch: pytest.MonkeyPatch
         monkeypatch.setenv(name, "1")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
     before = dict(os.environ)
-    with environment(seat(gpu="GPU-7")):
+    with environment(spec_of_rank(gpu="GPU-7")):
         assert not set(LAUNCHERS) & set(os.environ)
         assert os.environ["CUDA_VISIBLE_DEVICES"] == "GPU-7"
     assert dict(os.environ) == before
@@ -51,7 +51,7 @@ def test_a_rank_sees_no_launcher_and_its_own_gpu(monkeypatch: pytest.MonkeyPatch
 
 def test_a_rank_without_a_gpu_of_its_own_keeps_the_mask(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
-    with environment(seat()):
+    with environment(spec_of_rank()):
         assert os.environ["CUDA_VISIBLE_DEVICES"] == "0,1"
 
 

@@ -98,9 +98,9 @@ class RingStream:
         deadline = time.monotonic() + self._timeout_s
         comes, is_late = True, False
         while outs or backs:
-            moved = bool(outs) and outs[0].go_on(self._following)
+            moved = bool(outs) and outs[0].advance(self._following)
             if backs and comes:
-                took = backs[0].go_on(self._preceding)
+                took = backs[0].advance(self._preceding)
                 moved, comes = moved or took, not backs[0].has_all
             if outs and outs[0].is_done:
                 del outs[0]
@@ -152,7 +152,7 @@ class _Sending:
         """Return whether less than a block can be sent now: for fewer bytes the receiver would wake more often."""
         return self._ready() - self._sent < min(BLOCK, self._size - self._sent)
 
-    def go_on(self, peer: Connection) -> bool:
+    def advance(self, peer: Connection) -> bool:
         """Send as many bytes as have arrived and the kernel accepts; return whether any were sent."""
         if self.waits:
             return False
@@ -183,7 +183,7 @@ class _Receiving:
         self._memory = _memory(message.data)
         self._sums = _Sums(self._memory, arrived) if message.adds and self._memory else None
 
-    def go_on(self, peer: Connection) -> bool:
+    def advance(self, peer: Connection) -> bool:
         """Read the bytes that have arrived, and add them if needed; return whether there were any."""
         has_head = len(self._head) == HEAD.size
         try:

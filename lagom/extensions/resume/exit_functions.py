@@ -37,7 +37,7 @@ class ExitFunctions:
         with replaced(atexit, "register", note), replaced(atexit, "unregister", forget):
             yield
 
-    def go_on(self, registered: Sequence[Any]) -> None:
+    def restore(self, registered: Sequence[Any]) -> None:
         """Register the functions that another process has noted."""
         self.registered = list(registered)
         for function, args, kwargs in registered:

@@ -42,7 +42,7 @@ class LearnedFacts:
         }
         return LearnedFacts, (self.world_size, facts)
 
-    def go_on(self, session: Session) -> None:
+    def restore(self, session: Session) -> None:
         """Give the facts to this rank, if there are as many ranks as before."""
         if self.world_size == session.world_size:
             for name, pairs in self.facts.items():

@@ -72,17 +72,17 @@ class ProgramInProgress:
     """The program of one rank.
 
     Args:
-        at_home: classes that came with the call, with the sender's ids for them.
+        own_classes: classes that came with the call, with the sender's ids for them.
         settings: two functions; the first returns the settings of libraries, the second sets them.
     """
 
     def __init__(
         self,
         session: Session,
-        at_home: Mapping[type, str],
+        own_classes: Mapping[type, str],
         settings: tuple[Callable[[], Any], Callable[[Any], None]] = (dict, lambda _: None),
     ) -> None:
-        self._session, self._at_home = session, at_home
+        self._session, self._own_classes = session, own_classes
         self.loaders = LoaderPasses(session)
         self._library_settings, self._set_library_settings = settings
         self._at_exit = ExitFunctions()
@@ -163,9 +163,9 @@ class ProgramInProgress:
         if state is not None:
             self._set_library_settings(state.settings)
             set_process_state(state.process, self._settings)
-            self.loaders.go_on(state.progress)
+            self.loaders.restore(state.progress)
             self._session.progress.samples_trained = state.samples  # batches that were read again do not count
-            self._at_exit.go_on(state.at_exit)
+            self._at_exit.restore(state.at_exit)
             for name, service in state.services.items():
                 self.services[name][1](service)
             set_random_states(state.random)
@@ -200,14 +200,14 @@ class ProgramInProgress:
         state = self._state(frames, iterator)
         with program_globals(self._globals, self._script.modules):
             try:
-                pickled, buffers = pickle_state(state, self._at_home, self._reduce)
+                pickled, buffers = pickle_state(state, self._own_classes, self._reduce)
             except WorkersInPassError as error:
                 raise NoSnapshotError(str(error)) from error
             except Exception as error:
                 raise NoSnapshotError(self._name_culprit(state, error)) from error
         return pickle.dumps((imports, pickled)), buffers
 
-    def go_on(self, pickled: Any, buffers: Sequence[Any]) -> Callable[[], Any]:
+    def restore(self, pickled: Any, buffers: Sequence[Any]) -> Callable[[], Any]:
         """Restore the objects that ``pickle`` has pickled; return the call with which ``run`` goes on from there.
 
         ``run`` restores the rest of the state: settings, iterators of loaders, random states.
@@ -230,7 +230,7 @@ class ProgramInProgress:
         for kind, attributes in state.classes:
             for name, value in attributes.items():
                 setattr(kind, name, value)
-        state.learned.go_on(self._session)
+        state.learned.restore(self._session)
         self._session.progress.samples_trained, self.found_beside = state.samples, state.beside
         self._resumed = state
         call = self._frames.call(state.frames, self._globals.__getitem__)
@@ -324,7 +324,7 @@ class ProgramInProgress:
     def _name_culprit(self, state: ProgramState, error: Exception) -> str:
         def can_pickle(value: object) -> bool:
             try:
-                pickle_state(value, self._at_home, self._reduce)
+                pickle_state(value, self._own_classes, self._reduce)
             except Exception:
                 return False
             return True

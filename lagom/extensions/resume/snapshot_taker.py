@@ -55,7 +55,7 @@ class Snapshots:
         payload_fd: file with the pickled call, from which the call's data is mapped.
         tell: sends a message to the driver.
         ask: sends a message to the host process and waits for the answer.
-        at_home: classes that came with the call, with the sender's ids for them.
+        own_classes: classes that came with the call, with the sender's ids for them.
         lengths: flushes the files that the program goes on writing, and returns their lengths by path.
         settings: two functions; the first returns the settings of libraries, the second sets them.
     """
@@ -67,12 +67,12 @@ class Snapshots:
         payload_fd: int,
         tell: Callable[[NoSnapshot | SnapshotKept], None],
         ask: Callable[[SnapshotPoint], object],
-        at_home: Mapping[type, str],
+        own_classes: Mapping[type, str],
         lengths: Callable[[], dict[str, int]],
         settings: tuple[Callable[[], Any], Callable[[Any], None]],
     ) -> None:
         self._session, self._files, self._tell, self._ask = session, files, tell, ask
-        self.program = ProgramInProgress(session, at_home, settings)
+        self.program = ProgramInProgress(session, own_classes, settings)
         self._memory = CallMemory(payload_fd, files.open_call)
         self._lengths = lengths
         self._pace = SnapshotPace(session.config.snapshot_every_s or 0.0)
@@ -260,7 +260,7 @@ class Snapshots:
         head, pickled, *own = parts_of(memoryview(mapped))
         buffers = self._memory.join(json.loads(bytes(head))["references"], own)
         try:
-            return self.program.go_on(pickled, buffers)
+            return self.program.restore(pickled, buffers)
         except SnapshotError:
             raise
         except Exception as error:

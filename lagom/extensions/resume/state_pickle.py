@@ -65,12 +65,12 @@ def program_globals(
 
 
 def pickle_state(
-    state: Any, at_home: Mapping[type, str], reduce: Callable[[Any], Any]
+    state: Any, own_classes: Mapping[type, str], reduce: Callable[[Any], Any]
 ) -> tuple[bytes, list[memoryview]]:
     """Pickle ``state``; return the pickle and its large buffers.
 
     Args:
-        at_home: classes that came with the call, with the sender's ids for them.
+        own_classes: classes that came with the call, with the sender's ids for them.
         reduce: returns how to pickle an object, as ``__reduce_ex__`` does, or NotImplemented.
 
     Raises:
@@ -86,7 +86,7 @@ def pickle_state(
         return False
 
     stream = io.BytesIO()
-    pickler = _StatePickler(stream, out_of_band, at_home)
+    pickler = _StatePickler(stream, out_of_band, own_classes)
     pickler.reduce = reduce
     pickler.dump((state, pickler.gradients))
     return stream.getvalue(), buffers

@@ -82,7 +82,7 @@ def run_trials(
         total = num_trials if resume is None else None
         key, direction = config.optimization_key, config.direction or "max"
         progress = SearchProgress(of_trial.name, where, number, direction, records, total, key)
-        progress.go_on(source.trials())
+        progress.restore(source.trials())
         progress.shows_output = config.log == "all"
         trials_dir = (folder or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="lagom-")))) / "trials"
         loop = TrialLoop(

@@ -133,7 +133,7 @@ class SearchProgress:
                 self._told_failures.add(kind)
                 self.warn(cut(self._failure, WIDTH))
 
-    def go_on(self, trials: Sequence[Mapping[str, Any]]) -> None:
+    def restore(self, trials: Sequence[Mapping[str, Any]]) -> None:
         """Count the ``trials`` of the search that this one goes on from."""
         for trial in trials:
             self._count(trial["number"], trial["state"], trial["value"], trial["params"])

@@ -48,7 +48,7 @@ def verify(launcher: Launcher, plan: Plan, call: Call) -> Verification:
         better = next((other for other in _others(plan, found) if _is_better(rehearsals.judge(other), found)), None)
         may_run = _may_run(plan, found, better)
         if may_run and snapshots is not None:
-            found = rehearsals.go_on(found)
+            found = rehearsals.rehearse_restart(found)
     verification = Verification(
         name=plan.name,
         setting=_named(plan, plan),
@@ -173,7 +173,7 @@ class _Rehearsals:
         control = self._run(alone, dataclasses.replace(limits, other_threads=True, snapshot_after=None))
         return () if isinstance(control, str) else (compare_rounding(one, ranks, control[0]),)
 
-    def go_on(self, found: _Finding) -> _Finding:
+    def rehearse_restart(self, found: _Finding) -> _Finding:
         """Rehearse that the plan's run goes on from a snapshot; return ``found`` with the comparison's row."""
         row = self._resumed()
         verdict = "strays" if row.level > AgreementLevel.AGREES else found.verdict

@@ -35,7 +35,7 @@ def share_losses(session: Session, knows_rank: Callable[[], bool]) -> Iterator[N
         knows_rank: tells whether the program has asked for its rank, and so may compute a loss on one rank alone.
     """
     sharing = _Sharing(session, knows_rank)
-    session.resumption.learned["losses"] = sharing.state, sharing.go_on
+    session.resumption.learned["losses"] = sharing.state, sharing.restore
     with ExitStack() as stack:
         for loss in _LOSSES:
             stack.enter_context(_share_loss(sharing, loss))
@@ -83,10 +83,10 @@ class _Sharing:
         self._is_over = True
 
     def state(self) -> list[tuple[None, bool]]:
-        """Return whether no loss is shared out any more, for ``go_on`` in another process."""
+        """Return whether no loss is shared out any more, for ``restore`` in another process."""
         return [(None, self._is_over)]
 
-    def go_on(self, state: Sequence[tuple[None, bool]]) -> None:
+    def restore(self, state: Sequence[tuple[None, bool]]) -> None:
         """Go on as the process that returned ``state``."""
         ((_, self._is_over),) = state
 

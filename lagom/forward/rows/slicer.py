@@ -125,16 +125,16 @@ class Slicer:
         self._calls: WeakIdKeyDictionary = WeakIdKeyDictionary(ref_type=ObjectReference)
         """``KnownCalls`` of each module."""
         self._remade = RemadeModules()
-        session.resumption.learned["forwards"] = self.state, self.go_on
+        session.resumption.learned["forwards"] = self.state, self.restore
         self._depth = 0
         self._has_work = False
         """Whether a forward that is worth slicing was seen, or the user was told that there is none."""
 
     def state(self) -> list[tuple[nn.Module, Any]]:
-        """Return each module with the known facts about its calls, for ``go_on`` in another process."""
+        """Return each module with the known facts about its calls, for ``restore`` in another process."""
         return [(module, self._trees.portable(module, calls)) for module, calls in list(self._calls.items())]
 
-    def go_on(self, state: Sequence[tuple[nn.Module, Any]]) -> None:
+    def restore(self, state: Sequence[tuple[nn.Module, Any]]) -> None:
         """Go on from ``state``, which ``Slicer.state`` returned in a process with the same number of ranks."""
         for module, calls in state:
             self._calls[module] = self._trees.put_back(module, calls)

@@ -67,7 +67,7 @@ def resumed(session: Session, function: Callable[[], Any], snapshot: Any, at: in
     follow_loaders(session, points)
     seed_everything(99)
     with points.program.installed():
-        rest = points.program.go_on(snapshot[0], [bytearray(one) for one in snapshot[1]])
+        rest = points.program.restore(snapshot[0], [bytearray(one) for one in snapshot[1]])
         return points.program.run(rest), points
 
 

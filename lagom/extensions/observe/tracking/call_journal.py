@@ -49,7 +49,7 @@ class CallJournal:
         """Number of calls so far, including those before the snapshot from which this attempt goes on."""
         self._lost: dict[int, _Call] = {}
 
-    def go_on(self, num: int) -> None:
+    def restore(self, num: int) -> None:
         """Go on from a snapshot, at which the program had made ``num`` calls."""
         self.num, self._lost = num, {}
         self._open(0)

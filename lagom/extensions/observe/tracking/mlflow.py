@@ -123,7 +123,7 @@ class _Tracker:
         num, mlflow = state
         set_mlflow_state(mlflow)
         if self.journal is not None and self._session.rank == 0:
-            self.journal.go_on(num)
+            self.journal.restore(num)
 
     @property
     def _is_shared(self) -> bool:

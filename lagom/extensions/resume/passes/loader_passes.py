@@ -88,7 +88,7 @@ class LoaderPasses:
         """Count a tick, since the rank makes progress."""
         self._session.progress.ticks += 1
 
-    def go_on(self, progress: Any) -> None:
+    def restore(self, progress: Any) -> None:
         """Begin the passes of a snapshot again; called when the program's objects are restored, which workers then get.
 
         Raises:
@@ -100,4 +100,4 @@ class LoaderPasses:
             raise
         except Exception as error:
             raise SnapshotError(f"a loader cannot go on: {type(error).__name__}: {error}") from error
-        self._session.passes.go_on(progress, passes)
+        self._session.passes.restore(progress, passes)

@@ -38,21 +38,21 @@ _SEND_S = 60.0
 
 
 def serve_trials(
-    spec: RunSpec, slot: int, ground: HostWorkspace, link: DriverClient, ip: str, gpus: Sequence[str] = ()
+    spec: RunSpec, slot: int, workspace: HostWorkspace, link: DriverClient, ip: str, gpus: Sequence[str] = ()
 ) -> None:
     """Join the search, and run the trials that the driver sends until it says that the search is over.
 
     Raises:
         LinkClosed: the driver has ended.
     """
-    join = join_message(slot, range(spec.plan.world_size), ground, ip, None, gpus)
+    join = join_message(slot, range(spec.plan.world_size), workspace, ip, None, gpus)
     facts = {each.name: getattr(join, each.name) for each in dataclasses.fields(join)}
-    link.send(SlotJoin(**facts, sees_driver=not ground.scratch))
+    link.send(SlotJoin(**facts, sees_driver=not workspace.scratch))
     unread: list[Message] = []
     imports = TrialImports(spec)
 
     def fork() -> TrialRanks:
-        return TrialRanks(spec, join, ground, link)
+        return TrialRanks(spec, join, workspace, link)
 
     ranks: TrialRanks | None = fork()
     while True:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from lagom.extensions.search.on_rank.messages import BeginTrial, RunTrial
 from lagom.host.forked_rank import ForkedRank
-from lagom.host.rank_host import chosen_threads, fork_rank, rank_spec
+from lagom.host.rank_host import chosen_threads, fork_rank, make_rank_spec
 from lagom.host.supervisor import RankSupervisor
 from lagom.host.workspace import HostWorkspace
 from lagom.wire.client import DriverClient, LinkClosed
@@ -25,7 +25,7 @@ from lagom.wire.spec import RankSpec, RunSpec
 class TrialRanks:
     """Forks the ranks of a trial, which wait for it in a folder that they share."""
 
-    def __init__(self, spec: RunSpec, join: Join, ground: HostWorkspace, link: DriverClient) -> None:
+    def __init__(self, spec: RunSpec, join: Join, workspace: HostWorkspace, link: DriverClient) -> None:
         """Fork the ranks.
 
         Raises:
@@ -36,16 +36,16 @@ class TrialRanks:
         self._ranks: list[ForkedRank] = []
         self.outcomes: list[int] = []
         with contextlib.ExitStack() as stack:
-            folder = tempfile.mkdtemp(prefix="trial-", dir=ground.host_dir)
+            folder = tempfile.mkdtemp(prefix="trial-", dir=workspace.host_dir)
             stack.callback(shutil.rmtree, folder, ignore_errors=True)
-            self.place = dataclasses.replace(ground, host_dir=Path(folder))
+            self.place = dataclasses.replace(workspace, host_dir=Path(folder))
             for rank in range(spec.plan.world_size):
                 self.outcomes.append(anonymous_file(f"outcome-{rank}"))
                 stack.callback(os.close, self.outcomes[rank])
             self.watch = RankSupervisor(link, spec.plan)
             stack.callback(self.watch.end_all)
-            for seat in self._seats(()):
-                self._ranks.append(fork_rank(spec, seat, self.place))
+            for rank_spec in self._rank_specs(()):
+                self._ranks.append(fork_rank(spec, rank_spec, self.place))
                 self.watch.add(self._ranks[-1])
             self._stack = stack.pop_all()
 
@@ -58,17 +58,17 @@ class TrialRanks:
         """Hand the ranks their trial; return whether all are there, and none was killed while it waited."""
         threads = chosen_threads(self._spec) or trial.threads
         try:
-            for rank, seat in zip(self._ranks, self._seats(trial.gpus), strict=True):
+            for rank, rank_spec in zip(self._ranks, self._rank_specs(trial.gpus), strict=True):
                 rank.control.send(
                     BeginTrial(
                         number=trial.number,
                         change=trial.change,
                         metric=trial.metric,
                         env=trial.env,
-                        gpu=seat.gpu,
-                        gpu_index=seat.gpu_index,
-                        nccl=seat.nccl,
-                        threads=threads or seat.threads,
+                        gpu=rank_spec.gpu,
+                        gpu_index=rank_spec.gpu_index,
+                        nccl=rank_spec.nccl,
+                        threads=threads or rank_spec.threads,
                     )
                 )
         except LinkClosed:
@@ -79,10 +79,10 @@ class TrialRanks:
         """End the ranks, and remove what is left of them."""
         self._stack.close()
 
-    def _seats(self, gpus: Sequence[str]) -> list[RankSpec]:
+    def _rank_specs(self, gpus: Sequence[str]) -> list[RankSpec]:
         table = peers([dataclasses.replace(self._join, gpus=list(gpus))])
         return [
-            rank_spec(table, rank, self._spec, self.place, fd, None, table.ranks[rank].gpu)
+            make_rank_spec(table, rank, self._spec, self.place, fd, None, table.ranks[rank].gpu)
             for rank, fd in enumerate(self.outcomes)
         ]
 

@@ -73,7 +73,7 @@ class RecordInProgress:
         if (state := snapshots.program.found_beside) is None:
             return
         record, (known, following), self.begun, self.num_runs, self.epsilon, printed = state
-        self._leaves.go_on(known, following)
+        self._leaves.restore(known, following)
         self._kept = {number: known[number] for number in record.leaves}
         self.record = record
         self.session.parts["verify"].num_backwards = self.begun

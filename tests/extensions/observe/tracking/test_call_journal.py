@@ -20,7 +20,7 @@ class Program:
         self.said: list[str] = []
         self.journal = CallJournal(str(path), self.said.append)
         if num is not None:
-            self.journal.go_on(num)
+            self.journal.restore(num)
 
     def call(self, name: str, finish: Callable[[Any], Any] | None = None, fails: bool = False, **given: Any) -> Any:
         def make() -> str:

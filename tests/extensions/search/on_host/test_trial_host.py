@@ -112,7 +112,7 @@ def served(ranks: type, world_size: int, monkeypatch: pytest.MonkeyPatch) -> Lin
     monkeypatch.setattr(trial_host, "TrialRanks", ranks)
     monkeypatch.setattr(trial_host, "keep_files", lambda *_: [])
     spec: Any = types.SimpleNamespace(whole_env=False, env={}, plan=types.SimpleNamespace(world_size=world_size))
-    ground: Any = types.SimpleNamespace(host="here", scratch=False)
+    workspace: Any = types.SimpleNamespace(host="here", scratch=False)
     link: Any = Link()
-    serve_trials(spec, 0, ground, link, "127.0.0.1")
+    serve_trials(spec, 0, workspace, link, "127.0.0.1")
     return link  # type: ignore[no-any-return]
