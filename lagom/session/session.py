@@ -23,7 +23,7 @@ from lagom.session.backward_state import BackwardState
 from lagom.session.events import Events
 from lagom.session.forward_state import ForwardState
 from lagom.session.known_tensors import KnownTensors
-from lagom.session.resumption import Resumption
+from lagom.session.resumable_state import Resumption
 from lagom.session.run_progress import RunProgress
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from lagom.errors import LagomError
 from lagom.extensions.resume.frame_position import NoSnapshotError
 
 if TYPE_CHECKING:
-    from lagom.session.resumption import Learned
+    from lagom.session.resumable_state import Learned
     from lagom.session.session import Session
 
 
