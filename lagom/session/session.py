@@ -109,6 +109,8 @@ class Session:
     """Loss of the last backward, without its graph; None unless it is one number on the CPU."""
     reported_values: dict[str, float | int] = field(default_factory=dict, init=False)
     """Values that the program reported last; shown with the progress."""
+    progress_values: dict[str, float] = field(default_factory=dict, init=False)
+    """Further values by name, which extensions set, and which are shown with the progress of this rank."""
     pictures: deque[str] = field(default_factory=deque, init=False)
     """Pictures that the program has shown and that are not sent to the driver yet, as PNG in base64."""
     position: int | None = field(default=None, init=False)
@@ -382,10 +384,11 @@ class Session:
         return self.modules.in_eval_mode(self.leaves, self.divergence.reached if self.divergence is not None else set())
 
     def progress(self) -> dict[str, Any]:
-        """Return the progress of training as fields of ``Progress``; may be called from another thread."""
+        """Return the progress of training as fields of ``ProgressReport``; may be called from another thread."""
         now: dict[str, Any] = {**self.passes.progress, "samples": self.samples_trained, "ticks": self.ticks}
         loss = self._loss
         now |= {"starts": not self.is_called, "loss": None if loss is None else float(loss)}
+        now["values"] = dict(self.progress_values)
         return {**now, **self.reported_values}
 
     def wait_times(self) -> list[int]:
