@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, overload
 
 from lagom.config import AblationConfig, HyperparameterOptConfig, TorchDistributedConfig
 from lagom.config.torch_distributed import Launcher
+from lagom.config.trials import TrialsConfig
 from lagom.driver.driver_run import DriverRun
 from lagom.driver.preparation import checked, facts_of_code, random_start, run_records, source_of
 from lagom.errors import LagomError
@@ -72,6 +73,8 @@ def lagom(train: Callable[..., Any], config: TorchDistributedConfig) -> Result |
         if (runs := extension.runs_config(config)) is not None:
             found: Result | SearchResult = runs(train, config)
             return found
+    if isinstance(config, TrialsConfig):
+        raise LagomError(f"this installation of lagom has no extension that runs trials of {type(config).__name__}")
     timings = Timings()
     provided = checked(train, config)
     launcher = choose(config.launcher)
@@ -87,14 +90,18 @@ def lagom(train: Callable[..., Any], config: TorchDistributedConfig) -> Result |
         random_states=random_start(config),
         settings=process_settings(),
         sources=source_files(train, *provided.values(), *config.hparams.values())
-        if config.snapshot_every_s is not None
+        if any(extension.needs_sources(config) for extension in EXTENSIONS)
         else {},
     )
     source = source_of(train)
     run = DriverRun(launcher=launcher, plan=the_plan, call=call, timings=timings, source=source)
     run.check()
     with run_records(config, the_plan, launcher.where(), source, began=timings.began) as records:
-        return run.run(records)
+        try:
+            return run.run(records)
+        except (Exception, KeyboardInterrupt) as error:
+            run.cut_frames(error)
+            raise error  # in Python 3.10, a bare raise would restore the frames
 
 
 def resume(

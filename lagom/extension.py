@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from lagom.config import TorchDistributedConfig
+    from lagom.config.trials import TrialsConfig
     from lagom.driver.driver_run import DriverRun
     from lagom.driver.view_part import ViewPart
     from lagom.on_rank.oom_report import Shortage
@@ -38,6 +39,14 @@ class Settings:
             ValueError: if a field has a wrong value, or does not go with another.
         """
 
+    @staticmethod
+    def check_trials(config: TrialsConfig) -> None:
+        """Check the fields of the extension in the ``config`` of many trials, before ``check``.
+
+        Raises:
+            ValueError: if a field has a value that trials cannot have.
+        """
+
 
 class Extension:
     """An optional part of lagom; a run enters only those that ``is_wanted`` names, and imports no other.
@@ -55,9 +64,21 @@ class Extension:
         """Return whether a run with ``plan`` uses the extension."""
         return False
 
-    def obstacle(self, plan: Plan) -> str:
-        """Return why a run with ``plan`` cannot use the extension, and what to do; "" if it can."""
+    def obstacle(self, config: TorchDistributedConfig, world_size: int) -> str:
+        """Return why a run of ``world_size`` ranks cannot have the extension's settings; "" if it can."""
         return ""
+
+    def needs_sources(self, config: TorchDistributedConfig) -> bool:
+        """Return whether the call must have the text of the source files of its functions."""
+        return False
+
+    def waits_for_user(self, config: TorchDistributedConfig) -> bool:
+        """Return whether a rank may wait for a person, and the other ranks for days for this rank."""
+        return False
+
+    def records_spans(self, plan: Plan) -> bool:
+        """Return whether ranks record the spans of their activities."""
+        return False
 
     def provided(self, provided: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return the arguments that the config provides, with those replaced that cannot travel to ranks.

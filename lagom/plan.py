@@ -115,7 +115,7 @@ def plan(
         already_distributed: see ``Plan``, as for ``names_gpu`` and ``packages``; ``facts_of_code`` finds them.
 
     Raises:
-        PlanError: if the run cannot fit, with the remedy; or if ``config.debug`` is no rank of the run.
+        PlanError: if the run cannot fit, with the remedy; or if an extension has an obstacle.
     """
     ranks_per_slot = max(1, cluster.gpus_per_slot)
     room = cluster.slots * ranks_per_slot
@@ -130,8 +130,8 @@ def plan(
             f"world_size is {world_size or 'all'}, but {_WHERE[cluster.launcher]} has {room} {what}; "
             + (", or ".join(remedies) or "start some first")
         )
-    if isinstance(config.debug, int) and config.debug >= world_size:
-        raise PlanError(f"debug is rank {config.debug}, but the run has {world_size} ranks, from rank 0 on")
+    if obstacle := next(filter(None, (extension.obstacle(config, world_size) for extension in EXTENSIONS)), ""):
+        raise PlanError(obstacle)
     encrypts_ranks = cluster.encrypted and not config.allow_unencrypted_collectives
     return Plan(
         config=dataclasses.replace(config, module=None, train_set=None, test_set=None, dataset=None, hparams={}),

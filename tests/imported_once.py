@@ -6,7 +6,6 @@ from collections.abc import Iterator
 
 import pytest
 
-import lagom.extensions.search.slots.local_slots  # noqa: F401  # before forked_server replaces what it takes from the launcher
 from tests.driver.forked_server import forked_server as forked_server
 
 

@@ -20,11 +20,13 @@ import numpy
 import torch
 import torch.distributed.nn  # torch 2.6 puts a folder on sys.path when this is first imported
 
-import lagom.extensions.data.parquet.petastorm_loader  # its Datasets have an initializer, which would stay
-import lagom.extensions.search.on_rank.changed_samples  # noqa: F401  # likewise
-
 with contextlib.suppress(ImportError):
     import cv2  # noqa: F401  # sets LD_LIBRARY_PATH when it is first imported; not needed by tests
+# Their Datasets have an initializer, which would stay. An extension may be missing.
+with contextlib.suppress(ModuleNotFoundError):
+    import lagom.extensions.data.parquet.petastorm_loader
+with contextlib.suppress(ModuleNotFoundError):
+    import lagom.extensions.search.on_rank.changed_samples  # noqa: F401
 
 State = Mapping[str, Mapping[Any, Any]]
 STAYING: set[int | None] = set()

@@ -17,7 +17,6 @@ import torch
 
 import lagom
 from lagom import cli
-from lagom.config import TorchDistributedConfig
 from lagom.program.script import Script
 from lagom.program.sources import modules_zip
 
@@ -293,15 +292,6 @@ def test_the_version_is_told(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as end:
         cli.main(["--version"])
     assert (end.value.code, capsys.readouterr().out) == (0, f"lagom {lagom.__version__}\n")
-
-
-def test_the_time_between_snapshots_is_a_number_or_auto(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        cli.main(["run", "--snapshot-every", "often", "train.py"])
-    assert "argument --snapshot-every: 'often'; want seconds, or auto" in capsys.readouterr().err
-    assert TorchDistributedConfig(snapshot_every_s="auto").snapshot_every_s == "auto"
-    with pytest.raises(ValueError, match="snapshot_every_s is 'often'; want seconds, more than 0, 'auto', or None"):
-        TorchDistributedConfig(snapshot_every_s="often")  # type: ignore[arg-type]
 
 
 def test_options_of_the_script_before_it_are_told_where_to_go(capsys: pytest.CaptureFixture[str]) -> None:

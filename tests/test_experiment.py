@@ -16,7 +16,7 @@ import pytest
 
 from lagom import experiment
 from lagom.cluster import Cluster
-from lagom.config import TorchDistributedConfig
+from lagom.config import HyperparameterOptConfig, Searchspace, TorchDistributedConfig
 from lagom.driver.protocol import Outcome
 from lagom.errors import LagomError, PlanError, RankError
 from lagom.plan import Plan
@@ -143,7 +143,7 @@ def test_a_call_on_this_machine_imports_neither_torch_nor_pyspark_into_the_drive
     code = """
 import sys
 from lagom import experiment
-from lagom.config import TorchDistributedConfig
+from lagom.config import HyperparameterOptConfig, Searchspace, TorchDistributedConfig
 def train(lr):
     import numpy, random, torch
     return lr, torch.rand(1).item(), float(numpy.random.rand()), random.random()
@@ -195,3 +195,17 @@ def test_a_warning_has_lagoms_name_before_it_unless_the_program_has_set_up_loggi
     monkeypatch.setattr(logging.getLogger(), "handlers", [logging.NullHandler()])
     log.warning("ranks differ")
     assert capsys.readouterr().err == ""
+
+
+def test_without_extensions_ordinary_runs_go_on_and_others_say_what_is_missing(
+    launcher: Ranks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(experiment, "EXTENSIONS", ())
+    config = TorchDistributedConfig(launcher="local", world_size=2)
+    assert experiment.lagom(lambda: 1.0, config).value == 1.0
+    assert launcher.calls[0][1].sources == {}
+    search = HyperparameterOptConfig(searchspace=Searchspace(lr=("DOUBLE", [0.1, 1.0])), num_trials=1)
+    with pytest.raises(LagomError, match="no extension that runs trials of HyperparameterOptConfig"):
+        experiment.lagom(lambda lr: lr, search)
+    with pytest.raises(LagomError, match="no extension that resumes runs"):
+        experiment.resume("a run")

@@ -9,12 +9,13 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
 
+from lagom.extensions.registry import ExtensionSettings
 from tests.sources import ROOT, without_collections
 
 ROOMS = {
@@ -133,7 +134,8 @@ ROOMS = {
         "cluster control_groups driver errors extensions.search.on_rank on_rank plan program spark wire world"
     ),
     "extensions.verify": (
-        "config driver errors extension extensions.resume extensions.verify.on_rank plan program restart settings watch"
+        "config driver errors extension extensions extensions.resume extensions.verify.on_rank plan program restart "
+        "settings watch"
     ),
     "extensions.verify.on_rank": (
         "batches contents disk extensions.resume forward.rows on_rank patching random_states run_state wire torch"
@@ -236,6 +238,26 @@ def test_the_trunk_imports_no_extension() -> None:
         if re.match(r" *(from|import) lagom\.extensions\.(?!registry\b)", line)
     ]
     assert found == []
+
+
+def test_the_trunk_reads_no_setting_of_an_extension() -> None:
+    """Without the extension the config has no such field."""
+    settings = {each.name for each in fields(ExtensionSettings)}
+    found = [
+        f"{module}:{node.lineno} reads {node.attr}"
+        for module, source in read().items()
+        if not _extension(_room(module))
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.Attribute) and node.attr in settings and _is_config(module, node.value)
+    ]
+    assert found == []
+
+
+def _is_config(module: str, value: ast.expr) -> bool:
+    """Return whether ``value`` is a config by its name, or by ``self`` in a class of configs."""
+    if isinstance(value, ast.Attribute):
+        return value.attr == "config"
+    return isinstance(value, ast.Name) and (value.id == "config" or (value.id == "self" and _room(module) == "config"))
 
 
 PUBLIC = {"lagom", "lagom.data", "lagom.doctor", "lagom.experiment", "lagom.extensions.registry"}

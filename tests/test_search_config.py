@@ -142,7 +142,6 @@ def test_a_searchspace_is_made_again_from_its_dict_its_text_and_its_pickle() -> 
         ({"timeout_s": 0}, "0", "more than 0"),
         ({"trial_timeout_s": -1}, "-1", "more than 0"),
         ({"resume": 3}, "3", "folder of an earlier search"),
-        ({"snapshot_every_s": "auto"}, "'auto'", "goes on by resume="),
         ({"resume": "nowhere"}, "'nowhere'", "result.run_dir"),
         ({"zero_lvl": 4}, "4", "0, 1, 2, 3"),
     ],

@@ -136,7 +136,6 @@ class TorchDistributedConfig(ExtensionSettings):
         self._check_data()
         self._check_numbers()
         self._check_texts()
-        self._check_gradients()
         for settings in ExtensionSettings.__bases__:
             cast(type[Settings], settings).check(self)
 
@@ -208,10 +207,6 @@ class TorchDistributedConfig(ExtensionSettings):
             raise ValueError(f"run_dir is {self.run_dir!r}; want the path or URL of a folder, or None to keep nothing")
         if not isinstance(self.description, str):
             raise ValueError(f"description is {self.description!r}; want a str")
-
-    def _check_gradients(self) -> None:
-        if (asked := self.gradient_changes()) and self.verify:
-            raise ValueError(f"verify=True compares with one process, and {asked} gives other numbers; verify without")
 
     def gradient_changes(self) -> str:
         """Return the settings that change gradients or rates, as in a call; "" without one."""

@@ -6,10 +6,12 @@ import math
 import os
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Literal
+from typing import Literal, cast
 
 from lagom.config.metric_names import is_smaller_better
 from lagom.config.torch_distributed import TorchDistributedConfig
+from lagom.extension import Settings
+from lagom.extensions.registry import ExtensionSettings
 from lagom.settings import explain_fields
 
 Direction = Literal["min", "max", "minimize", "maximize"]
@@ -59,16 +61,8 @@ class TrialsConfig(TorchDistributedConfig):
                 f"world_size is {self.world_size}; in a search say ranks_per_trial={self.world_size}, the ranks of "
                 "each trial, and num_slots for how many trials run at a time"
             )
-        if self.debug is not None:
-            raise ValueError(
-                f"debug is {self.debug!r}, but several trials run at a time, and none stops for a debugger; debug a "
-                "run with the hyperparameters of a trial, by TorchDistributedConfig"
-            )
-        if self.snapshot_every_s is not None:
-            raise ValueError(
-                f"snapshot_every_s is {self.snapshot_every_s!r}, but trials keep no snapshots; a search that has ended "
-                "goes on by resume=, with the folder of its run"
-            )
+        for settings in ExtensionSettings.__bases__:
+            cast(type[Settings], settings).check_trials(self)
         TorchDistributedConfig.__post_init__(self)
         self._check_metric()
         self._check_counts()

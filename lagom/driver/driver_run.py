@@ -63,11 +63,7 @@ class DriverRun:
         with ExitStack() as stack:
             for extension in wanted(self.plan):
                 stack.enter_context(extension.driver(self))
-            try:
-                return self._run()
-            except (Exception, KeyboardInterrupt) as error:
-                self._cut_frames(error)
-                raise error  # in Python 3.10, a bare raise would restore the frames
+            return self._run()
 
     def _run(self) -> Result:
         timings, records = self.timings, self.records
@@ -120,7 +116,7 @@ class DriverRun:
         if self.records is not None:
             self.records.said(text)
 
-    def _cut_frames(self, error: BaseException) -> None:
+    def cut_frames(self, error: BaseException) -> None:
         """Remove lagom's frames from a traceback, and add advice to an error of the program in this process.
 
         After Ctrl-C remove all, unless the program runs in this process: they say how this process waits for the ranks.

@@ -97,7 +97,7 @@ def run_records(
         "source": source,
     }
     facts |= {name: getattr(the_plan, name) for name in ("world_size", "gpu", "ranks_per_slot")}
-    facts |= {name: getattr(config, name) for name in ("seed", "zero_lvl")}
+    facts |= {"seed": config.seed}
     if folder is not None:
         records: RunRecords | None = RunRecords(folder, facts, upload, began=began)
     else:

@@ -76,7 +76,7 @@ class RunDisplay:
         """Tell the user that the ranks cannot reach the driver: they send no messages before they end."""
         if self._plan.rehearsal is None:
             self._progress.unheard()
-            if self._plan.config.snapshot_every_s is not None:
+            if self._history.folder is not None:
                 self._show_no_snapshot("executors cannot reach the driver")
 
     def show(self, event: Message | Event) -> None:

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from lagom.exchange.run_store import SealedStore
+from lagom.extensions.registry import EXTENSIONS
 from lagom.on_rank.device import rank_device, threads
 from lagom.on_rank.disk_full_report import DiskFullReport
 from lagom.on_rank.figures import shown_pictures
@@ -87,7 +88,7 @@ def run(
             local_world_size=place.local_world_size,
             device=device,
             host_dir=host_dir,
-            spans=Spans(place.rank) if plan.config.timeline and plan.rehearsal is None else None,
+            spans=Spans(place.rank) if any(extension.records_spans(plan) for extension in EXTENSIONS) else None,
         )
         attach(session)
         stack.enter_context(patched(session))

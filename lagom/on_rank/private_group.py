@@ -22,6 +22,7 @@ from lagom.exchange.sockets.rank_store import RankStore
 from lagom.exchange.sockets.value_client import ValueClient
 from lagom.exchange.sockets.value_server import ValueServer
 from lagom.exchange.torch_transport import refuse_gloo
+from lagom.extensions.registry import EXTENSIONS
 from lagom.on_rank.network_interfaces import interface_of
 from lagom.wire.spec import RankSpec
 from lagom.wire.tls import contexts_of_ranks
@@ -39,7 +40,7 @@ def process_group(
     Raises:
         CollectiveError: if the ranks do not connect.
     """
-    timeout_s = TIMEOUT_S if config.debug is None else DEBUGGED_S
+    timeout_s = DEBUGGED_S if any(extension.waits_for_user(config) for extension in EXTENSIONS) else TIMEOUT_S
     timeout = datetime.timedelta(seconds=timeout_s)
     credentials = (
         Credentials(rank_spec.key, *contexts_of_ranks(rank_spec.certificate))

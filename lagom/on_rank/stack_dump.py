@@ -20,9 +20,9 @@ from lagom.wire.messages import Doing
 SIGNAL: int | None = getattr(signal, "SIGRTMAX", signal.SIGRTMIN) - 1 if hasattr(signal, "SIGRTMIN") else None
 """Real-time signal at which a process writes its stacks; programs hardly use it. None if the system has none."""
 _OWN = str(Path(__file__).parents[1]) + os.sep
-_CALLERS = (os.path.join(_OWN, "worker") + os.sep, os.path.join(_OWN, "program", "script.py"))
+_CALLERS = (os.path.join(_OWN, "on_rank") + os.sep, os.path.join(_OWN, "program", "script.py"))
 _LOOP = os.path.join("torch", "utils", "data", "_utils", "worker.py")
-_EXCHANGES = (os.path.join(_OWN, "collectives") + os.sep, os.path.join("torch", "distributed") + os.sep)
+_EXCHANGES = (os.path.join(_OWN, "exchange") + os.sep, os.path.join("torch", "distributed") + os.sep)
 _PURPOSES = {
     os.path.join(_OWN, *path.split("/")): what
     for path, what in {

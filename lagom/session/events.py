@@ -77,9 +77,12 @@ class Events:
         self.micro_batch_begun = Event()
         """The forward of one micro-batch begins, also where a backward repeats it; without arguments."""
         self.backward_begun = Event()
-        """An outermost backward of the program begins; with its leaves."""
+        """An outermost backward of the program begins, in a run of several ranks; with its leaves."""
         self.backward_ended = Event()
-        """A backward has ended, and its gradients are reduced (unless that is postponed); without arguments."""
+        """A backward has ended, in a run of several ranks, and its gradients are reduced unless that is postponed.
+
+        Without arguments.
+        """
         self.program_joins = Event()
         """All ranks call ``init_process_group``, after which patches are off; without arguments."""
 

@@ -28,6 +28,8 @@ class RunProgress:
     """Loss of the last backward, without its graph; None unless it is one number on the CPU."""
     reported_values: dict[str, float | int] = field(default_factory=dict)
     """Values that the program reported last; shown with the progress."""
+    progress_values: dict[str, float] = field(default_factory=dict)
+    """Further values by name, which extensions set, and which are shown with the progress of this rank."""
     pictures: deque[str] = field(default_factory=deque)
     """Pictures that the program has shown and that are not sent to the driver yet, as PNG in base64."""
 
@@ -36,4 +38,5 @@ class RunProgress:
         now: dict[str, Any] = {**self.passes.progress, "samples": self.samples_trained, "ticks": self.ticks}
         loss = self.loss
         now |= {"starts": not self.is_called, "loss": None if loss is None else float(loss)}
+        now["values"] = dict(self.progress_values)
         return {**now, **self.reported_values}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+import itertools
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
@@ -81,10 +82,11 @@ def table(
     behind = sorted(sorted(ranks, key=lambda rank: (_samples(ranks[rank]), rank))[:_SHOWN])
     held = held_up(ranks)
     rows = [_row(rank, ranks[rank], held[rank], rank in stalled, bool(ended)) for rank in behind]
-    shown = [name for name in rows[0] if any(row[name] for row in rows)] if rows else []
+    columns = dict.fromkeys(itertools.chain(_COLUMNS, *rows))
+    shown = [name for name in columns if any(row.get(name) for row in rows)]
     head = "".join(f"<th style='{_HEAD}'>{name}</th>" for name in shown)
     body = "".join(
-        "<tr>" + "".join(f"<td style='{_CELL}'>{row[name]}</td>" for name in shown) + "</tr>" for row in rows
+        "<tr>" + "".join(f"<td style='{_CELL}'>{row.get(name, '')}</td>" for name in shown) + "</tr>" for row in rows
     )
     if len(ranks) > _SHOWN:
         more = f"{len(ranks) - _SHOWN} more ranks are as far as these or farther"
@@ -145,6 +147,11 @@ def is_starting(one: ProgressReport | None) -> bool:
     return one is None or one.starts
 
 
+def number_text(value: float) -> str:
+    """Return a value of ``ProgressReport.values`` as text: a whole number with all digits, any other with four."""
+    return f"{value:,}" if isinstance(value, int) else f"{value:.4g}"
+
+
 def _samples(one: ProgressReport | None) -> float:
     return math.inf if one is None else one.samples
 
@@ -170,6 +177,7 @@ def _row(rank: int, one: ProgressReport | None, held: float, is_stalled: bool, h
         "CPUs": f"{one.cpu:.1f}" if one.cpu is not None else "",
         "memory": f"{one.memory / 1e9:.2f} GB" if one.memory else "",
         "GPU": f"{one.gpu:.0%}" if one.gpu is not None else "",
+        **{html.escape(name): number_text(value) for name, value in one.values.items()},
     }
 
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from lagom.watch.notebook import notebook
-from lagom.watch.notebook_table import NotebookTable, has_loaded, is_starting, left
+from lagom.watch.notebook_table import NotebookTable, has_loaded, is_starting, left, number_text
 from lagom.watch.status_line import WIDTH, StatusLine
 from lagom.watch.stragglers import straggler
 from lagom.wire.messages import ProgressReport, Stalled, TaskJoined
@@ -202,6 +202,7 @@ class Progress:
             parts.append(f"{event.rate:,.0f}/s")
         if event.loss is not None:
             parts.append(f"loss {event.loss:.4g}")
+        parts += [f"{name} {number_text(value)}" for name, value in event.values.items()]
         if event.data >= _WAITS:
             parts.append(f"waits {event.data:.0%} of its time for data")
         if (late := straggler(self._ranks)) is not None and late[0] == rank:

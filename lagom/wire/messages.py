@@ -382,6 +382,8 @@ class ProgressReport(Message, tag="progress"):
     """Bytes that torch has allocated on the GPU; ``rss`` on the CPU."""
     gpu: float | None = None
     """Share of the time in which the GPU was busy; None if unknown."""
+    values: dict[str, float] = field(default_factory=dict)
+    """Further values by name: ``progress_values`` of ``RunProgress``."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -176,9 +176,16 @@ def test_progress_counts() -> None:
                 pass
             with torch.no_grad():
                 list(DataLoader(Numbers(5)))
-        return session.progress.report()
+        return {**session.progress.report(), "data_s": session.progress.data_s}
 
-    expected = {"epoch": 2, "step": 3, "steps": 3, "loss": None, "starts": True}  # nothing has called a function
+    expected = {
+        "epoch": 2,
+        "step": 3,
+        "steps": 3,
+        "loss": None,
+        "starts": True,
+        "values": {},
+    }  # nothing has called a function
     (told,) = run_ranks(1, run)
     assert 0 < told.pop("data_s") < 60
     assert told == {**expected, "samples": 10, "ticks": 2 * (3 + 5)}

@@ -35,7 +35,7 @@ def test_functions_take_their_arguments_by_keyword(
         assert {path.name for path in own.rglob("*")} == {path.name for path in plain.rglob("*")}
     if rank == 0:
         assert tree(own) == tree(plain)
-        renamed = [(one["path"], one["to"]) for one in told if one["what"] == "renamed"]
+        renamed = [(note.path, note.details["to"]) for note in told if note.what == "renamed"]
         assert renamed == [
             pair
             for folder in (own, own, own, own / "kept")

@@ -7,7 +7,7 @@ import signal
 import socket
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from types import SimpleNamespace
 from unittest.mock import patch
 
@@ -15,6 +15,13 @@ from lagom.host import fork_server
 from lagom.wire.many_files import send_with_files
 
 _PATIENCE_S = 20.0
+_LAUNCHERS = ["lagom.driver.local"]
+"""Modules that start ranks by the launcher's server."""
+with suppress(ModuleNotFoundError):  # the extension may be missing
+    # Before ``forked_server`` replaces what it takes from the launcher.
+    import lagom.extensions.search.slots.local_slots
+
+    _LAUNCHERS.append(lagom.extensions.search.slots.local_slots.__name__)
 
 
 @contextmanager
@@ -26,10 +33,9 @@ def forked_server() -> Iterator[None]:
     """
     server = _ForkedServer()
     try:
-        with (
-            patch("lagom.driver.local.server", lambda: server),
-            patch("lagom.extensions.search.slots.local_slots.server", lambda: server),
-        ):
+        with ExitStack() as stack:
+            for launcher in _LAUNCHERS:
+                stack.enter_context(patch(f"{launcher}.server", lambda: server))
             yield
     finally:
         server.close()

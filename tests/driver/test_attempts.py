@@ -32,7 +32,7 @@ from lagom.restart.losses import Loss
 from lagom.result import Result
 from lagom.wire.messages import RankReport
 from tests.driver import losses
-from tests.extensions.resume.rewritten import add_snapshot
+from tests.restart.added_snapshot import add_snapshot
 
 
 def run(function: Any, tmp_path: Path, world_size: int = 2, **settings: Any) -> Result:

@@ -26,7 +26,7 @@ from multiprocessing import resource_tracker
 from multiprocessing.shared_memory import SharedMemory
 from lagom import experiment
 from lagom.config import TorchDistributedConfig
-from lagom.launch import local
+from lagom.driver import local
 
 def train():
     resource_tracker.ensure_running()  # memory made before it is left by a kill in any run

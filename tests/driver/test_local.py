@@ -811,7 +811,7 @@ def test_a_driver_that_was_forked_has_a_server_of_its_own() -> None:
 NOTEBOOK = """
 from lagom import experiment
 from lagom.config import TorchDistributedConfig
-from lagom.launch import local
+from lagom.driver import local
 
 class MyError(Exception):
     def __init__(self, code):
@@ -865,7 +865,7 @@ import os, sys, time
 import lagom
 from lagom import experiment
 from lagom.config import TorchDistributedConfig
-from lagom.launch import local
+from lagom.driver import local
 
 def train():
     if lagom.rank() == 0:

@@ -36,8 +36,6 @@ from lagom.on_rank.process_tree import children
 from lagom.run_folder import RunFolder
 from lagom.watch.run_dir import RunRecords
 from tests.encryption import KEY, credentials
-from tests.extensions.resume.kills import wait_for_snapshot
-from tests.extensions.resume.training import config, train
 
 pytestmark = [
     pytest.mark.soak,
@@ -220,6 +218,9 @@ def read_own(run: Path) -> str:
 def test_a_folder_that_is_exchanged_during_a_run_gives_ranks_nothing_to_run(
     launcher: str, other: OtherUser, tmp_path: Path
 ) -> None:
+    from tests.extensions.resume.kills import wait_for_snapshot
+    from tests.extensions.resume.training import config, train
+
     whole = experiment.lagom(train, config(tmp_path, world_size=2)).value
     (other.top / "slowly").touch()
     code = (

@@ -25,8 +25,8 @@ from lagom.plan import Plan, plan
 from lagom.restart.history import RunHistory
 from lagom.restart.kept_snapshots import SnapshotFolder
 from lagom.watch.progress import Progress
-from tests.extensions.resume.rewritten import add_snapshot
 from tests.integration import hosts
+from tests.restart.added_snapshot import add_snapshot
 
 ROOT = Path(__file__).parents[2]
 TASK = """

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,6 +16,7 @@ from lagom.on_rank import heartbeat as module
 from lagom.on_rank.heartbeat import Heartbeat
 from lagom.plan import plan
 from lagom.wire.messages import Message, ProgressReport, RankReport
+from tests.ranks import session_alone
 
 
 class Control:
@@ -57,6 +59,27 @@ def test_a_last_report_soon_after_another_has_the_means_of_both_times(monkeypatc
         heart.send_outcome(RankReport(rank=0, ok=True))
     rates = [message.rate for message in control.sent if isinstance(message, ProgressReport)]
     assert rates == [0.0, 333.3, 320.0, 0.0]  # 80 in 0.24 s, and in 0.25 s
+    _join_heartbeats()
+
+
+def test_values_that_an_extension_sets_travel_with_the_progress(tmp_path: Path) -> None:
+    class Ended(Control):
+        def offer(self, message: Message) -> None:
+            raise OSError("the reports of the thread end here")
+
+    session = session_alone(tmp_path)
+    config = TorchDistributedConfig(launcher="local", world_size=1, hb_interval=0.1)
+    control: Any = Ended()
+    heart = Heartbeat(control, plan(config, Cluster(launcher="local", slots=1)), None)
+    heart.beat_for(session)
+    session.progress.progress_values["NaNs"] = 3
+    heart.send_outcome(RankReport(rank=0, ok=True))
+    session.progress.progress_values["NaNs"] = 4
+    assert [message.values for message in control.sent if isinstance(message, ProgressReport)] == [{"NaNs": 3}]
+    _join_heartbeats()
+
+
+def _join_heartbeats() -> None:
     for thread in threading.enumerate():
         if thread.name == "lagom-heart":
             thread.join(60)

@@ -48,6 +48,13 @@ def test_each_rank_is_a_row_and_the_caption_sums_them_up() -> None:
     assert "<b" not in second
 
 
+def test_values_that_extensions_set_are_columns() -> None:
+    text = table("train", {0: None, 1: rank(values={"a<b": 12345}), 2: rank(values={"norm": 0.123456})})
+    head, *rows = (re.findall(r"<t[hd][^>]*>(.*?)</t[hd]>", row) for row in text.split("<tr>")[1:])
+    assert head[-2:] == ["a&lt;b", "norm"]
+    assert [row[-2:] for row in rows] == [["", ""], ["12,345", ""], ["", "0.1235"]]
+
+
 def test_of_many_ranks_the_last_are_shown() -> None:
     text = table("train", {number: rank(samples=1000 - number) for number in range(40)})
     assert text.count("<tr>") == 1 + 16 + 1

@@ -86,6 +86,13 @@ def test_a_rank_is_starting_until_its_function_is_called_and_then_running(monkey
     assert lines == [f"rank 1: {state}, 0.3 GB" for state in ("starting", "running", "epoch 1, step 0, 0 samples")]
 
 
+def test_values_that_extensions_set_are_shown_after_the_loss(monkeypatch: pytest.MonkeyPatch) -> None:
+    progress, stream = shown(monkeypatch, live=False)
+    progress.update(step(0, loss=0.5, values={"NaNs": 12345, "norm": 0.123456}, memory=3 * 10**8))
+    line = "lagom: rank 0: epoch 1, step 3/10, 4,096 samples, loss 0.5, NaNs 12,345, norm 0.1235, 0.3 GB\n"
+    assert stream.getvalue() == line
+
+
 def test_a_terminal_gets_one_line_that_renews_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     progress, stream = shown(monkeypatch, live=True)
     progress.update(step(0))

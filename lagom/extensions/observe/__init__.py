@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from lagom.config import TorchDistributedConfig
+    from lagom.config.trials import TrialsConfig
     from lagom.driver.view_part import ViewPart
     from lagom.on_rank.rank_call import RankCall
     from lagom.plan import Plan
@@ -57,6 +58,15 @@ class ObserveSettings(Settings):
                 "launcher='inline' runs in this process, where breakpoint() and pdb.pm() stop by themselves; drop debug"
             )
 
+    @staticmethod
+    def check_trials(config: TrialsConfig) -> None:
+        """See ``Settings``."""
+        if config.debug is not None:
+            raise ValueError(
+                f"debug is {config.debug!r}, but several trials run at a time, and none stops for a debugger; debug a "
+                "run with the hyperparameters of a trial, by TorchDistributedConfig"
+            )
+
 
 def _check_timeline(config: TorchDistributedConfig) -> None:
     timeline = config.timeline
@@ -79,6 +89,20 @@ class Observe(Extension):
     def is_wanted(self, plan: Plan) -> bool:
         """See ``Extension``."""
         return True  # a program may call breakpoint(), or import a tracker
+
+    def obstacle(self, config: TorchDistributedConfig, world_size: int) -> str:
+        """See ``Extension``."""
+        if isinstance(config.debug, int) and config.debug >= world_size:
+            return f"debug is rank {config.debug}, but the run has {world_size} ranks, from rank 0 on"
+        return ""
+
+    def waits_for_user(self, config: TorchDistributedConfig) -> bool:
+        """See ``Extension``."""
+        return config.debug is not None
+
+    def records_spans(self, plan: Plan) -> bool:
+        """See ``Extension``."""
+        return bool(plan.config.timeline) and plan.rehearsal is None
 
     def check_call(self, config: TorchDistributedConfig) -> None:
         """See ``Extension``."""

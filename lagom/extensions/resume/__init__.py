@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from lagom.config import TorchDistributedConfig
+    from lagom.config.trials import TrialsConfig
     from lagom.driver.driver_run import DriverRun
     from lagom.plan import Plan
     from lagom.result import Result
@@ -45,6 +46,15 @@ class ResumeSettings(Settings):
         if every_s not in (None, "auto") and not is_seconds(every_s):
             raise ValueError(f"snapshot_every_s is {every_s!r}; want seconds, more than 0, 'auto', or None for never")
 
+    @staticmethod
+    def check_trials(config: TrialsConfig) -> None:
+        """See ``Settings``."""
+        if config.snapshot_every_s is not None:
+            raise ValueError(
+                f"snapshot_every_s is {config.snapshot_every_s!r}, but trials keep no snapshots; a search that has "
+                "ended goes on by resume=, with the folder of its run"
+            )
+
 
 class Resume(Extension):
     """Snapshots, and runs that continue from them."""
@@ -70,6 +80,10 @@ class Resume(Extension):
     def config_fields(self, args: argparse.Namespace) -> dict[str, Any]:
         """See ``Extension``."""
         return {"snapshot_every_s": args.snapshot_every} if "snapshot_every" in args else {}
+
+    def needs_sources(self, config: TorchDistributedConfig) -> bool:
+        """See ``Extension``."""
+        return config.snapshot_every_s is not None
 
     def resumes_run(self) -> Callable[[str | os.PathLike[str], int | None, Any], Result] | None:
         """See ``Extension``."""

@@ -88,7 +88,11 @@ def resume_run(run_dir: str | os.PathLike[str], world_size: int | None, launcher
             resumed = DriverRun(
                 launcher=chosen, plan=the_plan, call=call, timings=timings, source=run.source, snapshots=snapshots
             )
-            return resumed.run(records)
+            try:
+                return resumed.run(records)
+            except (Exception, KeyboardInterrupt) as error:
+                resumed.cut_frames(error)
+                raise error  # as in lagom()
 
 
 @contextmanager

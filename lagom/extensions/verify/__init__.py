@@ -36,6 +36,8 @@ class VerifySettings(Settings):
     def check(config: TorchDistributedConfig) -> None:
         """See ``Settings``."""
         check_one_of("verify", config.verify, (False, True))
+        if (asked := config.gradient_changes()) and config.verify:
+            raise ValueError(f"verify=True compares with one process, and {asked} gives other numbers; verify without")
 
 
 class Verify(Extension):

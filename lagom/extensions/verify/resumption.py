@@ -9,7 +9,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from lagom.errors import PlanError
-from lagom.extensions.resume.kept_call import NO_FOLDER, obstacle, write_call
+from lagom.extensions.registry import wanted
 from lagom.extensions.verify.agreement import compare
 from lagom.extensions.verify.comparison_row import AgreementLevel, ComparisonRow
 from lagom.extensions.verify.on_rank.record import Record
@@ -35,9 +35,11 @@ def snapshot_folder(plan: Plan, call: Call) -> Iterator[SnapshotFolder | str | N
         PlanError: if snapshots are asked for, and the run has no folder.
     """
     run_dir = plan.config.run_dir
-    if plan.config.snapshot_every_s is None:
+    if all(extension.name != "resume" for extension in wanted(plan)):
         yield None
         return
+    from lagom.extensions.resume.kept_call import NO_FOLDER, obstacle, write_call
+
     if not run_dir:
         raise PlanError(NO_FOLDER)
     if (why := obstacle(plan, call)) is not None:

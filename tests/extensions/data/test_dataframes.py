@@ -20,7 +20,7 @@ from lagom.plan import plan
 from lagom.program.call import Call
 from lagom.restart.kept_snapshots import SnapshotFolder
 from lagom.wire.messages import RankReport
-from tests.extensions.resume.rewritten import add_snapshot
+from tests.restart.added_snapshot import add_snapshot
 
 
 class DataFrame:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 from lagom.digests import parse_record, record_text
@@ -13,17 +13,6 @@ from lagom.extensions.resume.kept_call import write_call
 from lagom.program.call import Call
 from lagom.program.payload import unpack_file
 from lagom.restart.kept_snapshots import SnapshotFolder
-
-
-def add_snapshot(
-    folder: SnapshotFolder, number: int, state: bytes = b"state", place: Sequence[int] = (1, 1), at: float = 0.0
-) -> None:
-    """Add a snapshot as a rank does."""
-    with open(folder.create_partial(number), "wb") as file:
-        file.write(state)
-    digest = hashlib.sha256(state).hexdigest()
-    facts = {"bytes": len(state), "sha256": digest, "place": [*place], "at": at, "lengths": {}, "world_size": 1}
-    folder.complete(number, facts)
 
 
 def rewrite_state(path: Path, change: Callable[[bytes], bytes]) -> None:

@@ -24,8 +24,9 @@ from lagom.run_folder import RunFolder
 from lagom.spark.spark import SparkPayload
 from tests.damage import KINDS, damage
 from tests.extensions.resume.kills import kill_driver, wait_for_snapshot
-from tests.extensions.resume.rewritten import add_snapshot, kept_call, rewrite_state
+from tests.extensions.resume.rewritten import kept_call, rewrite_state
 from tests.extensions.resume.training import config, short, train
+from tests.restart.added_snapshot import add_snapshot
 
 pytestmark = pytest.mark.skipif(sys.version_info < (3, 11), reason="needs the columns of code")
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 _MAX_TEXT = 80_000  # characters of one message, each up to 12 bytes of its JSON
 _OWN = str(Path(__file__).parents[3]) + os.sep
-_CALLERS = (os.path.join(_OWN, "worker") + os.sep, os.path.join(_OWN, "program", "script.py"))
+_CALLERS = (os.path.join(_OWN, "on_rank") + os.sep, os.path.join(_OWN, "program", "script.py"))
 """Files that call the program."""
 
 
