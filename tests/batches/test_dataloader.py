@@ -178,7 +178,7 @@ def test_progress_counts() -> None:
                 list(DataLoader(Numbers(5)))
         return {**session.progress.report(), "data_s": session.progress.data_s}
 
-    expected = {
+    expected: dict[str, Any] = {
         "epoch": 2,
         "step": 3,
         "steps": 3,

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import _disable_current_modes as disabled_mode
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from torch.utils.flop_counter import flop_registry
 
-from lagom.forward.rows.draws import Answer, InputRead, draws_random_numbers, written_tensors
+from lagom.forward.rows.draws import Answer, InputRead, draws_random_numbers, tensors_in
 from lagom.inspection.reads import is_tensor
 from lagom.run_state.memory_layout import storage_of
 from lagom.run_state.oom_errors import wanted_bytes
@@ -328,11 +328,22 @@ class InputReadsRecorder:
             self._add(leaf, Given(index))
         self._given = frozenset(self._kept)
 
-    def record(self, function: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
-        """Record an operation after it has run."""
-        tensors = [argument for argument in tree_flatten((args, kwargs))[0] if isinstance(argument, torch.Tensor)]
-        changed = [tensor for tensor in tree_flatten(result)[0] if isinstance(tensor, torch.Tensor)]
-        written = written_tensors(function, args, kwargs)
+    def record(
+        self,
+        function: OpOverload,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        result: Any,
+        tensors: Sequence[Tensor],
+        written: Sequence[Tensor],
+    ) -> None:
+        """Record an operation after it has run.
+
+        Args:
+            tensors: those among its arguments.
+            written: those of them that it has changed.
+        """
+        changed = tensors_in((result,))
         is_given = any(
             storage_of(tensor)._cdata in self._given for tensor in written
         )  # to repeat it would change it again
@@ -385,8 +396,8 @@ class InputReadsRecorder:
         function: OpOverload,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-        tensors: list[Tensor],
-        changed: list[Tensor],
+        tensors: Sequence[Tensor],
+        changed: Sequence[Tensor],
     ) -> None:
         leaves, spec = tree_flatten((args, kwargs))
         places = [self._place_of(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
@@ -394,7 +405,7 @@ class InputReadsRecorder:
         used, made = ({storage_of(tensor)._cdata for tensor in some} for some in (tensors, changed))
         self._operations.append((operation, used, made))
 
-    def _is_known(self, tensors: list[Tensor]) -> bool:
+    def _is_known(self, tensors: Sequence[Tensor]) -> bool:
         return all(self._place_of(tensor) is not None for tensor in tensors)
 
     def _place_of(self, tensor: Tensor) -> Given | Result | Constant | None:

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.autograd.graph import Node, saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._pytree import tree_flatten
 
 from lagom.forward.rows.draws import (
     Answer,
@@ -21,6 +20,7 @@ from lagom.forward.rows.draws import (
     draws_random_numbers,
     read_numbers,
     reads_numbers,
+    tensors_in,
     written_tensors,
 )
 from lagom.forward.rows.input_reads import InputReads, InputReadsRecorder
@@ -213,7 +213,7 @@ class Recorder(OperationMode):
         """Run an operation, and record it."""
         if not TAGS.isdisjoint(function.tags):
             self._seen.append(function)
-        tensors = [leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, torch.Tensor)]
+        tensors = tensors_in((*args, *kwargs.values()))
         follows = any(_storage_key(tensor) in self._of_input for tensor in tensors)
         reads = reads_numbers(function, args)
         if follows and reads:
@@ -232,13 +232,12 @@ class Recorder(OperationMode):
         else:
             result = function(*args, **kwargs)
         if self._input_reads is not None:
-            self._input_reads.record(function, args, kwargs, result)
+            self._input_reads.record(function, args, kwargs, result, tensors, written)
         if reads:
             self.reads.append(read_numbers(result))
         if follows or of_losses:
-            for leaf in tree_flatten((result, written))[0]:
-                if isinstance(leaf, torch.Tensor):
-                    self._record_result(leaf, self._of_input if follows else self._of_losses)
+            for tensor in tensors_in((result, written)):
+                self._record_result(tensor, self._of_input if follows else self._of_losses)
         return result
 
     def read(self, function: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -414,6 +413,12 @@ class BlockRecorder(Recorder):
         self._axes = axes
         self.multiples: set[DrawKind] = set()
         """Kinds of draws with several rows for each row of the batch."""
+
+    @contextmanager
+    def entered(self) -> Iterator[None]:
+        """Context manager in which operations are recorded; the run on the whole batch has shown ``needs_mode``."""
+        with self:
+            yield
 
     def read(self, function: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return the number of the whole batch in place of the number of the block."""
