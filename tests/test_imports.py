@@ -283,7 +283,8 @@ def _extension(room: str) -> str:
 
 def test_an_extension_imports_no_other_but_those_listed() -> None:
     rooms = {(_extension(_room(m)), _extension(_room(i.name))) for m, s in read().items() for i in _imports(m, s)}
-    assert {(own, other) for own, other in rooms if own and other and own != other} == set(BETWEEN_EXTENSIONS.items())
+    listed = {pair for pair in BETWEEN_EXTENSIONS.items() if (ROOT / "lagom" / "extensions" / pair[0]).exists()}
+    assert {(own, other) for own, other in rooms if own and other and own != other} == listed
 
 
 def test_no_module_name_is_there_twice() -> None:

@@ -90,6 +90,7 @@ def run_records(
     """
     settings = {each.name: getattr(config, each.name) for each in fields(config)}
     facts: dict[str, Any] = {
+        "seed": config.seed,
         "name": the_plan.name,
         "description": config.description,
         "where": where,
@@ -97,7 +98,6 @@ def run_records(
         "source": source,
     }
     facts |= {name: getattr(the_plan, name) for name in ("world_size", "gpu", "ranks_per_slot")}
-    facts["seed"] = config.seed
     if folder is not None:
         records: RunRecords | None = RunRecords(folder, facts, upload, began=began)
     else:

@@ -45,16 +45,16 @@ A host process passes on what it does not handle itself: to the driver, or a ``F
 
 The same queues carry events of the receiving process itself, which have no tag and never travel:
 
-============  ====================  =========================================
+============  ====================  =================================================
 event         put by                handled by
-============  ====================  =========================================
-Closed        RunView, SlotChannel  TrialLoop, past LocalSlots and SparkSlots
+============  ====================  =================================================
+Closed        RunView, SlotChannel  search: TrialLoop, past LocalSlots and SparkSlots
 JobOver       RunView, SparkSlots   RunView; search: SparkSlots
 Warned        RunView               RunDisplay
 StallsDue     RunDisplay            RunDisplay
 TaskJoined    RunView               RunDisplay
 RanksStarted  RunView               RunDisplay
-============  ====================  =========================================
+============  ====================  =================================================
 """
 
 from __future__ import annotations

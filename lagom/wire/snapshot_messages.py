@@ -4,7 +4,7 @@
 message         sent by  handled by
 ==============  =======  =============================================================
 SnapshotPoint   rank 0   RankSupervisor
-SnapshotMarked  host     Snapshots
+SnapshotMarked  host     resume: Snapshots
 OutputMark      host     RunDisplay
 NoSnapshot      rank 0   RunDisplay; rehearsal: RehearsedSnapshot
 SnapshotKept    rank 0   RunView

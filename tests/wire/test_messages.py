@@ -177,12 +177,19 @@ def test_each_message_and_event_has_a_row_in_the_table_of_its_file() -> None:
         assert {name for name in rows() if re.search(rf"^{name}  ", module.__doc__ or "", re.MULTILINE)} == defined
 
 
+_MISSING = tuple(f"{name}: " for name in ("search", "resume") if not (ROOT / "lagom" / "extensions" / name).exists())
+
+
 def test_the_tables_say_who_handles_what() -> None:
-    """A cell is "Handler", or "Handler, past Onlooker and Onlooker"; behind a semicolon the same for other runs."""
+    """A cell is "Handler", or "Handler, past Onlooker and Onlooker"; behind a semicolon the same for other runs.
+
+    Handlers of an extension that is missing, after its name, do not count.
+    """
     found = matches()
     wrong = []
     for name, (_, cell) in rows().items():
-        parts = [re.sub("^(search|rehearsal|inline|before ranks): ", "", part) for part in cell.split("; ")]
+        there = [part for part in cell.split("; ") if not part.startswith(_MISSING)]
+        parts = [re.sub("^(search|resume|rehearsal|inline|before ranks): ", "", part) for part in there]
         assert all(PART.fullmatch(part) for part in parts), cell
         told = sorted({word for part in parts for word in re.split(", past | and |, ", part)})
         if told != sorted(found[name]):
