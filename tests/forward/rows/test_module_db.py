@@ -117,8 +117,11 @@ def run_all(session: Session, names: tuple[str, ...] | int, most: int | None) ->
             given = tree_leaves((arguments.forward_input.args, arguments.forward_input.kwargs))
             numbers = run_case(module_class, arguments, " training " in name)
             reasons = [text.partition(": it ")[2] or text for text in sorted(session.said) if "runs whole" in text]
-            if not any(isinstance(one, Tensor) and one.dim() and len(one) >= session.world_size for one in given):
+            rows = [one for one in given if isinstance(one, Tensor) and one.dim() and len(one) >= session.world_size]
+            if not rows:
                 reasons.append("has fewer rows than ranks")
+            elif all(bool((one == one[:1]).all()) for one in rows):
+                reasons.append("has rows that are all alike, which show nothing")
             found[name] = numbers, session.forwards.has_sliced, reasons
     return found
 
