@@ -3,7 +3,7 @@
     python -m benchmarks.loading [--rounds 5] [--epochs 3] [--workers 2]
 
 The program decodes PNGs of 224x224 in ``__getitem__``, in the workers of a DataLoader, and trains a small CNN on them.
-By default 2 ranks share rank 0's workers; in the last setting each rank has its own workers (``share_workers=False``).
+By default 2 ranks share rank 0's workers; in the last setting each rank has its own workers (``share_loading=False``).
 Settings take turns; a ratio divides a setting's time by the time of the one process in the same round.
 """
 
@@ -93,7 +93,7 @@ def run_setting(setting: str, epochs: int, workers: int) -> float:
         launcher="local",
         seed=0,
         world_size=world_size,
-        share_workers=False if setting.endswith("own") else "auto",
+        share_loading=False if setting.endswith("own") else "auto",
         hparams={"epochs": epochs, "workers": workers},
     )
     found: float = max(experiment.lagom(epoch_seconds, config).per_rank)

@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 
 _Config = TypeVar("_Config")
 _REMOVED = {
+    "share_workers": "share_workers is now share_loading, which also divides loaders without workers",
     "sleeping_twins": "sleeping_twins is gone; use snapshot_every_s='auto', which also resumes a run in mid-epoch",
 }
 """Fields that a config class had once, with the text that says what to use instead."""

@@ -35,7 +35,7 @@ class Net:
         ({"batches": "halved"}, "'halved'", "'per_rank'"),
         ({"evaluation": True}, "True", "'replicated'"),
         ({"sync_batchnorm": 1}, "1", "True"),
-        ({"share_workers": "yes"}, "'yes'", "True"),
+        ({"share_loading": "yes"}, "'yes'", "True"),
         ({"zero_lvl": 4}, "4", "0, 1, 2, 3"),
         ({"zero_lvl": True}, "True", "0, 1, 2, 3"),
         ({"zero_lvl": 1.0}, "1.0", "0, 1, 2, 3"),

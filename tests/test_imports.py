@@ -74,7 +74,9 @@ ROOMS = {
     "gradients": "errors exchange forward.rows gradients.reduction patching run_state torch",
     "gradients.reduction": "errors exchange run_state torch",
     "batches": "batches.sharing disk errors exchange patching program run_state watch world numpy torch",
-    "batches.sharing": "disk errors exchange patching program run_state world numpy torch",
+    "batches.sharing": (
+        "disk errors exchange forward.rows inspection patching program random_states run_state world numpy torch"
+    ),
     "distributed": "disk errors exchange exchange.sockets exchange.torch_backend patching program torch",
     "disk": "patching restart wire numpy torch",
     "run_state": "errors inspection patching random_states numpy torch",

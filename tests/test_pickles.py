@@ -19,6 +19,8 @@ ALLOWED = {
     "results, on their way home by the same ways; batches of workers, through memory that a host's ranks share; and "
     "calls and snapshots in the folder of a run, which nobody but this user can write to: see "
     "Note [Folders of runs] in run_folder.py",
+    "batches/sharing/sample_exchange.py::_unpickled": "samples that ranks of this host have loaded, in memory "
+    "that they share",
     "extensions/resume/passes/worker_states.py::_set_numbers": "states of a worker of this process by torch's queue, "
     "or in a snapshot, as above",
     "extensions/data/column_types/unischema.py::loads": "fields of petastorm's, by an unpickler that knows them alone",

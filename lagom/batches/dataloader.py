@@ -61,7 +61,7 @@ def shard_loaders(session: Session, streams: OwnStreams) -> Iterator[None]:
             stack.enter_context(replaced(threading, "excepthook", loaders.readers.make_excepthook()))
             fetcher = staticmethod(make_create_fetcher(session, streams))
             stack.enter_context(replaced(_DatasetKind, "create_fetcher", fetcher))
-            if session.config.share_workers:
+            if session.config.share_loading:
                 stack.enter_context(share_workers(session, lambda iterator: vars(iterator).get(PASS), knows_rank))
         yield
 

@@ -26,6 +26,7 @@ PASS = "_lagom_pass"
 def make_iterator_init(session: Session, streams: OwnStreams) -> Any:
     """Return a ``_SingleProcessDataLoaderIter.__init__`` that chooses the fetcher and its random stream."""
     original = vars(_SingleProcessDataLoaderIter)["__init__"]
+    findings: list[Any] = []
 
     def patched_init(self: Any, loader: DataLoader[Any]) -> None:
         original(self, loader)
@@ -37,7 +38,14 @@ def make_iterator_init(session: Session, streams: OwnStreams) -> Any:
         if current.training and current.is_split and not is_iterable(loader):
             self._dataset_fetcher = _OwnRandomFetcher(self._dataset_fetcher, streams)
         elif session.distributed:
-            self._dataset_fetcher = _LockedFetcher(self._dataset_fetcher, session)
+            own = self._dataset_fetcher
+            self._dataset_fetcher = whole = _LockedFetcher(own, session)
+            from lagom.batches.sharing.divided_fetch import DividedFetcher, Findings, can_divide
+
+            if can_divide(session, own, current):
+                findings[:] = findings or [Findings()]
+                finding = findings[0].find(session, loader)
+                self._dataset_fetcher = DividedFetcher(own, whole, session, finding, current)
 
     return patched_init
 

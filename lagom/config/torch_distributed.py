@@ -64,10 +64,10 @@ class TorchDistributedConfig(ExtensionSettings):
     evaluation: Evaluation = "gathered"
     """How test sets are evaluated. "gathered": each rank computes its rows of a model's outputs where that saves
     time, and all see whole batches; "replicated": every rank computes everything; "sharded": each sees its share."""
-    share_workers: Literal["auto"] | bool = "auto"
-    """Runs the workers of a loader once, and gives their batches to all ranks of the host, where every rank sees whole
-    batches. "auto": once the first batches have shown that the program cannot notice; True: from the first batch on;
-    False: each rank has workers of its own."""
+    share_loading: Literal["auto"] | bool = "auto"
+    """Loads each sample once, where every rank sees whole batches: a loader's workers serve all ranks of the host, and
+    without workers each rank loads a part of each batch. "auto": if the first batches show that the program cannot
+    notice; True: also if a data set counts, caches or prints; False: every rank loads every sample."""
     collectives: Collectives = "auto"
     """How ranks exchange CPU tensors. "auto": on one host through shared memory (through Unix sockets if lagom was
     installed without its compiled part), between hosts through lagom's own sockets, and through gloo what these do not
@@ -123,7 +123,7 @@ class TorchDistributedConfig(ExtensionSettings):
             ("log", Log),
         ):
             check_one_of(name, getattr(self, name), get_args(choices))
-        check_one_of("share_workers", self.share_workers, ("auto", False, True))
+        check_one_of("share_loading", self.share_loading, ("auto", False, True))
         check_one_of("sync_batchnorm", self.sync_batchnorm, (False, True))
         check_one_of("allow_unencrypted_collectives", self.allow_unencrypted_collectives, (False, True))
         if str(self.gradient_compression) == "powersgd":

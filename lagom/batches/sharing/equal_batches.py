@@ -44,7 +44,7 @@ class BatchComparison:
         if kind is Tensor:
             return self._match_tensors(mine, other)
         if kind is np.ndarray or issubclass(kind, np.generic):
-            return _match_arrays(np.asarray(mine), np.asarray(other))
+            return self._match_arrays(np.asarray(mine), np.asarray(other))
         return self._match_objects(kind, mine, other)
 
     def _match_objects(self, kind: type, mine: Any, other: Any) -> bool:
@@ -69,6 +69,11 @@ class BatchComparison:
         found = _describe(mine)
         return bool(found) and found == _describe(other) and self._match_storages(mine, other)
 
+    def _match_arrays(self, mine: np.ndarray[Any, Any], other: np.ndarray[Any, Any]) -> bool:
+        if mine.dtype.hasobject or not have_equal_elements(mine, other):
+            return False
+        return mine.flags.owndata == other.flags.owndata
+
     def _match_storages(self, mine: Tensor, other: Tensor) -> bool:
         storages = mine.untyped_storage(), other.untyped_storage()
         key, key_other = (int(storage._cdata) for storage in storages)
@@ -81,6 +86,13 @@ class BatchComparison:
             return False
         first, second = (torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage) for storage in storages)
         return torch.equal(first, second)
+
+
+def have_equal_elements(mine: np.ndarray[Any, Any], other: np.ndarray[Any, Any]) -> bool:
+    """Return whether two arrays have the same type, shape, strides and bits."""
+    if mine.dtype != other.dtype or mine.shape != other.shape or mine.strides != other.strides:
+        return False
+    return mine.flags.writeable == other.flags.writeable and mine.tobytes() == other.tobytes()
 
 
 def _is_of_python(kind: type) -> bool:
@@ -98,13 +110,6 @@ def _describe(tensor: Tensor) -> tuple[object, ...] | None:
         return None
     places = tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.untyped_storage().nbytes()
     return tensor.dtype, places, tensor.requires_grad, tensor.is_conj(), tensor.is_neg(), tensor.is_inference()
-
-
-def _match_arrays(mine: np.ndarray[Any, Any], other: np.ndarray[Any, Any]) -> bool:
-    if mine.dtype != other.dtype or mine.dtype.hasobject or mine.shape != other.shape or mine.strides != other.strides:
-        return False
-    flags = mine.flags, other.flags
-    return bool(len({(one.owndata, one.writeable) for one in flags}) == 1 and mine.tobytes() == other.tobytes())
 
 
 def _flat(held: dict[Any, Any]) -> list[Any]:

@@ -37,12 +37,12 @@ class Choices:
 
     def find(self, loader: DataLoader[Any]) -> int:
         """Return the choice for ``loader``; ``ON_TRIAL`` if there is none yet."""
-        found: int = self._known.get(_owner(loader), {}).get(_functions(loader), ON_TRIAL)
+        found: int = self._known.get(owner_of(loader), {}).get(functions_of(loader), ON_TRIAL)
         return found
 
     def make_memory(self, loader: DataLoader[Any]) -> Callable[[int], None]:
         """Return a function that remembers a choice for all loaders with the data set and functions of ``loader``."""
-        functions, ref = _functions(loader), HiddenReference(_owner(loader))
+        functions, ref = functions_of(loader), HiddenReference(owner_of(loader))
 
         def remember(choice: int) -> None:
             owner = ref()
@@ -52,12 +52,14 @@ class Choices:
         return remember
 
 
-def _owner(loader: DataLoader[Any]) -> object:
+def owner_of(loader: DataLoader[Any]) -> object:
+    """Return the object to which a finding about ``loader`` belongs."""
     # A list or a range cannot have weak references, so the loader itself is the key.
     return loader.dataset if hasattr(type(loader.dataset), "__weakref__") else loader
 
 
-def _functions(loader: DataLoader[Any]) -> tuple[object, ...]:
+def functions_of(loader: DataLoader[Any]) -> tuple[object, ...]:
+    """Return a key of the functions that make the batches of ``loader``."""
     # Functions are identified by their code: bound methods and lambdas are new objects for each loader, and would keep
     # data sets alive.
     return tuple(getattr(one, "__code__", type(one)) for one in (loader.collate_fn, loader.worker_init_fn))

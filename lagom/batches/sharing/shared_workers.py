@@ -105,10 +105,10 @@ class SharedWorkers:
 
 _ASKED = (
     "a worker of a data loader has asked for its rank, but the ranks share the workers of this data loader; use "
-    "share_workers=False"
+    "share_loading=False"
 )
 _CHANGED = (
     "the workers of a data loader have begun to change files, to map shared memory or to start programs; ranks share "
     "these workers until this iteration ends, so that ranks other than 0 may not see what they change. With "
-    "share_workers=False each rank has workers of its own"
+    "share_loading=False each rank has workers of its own"
 )

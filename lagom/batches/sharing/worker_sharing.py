@@ -172,7 +172,7 @@ class WorkerSharing:
     def _choose(self, loader: DataLoader[Any], is_fork: bool) -> int:
         if self.knows_rank() or reach_shared_memory((loader.dataset, loader.collate_fn, loader.worker_init_fn)):
             return NEVER
-        if self.session.config.share_workers is True:
+        if self.session.config.share_loading is True:
             # Samples that are not collated may be objects of the data set itself, which workers send again and again.
             return SHARED if loader._auto_collation else NEVER
         is_watched = is_fork and (self.session.rank > 0 or reports_changes())
@@ -203,7 +203,7 @@ _JOINED = (
 )
 _THREAD = (
     "a thread reads on what the main thread has read so far, but lagom's ranks share the workers of this data loader, "
-    "and their threads need not read as far as each other; use share_workers=False"
+    "and their threads need not read as far as each other; use share_loading=False"
 )
 
 # Note [One set of workers]
@@ -228,9 +228,9 @@ _THREAD = (
 # - The loader pins memory, has an iterator class of its own, or reads a data set that shards itself.
 # - The loader keeps its workers (persistent_workers), and training and evaluation do not both see whole batches.
 # - Ranks use GPUs, and the loader names a multiprocessing context: its workers may make tensors on a GPU.
-# - share_workers is False; or it is True, and the loader does not collate samples into batches.
+# - share_loading is False; or it is True, and the loader does not collate samples into batches.
 # - A thread of the program reads the loader. If the main thread has begun the iteration with iter(), the absent workers
 #   start when the thread first reads.
 #
-# share_workers="auto" has more such cases, such as a handler for alarms, which may interrupt an exchange, and shares
+# share_loading="auto" has more such cases, such as a handler for alarms, which may interrupt an exchange, and shares
 # only after a trial: see Note [Trials] in loader_trial.py.

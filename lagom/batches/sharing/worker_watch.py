@@ -13,13 +13,13 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 _STARTS = ("exec", "fork", "forkpty", "kill", "posix_spawn", "system")
-_PROGRAMS = frozenset(("subprocess.Popen", "signal.pthread_kill", *(f"os.{name}" for name in _STARTS)))
+PROGRAMS = frozenset(("subprocess.Popen", "signal.pthread_kill", *(f"os.{name}" for name in _STARTS)))
 """Audit events of signals, and of starting a program or a process, whose side effects are not watched."""
 _READ, _COPY = 1, 3
 """``mmap.ACCESS_READ`` and ``mmap.ACCESS_COPY``."""
 
 
-def _is_local(address: Any) -> bool:
+def is_local(address: Any) -> bool:
     """Return whether a socket's ``address`` may be on this host, where the program itself may serve it."""
     host = address[0] if isinstance(address, tuple) and address else address
     return not isinstance(host, str) or host.startswith(("/", "\0", "127.", "::1", "localhost"))
@@ -59,9 +59,9 @@ class WorkerWatch:
 
         def audit(event: str, values: tuple[Any, ...]) -> None:
             if (
-                event in _PROGRAMS
+                event in PROGRAMS
                 or (event == "mmap.__new__" and values[0] != -1 and values[2] not in (_READ, _COPY))
-                or (event == "socket.connect" and _is_local(values[1]))
+                or (event == "socket.connect" and is_local(values[1]))
             ):
                 note()
 

@@ -33,15 +33,13 @@ from lagom.patching.replace import replaced
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
-_MAX_OBJECTS = 2000
-"""Largest number of objects that are searched."""
 _MAX_ITEMS = 64
 """Largest number of items of a container, or of attributes, whose values distinguish calls."""
 _MAX_SEARCHED = 4096
 """Largest number of items of a container that are searched."""
 _HOLDERS = ("argparse", "collections", "queue", "types", "weakref", "_weakrefset", "_thread")
 """Modules of Python's standard library whose objects have attributes or items that the program chooses."""
-_WRAPPERS: tuple[Any, ...] = (
+WRAPPERS: tuple[Any, ...] = (
     *(staticmethod, classmethod, property, types.MethodType, types.MappingProxyType, functools.partial),
     *(type({}.keys()), type({}.values()), type({}.items()), functools.cached_property),
 )
@@ -52,6 +50,9 @@ _CACHED = type(functools.cache(len))
 
 class Surroundings:
     """Values and objects that can change and that the forwards of ``modules`` can reach; collected once."""
+
+    most_objects = 2000
+    """Largest number of objects that are searched."""
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         self.iterates = False
@@ -66,7 +67,7 @@ class Surroundings:
         self._seen: dict[int, object] = {id(module): module for module in modules}
         self._classes: set[int] = set()
         for module in modules:
-            if _origin(module_of(type(module))) != "core":
+            if origin(module_of(type(module))) != "core":
                 own = module.__dict__
                 self._search_values(own, (n for n in own if n not in _MODULE_ATTRIBUTES and not is_plain(own[n])))
                 self._search_slots(module)
@@ -103,14 +104,14 @@ class Surroundings:
 
     def _search_class(self, kind: type) -> None:
         for one in bases(kind):
-            if _origin(module_of(one)) == "program" and id(one) not in self._classes:
+            if origin(module_of(one)) == "program" and id(one) not in self._classes:
                 self._classes.add(id(one))
                 names = [name for name in class_attributes(one) if type(name) is str]
                 self._search_values(one, (name for name in names if not (name.startswith("__") and name != "__call__")))
                 self.parts.append(class_state(one))
 
     def _search_function(self, function: types.FunctionType) -> None:
-        if _origin(function.__module__) != "program":
+        if origin(function.__module__) != "program":
             return
         codes, names = [function.__code__], set[str]()
         for code in codes:
@@ -127,11 +128,11 @@ class Surroundings:
         self.parts.append(named_items(held, sorted(names)))
         for name in sorted(name for name in names if dict.__contains__(held, name)):
             value = dict.get(held, name)
-            if type(value) is not types.ModuleType and _origin(module_of(type(value))) != "library":
+            if type(value) is not types.ModuleType and origin(module_of(type(value))) != "library":
                 self._add_named(held, name, value)
                 continue
             of_module = attributes(value) or {}
-            if _origin(of_module.get("__name__")) == "program" and self._is_new(value):
+            if origin(of_module.get("__name__")) == "program" and self._is_new(value):
                 self._search_names(of_module, names)  # settings: their attributes are looked up by name
 
     def _add_named(self, of: Any, key: Any, value: Any) -> None:
@@ -153,12 +154,12 @@ class Surroundings:
 
     def _search_object(self, value: Any) -> None:
         kind = type(value)  # isinstance() would ask a proxy for its class
-        origin = module_of(kind)
+        module = module_of(kind)
         if issubclass(kind, types.FunctionType):
             self._search_function(value)
         elif issubclass(kind, type):
             self._search_class(value)
-        elif issubclass(kind, _WRAPPERS):
+        elif issubclass(kind, WRAPPERS):
             self._search_each(referents(value))
         elif issubclass(kind, _CACHED):
             self._search_each((attributes(value) or {}).values())
@@ -167,7 +168,7 @@ class Surroundings:
                 self._search_state(value)
         elif any("__next__" in class_attributes(one) for one in bases(kind)):
             self.iterates = True
-        elif not issubclass(kind, nn.Module) and (_origin(origin) != "core" or origin in _HOLDERS):
+        elif not issubclass(kind, nn.Module) and (origin(module) != "core" or module in _HOLDERS):
             self._search_state(value)
 
     def _search_state(self, value: Any) -> None:
@@ -197,7 +198,7 @@ class Surroundings:
     def _is_new(self, value: object) -> bool:
         if is_plain(value) or is_tensor(value):
             return False
-        if id(value) in self._seen or len(self._seen) > _MAX_OBJECTS:
+        if id(value) in self._seen or len(self._seen) > self.most_objects:
             return False
         self._seen[id(value)] = value
         return True
@@ -235,7 +236,7 @@ def _item_key(value: Any) -> object:
     return value_key(value, 0)
 
 
-def _origin(name: Any) -> str:
+def origin(name: Any) -> str:
     """Return where the module ``name`` comes from: "core" (torch, numpy, lagom, Python), "library" or "program"."""
     if type(name) is str or name is None:
         return _origin_of(name or "")
@@ -259,7 +260,7 @@ def watched_writes() -> Iterator[list[str]]:
     original = logging.Logger.handle
 
     def handle(logger: logging.Logger, record: logging.LogRecord) -> None:
-        if getattr(_watched, "names", None) is not None and _origin(logger.name) == "program":
+        if getattr(_watched, "names", None) is not None and origin(logger.name) == "program":
             _watched.names.append(logger.name)
         original(logger, record)
 
@@ -283,11 +284,11 @@ def _note_file(event: str, args: tuple[Any, ...]) -> None:
     if event == "open" and getattr(_watched, "names", None) is not None:
         path, _, flags = args
         writes = isinstance(flags, int) and flags & (os.O_WRONLY | os.O_RDWR | os.O_CREAT)
-        if writes and not any(part in str(path) for part in _CACHES):
+        if writes and not any(part in str(path) for part in CACHE_FILES):
             _watched.names.append(str(path))
 
 
-_CACHES = ("__pycache__", "/.cache/", "torchinductor", "/.triton/", "/dev/")
+CACHE_FILES = ("__pycache__", "/.cache/", "torchinductor", "/.triton/", "/dev/")
 """Parts of the names of files that are no output of a program."""
 _CORE = frozenset(("torch", "numpy", "lagom", "builtins"))
 _MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))
@@ -298,7 +299,7 @@ _MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))
 # A probe runs a forward more often than the program does (see Note [Probe] in probe.py), and its finding holds as long
 # as the forward takes the same branches. Attributes of modules are restored, and calls are distinguished by them. But a
 # forward may also count its calls in a global variable, draw from a generator of its own, or ask a config whether to
-# mix rows in this epoch. So the values that its code can reach are collected, up to ``_MAX_OBJECTS``: attributes of
+# mix rows in this epoch. So the values that its code can reach are collected, up to ``most_objects``: attributes of
 # modules; the globals and closures that their methods name; default values of arguments, except numbers, texts and
 # tensors; and so on through functions and objects of the program. Objects of libraries count by their values, not by
 # their code.

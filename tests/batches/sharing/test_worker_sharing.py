@@ -138,14 +138,14 @@ LOADERS: dict[str, Callable[[], DataLoader[Any]]] = {
 
 # With "auto" a loader has workers of each rank at first: tests/batches/sharing/test_loader_trial.py shows what then
 # follows, and test_batches_are_those_of_one_process each kind of loader.
-EITHER = pytest.mark.parametrize("share_workers", [True, pytest.param("auto", marks=pytest.mark.soak)])
+EITHER = pytest.mark.parametrize("share_loading", [True, pytest.param("auto", marks=pytest.mark.soak)])
 
 
-def check_equal(function: Callable[[Session], Any], *share_workers: Any, world_size: int = 2) -> None:
-    """Check that ``function`` returns exactly what it returns in one plain process, with each of ``share_workers``."""
+def check_equal(function: Callable[[Session], Any], *share_loading: Any, world_size: int = 2) -> None:
+    """Check that ``function`` returns exactly what it returns in one plain process, with each of ``share_loading``."""
     wanted = alone(function)
-    for share in share_workers:
-        for found in run_ranks(world_size, function, batches="whole", share_workers=share):
+    for share in share_loading:
+        for found in run_ranks(world_size, function, batches="whole", share_loading=share):
             assert found == wanted, share
 
 
@@ -169,7 +169,7 @@ def _two_epochs(session: Session, loaders: Iterable[str]) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("world_size", "share_workers", "loaders"),
+    ("world_size", "share_loading", "loaders"),
     [
         (2, "auto", (*USUAL, *STREAMS)),
         pytest.param(2, "auto", tuple(LOADERS), marks=pytest.mark.soak),
@@ -179,10 +179,10 @@ def _two_epochs(session: Session, loaders: Iterable[str]) -> Any:
     ],
     ids=["usual", "all", "three ranks", "shared"],
 )
-def test_batches_are_those_of_one_process(world_size: int, share_workers: Any, loaders: tuple[str, ...]) -> None:
+def test_batches_are_those_of_one_process(world_size: int, share_loading: Any, loaders: tuple[str, ...]) -> None:
     program = functools.partial(_two_epochs, loaders=loaders)
     wanted = alone(program)
-    for found in run_ranks(world_size, program, batches="whole", share_workers=share_workers):
+    for found in run_ranks(world_size, program, batches="whole", share_loading=share_loading):
         for ours, theirs in zip(found, wanted, strict=True):
             assert ours == theirs, ours[0]
 
@@ -227,7 +227,7 @@ def test_a_host_has_the_workers_of_one_process() -> None:
     def read(session: Session) -> list[tuple[list[int], int]]:
         return [_processes(session, **options) for options in kinds]
 
-    first, second = run_ranks(2, read, batches="whole", share_workers=True, collectives="auto")
+    first, second = run_ranks(2, read, batches="whole", share_loading=True, collectives="auto")
     for options, mine, other in zip(kinds, first, second, strict=True):
         assert (mine[1], other[1]) == (3, 0), options
         assert mine[0] == other[0], options
@@ -252,13 +252,13 @@ def test_each_rank_has_workers_of_its_own_where_ranks_may_see_other_batches() ->
         (_processes, {"batches": "whole", "collectives": "gloo"}),
     ]
     for run, options in runs:
-        numbers, running = zip(*run_ranks(2, run, share_workers=True, **options), strict=True)
+        numbers, running = zip(*run_ranks(2, run, share_loading=True, **options), strict=True)
         assert running == (3, 3), options
         assert _num_processes(list(numbers)) == 6, options
 
 
 @EITHER
-def test_each_rank_may_change_its_batches(share_workers: Any) -> None:
+def test_each_rank_may_change_its_batches(share_loading: Any) -> None:
     def change(session: Session) -> list[float]:
         kept = []
         for picture, *_ in DataLoader(Augmented(12, (3, 200, 200)), 3, num_workers=2):
@@ -267,11 +267,11 @@ def test_each_rank_may_change_its_batches(share_workers: Any) -> None:
             kept.append(picture)
         return [picture.double().sum().item() for picture in kept]
 
-    check_equal(change, share_workers)
+    check_equal(change, share_loading)
 
 
 @EITHER
-def test_batches_are_aligned_in_memory_as_torch_aligns_them(share_workers: Any) -> None:
+def test_batches_are_aligned_in_memory_as_torch_aligns_them(share_loading: Any) -> None:
     def read(session: Session) -> list[tuple[int, int]]:
         return [
             (size, batch[0].data_ptr() % 64)
@@ -279,11 +279,11 @@ def test_batches_are_aligned_in_memory_as_torch_aligns_them(share_workers: Any) 
             for batch in DataLoader(Augmented(6, (size, size)), 3, num_workers=2)
         ]
 
-    check_equal(read, share_workers)
+    check_equal(read, share_loading)
 
 
 @EITHER
-def test_views_of_one_tensor_share_its_memory_on_all_ranks(share_workers: Any) -> None:
+def test_views_of_one_tensor_share_its_memory_on_all_ranks(share_loading: Any) -> None:
     class Parts(Numbers):
         def __init__(self, count: int) -> None:
             super().__init__(count)
@@ -299,11 +299,11 @@ def test_views_of_one_tensor_share_its_memory_on_all_ranks(share_workers: Any) -
             found.append((as_plain(second), second.is_contiguous()))
         return found
 
-    check_equal(read, share_workers)
+    check_equal(read, share_loading)
 
 
 @EITHER
-def test_errors_of_samples_are_those_of_one_process_and_later_batches_come(share_workers: Any) -> None:
+def test_errors_of_samples_are_those_of_one_process_and_later_batches_come(share_loading: Any) -> None:
     def read(session: Session) -> list[Any]:
         batches = iter(DataLoader(Broken(8, 3), 2, num_workers=2))
         found = [next(batches).tolist()]
@@ -311,7 +311,7 @@ def test_errors_of_samples_are_those_of_one_process_and_later_batches_come(share
             next(batches)
         return [*found, str(raised.value), *(batch.tolist() for batch in batches)]
 
-    check_equal(read, share_workers)
+    check_equal(read, share_loading)
 
 
 def test_a_dead_worker_is_an_error_on_all_ranks() -> None:
@@ -330,7 +330,7 @@ def test_a_dead_worker_is_an_error_on_all_ranks() -> None:
             found.append(str(raised.value))
         return found
 
-    first, second = run_ranks(2, read, batches="whole", share_workers=True, collectives="auto")
+    first, second = run_ranks(2, read, batches="whole", share_loading=True, collectives="auto")
     assert first == second
     assert all("DataLoader worker" in text for text in first)
 
@@ -348,14 +348,14 @@ def test_a_slow_worker_is_an_error_on_all_ranks() -> None:
         return str(raised.value)
 
     assert (
-        run_ranks(2, read, batches="whole", share_workers=True, collectives="auto")
+        run_ranks(2, read, batches="whole", share_loading=True, collectives="auto")
         == ["DataLoader timed out after 1 seconds"] * 2
     )
 
 
 @pytest.mark.soak
 @EITHER
-def test_loaders_may_be_left_early_and_read_together(share_workers: Any) -> None:
+def test_loaders_may_be_left_early_and_read_together(share_loading: Any) -> None:
     def read(session: Session) -> list[Any]:
         first = DataLoader(Augmented(12, (2,)), 3, True, num_workers=2)
         second = DataLoader(Augmented(8, (2,)), 2, True, num_workers=1, persistent_workers=True)
@@ -369,7 +369,7 @@ def test_loaders_may_be_left_early_and_read_together(share_workers: Any) -> None
             found += [as_plain(inner) for outer in second for inner in (outer, next(iter(first)))]
         return found
 
-    check_equal(read, share_workers, world_size=3)
+    check_equal(read, share_loading, world_size=3)
 
 
 def test_all_ranks_follow_what_only_rank_0_has_drawn() -> None:
@@ -379,12 +379,12 @@ def test_all_ranks_follow_what_only_rank_0_has_drawn() -> None:
         stream = DataLoader(Unseeded(50), 8, num_workers=2)
         return [as_plain(list(loader)) for loader in (shuffled, unordered, stream)]
 
-    first, second = run_ranks(2, read, batches="whole", share_workers=True, collectives="auto")
+    first, second = run_ranks(2, read, batches="whole", share_loading=True, collectives="auto")
     assert first == second
 
 
 @EITHER
-def test_what_workers_tell_by_shared_memory_every_rank_hears(share_workers: Any) -> None:
+def test_what_workers_tell_by_shared_memory_every_rank_hears(share_loading: Any) -> None:
     class Counting(Numbers):
         def __init__(self, count: int) -> None:
             super().__init__(count)
@@ -399,7 +399,7 @@ def test_what_workers_tell_by_shared_memory_every_rank_hears(share_workers: Any)
         list(DataLoader(dataset, 2, num_workers=2))
         return [float(number) for number in dataset.seen]
 
-    check_equal(read, share_workers)
+    check_equal(read, share_loading)
 
 
 def _read_in_threads(session: Session, num_in_main: int) -> list[Any]:
@@ -430,7 +430,7 @@ def _read_alike(loader: DataLoader[Any]) -> list[Any]:
 
 @pytest.mark.soak
 @EITHER
-def test_a_thread_may_stop_in_mid_epoch_and_workers_then_start_late(share_workers: Any) -> None:
+def test_a_thread_may_stop_in_mid_epoch_and_workers_then_start_late(share_loading: Any) -> None:
     def read(session: Session) -> list[Any]:
         loader = DataLoader(Augmented(24, (3,)), 2, True, num_workers=2)
         found = [_read_alike(loader) for _ in range(2)]  # from now on workers are shared with "auto" too
@@ -453,19 +453,19 @@ def test_a_thread_may_stop_in_mid_epoch_and_workers_then_start_late(share_worker
             found.append(as_plain(first[0]))
         return [*found, _read_alike(loader)]
 
-    check_equal(read, share_workers)
+    check_equal(read, share_loading)
 
 
-def test_a_thread_cannot_go_on_where_ranks_share_workers() -> None:
+def test_a_thread_cannot_go_on_where_ranks_share_loading() -> None:
     def read(session: Session) -> list[Any]:
         # Of two workers the second may be faster: then all ranks have its batch already, and a thread may take it.
         batches = iter(DataLoader(Numbers(12), 2, num_workers=1))
         next(batches)
-        with ThreadPoolExecutor(1) as pool, pytest.raises(LagomError, match="share_workers=False"):
+        with ThreadPoolExecutor(1) as pool, pytest.raises(LagomError, match="share_loading=False"):
             pool.submit(next, batches).result()
         return [batch.tolist() for batch in batches]
 
-    found = run_ranks(2, read, batches="whole", share_workers=True, collectives="auto")
+    found = run_ranks(2, read, batches="whole", share_loading=True, collectives="auto")
     assert found == [[[2, 3], [4, 5], [6, 7], [8, 9], [10, 11]]] * 2
 
 
@@ -503,7 +503,7 @@ def test_a_rank_that_reads_no_batch_is_named() -> None:
             iter(other) if session.rank else next(batches)
         return str(raised.value)
 
-    for text in run_ranks(2, read, batches="whole", share_workers=True, collectives="auto"):
+    for text in run_ranks(2, read, batches="whole", share_loading=True, collectives="auto"):
         assert "rank 0 at the next batch of a data loader with workers" in text
 
 
@@ -526,7 +526,7 @@ def test_a_batch_that_cannot_be_sent_is_an_error_on_all_ranks() -> None:
             next(batches)
         return [str(raised.value), *found, *batches]
 
-    first, second = run_ranks(2, read, batches="whole", share_workers=True, collectives="auto")
+    first, second = run_ranks(2, read, batches="whole", share_loading=True, collectives="auto")
     assert first == second
     assert "cannot be given to the other ranks" in first[0]
     assert first[1:] == [[0, 1], [4, 5]]
@@ -534,7 +534,7 @@ def test_a_batch_that_cannot_be_sent_is_an_error_on_all_ranks() -> None:
 
 @pytest.mark.soak  # test_errors_of_samples has errors of workers by default
 @EITHER
-def test_a_stream_that_fails_in_its_worker_fails_on_all_ranks(share_workers: Any) -> None:
+def test_a_stream_that_fails_in_its_worker_fails_on_all_ranks(share_loading: Any) -> None:
     class Failing(IterableDataset[int]):
         def __iter__(self) -> Iterator[int]:
             yield from range(5)
@@ -550,4 +550,4 @@ def test_a_stream_that_fails_in_its_worker_fails_on_all_ranks(share_workers: Any
             found.append(str(error).splitlines()[-1])
         return found
 
-    check_equal(read, share_workers)
+    check_equal(read, share_loading)
