@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import sys
 import threading
 import warnings
@@ -11,16 +10,13 @@ from contextlib import ExitStack, contextmanager
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
-from lagom.batches.sharing.worker_watch import PROGRAMS, is_local
-from lagom.forward.rows.surroundings import CACHE_FILES
+from lagom.batches.sharing.worker_watch import FILE_CHANGES, PROGRAMS, is_local, writes_file
 from lagom.patching.replace import replaced
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-_CHANGES = frozenset(
-    f"os.{name}" for name in ("chmod", "chown", "link", "mkdir", "putenv", "remove", "rename", "rmdir", "symlink")
-) | {"os.chdir", "os.truncate", "os.unsetenv", "os.utime", "sqlite3.connect", "mmap.__new__"}
+_CHANGES = FILE_CHANGES | {"os.chdir", "os.putenv", "os.unsetenv", "os.utime", "sqlite3.connect", "mmap.__new__"}
 """Audit events of changes that loading may make outside of the process, besides opened files and started programs."""
 
 
@@ -53,12 +49,9 @@ class LoadingWatch:
             StoppedError: before the change, if this watch stops it.
         """
         if event == "open":
-            path, _, flags = args
-            if not (isinstance(flags, int) and flags & (os.O_WRONLY | os.O_RDWR | os.O_CREAT)):
+            if not writes_file(*args):
                 return
-            if any(part in str(path) for part in CACHE_FILES):
-                return
-            what = f"writes {path}"
+            what = f"writes {args[0]}"
         elif event == "mmap.__new__" and (args[0] == -1 or args[2] != _SHARED):
             return
         elif event in _CHANGES or event in PROGRAMS or (event == "socket.connect" and is_local(args[1])):

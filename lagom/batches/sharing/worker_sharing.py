@@ -136,16 +136,15 @@ class WorkerSharing:
     def begin(self, iterator: Any, loader: DataLoader[Any], context: Any) -> tuple[bool, WorkerWatch | None]:
         """Return whether this rank has no workers because rank 0's serve it, and a ``WorkerWatch`` or None.
 
-        A collective, if ``_can_meet``. Only rank 0 has a watch, and only of forked workers.
+        A collective, if ``_can_meet``. Only rank 0 has a watch.
         """
         session = self.session
         if not self._can_meet(iterator, loader):
             return False, None
-        is_fork = context.get_start_method() == "fork"
-        choice, cores = _agree(session, self._choose(loader, is_fork))
+        choice, cores = _agree(session, self._choose(loader, context.get_start_method() == "fork"))
         if choice == NEVER:
             return False, None
-        watch = WorkerWatch(context) if is_fork and not session.rank else None
+        watch = WorkerWatch(context) if not session.rank else None
         shared = SharedWorkers(session, cores, watch, self._choices.make_memory(loader))
         if choice == SHARED:
             iterator.__dict__[_SHARED] = shared
@@ -175,7 +174,7 @@ class WorkerSharing:
         if self.session.config.share_loading is True:
             # Samples that are not collated may be objects of the data set itself, which workers send again and again.
             return SHARED if loader._auto_collation else NEVER
-        is_watched = is_fork and (self.session.rank > 0 or reports_changes())
+        is_watched = not is_fork or self.session.rank > 0 or reports_changes()
         # The handler of an alarm may raise in the middle of an exchange.
         has_alarm = [signal.getsignal(one) for one in _ALARMS] != self._alarms
         if not is_watched or not loader.in_order or has_alarm or self._mappings.has_new():

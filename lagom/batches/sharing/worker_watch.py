@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 import sys
 from typing import TYPE_CHECKING, Any
 
-from lagom.disk.install import asked_for_rank, report_changes
+from lagom.disk.install import asked_for_rank, report_changes, reports_changes
+from lagom.forward.rows.surroundings import CACHE_FILES
 from lagom.world import rank_calls_reported
 
 if TYPE_CHECKING:
@@ -15,8 +17,18 @@ if TYPE_CHECKING:
 _STARTS = ("exec", "fork", "forkpty", "kill", "posix_spawn", "system")
 PROGRAMS = frozenset(("subprocess.Popen", "signal.pthread_kill", *(f"os.{name}" for name in _STARTS)))
 """Audit events of signals, and of starting a program or a process, whose side effects are not watched."""
+FILE_CHANGES = frozenset(
+    f"os.{name}" for name in ("chmod", "chown", "link", "mkdir", "remove", "rename", "rmdir", "symlink", "truncate")
+)
+"""Audit events of changed files and folders, besides "open"."""
 _READ, _COPY = 1, 3
 """``mmap.ACCESS_READ`` and ``mmap.ACCESS_COPY``."""
+
+
+def writes_file(path: Any, mode: Any, flags: Any) -> bool:
+    """Return whether a file is opened to be written, by the arguments of the audit event "open"; not a cache's."""
+    writes = isinstance(flags, int) and flags & (os.O_WRONLY | os.O_RDWR | os.O_CREAT)
+    return bool(writes) and not any(part in str(path) for part in CACHE_FILES)
 
 
 def is_local(address: Any) -> bool:
@@ -57,8 +69,13 @@ class WorkerWatch:
             if sockets not in path and not self.has_changed:
                 self._changes.release()
 
+        # Workers that are not forked have none of lagom's file calls, so Python's own opening of files is watched.
+        is_forked = reports_changes()
+
         def audit(event: str, values: tuple[Any, ...]) -> None:
-            if (
+            if not is_forked and (event in FILE_CHANGES or (event == "open" and writes_file(*values))):
+                note(str(values[0]))
+            elif (
                 event in PROGRAMS
                 or (event == "mmap.__new__" and values[0] != -1 and values[2] not in (_READ, _COPY))
                 or (event == "socket.connect" and is_local(values[1]))

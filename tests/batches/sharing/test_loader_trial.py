@@ -65,6 +65,8 @@ again = functools.partial(pytest.param, marks=pytest.mark.soak)
         again(lambda: DataLoader(Numbers(40), 2, num_workers=2, persistent_workers=True)),
         again(lambda: DataLoader(WorkerSharded(60), 2, num_workers=2)),
         again(lambda: DataLoader([*range(40)], 2, num_workers=2)),  # type: ignore[arg-type]
+        lambda: DataLoader(Numbers(20), 2, num_workers=1, multiprocessing_context="forkserver"),
+        again(lambda: DataLoader(Numbers(20), 2, num_workers=2, multiprocessing_context="spawn")),
     ],
 )
 def test_after_its_first_batches_a_loader_has_the_workers_of_one_process(make: Callable[[], Any]) -> None:
@@ -148,9 +150,9 @@ class Starting(Numbers):
         return index
 
 
-def pass_over(dataset: Any) -> int:
+def pass_over(dataset: Any, **options: Any) -> int:
     """Read two passes over ``dataset``; return the number of this process's workers at the end of the second."""
-    loader = DataLoader(dataset, 1, num_workers=1)
+    loader = DataLoader(dataset, 1, num_workers=1, **options)
     return [read_counting(loader)[1] for _ in range(2)][1]
 
 
@@ -166,6 +168,10 @@ def writes_files_that_the_program_reads(session: Session, folder: Path) -> tuple
         (folder / name).unlink()
     running = pass_over(Writing(12, folder))
     return sorted(path.name for path in folder.iterdir()), running
+
+
+def writes_files_in_workers_that_are_started_anew(session: Session, folder: Path) -> tuple[Any, int]:
+    return None, pass_over(Writing(12, folder), multiprocessing_context="spawn")
 
 
 def finds_shared_memory_by_its_name(session: Session, folder: Path) -> tuple[Any, int]:
@@ -243,6 +249,7 @@ def has_an_alarm(session: Session, folder: Path) -> tuple[Any, int]:
     [
         counts_in_memory_that_no_search_finds,
         writes_files_that_the_program_reads,
+        writes_files_in_workers_that_are_started_anew,
         again(finds_shared_memory_by_its_name),
         again(signals_its_parent),
         again(starts_programs),
