@@ -45,7 +45,7 @@ def plain_step(name: str, steps: int, num_processes: int = 1) -> float:
     """Return the mean seconds of a step of a plain process, while as many others as given run beside it."""
     command = [sys.executable, "-m", "benchmarks.share_programs", name, str(steps)]
     outputs = [_output(one) for one in [_process(command) for _ in range(num_processes)]]
-    found = [json.loads(out.splitlines()[-1])[FIRST:] for out in outputs]
+    found: list[list[float]] = [json.loads(out.splitlines()[-1])[FIRST:] for out in outputs]
     return statistics.mean(statistics.mean(seconds) for seconds in found)
 
 

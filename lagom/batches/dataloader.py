@@ -246,7 +246,7 @@ def _make_next(session: Session, readers: ReaderThreads) -> Any:
                 if current.shares:
                     current.shares.popleft()
             raise
-        session.progress.data_s += clock.give(counts=is_alone) - start
+        session.progress.data_s += clock.give(counts=is_alone and current.training) - start
         if (given := session.events.batch_given.call) is not None:
             given(self, data, getattr(held[_BATCH_SOURCE], "last_digest", b""))
         if on_cuda:

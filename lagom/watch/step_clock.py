@@ -1,4 +1,4 @@
-"""``StepClock``: divides the time of a rank's training steps among their parts. See Note [Steps]."""
+"""``StepClock``: divides the time of a rank's training steps among their parts. See Note [Parts of a step]."""
 
 from __future__ import annotations
 
@@ -29,6 +29,9 @@ LOADING_PARTS = {"repeated": LOADING, "divided": LOADING_DIVIDED, "shared": LOAD
 _NUM_PARTS = 12
 _MARKS = frozenset((1, 2, 4, 8, 16))
 """Numbers of steps after which the seconds so far are kept, so that the first steps can be left out."""
+_ALL, _EVERY = 256, 7
+"""Number of first steps that are all timed, and how many later steps there are for each that is timed. The number is
+prime, so that a program that does more every 10 or 100 steps is not timed just then."""
 
 
 class StepSeconds(NamedTuple):
@@ -41,7 +44,10 @@ class StepSeconds(NamedTuple):
 class StepClock:
     """Tells to which part of a step the time belongs that passes now. The thread that makes it is the one it times."""
 
-    __slots__ = ("_has_worked", "_marks", "_reads_batches", "_since", "_thread", "_whole", "part", "seconds", "steps")
+    __slots__ = (
+        *("_has_worked", "_is_timed", "_marks", "_num_ended", "_reads_batches", "_since", "_thread", "_whole"),
+        *("part", "seconds", "steps"),
+    )
 
     def __init__(self) -> None:
         self.part = OUTSIDE
@@ -55,7 +61,8 @@ class StepClock:
         self.seconds = [0.0] * _NUM_PARTS
         """Seconds of all steps so far, by part."""
         self.steps = 0
-        """Number of steps that have ended."""
+        """Number of timed steps that have ended."""
+        self._num_ended, self._is_timed = 0, True
         self._has_worked = False
         """Whether a backward ran in the step that is under way."""
         self._marks = {0: self.seconds.copy()}
@@ -103,12 +110,12 @@ class StepClock:
         if get_ident() == self._thread:
             if self.part:
                 self.seconds[self.part] += now - self._since
-                if self._has_worked:
-                    self._end_step()
+            if self._has_worked:
+                self._end_step()
             if part and not self._reads_batches:
                 self._reads_batches = True
                 self._reset()
-            self._since, self.part = now, part
+            self._since, self.part = now, part if self._is_timed else OUTSIDE
         return now
 
     def give(self, *, counts: bool) -> float:
@@ -118,10 +125,11 @@ class StepClock:
             counts: whether the step counts without a backward, as on one rank, where backwards are not patched.
         """
         now = perf_counter()
-        if self.part and get_ident() == self._thread:
-            self.seconds[self.part] += now - self._since
-            self._since, self.part = now, OWN
+        if get_ident() == self._thread:
             self._has_worked = self._has_worked or counts
+            if self.part:
+                self.seconds[self.part] += now - self._since
+                self._since, self.part = now, OWN
         return now
 
     def begin_backward(self, part: int) -> int:
@@ -129,23 +137,35 @@ class StepClock:
         if self._reads_batches:
             self._has_worked = True
         elif get_ident() == self._thread:
-            if self.part:
-                self.switch(OWN)
-                self._end_step()
-                self._whole = self.seconds.copy()
-            else:
-                self._since, self.part = perf_counter(), OWN
+            self._begin_by_backward()
         return self.switch(part)
 
+    def _begin_by_backward(self) -> None:
+        if self._has_worked:
+            self.switch(OWN)
+            self._end_step()
+            self._whole = self.seconds.copy()
+        self._has_worked = True
+        if not self._is_timed:
+            self.part = OUTSIDE
+        elif not self.part:
+            self._since, self.part = perf_counter(), OWN
+
     def _end_step(self) -> None:
+        """End a step, timed or not, and decide whether the next one is timed."""
         self._has_worked = False
-        self.steps += 1
-        if self.steps in _MARKS:
-            self._marks[self.steps] = self.seconds.copy()
+        self._num_ended += 1
+        if self._is_timed:
+            self.steps += 1
+            if self.steps in _MARKS:
+                self._marks[self.steps] = self.seconds.copy()
+        self._is_timed = self._num_ended < _ALL or self._num_ended % _EVERY == 0
 
     def end(self) -> None:
         """End the steps, as the program has returned."""
-        self.ask(OUTSIDE)
+        if self._reads_batches:
+            self.ask(OUTSIDE)
+        self.part = OUTSIDE
 
     def mean(self) -> StepSeconds:
         """Return the mean seconds of a step, without the first 16 steps, or without up to half of fewer than 32."""
@@ -157,7 +177,7 @@ class StepClock:
         return StepSeconds(steps, tuple((after - before) / steps for after, before in pairs))
 
 
-# Note [Steps]
+# Note [Parts of a step]
 #
 # A step begins when the program asks for a batch of a training pass, and ends when it asks for the next batch, or for
 # one of an evaluation, or when the pass has ended. It counts if a backward ran in it. In a program that reads no
@@ -167,6 +187,9 @@ class StepClock:
 # At each moment the time belongs to exactly one part, the innermost: an exchange in a backward is no backward. So the
 # parts' sum is the time of the step. A change of part is one read of the clock. Outside of steps, and in other threads
 # (a backward on a GPU, exchanges that overlap with a backward), nothing is read.
+#
+# A step of a small model takes some hundreds of microseconds, and a change of part 0.2. So from the 256th step on
+# every seventh step is timed. In the others a change of part is a test of a number.
 #
 # The first steps hold examinations of modules, the growth of memory and the compilation of kernels, so they are left
 # out where there are enough others.

@@ -127,6 +127,36 @@ def test_backwards_before_the_first_loader_do_not_count(now: list[float]) -> Non
     assert (clock.steps, seconds(clock)) == (1, WANTED)
 
 
+def test_from_the_256th_step_on_every_seventh_is_timed(now: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, reads = StepClock(), [0]
+
+    def read() -> float:
+        reads[0] += 1
+        return now[0]
+
+    monkeypatch.setattr(module, "perf_counter", read)
+    for number in range(256 + 70):
+        is_timed = number < 256 or number % 7 == 0
+        reads[0] = 0
+        step(clock, now, forward_s=2 if is_timed else 5)
+        assert reads[0] == (10 if is_timed else 2)
+    clock.end()
+    assert clock.steps == 256 + 10
+    assert seconds(clock) == WANTED
+
+
+def test_without_a_loader_later_steps_are_timed_as_rarely(now: list[float]) -> None:
+    clock = StepClock()
+    for number in range(256 + 70 + 1):
+        before = clock.begin_backward(BACKWARD)
+        now[0] += 4 if number < 256 or number % 7 == 0 else 100
+        clock.switch(before)
+        now[0] += 1
+    clock.end()
+    assert clock.steps == 256 + 10
+    assert seconds(clock) == {BACKWARD: 4.0, OWN: 1.0}
+
+
 def test_other_threads_change_nothing(now: list[float]) -> None:
     clock = StepClock()
     clock.ask(LOADING)

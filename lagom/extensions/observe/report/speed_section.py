@@ -42,14 +42,12 @@ def speed_section(value: Mapping[str, Any]) -> str:
 
 def _bar(title: str, seconds: Mapping[str, float], longest: float) -> str:
     boxes = "".join(
-        f"<i style='flex:{one / longest:.5f};background:{_COLOURS[name]}' title='{html.escape(TITLES[name])}'></i>"
+        f"<i style='width:{one / longest:.3%};background:{_COLOURS[name]}' title='{html.escape(TITLES[name])}'></i>"
         for name, one in seconds.items()
+        if one
     )
-    rest = f"<i style='flex:{1 - sum(seconds.values()) / longest:.5f}'></i>"
-    return (
-        f"<tr><th>{html.escape(title)}</th><td><div class=parts>{boxes}{rest}</div></td>"
-        f"<td>{duration(sum(seconds.values()))}</td></tr>"
-    )
+    total = duration(sum(seconds.values()))
+    return f"<tr><th>{html.escape(title)}</th><td><div class=parts>{boxes}</div></td><td>{total}</td></tr>"
 
 
 def _table(speed: Speed) -> str:
@@ -60,9 +58,10 @@ def _table(speed: Speed) -> str:
     for part in speed.parts:
         mark = f"<i class=mark style='background:{_COLOURS[part.name]}'></i>{html.escape(TITLES[part.name])}"
         texts = [duration(part.seconds), f"{part.seconds / speed.step_s:.0%}"]
-        texts += [part.how(size), duration(part.in_one_process(size))] if size > 1 else []
+        alone = part.in_one_process(size)
+        texts += [part.how(size), duration(alone) if alone else "none"] if size > 1 else []
         rows += f"<tr><td>{mark}</td>{''.join(f'<td>{html.escape(text)}</td>' for text in texts)}</tr>"
-    return f"<table><tr>{head}</tr>{rows}</table>"
+    return f"<table class=columns><tr>{head}</tr>{rows}</table>"
 
 
 def _capitalised(text: str) -> str:
