@@ -25,10 +25,10 @@ _SECONDS = {
 
 
 def step_speed(session: Session) -> Speed:
-    """Return the speed of the steps so far; that of no steps if the program divides its work by itself."""
+    """Return the speed of the steps so far, which have then ended."""
     session.clock.end()
     steps, seconds = session.clock.mean()
-    if not steps or session.has_joined:
+    if not steps:  # as in a program that exchanges by itself, where patches do nothing
         return Speed(world_size=session.world_size)
     parts = {name: [seconds[kind] for kind in places] for name, places in _SECONDS.items()}
     if session.world_size == 1:  # backwards are not patched, so they are among the program's own time
