@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from lagom.errors import LagomError
 from lagom.extensions import registry
 from lagom.run_folder import RunFolder, write_file
+from lagom.speed import Speed
 from lagom.watch.notebook import notebook
 
 if TYPE_CHECKING:
@@ -87,6 +88,7 @@ class Result(Mapping[str, Any]):
         seconds: float,
         timings: Mapping[str, float] = MappingProxyType({}),
         whole: Sequence[WholeModule] = (),
+        speed: Speed | None = None,
         name: str = "",
         where: str = "",
         run_dir: Path | None = None,
@@ -100,6 +102,7 @@ class Result(Mapping[str, Any]):
         self._seconds = seconds
         self._timings = dict(timings)
         self._whole = tuple(whole)
+        self._speed = speed or Speed(world_size=len(per_rank))
         self._name = name
         self._where = where
         self._run_dir = run_dir
@@ -143,6 +146,14 @@ class Result(Mapping[str, Any]):
         After a loss of ranks these are the modules of the last attempt.
         """
         return list(self._whole)
+
+    @property
+    def speed(self) -> Speed:
+        """Seconds of a training step by part, the estimated seconds on one process, and what would help.
+
+        False if no step was timed. After a loss of ranks, and in a resumed run, these are the steps since then.
+        """
+        return self._speed
 
     @property
     def failures(self) -> list[dict[str, Any]]:

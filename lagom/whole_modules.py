@@ -30,6 +30,10 @@ class WholeModule:
     themselves. On a GPU these are the seconds in which forwards were queued."""
     splits_inside: bool
     """Whether modules inside it were split in any of these calls."""
+    is_small: bool = False
+    """Whether it runs whole only because splitting it would take longer."""
+    pays_from: int | None = None
+    """Rows of a batch from which ranks would split a small module that is trained; None if unknown."""
 
     def __repr__(self) -> str:
         kind = "" if self.kind == self.name else f" ({self.kind})"

@@ -31,6 +31,8 @@ ROOMS = {
     "run_folder": "errors",
     "extension": "",
     "settings": "",
+    "speed": "",
+    "speed_advice": "speed whole_modules",
     "timings": "",
     "torch_versions": "",
     "whole_modules": "",
@@ -44,13 +46,13 @@ ROOMS = {
     # The driver.
     "driver": (
         "cluster config contents control_groups errors extensions host on_rank plan program random_states restart "
-        "result run_folder timings watch wire world"
+        "result run_folder speed timings watch wire world"
     ),
     "spark": (
         "cluster digests driver errors extensions host on_rank patching plan program restart watch wire pyarrow pyspark"
     ),
     "launch": "config driver spark",
-    "result": "config errors extensions run_folder watch",
+    "result": "config errors extensions run_folder speed watch",
     "experiment": "config driver errors extensions launch on_rank plan program result timings",
     "cli": "__init__ cli_options config errors experiment extensions program spark watch",
     "cli_options": "config extensions",
@@ -65,13 +67,14 @@ ROOMS = {
     # What a rank does with the program, from the top down.
     "session": (
         "batches disk distributed errors exchange exchange.torch_backend extensions forward forward.rows gradients "
-        "gradients.reduction inspection optimizers patching program run_state torch_versions torch"
+        "gradients.reduction inspection optimizers patching program run_state speed speed_advice torch_versions "
+        "watch torch"
     ),
     "forward": "errors exchange forward.micro_batches forward.rows patching run_state watch torch",
-    "forward.rows": "errors exchange inspection patching random_states run_state whole_modules numpy torch",
+    "forward.rows": "errors exchange inspection patching random_states run_state watch whole_modules numpy torch",
     "forward.micro_batches": "errors forward.rows inspection patching random_states torch",
-    "optimizers": "errors patching torch",
-    "gradients": "errors exchange forward.rows gradients.reduction patching run_state torch",
+    "optimizers": "errors patching watch torch",
+    "gradients": "errors exchange forward.rows gradients.reduction patching run_state watch torch",
     "gradients.reduction": "errors exchange run_state torch",
     "batches": "batches.sharing disk errors exchange patching program run_state watch world numpy torch",
     "batches.sharing": (
@@ -111,7 +114,7 @@ ROOMS = {
         "__init__ available_memory config control_groups driver errors exchange launch on_rank plan program spark "
         "world torch"
     ),
-    "extensions.observe.report": "extensions.observe.timeline run_folder watch",
+    "extensions.observe.report": "extensions.observe.timeline run_folder speed watch",
     "extensions.observe.timeline": "errors exchange.torch_backend patching run_folder watch torch",
     "extensions.observe.tracking": "digests disk errors exchange patching",
     "extensions.resume": (
@@ -144,7 +147,7 @@ ROOMS = {
     ),
     "extensions.zero": (
         "errors exchange extension extensions.zero.deepspeed extensions.zero.memory_plan extensions.zero.parameters "
-        "gradients gradients.reduction optimizers patching random_states run_state settings torch"
+        "gradients gradients.reduction optimizers patching random_states run_state settings watch torch"
     ),
     "extensions.zero.deepspeed": (
         "errors extensions.zero forward gradients optimizers patching run_state deepspeed torch"

@@ -8,7 +8,6 @@ import inspect
 import threading
 import weakref
 from contextlib import ExitStack, contextmanager
-from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -32,6 +31,7 @@ from lagom.run_state.loader_pass import FEWER_ROWS, LoaderPass, has_fewer_rows
 from lagom.run_state.random_streams import DRAWING, OwnStreams, derive_seed
 from lagom.run_state.row_count import count_samples
 from lagom.watch.spans import COPY
+from lagom.watch.step_clock import LOADING_PARTS, OUTSIDE
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -189,7 +189,9 @@ def _make_reset(loaders: PassStarter) -> Any:
             return
         if not first_iter:
             session.end_pass(current)
+            is_shared = current.loading == "shared"  # the iterator keeps its workers
             current = self.__dict__[PASS] = loaders.begin(loader)
+            current.loading = "shared" if is_shared else current.loading
             self.__dict__[_BATCH_SOURCE] = choose_batch_source(session, loader, current)
             if (begun := session.events.pass_begun.call) is not None:
                 begun(self, loader)
@@ -210,6 +212,7 @@ def _make_next(session: Session, readers: ReaderThreads) -> Any:
     original = vars(_BaseDataLoaderIter)["__next__"]
     on_cuda = session.device.type == "cuda"
     moved = move_to_device if session.spans is None else session.spans.timed(COPY, "to the device", move_to_device)
+    clock, is_alone = session.clock, session.world_size == 1
 
     def next_batch(self: Any) -> Any:
         held = self.__dict__
@@ -223,12 +226,13 @@ def _make_next(session: Session, readers: ReaderThreads) -> Any:
             current.failed = False
             session.check_place(_AFTER_FAILURE)
         received = held.get("_rcvd_idx")
-        start = perf_counter()
+        start = clock.ask(LOADING_PARTS[current.loading] if current.training else OUTSIDE)
         try:
             take = held[_BATCH_SOURCE].take
             session.reads_in_threads = session.reads_in_threads or session.is_in_thread
             data, share = readers.read(take, original, self) if session.is_in_thread else take(original, self)
         except StopIteration:
+            clock.ask(OUTSIDE)
             session.end_pass(current)
             if (exhausted := session.events.pass_exhausted.call) is not None:
                 exhausted(self)
@@ -242,7 +246,7 @@ def _make_next(session: Session, readers: ReaderThreads) -> Any:
                 if current.shares:
                     current.shares.popleft()
             raise
-        session.progress.data_s += perf_counter() - start
+        session.progress.data_s += clock.give(counts=is_alone and current.training) - start
         if (given := session.events.batch_given.call) is not None:
             given(self, data, getattr(held[_BATCH_SOURCE], "last_digest", b""))
         if on_cuda:

@@ -46,6 +46,10 @@ class PassStarter:
         current.own = session.distributed and shards_itself(loader.dataset)
         if current.own and session.config.batches == "whole":
             raise LagomError(_OWN_IN_WHOLE)
+        if current.own or (current.is_split and not is_iterable(loader)):
+            current.loading = "divided"
+        if current.training:
+            session.progress.num_workers = loader.num_workers
         if current.is_split:
             session.distributed_part = session.distributed_part or "a data loader was shared out"
         gathered = session.config.evaluation == "gathered" and not current.own

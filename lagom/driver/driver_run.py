@@ -20,7 +20,10 @@ from lagom.program.own_frames import cut_own_frames
 from lagom.random_states import set_random_states
 from lagom.restart.kept_snapshots import SnapshotFolder
 from lagom.result import Result
+from lagom.speed import Speed
 from lagom.timings import Timings
+from lagom.watch.notebook import notebook
+from lagom.watch.notebook_table import NotebookTable
 from lagom.watch.run_dir import RunRecords
 
 if TYPE_CHECKING:
@@ -45,6 +48,8 @@ class DriverRun:
     """Folder of the run's snapshots, from which an attempt continues; None without snapshots."""
     whole: list[WholeModule] = field(default_factory=list)
     """Modules that ran whole on every rank, once the ranks have returned."""
+    speed: Speed | None = None
+    """Speed of the training steps, once the ranks have returned."""
     returned: list[Callable[[Any, list[Any]], None]] = field(default_factory=list)
     """Functions that are called with the value of the run and those of all ranks, when the ranks have returned."""
 
@@ -75,13 +80,17 @@ class DriverRun:
             timings.end(part, seconds)
         timings.end("collect")
         self.whole = returned[0].get("whole", [])
+        self.speed = returned[0].get("speed") or Speed(world_size=len(returned))
         for function in self.returned:
             function(value, values)
         if changed := returned[0].get("changed"):
             self._say_changed(changed)
+        if self.speed.is_worth_saying and self.plan.rehearsal is None:
+            self._say(self.speed.line(), is_notice=True)
         if records is not None:
             ended = {"outcome": "returned", "value": value, "per_rank": values}
             records.note("whole", [module.as_json() for module in self.whole])
+            records.note("speed", self.speed.as_json())
             records.ended(ended, timings.seconds(), timings.parts())
         return Result(
             value,
@@ -89,6 +98,7 @@ class DriverRun:
             seconds=timings.seconds(),
             timings=timings.parts(),
             whole=self.whole,
+            speed=self.speed,
             name=self.plan.name,
             where=self.launcher.where(),
             run_dir=records.folder if records is not None else None,
@@ -111,8 +121,16 @@ class DriverRun:
         shown = [*names[:_MAX_NAMES], *([f"{len(names) - _MAX_NAMES} more"] if len(names) > _MAX_NAMES else [])]
         what = " and ".join(filter(None, (", ".join(shown[:-1]), shown[-1])))
         yours = "yours are as before: return them" if len(names) > 1 else "yours is as before: return it"
-        text = f"lagom: {self.plan.name}: changed {what} on the ranks; {yours}"
-        sys.stderr.write(f"{text}\n")
+        self._say(f"changed {what} on the ranks; {yours}")
+
+    def _say(self, text: str, *, is_notice: bool = False) -> None:
+        """Show and record a line below the others; a notebook shows a notice in a frame and not as an error."""
+        text = f"lagom: {self.plan.name}: {text}"
+        display = notebook() if is_notice else None
+        if display is not None:
+            NotebookTable(display, max).show_notice(text)
+        else:
+            sys.stderr.write(f"{text}\n")
         if self.records is not None:
             self.records.said(text)
 

@@ -9,31 +9,42 @@ from typing import TYPE_CHECKING
 from lagom.errors import CollectiveError
 from lagom.exchange.background import Done
 from lagom.watch.spans import ASYNCHRONOUS, COLLECTIVE
+from lagom.watch.step_clock import EXCHANGE, OUTSIDE
 
 if TYPE_CHECKING:
     from lagom.exchange.background import Work
     from lagom.watch.spans import Spans
+    from lagom.watch.step_clock import StepClock
 
 RANKS, ASIDE = "ranks", "aside"
 """Streams of lagom's own exchanges in a timeline."""
 
 
 class Operation:
-    """Records an exchange in the timeline, and turns a RuntimeError or an OSError into a CollectiveError.
+    """Records an exchange in the timeline and the rank's clock, and makes a RuntimeError or OSError a CollectiveError.
 
     Args:
         spans: the timeline; None without one.
         size: bytes that this rank exchanges.
         stream: as in ``Span``.
         shown: name in the timeline; "" for ``name``.
+        clock: the clock of the rank's steps; None if the exchange is not in the program's thread.
     """
 
-    __slots__ = ("_name", "_number", "_shown", "_size", "_spans", "_start", "_stream")
+    __slots__ = ("_clock", "_name", "_number", "_part", "_shown", "_size", "_spans", "_start", "_stream")
 
     def __init__(
-        self, name: str, spans: Spans | None = None, size: int = 0, stream: str = RANKS, shown: str = ""
+        self,
+        name: str,
+        spans: Spans | None = None,
+        size: int = 0,
+        stream: str = RANKS,
+        shown: str = "",
+        clock: StepClock | None = None,
     ) -> None:
         self._name = name
+        self._clock = clock
+        self._part = OUTSIDE
         self._spans = spans
         self._size = size
         self._stream = stream
@@ -43,9 +54,13 @@ class Operation:
         if self._spans is not None:
             self._number = self._spans.numbers(self._stream)()
             self._start = self._spans.clock()
+        if self._clock is not None:
+            self._part = self._clock.switch(EXCHANGE)
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        if self._clock is not None:
+            self._clock.switch(self._part)
         if self._spans is not None:
             self._spans.add(COLLECTIVE, self._shown, self._start, self._size, self._stream, self._number)
         if isinstance(error, (RuntimeError, OSError)) and not isinstance(error, CollectiveError):

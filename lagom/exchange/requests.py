@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from lagom.exchange.native import TYPES, native
 from lagom.exchange.operation import RANKS, named
 from lagom.watch.spans import COLLECTIVE
+from lagom.watch.step_clock import EXCHANGE, StepClock
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -33,6 +34,8 @@ class RequestExchange(ABC):
         """
         self.spans: Spans | None = None
         """Timeline that records the exchanges; None without one."""
+        self.clock = StepClock()
+        """Clock of the rank's training steps; this one stands still."""
 
     @abstractmethod
     def _exchange(self, head: bytes, body: memoryview | None = None) -> list[memoryview]:
@@ -84,17 +87,20 @@ class RequestExchange(ABC):
         if near is None:
             return None
         prepared = native().Sections([(start, count, TYPES[dtype]) for start, count, dtype in sections], size)
-        call = near.average
+        call, clock = near.average, self.clock
         if self.spans is not None:
             call = self.spans.timed(COLLECTIVE, "average", call, size, RANKS)
 
         def average(signed: bytes, given: Sequence[int], averages: Sequence[int]) -> bool:
             while True:
+                part = clock.switch(EXCHANGE)
                 try:
                     if call(signed, given, averages, prepared):
                         return True
                 except (RuntimeError, OSError) as error:
                     raise named("exchange", error) from error
+                finally:
+                    clock.switch(part)
                 if not self._served(near.rows()):
                     return False
 

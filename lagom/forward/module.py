@@ -15,6 +15,7 @@ from lagom.forward.micro_batches.split_forward import MicroBatches
 from lagom.forward.rows.slicer import Slicer, is_splittable
 from lagom.patching.replace import replaced
 from lagom.run_state.cuda_device import InputFollower
+from lagom.watch import step_clock
 from lagom.watch.spans import FORWARD
 
 if TYPE_CHECKING:
@@ -147,7 +148,7 @@ def _make_call(forwards: _ForwardState) -> Callable[..., Any]:
     slicer = Slicer(session, run, forwards.outside) if may_slice else None
     slices_training = session.config.batches == "whole"
     several = session.world_size > 1
-    spans, begun = session.spans, session.events.forward_begun
+    spans, begun, clock = session.spans, session.events.forward_begun, session.clock
 
     def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if forwards.inside or torch.compiler.is_dynamo_compiling():
@@ -156,6 +157,7 @@ def _make_call(forwards: _ForwardState) -> Callable[..., Any]:
             return original(module, *args, **kwargs)
         forwards.inside = True
         start = 0 if spans is None else spans.clock()
+        part = clock.switch(step_clock.FORWARD)
         try:
             if (tell := begun.call) is not None:
                 tell(module)
@@ -166,6 +168,8 @@ def _make_call(forwards: _ForwardState) -> Callable[..., Any]:
                 data = args[0] if len(args) == 1 and not kwargs else (args, kwargs)
                 share = session.find_share(data)
                 trains = getattr(module, "training", True)
+                if share is not None:
+                    clock.rename(step_clock.FORWARD_DIVIDED)
             if slicer is not None and (slices_training or not trains) and is_splittable(session, module):
                 return slicer.call(module, args, kwargs)
             seen = (
@@ -190,6 +194,7 @@ def _make_call(forwards: _ForwardState) -> Callable[..., Any]:
             return outputs
         finally:
             forwards.inside = False
+            clock.switch(part)
             if spans is not None:
                 spans.add(FORWARD, type(module).__name__, start)
 

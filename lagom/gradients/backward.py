@@ -23,6 +23,7 @@ from lagom.gradients.training_threads import TrainingThreads
 from lagom.patching.replace import replaced
 from lagom.run_state.leaf_hooks import watch_node_hooks
 from lagom.run_state.leaves import find_leaves
+from lagom.watch.step_clock import BACKWARD, BACKWARD_DIVIDED, EXCHANGE, OUTSIDE
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -48,6 +49,11 @@ def synchronise_backward(session: Session, knows_rank: Callable[[], bool]) -> It
     """
     original = torch.autograd._engine_run_backward
     backwards, threads = _Backwards(session, original, knows_rank), TrainingThreads()
+    clock, is_whole = session.clock, session.config.batches == "whole"
+
+    def begin(*, is_grad: bool) -> int:
+        part = BACKWARD if is_whole or session.passes.share is None else BACKWARD_DIVIDED
+        return clock.switch(part) if is_grad else clock.begin_backward(part)
 
     @torch._disable_dynamo  # a compiled step breaks its graph here, and Dynamo would compile all that follows inside
     def run_backward(outputs: Sequence[Any], *args: Any, **options: Any) -> Any:
@@ -57,13 +63,18 @@ def synchronise_backward(session: Session, knows_rank: Callable[[], bool]) -> It
             _refuse_capture()
         for one in args[3]:
             watch_gradient(one.node if isinstance(one, GradientEdge) else one.grad_fn)
-        run = backwards.run_backward if options.get("accumulate_grad", False) else backwards.grad_calls.run
+        is_grad, is_inner = not options.get("accumulate_grad", False), session.backwards.depth > 0
+        run = backwards.grad_calls.run if is_grad else backwards.run_backward
+        part = OUTSIDE if is_inner else begin(is_grad=is_grad)
         try:
             threads.check()
             return run(outputs, args, options)
         except DivergenceError as error:
             backwards.divergence.record_error(error)
             raise
+        finally:
+            if not is_inner:
+                clock.switch(part)
 
     session.resumption.learned["backwards"] = backwards.state, backwards.restore
     with replaced(torch.autograd, "_engine_run_backward", run_backward), watch_node_hooks():
@@ -216,6 +227,7 @@ class _Backwards:
             self._running = ()
             for hook in hooks:
                 hook.remove()
+        session.clock.switch(EXCHANGE)
         inner, self._pending = self._pending, None
         self.divergence.count_step()
         found = None
@@ -281,6 +293,7 @@ class _Backwards:
             options: arguments for ``average_backward``, which averages gradients that have no graph.
         """
         self._session.distributed_part = self._session.distributed_part or "a backward ran"
+        self._session.clock.switch(EXCHANGE)
         with torch.set_grad_enabled(create_graph):
             if create_graph:  # also without a graph here: another rank's gradients may have one
                 self._grads.average_accumulated(pending)

@@ -38,6 +38,7 @@ from lagom.run_state.random_streams import seed_everything
 from lagom.session.call_changes import CallChanges
 from lagom.session.patched import patched
 from lagom.session.session import Session
+from lagom.session.step_speed import step_speed
 from lagom.watch.spans import Spans
 from lagom.wire.spec import RankSpec
 from lagom.world import Place, place_set
@@ -46,7 +47,8 @@ Returned = dict[str, Any]
 """Dict with ``value``, the function's return value (in a rehearsal its ``Record``); ``samples``, the number of samples
 that this rank trained on; ``timings``, seconds until the call of the function and in it; and only on rank 0, if there
 are any: ``random``, the final states of those random generators that began in the driver's state, ``changed``, names of
-the program's objects that the function has changed, and ``whole``, a ``WholeModule`` for each module that ran whole."""
+the program's objects that the function has changed, ``whole``, a ``WholeModule`` for each module that ran whole, and
+``speed``, the ``Speed`` of its steps."""
 
 
 def run(
@@ -141,6 +143,8 @@ def _returned(
         returned["changed"] = names
     if session.rank == 0 and (whole := session.forwards.whole_calls.modules()):
         returned["whole"] = whole
+    if session.rank == 0 and (speed := step_speed(session)):
+        returned["speed"] = speed
     if session.rank == 0 and call.random_states is not None:
         returned["random"] = {name: state for name, state in random_states().items() if name in call.random_states}
     return returned

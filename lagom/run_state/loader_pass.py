@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections import deque
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
@@ -53,6 +53,8 @@ class LoaderPass:
     """Whether the data set shards itself, so that ranks have different batches."""
     by_mode: bool = False
     """Whether the pass counts as an evaluation only because the model is in eval mode, although gradients are on."""
+    loading: Literal["repeated", "divided", "shared"] = "repeated"
+    """Whether every rank loads all samples of a batch, ranks divide them, or one set of workers serves all ranks."""
     steps: int | None = None
     step: int = 0
     shares: deque[BatchShare | None] = field(default_factory=deque)

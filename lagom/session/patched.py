@@ -24,6 +24,7 @@ from lagom.gradients.backward import synchronise_backward
 from lagom.optimizers.fast_step import skip_profiler_ranges
 from lagom.optimizers.fused_adam import fused_adam
 from lagom.optimizers.lr_scaling import scale_learning_rates
+from lagom.optimizers.timed_steps import timed_steps
 from lagom.patching.object_reference import swappable_tensors
 from lagom.run_state.fresh_seeds import equal_fresh_seeds
 from lagom.run_state.mixed_devices import meet_on
@@ -84,6 +85,7 @@ def patched(session: Session) -> Iterator[None]:
         if precision is not None:
             stack.enter_context(precision.autocast_forwards())
         stack.enter_context(shard_loaders(session, streams))
+        stack.enter_context(timed_steps(session.clock))
         if (are_patched := session.events.patched.call) is not None:
             are_patched(stack)
         yield

@@ -24,6 +24,8 @@ class RunProgress:
     """Batches, forwards and backwards so far; the heartbeat sends them to the stall detector of the host."""
     data_s: float = 0.0
     """Seconds that the program has waited for batches."""
+    num_workers: int | None = None
+    """Number of workers of the loader over which the last training pass began; None before the first."""
     loss: torch.Tensor | None = None
     """Loss of the last backward, without its graph; None unless it is one number on the CPU."""
     reported_values: dict[str, float | int] = field(default_factory=dict)

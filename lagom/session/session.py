@@ -25,6 +25,7 @@ from lagom.session.forward_state import ForwardState
 from lagom.session.known_tensors import KnownTensors
 from lagom.session.resumable_state import Resumption
 from lagom.session.run_progress import RunProgress
+from lagom.watch.step_clock import StepClock
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -90,6 +91,8 @@ class Session:
     """Random number streams that are equal on all ranks."""
     progress: RunProgress = field(init=False)
     """How far the program is; the heartbeat reports it."""
+    clock: StepClock = field(default_factory=StepClock, init=False)
+    """Seconds of the training steps by part."""
     forwards: ForwardState = field(init=False)
     """Forwards that run now or were split before."""
     tensors: KnownTensors = field(init=False)
@@ -126,7 +129,7 @@ class Session:
         self.evaluation_passes = EvaluationPassDetector(self.tensors.batch_tracker.share, self.say_once)
         self.backwards = BackwardState(LossTermWeights(self.world_size, self.say_once))
         if self.group is not None:
-            self.group.spans = self.spans
+            self.group.spans, self.group.clock = self.spans, self.clock
             self.backwards.exchange_by(self.group, self.tensors, self.likeness, self.config, self.device)
         _sessions.add(self)
 

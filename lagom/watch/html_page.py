@@ -107,6 +107,10 @@ th { text-align: left; padding-right: 1.5em; font-weight: 500; vertical-align: t
 .legend { font-size: 13px; margin: .3em 0 1em } .legend span { margin-right: 1.4em; white-space: nowrap }
 .legend i { display: inline-block; width: .8em; height: .8em; border-radius: 2px; margin-right: .4em }
 .legend b { font-weight: 600; font-variant-numeric: tabular-nums }
+.steps { width: 100% } .steps .parts { margin-top: 0 } .steps td:nth-child(2) { width: 100%; padding-right: 1em }
+.steps td, .steps th { white-space: nowrap; vertical-align: middle }
+.columns td, .columns th { padding-right: 1.5em }
+.mark { display: inline-block; width: .8em; height: .8em; border-radius: 2px; margin-right: .5em }
 .wraps { white-space: pre-wrap }
 td.whole { white-space: nowrap; padding-right: 1em }
 td { font-family: ui-monospace, monospace; font-size: 13px; word-break: break-word; white-space: pre-wrap }

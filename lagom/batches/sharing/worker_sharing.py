@@ -116,6 +116,7 @@ def _make_next_data(sharing: WorkerSharing) -> Any:
         if trial.choice == SHARED and trial.drain(get_data, self):
             self.__dict__[_SHARED] = trial.shared
             trial.shared.take_over(self)
+            sharing.mark_shared(self)
         return original(self)
 
     return next_data
@@ -148,10 +149,16 @@ class WorkerSharing:
         shared = SharedWorkers(session, cores, watch, self._choices.make_memory(loader))
         if choice == SHARED:
             iterator.__dict__[_SHARED] = shared
+            self.mark_shared(iterator)
             return session.rank > 0, watch
         num_batches = _BATCHES_PER_WORKER * loader.num_workers
         iterator.__dict__[_TRIAL] = LoaderTrial(shared, lambda mine: bool(_agree(session, mine)[0]), num_batches)
         return False, watch
+
+    def mark_shared(self, iterator: Any) -> None:
+        """Record that one set of workers serves all ranks in the pass of ``iterator``."""
+        if (current := self._pass_of(iterator)) is not None:
+            current.loading = "shared"
 
     def _can_meet(self, iterator: Any, loader: DataLoader[Any]) -> bool:
         """Return whether all ranks see the same batches of this pass, in a loader whose workers they may share.

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from lagom.config import TorchDistributedConfig
 from lagom.config.trials import JOURNAL
@@ -31,6 +31,7 @@ from lagom.run_folder import RunFolder
 from lagom.watch.run_dir import RunRecords
 
 if TYPE_CHECKING:
+    from lagom.speed import Speed
     from lagom.whole_modules import WholeModule
 
 NO_FOLDER = "snapshot_every_s needs a folder for the run; set run_dir to a path or a URL"
@@ -156,19 +157,28 @@ def read_call(folder: RunFolder) -> Iterator[tuple[KeptRun, Call, SnapshotFolder
 
 
 def keep_result(
-    folder: SnapshotFolder, value: Any, values: list[Any], timings: dict[str, float], whole: list[WholeModule]
+    folder: SnapshotFolder,
+    value: Any,
+    values: list[Any],
+    timings: dict[str, float],
+    whole: list[WholeModule],
+    speed: Speed | None,
 ) -> None:
     """Write the result of a run and remove its snapshots; keep them if the result cannot be pickled or written."""
     with suppress(PayloadError, OSError):  # then the snapshots stay, from which ``resume`` computes the result again
-        _write(folder.folder, RESULT, (value, values, timings, whole))
+        _write(folder.folder, RESULT, (value, values, timings, whole, speed))
         folder.remove_all()  # the run has ended, so nothing resumes from its snapshots
 
 
-def read_result(folder: SnapshotFolder) -> tuple[Any, list[Any], dict[str, float], list[WholeModule]] | None:
+KeptResult: TypeAlias = "tuple[Any, list[Any], dict[str, float], list[WholeModule], Speed | None]"
+"""Value, values of all ranks, timings, modules that ran whole, and speed."""
+
+
+def read_result(folder: SnapshotFolder) -> KeptResult | None:
     """Return what ``keep_result`` has written; None if the run has not ended."""
     if not folder.has_result():
         return None
-    found: tuple[Any, list[Any], dict[str, float], list[WholeModule]] = _read(folder, RESULT)
+    found: KeptResult = _read(folder, RESULT)
     return found
 
 

@@ -42,7 +42,9 @@ def kept_run(run: DriverRun) -> Iterator[None]:
     if snapshots is None:
         yield
         return
-    run.returned.append(lambda value, values: keep_result(snapshots, value, values, run.timings.parts(), run.whole))
+    run.returned.append(
+        lambda value, values: keep_result(snapshots, value, values, run.timings.parts(), run.whole, run.speed)
+    )
     with ExitStack() as stack:
         if not is_resumed:
             _lock(stack, snapshots, run.records)
@@ -63,7 +65,7 @@ def resume_run(run_dir: str | os.PathLike[str], world_size: int | None, launcher
     timings = Timings()
     with _locked_run(run_dir) as (folder, run, call, snapshots, upload):
         if (kept := read_result(snapshots)) is not None:
-            value, values, parts, whole = kept
+            value, values, parts, whole, speed = kept
             sys.stderr.write(f"lagom: {run.name}: the run had ended already; nothing is computed again\n")
             return Result(
                 value,
@@ -71,6 +73,7 @@ def resume_run(run_dir: str | os.PathLike[str], world_size: int | None, launcher
                 seconds=round(sum(parts.values()), DIGITS),
                 timings=parts,
                 whole=whole,
+                speed=speed,
                 name=run.name,
                 where="",
                 run_dir=folder.path,

@@ -13,6 +13,7 @@ from lagom.extensions.zero.optimizer_group import OptimizerGroup
 from lagom.extensions.zero.parameters.sharded_parameters import shard_parameters
 from lagom.optimizers.step_patches import replace_steps
 from lagom.patching.replace import replaced
+from lagom.watch.step_clock import OPTIMIZER_DIVIDED
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -79,7 +80,8 @@ def _make_steps(
         def step(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
             if not session.distributed or optimizers.runs_unchanged:
                 return inner(self, *args, **kwargs)
-            return optimizers.step(self, inner, args, kwargs)
+            with session.clock.during(OPTIMIZER_DIVIDED):
+                return optimizers.step(self, inner, args, kwargs)
 
         return step
 

@@ -33,6 +33,7 @@ class SliceFunction(ExchangeFunction):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         (whole,) = gather_blocks([gradient], ctx.exchange, [ctx.factor])
+        ctx.exchange.gatherer.clock.divide_backward(False)
         return whole / ctx.exchange.block.world_size, None, None
 
 
@@ -58,6 +59,7 @@ class GatherFunction(ExchangeFunction):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         exchange = ctx.exchange
+        exchange.gatherer.clock.divide_backward(True)
         parts = [
             None if g is None else slice_rows(g, exchange, factor) * exchange.block.world_size
             for g, factor in zip(gradients, ctx.factors, strict=True)

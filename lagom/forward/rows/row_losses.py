@@ -16,6 +16,7 @@ from lagom.forward.rows.inner_losses import current_losses
 from lagom.forward.rows.path_to_output import find_gradient_path, watch_gradient
 from lagom.forward.rows.shared_loss import SharedLoss, TorchLoss
 from lagom.patching.replace import replaced
+from lagom.watch.step_clock import FORWARD_DIVIDED
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -74,7 +75,7 @@ class _Sharing:
     """Decides which losses ranks share out."""
 
     def __init__(self, session: Session, knows_rank: Callable[[], bool]) -> None:
-        self._session = session
+        self.session = session
         self._knows_rank = knows_rank
         self._is_over = False
 
@@ -104,7 +105,7 @@ class _Sharing:
         return find_gradient_path(scores) if self._may_share() else None
 
     def _may_share(self) -> bool:
-        session = self._session
+        session = self.session
         if (
             self._is_over
             or not session.may_meet
@@ -127,8 +128,12 @@ def _share_loss(sharing: _Sharing, loss: TorchLoss) -> Iterator[None]:
         if (inner := current_losses()) is not None:
             return inner.compute(loss, original, args, kwargs)
         path = sharing.find_path(loss, args, kwargs)
-        found = None if path is None else SharedLoss(loss, original, args, kwargs, path).compute()
-        return original(*args, **kwargs) if found is None else found
+        if path is not None:
+            with sharing.session.clock.during(FORWARD_DIVIDED):
+                found = SharedLoss(loss, original, args, kwargs, path).compute()
+            if found is not None:
+                return found
+        return original(*args, **kwargs)
 
     # Pickle finds the function by these names.
     shared.__module__, shared.__qualname__, shared.__name__ = loss.owner.__name__, loss.name, loss.name

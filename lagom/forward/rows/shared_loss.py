@@ -215,6 +215,7 @@ class RowsFunction(Function):
             raise LagomError(_BATCHED)
         if path.gather.is_watched:
             (whole,) = gather_blocks([gradient], ctx.exchange, [path.factor])
+            ctx.exchange.gatherer.clock.divide_backward(False)
             return whole / ctx.exchange.block.world_size, None, None, None
         return None, path.gradient_of_block(gradient), None, None
 
@@ -231,6 +232,7 @@ class SumFunction(Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor, _: None) -> tuple[Tensor, None, None]:
+        ctx.exchange.gatherer.clock.divide_backward(True)
         return CopyFunction.apply(gradient, ctx.exchange) * ctx.exchange.block.world_size, None, None  # type: ignore[no-untyped-call]
 
 

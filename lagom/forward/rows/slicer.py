@@ -32,11 +32,13 @@ from lagom.forward.rows.split_candidate import (
 )
 from lagom.forward.rows.surroundings import Surroundings, watched_writes
 from lagom.forward.rows.whole_batch import Gatherer, RowBlock, is_worth_slicing
+from lagom.forward.rows.whole_calls import CallAccount
 from lagom.forward.rows.whole_reasons import FilledReason, WholeReason, whole_line
 from lagom.inspection.reads import is_tensor
 from lagom.inspection.state_parts import items
 from lagom.patching.object_reference import ObjectReference
 from lagom.patching.replace import replaced
+from lagom.watch.step_clock import FORWARD_DIVIDED
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -48,6 +50,8 @@ _TOP_HOOKS = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", lam
 _NO_ACCOUNT = nullcontext()
 _MAX_READ_WAYS = 8
 """Number of combinations of numbers, read from the input, after which calls of one kind always run whole."""
+_MAX_DOUBLINGS = 20
+"""Number of times that the rows of a small module are doubled at most, to find out how many would be split."""
 _MAX_KINDS = 64
 """Number of kinds of calls of one module after which new kinds are no longer probed."""
 
@@ -166,7 +170,10 @@ class Slicer:
         if not (finding.sliced or self._is_worth_slicing(finding, candidate)):
             self._record_small(calls, args)
             self._say_small(module)
-            with self._small_account(calls, module):
+            account = self._small_account(calls, module)
+            if isinstance(account, CallAccount) and account.pays_from is None and torch.is_grad_enabled():
+                account.pays_from = self._rows_that_pay(finding, candidate)
+            with account:
                 return self._original(module, *args, **kwargs)
         if not finding.sliced:
             self._probe(candidate, finding)
@@ -175,7 +182,7 @@ class Slicer:
         passing = WholeReason.EQUAL_ROWS
         while finding.sliced:
             try:
-                with self._session.forwards.whole_calls.split:
+                with self._session.forwards.whole_calls.split, self._session.clock.during(FORWARD_DIVIDED):
                     return self._runs.run(candidate, finding)
             except NewWayError as error:
                 way = error.shapes, error.num_nodes
@@ -358,9 +365,14 @@ class Slicer:
             how = " (modules inside it are split where they can be)" if has_parts else ", as in one process"
             self._session.say_once(whole_line(type(module).__name__, how, reason), is_notice=True)
 
-    def _is_worth_slicing(self, finding: SplitFinding, candidate: SplitCandidate) -> bool:
+    def _rows_that_pay(self, finding: SplitFinding, candidate: SplitCandidate) -> int:
+        """Return a number of rows, the present one times a power of two, from which slicing pays; 0 if none does."""
+        numbers = (candidate.rows << power for power in range(1, _MAX_DOUBLINGS))
+        return next((rows for rows in numbers if self._is_worth_slicing(finding, candidate, rows)), 0)
+
+    def _is_worth_slicing(self, finding: SplitFinding, candidate: SplitCandidate, rows: int = 0) -> bool:
         return is_worth_slicing(
-            finding.work.for_rows(candidate.rows),
+            finding.work.for_rows(rows or candidate.rows),
             self._group.world_size,
             candidate.device,
             training=torch.is_grad_enabled(),

@@ -15,6 +15,7 @@ from lagom.errors import DivergenceError
 from lagom.exchange.agreement_exchange import AgreedExchange, memory, signature
 from lagom.run_state.kept_memory import KeptMemory
 from lagom.run_state.memory_layout import resolve_lazy
+from lagom.watch.step_clock import EXCHANGE
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -135,6 +136,8 @@ class Gatherer:
 
     def __init__(self, group: Group, meet: Callable[[str], None]) -> None:
         self._group = group
+        self.clock = group.clock
+        """Clock of the rank's training steps."""
         self._meet = meet
         self._frame = AgreedExchange(group)
         self._memory = KeptMemory()
@@ -164,7 +167,8 @@ class Gatherer:
             self._memory.empty(shape, t.dtype) if t.is_cpu else t.new_empty(shape)
             for t, shape in zip(tensors, shapes, strict=True)
         ]
-        self._fill(tensors, wholes, factors, block, place, signed)
+        with self.clock.during(EXCHANGE):
+            self._fill(tensors, wholes, factors, block, place, signed)
         return [
             whole
             if order is None

@@ -6,12 +6,13 @@ from dataclasses import dataclass
 from time import perf_counter
 from typing import TYPE_CHECKING
 
+from lagom.forward.rows.whole_reasons import WholeReason
 from lagom.whole_modules import WholeModule
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from lagom.forward.rows.whole_reasons import FilledReason, WholeReason
+    from lagom.forward.rows.whole_reasons import FilledReason
     from lagom.run_state.module_registry import ModuleRegistry
 
 _MAX_PATHS = 64
@@ -29,6 +30,8 @@ class CallAccount:
     calls: int = 0
     seconds: float = 0.0
     splits_inside: bool = False
+    pays_from: int | None = None
+    """As in ``WholeModule``; 0 if no number of rows pays."""
 
     def __enter__(self) -> None:
         now, all_calls = perf_counter(), self.whole_calls
@@ -88,6 +91,8 @@ class WholeCalls:
                 calls=one.calls,
                 share=one.seconds / total if total else 0.0,
                 splits_inside=one.splits_inside,
+                is_small=one.reason.reason is WholeReason.SMALL,
+                pays_from=one.pays_from or None,
             )
             for one in self._accounts.values()
             if one.reason is not None

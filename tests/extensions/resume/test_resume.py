@@ -193,6 +193,9 @@ def test_another_process_goes_on_with_a_run_whose_driver_was_killed(
     if world_size != 1:
         assert {one.reason for one in result.whole} == {WholeReason.CHANGES_NUMBERS}
     assert again.whole == result.whole
+    assert again.speed == result.speed
+    assert 0 < result.speed.steps < 100
+    assert {part.name for part in result.speed.parts} >= {"loading", "optimizer", "own"}
     shown = capfd.readouterr()
     assert "had ended already" in shown.err
     assert shown.out == ""

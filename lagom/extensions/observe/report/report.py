@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeGuard
 
+from lagom.extensions.observe.report.speed_section import speed_section
 from lagom.extensions.observe.timeline.timeline_svg import timeline_section
 from lagom.run_folder import RunFolder
 from lagom.watch.chart import line_chart
@@ -63,6 +64,7 @@ def _page_of(folder: RunFolder, run: Mapping[str, Any]) -> str:
         timings_bar(result.get("timings") or {}),
         _outcome(result),
         _failures(run.get("failures") or ()),
+        speed_section(run.get("speed") or {}),
         _whole(run.get("whole") or ()),
         f"<div class=charts>{charts}</div>" if events else "<p>No rank has told of its progress.</p>",
         _damage(folder),
