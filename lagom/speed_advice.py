@@ -24,6 +24,8 @@ class Facts(NamedTuple):
     world_size: int
     num_workers: int | None = None
     """Workers of the training loader; None without a loader."""
+    loading_reason: str = ""
+    """Why every rank loads every sample, for a loader without workers: a data set's name, and a clause about it."""
     sees_whole: bool = True
     """Whether the program sees whole batches on every rank."""
     whole: Sequence[WholeModule] = ()
@@ -59,7 +61,7 @@ def advice(parts: Sequence[StepPart], facts: Facts) -> tuple[str, ...]:
 def _remedies(parts: Sequence[StepPart], total: float, facts: Facts) -> Iterator[Remedy]:
     found = {part.name: part for part in parts}
     if "loading" in found and facts.num_workers is not None:
-        yield _loading(found["loading"], found["loading"].seconds / total, facts.world_size, facts.num_workers)
+        yield _loading(found["loading"], found["loading"].seconds / total, facts)
     if facts.world_size == 1:
         return
     saved = 1 - 1 / facts.world_size
@@ -82,13 +84,16 @@ def _remedies(parts: Sequence[StepPart], total: float, facts: Facts) -> Iterator
         yield Remedy(share / 2, f"{text}: larger batches compute more between two exchanges")
 
 
-def _loading(part: StepPart, share: float, world_size: int, num_workers: int) -> Remedy:
-    is_repeated = world_size > 1 and part.divided + part.shared < 0.5
+def _loading(part: StepPart, share: float, facts: Facts) -> Remedy:
+    num_workers = facts.num_workers or 0
+    is_repeated = facts.world_size > 1 and part.divided + part.shared < 0.5
     text = f"{share:.0%} of a step is loading{', which every rank repeats' * is_repeated}"
     wanted = math.ceil(share / max(1 - share, 1 / _MAX_WORKERS))
     wanted = min(max(wanted, 2, 2 * num_workers), max(os.cpu_count() or 2, 2), _MAX_WORKERS)
-    if is_repeated and num_workers:
-        remedy = f" with {_workers(num_workers)} of its own: share_workers=True lets one set serve all"
+    if is_repeated and not num_workers and facts.loading_reason:
+        remedy = f", since {facts.loading_reason}: share_loading=True divides it if that does not matter"
+    elif is_repeated and num_workers:
+        remedy = f" with {_workers(num_workers)} of its own: share_loading=True lets one set serve all"
     elif wanted <= num_workers:
         remedy = f" with {_workers(num_workers)}: prepare the samples before the run, or add cores"
     else:

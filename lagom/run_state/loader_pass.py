@@ -70,8 +70,6 @@ class LoaderPass:
     """The program's threads that read loaders; None if ``published`` is None."""
     generator: torch.Generator | None = None
     """Generator for torch's samplers in place of the global generator; None for the global one."""
-    loading_divided: bool = False
-    """Whether ranks have loaded parts of a batch's samples, or share workers, so that no sample is loaded twice."""
     use: PassUse | None = None
     """The program's use of the rows, tracked if batches are split because the pass seems to be training; else None."""
 

@@ -26,6 +26,8 @@ class RunProgress:
     """Seconds that the program has waited for batches."""
     num_workers: int | None = None
     """Number of workers of the loader over which the last training pass began; None before the first."""
+    loading_reason: str = ""
+    """Why every rank loads all samples of the last loader without workers whose loading is slow; empty if none does."""
     loss: torch.Tensor | None = None
     """Loss of the last backward, without its graph; None unless it is one number on the CPU."""
     reported_values: dict[str, float | int] = field(default_factory=dict)

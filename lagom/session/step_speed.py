@@ -41,6 +41,7 @@ def step_speed(session: Session) -> Speed:
     facts = Facts(
         world_size=session.world_size,
         num_workers=session.progress.num_workers,
+        loading_reason=session.progress.loading_reason,
         sees_whole=session.config.batches == "whole",
         whole=session.forwards.whole_calls.modules(),
     )

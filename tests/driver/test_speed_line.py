@@ -69,12 +69,11 @@ def test_a_run_whose_loading_is_slow_ends_with_a_line_about_it(
     result = run(train, world_size, tmp_path, launcher, batches=64)
     speed = result.speed
     assert (speed.world_size, speed.steps) == (world_size, 64 - 16)
-    assert speed.seconds_of("loading") >= 0.02
+    assert speed.seconds_of("loading") >= 0.02 / world_size
     assert Speed.from_json(recorded(result)) == speed
     lines = [line for line in capfd.readouterr().err.splitlines() if "a step takes" in line]
     assert lines == [f"lagom: train: {speed.line()}"]
-    repeats = ", which every rank repeats" * (world_size > 1)
-    assert re.search(rf"; \d+% of a step is loading{repeats}: give the loader num_workers=\d", lines[0])
+    assert re.search(r"; \d+% of a step is loading: give the loader num_workers=\d", lines[0])
     assert result.run_dir is not None
     assert lines[0] in (result.run_dir / "lagom.log").read_text()
     page = result.report().read_text()

@@ -68,6 +68,29 @@ def part(speed: Speed, name: str) -> StepPart:
     return next(one for one in speed.parts if one.name == name)
 
 
+class SlowCounting(Slow):
+    """Counts its samples, so that every rank loads all of them."""
+
+    count = 0
+
+    def __getitem__(self, index: int) -> Any:
+        self.count += 1
+        return super().__getitem__(index)
+
+
+def slow_counting(session: Session) -> Speed:
+    train(DataLoader(SlowCounting(), batch_size=BATCH), nn.Linear(3, 1))
+    return step_speed(session)
+
+
+def test_loading_that_is_not_divided_says_why() -> None:
+    for speed in run_ranks(2, slow_counting, batches="whole"):
+        assert part(speed, "loading").divided == 0
+        assert "SlowCounting" in speed.advice[0]
+        assert "it changes its attributes" in speed.advice[0]
+        assert "share_loading=True" in speed.advice[0]
+
+
 def slow_loading(session: Session) -> tuple[Speed, float]:
     measured_s = train(DataLoader(Slow(), batch_size=BATCH), nn.Linear(3, 1))
     return step_speed(session), measured_s
@@ -79,12 +102,15 @@ def test_the_parts_sum_to_the_step_and_slow_loading_is_named(world_size: int) ->
         assert (speed.world_size, speed.steps) == (world_size, 6)
         # Between two reads of the clock the system may run other processes.
         assert speed.step_s == pytest.approx(measured_s, rel=0.25)
-        assert BATCH_S <= speed.seconds_of("loading") <= speed.step_s
+        assert BATCH_S / world_size <= speed.seconds_of("loading") <= speed.step_s
         assert {one.name for one in speed.parts} >= {"loading", "optimizer", "own"}
-        repeats = ", which every rank repeats" * (world_size > 1)
         share = f"{speed.seconds_of('loading') / speed.step_s:.0%}"
-        assert speed.advice[0].startswith(f"{share} of a step is loading{repeats}: give the loader num_workers=")
-        assert all(one.divided == 0 for one in speed.parts if one.name in ("loading", "optimizer", "own"))
+        # The exchange counts as slower if other programs run.
+        assert any(
+            one.startswith(f"{share} of a step is loading: give the loader num_workers=") for one in speed.advice
+        )
+        assert part(speed, "loading").divided == (world_size > 1)
+        assert all(one.divided == 0 for one in speed.parts if one.name in ("optimizer", "own"))
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
@@ -113,12 +139,12 @@ def shared_workers(session: Session) -> Speed:
 
 
 def test_workers_that_serve_all_ranks_are_told_from_loading_on_each() -> None:
-    speed = run_ranks(2, shared_workers, batches="whole", share_workers=True)[0]
+    speed = run_ranks(2, shared_workers, batches="whole", share_loading=True)[0]
     assert part(speed, "loading").shared == 1
     assert speed.seconds_of("loading") > BATCH_S / 2
-    own = run_ranks(2, shared_workers, batches="whole", share_workers=False)[0]
+    own = run_ranks(2, shared_workers, batches="whole", share_loading=False)[0]
     assert part(own, "loading").shared == 0
-    assert "share_workers=True" in own.advice[0]
+    assert "share_loading=True" in own.advice[0]
 
 
 def split_model(session: Session) -> Speed:

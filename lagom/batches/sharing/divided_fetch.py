@@ -111,6 +111,7 @@ class DividedFetcher:
     def __init__(self, fetcher: Any, whole: Any, session: Session, finding: Finding, current: LoaderPass) -> None:
         self._fetcher, self._whole, self._session = fetcher, whole, session
         self._finding, self._pass = finding, current
+        self._tell_clock()
         self._forced = session.config.share_loading is True
         self._state: LoadingState | None = None
         self._loaded_s = math.inf  # the first batch that is divided is searched
@@ -155,6 +156,7 @@ class DividedFetcher:
         pays = self._forced or seconds * (1 - 1 / len(verdicts)) > GAIN * cost
         self._finding.words = words
         self._finding.choice = NEVER if reasons or not pays else SHARED
+        self._tell_clock()
         if reasons and pays and seconds > _FELT_S:
             self._tell(reasons[0])
         return self._fetcher.collate_fn(samples)
@@ -231,7 +233,6 @@ class DividedFetcher:
         if _LATE in reasons:
             raise LagomError(_LATE.format(name=self._name))
         if not reasons:
-            self._pass.loading_divided = True
             set_random_states(skip_words(before, words, len(index)))
             return self._fetcher.collate_fn(samples)
         if watch is not None:
@@ -245,6 +246,7 @@ class DividedFetcher:
         finding.num_taken_back += 1
         if finding.num_taken_back >= _MOST_TAKEN_BACK:
             finding.choice = NEVER
+            self._tell_clock()
             self._tell(reasons[0])
         return self._whole.fetch(index)
 
@@ -298,7 +300,12 @@ class DividedFetcher:
     def _name(self) -> str:
         return type(self._fetcher.dataset).__name__
 
+    def _tell_clock(self) -> None:
+        """Let the time of the next batch's loading count as divided, or as repeated on every rank."""
+        self._pass.loading = "divided" if self._finding.choice == SHARED else "repeated"
+
     def _tell(self, reason: str) -> None:
+        self._session.progress.loading_reason = f"{self._name} is loaded by every rank ({reason})"
         self._session.say_once(_WHOLE.format(name=self._name, reason=reason), is_notice=True)
 
 
