@@ -66,9 +66,9 @@ def recorded(result: Result) -> Any:
 def test_a_run_whose_loading_is_slow_ends_with_a_line_about_it(
     world_size: int, launcher: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    result = run(train, world_size, tmp_path, launcher, batches=64)
+    result = run(train, world_size, tmp_path, launcher, batches=160)
     speed = result.speed
-    assert (speed.world_size, speed.steps) == (world_size, 64 - 16)
+    assert (speed.world_size, speed.steps) == (world_size, 160 - 16)
     assert speed.seconds_of("loading") >= 0.02 / world_size
     assert Speed.from_json(recorded(result)) == speed
     lines = [line for line in capfd.readouterr().err.splitlines() if "a step takes" in line]

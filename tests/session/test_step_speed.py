@@ -102,7 +102,7 @@ def test_the_parts_sum_to_the_step_and_slow_loading_is_named(world_size: int) ->
         assert (speed.world_size, speed.steps) == (world_size, 6)
         # Between two reads of the clock the system may run other processes.
         assert speed.step_s == pytest.approx(measured_s, rel=0.25)
-        assert BATCH_S / world_size <= speed.seconds_of("loading") <= speed.step_s
+        assert BATCH_S / BATCH * (BATCH // world_size) <= speed.seconds_of("loading") <= speed.step_s
         assert {one.name for one in speed.parts} >= {"loading", "optimizer", "own"}
         share = f"{speed.seconds_of('loading') / speed.step_s:.0%}"
         # The exchange counts as slower if other programs run.

@@ -305,7 +305,9 @@ class DividedFetcher:
         self._pass.loading = "divided" if self._finding.choice == SHARED else "repeated"
 
     def _tell(self, reason: str) -> None:
-        self._session.progress.loading_reason = f"{self._name} is loaded by every rank ({reason})"
+        name = self._name
+        clause = f"{name} {reason[3:]}" if reason.startswith("it ") else f"of {name}, {reason}"
+        self._session.progress.loading_reason = clause
         self._session.say_once(_WHOLE.format(name=self._name, reason=reason), is_notice=True)
 
 
