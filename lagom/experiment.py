@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any, overload
 
-from lagom.config import AblationConfig, HyperparameterOptConfig, TorchDistributedConfig
+from lagom.config import TorchDistributedConfig
 from lagom.config.torch_distributed import Launcher
 from lagom.config.trials import TrialsConfig
 from lagom.driver.driver_run import DriverRun
@@ -25,6 +25,7 @@ from lagom.result import Result
 from lagom.timings import Timings
 
 if TYPE_CHECKING:
+    from lagom.config import AblationConfig, HyperparameterOptConfig
     from lagom.extensions.search.ablation_result import AblationResult
     from lagom.extensions.search.search_result import SearchResult
 

@@ -32,9 +32,8 @@ from lagom.program.call import Call
 from lagom.program.payload import Parcel, unpack_file
 from lagom.restart.history import RunHistory
 from lagom.watch.run_dir import RunRecords
-from lagom.wire.many_files import send_with_files
+from lagom.wire.many_files import anonymous_file, send_with_files
 from lagom.wire.messages import RankReport
-from lagom.wire.server import anonymous_file
 from lagom.wire.spec import RunSpec
 
 _MAX_RANKS = 960  # this process has an open file for each rank, and the usual limit is 1,024 files

@@ -8,8 +8,8 @@ from functools import partial
 from lagom.driver.view_part import ViewPart
 from lagom.plan import Plan
 from lagom.restart.history import RunHistory
-from lagom.watch.messages import Picture, Timeline
-from lagom.watch.output import OWN, OWN_NOTICE, Output
+from lagom.watch.messages import OWN, OWN_NOTICE, Picture, Timeline
+from lagom.watch.output import Output
 from lagom.watch.progress import Progress
 from lagom.watch.run_dir import RunRecords
 from lagom.watch.stall_texts import stall_text

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 import torch
 
 from lagom.exchange.background import BackgroundExchanges, Done
-from lagom.exchange.host_messages import HostMessages
 from lagom.exchange.native import OPERATIONS, TYPES
 from lagom.exchange.operation import ASIDE, Operation
 from lagom.exchange.requests import RequestExchange
@@ -132,8 +131,8 @@ class Group(RequestExchange):
         A collective if ranks are not connected yet; equal on all ranks.
         """
         with Operation("connecting"):
-            messages = self._transports.messages()
-        return messages.most_messages if isinstance(messages, HostMessages) else None
+            messages = self._transports.host_messages()
+        return messages.most_messages if messages is not None else None
 
     def all_reduce(self, tensor: torch.Tensor) -> None:
         """Sum a contiguous ``tensor`` over the ranks, in place."""
@@ -272,8 +271,7 @@ class Group(RequestExchange):
             return self._transports.messages().exchange(head, body)
 
     def _merge(self, head: bytes, body: memoryview, merging: Merging) -> list[memoryview] | memoryview:
-        messages = self._transports.messages()
-        if isinstance(messages, HostMessages):
+        if (messages := self._transports.host_messages()) is not None:
             with Operation("exchange", self.spans, len(head) + len(body)):
                 return messages.merge(head, body, merging)
         rows = self._exchange(head, body)

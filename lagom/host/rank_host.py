@@ -23,9 +23,9 @@ from lagom.host.workspace import HostWorkspace
 from lagom.on_rank.rank_process import run_rank
 from lagom.restart.prepared_files import prepare_files
 from lagom.wire.client import DriverClient
+from lagom.wire.many_files import anonymous_file
 from lagom.wire.messages import Join, Peers, RankReport
 from lagom.wire.rendezvous import join_run
-from lagom.wire.server import anonymous_file
 from lagom.wire.spec import RankSpec, RunSpec
 
 _FILES_OF_RANK = 7  # link, output, errors, stacks, outcome, end, and one for its fork

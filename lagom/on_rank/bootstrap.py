@@ -15,6 +15,7 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 import torch
@@ -22,9 +23,7 @@ import torch
 from lagom.exchange.run_store import SealedStore
 from lagom.extensions.registry import EXTENSIONS
 from lagom.on_rank.device import rank_device, threads
-from lagom.on_rank.disk_full_report import DiskFullReport
 from lagom.on_rank.figures import shown_pictures
-from lagom.on_rank.oom_report import OutOfMemoryReport
 from lagom.on_rank.private_group import process_group
 from lagom.on_rank.process_settings import set_process_settings
 from lagom.on_rank.rank_environment import environment, launcher_variables
@@ -127,7 +126,7 @@ def _function(session: Session, call: Call, stack: ExitStack) -> tuple[Callable[
 def _returned(
     session: Session, call: Call, function: Callable[[], Any], changes: CallChanges | None, began: float
 ) -> Returned:
-    with OutOfMemoryReport(session), DiskFullReport(session):
+    with _ShortageReports(session):
         session.progress.is_called = True
         called = time.monotonic()
         value = function()
@@ -144,6 +143,27 @@ def _returned(
     if session.rank == 0 and call.random_states is not None:
         returned["random"] = {name: state for name, state in random_states().items() if name in call.random_states}
     return returned
+
+
+class _ShortageReports:
+    """Context manager around the program that adds reports to errors of memory and disks; the type stays."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, _: TracebackType | None) -> None:
+        # A class, since a generator-based context manager would add its frame to the traceback.
+        if error is None:
+            return
+        with contextlib.suppress(MemoryError, OSError):  # the imports themselves may lack what the program lacks
+            from lagom.on_rank.disk_full_report import add_disk_report  # for an error only
+            from lagom.on_rank.oom_report import add_memory_report
+
+            add_disk_report(self._session, error)
+            add_memory_report(self._session, error)
 
 
 @contextmanager

@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from lagom.errors import CollectiveError, PayloadError
-from lagom.program.own_frames import cut_own_frames
 from lagom.program.payload import InParts, Parcel, unpack
 from lagom.wire.framing import shorten
 from lagom.wire.messages import RankReport
@@ -33,6 +32,8 @@ def pack_error(error: BaseException, rank: int, own_classes: Mapping[type, str])
 
     The report alone describes a SystemExit, or an error that cannot be pickled or unpickled.
     """
+    from lagom.program.own_frames import cut_own_frames  # imported for an error only
+
     cut_own_frames(error)
     text = shorten("".join(traceback.format_exception(error)), keep_end=True)
     report = RankReport(

@@ -19,7 +19,6 @@ from lagom.extensions.registry import wanted
 from lagom.on_rank.heartbeat import Heartbeat
 from lagom.on_rank.outcome import pack_error, pack_result
 from lagom.program.call import Call
-from lagom.program.failure_advice import advice
 from lagom.program.payload import Parcel, unpack_file
 from lagom.program.pickler import classes_received
 from lagom.wire.client import DriverClient
@@ -131,6 +130,8 @@ class RankCall:
         return report
 
     def _advice(self, error: BaseException) -> str:
+        from lagom.program.failure_advice import advice  # imported for an error only
+
         plan = self.spec.plan
         return advice(error, plan.packages, already_distributed=plan.already_distributed)
 

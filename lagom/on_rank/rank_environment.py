@@ -8,7 +8,6 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from lagom.on_rank.network_interfaces import interface_of
 from lagom.wire.spec import RankSpec
 from lagom.world import Place
 
@@ -97,6 +96,8 @@ def launcher_variables(place: Place, rank_spec: RankSpec | None, notes: SealedSt
             "HOROVOD_CROSS_RANK": str(rank_spec.cross_rank if rank_spec is not None else 0),
             "HOROVOD_CROSS_SIZE": str(rank_spec.cross_size if rank_spec is not None else 1),
         }
+        from lagom.on_rank.network_interfaces import interface_of  # only programs that are distributed come here
+
         if interface := interface_of(ip):
             # Without it gloo resolves the host's name, on many machines to 127.0.1.1.
             os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)

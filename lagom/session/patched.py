@@ -17,16 +17,12 @@ from lagom.errors import LagomError
 from lagom.extensions.registry import wanted
 from lagom.forward.batchnorm import synchronise_batchnorm
 from lagom.forward.module import patch_reentrant_checkpoints, prepare_forwards, track_modules
-from lagom.forward.precision import Precision
 from lagom.forward.rows.row_losses import share_losses
 from lagom.forward.rows.slicer import watch_packing
 from lagom.gradients.backward import synchronise_backward
 from lagom.optimizers.fast_step import skip_profiler_ranges
-from lagom.optimizers.fused_adam import fused_adam
-from lagom.optimizers.lr_scaling import scale_learning_rates
 from lagom.patching.object_reference import swappable_tensors
 from lagom.run_state.fresh_seeds import equal_fresh_seeds
-from lagom.run_state.mixed_devices import meet_on
 from lagom.run_state.random_streams import OwnStreams
 from lagom.torch_versions import untried
 
@@ -41,6 +37,8 @@ __all__ = ["patched"]
 @contextmanager
 def patched(session: Session) -> Iterator[None]:
     """Patch torch for the program of ``session``, and enter the extensions of its run; undo all at the end.
+
+    A module for a setting that a plain config leaves off is imported where the setting is on.
 
     With one rank, the patches for several ranks are left out. Batches are still counted and, on CUDA, moved to the
     device, and settings such as ``mixed_precision`` and ``micro_batches`` still act.
@@ -65,12 +63,16 @@ def patched(session: Session) -> Iterator[None]:
         if not distributed and (moves or session.backwards.gradient_store.is_external):
             stack.enter_context(track_modules(session))
         if moves:
+            from lagom.run_state.mixed_devices import meet_on
+
             stack.enter_context(
                 meet_on(session.device, session.tensors.modules.finished_modules, partial(_may_move, session))
             )
-        asked = session.config.mixed_precision
-        precision = Precision(session, asked) if asked else None
-        if precision is not None:
+        precision = None
+        if asked := session.config.mixed_precision:
+            from lagom.forward.precision import Precision
+
+            precision = Precision(session, asked)
             stack.enter_context(precision.scale_backwards())
             stack.enter_context(precision.convert_outputs())
             if not distributed:
@@ -116,6 +118,8 @@ def _patched_for_ranks(session: Session) -> Iterator[None]:
         stack.enter_context(track_modules(session))
         is_as_given = session.config.batches == "whole" or session.plan.already_distributed
         if not is_as_given:
+            from lagom.optimizers.fused_adam import fused_adam
+
             stack.enter_context(fused_adam())
         if not session.backwards.gradient_store.is_external:
             stack.enter_context(synchronise_backward(session, knows_rank))
@@ -125,6 +129,8 @@ def _patched_for_ranks(session: Session) -> Iterator[None]:
             if session.config.batches == "whole":
                 stack.enter_context(share_losses(session, knows_rank))
         if session.config.lr_scaling is not None and not session.plan.already_distributed:
+            from lagom.optimizers.lr_scaling import scale_learning_rates
+
             stack.enter_context(scale_learning_rates(session))
         if session.config.sync_batchnorm:
             stack.enter_context(synchronise_batchnorm(session))

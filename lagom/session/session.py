@@ -13,7 +13,6 @@ import torch
 
 from lagom.batches.evaluation_passes import EvaluationPassDetector
 from lagom.exchange.run_store import SealedStore
-from lagom.exchange.torch_backend.shared_group import whole_groups
 from lagom.gradients.criteria import find_caveats
 from lagom.run_state.loader_pass import NOT_SHARED, BatchShare, LoaderPass, PassTracker
 from lagom.run_state.loss_terms import LossTermWeights
@@ -34,6 +33,7 @@ if TYPE_CHECKING:
 
     from lagom.config import TorchDistributedConfig
     from lagom.exchange.group import Group
+    from lagom.exchange.native import Communicator
     from lagom.on_rank.rank_call import RankCall
     from lagom.plan import Plan
     from lagom.watch.spans import Spans
@@ -290,13 +290,13 @@ class Session:
     def wait_times(self) -> list[int]:
         """Return the nanoseconds that this rank has waited for each other rank; may be called from another thread."""
         if self.has_joined:
-            return next((found for one in whole_groups(self.world_size) if (found := one.waited())), [])
+            return next((found for one in _whole_groups(self.world_size) if (found := one.waited())), [])
         return self.group.waited() if self.group is not None else []
 
     def waiting_exchange(self) -> tuple[str, int, list[int]]:
         """Return the exchange in which this rank waits ("" if none), the exchange's number, and the missing ranks."""
         if self.has_joined:
-            return next((found for one in whole_groups(self.world_size) if (found := one.standing())[0]), ("", 0, []))
+            return next((found for one in _whole_groups(self.world_size) if (found := one.standing())[0]), ("", 0, []))
         return self.group.standing() if self.group is not None else ("", 0, [])
 
     def say_once(self, text: str, *, is_notice: bool = False) -> None:
@@ -304,6 +304,12 @@ class Session:
         if text not in self.said:
             self.said.add(text)
             log.warning(text, extra={"is_notice": is_notice})
+
+
+def _whole_groups(world_size: int) -> list[Communicator]:
+    from lagom.exchange.torch_backend.shared_group import whole_groups  # distributed programs have imported it
+
+    return whole_groups(world_size)
 
 
 def _detached_number(loss: Any) -> torch.Tensor | None:

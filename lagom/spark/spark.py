@@ -39,7 +39,7 @@ from lagom.spark.spark_results import OutcomeCollector
 from lagom.spark.spark_session import SparkFacts, session_facts
 from lagom.watch.run_dir import RunRecords
 from lagom.wire.failure_text import failure_in
-from lagom.wire.server import anonymous_file
+from lagom.wire.many_files import anonymous_file
 from lagom.wire.spec import RunSpec
 from lagom.wire.tls import NoCertificate, certificate_of_a_run, key_and_certificate
 

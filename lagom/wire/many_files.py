@@ -1,6 +1,7 @@
-"""``send_with_files``, ``receive_with_files``: pass a message of any size with any number of descriptors.
+"""Files without a path, and messages of any size with any number of descriptors.
 
-The socket must be a Unix socket that keeps packets apart (SOCK_SEQPACKET or SOCK_DGRAM).
+``send_with_files`` and ``receive_with_files`` need a Unix socket that keeps packets apart (SOCK_SEQPACKET or
+SOCK_DGRAM).
 """
 
 from __future__ import annotations
@@ -8,9 +9,8 @@ from __future__ import annotations
 import os
 import socket
 import struct
+import tempfile
 from collections.abc import Sequence
-
-from lagom.wire.server import anonymous_file
 
 _MOST = 250  # most descriptors in one packet; the kernel allows 253
 _COUNT = struct.Struct("<I")
@@ -47,3 +47,14 @@ def receive_with_files(connection: socket.socket) -> tuple[bytes, list[int]]:
     with open(fds.pop(0), "rb") as file:
         file.seek(0)
         return file.read(), fds
+
+
+def anonymous_file(name: str) -> int:
+    """Return a descriptor of a new file without a path, which is freed with its last descriptor.
+
+    The file is in memory (memfd) if the system supports that, else in the temporary folder.
+    """
+    if hasattr(os, "memfd_create"):
+        return os.memfd_create(f"lagom-{name}")
+    with tempfile.TemporaryFile() as file:
+        return os.dup(file.fileno())

@@ -31,9 +31,9 @@ from lagom.plan import plan
 from lagom.program.call import Call
 from lagom.program.payload import Parcel, unpack_file
 from lagom.wire.client import DriverClient
+from lagom.wire.many_files import anonymous_file
 from lagom.wire.messages import Failed, Join, Log, Message, Peers, RankAddress, RankReport, Stop
 from lagom.wire.rendezvous import Stopped, peers
-from lagom.wire.server import anonymous_file
 from lagom.wire.spec import RunSpec
 
 

@@ -30,8 +30,8 @@ from lagom.spark import task_host
 from lagom.spark.spark import SparkLauncher
 from lagom.spark.spark_state import SparkState
 from lagom.spark.task_host import ExecutorTask
+from lagom.wire.many_files import anonymous_file
 from lagom.wire.messages import to_json
-from lagom.wire.server import anonymous_file
 from lagom.wire.spec import RunSpec
 from tests.integration.hosts import Host
 

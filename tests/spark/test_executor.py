@@ -16,8 +16,8 @@ from lagom.spark.spark import task_by_value
 from lagom.spark.spark_worker import visible
 from lagom.watch.messages import Timeline
 from lagom.wire.failure_text import failure_in, failure_text
+from lagom.wire.many_files import anonymous_file
 from lagom.wire.messages import Log, Message, RankReport, to_json
-from lagom.wire.server import anonymous_file
 
 
 @pytest.mark.parametrize(

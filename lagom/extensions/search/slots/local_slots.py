@@ -17,8 +17,8 @@ from lagom.extensions.search.slots.trial_slots import SlotChannel
 from lagom.plan import Plan
 from lagom.program.call import Call
 from lagom.program.payload import Parcel
+from lagom.wire.many_files import anonymous_file
 from lagom.wire.messages import Closed, Event, Lost, Message, Stop
-from lagom.wire.server import anonymous_file
 
 _END_S = 1.5  # time for slots to end trials that still run
 _MOST_LOST = 3  # a search fails after this many lost processes per slot without a join of any slot in between
