@@ -18,8 +18,7 @@ from lagom.extensions.registry import EXTENSIONS, replaced_arguments
 from lagom.launch import choose
 from lagom.on_rank.process_settings import process_settings
 from lagom.plan import plan
-from lagom.program.call import Call
-from lagom.program.signature import function_name
+from lagom.program.signature import Call, function_name
 from lagom.program.sources import source_files
 from lagom.result import Result
 from lagom.timings import Timings

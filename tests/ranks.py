@@ -26,8 +26,8 @@ import lagom.gradients.reduction.sliced  # noqa: F401  # a session imports it, i
 from lagom.config import TorchDistributedConfig
 from lagom.config.torch_distributed import Batches, Collectives, MixedPrecision
 from lagom.disk import own_disk
+from lagom.disk.libraries import loaded, slots
 from lagom.disk.settle import settle
-from lagom.disk.symbols import loaded, slots
 from lagom.errors import CollectiveError
 from lagom.exchange.group import Group
 from lagom.exchange.native import native

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from lagom.config import TorchDistributedConfig
 from lagom.extensions.registry import ExtensionSettings
 from tests.sources import ROOT, without_collections
 
@@ -28,17 +29,16 @@ ROOMS = {
     "errors": "",
     "plan": "cluster config errors extensions",
     "random_states": "numpy torch",
-    "run_folder": "errors",
+    "run_folder": "cluster errors",
     "extension": "",
     "settings": "",
     "timings": "",
-    "torch_versions": "",
     "whole_modules": "",
     "world": "",
     "config": "extension extensions settings",
     "inspection": "torch",
     "program": "config errors inspection settings cloudpickle torch",
-    "restart": "digests errors run_folder",
+    "restart": "cluster digests errors run_folder",
     "wire": "errors extensions plan restart cryptography",
     "watch": "digests errors restart run_folder timings wire fsspec pyarrow",
     # The driver.
@@ -65,7 +65,7 @@ ROOMS = {
     # What a rank does with the program, from the top down.
     "session": (
         "batches disk distributed errors exchange exchange.torch_backend extensions forward forward.rows gradients "
-        "gradients.reduction inspection optimizers patching program run_state torch_versions torch"
+        "gradients.reduction inspection optimizers patching program run_state torch"
     ),
     "forward": "errors exchange forward.micro_batches forward.rows patching run_state watch torch",
     "forward.rows": "errors exchange inspection patching random_states run_state whole_modules numpy torch",
@@ -76,7 +76,7 @@ ROOMS = {
     "batches": "batches.sharing disk errors exchange patching program run_state watch world numpy torch",
     "batches.sharing": "disk errors exchange patching program run_state world numpy torch",
     "distributed": "disk errors exchange exchange.sockets exchange.torch_backend patching program torch",
-    "disk": "patching restart wire numpy torch",
+    "disk": "cluster patching restart wire numpy torch",
     "run_state": "errors inspection patching random_states numpy torch",
     "patching": "torch",
     "exchange": "control_groups errors exchange.sockets watch numpy torch",
@@ -314,6 +314,34 @@ print(sorted({"torch", "pyspark", "pandas", "pyarrow"} & set(sys.modules)))
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=False)
     assert (done.stdout.strip(), done.stderr) == ("[]", "")
+
+
+MOST_MODULES = 200
+"""Most modules of lagom in a rank with a plain config: a rank of one host, without errors, loads what it uses."""
+
+
+def test_a_rank_with_a_plain_config_loads_few_modules() -> None:
+
+    from lagom import experiment  # not above, since ranks import this file for ``_train``
+
+    result = experiment.lagom(_train, TorchDistributedConfig(world_size=2, launcher="local"))
+    for names in result.per_rank:
+        assert {"lagom.session.session", "lagom.gradients.backward", "lagom.batches.dataloader"} <= set(names)
+        assert len(names) <= MOST_MODULES, names
+
+
+def _train() -> list[str]:
+    import torch
+    from torch import nn
+    from torch.utils.data import DataLoader, TensorDataset
+
+    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for x, y in DataLoader(TensorDataset(torch.randn(64, 8), torch.randn(64, 1)), batch_size=16, shuffle=True):
+        optimizer.zero_grad()
+        nn.functional.mse_loss(model(x), y).backward()
+        optimizer.step()
+    return sorted(name for name in sys.modules if name.startswith("lagom."))
 
 
 @pytest.mark.parametrize(

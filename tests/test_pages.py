@@ -71,7 +71,11 @@ def test_programs_of_a_page_run(page: Path, tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setitem(sys.modules, "__main__", program)  # where a notebook's functions live
     if page.stem == "README":  # whose programs are cut short
         vars(program).update(
-            vars(lagom.config), Approximator=torch.nn.Identity, test_loss=0.5, train_set=SET, test_set=SET
+            {name: getattr(lagom.config, name) for name in lagom.config.__all__},
+            Approximator=torch.nn.Identity,
+            test_loss=0.5,
+            train_set=SET,
+            test_set=SET,
         )
     for block in (re.sub("(num_trials|seeds)=[0-9]+", r"\1=2", text) for text in PROGRAMS[page]):
         exec(compile(block, page.name, "exec"), vars(program))

@@ -28,3 +28,7 @@ def __getattr__(name: str) -> Any:
     if name in _MODULES:
         return getattr(importlib.import_module(f"lagom.config.{_MODULES[name]}"), name)
     raise AttributeError(f"module 'lagom.config' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return [*globals(), *_MODULES]  # for completion, also before the first use

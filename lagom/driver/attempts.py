@@ -1,6 +1,6 @@
 """``run_attempts``: runs a call, and runs it again after the loss of a rank, an executor or a host.
 
-Note [Files of a lost attempt] in restart/prepared_files.py says which files a new attempt finds.
+Note [Files of a lost attempt] in restart/written_files.py says which files a new attempt finds.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from lagom.driver.failure import message_of, raise_failure
 from lagom.driver.protocol import Launcher, Outcome
 from lagom.errors import LagomError, SnapshotError
 from lagom.plan import Plan
-from lagom.program.call import Call
+from lagom.program.signature import Call
 from lagom.restart.history import Failure, RunHistory
 from lagom.restart.kept_snapshots import SnapshotFolder
 from lagom.restart.losses import Loss, loss_in
-from lagom.restart.prepared_files import put_back, remove_siblings
+from lagom.restart.written_files import put_back, remove_siblings
 from lagom.timings import Timings
 from lagom.watch.run_dir import RunRecords
 

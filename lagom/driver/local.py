@@ -28,11 +28,11 @@ from lagom.driver.run import RunView
 from lagom.errors import LagomError
 from lagom.host.huge_pages import with_huge_pages
 from lagom.plan import Plan
-from lagom.program.call import Call
 from lagom.program.payload import Parcel, unpack_file
+from lagom.program.signature import Call
 from lagom.restart.history import RunHistory
 from lagom.watch.run_dir import RunRecords
-from lagom.wire.many_files import anonymous_file, send_with_files
+from lagom.wire.framing import anonymous_file, send_with_files
 from lagom.wire.messages import RankReport
 from lagom.wire.spec import RunSpec
 

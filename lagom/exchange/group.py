@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from lagom.exchange.background import BackgroundExchanges, Done
+from lagom.exchange.background import ASIDE, BackgroundExchanges, Done, Operation
 from lagom.exchange.native import OPERATIONS, TYPES
-from lagom.exchange.operation import ASIDE, Operation
 from lagom.exchange.requests import RequestExchange
 from lagom.exchange.sockets.encryption import NO_CREDENTIALS, Credentials
 from lagom.exchange.transports import Transports
@@ -47,7 +46,7 @@ class Group(RequestExchange):
         credentials: key and certificates that the run's ranks share.
         ip: address at which ranks on other hosts reach this one.
         shares_memory: whether CPU tensors may go through shared memory and lagom's own sockets; otherwise they go over
-            gloo. See Note [Shared memory] in memory_transport.py.
+            gloo. See Note [Shared memory] in shared_memory.py.
         timeout_s: how long a rank waits for another.
 
     Raises:

@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from lagom.exchange.memory_transport import MemoryTransport
 from lagom.exchange.native import UNUSABLE
-from lagom.exchange.shared_memory import shared
+from lagom.exchange.shared_memory import MemoryTransport, shared
 from lagom.exchange.sockets.encryption import NO_CREDENTIALS, Credentials
 from lagom.exchange.torch_transport import TorchTransport
 
@@ -114,7 +113,7 @@ class Transports:
         """Return two transports of ``connect_memory``; an empty sequence if ranks cannot or may not share memory.
 
         The second is for exchanges that need not keep the order of the first. See Note [Shared memory] in
-        memory_transport.py.
+        shared_memory.py.
         """
         if self._fast is None:
             self._fast = ()

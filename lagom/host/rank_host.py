@@ -21,9 +21,9 @@ from lagom.host.forked_rank import ForkedRank, open_pidfd
 from lagom.host.supervisor import RankSupervisor
 from lagom.host.workspace import HostWorkspace
 from lagom.on_rank.rank_process import run_rank
-from lagom.restart.prepared_files import prepare_files
+from lagom.restart.written_files import prepare_files
 from lagom.wire.client import DriverClient
-from lagom.wire.many_files import anonymous_file
+from lagom.wire.framing import anonymous_file
 from lagom.wire.messages import Join, Peers, RankReport
 from lagom.wire.rendezvous import join_run
 from lagom.wire.spec import RankSpec, RunSpec

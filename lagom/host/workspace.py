@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lagom.program.user_folder import user_folder
-from lagom.wire.many_files import anonymous_file
+from lagom.wire.framing import anonymous_file
 from lagom.wire.spec import RunSpec
 
 _UNUSED_S = 7 * 24 * 3600.0  # then an unused version of lagom that a driver sent here is removed

@@ -22,15 +22,13 @@ import torch
 
 from lagom.exchange.run_store import SealedStore
 from lagom.extensions.registry import EXTENSIONS
-from lagom.on_rank.device import rank_device, threads
 from lagom.on_rank.figures import shown_pictures
 from lagom.on_rank.private_group import process_group
 from lagom.on_rank.process_settings import set_process_settings
-from lagom.on_rank.rank_environment import environment, launcher_variables
+from lagom.on_rank.rank_environment import environment, launcher_variables, rank_device, threads
 from lagom.on_rank.reporter import Reporter
 from lagom.plan import Plan
-from lagom.program.call import Call
-from lagom.program.signature import arguments, check_returned, makes_data
+from lagom.program.signature import Call, arguments, check_returned, makes_data
 from lagom.random_states import random_states, set_random_states, start_random_states
 from lagom.run_state.cuda_device import move_to_device
 from lagom.run_state.random_streams import seed_everything

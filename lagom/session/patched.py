@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import TYPE_CHECKING
@@ -22,9 +23,7 @@ from lagom.forward.rows.slicer import watch_packing
 from lagom.gradients.backward import synchronise_backward
 from lagom.optimizers.fast_step import skip_profiler_ranges
 from lagom.patching.object_reference import swappable_tensors
-from lagom.run_state.fresh_seeds import equal_fresh_seeds
-from lagom.run_state.random_streams import OwnStreams
-from lagom.torch_versions import untried
+from lagom.run_state.random_streams import OwnStreams, equal_fresh_seeds
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -135,3 +134,19 @@ def _patched_for_ranks(session: Session) -> Iterator[None]:
         if session.config.sync_batchnorm:
             stack.enter_context(synchronise_batchnorm(session))
         yield
+
+
+OLDEST = (2, 6)
+NEWEST = (2, 15)
+
+
+def untried(version: str) -> str:
+    """Return a line that says that lagom is not tested with ``version`` of torch; "" if it is."""
+    found = re.match(r"(\d+)\.(\d+)", version)
+    if found and OLDEST <= (int(found[1]), int(found[2])) <= NEWEST:
+        return ""
+    tried = "{}.{} to {}.{}".format(*OLDEST, *NEWEST)
+    return (
+        f"torch {version} is untried: lagom is tested with {tried}, and replaces functions of torch; "
+        "verify=True shows whether this program's numbers are right"
+    )

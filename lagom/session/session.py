@@ -13,17 +13,13 @@ import torch
 
 from lagom.batches.evaluation_passes import EvaluationPassDetector
 from lagom.exchange.run_store import SealedStore
-from lagom.gradients.criteria import find_caveats
+from lagom.run_state.leaves import Likeness
 from lagom.run_state.loader_pass import NOT_SHARED, BatchShare, LoaderPass, PassTracker
-from lagom.run_state.loss_terms import LossTermWeights
-from lagom.run_state.plain_leaves import Likeness
+from lagom.run_state.loss_terms import LossTermWeights, find_caveats
 from lagom.run_state.random_streams import CommonStreams
-from lagom.session.backward_state import BackwardState
 from lagom.session.events import Events
-from lagom.session.forward_state import ForwardState
-from lagom.session.known_tensors import KnownTensors
-from lagom.session.resumable_state import Resumption
 from lagom.session.run_progress import RunProgress
+from lagom.session.state_groups import BackwardState, ForwardState, KnownTensors, Resumption
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -24,7 +24,7 @@ from lagom.errors import LagomError, PlanError
 from lagom.host.huge_pages import with_huge_pages
 from lagom.host.workspace import base_dir, locked_servers
 from lagom.wire.client import DriverClient, LinkClosed
-from lagom.wire.many_files import anonymous_file
+from lagom.wire.framing import anonymous_file
 from lagom.wire.messages import (
     Gathered,
     GatherRequest,

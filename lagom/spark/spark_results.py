@@ -16,7 +16,7 @@ from lagom.driver.protocol import Outcome
 from lagom.driver.run import RunView
 from lagom.errors import LagomError
 from lagom.program.payload import unpack
-from lagom.wire.many_files import anonymous_file
+from lagom.wire.framing import anonymous_file
 from lagom.wire.messages import RankReport, from_json
 
 log = logging.getLogger("lagom")

@@ -19,7 +19,7 @@ from lagom.spark.executor_link import run_in_server, without_torch
 from lagom.spark.spark_state import SparkState
 from lagom.spark.task_host import ExecutorTask
 from lagom.watch.stall_texts import rank_names
-from lagom.wire.many_files import anonymous_file
+from lagom.wire.framing import anonymous_file
 from lagom.wire.messages import RankReport, to_json
 from lagom.wire.spec import RunSpec
 

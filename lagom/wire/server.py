@@ -16,9 +16,8 @@ from typing import Any
 
 from lagom.restart.kept_snapshots import FETCHED, SnapshotFolder
 from lagom.wire.connection import DriverConnection
-from lagom.wire.framing import body_of
+from lagom.wire.framing import anonymous_file, body_of
 from lagom.wire.listener import DriverListener, files_for, listening_socket
-from lagom.wire.many_files import anonymous_file
 from lagom.wire.messages import DeliverHello, FetchHello, Lost, Message, Received, TaskHello, own_version
 from lagom.wire.peer_silence import probe_silence
 

@@ -25,7 +25,7 @@ from lagom.driver.attempts import LAST_S, REPLACED_S, run_attempts
 from lagom.driver.protocol import Outcome
 from lagom.errors import LagomError, PlanError, RankError, SnapshotError, StallError
 from lagom.plan import Plan, plan
-from lagom.program.call import Call
+from lagom.program.signature import Call
 from lagom.restart.history import RunHistory
 from lagom.restart.kept_snapshots import SnapshotFolder
 from lagom.restart.losses import Loss

@@ -32,7 +32,7 @@ from lagom.errors import LagomError
 from lagom.exchange.sockets.connect import accepted, reach
 from lagom.exchange.sockets.encryption import Credentials
 from lagom.exchange.sockets.handshake import End, Misdirected
-from lagom.on_rank.process_tree import children
+from lagom.on_rank.resource_usage import children
 from lagom.run_folder import RunFolder
 from lagom.watch.run_dir import RunRecords
 from tests.encryption import KEY, credentials

@@ -26,10 +26,9 @@ from lagom.forward.batchnorm import WholeBatchStatistics
 from lagom.gradients.backward_gradients import BackwardGradients
 from lagom.gradients.divergence import DivergenceMonitor
 from lagom.gradients.gradient_averager import GradientAverager
-from lagom.run_state.leaves import Leaves
+from lagom.run_state.leaves import Leaves, Likeness
 from lagom.run_state.loader_pass import BatchShare
 from lagom.run_state.memory_layout import storage_of
-from lagom.run_state.plain_leaves import Likeness
 from tests.extensions.resume import training
 from tests.extensions.resume.kills import killed
 from tests.programs import scaled

@@ -11,7 +11,7 @@ import pytest
 
 from lagom import experiment
 from lagom.config import TorchDistributedConfig
-from lagom.on_rank.process_tree import children
+from lagom.on_rank.resource_usage import children
 from lagom.spark.spark_session import ClassicFacts
 from tests.driver import losses
 from tests.driver.file_programs import from_checkpoint

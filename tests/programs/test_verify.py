@@ -12,7 +12,7 @@ from lagom.extensions.verify.rehearsals import verify
 from lagom.extensions.verify.verification import Verification
 from lagom.launch import choose
 from lagom.plan import plan
-from lagom.program.call import Call
+from lagom.program.signature import Call
 from tests.programs import judge
 from tests.programs.expectations import CASES, Case
 

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from lagom import experiment
 from lagom.config import TorchDistributedConfig
-from lagom.program.call import Call
+from lagom.program.signature import Call
 from lagom.session.call_changes import CallChanges
 
 log: list[int] = []

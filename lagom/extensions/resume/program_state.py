@@ -32,9 +32,9 @@ from lagom.extensions.resume.state_pickle import (
     program_globals,
     unpickle_state,
 )
-from lagom.program.call import Call
 from lagom.program.payload import unpack_parts
 from lagom.program.script import Script
+from lagom.program.signature import Call
 from lagom.program.sources import imports_of, is_installed, reachable_modules
 from lagom.program.unpicklable import find_unpicklable
 from lagom.random_states import random_states, set_random_states

@@ -23,7 +23,7 @@ from lagom.extensions.verify.resumption import (
 )
 from lagom.extensions.verify.verification import Verification
 from lagom.plan import Plan, Rehearsal
-from lagom.program.call import Call
+from lagom.program.signature import Call
 from lagom.restart.history import RunHistory
 from lagom.restart.kept_snapshots import SnapshotFolder
 

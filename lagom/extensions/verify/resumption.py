@@ -14,7 +14,7 @@ from lagom.extensions.verify.agreement import compare
 from lagom.extensions.verify.comparison_row import AgreementLevel, ComparisonRow
 from lagom.extensions.verify.on_rank.record import Record
 from lagom.plan import Plan
-from lagom.program.call import Call
+from lagom.program.signature import Call
 from lagom.restart.kept_snapshots import UNREHEARSED, SnapshotFolder
 from lagom.watch.upload import is_url, on_disk
 

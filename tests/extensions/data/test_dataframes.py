@@ -17,7 +17,7 @@ from lagom.driver.protocol import Outcome
 from lagom.extensions.data import dataframes
 from lagom.extensions.data.dataframes import forget_frames, frames_of_run, write_frame
 from lagom.plan import plan
-from lagom.program.call import Call
+from lagom.program.signature import Call
 from lagom.restart.kept_snapshots import SnapshotFolder
 from lagom.wire.messages import RankReport
 from tests.restart.added_snapshot import add_snapshot

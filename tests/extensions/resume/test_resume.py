@@ -24,11 +24,11 @@ import torch
 
 from lagom import experiment
 from lagom.cli import main
+from lagom.cluster import this_host
 from lagom.driver.local import LocalLauncher
 from lagom.errors import LagomError, PlanError
 from lagom.extensions.resume.kept_call import read_call
 from lagom.forward.rows.whole_reasons import WholeReason
-from lagom.restart.disks import this_host
 from lagom.restart.history import RunHistory
 from lagom.restart.kept_snapshots import SnapshotFolder, SnapshotPlace
 from lagom.run_folder import RunFolder

@@ -31,7 +31,7 @@ from lagom.extensions.search.trial_loop import TrialLoop
 from lagom.extensions.search.trial_source import TrialOutcome, TrialSpec
 from lagom.launch import choose
 from lagom.plan import plan
-from lagom.program.call import Call
+from lagom.program.signature import Call
 from lagom.wire.client import DriverClient
 from lagom.wire.messages import Closed, Event, Lost, Message
 from tests.extensions.search.searching import slot_join

@@ -20,9 +20,9 @@ from lagom.extensions.search.on_rank.messages import SlotJoin
 from lagom.extensions.search.slots.choose_slots import choose_slots
 from lagom.extensions.search.trial_loop import TrialLoop
 from lagom.launch import choose
-from lagom.on_rank.process_tree import children
+from lagom.on_rank.resource_usage import children
 from lagom.plan import plan
-from lagom.program.call import Call
+from lagom.program.signature import Call
 from lagom.wire.messages import Event, Message
 from tests.extensions.search.test_trial_loop import ListSource, run
 from tests.imported_once import imported_once  # noqa: F401

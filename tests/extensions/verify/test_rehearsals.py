@@ -27,7 +27,7 @@ from lagom.extensions.verify.rehearsals import verify
 from lagom.extensions.verify.verification import Verification
 from lagom.launch import choose
 from lagom.plan import Plan, plan
-from lagom.program.call import Call
+from lagom.program.signature import Call
 from lagom.random_states import random_states, set_random_states
 from lagom.result import Result
 from tests.imported_once import imported_once  # noqa: F401

@@ -24,8 +24,8 @@ from lagom.extensions.search.on_rank.messages import (
     TrialReport,
 )
 from lagom.plan import Plan
-from lagom.program.call import Call
 from lagom.program.payload import Parcel, unpack
+from lagom.program.signature import Call
 from lagom.wire.messages import Event, Message, RankReport
 
 

@@ -15,9 +15,9 @@ from lagom.errors import LagomError
 from lagom.extensions.search.on_rank.messages import SearchOver, SlotJoin
 from lagom.extensions.search.slots.trial_slots import SlotChannel
 from lagom.plan import Plan
-from lagom.program.call import Call
 from lagom.program.payload import Parcel
-from lagom.wire.many_files import anonymous_file
+from lagom.program.signature import Call
+from lagom.wire.framing import anonymous_file
 from lagom.wire.messages import Closed, Event, Lost, Message, Stop
 
 _END_S = 1.5  # time for slots to end trials that still run

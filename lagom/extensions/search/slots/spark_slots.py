@@ -14,7 +14,7 @@ from lagom.errors import LagomError, PlanError
 from lagom.extensions.search.on_rank.messages import SearchOver, SlotJoin
 from lagom.extensions.search.slots.trial_slots import SlotChannel, SlotEvent
 from lagom.plan import Plan
-from lagom.program.call import Call
+from lagom.program.signature import Call
 from lagom.program.sources import modules_zip
 from lagom.spark import spark_task as task_module
 from lagom.spark.spark import SparkPayload, encryption, plain_interrupt, task_of

@@ -15,7 +15,7 @@ from lagom.extensions.search.on_rank.messages import SlotJoin
 from lagom.extensions.search.slots.spark_slots import SparkSlots
 from lagom.extensions.search.slots.trial_slots import SlotEvent
 from lagom.plan import plan
-from lagom.program.call import Call
+from lagom.program.signature import Call
 from lagom.wire.messages import Closed, Event, Message
 from tests.extensions.search.searching import slot_join
 

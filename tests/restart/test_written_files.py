@@ -1,4 +1,4 @@
-"""``lagom.restart.prepared_files``: which files a new attempt finds, wherever the lost one was killed."""
+"""``lagom.restart.written_files``: which files a new attempt finds, wherever the lost one was killed."""
 
 from __future__ import annotations
 
@@ -9,10 +9,16 @@ from typing import Any
 
 import pytest
 
-from lagom.restart import disks, prepared_files
-from lagom.restart.disks import this_host
-from lagom.restart.prepared_files import prepare_files, put_back, remove_siblings
-from lagom.restart.written_files import WrittenFiles, beside, identity_of
+from lagom.cluster import this_host
+from lagom.restart import written_files
+from lagom.restart.written_files import (
+    WrittenFiles,
+    beside,
+    identity_of,
+    prepare_files,
+    put_back,
+    remove_siblings,
+)
 
 
 def told(written: WrittenFiles, what: str, path: Path, **more: Any) -> None:
@@ -56,14 +62,14 @@ def test_the_same_path_on_another_host_is_another_file(tmp_path: Path, monkeypat
     told(written, "appends", rows, begin=2, in_place=False)
     state.write_text("of this host")
     rows.write_text("of this host")
-    monkeypatch.setattr(prepared_files, "this_host", lambda: "another")
+    monkeypatch.setattr(written_files, "this_host", lambda: "another")
     prepare_files(written)
     assert [state.read_text(), rows.read_text()] == ["of this host"] * 2
-    monkeypatch.setattr(prepared_files, "is_on_shared_disk", lambda path: True)
+    monkeypatch.setattr(written_files, "is_on_shared_disk", lambda path: True)
     prepare_files(written)
     assert rows.read_text() == "of"
     assert not state.exists()
-    assert not disks.is_on_shared_disk("/proc/self/status")
+    assert not written_files.is_on_shared_disk("/proc/self/status")
 
 
 @pytest.mark.parametrize("begin", [0, 3])

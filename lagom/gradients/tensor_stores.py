@@ -1,4 +1,4 @@
-"""``GradientStore``: where averaged gradients are between backwards; by default whole, in ``Tensor.grad``."""
+"""``GradientStore`` and ``ParameterStore``: where gradients and the values of parameters are; by default whole."""
 
 from __future__ import annotations
 
@@ -47,3 +47,18 @@ class GradientStore:
 
     def end_backward(self, leaves: Iterable[Tensor]) -> None:
         """Take over the averaged gradients of ``leaves``, which had none before the backward."""
+
+
+class ParameterStore:
+    """Whole parameters; an extension that keeps their values elsewhere has a subclass."""
+
+    keeps_shards = False
+    """Whether this rank may keep only a shard of a parameter."""
+
+    def is_sharded(self, parameter: Tensor) -> bool:
+        """Return whether this rank keeps only a shard of the parameter."""
+        return False
+
+    def num_bytes(self) -> int:
+        """Return the bytes of values that this rank keeps elsewhere than in the parameters."""
+        return 0

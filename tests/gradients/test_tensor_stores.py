@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lagom.gradients.gradient_store import GradientStore
+from lagom.gradients.tensor_stores import GradientStore
 from lagom.session.patched import patched
 from lagom.session.session import Session
 from tests.ranks import run_ranks
