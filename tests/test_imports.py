@@ -293,6 +293,26 @@ def test_no_module_name_is_there_twice() -> None:
     assert [name for name, count in names.items() if count > 1 and name not in packages | OF_EACH_ROOM] == []
 
 
+SAME_NAMES = {
+    "AblationConfig": "compat/maggy: the class that Maggy's programs import",
+    "HyperparameterOptConfig": "compat/maggy: the class that Maggy's programs import",
+    "TorchDistributedConfig": "compat/maggy: the class that Maggy's programs import",
+    "ParquetDataset": "compat/petastorm: pyarrow's old class, as petastorm calls it",
+    "Result": "forward/rows: what a watched operation gave; a user sees only that of a run",
+}
+"""Names of two classes, with the class that must keep the name of another."""
+
+
+def test_no_class_name_is_there_twice() -> None:
+    names = Counter(
+        node.name
+        for source in read().values()
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.ClassDef)
+    )
+    assert [name for name, count in names.items() if count > 1 and name not in SAME_NAMES] == []
+
+
 def test_what_launches_on_spark_comes_without_torch() -> None:
     found = _closure({"lagom.experiment", "lagom.cli", "lagom.spark.spark", "lagom.driver.local"}, read())
     assert not {"torch", "numpy", "pandas"} & found

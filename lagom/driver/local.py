@@ -151,7 +151,7 @@ def _outcome(rank: int, report: RankReport | None, file: io.FileIO) -> Outcome:
     return Outcome(rank=rank, report=report, load=load)
 
 
-class _Server:
+class _LocalForkServer:
     """The fork server of this process, which ends with this process."""
 
     def __init__(self) -> None:
@@ -206,16 +206,16 @@ class _Server:
                 self.process.wait()
 
 
-_server: _Server | None = None
+_server: _LocalForkServer | None = None
 _server_lock = threading.Lock()
 
 
-def server() -> _Server:
+def server() -> _LocalForkServer:
     """Return the fork server of this process; start one if there is none."""
     global _server  # one per process, kept warm between calls
     with _server_lock:
         if _server is None or not _server.alive():
-            _server = _Server()
+            _server = _LocalForkServer()
             atexit.register(_server.close)
         return _server
 

@@ -15,7 +15,7 @@ from lagom.watch.run_dir import RunRecords
 from lagom.watch.stall_texts import stall_text
 from lagom.wire.messages import (
     Dropped,
-    Event,
+    LocalEvent,
     Log,
     Message,
     ProgressReport,
@@ -41,7 +41,7 @@ class RunDisplay:
         records: RunRecords | None,
         history: RunHistory,
         parts: Sequence[ViewPart],
-        put_later: Callable[[float, Event], None],
+        put_later: Callable[[float, LocalEvent], None],
         notice_snapshot: Callable[[int], None],
     ) -> None:
         """Show an attempt of ``plan`` on the ranks of ``where``.
@@ -79,7 +79,7 @@ class RunDisplay:
             if self._history.folder is not None:
                 self._show_no_snapshot("executors cannot reach the driver")
 
-    def show(self, event: Message | Event) -> None:
+    def show(self, event: Message | LocalEvent) -> None:
         """Show and record one message or event.
 
         Raises:

@@ -26,7 +26,7 @@ class Work(Protocol):
         """Return whether the exchange is done."""
 
 
-class Done:
+class CompletedWork:
     """Handle of an exchange that is done already: never waits."""
 
     def wait(self) -> None:
@@ -37,7 +37,7 @@ class Done:
         return True
 
 
-DONE = Done()
+DONE = CompletedWork()
 
 
 class BackgroundExchanges:
@@ -124,7 +124,7 @@ RANKS, ASIDE = "ranks", "aside"
 """Streams of lagom's own exchanges in a timeline."""
 
 
-class Operation:
+class NamedExchange:
     """Records an exchange in the timeline, and turns a RuntimeError or an OSError into a CollectiveError.
 
     Args:
@@ -145,7 +145,7 @@ class Operation:
         self._stream = stream
         self._shown = shown or name
 
-    def __enter__(self) -> Operation:
+    def __enter__(self) -> NamedExchange:
         if self._spans is not None:
             self._number = self._spans.numbers(self._stream)()
             self._start = self._spans.clock()
@@ -159,7 +159,7 @@ class Operation:
 
     def goes_on(self, work: Work) -> Work:
         """Return ``work``, begun in this block, wrapped so that the timeline shows it until its ``wait`` returns."""
-        if self._spans is None or type(work) is Done:
+        if self._spans is None or type(work) is CompletedWork:
             return work
         values = self._start, self._size, self._stream, self._number
         self._shown, self._stream, self._number = f"{self._name} begins", "", -1

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from datetime import timedelta
     from pathlib import Path
 
-    from lagom.exchange.sockets.connect import Gather
+    from lagom.exchange.sockets.connect import GatherTexts
 
 _SEAL = 32
 _LARGE = 4096
@@ -148,7 +148,7 @@ def _file(folder: Path, name: str) -> Path:
     return folder / f"note-{hashlib.sha256(name.encode()).hexdigest()[:32]}"
 
 
-def all_gather_by(store: SealedStore, name: str, rank: int, world_size: int, timeout_s: float) -> Gather:
+def all_gather_by(store: SealedStore, name: str, rank: int, world_size: int, timeout_s: float) -> GatherTexts:
     """Return an all-gather of texts through ``store``, with which the ranks set up faster exchanges.
 
     Raises:

@@ -24,9 +24,9 @@ from lagom.exchange.transport import Transport, are_dense
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from lagom.exchange.background import Done
+    from lagom.exchange.background import CompletedWork
     from lagom.exchange.native import Communicator
-    from lagom.exchange.sockets.connect import Gather
+    from lagom.exchange.sockets.connect import GatherTexts
 
 SLOT_BYTES = 1 << 19
 """Bytes of a slot, which a rank fills before other ranks read it. Each rank has two slots, small enough for caches."""
@@ -46,7 +46,7 @@ _Process = tuple[int, int]
 
 def shared(
     rank: int,
-    all_gather: Gather,
+    all_gather: GatherTexts,
     timeout_s: float,
     number: int = 1,
     key: bytes = b"",
@@ -87,7 +87,7 @@ def _homes(answers: list[dict[str, Any]]) -> list[list[int]] | str:
 def _joined(
     rank: int,
     peers: list[int],
-    all_gather: Gather,
+    all_gather: GatherTexts,
     timeout_s: float,
     number: int,
     key: bytes,
@@ -137,7 +137,7 @@ def _patience(num_ranks: int) -> tuple[float, int]:
 
 
 def _handed_round(
-    rank: int, peers: list[int], all_gather: Gather, number: int, key: bytes, fds: list[int]
+    rank: int, peers: list[int], all_gather: GatherTexts, number: int, key: bytes, fds: list[int]
 ) -> list[_Process]:
     """Append descriptors of ``number`` memory files to ``fds``; return the processes of ``peers``, this host's ranks.
 
@@ -268,24 +268,24 @@ class MemoryTransport(Transport):
         """Return whether the tensors are dense, on the CPU, and, in a reduction, of types that C++ reduces."""
         return are_dense(tensors) and (reduction == "" or _reduced(reduction).issuperset([t.dtype for t in tensors]))
 
-    def all_reduce(self, tensor: torch.Tensor, reduction: str = "sum") -> Done:
+    def all_reduce(self, tensor: torch.Tensor, reduction: str = "sum") -> CompletedWork:
         self.memory.all_reduce(tensor.data_ptr(), tensor.numel(), TYPES[tensor.dtype], OPERATIONS[reduction])
         return DONE
 
-    def broadcast(self, tensor: torch.Tensor, root: int) -> Done:
+    def broadcast(self, tensor: torch.Tensor, root: int) -> CompletedWork:
         self.memory.broadcast(tensor.data_ptr(), tensor.nbytes, root, type_code(tensor))
         return DONE
 
-    def all_gather(self, whole: torch.Tensor, part: torch.Tensor) -> Done:
+    def all_gather(self, whole: torch.Tensor, part: torch.Tensor) -> CompletedWork:
         self.memory.all_gather(part.data_ptr(), whole.data_ptr(), part.nbytes, type_code(part))
         return DONE
 
-    def reduce_scatter(self, out: torch.Tensor, given: torch.Tensor, reduction: str = "sum") -> Done:
+    def reduce_scatter(self, out: torch.Tensor, given: torch.Tensor, reduction: str = "sum") -> CompletedWork:
         code, operation = TYPES[out.dtype], OPERATIONS[reduction]
         self.memory.reduce_scatter(given.data_ptr(), out.data_ptr(), out.numel(), code, operation)
         return DONE
 
-    def all_to_all_rows(self, out: torch.Tensor, given: torch.Tensor) -> Done:
+    def all_to_all_rows(self, out: torch.Tensor, given: torch.Tensor) -> CompletedWork:
         sizes = [given.nbytes // len(given)] * len(given)
         self.memory.all_to_all(given.data_ptr(), sizes, out.data_ptr(), sizes, type_code(given))
         return DONE

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from lagom.exchange.host_messages import HostMessages
     from lagom.exchange.native import Communicator
-    from lagom.exchange.sockets.connect import Gather
+    from lagom.exchange.sockets.connect import GatherTexts
     from lagom.exchange.sockets.mesh import Mesh
     from lagom.exchange.transport import Messages, Transport
 
@@ -52,7 +52,7 @@ class Transports:
         self,
         rank: int,
         world_size: int,
-        all_gather: Gather,
+        all_gather: GatherTexts,
         gloo: Callable[[str, int, int], dist.ProcessGroup],
         timeout_s: float,
         *,
@@ -207,7 +207,7 @@ class Transports:
 
 def connect_memory(
     rank: int,
-    all_gather: Gather,
+    all_gather: GatherTexts,
     ip: str,
     timeout_s: float,
     number: int = 1,

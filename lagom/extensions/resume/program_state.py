@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from lagom.errors import LagomError, SnapshotError
 from lagom.extensions.resume.exit_functions import ExitFunctions
-from lagom.extensions.resume.frame_position import NoSnapshotError, Position
+from lagom.extensions.resume.frame_position import FramePosition, NoSnapshotError
 from lagom.extensions.resume.frames import FrameState, ProgramFrames
 from lagom.extensions.resume.learned_facts import LearnedFacts
 from lagom.extensions.resume.object_reducers import reduce_object
@@ -176,7 +176,7 @@ class ProgramInProgress:
         """Note the settings of the process, before they are changed for pickling."""
         self._process = process_state(self._settings)
 
-    def frames(self, frame: types.FrameType | None) -> list[tuple[types.FrameType, Position]]:
+    def frames(self, frame: types.FrameType | None) -> list[tuple[types.FrameType, FramePosition]]:
         """Return the frames of the functions in progress that have called ``frame``, outermost first.
 
         Raises:
@@ -185,7 +185,7 @@ class ProgramInProgress:
         return self._frames.now(frame)
 
     def pickle(
-        self, frames: Sequence[tuple[types.FrameType, Position]], iterator: Any
+        self, frames: Sequence[tuple[types.FrameType, FramePosition]], iterator: Any
     ) -> tuple[bytes, list[memoryview]]:
         """Pickle the state of the program; return the pickle and its large buffers.
 
