@@ -273,7 +273,7 @@ def test_a_number_that_leaves_torch_through_numpy_is_of_a_share() -> None:
     assert f"each rank reads that of its own share ({places})" in found
 
 
-@pytest.mark.soak  # test_rehearsal.py and tests/programs/test_verify.py show decisions by default
+@pytest.mark.soak  # test_rehearsal.py and tests/extensions/verify/test_programs.py show decisions by default
 @pytest.mark.parametrize("program", [stops_on_loss, could_stop_on_loss, compares_tensors])
 def test_a_program_that_decides_by_the_loss_of_a_share_needs_whole(program: Callable[[], Any]) -> None:
     with pytest.raises(VerificationError, match=r"needs\s+batches='whole'") as error:

@@ -1,4 +1,4 @@
-"""One notebook for all tests of this folder: a kernel that has imported torch takes seconds to start."""
+"""One notebook for all tests in folders ``notebooks``: a kernel that has imported torch takes seconds to start."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Spark for the integration tests: one at a time, each started once; and guards for what runs leave behind."""
+"""Spark for the tests in folders ``integration``: one at a time, each started once; and guards for what runs leave.
+
+tests/conftest.py loads it for the trunk and for all extensions, which so share the sessions.
+"""
 
 from __future__ import annotations
 
@@ -40,14 +43,17 @@ _open = contextlib.ExitStack()
 
 @pytest.hookimpl(trylast=True)
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
-    """Close Spark when this folder is left: tests elsewhere would run on whatever session is active."""
-    if nextitem is None or "tests/integration" not in nextitem.path.as_posix():
+    """Close Spark when its tests are over: others would run on whatever session is active."""
+    if nextitem is None or "integration" not in nextitem.path.parts:
         _open.close()
 
 
 @pytest.fixture(autouse=True)
-def no_remains() -> Iterator[None]:
-    """Fails a test after which a folder of a run, or a file in memory, is left."""
+def no_remains(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Fails an integration test after which a folder of a run, or a file in memory, is left."""
+    if "integration" not in request.path.parts:
+        yield
+        return
     before = _remains()
     yield
     deadline = time.monotonic() + 15
@@ -83,10 +89,10 @@ _UNCLOSED = "ignore:Exception ignored in. <socket.socket:pytest.PytestUnraisable
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark everything here ``integration``, and ``soak`` what a test has ``soak_on`` or others show."""
+    """Mark everything in these folders ``integration``, and ``soak`` what a test has ``soak_on`` or others show."""
     leaves_sockets = importlib.metadata.version("pyspark").startswith("4.0.")  # each collect() leaves its own to Python
     for item in items:
-        if "tests/integration" in item.path.as_posix():
+        if "integration" in item.path.parts:
             item.add_marker(pytest.mark.integration)
             if leaves_sockets:
                 item.add_marker(pytest.mark.filterwarnings(_UNCLOSED))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable
 from typing import Any
@@ -24,11 +25,13 @@ class SlowRank:
         self._set()
 
     def _set(self) -> None:
-        from lagom.extensions.resume import snapshot_pace
         from lagom.forward.rows import whole_batch
 
         # In a hundredth of a short run there would be no snapshots, and rows of small models are not shared.
-        snapshot_pace.SHARE = 1.0
+        with contextlib.suppress(ModuleNotFoundError):  # the extension may be missing
+            from lagom.extensions.resume import snapshot_pace
+
+            snapshot_pace.SHARE = 1.0
         whole_batch.ALWAYS = self.by_rows
         fetch: Any = _MapDatasetFetcher.fetch
 

@@ -27,7 +27,7 @@ from tests.extensions.resume.test_resume import close, same
 from tests.extensions.resume.training import config, train
 from tests.integration.test_attempts import executor_of
 from tests.programs.expectations import CASES
-from tests.programs.test_kills import UNPROTECTED, judge_kill
+from tests.programs.kills import UNPROTECTED, judge_kill
 
 
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="needs the columns of code")

@@ -1,8 +1,8 @@
 """Every ``zero_lvl`` on both backends: the weights after an epoch and the returned metric are those of level 0.
 
 A table of four levels, two backends, 1 to 3 ranks and four optimizers. By default run: with DeepSpeed one optimizer at
-each level on 1 and 2 ranks, in float32. ``python -m pytest -m soak tests/test_levels.py`` runs the rest. By default
-tests/test_examples.py trains at each level of ``backend="torch"``, and tests/extensions/zero in float64.
+each level on 1 and 2 ranks, in float32. ``python -m pytest -m soak tests/extensions/zero/test_levels.py`` runs the
+rest. By default tests/test_examples.py trains at each level of ``backend="torch"``, and this folder in float64.
 """
 
 from __future__ import annotations
