@@ -1,4 +1,4 @@
-"""``lagom.driver.attempts``: a run that lost ranks begins again, and gives what it gives without a loss."""
+"""``lagom.driver.attempts``: a run that lost ranks restarts, and gives what it gives without a loss."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_a_killed_rank_changes_neither_weights_nor_output(
     shown = capfd.readouterr()
     assert [line.partition(":")[0] for line in shown.out.splitlines()] == ["epoch 0", "epoch 1", "epoch 2"]
     assert f"rank {victim} was killed by SIGKILL" in shown.err
-    assert "the run begins again, attempt 2 of 4" in shown.err
+    assert "the run restarts, attempt 2 of 4" in shown.err
     assert result.run_dir is not None
     assert (result.run_dir / "rank-0.log").read_text().count("epoch") == 3
     (failure,) = result.failures
@@ -296,7 +296,7 @@ def test_the_error_says_how_a_run_with_snapshots_goes_on(tmp_path: Path) -> None
     snapshots = SnapshotFolder(str(tmp_path / "snapshots"))
     snapshots.make()
     add_snapshot(snapshots, 1, place=(2, 7))
-    with pytest.raises(LagomError, match=f"max_failures=1.; lagom resume {tmp_path} goes on from batch 8 of epoch 2"):
+    with pytest.raises(LagomError, match=f"max_failures=1.; lagom resume {tmp_path} continues from batch 8 of epoch 2"):
         attempts(Growing(LOST, LOST), snapshots, max_failures=1)
 
 
@@ -305,9 +305,7 @@ def test_an_error_of_the_program_ends_the_run_when_it_comes_again(capsys: pytest
     with pytest.raises(ZeroDivisionError, match="second"):
         attempts(launcher)
     assert launcher.sizes == [4, 2, 4, 2]
-    said = (
-        "with more ranks it failed: ZeroDivisionError: first; the run begins again, with the ranks that it had before"
-    )
+    said = "with more ranks it failed: ZeroDivisionError: first; the run restarts, with the ranks that it had before"
     assert said in capsys.readouterr().err
 
 

@@ -245,7 +245,7 @@ def test_a_folder_that_is_exchanged_during_a_run_gives_ranks_nothing_to_run(
     finally:
         process.kill()
     assert process.returncode == 0, said
-    assert "the run goes on from batch" in said, said
+    assert "the run continues from batch" in said, said
     assert json.loads((tmp_path / "value.json").read_text()) == [whole["losses"], whole["weights"]]
     assert not other.mark.exists()
     assert json.loads((moved / "result.json").read_text())["outcome"] == "returned"

@@ -57,6 +57,7 @@ def test_a_new_file_that_was_being_written_is_removed(tmp_path: Path) -> None:
 
 
 def test_the_same_path_on_another_host_is_another_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not written_files.is_on_shared_disk("/proc/self/status")
     state, rows, written = tmp_path / "state", tmp_path / "rows", WrittenFiles()
     writes(written, state)
     told(written, "appends", rows, begin=2, in_place=False)
@@ -69,7 +70,6 @@ def test_the_same_path_on_another_host_is_another_file(tmp_path: Path, monkeypat
     prepare_files(written)
     assert rows.read_text() == "of"
     assert not state.exists()
-    assert not written_files.is_on_shared_disk("/proc/self/status")
 
 
 @pytest.mark.parametrize("begin", [0, 3])

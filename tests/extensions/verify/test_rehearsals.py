@@ -343,7 +343,7 @@ def test_a_mistake_is_not_hidden_by_random_numbers() -> None:
 def test_what_every_rank_does_whole_is_right_and_said_not_to_be_faster() -> None:
     found = verified(without_a_loader)
     assert found.verdict == "agrees"
-    assert "not shared out" in row(found, "work")
+    assert "not split" in row(found, "work")
     assert "no faster than one process" in str(found)
 
 

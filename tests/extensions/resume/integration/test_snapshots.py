@@ -156,7 +156,7 @@ def test_what_mlflow_is_told_is_kept_in_a_folder_that_hosts_see(
 @pytest.mark.soak  # above, and on this machine in tests/programs/test_kills.py and tests/driver/test_attempts.py
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="needs the columns of code")
 @pytest.mark.parametrize("spark", ["local[4]"], indirect=True, scope="session")
-@pytest.mark.parametrize("way", ["begins again", "snapshots"])
+@pytest.mark.parametrize("way", ["restarts", "snapshots"])
 @pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize("seed", range(10))
 def test_a_program_that_loses_a_rank_gives_what_it_gives_without(
