@@ -20,8 +20,8 @@ import torch
 from xdist.scheduler import LoadScopeScheduling
 
 from tests import leaks, ranks
+from tests.extension_settings import INSTALLED, SETTINGS
 from tests.integration import clusters
-from tests.sources import ROOT
 
 pytest_plugins = ("tests.integration.spark_sessions", "tests.notebooks.notebook_fixtures")
 # No garbage collection until all tests are imported, which takes a fifth longer with it.
@@ -90,7 +90,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """
     skip = pytest.mark.skip(reason="no GPU here")
     for item in items:
-        if missing := sorted(_extensions_of(item) - _EXTENSIONS):
+        if missing := sorted(_extensions_of(item) - INSTALLED):
             item.add_marker(pytest.mark.skip(reason=f"the extension {', '.join(missing)} has been removed"))
         if "gpu" in item.keywords and not torch.cuda.is_available():
             item.add_marker(skip)
@@ -99,28 +99,27 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items.sort(key=lambda item: (_place(item.path), 0 if "integration" in item.path.parts else -sizes[item.path]))
 
 
-_EXTENSIONS = {path.parent.name for path in (ROOT / "lagom" / "extensions").glob("*/__init__.py")}
-_SETTINGS = {
-    **dict.fromkeys(("zero_lvl", "backend", "deepspeed_config"), "zero"),
-    "snapshot_every_s": "resume",
-    "verify": "verify",
-    "timeline": "observe",
-    "debug": "observe",
-}
-"""The extension of each setting; tests/test_config.py compares it with the extensions' own."""
-
-
 def _extensions_of(item: pytest.Item) -> set[str]:
     """Return the extensions that a test names by ``needs``, or whose settings it gets as a parameter."""
     found = {name for marker in item.iter_markers("needs") for name in marker.args}
     params = dict(callspec.params) if (callspec := getattr(item, "callspec", None)) is not None else {}
     for values in (params, *(value for value in params.values() if isinstance(value, dict))):
-        found |= {_SETTINGS[name] for name, value in values.items() if name in _SETTINGS and value not in (0, None)}
+        found |= {SETTINGS[name] for name, value in values.items() if name in SETTINGS and value not in (0, None)}
     return found
 
 
 _LONG = (
-    *("integration", "csrc", "test_kills", "notebooks", "restart", "snapshots", "test_stalls", "sharing"),
+    *(
+        "integration",
+        "csrc",
+        "test_kills",
+        "test_program_kills",
+        "notebooks",
+        "restart",
+        "snapshots",
+        "test_stalls",
+        "sharing",
+    ),
     *(
         "test_rehearsals",
         "test_resumption",

@@ -17,7 +17,9 @@ import torch
 
 import lagom
 from lagom.config import TorchDistributedConfig
+from lagom.extensions.registry import ExtensionSettings
 from lagom.settings import field_texts
+from tests.extension_settings import INSTALLED, SETTINGS
 
 DOCUMENT = Path(__file__).parent.parent / "docs" / "config.md"
 
@@ -240,3 +242,13 @@ def test_the_wrong_number_of_data_sets_does_not_print_the_data() -> None:
     with pytest.raises(ValueError, match="dataset") as raised:
         TorchDistributedConfig(dataset=["x" * 100_000])
     assert len(str(raised.value)) < 500
+
+
+def test_the_extension_of_each_setting_is_known_to_the_tests() -> None:
+    """By these names a test is skipped where its extension has been removed."""
+    own = {
+        field.name: base.__module__.removeprefix("lagom.extensions.")
+        for base in ExtensionSettings.__bases__
+        for field in dataclasses.fields(base)
+    }
+    assert own == {name: extension for name, extension in SETTINGS.items() if extension in INSTALLED}

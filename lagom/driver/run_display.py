@@ -114,17 +114,23 @@ class RunDisplay:
             case Warned():
                 self._progress.warn(event.text)
             case Stalled():
-                self._stalled[event.rank] = event
-                # Ranks that wait for the stalled rank report stalls soon after: show all of them together.
-                beat_s = min(self._plan.config.hb_interval, self._plan.config.stall_timeout_s / 4)
-                self._put_later(beat_s + 0.5, StallsDue())
+                self._keep_stall(event)
             case StallsDue():
-                stalled, self._stalled = self._stalled, {}
-                if stalled:
-                    self._progress.stalled(stalled, stall_text(stalled, self._plan.world_size))
+                self._show_stalls()
             case _:
                 write = partial(self._output.write, "stdout")
                 any(part.show(event, write, self._progress.warn) for part in self._parts)
+
+    def _keep_stall(self, event: Stalled) -> None:
+        """Keep a stall for a moment: ranks that wait for the stalled rank report theirs soon after."""
+        self._stalled[event.rank] = event
+        beat_s = min(self._plan.config.hb_interval, self._plan.config.stall_timeout_s / 4)
+        self._put_later(beat_s + 0.5, StallsDue())
+
+    def _show_stalls(self) -> None:
+        stalled, self._stalled = self._stalled, {}
+        if stalled:
+            self._progress.stalled(stalled, stall_text(stalled, self._plan.world_size))
 
     def _show_snapshot(self, event: SnapshotArrived) -> None:
         """Record a snapshot, and first put it in place if a host has sent it."""

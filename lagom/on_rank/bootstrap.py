@@ -65,28 +65,7 @@ def run(
     with ExitStack() as stack:
         stack.enter_context(environment(rank_spec))
         stack.enter_context(place_set(place))
-        device = rank_device(plan, rank_spec.gpu_index if rank_spec is not None else 0)
-        group, store = None, None
-        if rank_spec is not None:
-            stack.enter_context(threads(rank_spec.threads))
-        if rank_spec is not None and place.world_size > 1:
-            group, store = stack.enter_context(process_group(rank_spec, place.world_size, device, plan.config))
-        if plan.already_distributed:
-            notes = SealedStore(store, rank_spec.key) if store is not None and rank_spec is not None else None
-            stack.enter_context(launcher_variables(place, rank_spec, notes))
-        session = Session(
-            plan=plan,
-            group=group,
-            store=store,
-            key=rank_spec.key if rank_spec is not None else b"",
-            rank=place.rank,
-            world_size=place.world_size,
-            local_rank=place.local_rank,
-            local_world_size=place.local_world_size,
-            device=device,
-            host_dir=host_dir,
-            spans=Spans(place.rank) if any(extension.records_spans(plan) for extension in EXTENSIONS) else None,
-        )
+        session = _joined_session(plan, place, host_dir, rank_spec, stack)
         attach(session)
         stack.enter_context(patched(session))
         if rank_spec is not None:
@@ -100,6 +79,32 @@ def run(
         if rank_spec is not None:  # without a rank_spec, the program's forks belong to the caller
             stack.enter_context(end_forks())
         return _returned(session, call, function, changes, began)
+
+
+def _joined_session(plan: Plan, place: Place, host_dir: Path, rank_spec: RankSpec | None, stack: ExitStack) -> Session:
+    """Connect the rank with the others, if there are any, and return its session; ``stack`` undoes it."""
+    device = rank_device(plan, rank_spec.gpu_index if rank_spec is not None else 0)
+    group, store = None, None
+    if rank_spec is not None:
+        stack.enter_context(threads(rank_spec.threads))
+    if rank_spec is not None and place.world_size > 1:
+        group, store = stack.enter_context(process_group(rank_spec, place.world_size, device, plan.config))
+    if plan.already_distributed:
+        notes = SealedStore(store, rank_spec.key) if store is not None and rank_spec is not None else None
+        stack.enter_context(launcher_variables(place, rank_spec, notes))
+    return Session(
+        plan=plan,
+        group=group,
+        store=store,
+        key=rank_spec.key if rank_spec is not None else b"",
+        rank=place.rank,
+        world_size=place.world_size,
+        local_rank=place.local_rank,
+        local_world_size=place.local_world_size,
+        device=device,
+        host_dir=host_dir,
+        spans=Spans(place.rank) if any(extension.records_spans(plan) for extension in EXTENSIONS) else None,
+    )
 
 
 def _function(session: Session, call: Call, stack: ExitStack) -> tuple[Callable[[], Any], CallChanges | None]:

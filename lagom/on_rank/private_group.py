@@ -46,12 +46,8 @@ def process_group(
     def gloo(name: str, rank: int, size: int) -> Any:
         if credentials.encrypt:
             refuse_gloo()
-        gloo_class: Any = dist.ProcessGroupGloo  # torch's type stubs lack ``_Options``
-        options = gloo_class._Options()
-        # Use the address: the host name resolves to 127.0.1.1 on many machines.
-        options._devices = [gloo_class.create_device(hostname="127.0.0.1" if rank_spec.store is None else rank_spec.ip)]
-        options._timeout = timeout
-        return gloo_class(dist.PrefixStore(name, store), rank, size, options)
+        ip = "127.0.0.1" if rank_spec.store is None else rank_spec.ip
+        return _gloo(dist.PrefixStore(name, store), rank, size, ip, timeout)
 
     made: list[Any] = []
 
@@ -104,6 +100,15 @@ def _store(rank_spec: RankSpec, world_size: int, credentials: Credentials, timeo
     # The host process has bound the socket, so that the port is known, and only to the address of the chosen network.
     listener = socket.socket(fileno=os.dup(rank_spec.store_fd))
     return RankStore(ValueServer(listener, range(1, world_size), credentials, timeout_s).ask, timeout)
+
+
+def _gloo(store: dist.Store, rank: int, world_size: int, ip: str, timeout: datetime.timedelta) -> Any:
+    gloo_class: Any = dist.ProcessGroupGloo  # torch's type stubs lack ``_Options``
+    options = gloo_class._Options()
+    # Use the address: the host name resolves to 127.0.1.1 on many machines.
+    options._devices = [gloo_class.create_device(hostname=ip)]
+    options._timeout = timeout
+    return gloo_class(store, rank, world_size, options)
 
 
 def _nccl(store: dist.Store, rank: int, world_size: int, ip: str, timeout: datetime.timedelta) -> Any:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from contextlib import ExitStack, contextmanager
-from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -27,6 +26,7 @@ from lagom.run_state.random_streams import OwnStreams, equal_fresh_seeds
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
+    from contextlib import AbstractContextManager
 
     from lagom.session.session import Session
 
@@ -62,11 +62,7 @@ def patched(session: Session) -> Iterator[None]:
         if not distributed and (moves or session.backwards.gradient_store.is_external):
             stack.enter_context(track_modules(session))
         if moves:
-            from lagom.run_state.mixed_devices import meet_on
-
-            stack.enter_context(
-                meet_on(session.device, session.tensors.modules.finished_modules, partial(_may_move, session))
-            )
+            stack.enter_context(_moved_to_gpu(session))
         precision = None
         if asked := session.config.mixed_precision:
             from lagom.forward.precision import Precision
@@ -90,17 +86,26 @@ def patched(session: Session) -> Iterator[None]:
         yield
         if (returned := session.events.returned.call) is not None:
             returned()
-        if (
-            session.backwards.divergence is not None
-            and session.backwards.agreement is not None
-            and not session.has_joined
-        ):
-            session.evaluation_passes.judge(at_end=True)
-            session.backwards.divergence.check_end(session.backwards.agreement)
+        _check_end(session)
 
 
-def _may_move(session: Session) -> bool:
-    return session.live and not session.is_in_thread
+def _moved_to_gpu(session: Session) -> AbstractContextManager[None]:
+    """Return a context in which tensors of programs that name no GPU meet on the rank's GPU."""
+    from lagom.run_state.mixed_devices import meet_on
+
+    return meet_on(
+        session.device,
+        session.tensors.modules.finished_modules,
+        lambda: session.live and not session.is_in_thread,
+    )
+
+
+def _check_end(session: Session) -> None:
+    """Check that all ranks are at the end; a collective, unless the program is distributed by itself."""
+    backwards = session.backwards
+    if backwards.divergence is not None and backwards.agreement is not None and not session.has_joined:
+        session.evaluation_passes.judge(at_end=True)
+        backwards.divergence.check_end(backwards.agreement)
 
 
 def _refuse_known_rank() -> Sequence[tuple[None, None]]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import random
 import signal
@@ -183,23 +182,6 @@ def test_ctrl_c_ends_the_second_attempt(tmp_path: Path) -> None:
         run(lambda: losses.train(str(gate)), tmp_path)
     thread.join()
     assert len(losses.record(tmp_path / "runs")["failures"]) == 1
-
-
-def test_the_report_and_the_timeline_show_what_was_lost(tmp_path: Path) -> None:
-    gate = tmp_path / "gate"
-    with losses.killed([Path(f"{gate}-1")], losses.kill_rank(1, tmp_path / "runs")):
-        result = run(lambda: losses.train(str(gate)), tmp_path, timeline=True, hb_interval=0.05)
-    assert result.run_dir is not None
-    page = result.report().read_text()
-    assert "What was lost" in page
-    assert "rank 1 was killed by SIGKILL" in page.partition("What was lost")[2]
-    events = json.loads((result.run_dir / "timeline.json").read_text())["traceEvents"]
-    (mark,) = [event for event in events if event.get("cat") == "loss"]
-    assert mark["ts"] < 0  # before the first span of the attempt that went on
-    assert "lost in attempt 1: rank 1 was killed by SIGKILL" in mark["name"]
-    backwards = [event for event in events if event["name"] == "backward" and event["pid"] == 0]
-    assert len(backwards) == 15
-    assert (result.run_dir / "timelines-lost-1").is_dir()
 
 
 class Shrinking:

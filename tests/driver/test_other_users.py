@@ -214,6 +214,7 @@ def read_own(run: Path) -> str:
     return text
 
 
+@pytest.mark.needs("resume")
 @pytest.mark.parametrize("launcher", ["local", "spark"])
 def test_a_folder_that_is_exchanged_during_a_run_gives_ranks_nothing_to_run(
     launcher: str, other: OtherUser, tmp_path: Path

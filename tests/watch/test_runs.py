@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import lagom
 from lagom import cli, experiment
-from lagom.config import HyperparameterOptConfig, Searchspace, TorchDistributedConfig
+from lagom.config import TorchDistributedConfig
 from lagom.run_folder import RunFolder
 from lagom.watch.retention import lock_run
 
@@ -50,36 +50,6 @@ def lagom_says(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
     capsys.readouterr()
     assert cli.main(argv) == 0
     return capsys.readouterr().out
-
-
-@pytest.mark.parametrize("last", ["returned", "interrupted"])
-def test_a_search_is_listed_with_its_best_value(
-    last: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("LAGOM_RUN_DIR", str(tmp_path))
-
-    def train(lr: float) -> dict[str, float]:
-        if lr == 3.0 and last == "interrupted":
-            raise KeyboardInterrupt
-        return {"loss": 1 / lr}
-
-    config = HyperparameterOptConfig(
-        searchspace=Searchspace(lr=("DISCRETE", [1.0, 2.0, 3.0])),
-        num_trials=3,
-        optimizer="grid",
-        direction="min",
-        optimization_key="loss",
-        es_policy="none",
-        launcher="inline",
-        seed=1,
-    )
-    result = experiment.lagom(train, config)
-    line = lagom_says(capsys, "runs").splitlines()[1]
-    assert ("interrupted: " in line) == result.interrupted == (last == "interrupted")
-    done = [trial["value"] for trial in result.trials if trial["state"] == "complete"]
-    wanted = f"best {min(done):.6g} of {len(result.trials)} trials" if done else f"0 of {len(result.trials)} trials"
-    assert wanted in line
-    assert lagom.show(next(tmp_path.glob("*-train-*"))) is not None
 
 
 def test_runs_are_listed_with_result_seconds_and_git(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -146,6 +116,7 @@ def test_a_curve_of_few_points_has_no_loss_at_other_shares(runs: Path, capsys: p
     assert rows["last loss"] == ["5", "5"]
 
 
+@pytest.mark.needs("observe")
 def test_the_report_of_an_older_run_is_opened(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     opened: list[str] = []
     monkeypatch.setattr(webbrowser, "open", opened.append)
@@ -159,6 +130,7 @@ def test_the_report_of_an_older_run_is_opened(runs: Path, monkeypatch: pytest.Mo
     assert opened == [page.as_uri()]
 
 
+@pytest.mark.needs("observe")
 def test_a_page_that_the_run_has_left_is_shown_as_it_is(runs: Path) -> None:
     page = named(runs, "run0") / "report.html"
     page.write_text("the page of a search")

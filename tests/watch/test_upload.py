@@ -57,6 +57,7 @@ def there(url: str) -> dict[str, bytes]:
     return {path[len(root) :].lstrip("/"): system.cat_file(path) for path in system.find(root)}
 
 
+@pytest.mark.needs("observe")
 def test_a_run_is_kept_at_a_url_as_it_is_in_a_folder(url: str, tmp_path: Path) -> None:
     result = run(url)
     assert result.run_url is not None
