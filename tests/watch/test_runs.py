@@ -75,6 +75,7 @@ def test_what_a_run_returned_is_listed_in_a_few_words(tmp_path: Path, capsys: py
     assert sorted(cells) == sorted(["[…, 0.1]", "auc 0.75, losses […, 0.1]", "[4, 2]", "done"])
 
 
+@pytest.mark.needs("observe")
 def test_a_comparison_has_what_differs_alone(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     said = lagom_says(capsys, "compare", "run0", str(named(runs, "run1")))
     rows = dict(re.split(r" {2,}", line.strip(), maxsplit=1) for line in said.splitlines()[1:])
@@ -84,6 +85,7 @@ def test_a_comparison_has_what_differs_alone(runs: Path, capsys: pytest.CaptureF
     assert not {"batches", "torch", "world_size", "git", "module"} & rows.keys()
 
 
+@pytest.mark.needs("observe")
 def test_curves_are_compared_at_equal_shares_of_the_samples(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for name, factor in (("run0", 1), ("run1", 2)):
         lines = [
@@ -98,6 +100,7 @@ def test_curves_are_compared_at_equal_shares_of_the_samples(runs: Path, capsys: 
     assert rows["samples per second of rank 0"] == ["10", "20"]
 
 
+@pytest.mark.needs("observe")
 def test_a_curve_of_few_points_has_no_loss_at_other_shares(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for name, ends in (("run0", (10, 40)), ("run1", (20, 40))):
         lines = [f'{{"rank": 0, "seconds": {at}, "samples": {at}, "loss": {at / 8}}}' for at in ends]
