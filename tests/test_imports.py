@@ -153,7 +153,9 @@ ROOMS = {
     "extensions.zero.parameters": "errors exchange gradients patching run_state torch",
     # Public names of extensions.
     "data": "extensions.data",
-    "compat": "extensions.compat.horovod extensions.compat.maggy extensions.compat.petastorm",
+    "compat": (
+        "extensions extensions.compat extensions.compat.horovod extensions.compat.maggy extensions.compat.petastorm"
+    ),
     "doctor": "extensions.observe.doctor",
 }
 """Packages and modules that each room may import, beyond itself and the standard library."""
@@ -380,7 +382,9 @@ def _train() -> list[str]:
         ("lagom.on_rank.bootstrap", "def f():\n    from lagom import experiment"),
         ("lagom.spark.spark_task", "import lagom.errors"),
         ("lagom.experiment", "import importlib\nimportlib.import_module('torch')"),
-        ("lagom.experiment", "from lagom.extensions.compat import maggy"),
+        pytest.param(
+            "lagom.experiment", "from lagom.extensions.compat import maggy", marks=pytest.mark.needs("compat")
+        ),
         ("lagom.wire.server", "from . import other, nothing\nfrom ..patching import replace"),
         ("lagom.unheard_of", "import torch"),
     ],
