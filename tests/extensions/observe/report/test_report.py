@@ -26,6 +26,8 @@ from lagom.result import Result
 from lagom.run_folder import RunFolder
 from lagom.watch.run_dir import RunRecords, records
 from tests.imported_once import imported_once  # noqa: F401
+from tests.sources import ROOT
+from tests.watch import test_records
 from tests.watch.heartbeats import report_of
 from tests.watch.test_records import loaded, only, run
 
@@ -43,7 +45,7 @@ def test_a_run_leaves_its_settings_versions_ranks_output_progress_and_result(tmp
     assert facts["driver"]["argv"] == sys.argv
     assert set(facts["ranks"]) == {"0", "1"}
     assert facts["ranks"]["1"]["torch"] == torch.__version__.split("+")[0]
-    assert (facts["source"], facts["git"]["folder"]) == (__file__, str(Path(__file__).parents[2]))
+    assert (facts["source"], facts["git"]["folder"]) == (test_records.__file__, str(ROOT))
     assert re.fullmatch("[0-9a-f]{40}", facts["git"]["commit"])
     assert isinstance(facts["git"]["changes"], list)
     assert 0 < facts["seconds_to_join"] < result.seconds
