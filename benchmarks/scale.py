@@ -33,7 +33,7 @@ from lagom.exchange.host_messages import HostMessages, connect_messages, partner
 from lagom.exchange.hosts import HostTransport
 from lagom.exchange.run_store import SealedStore, all_gather_by
 from lagom.exchange.shared_memory import shared
-from lagom.exchange.sockets.connect import Gather, connected, host_identity, listen
+from lagom.exchange.sockets.connect import GatherTexts, connected, host_identity, listen
 from lagom.exchange.sockets.encryption import Credentials
 from lagom.exchange.sockets.mesh import Mesh
 from lagom.exchange.sockets.rank_store import RankStore
@@ -185,7 +185,7 @@ def _added(rows: Sequence[memoryview]) -> memoryview:
     return memory(total)
 
 
-def _rounds(rank: int, gather: Gather, ip: str) -> Mesh | HostMessages:
+def _rounds(rank: int, gather: GatherTexts, ip: str) -> Mesh | HostMessages:
     found = shared(rank, gather, TIMEOUT_S, 1, KEY)
     assert not isinstance(found, str), found
     homes, near = found
@@ -193,7 +193,7 @@ def _rounds(rank: int, gather: Gather, ip: str) -> Mesh | HostMessages:
     return connect_messages(rank, ip, gather, Credentials(KEY), TIMEOUT_S, hosts)
 
 
-def _mesh(rank: int, gather: Gather, ip: str) -> Mesh:
+def _mesh(rank: int, gather: GatherTexts, ip: str) -> Mesh:
     return Mesh(connected(rank, None, gather(host_identity()), ip, gather, Credentials(KEY), "messages"), TIMEOUT_S)
 
 

@@ -39,7 +39,7 @@ from lagom.extensions.search.trial_loop import TrialLoop
 from lagom.extensions.search.trial_source import TrialOutcome
 from lagom.plan import plan
 from lagom.program.payload import Parcel
-from lagom.wire.messages import Event, Message
+from lagom.wire.messages import LocalEvent, Message
 
 
 class StubSlots:
@@ -73,7 +73,7 @@ class StubSlots:
         report = TrialReport(rank=0, ok=True, metric=value)
         self._add(seconds, slot, TrialEnded(reports=[report], seconds=seconds, problems=[]))
 
-    def serve(self, take: Callable[[int, Message | Event], None], timeout_s: float) -> None:
+    def serve(self, take: Callable[[int, Message | LocalEvent], None], timeout_s: float) -> None:
         """Advance the virtual clock to the next message, and call ``take`` with it."""
         if self._events:
             self._now, _, slot, message = heapq.heappop(self._events)

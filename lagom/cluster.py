@@ -1,4 +1,4 @@
-"""``Cluster``: the slots that a launcher offers; and the GPUs of this machine."""
+"""``Cluster``: the slots that a launcher offers; and the name and GPUs of this machine."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import itertools
 import os
 import re
 import shutil
+import socket
 import subprocess
 from dataclasses import dataclass
 
@@ -67,3 +68,10 @@ def gpus_in(listing: str) -> tuple[str, ...]:
     if devices := re.findall(r"UUID: (MIG-[^)]+)\)", listing):
         return tuple(devices)
     return tuple(re.findall(r"^GPU (\d+):", listing, flags=re.MULTILINE))
+
+
+@functools.cache
+def this_host() -> str:
+    """Return a name of this host's files; containers with files of their own count as hosts."""
+    root = os.stat("/")
+    return f"{socket.gethostname()}|{root.st_dev}:{root.st_ino}"

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any, overload
 
-from lagom.config import AblationConfig, HyperparameterOptConfig, TorchDistributedConfig
+from lagom.config import TorchDistributedConfig
 from lagom.config.torch_distributed import Launcher
 from lagom.config.trials import TrialsConfig
 from lagom.driver.driver_run import DriverRun
@@ -18,13 +18,13 @@ from lagom.extensions.registry import EXTENSIONS, replaced_arguments
 from lagom.launch import choose
 from lagom.on_rank.process_settings import process_settings
 from lagom.plan import plan
-from lagom.program.call import Call
-from lagom.program.signature import function_name
+from lagom.program.signature import Call, function_name
 from lagom.program.sources import source_files
 from lagom.result import Result
 from lagom.timings import Timings
 
 if TYPE_CHECKING:
+    from lagom.config import AblationConfig, HyperparameterOptConfig
     from lagom.extensions.search.ablation_result import AblationResult
     from lagom.extensions.search.search_result import SearchResult
 

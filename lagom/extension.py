@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from lagom.run_folder import RunFolder
     from lagom.session.session import Session
     from lagom.watch.run_dir import RunRecords
-    from lagom.wire.messages import Event
+    from lagom.wire.messages import LocalEvent
     from lagom.wire.server import DriverServer
 
 
@@ -122,7 +122,7 @@ class Extension:
             ValueError: if a setting cannot work in this process.
         """
 
-    def view(self, plan: Plan, channel: DriverServer, put: Callable[[Event], None]) -> ViewPart | None:
+    def view(self, plan: Plan, channel: DriverServer, put: Callable[[LocalEvent], None]) -> ViewPart | None:
         """Return a part for the driver's view of an attempt; None without one.
 
         Args:

@@ -5,10 +5,8 @@ Note [Folders of runs] is at the end.
 
 from __future__ import annotations
 
-import functools
 import os
 import secrets
-import socket
 import stat
 import weakref
 from collections.abc import Iterator
@@ -16,6 +14,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from lagom.cluster import this_host
 from lagom.errors import LagomError
 
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
@@ -281,13 +280,6 @@ def _has_pinned_paths() -> bool:
 def _close(fd: int, pid: int) -> None:
     if os.getpid() == pid:  # in a fork, the number may be another file's
         os.close(fd)
-
-
-@functools.cache
-def this_host() -> str:
-    """Return a name of this host's files; containers with files of their own count as hosts."""
-    root = os.stat("/")
-    return f"{socket.gethostname()}|{root.st_dev}:{root.st_ino}"
 
 
 # Note [Folders of runs]

@@ -20,8 +20,10 @@ import torch
 from xdist.scheduler import LoadScopeScheduling
 
 from tests import leaks, ranks
+from tests.extension_settings import INSTALLED, SETTINGS
 from tests.integration import clusters
 
+pytest_plugins = ("tests.integration.spark_sessions", "tests.notebooks.notebook_fixtures")
 # No garbage collection until all tests are imported, which takes a fifth longer with it.
 gc.disable()
 # A shell's background job has it ignored, and so would all processes that tests start, and interrupt.
@@ -82,9 +84,14 @@ def rng_untouched() -> Iterator[None]:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Skip tests marked ``gpu`` where there is none; where several processes share the tests, put long files first."""
+    """Skip tests marked ``gpu`` where there is none, and of extensions that have been removed; put long files first.
+
+    The order matters where several processes share the tests.
+    """
     skip = pytest.mark.skip(reason="no GPU here")
     for item in items:
+        if missing := sorted(_extensions_of(item) - INSTALLED):
+            item.add_marker(pytest.mark.skip(reason=f"the extension {', '.join(missing)} has been removed"))
         if "gpu" in item.keywords and not torch.cuda.is_available():
             item.add_marker(skip)
     if hasattr(config, "workerinput"):
@@ -92,8 +99,27 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items.sort(key=lambda item: (_place(item.path), 0 if "integration" in item.path.parts else -sizes[item.path]))
 
 
+def _extensions_of(item: pytest.Item) -> set[str]:
+    """Return the extensions that a test names by ``needs``, or whose settings it gets as a parameter."""
+    found = {name for marker in item.iter_markers("needs") for name in marker.args}
+    params = dict(callspec.params) if (callspec := getattr(item, "callspec", None)) is not None else {}
+    for values in (params, *(value for value in params.values() if isinstance(value, dict))):
+        found |= {SETTINGS[name] for name, value in values.items() if name in SETTINGS and value not in (0, None)}
+    return found
+
+
 _LONG = (
-    *("integration", "csrc", "test_kills", "notebooks", "restart", "snapshots", "test_stalls", "sharing"),
+    *(
+        "integration",
+        "csrc",
+        "test_kills",
+        "test_program_kills",
+        "notebooks",
+        "restart",
+        "snapshots",
+        "test_stalls",
+        "sharing",
+    ),
     *(
         "test_rehearsals",
         "test_resumption",
@@ -152,10 +178,10 @@ class _ByFile(LoadScopeScheduling):  # type: ignore[misc]  # xdist has no types
 
     def _split_scope(self, nodeid: str) -> str:
         path, _, name = nodeid.partition("::")
-        if path.startswith("tests/notebooks/"):
+        if "/notebooks/" in path:
             return "notebooks"
         kinds = [kind for kind in clusters.KINDS if f"-{kind}-" in f"-{name.partition('[')[2][:-1]}-"]
-        if not path.startswith("tests/integration/") or not kinds:
+        if "/integration/" not in path or not kinds:
             return path
         return f"Spark {max(kinds, key=len)}"
 

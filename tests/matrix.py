@@ -35,7 +35,7 @@ PART = (
     *("tests/run_state", "tests/patching", "tests/program", "tests/disk/test_file_idioms.py"),
     *("tests/extensions/observe/debugger/test_rank_debugger.py", "tests/extensions/compat/test_horovod_optimizer.py"),
     *("tests/programs/test_programs.py", "tests/programs/test_short.py"),
-    *("tests/integration/test_kinds.py", "tests/integration/test_frames.py"),
+    *("tests/integration/test_kinds.py", "tests/extensions/data/integration/test_frames.py"),
 )
 """Tests of what depends on the versions: torch's functions, Python's modules, and PySpark; with tests/programs."""
 MAX_S = 3600.0

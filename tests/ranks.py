@@ -26,14 +26,14 @@ import lagom.gradients.reduction.sliced  # noqa: F401  # a session imports it, i
 from lagom.config import TorchDistributedConfig
 from lagom.config.torch_distributed import Batches, Collectives, MixedPrecision
 from lagom.disk import own_disk
+from lagom.disk.libraries import loaded, slots
 from lagom.disk.settle import settle
-from lagom.disk.symbols import loaded, slots
 from lagom.errors import CollectiveError
 from lagom.exchange.group import Group
 from lagom.exchange.native import native
 from lagom.exchange.run_store import SealedStore, all_gather_by
 from lagom.exchange.shared_memory import shared
-from lagom.exchange.sockets.connect import Gather
+from lagom.exchange.sockets.connect import GatherTexts
 from lagom.exchange.sockets.encryption import Credentials
 from lagom.forward.rows import whole_batch
 from lagom.patching.importers import remember_importers
@@ -258,7 +258,7 @@ def _run(rank: int, job: _Job) -> Any:
     return value
 
 
-def text_gather(session: Session) -> Gather:
+def text_gather(session: Session) -> GatherTexts:
     """An exchange of texts among all ranks, through the store, with which they can set up another one."""
     assert session.store is not None
     name = f"gather {next(_gathers)}"

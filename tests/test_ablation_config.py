@@ -49,6 +49,7 @@ def test_seeds_count_from_the_seed(given: Any, seeds: list[int | None]) -> None:
     assert AblationConfig(**given).seed_values == seeds
 
 
+@pytest.mark.needs("zero")
 def test_a_trial_has_the_settings_of_a_run() -> None:
     study = AblationStudy()
     study.model.set_base_model_generator(dict)

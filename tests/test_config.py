@@ -17,7 +17,9 @@ import torch
 
 import lagom
 from lagom.config import TorchDistributedConfig
+from lagom.extensions.registry import ExtensionSettings
 from lagom.settings import field_texts
+from tests.extension_settings import INSTALLED, SETTINGS
 
 DOCUMENT = Path(__file__).parent.parent / "docs" / "config.md"
 
@@ -197,6 +199,8 @@ def test_help_shows_every_field_with_its_meaning() -> None:
 def test_every_field_stands_in_the_document_with_its_default_and_meaning() -> None:
     rows = [line.split(" | ") for line in DOCUMENT.read_text().splitlines() if line.startswith("| `")]
     found = {row[0].strip("|` "): (row[1].strip("`"), " | ".join(row[2:]).removesuffix(" |")) for row in rows}
+    removed = [name for name, extension in SETTINGS.items() if extension not in INSTALLED]
+    found = {name: row for name, row in found.items() if name not in removed}
     code = "import dataclasses as d; from lagom.config import TorchDistributedConfig as C; c = C()\n"
     code += "print({each.name: getattr(c, each.name) for each in d.fields(C)})"
     plain = {"PATH": "", "PYTHONPATH": str(DOCUMENT.parents[1])}  # without LAGOM_RUN_DIR
@@ -240,3 +244,13 @@ def test_the_wrong_number_of_data_sets_does_not_print_the_data() -> None:
     with pytest.raises(ValueError, match="dataset") as raised:
         TorchDistributedConfig(dataset=["x" * 100_000])
     assert len(str(raised.value)) < 500
+
+
+def test_the_extension_of_each_setting_is_known_to_the_tests() -> None:
+    """By these names a test is skipped where its extension has been removed."""
+    own = {
+        field.name: base.__module__.removeprefix("lagom.extensions.")
+        for base in ExtensionSettings.__bases__
+        for field in dataclasses.fields(base)
+    }
+    assert own == {name: extension for name, extension in SETTINGS.items() if extension in INSTALLED}

@@ -20,7 +20,7 @@ from lagom.config import HyperparameterOptConfig, Searchspace, TorchDistributedC
 from lagom.driver.protocol import Outcome
 from lagom.errors import LagomError, PlanError, RankError
 from lagom.plan import Plan
-from lagom.program.call import Call
+from lagom.program.signature import Call
 from lagom.wire.messages import RankReport
 
 ROOT = Path(__file__).parent.parent

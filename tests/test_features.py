@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-NUM_FEATURES = 101
+NUM_FEATURES = 126
 NOT_YET = "not yet"
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from lagom.config import TorchDistributedConfig
 from lagom.extensions.registry import ExtensionSettings
 from tests.sources import ROOT, without_collections
 
@@ -28,19 +29,18 @@ ROOMS = {
     "errors": "",
     "plan": "cluster config errors extensions",
     "random_states": "numpy torch",
-    "run_folder": "errors",
+    "run_folder": "cluster errors",
     "extension": "",
     "settings": "",
     "speed": "",
     "speed_advice": "speed whole_modules",
     "timings": "",
-    "torch_versions": "",
     "whole_modules": "",
     "world": "",
     "config": "extension extensions settings",
     "inspection": "torch",
     "program": "config errors inspection settings cloudpickle torch",
-    "restart": "digests errors run_folder",
+    "restart": "cluster digests errors run_folder",
     "wire": "errors extensions plan restart cryptography",
     "watch": "digests errors restart run_folder timings wire fsspec pyarrow",
     # The driver.
@@ -67,8 +67,7 @@ ROOMS = {
     # What a rank does with the program, from the top down.
     "session": (
         "batches disk distributed errors exchange exchange.torch_backend extensions forward forward.rows gradients "
-        "gradients.reduction inspection optimizers patching program run_state speed speed_advice torch_versions "
-        "watch torch"
+        "gradients.reduction inspection optimizers patching program run_state speed speed_advice watch torch"
     ),
     "forward": "errors exchange forward.micro_batches forward.rows patching run_state watch torch",
     "forward.rows": "errors exchange inspection patching random_states run_state watch whole_modules numpy torch",
@@ -81,7 +80,7 @@ ROOMS = {
         "disk errors exchange forward.rows inspection patching program random_states run_state world numpy torch"
     ),
     "distributed": "disk errors exchange exchange.sockets exchange.torch_backend patching program torch",
-    "disk": "patching restart wire numpy torch",
+    "disk": "cluster patching restart wire numpy torch",
     "run_state": "errors inspection patching random_states numpy torch",
     "patching": "torch",
     "exchange": "control_groups errors exchange.sockets watch numpy torch",
@@ -158,7 +157,9 @@ ROOMS = {
     "extensions.zero.parameters": "errors exchange gradients patching run_state torch",
     # Public names of extensions.
     "data": "extensions.data",
-    "compat": "extensions.compat.horovod extensions.compat.maggy extensions.compat.petastorm",
+    "compat": (
+        "extensions extensions.compat extensions.compat.horovod extensions.compat.maggy extensions.compat.petastorm"
+    ),
     "doctor": "extensions.observe.doctor",
 }
 """Packages and modules that each room may import, beyond itself and the standard library."""
@@ -298,6 +299,26 @@ def test_no_module_name_is_there_twice() -> None:
     assert [name for name, count in names.items() if count > 1 and name not in packages | OF_EACH_ROOM] == []
 
 
+SAME_NAMES = {
+    "AblationConfig": "compat/maggy: the class that Maggy's programs import",
+    "HyperparameterOptConfig": "compat/maggy: the class that Maggy's programs import",
+    "TorchDistributedConfig": "compat/maggy: the class that Maggy's programs import",
+    "ParquetDataset": "compat/petastorm: pyarrow's old class, as petastorm calls it",
+    "Result": "forward/rows: what a watched operation gave; a user sees only that of a run",
+}
+"""Names of two classes, with the class that must keep the name of another."""
+
+
+def test_no_class_name_is_there_twice() -> None:
+    names = Counter(
+        node.name
+        for source in read().values()
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.ClassDef)
+    )
+    assert [name for name, count in names.items() if count > 1 and name not in SAME_NAMES] == []
+
+
 def test_what_launches_on_spark_comes_without_torch() -> None:
     found = _closure({"lagom.experiment", "lagom.cli", "lagom.spark.spark", "lagom.driver.local"}, read())
     assert not {"torch", "numpy", "pandas"} & found
@@ -321,6 +342,34 @@ print(sorted({"torch", "pyspark", "pandas", "pyarrow"} & set(sys.modules)))
     assert (done.stdout.strip(), done.stderr) == ("[]", "")
 
 
+MOST_MODULES = 200
+"""Most modules of lagom in a rank with a plain config: a rank of one host, without errors, loads what it uses."""
+
+
+def test_a_rank_with_a_plain_config_loads_few_modules() -> None:
+
+    from lagom import experiment  # not above, since ranks import this file for ``_train``
+
+    result = experiment.lagom(_train, TorchDistributedConfig(world_size=2, launcher="local"))
+    for names in result.per_rank:
+        assert {"lagom.session.session", "lagom.gradients.backward", "lagom.batches.dataloader"} <= set(names)
+        assert len(names) <= MOST_MODULES, names
+
+
+def _train() -> list[str]:
+    import torch
+    from torch import nn
+    from torch.utils.data import DataLoader, TensorDataset
+
+    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for x, y in DataLoader(TensorDataset(torch.randn(64, 8), torch.randn(64, 1)), batch_size=16, shuffle=True):
+        optimizer.zero_grad()
+        nn.functional.mse_loss(model(x), y).backward()
+        optimizer.step()
+    return sorted(name for name in sys.modules if name.startswith("lagom."))
+
+
 @pytest.mark.parametrize(
     ("module", "source"),
     [
@@ -337,7 +386,9 @@ print(sorted({"torch", "pyspark", "pandas", "pyarrow"} & set(sys.modules)))
         ("lagom.on_rank.bootstrap", "def f():\n    from lagom import experiment"),
         ("lagom.spark.spark_task", "import lagom.errors"),
         ("lagom.experiment", "import importlib\nimportlib.import_module('torch')"),
-        ("lagom.experiment", "from lagom.extensions.compat import maggy"),
+        pytest.param(
+            "lagom.experiment", "from lagom.extensions.compat import maggy", marks=pytest.mark.needs("compat")
+        ),
         ("lagom.wire.server", "from . import other, nothing\nfrom ..patching import replace"),
         ("lagom.unheard_of", "import torch"),
     ],

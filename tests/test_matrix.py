@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from lagom.torch_versions import NEWEST, OLDEST
+from lagom.session.patched import NEWEST, OLDEST
 from tests import matrix
 
 

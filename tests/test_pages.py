@@ -9,6 +9,7 @@ import sys
 import types
 import webbrowser
 from collections.abc import Callable, Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -20,19 +21,38 @@ import lagom
 from lagom import experiment
 from lagom.cluster import Cluster
 from lagom.config import HyperparameterOptConfig, Searchspace, TorchDistributedConfig
-from lagom.extensions.compat import maggy
 from lagom.plan import plan
 from tests.test_features import faults
 
 ROOT = Path(__file__).parent.parent
 SET = TensorDataset(torch.arange(10.0).unsqueeze(1), torch.arange(10.0))
 Check = Callable[[], None]
+NEEDS = {
+    "README": ("data", "observe", "search", "verify", "zero"),
+    "data": ("data",),
+    "debug": ("observe",),
+    "gpu": ("zero",),
+    "horovod": ("compat",),
+    "index": ("zero",),
+    "maggy": ("compat", "search"),
+    "search": ("search",),
+    "seeing": ("observe",),
+    "survive": ("resume",),
+    "verify": ("verify",),
+    "zero": ("zero",),
+}
+"""Extensions that the programs of a page use."""
 
 
 @pytest.fixture(autouse=True)
 def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Programs write beside themselves; names of Maggy's are gone afterwards."""
     monkeypatch.chdir(tmp_path)
+    if find_spec("lagom.extensions.compat") is None:
+        yield
+        return
+    from lagom.extensions.compat import maggy
+
     maggy.install()
     yield
     maggy.remove()
@@ -59,7 +79,11 @@ LONG = ("ablation", "torch_distributor")
 @pytest.mark.parametrize(
     "page",
     [
-        pytest.param(path, id=path.stem, marks=pytest.mark.soak if path.stem in LONG else ())
+        pytest.param(
+            path,
+            id=path.stem,
+            marks=[pytest.mark.needs(*NEEDS.get(path.stem, ())), *[pytest.mark.soak] * (path.stem in LONG)],
+        )
         for path, blocks in PROGRAMS.items()
         if blocks
     ],
@@ -71,7 +95,11 @@ def test_programs_of_a_page_run(page: Path, tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setitem(sys.modules, "__main__", program)  # where a notebook's functions live
     if page.stem == "README":  # whose programs are cut short
         vars(program).update(
-            vars(lagom.config), Approximator=torch.nn.Identity, test_loss=0.5, train_set=SET, test_set=SET
+            {name: getattr(lagom.config, name) for name in lagom.config.__all__},
+            Approximator=torch.nn.Identity,
+            test_loss=0.5,
+            train_set=SET,
+            test_set=SET,
         )
     for block in (re.sub("(num_trials|seeds)=[0-9]+", r"\1=2", text) for text in PROGRAMS[page]):
         exec(compile(block, page.name, "exec"), vars(program))
@@ -323,21 +351,28 @@ CHECKS: dict[str, dict[str, Check | str]] = {
             "tests/driver/test_local.py::test_prints_and_an_exception_that_nobody_catches_are_those_of_a_plain_run_to_the_byte"
         ),
         "a function imported from a module beside the notebook": _modules,
-        "`DeepspeedTorchDistributor(deepspeedConfig=...)`": ("tests/test_levels.py::test_on_deepspeed"),
+        "`DeepspeedTorchDistributor(deepspeedConfig=...)`": ("tests/extensions/zero/test_levels.py::test_on_deepspeed"),
     },
 }
 """For each page and first cell of a row, the check that runs here, or the name of the test that shows it."""
 
 
-EVERY = dict.fromkeys(check for checks in CHECKS.values() for check in checks.values())
+EVERY = {check: page for page, checks in reversed(CHECKS.items()) for check in checks.values()}
+"""Each check, with the first page that has it."""
 
 
-@pytest.mark.parametrize("page", list(CHECKS))
+def _param(value: Any, page: str) -> Any:
+    return pytest.param(value, marks=pytest.mark.needs(*NEEDS.get(page, ())))
+
+
+@pytest.mark.parametrize("page", [_param(page, page) for page in CHECKS])
 def test_every_line_of_a_table_has_a_check(page: str) -> None:
     assert _tables(page) == list(CHECKS[page])
-    assert [fault for name in EVERY if isinstance(name, str) for fault in faults(0, f"`{name}`", ROOT)] == []
+    assert [
+        fault for name in CHECKS[page].values() if isinstance(name, str) for fault in faults(0, f"`{name}`", ROOT)
+    ] == []
 
 
-@pytest.mark.parametrize("check", [check for check in EVERY if not isinstance(check, str)])
+@pytest.mark.parametrize("check", [_param(one, page) for one, page in EVERY.items() if not isinstance(one, str)])
 def test_what_a_table_says_is_so(check: Check) -> None:
     check()

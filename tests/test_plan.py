@@ -21,6 +21,7 @@ def local(slots: int, **more: Any) -> Cluster:
     return Cluster(launcher="local", slots=slots, oversubscribe=True, **more)
 
 
+@pytest.mark.needs("zero")
 def test_deepspeed_has_all_levels_and_its_own_settings() -> None:
     config = TorchDistributedConfig(backend="deepspeed", zero_lvl=3, deepspeed_config={"a": 1})
     found = plan(config, local(2)).config

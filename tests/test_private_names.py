@@ -63,7 +63,7 @@ def test_few_tests_name_what_is_private() -> None:
         "session.one._x.two",
         "monkeypatch.setattr(module, '_x', 3)",
         "monkeypatch.setattr('lagom.extensions.data._x', 3)",
-        "PROGRAM = 'import lagom; lagom.program.call()._x'",
+        "PROGRAM = 'import lagom; lagom.program.signature()._x'",
     ],
 )
 def test_a_private_name_is_found(source: str) -> None:

@@ -202,6 +202,7 @@ def test_types_of_other_libraries_are_understood_in_the_error() -> None:
             Searchspace(lr=(given, [1, 2]))
 
 
+@pytest.mark.needs("zero")
 def test_a_trial_has_the_fields_of_a_run() -> None:
     config = HyperparameterOptConfig(
         searchspace=SPACE,
@@ -226,6 +227,7 @@ def test_a_config_is_frozen_copied_and_pickled() -> None:
         assert other.searchspace == SPACE
 
 
+@pytest.mark.needs("zero")
 def test_help_shows_the_fields_of_a_run_too() -> None:
     shown = " ".join(pydoc.plain(pydoc.render_doc(HyperparameterOptConfig)).replace("|", " ").split())
     texts = field_texts(HyperparameterOptConfig)

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from lagom.torch_versions import NEWEST, OLDEST, untried
+from lagom.session.patched import NEWEST, OLDEST, untried
 from tests.sources import ROOT, without_collections
 
 NAMES = (

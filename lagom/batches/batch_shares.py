@@ -6,10 +6,10 @@ batches.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import chain, islice
 from typing import TYPE_CHECKING, Any
 
-from lagom.batches.batch_indices import BatchIndices
 from lagom.batches.sampler_sync import iterate_in_common_order, keep_state
 from lagom.run_state.loader_pass import BatchShare, LoaderPass
 
@@ -134,3 +134,21 @@ class ResumableIndexSampler(RankIndexSampler):
     def load_state_dict(self, state: Any) -> None:
         """Load ``state`` into the source, which continues from there."""
         self._source.load_state_dict(state)
+
+
+class BatchIndices:
+    """Indices of a batch that are split over ranks by methods of their own, not by their order in the batch.
+
+    A sampler that yields them has a data set that reads them, in ``__getitems__``.
+    """
+
+    __slots__ = ()
+
+    def deal(self, rank: int, world_size: int) -> Any:
+        """Return the indices of ``rank``."""
+        raise NotImplementedError
+
+    @staticmethod
+    def together(batches: Sequence[Any]) -> Any:
+        """Join batches that follow each other into one."""
+        raise NotImplementedError

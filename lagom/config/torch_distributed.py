@@ -194,7 +194,7 @@ class TorchDistributedConfig(ExtensionSettings):
         if self.timeout_s is not None and not is_seconds(self.timeout_s):
             raise ValueError(f"timeout_s is {self.timeout_s!r}; want seconds, more than 0, or None for no limit")
         if not is_int(self.max_failures) or self.max_failures < 0:
-            raise ValueError(f"max_failures is {self.max_failures!r}; want how often to begin again, at least 0")
+            raise ValueError(f"max_failures is {self.max_failures!r}; want how often to restart, at least 0")
         least, asked = self.min_world_size, self.world_size
         if least is not None and (not is_int(least) or least < 1 or (asked is not None and least > asked)):
             most = f" and at most world_size, {asked}" if asked is not None else ""

@@ -8,9 +8,8 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-from lagom.disk.calls import FileCalls
+from lagom.disk.calls import FileCalls, Scan
 from lagom.disk.journal import Change, Journal, Kind, PathLog
-from lagom.disk.listing import Scan
 
 log = logging.getLogger("lagom")
 
@@ -53,7 +52,7 @@ class FirstRankCalls(FileCalls):
         return path
 
     def own_key(self, path: Any, dir_fd: int | None = None, follow: bool = True) -> str | None:
-        """Return the key (see view.py) of a path; None for a download, or a path that lagom leaves alone."""
+        """Return the key (see overlay.py) of a path; None for a download, or a path that lagom leaves alone."""
         absolute = self.absolute(path, dir_fd)
         if absolute is None or self.downloads():
             return None

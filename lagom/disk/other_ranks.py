@@ -7,9 +7,8 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-from lagom.disk.calls import CHANGE, READ, FileCalls
+from lagom.disk.calls import CHANGE, READ, FileCalls, ListedEntry, Scan
 from lagom.disk.journal import Journal
-from lagom.disk.listing import ListedEntry, Scan
 from lagom.disk.overlay import Overlay, copy_disk
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from lagom.disk.journal import Journal, PathLog
 from lagom.disk.overlay import clear, move
-from lagom.restart.disks import is_on_shared_disk
+from lagom.restart.written_files import is_on_shared_disk
 
 _OF_A_PROCESS = re.compile(r"\d+")
 

@@ -20,8 +20,6 @@ from lagom.disk import share_disk
 from lagom.errors import LagomError
 from lagom.exchange.run_store import reconnected
 from lagom.exchange.sockets.encryption import Credentials
-from lagom.exchange.torch_backend.registration import register
-from lagom.exchange.torch_backend.shared_group import BACKEND
 from lagom.exchange.torch_transport import refuse_gloo
 from lagom.patching.importers import Importers
 from lagom.patching.replace import replaced
@@ -120,6 +118,9 @@ class _Joining:
         self._num += 1
         rest = {key: value for key, value in asked.items() if key not in ("init_method", "store", "rank", "world_size")}
         backend = asked.get("backend")
+        from lagom.exchange.torch_backend.registration import register  # for distributed programs only
+        from lagom.exchange.torch_backend.shared_group import BACKEND
+
         if BACKEND in str(backend or "").lower():
             register(*_credentials(session))
         elif backend is None and session.device.type == "cpu":
@@ -131,6 +132,9 @@ class _Joining:
         """Make "lagom" the default backend for CPU tensors until the run's end, if ``Group.sums_itself``."""
         if self._session.group is None or not self._session.group.sums_itself:
             return
+        from lagom.exchange.torch_backend.registration import register
+        from lagom.exchange.torch_backend.shared_group import BACKEND
+
         register(*_credentials(self._session))
         defaults = dist.Backend.default_device_backend_map
         if defaults["cpu"] != BACKEND:

@@ -13,7 +13,6 @@ import torch.multiprocessing
 
 from lagom.errors import LagomError
 from lagom.patching.replace import replaced
-from lagom.program.detect_distributed import is_distributed
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -38,7 +37,7 @@ def own_mp_spawn(session: Session) -> Iterator[None]:
     def spawn(
         fn: Callable[..., Any], args: tuple[Any, ...] = (), nprocs: int = 1, join: bool = True, *more: Any, **rest: Any
     ) -> Any:
-        if not (session.distributed and is_distributed(fn)):
+        if not (session.distributed and _is_distributed(fn)):
             return original(fn, args, nprocs, join, *more, **rest)
         if nprocs != session.world_size or not join:
             raise LagomError(_refusal(session, f"{nprocs} processes by torch.multiprocessing.spawn", nprocs))
@@ -61,7 +60,7 @@ def _started(session: Session) -> Callable[..., None]:
             target = getattr(process, "_target", None)
             if getattr(target, "__module__", None) == "torch.multiprocessing.spawn":
                 target = process._args[0]
-            if target is not None and is_distributed(target):
+            if target is not None and _is_distributed(target):
                 raise LagomError(_refusal(session, "processes by multiprocessing"))
         try:
             original(process)
@@ -71,6 +70,12 @@ def _started(session: Session) -> Callable[..., None]:
             raise
 
     return start
+
+
+def _is_distributed(function: Callable[..., Any]) -> bool:
+    from lagom.program.detect_distributed import is_distributed  # only programs that start processes come here
+
+    return is_distributed(function)
 
 
 _IN_MAIN = (

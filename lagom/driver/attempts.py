@@ -1,6 +1,6 @@
 """``run_attempts``: runs a call, and runs it again after the loss of a rank, an executor or a host.
 
-Note [Files of a lost attempt] in restart/prepared_files.py says which files a new attempt finds.
+Note [Files of a lost attempt] in restart/written_files.py says which files a new attempt finds.
 """
 
 from __future__ import annotations
@@ -12,16 +12,16 @@ from lagom.driver.failure import message_of, raise_failure
 from lagom.driver.protocol import Launcher, Outcome
 from lagom.errors import LagomError, SnapshotError
 from lagom.plan import Plan
-from lagom.program.call import Call
+from lagom.program.signature import Call
 from lagom.restart.history import Failure, RunHistory
 from lagom.restart.kept_snapshots import SnapshotFolder
 from lagom.restart.losses import Loss, loss_in
-from lagom.restart.prepared_files import put_back, remove_siblings
+from lagom.restart.written_files import put_back, remove_siblings
 from lagom.timings import Timings
 from lagom.watch.run_dir import RunRecords
 
-REPLACED_S = 4.0  # longest wait for the replacement of a lost executor, before a run begins again without it
-LAST_S = 90.0  # the same wait if the run cannot begin again without it
+REPLACED_S = 4.0  # longest wait for the replacement of a lost executor, before a run restarts without it
+LAST_S = 90.0  # the same wait if the run cannot restart without it
 
 
 def run_attempts(
@@ -35,7 +35,7 @@ def run_attempts(
     """Run ``call`` under ``plan``, again after up to ``max_failures`` losses; return the last outcomes and all losses.
 
     Args:
-        snapshots: folder of the run's snapshots; the first attempt goes on from the newest, if there is one.
+        snapshots: folder of the run's snapshots; the first attempt continues from the newest, if there is one.
         timings: counts the time of lost attempts, and the last attempt's time until its ranks began.
 
     Raises:
@@ -77,7 +77,7 @@ class _Attempts:
         """Run attempts until one returns on all ranks; return its outcomes."""
         history = self.history
         if history.resumed is not None:
-            self._say(f"the run goes on from {history.resumed.place}")
+            self._say(f"the run continues from {history.resumed.place}")
             if self._records is not None:
                 self._records.goes_on(history.resumed.place)
         while isinstance(found := self._run_once(), Exception):
@@ -88,7 +88,7 @@ class _Attempts:
             elif isinstance(found, SnapshotError) and history.resumed is not None:
                 if not history.failures:
                     raise found  # the user resumes a run, perhaps on the wrong machine: keep the snapshots
-                self._say(f"{found}: the run begins again from the beginning")
+                self._say(f"{found}: the run restarts from the beginning")
                 history.give_up_snapshots()
             elif history.loss is None or self._plan.config.max_failures == 0:
                 raise found
@@ -149,7 +149,7 @@ class _Attempts:
         num = len(history.failures)
         text = f"{error} (the run was started {num} time{'s' * (num != 1)}: {why})"
         if history.folder is not None and history.resumed is not None:
-            text += f"; lagom resume {self._url or history.folder.run_dir} goes on from {history.resumed.place}"
+            text += f"; lagom resume {self._url or history.folder.run_dir} continues from {history.resumed.place}"
         error.args = (text, *error.args[1:])
         return error
 
@@ -159,7 +159,7 @@ class _Attempts:
         if folder is not None and (newest := folder.newest()) is not None:
             # Ctrl-C does not wait for a last copy to a URL.
             place = newest.place if self._url is None else "the last snapshot that was copied there"
-            self._say(f"interrupted; lagom resume {self._url or folder.run_dir} goes on from {place}")
+            self._say(f"interrupted; lagom resume {self._url or folder.run_dir} continues from {place}")
 
     @property
     def _url(self) -> str | None:
@@ -210,7 +210,7 @@ def _with_ranks(plan: Plan, world_size: int) -> Plan:
 
 
 def _least(plan: Plan) -> int:
-    """Return the fewest ranks with which the run may begin again."""
+    """Return the fewest ranks with which the run may restart."""
     least, config = plan.config.min_world_size, plan.config
     if least is not None:
         return min(least, plan.world_size)
@@ -228,7 +228,7 @@ def _too_few(plan: Plan, size: int) -> str:
 
 
 def _goes_on(history: RunHistory) -> str:
-    return "begins again" if history.resumed is None else f"goes on from {history.resumed.place}"
+    return "restarts" if history.resumed is None else f"continues from {history.resumed.place}"
 
 
 def _announced(loss: Loss, history: RunHistory, size: int, plan: Plan) -> str:
@@ -246,7 +246,7 @@ def _announced(loss: Loss, history: RunHistory, size: int, plan: Plan) -> str:
 #
 # An executor that was lost is replaced within seconds, or, where a machine has to be found, within minutes. An attempt
 # that begins from the beginning waits some seconds for the replacement, since without snapshots it would keep its
-# number of ranks until the end. An attempt that goes on from a snapshot does not wait. Whenever an attempt with fewer
+# number of ranks until the end. An attempt that continues from a snapshot does not wait. Whenever an attempt with fewer
 # ranks than planned has kept a snapshot, the driver asks Spark for free slots (`RunView.watch`). If there are any, the
 # driver ends the attempt as after a loss, and begins another one from this snapshot, with more ranks.
 #

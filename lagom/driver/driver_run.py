@@ -14,9 +14,9 @@ from lagom.driver.failure import add_advice
 from lagom.driver.protocol import Launcher
 from lagom.extensions.registry import wanted
 from lagom.plan import Plan
-from lagom.program.call import Call
 from lagom.program.failure_advice import advice
 from lagom.program.own_frames import cut_own_frames
+from lagom.program.signature import Call
 from lagom.random_states import set_random_states
 from lagom.restart.kept_snapshots import SnapshotFolder
 from lagom.result import Result

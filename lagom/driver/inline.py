@@ -13,7 +13,7 @@ from lagom.cluster import Cluster, visible_gpus
 from lagom.driver.protocol import Outcome
 from lagom.errors import PlanError
 from lagom.plan import Plan
-from lagom.program.call import Call
+from lagom.program.signature import Call
 from lagom.restart.history import RunHistory
 from lagom.watch.run_dir import RunRecords
 from lagom.watch.spans import Spans

@@ -28,13 +28,12 @@ from lagom.driver.run import RunView
 from lagom.errors import LagomError
 from lagom.host.huge_pages import with_huge_pages
 from lagom.plan import Plan
-from lagom.program.call import Call
 from lagom.program.payload import Parcel, unpack_file
+from lagom.program.signature import Call
 from lagom.restart.history import RunHistory
 from lagom.watch.run_dir import RunRecords
-from lagom.wire.many_files import send_with_files
+from lagom.wire.framing import anonymous_file, send_with_files
 from lagom.wire.messages import RankReport
-from lagom.wire.server import anonymous_file
 from lagom.wire.spec import RunSpec
 
 _MAX_RANKS = 960  # this process has an open file for each rank, and the usual limit is 1,024 files
@@ -152,7 +151,7 @@ def _outcome(rank: int, report: RankReport | None, file: io.FileIO) -> Outcome:
     return Outcome(rank=rank, report=report, load=load)
 
 
-class _Server:
+class _LocalForkServer:
     """The fork server of this process, which ends with this process."""
 
     def __init__(self) -> None:
@@ -207,16 +206,16 @@ class _Server:
                 self.process.wait()
 
 
-_server: _Server | None = None
+_server: _LocalForkServer | None = None
 _server_lock = threading.Lock()
 
 
-def server() -> _Server:
+def server() -> _LocalForkServer:
     """Return the fork server of this process; start one if there is none."""
     global _server  # one per process, kept warm between calls
     with _server_lock:
         if _server is None or not _server.alive():
-            _server = _Server()
+            _server = _LocalForkServer()
             atexit.register(_server.close)
         return _server
 

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from lagom.cluster import Cluster
 from lagom.plan import Plan
-from lagom.program.call import Call
+from lagom.program.signature import Call
 from lagom.restart.history import RunHistory
 from lagom.watch.run_dir import RunRecords
 from lagom.wire.messages import RankReport

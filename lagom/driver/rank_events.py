@@ -5,7 +5,7 @@ from __future__ import annotations
 import queue
 import threading
 
-from lagom.wire.messages import Dropped, Event, Log, Message, ProgressReport
+from lagom.wire.messages import Dropped, LocalEvent, Log, Message, ProgressReport
 
 _MAX_BYTES = 64 << 20
 """Bytes of output and progress that may wait for a slow terminal or disk."""
@@ -20,12 +20,12 @@ class RankEvents:
 
     def __init__(self, limit: int = _MAX_BYTES) -> None:
         self._limit = limit
-        self._events: queue.SimpleQueue[Message | Event] = queue.SimpleQueue()
+        self._events: queue.SimpleQueue[Message | LocalEvent] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._waiting = 0
         self._dropped = 0
 
-    def put(self, event: Message | Event) -> None:
+    def put(self, event: Message | LocalEvent) -> None:
         """Add ``event``, from any thread, without waiting."""
         size = self._size(event)
         if not size:
@@ -41,7 +41,7 @@ class RankEvents:
             self._events.put(told)
         self._events.put(event)
 
-    def get(self, timeout: float | None = None) -> Message | Event:
+    def get(self, timeout: float | None = None) -> Message | LocalEvent:
         """Return the next event, or ``Dropped`` if pieces of output were dropped.
 
         Args:
@@ -67,7 +67,7 @@ class RankEvents:
         dropped, self._dropped = self._dropped, 0
         return Dropped(messages=dropped) if dropped else None
 
-    def _size(self, event: Message | Event) -> int:
+    def _size(self, event: Message | LocalEvent) -> int:
         """Return the bytes that count against the limit; 0 for events that are never dropped."""
         if isinstance(event, Log):
             return len(event.data) + 1

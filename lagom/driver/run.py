@@ -26,12 +26,12 @@ from lagom.wire.messages import (
     Closed,
     CutOff,
     Done,
-    Event,
     Failed,
     FileNote,
     Gather,
     JobOver,
     Join,
+    LocalEvent,
     Lost,
     Message,
     RankReport,
@@ -381,7 +381,7 @@ class RunView:
         if task not in self._done and (text := self._places.update(task, seconds)) is not None:
             self._events.put(Warned(text=text))
 
-    def _put_later(self, delay_s: float, event: Event) -> None:
+    def _put_later(self, delay_s: float, event: LocalEvent) -> None:
         """Show ``event`` after ``delay_s``."""
         self.channel.call_later(delay_s, lambda: self._events.put(event))
 

@@ -8,14 +8,14 @@ from functools import partial
 from lagom.driver.view_part import ViewPart
 from lagom.plan import Plan
 from lagom.restart.history import RunHistory
-from lagom.watch.messages import Picture, Timeline
-from lagom.watch.output import OWN, OWN_NOTICE, Output
+from lagom.watch.messages import OWN, OWN_NOTICE, Picture, Timeline
+from lagom.watch.output import Output
 from lagom.watch.progress import Progress
 from lagom.watch.run_dir import RunRecords
 from lagom.watch.stall_texts import stall_text
 from lagom.wire.messages import (
     Dropped,
-    Event,
+    LocalEvent,
     Log,
     Message,
     ProgressReport,
@@ -41,7 +41,7 @@ class RunDisplay:
         records: RunRecords | None,
         history: RunHistory,
         parts: Sequence[ViewPart],
-        put_later: Callable[[float, Event], None],
+        put_later: Callable[[float, LocalEvent], None],
         notice_snapshot: Callable[[int], None],
     ) -> None:
         """Show an attempt of ``plan`` on the ranks of ``where``.
@@ -79,7 +79,7 @@ class RunDisplay:
             if self._history.folder is not None:
                 self._show_no_snapshot("executors cannot reach the driver")
 
-    def show(self, event: Message | Event) -> None:
+    def show(self, event: Message | LocalEvent) -> None:
         """Show and record one message or event.
 
         Raises:
@@ -114,17 +114,23 @@ class RunDisplay:
             case Warned():
                 self._progress.warn(event.text)
             case Stalled():
-                self._stalled[event.rank] = event
-                # Ranks that wait for the stalled rank report stalls soon after: show all of them together.
-                beat_s = min(self._plan.config.hb_interval, self._plan.config.stall_timeout_s / 4)
-                self._put_later(beat_s + 0.5, StallsDue())
+                self._keep_stall(event)
             case StallsDue():
-                stalled, self._stalled = self._stalled, {}
-                if stalled:
-                    self._progress.stalled(stalled, stall_text(stalled, self._plan.world_size))
+                self._show_stalls()
             case _:
                 write = partial(self._output.write, "stdout")
                 any(part.show(event, write, self._progress.warn) for part in self._parts)
+
+    def _keep_stall(self, event: Stalled) -> None:
+        """Keep a stall for a moment: ranks that wait for the stalled rank report theirs soon after."""
+        self._stalled[event.rank] = event
+        beat_s = min(self._plan.config.hb_interval, self._plan.config.stall_timeout_s / 4)
+        self._put_later(beat_s + 0.5, StallsDue())
+
+    def _show_stalls(self) -> None:
+        stalled, self._stalled = self._stalled, {}
+        if stalled:
+            self._progress.stalled(stalled, stall_text(stalled, self._plan.world_size))
 
     def _show_snapshot(self, event: SnapshotArrived) -> None:
         """Record a snapshot, and first put it in place if a host has sent it."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Protocol
 
-from lagom.wire.messages import Event, Message
+from lagom.wire.messages import LocalEvent, Message
 
 
 class ViewPart(Protocol):
@@ -14,7 +14,7 @@ class ViewPart(Protocol):
     def take(self, task: int, message: Message) -> bool:
         """Handle a message of a task, in the channel's thread; return whether it is one of this part's."""
 
-    def show(self, event: Message | Event, write: Callable[[str], None], say: Callable[[str], None]) -> bool:
+    def show(self, event: Message | LocalEvent, write: Callable[[str], None], say: Callable[[str], None]) -> bool:
         """Show an event by ``write`` (as output) or ``say`` (as a line of lagom's); return whether it is this part's.
 
         Raises:

@@ -1,14 +1,21 @@
-"""``BackgroundExchanges``: a thread that runs exchanges in order while the program computes."""
+"""Exchanges in progress: their handles, the thread that runs them in order, and their names in errors."""
 
 from __future__ import annotations
 
 import contextlib
 import queue
 import threading
+from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
+from lagom.errors import CollectiveError
+from lagom.watch.spans import ASYNCHRONOUS, COLLECTIVE
+from lagom.watch.step_clock import EXCHANGE, OUTSIDE
+
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from lagom.watch.spans import Spans
+    from lagom.watch.step_clock import StepClock
 
 
 class Work(Protocol):
@@ -21,7 +28,7 @@ class Work(Protocol):
         """Return whether the exchange is done."""
 
 
-class Done:
+class CompletedWork:
     """Handle of an exchange that is done already: never waits."""
 
     def wait(self) -> None:
@@ -32,7 +39,7 @@ class Done:
         return True
 
 
-DONE = Done()
+DONE = CompletedWork()
 
 
 class BackgroundExchanges:
@@ -113,3 +120,82 @@ def _refuse_all(tasks: queue.SimpleQueue[BackgroundTask | None]) -> None:
             task = tasks.get_nowait()
             if task is not None:
                 task.refuse()
+
+
+RANKS, ASIDE = "ranks", "aside"
+"""Streams of lagom's own exchanges in a timeline."""
+
+
+class NamedExchange:
+    """Records an exchange in the timeline and the rank's clock, and makes a RuntimeError or OSError a CollectiveError.
+
+    Args:
+        spans: the timeline; None without one.
+        size: bytes that this rank exchanges.
+        stream: as in ``Span``.
+        shown: name in the timeline; "" for ``name``.
+        clock: the clock of the rank's steps; None if the exchange is not in the program's thread.
+    """
+
+    __slots__ = ("_clock", "_name", "_number", "_part", "_shown", "_size", "_spans", "_start", "_stream")
+
+    def __init__(
+        self,
+        name: str,
+        spans: Spans | None = None,
+        size: int = 0,
+        stream: str = RANKS,
+        shown: str = "",
+        clock: StepClock | None = None,
+    ) -> None:
+        self._name = name
+        self._clock = clock
+        self._part = OUTSIDE
+        self._spans = spans
+        self._size = size
+        self._stream = stream
+        self._shown = shown or name
+
+    def __enter__(self) -> NamedExchange:
+        if self._spans is not None:
+            self._number = self._spans.numbers(self._stream)()
+            self._start = self._spans.clock()
+        if self._clock is not None:
+            self._part = self._clock.switch(EXCHANGE)
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        if self._clock is not None:
+            self._clock.switch(self._part)
+        if self._spans is not None:
+            self._spans.add(COLLECTIVE, self._shown, self._start, self._size, self._stream, self._number)
+        if isinstance(error, (RuntimeError, OSError)) and not isinstance(error, CollectiveError):
+            raise named(self._name, error) from error
+
+    def goes_on(self, work: Work) -> Work:
+        """Return ``work``, begun in this block, wrapped so that the timeline shows it until its ``wait`` returns."""
+        if self._spans is None or type(work) is CompletedWork:
+            return work
+        values = self._start, self._size, self._stream, self._number
+        self._shown, self._stream, self._number = f"{self._name} begins", "", -1
+        return _RecordedWork(work, partial(self._spans.add, ASYNCHRONOUS, self._name, *values))
+
+
+class _RecordedWork:
+    def __init__(self, work: Work, record: Callable[[], None]) -> None:
+        self._work = work
+        self._record = record
+
+    def wait(self) -> None:
+        try:
+            self._work.wait()
+        finally:
+            self._record()
+
+    def is_completed(self) -> bool:
+        return self._work.is_completed()
+
+
+def named(operation: str, error: Exception) -> CollectiveError:
+    """Return the error to raise when ``operation`` failed with ``error``."""
+    return CollectiveError(f"{operation} failed, as a rule because another rank is gone: {error}")

@@ -7,10 +7,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from lagom.exchange.background import BackgroundExchanges, Done
-from lagom.exchange.host_messages import HostMessages
+from lagom.exchange.background import ASIDE, BackgroundExchanges, CompletedWork, NamedExchange
 from lagom.exchange.native import OPERATIONS, TYPES
-from lagom.exchange.operation import ASIDE, Operation
 from lagom.exchange.requests import RequestExchange
 from lagom.exchange.sockets.encryption import NO_CREDENTIALS, Credentials
 from lagom.exchange.transports import Transports
@@ -22,7 +20,7 @@ if TYPE_CHECKING:
 
     from lagom.exchange.background import Work
     from lagom.exchange.native import Communicator
-    from lagom.exchange.sockets.connect import Gather
+    from lagom.exchange.sockets.connect import GatherTexts
     from lagom.exchange.transport import Merging, Transport
     from lagom.watch.spans import Spans
 
@@ -48,7 +46,7 @@ class Group(RequestExchange):
         credentials: key and certificates that the run's ranks share.
         ip: address at which ranks on other hosts reach this one.
         shares_memory: whether CPU tensors may go through shared memory and lagom's own sockets; otherwise they go over
-            gloo. See Note [Shared memory] in memory_transport.py.
+            gloo. See Note [Shared memory] in shared_memory.py.
         timeout_s: how long a rank waits for another.
 
     Raises:
@@ -60,7 +58,7 @@ class Group(RequestExchange):
         self,
         rank: int,
         world_size: int,
-        all_gather: Gather,
+        all_gather: GatherTexts,
         gloo: Callable[[str, int, int], dist.ProcessGroup],
         *,
         nccl: Callable[[str], dist.ProcessGroup] | None = None,
@@ -131,9 +129,9 @@ class Group(RequestExchange):
 
         A collective if ranks are not connected yet; equal on all ranks.
         """
-        with Operation("connecting", clock=self.clock):
-            messages = self._transports.messages()
-        return messages.most_messages if isinstance(messages, HostMessages) else None
+        with NamedExchange("connecting", clock=self.clock):
+            messages = self._transports.host_messages()
+        return messages.most_messages if messages is not None else None
 
     def all_reduce(self, tensor: torch.Tensor) -> None:
         """Sum a contiguous ``tensor`` over the ranks, in place."""
@@ -142,14 +140,14 @@ class Group(RequestExchange):
     def all_reduce_later(self, tensor: torch.Tensor) -> Work:
         """Begin to sum a contiguous ``tensor`` over the ranks, in place."""
         assert tensor.is_contiguous()
-        with Operation("all_reduce", self.spans, tensor.nbytes, clock=self.clock) as operation:
+        with NamedExchange("all_reduce", self.spans, tensor.nbytes, clock=self.clock) as operation:
             return operation.goes_on(self._transports.choose("all_reduce", tensor, "sum").all_reduce(tensor))
 
     def open_aside(self, devices: Collection[torch.device] = (torch.device("cpu"),)) -> None:
         """Connect for ``all_reduce_aside`` of tensors on ``devices``; a collective unless all are connected already."""
         for device in sorted(devices, key=str):
             if device.type not in self._aside:
-                with Operation("connecting", clock=self.clock):
+                with NamedExchange("connecting", clock=self.clock):
                     self._aside[device.type] = aside = self._transports.connect_aside(device)
                 if not aside.is_asynchronous:
                     self._thread = BackgroundExchanges("lagom-all-reduce")
@@ -163,7 +161,7 @@ class Group(RequestExchange):
         aside = self._aside[tensor.device.type]
         if not aside.is_asynchronous and self._thread is not None:
             return self._thread.later(partial(_sum, aside, tensor, self.spans))
-        with Operation("all_reduce", self.spans, tensor.nbytes, ASIDE, clock=self.clock) as operation:
+        with NamedExchange("all_reduce", self.spans, tensor.nbytes, ASIDE, clock=self.clock) as operation:
             return operation.goes_on(aside.all_reduce(tensor))
 
     @property
@@ -188,19 +186,19 @@ class Group(RequestExchange):
 
     def wait(self, work: Work) -> None:
         """Wait until ``work`` is done."""
-        if type(work) is not Done:
-            with Operation("all_reduce", self.spans, stream="", shown="wait", clock=self.clock):
+        if type(work) is not CompletedWork:
+            with NamedExchange("all_reduce", self.spans, stream="", shown="wait", clock=self.clock):
                 work.wait()
 
     def broadcast(self, tensor: torch.Tensor, root: int = 0) -> None:
         """Overwrite a contiguous ``tensor`` with the tensor of rank ``root``."""
         assert tensor.is_contiguous()
-        with Operation("broadcast", self.spans, tensor.nbytes, clock=self.clock):
+        with NamedExchange("broadcast", self.spans, tensor.nbytes, clock=self.clock):
             self._transports.choose("broadcast", tensor).broadcast(tensor, root).wait()
 
     def broadcast_later(self, tensor: torch.Tensor, root: int) -> Work:
         """Begin to overwrite a contiguous ``tensor`` with the tensor of rank ``root``."""
-        with Operation("broadcast", clock=self.clock):
+        with NamedExchange("broadcast", clock=self.clock):
             return self._transports.choose("broadcast", tensor).broadcast(tensor, root)
 
     def broadcast_bytes(self, data: bytes, root: int = 0) -> bytes:
@@ -226,14 +224,14 @@ class Group(RequestExchange):
         """Return the contiguous ``tensor`` of every rank, in rank order; all have one shape."""
         assert tensor.is_contiguous()
         whole = tensor.new_empty((self.world_size, *tensor.shape))
-        with Operation("all_gather", self.spans, tensor.nbytes, clock=self.clock):
+        with NamedExchange("all_gather", self.spans, tensor.nbytes, clock=self.clock):
             self._transports.choose("all_gather", tensor).all_gather(whole, tensor).wait()
         return list(whole.unbind())
 
     def all_gather_into(self, whole: torch.Tensor, part: torch.Tensor) -> None:
         """Concatenate the contiguous parts of all ranks, of equal size, in rank order into a contiguous ``whole``."""
         assert whole.numel() == part.numel() * self.world_size
-        with Operation("all_gather", self.spans, whole.nbytes, shown="all_gather_into", clock=self.clock):
+        with NamedExchange("all_gather", self.spans, whole.nbytes, shown="all_gather_into", clock=self.clock):
             self._transports.choose("all_gather", part).all_gather(whole, part).wait()
 
     def all_to_all(self, rows: torch.Tensor) -> torch.Tensor:
@@ -241,13 +239,13 @@ class Group(RequestExchange):
         assert rows.is_contiguous()
         assert len(rows) == self.world_size
         found = torch.empty_like(rows)
-        with Operation("all_to_all", self.spans, rows.nbytes, clock=self.clock):
+        with NamedExchange("all_to_all", self.spans, rows.nbytes, clock=self.clock):
             self._transports.choose("all_to_all_rows", rows).all_to_all_rows(found, rows).wait()
         return found
 
     def barrier(self) -> None:
         """Wait for all ranks."""
-        with Operation("barrier", self.spans, clock=self.clock):
+        with NamedExchange("barrier", self.spans, clock=self.clock):
             self._transports.connect()
             if self._transports.memory is not None:
                 self._transports.memory.barrier()
@@ -268,13 +266,12 @@ class Group(RequestExchange):
         self._transports.close()
 
     def _exchange(self, head: bytes, body: memoryview | None = None) -> list[memoryview]:
-        with Operation("exchange", self.spans, len(head) + (0 if body is None else len(body)), clock=self.clock):
+        with NamedExchange("exchange", self.spans, len(head) + (0 if body is None else len(body)), clock=self.clock):
             return self._transports.messages().exchange(head, body)
 
     def _merge(self, head: bytes, body: memoryview, merging: Merging) -> list[memoryview] | memoryview:
-        messages = self._transports.messages()
-        if isinstance(messages, HostMessages):
-            with Operation("exchange", self.spans, len(head) + len(body), clock=self.clock):
+        if (messages := self._transports.host_messages()) is not None:
+            with NamedExchange("exchange", self.spans, len(head) + len(body), clock=self.clock):
                 return messages.merge(head, body, merging)
         rows = self._exchange(head, body)
         if any(row[: len(head)] != head for row in rows):
@@ -282,14 +279,14 @@ class Group(RequestExchange):
         return merging.of_ranks([body if rank == self.rank else row[len(head) :] for rank, row in enumerate(rows)])
 
     def _with_room(self, size: int) -> Communicator | None:
-        with Operation("exchange", clock=self.clock):
+        with NamedExchange("exchange", clock=self.clock):
             self._transports.connect()
         memory = self._transports.memory
         return memory if memory is not None and size <= memory.room() // 2 else None
 
 
 def _sum(transport: Transport, tensor: torch.Tensor, spans: Spans | None) -> None:
-    with Operation("all_reduce", spans, tensor.nbytes, ASIDE):
+    with NamedExchange("all_reduce", spans, tensor.nbytes, ASIDE):
         transport.all_reduce(tensor)
 
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from lagom.exchange.hosts import HostTransport
     from lagom.exchange.native import Communicator
-    from lagom.exchange.sockets.connect import Gather
+    from lagom.exchange.sockets.connect import GatherTexts
     from lagom.exchange.sockets.encryption import Credentials
     from lagom.exchange.transport import Merge, Merging
 
@@ -240,7 +240,7 @@ def partners(homes: Sequence[Sequence[int]], rank: int) -> set[int]:
 def connect_messages(
     rank: int,
     ip: str,
-    all_gather: Gather,
+    all_gather: GatherTexts,
     credentials: Credentials,
     timeout_s: float,
     hosts: HostTransport | None = None,

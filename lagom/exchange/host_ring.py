@@ -59,7 +59,7 @@ class HostRing:
         self._home = home
         self._num = num_homes
         self._timeout_s = min(timeout_s, _LONGEST_S)
-        self._exchange = _Exchange(0, 0, torch.uint8, 0, 1)
+        self._exchange = _ExchangeFacts(0, 0, torch.uint8, 0, 1)
         self._arrived = torch.empty(BLOCK, dtype=torch.uint8)
         self._is_encrypted = not (isinstance(following, socket.socket) and isinstance(preceding, socket.socket))
         self._is_closed = False
@@ -97,7 +97,7 @@ class HostRing:
         self, exchange: Callable[[], None], name: str, dtype: torch.dtype, num_pieces: int, root: int = 0
     ) -> Work:
         def run() -> None:
-            self._exchange = _Exchange(self._exchange.number + 1, _NAMES.index(name), dtype, root, num_pieces)
+            self._exchange = _ExchangeFacts(self._exchange.number + 1, _NAMES.index(name), dtype, root, num_pieces)
             try:
                 exchange()
             except OSError as error:
@@ -190,7 +190,7 @@ class HostRing:
             raise DifferentMessageError(found, wanted)
 
 
-class _Exchange(NamedTuple):
+class _ExchangeFacts(NamedTuple):
     """Facts of an exchange that neighbours compare, beside the size of each message."""
 
     number: int

@@ -17,9 +17,9 @@ from lagom.exchange.transport import Transport, bytes_of
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from lagom.exchange.background import Done
+    from lagom.exchange.background import CompletedWork
     from lagom.exchange.native import Communicator
-    from lagom.exchange.sockets.connect import Gather
+    from lagom.exchange.sockets.connect import GatherTexts
     from lagom.exchange.sockets.encryption import Credentials
 
 _PIECE = 4 << 20
@@ -71,7 +71,7 @@ class HostTransport(Transport):
         types = _SUMMED if reduction == "sum" else _AVERAGED if reduction == "avg" else frozenset()
         return super().carries(operation, tensors) and (reduction == "" or types.issuperset([t.dtype for t in tensors]))
 
-    def all_reduce(self, tensor: torch.Tensor, reduction: str = "sum") -> Done:
+    def all_reduce(self, tensor: torch.Tensor, reduction: str = "sum") -> CompletedWork:
         piece = max(_PIECE, min(len(self.homes) * _PART, tensor.nbytes // _OVERLAPPED))
         # If every rank is alone on its host, there are no sums within hosts to overlap with: one piece is enough.
         parts = tensor.view(-1).tensor_split(1 if self._most == 1 else max(-(-tensor.nbytes // piece), 1))
@@ -88,7 +88,7 @@ class HostTransport(Transport):
                     self.near.broadcast(part.data_ptr(), part.nbytes, 0)
         return self._averaged(tensor, reduction)
 
-    def broadcast(self, tensor: torch.Tensor, root: int) -> Done:
+    def broadcast(self, tensor: torch.Tensor, root: int) -> CompletedWork:
         if not tensor.numel():
             return DONE
         home, place = self._where[root]
@@ -106,7 +106,7 @@ class HostTransport(Transport):
                     self.near.broadcast(part.data_ptr(), part.nbytes, 0)
         return DONE
 
-    def all_gather(self, whole: torch.Tensor, part: torch.Tensor) -> Done:
+    def all_gather(self, whole: torch.Tensor, part: torch.Tensor) -> CompletedWork:
         if not part.numel():
             return DONE
         rows = bytes_of(whole).view(len(self._where), -1)
@@ -140,7 +140,7 @@ class HostTransport(Transport):
             self.near.gather(part.data_ptr(), mine.data_ptr() if self.ring is not None else 0, part.nbytes, 0)
         return blocks, None if self.ring is None else self.ring.all_gather(list(blocks), num_parts)
 
-    def reduce_scatter(self, out: torch.Tensor, given: torch.Tensor, reduction: str = "sum") -> Done:
+    def reduce_scatter(self, out: torch.Tensor, given: torch.Tensor, reduction: str = "sum") -> CompletedWork:
         if not out.numel():
             return DONE
         flat = out.view(-1)
@@ -154,7 +154,7 @@ class HostTransport(Transport):
                 self._scattered(flat[start : start + width], piece, len(starts))
         return self._averaged(out, reduction)
 
-    def _averaged(self, total: torch.Tensor, reduction: str) -> Done:
+    def _averaged(self, total: torch.Tensor, reduction: str) -> CompletedWork:
         """Divide a sum by the number of ranks if the reduction is an average."""
         if reduction == "avg":
             total.detach().div_(len(self._where))
@@ -219,7 +219,7 @@ def connect_hosts(
     near: Sequence[Communicator],
     number: int,
     ip: str,
-    all_gather: Gather,
+    all_gather: GatherTexts,
     credentials: Credentials,
     timeout_s: float,
 ) -> list[HostTransport]:

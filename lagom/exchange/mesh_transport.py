@@ -12,7 +12,7 @@ from lagom.exchange.transport import Transport, bytes_of
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from lagom.exchange.background import Done
+    from lagom.exchange.background import CompletedWork
     from lagom.exchange.sockets.mesh import Mesh
 
 _PART = 1 << 21
@@ -40,7 +40,7 @@ class MeshTransport(Transport):
         """Return whether the tensors are dense and on the CPU, and the reduction, if any, is a sum."""
         return reduction in ("", "sum") and super().carries(operation, tensors)
 
-    def all_reduce(self, tensor: torch.Tensor, reduction: str = "sum") -> Done:
+    def all_reduce(self, tensor: torch.Tensor, reduction: str = "sum") -> CompletedWork:
         # The size of a piece is a multiple of every type's size, so that parts end between elements.
         for piece in _pieces(tensor, self._world_size * _PART):
             parts = [piece[start : start + _PART] for start in range(0, self._world_size * _PART, _PART)]
@@ -54,14 +54,14 @@ class MeshTransport(Transport):
                 part.copy_(row)
         return DONE
 
-    def broadcast(self, tensor: torch.Tensor, root: int) -> Done:
+    def broadcast(self, tensor: torch.Tensor, root: int) -> CompletedWork:
         for piece in _pieces(tensor):
             row = self._rows(piece if self._rank == root else piece[:0])[root]
             if self._rank != root:
                 piece.copy_(row)
         return DONE
 
-    def all_gather(self, whole: torch.Tensor, part: torch.Tensor) -> Done:
+    def all_gather(self, whole: torch.Tensor, part: torch.Tensor) -> CompletedWork:
         start = 0
         for piece in _pieces(part):
             for output, row in zip(bytes_of(whole).view(self._world_size, -1), self._rows(piece), strict=True):
@@ -69,7 +69,7 @@ class MeshTransport(Transport):
             start += len(piece)
         return DONE
 
-    def all_to_all_rows(self, out: torch.Tensor, given: torch.Tensor) -> Done:
+    def all_to_all_rows(self, out: torch.Tensor, given: torch.Tensor) -> CompletedWork:
         """Gather the rows of all ranks, and keep the rows for this rank."""
         everything = given.new_empty((self._world_size, *given.shape))
         self.all_gather(everything, given)

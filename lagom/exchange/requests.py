@@ -5,8 +5,8 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING
 
+from lagom.exchange.background import RANKS, named
 from lagom.exchange.native import TYPES, native
-from lagom.exchange.operation import RANKS, named
 from lagom.watch.spans import COLLECTIVE
 from lagom.watch.step_clock import EXCHANGE, StepClock
 

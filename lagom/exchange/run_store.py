@@ -6,19 +6,18 @@ import hashlib
 import hmac
 import json
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch.distributed as dist
 
 from lagom.errors import CollectiveError
-from lagom.exchange.sockets.rank_store import RankStore
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
+    from collections.abc import Callable, Collection
     from datetime import timedelta
     from pathlib import Path
 
-    from lagom.exchange.sockets.connect import Gather
+    from lagom.exchange.sockets.connect import GatherTexts
 
 _SEAL = 32
 _LARGE = 4096
@@ -44,6 +43,8 @@ class SealedStore:
 
     def __init__(self, store: dist.Store, key: bytes, folder: Path | None = None) -> None:
         self._store = store
+        self._wait: Callable[[str, float], bytes | None] | None = getattr(store, "awaited", None)
+        """``RankStore.awaited``; None for torch's own stores, which are polled since they log a wait that times out."""
         self._key = key
         self._folder = folder
 
@@ -97,26 +98,23 @@ class SealedStore:
         return self._opened(name, self._awaited(name, timeout_s, num_waiting=num_waiting))
 
     def _awaited(self, name: str, timeout_s: float, unless: str = "", num_waiting: int = 1) -> bytes:
-        """Return the sealed text under ``name``, once it is there; see ``awaited`` and ``receive``.
-
-        Torch's own stores are polled, since they log a wait that times out.
-        """
+        """Return the sealed text under ``name``, once it is there; see ``awaited`` and ``receive``."""
         longest_pause_s = max(_LATER_S, _PAUSE_S * num_waiting)
         start, pause_s = time.monotonic(), max(_SOON_S, _PAUSE_S * num_waiting / 10)
         while True:
             waited_s = time.monotonic() - start
             is_last = waited_s > timeout_s or (bool(unless) and self.check(unless))
             found: bytes | None = None
-            if isinstance(self._store, RankStore):
+            if self._wait is not None:
                 seconds = 0.0 if is_last else pause_s if unless else max(0.0, timeout_s - waited_s)
-                found = self._store.awaited(_place(name), seconds)
+                found = self._wait(_place(name), seconds)
             elif self.check(name):
                 found = self._store.get(_place(name))
             if found is not None:
                 return found
             if is_last:
                 raise TimeoutError(f"no rank has left {name!r} within {timeout_s:.0f} s")
-            if not isinstance(self._store, RankStore):
+            if self._wait is None:
                 time.sleep(pause_s)
             pause_s = min(1.5 * pause_s, max(longest_pause_s, _SHARE * waited_s), max(longest_pause_s, _LATEST_S))
 
@@ -150,7 +148,7 @@ def _file(folder: Path, name: str) -> Path:
     return folder / f"note-{hashlib.sha256(name.encode()).hexdigest()[:32]}"
 
 
-def all_gather_by(store: SealedStore, name: str, rank: int, world_size: int, timeout_s: float) -> Gather:
+def all_gather_by(store: SealedStore, name: str, rank: int, world_size: int, timeout_s: float) -> GatherTexts:
     """Return an all-gather of texts through ``store``, with which the ranks set up faster exchanges.
 
     Raises:
@@ -185,8 +183,8 @@ def all_gather_by(store: SealedStore, name: str, rank: int, world_size: int, tim
 def reconnected(store: dist.Store, timeout: timedelta | None = None) -> dist.Store:
     """Return another client of ``store``, a FileStore or ``RankStore``; long waits in ``store`` do not block it."""
     known: Any = store
-    if isinstance(store, RankStore):
-        return store.with_timeout(timeout or known.timeout)
+    if not isinstance(store, dist.FileStore):
+        return cast("dist.Store", known.with_timeout(timeout or known.timeout))
     again = dist.FileStore(known.path, -1)
     again.set_timeout(timeout or known.timeout)
     return again

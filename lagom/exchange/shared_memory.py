@@ -1,7 +1,8 @@
-"""``shared``: makes shared memory for the ranks of each host, and communicators over it."""
+"""``shared``: makes shared memory for the ranks of each host, communicators over it, and the ``MemoryTransport``."""
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import secrets
@@ -12,15 +13,20 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from lagom.control_groups import available_cores
-from lagom.exchange.native import native, reason_without_native
+from lagom.exchange.background import DONE
+from lagom.exchange.native import OPERATIONS, TYPES, native, reason_without_native
 from lagom.exchange.sockets.handshake import End, admit, introduce, process_of
+from lagom.exchange.transport import Transport, are_dense
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from lagom.exchange.background import CompletedWork
     from lagom.exchange.native import Communicator
-    from lagom.exchange.sockets.connect import Gather
+    from lagom.exchange.sockets.connect import GatherTexts
 
 SLOT_BYTES = 1 << 19
 """Bytes of a slot, which a rank fills before other ranks read it. Each rank has two slots, small enough for caches."""
@@ -40,7 +46,7 @@ _Process = tuple[int, int]
 
 def shared(
     rank: int,
-    all_gather: Gather,
+    all_gather: GatherTexts,
     timeout_s: float,
     number: int = 1,
     key: bytes = b"",
@@ -81,7 +87,7 @@ def _homes(answers: list[dict[str, Any]]) -> list[list[int]] | str:
 def _joined(
     rank: int,
     peers: list[int],
-    all_gather: Gather,
+    all_gather: GatherTexts,
     timeout_s: float,
     number: int,
     key: bytes,
@@ -131,7 +137,7 @@ def _patience(num_ranks: int) -> tuple[float, int]:
 
 
 def _handed_round(
-    rank: int, peers: list[int], all_gather: Gather, number: int, key: bytes, fds: list[int]
+    rank: int, peers: list[int], all_gather: GatherTexts, number: int, key: bytes, fds: list[int]
 ) -> list[_Process]:
     """Append descriptors of ``number`` memory files to ``fds``; return the processes of ``peers``, this host's ranks.
 
@@ -245,3 +251,72 @@ os.register_at_fork(after_in_child=_forget_all)
 # spins on a core that the awaited rank needs delays both. Measured for an exchange of 4 KB between 2 ranks on 2 cores,
 # beside a third busy process: 112 us with 100 us of spinning, 2.5 us with yields. Without the third process both take
 # 1 us.
+
+
+_U8 = TYPES[torch.uint8]
+
+
+class MemoryTransport(Transport):
+    """Passes the addresses of tensors to the communicator ``memory``; an exchange is done when its method returns."""
+
+    memory: Communicator
+
+    def __init__(self, memory: Communicator) -> None:
+        self.memory = memory
+
+    def carries(self, operation: str, tensors: Sequence[torch.Tensor], reduction: str | None = "") -> bool:
+        """Return whether the tensors are dense, on the CPU, and, in a reduction, of types that C++ reduces."""
+        return are_dense(tensors) and (reduction == "" or _reduced(reduction).issuperset([t.dtype for t in tensors]))
+
+    def all_reduce(self, tensor: torch.Tensor, reduction: str = "sum") -> CompletedWork:
+        self.memory.all_reduce(tensor.data_ptr(), tensor.numel(), TYPES[tensor.dtype], OPERATIONS[reduction])
+        return DONE
+
+    def broadcast(self, tensor: torch.Tensor, root: int) -> CompletedWork:
+        self.memory.broadcast(tensor.data_ptr(), tensor.nbytes, root, type_code(tensor))
+        return DONE
+
+    def all_gather(self, whole: torch.Tensor, part: torch.Tensor) -> CompletedWork:
+        self.memory.all_gather(part.data_ptr(), whole.data_ptr(), part.nbytes, type_code(part))
+        return DONE
+
+    def reduce_scatter(self, out: torch.Tensor, given: torch.Tensor, reduction: str = "sum") -> CompletedWork:
+        code, operation = TYPES[out.dtype], OPERATIONS[reduction]
+        self.memory.reduce_scatter(given.data_ptr(), out.data_ptr(), out.numel(), code, operation)
+        return DONE
+
+    def all_to_all_rows(self, out: torch.Tensor, given: torch.Tensor) -> CompletedWork:
+        sizes = [given.nbytes // len(given)] * len(given)
+        self.memory.all_to_all(given.data_ptr(), sizes, out.data_ptr(), sizes, type_code(given))
+        return DONE
+
+    def set_timeout(self, timeout_s: float) -> None:
+        self.memory.set_timeout(timeout_s)
+
+    def abort(self, rank: int) -> None:
+        self.memory.abort(f"rank {rank} aborted its process group")
+
+    def close(self) -> None:
+        self.memory.close()
+
+
+def type_code(tensor: torch.Tensor) -> int:
+    """Return the code of the tensor's type, which the ranks compare; the code of uint8 for types without a code."""
+    return TYPES.get(tensor.dtype, _U8)
+
+
+@functools.cache
+def _reduced(reduction: str | None) -> frozenset[torch.dtype]:
+    """Return the types that C++ can reduce by ``reduction``; none if it is None."""
+    if reduction is None:
+        return frozenset()
+    return frozenset(dtype for dtype, code in TYPES.items() if native().has(code, OPERATIONS[reduction]))
+
+
+# Note [Shared memory]
+#
+# When all ranks are processes of one host, CPU tensors go through memory that they share; see csrc/communicator.hpp.
+# The first exchange finds out, on all ranks together, whether this is possible: if one rank lacks the compiled part, no
+# rank uses shared memory. When ranks are on several hosts, ``HostTransport`` and ``HostMessages`` use the shared memory
+# of each host; see Note [Several hosts] in hosts.py. ``all_reduce_aside``, whose order is independent of other
+# exchanges, has a memory and a thread of its own.

@@ -7,15 +7,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from lagom.exchange.host_messages import HostMessages, connect_messages
-from lagom.exchange.hosts import HostTransport, connect_hosts
-from lagom.exchange.memory_transport import MemoryTransport
-from lagom.exchange.mesh_transport import MeshTransport
 from lagom.exchange.native import UNUSABLE
-from lagom.exchange.shared_memory import shared
+from lagom.exchange.shared_memory import MemoryTransport, shared
 from lagom.exchange.sockets.encryption import NO_CREDENTIALS, Credentials
-from lagom.exchange.sockets.mesh import Mesh
-from lagom.exchange.staged_transport import StagedTransport
 from lagom.exchange.torch_transport import TorchTransport
 
 if TYPE_CHECKING:
@@ -23,8 +17,10 @@ if TYPE_CHECKING:
 
     import torch.distributed as dist
 
+    from lagom.exchange.host_messages import HostMessages
     from lagom.exchange.native import Communicator
-    from lagom.exchange.sockets.connect import Gather
+    from lagom.exchange.sockets.connect import GatherTexts
+    from lagom.exchange.sockets.mesh import Mesh
     from lagom.exchange.transport import Messages, Transport
 
 _KEPT: list[dist.ProcessGroup] = []
@@ -35,6 +31,9 @@ log = logging.getLogger("lagom")
 
 class Transports:
     """Chooses and connects the transports between the ranks of a run.
+
+    Modules for other transports than memory are imported when they are needed: on one host with the compiled part, CPU
+    tensors need none.
 
     A method that returns transports, or the exchange of messages, is a collective if these are not connected yet.
 
@@ -53,7 +52,7 @@ class Transports:
         self,
         rank: int,
         world_size: int,
-        all_gather: Gather,
+        all_gather: GatherTexts,
         gloo: Callable[[str, int, int], dist.ProcessGroup],
         timeout_s: float,
         *,
@@ -100,15 +99,21 @@ class Transports:
             if (fast := self.connect()) and fast[0].carries(operation, (tensor,), reduction):
                 return fast[0]
             if (mesh := self._mesh()) is not None:
+                from lagom.exchange.mesh_transport import MeshTransport
+
                 return MeshTransport(mesh, self._rank, self._world_size)
             return self._connect_gloo("gloo")
-        return self._nccl if self._nccl is not None else StagedTransport(self.choose)
+        if self._nccl is not None:
+            return self._nccl
+        from lagom.exchange.staged_transport import StagedTransport
+
+        return StagedTransport(self.choose)
 
     def connect(self) -> Sequence[Transport]:
         """Return two transports of ``connect_memory``; an empty sequence if ranks cannot or may not share memory.
 
         The second is for exchanges that need not keep the order of the first. See Note [Shared memory] in
-        memory_transport.py.
+        shared_memory.py.
         """
         if self._fast is None:
             self._fast = ()
@@ -128,6 +133,15 @@ class Transports:
             self.connect()
         return self._connect_messages() if self.memory is None else self.memory
 
+    def host_messages(self) -> HostMessages | None:
+        """Return the exchange of messages over several hosts; None on one host."""
+        messages = self.messages()
+        if self.memory is not None:
+            return None
+        from lagom.exchange.host_messages import HostMessages
+
+        return messages if isinstance(messages, HostMessages) else None
+
     def connect_aside(self, device: torch.device) -> Transport:
         """Return a transport for tensors on ``device`` whose exchanges are ordered independently of all others.
 
@@ -143,6 +157,9 @@ class Transports:
             return fast[1]
         if self._mesh() is None:
             return self._connect_gloo("aside")
+        from lagom.exchange.mesh_transport import MeshTransport
+        from lagom.exchange.sockets.mesh import Mesh
+
         aside = self._make_messages()
         assert isinstance(aside, Mesh)
         self._opened.append(MeshTransport(aside, self._rank, self._world_size))
@@ -161,6 +178,9 @@ class Transports:
         return self._messages
 
     def _make_messages(self) -> Mesh | HostMessages:
+        from lagom.exchange.host_messages import connect_messages
+        from lagom.exchange.hosts import HostTransport
+
         first = self._fast[0] if self._fast else None
         hosts = first if isinstance(first, HostTransport) else None
         return connect_messages(self._rank, self._ip, self._all_gather, self._credentials, self._timeout_s, hosts)
@@ -169,6 +189,8 @@ class Transports:
         """Return the mesh for tensors that shared memory does not carry; None if they go over gloo. See Note [Gloo]."""
         if not self._shares_memory or (self._fast and self.memory is None):
             return None
+        from lagom.exchange.sockets.mesh import Mesh
+
         found = self._connect_messages()
         return found if isinstance(found, Mesh) else None
 
@@ -185,7 +207,7 @@ class Transports:
 
 def connect_memory(
     rank: int,
-    all_gather: Gather,
+    all_gather: GatherTexts,
     ip: str,
     timeout_s: float,
     number: int = 1,
@@ -210,6 +232,8 @@ def connect_memory(
         return found
     homes, near = found
     if len(homes) > 1:
+        from lagom.exchange.hosts import connect_hosts
+
         return connect_hosts(rank, homes, near, number, ip, all_gather, credentials, timeout_s)
     return [MemoryTransport(one) for one in near]
 

@@ -11,7 +11,6 @@ import torch.utils.checkpoint
 from torch import nn
 from torch.nn.parameter import UninitializedParameter
 
-from lagom.forward.micro_batches.split_forward import MicroBatches
 from lagom.forward.rows.slicer import Slicer, is_splittable
 from lagom.patching.replace import replaced
 from lagom.run_state.cuda_device import InputFollower
@@ -143,7 +142,11 @@ def _make_call(forwards: _ForwardState) -> Callable[..., Any]:
     may_slice = session.world_size > 1 and (
         session.config.batches == "whole" or session.config.evaluation == "gathered"
     )
-    micro = MicroBatches(session, original, forwards.within) if session.config.micro_batches is not None else None
+    micro = None
+    if session.config.micro_batches is not None:
+        from lagom.forward.micro_batches.split_forward import MicroBatches
+
+        micro = MicroBatches(session, original, forwards.within)
     run = original if micro is None else micro.call
     slicer = Slicer(session, run, forwards.outside) if may_slice else None
     slices_training = session.config.batches == "whole"

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+import threading
+import weakref
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -14,12 +17,10 @@ from lagom.errors import DivergenceError, LagomError
 from lagom.forward.rows.path_to_output import watch_gradient
 from lagom.forward.rows.whole_reasons import NotByRowsError, WholeReason
 from lagom.gradients.accumulation import Accumulation
-from lagom.gradients.autograd_grad import AutogradGradAverager
+from lagom.gradients.autograd_grad import AutogradGradAverager, GradCalls, inside_backward
 from lagom.gradients.backward_gradients import encode_batch
 from lagom.gradients.cached_backward import BackwardCache, can_repeat
-from lagom.gradients.grad_calls import GradCalls, inside_backward
 from lagom.gradients.replicas import Replicas
-from lagom.gradients.training_threads import TrainingThreads
 from lagom.patching.replace import replaced
 from lagom.run_state.leaf_hooks import watch_node_hooks
 from lagom.run_state.leaves import find_leaves
@@ -303,3 +304,46 @@ class _Backwards:
             pending.finish()
             self._store.end_backward(pending.without_gradient)
         self._session.record_backward()
+
+
+_WAITING = ("threading", "concurrent", "queue", "multiprocessing", "asyncio", "selectors", "socket")
+"""Packages of Python with functions in which a thread waits for another thread."""
+
+
+class TrainingThreads:
+    """Refuses backwards in two threads that run at once; threads that wait for each other may take turns.
+
+    Ranks exchange gradients in the order of their backwards, which differs between ranks if threads race.
+    """
+
+    def __init__(self) -> None:
+        self._threads: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
+        self._last = 0
+
+    def check(self) -> None:
+        """Record that this thread runs a backward.
+
+        Raises:
+            DivergenceError: if another thread that has run a backward is at work now.
+        """
+        if threading.get_ident() == self._last:
+            return
+        here = threading.current_thread()
+        if isinstance(here, threading._DummyThread):  # a thread of autograd, in which a checkpoint runs a backward
+            return
+        others = [one for one in self._threads if one is not here and one.is_alive() and not _waits(one)]
+        self._threads.add(here)
+        self._last = threading.get_ident()
+        if others:
+            raise DivergenceError(_AT_ONCE.format(one=here.name, other=others[0].name))
+
+
+def _waits(thread: threading.Thread) -> bool:
+    frame = sys._current_frames().get(thread.ident or 0)
+    return frame is None or frame.f_globals.get("__name__", "").partition(".")[0] in _WAITING
+
+
+_AT_ONCE = (
+    "two threads of the program train at the same time ({one} and {other}); ranks would exchange their gradients in "
+    "another order each. Train one after the other, or run them as trials of a search"
+)

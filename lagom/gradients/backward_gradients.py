@@ -291,7 +291,7 @@ def _accumulate(leaf: torch.Tensor, before: torch.Tensor) -> None:
 # that are split by rows and uses in whole forwards may mix: a use in a split forward contributes the gradient of this
 # rank's rows, times the number of ranks (see Note [Whole] in row_functions.py). The other ways of a backward
 # take a leaf once, too: `BackwardCache` keeps no list of leaves in which one is there twice, the hook in
-# `bucket_pipeline.py` runs once for each leaf, and `accumulation.py` finds what it owes by the leaf's id.
+# `overlap.py` runs once for each leaf, and `accumulation.py` finds what it owes by the leaf's id.
 
 
 # Note [Backwards that fail]

@@ -14,7 +14,7 @@ from lagom.run_state.leaf_hooks import has_hooks
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from lagom.gradients.reduction.layout import Layout
+    from lagom.gradients.reduction.buckets import Layout
     from lagom.run_state.leaves import Leaves
 
 _MAX_KNOWN = 64

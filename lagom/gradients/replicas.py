@@ -10,13 +10,13 @@ import torch
 from lagom.exchange.agreement_exchange import signature
 from lagom.exchange.plain_values import all_gather_values
 from lagom.gradients.checksum import checksums
-from lagom.gradients.reduction.mean import Mean
+from lagom.gradients.reduction.buckets import Mean
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
     from lagom.gradients.gradient_averager import GradientAverager
-    from lagom.gradients.reduction.layout import Layout
+    from lagom.gradients.reduction.buckets import Layout
     from lagom.session.session import Session
 
 _MAX_LAYOUTS = 64

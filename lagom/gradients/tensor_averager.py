@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, TypeAlias
 import torch
 
 from lagom.exchange.plain_values import all_gather_values
-from lagom.gradients.reduction.layout import Layout, LayoutEntry
-from lagom.gradients.reduction.mean import Mean
+from lagom.gradients.reduction.buckets import Layout, LayoutEntry, Mean
 from lagom.run_state.memory_layout import resolve_lazy
 
 if TYPE_CHECKING:
@@ -16,7 +15,7 @@ if TYPE_CHECKING:
 
     from lagom.exchange.agreement_exchange import AgreedExchange
     from lagom.exchange.group import Group
-    from lagom.gradients.reduction.mean import Reduction
+    from lagom.gradients.reduction.buckets import Reduction
 
 Compare: TypeAlias = "Callable[[Layout, Sequence[torch.Tensor], bytes], bool | None]"
 _MAX_LAYOUTS = 64

@@ -5,8 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-from lagom.watch.messages import Picture, Timeline
-from lagom.watch.output import OWN
+from lagom.watch.messages import OWN, Picture, Timeline
 from lagom.wire.client import DriverClient, LinkClosed
 from lagom.wire.messages import Log, Message, RankReport
 

@@ -19,7 +19,7 @@ from lagom.host.end_reports import fit_reports
 from lagom.host.rank_host import run_task_ranks
 from lagom.host.workspace import host_workspace, remove_leftovers
 from lagom.wire.client import DriverClient, LinkClosed
-from lagom.wire.many_files import receive_with_files
+from lagom.wire.framing import receive_with_files
 from lagom.wire.messages import Done, Lost
 from lagom.wire.rendezvous import Stopped
 

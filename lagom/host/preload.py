@@ -12,7 +12,7 @@ import sys
 
 import lagom.disk.settle
 import lagom.on_rank.bootstrap  # noqa: F401
-from lagom.disk.symbols import loaded, slots
+from lagom.disk.libraries import loaded, slots
 from lagom.patching.importers import remember_importers
 
 

@@ -21,11 +21,11 @@ from lagom.host.forked_rank import ForkedRank, open_pidfd
 from lagom.host.supervisor import RankSupervisor
 from lagom.host.workspace import HostWorkspace
 from lagom.on_rank.rank_process import run_rank
-from lagom.restart.prepared_files import prepare_files
+from lagom.restart.written_files import prepare_files
 from lagom.wire.client import DriverClient
+from lagom.wire.framing import anonymous_file
 from lagom.wire.messages import Join, Peers, RankReport
 from lagom.wire.rendezvous import join_run
-from lagom.wire.server import anonymous_file
 from lagom.wire.spec import RankSpec, RunSpec
 
 _FILES_OF_RANK = 7  # link, output, errors, stacks, outcome, end, and one for its fork
@@ -79,13 +79,19 @@ def run_task_ranks(
             local_ranks.append(rank_spec.local_rank)
         watch.report_start()
         reports = watch.supervise()
-        if spec.plan.rehearsal is not None:
-            return watch.driver.with_unsaid(reports)
-        from lagom.disk.settle import settle  # imported after the ranks have ended: settle imports torch
-
-        for problem in settle(workspace.host_dir, ranks, local_ranks):
-            watch.driver.say(f"[lagom] {problem}\n")
+        if spec.plan.rehearsal is None:
+            _settle_files(watch, workspace, ranks, local_ranks)
         return watch.driver.with_unsaid(reports)
+
+
+def _settle_files(
+    watch: RankSupervisor, workspace: HostWorkspace, ranks: Sequence[int], local_ranks: Sequence[int]
+) -> None:
+    """Put files that the ranks have left where they belong, and report those for which this fails."""
+    from lagom.disk.settle import settle  # imported after the ranks have ended: settle imports torch
+
+    for problem in settle(workspace.host_dir, ranks, local_ranks):
+        watch.driver.say(f"[lagom] {problem}\n")
 
 
 def allow_files(num_ranks: int) -> None:

@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from lagom.on_rank import stack_dump
-from lagom.watch.stall_texts import stall_report, stall_text
 from lagom.wire.messages import Doing, RankReport, Stalled
 
 if TYPE_CHECKING:
@@ -50,6 +49,8 @@ class StallDetector:
         if not is_over and (pulse.is_stalled or quiet_s < pulse.patience_s):
             return None
         work = current_work(rank, 2 * self.interval_s + self._plan.config.hb_interval)
+        from lagom.watch.stall_texts import stall_report, stall_text  # most runs never stall
+
         stall = Stalled(rank=rank.rank, quiet_s=quiet_s, work=work)
         if not pulse.is_stalled:
             pulse.is_stalled = True

@@ -9,12 +9,10 @@ import signal
 import time
 from collections.abc import Collection, Mapping
 
-from lagom.host import oom_kills
 from lagom.host.descendants import end_rank, reap_adopted
 from lagom.host.driver_link import DriverLink
-from lagom.host.end_reports import called_exit, death_report, stop_report
-from lagom.host.forked_rank import ForkedRank
-from lagom.host.rank_output import RankOutput
+from lagom.host.end_reports import called_exit, death_report, num_kills, stop_report
+from lagom.host.forked_rank import ForkedRank, RankOutput
 from lagom.host.stall_detector import Pulse, StallDetector
 from lagom.plan import Plan
 from lagom.watch.messages import Picture, Timeline
@@ -84,7 +82,7 @@ class RankSupervisor:
         only rank of a trial is killed once it has returned, and not awaited: the system takes 5 to 15 ms to free its
         memory. Return the reports in the order of the ranks.
         """
-        self._kept, self._kills = kept, oom_kills.num_kills()
+        self._kept, self._kills = kept, num_kills()
         for rank in self._ranks:
             rank.pulse = Pulse(self._plan.config.stall_timeout_s)
         while not all(rank.ended or called_exit(rank.report) or self._is_over(rank) for rank in self._ranks):

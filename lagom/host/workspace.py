@@ -17,9 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lagom.program.user_folder import user_folder
-from lagom.restart.kept_snapshots import FETCHED
-from lagom.wire.fetch import fetch_payload, fetch_snapshot
-from lagom.wire.server import anonymous_file
+from lagom.wire.framing import anonymous_file
 from lagom.wire.spec import RunSpec
 
 _UNUSED_S = 7 * 24 * 3600.0  # then an unused version of lagom that a driver sent here is removed
@@ -193,6 +191,8 @@ def _payload(spec: RunSpec, host_dir: Path, driver_here: bool, take_payload: Cal
                     "the data is too large to travel inside the job, and this host cannot reach the driver"
                 )
             else:
+                from lagom.wire.fetch import fetch_payload
+
                 fetch_payload(spec, path + ".part")
             os.replace(path + ".part", path)
     return os.open(path, os.O_RDWR)
@@ -203,6 +203,9 @@ def _take_snapshot(spec: RunSpec, host_dir: Path) -> None:
     place = spec.snapshots
     if place is None or not place.sha256 or place.folder.is_here():
         return
+    from lagom.restart.kept_snapshots import FETCHED
+    from lagom.wire.fetch import fetch_snapshot
+
     path = str(host_dir / FETCHED)
     with open(host_dir / ".snapshot-lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)

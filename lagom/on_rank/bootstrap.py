@@ -15,30 +15,26 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 import torch
 
 from lagom.exchange.run_store import SealedStore
 from lagom.extensions.registry import EXTENSIONS
-from lagom.on_rank.device import rank_device, threads
-from lagom.on_rank.disk_full_report import DiskFullReport
 from lagom.on_rank.figures import shown_pictures
-from lagom.on_rank.oom_report import OutOfMemoryReport
 from lagom.on_rank.private_group import process_group
 from lagom.on_rank.process_settings import set_process_settings
-from lagom.on_rank.rank_environment import environment, launcher_variables
+from lagom.on_rank.rank_environment import environment, launcher_variables, rank_device, threads
 from lagom.on_rank.reporter import Reporter
 from lagom.plan import Plan
-from lagom.program.call import Call
-from lagom.program.signature import arguments, check_returned, makes_data
+from lagom.program.signature import Call, arguments, check_returned, makes_data
 from lagom.random_states import random_states, set_random_states, start_random_states
 from lagom.run_state.cuda_device import move_to_device
 from lagom.run_state.random_streams import seed_everything
 from lagom.session.call_changes import CallChanges
 from lagom.session.patched import patched
 from lagom.session.session import Session
-from lagom.session.step_speed import step_speed
 from lagom.watch.spans import Spans
 from lagom.wire.spec import RankSpec
 from lagom.world import Place, place_set
@@ -70,28 +66,7 @@ def run(
     with ExitStack() as stack:
         stack.enter_context(environment(rank_spec))
         stack.enter_context(place_set(place))
-        device = rank_device(plan, rank_spec.gpu_index if rank_spec is not None else 0)
-        group, store = None, None
-        if rank_spec is not None:
-            stack.enter_context(threads(rank_spec.threads))
-        if rank_spec is not None and place.world_size > 1:
-            group, store = stack.enter_context(process_group(rank_spec, place.world_size, device, plan.config))
-        if plan.already_distributed:
-            notes = SealedStore(store, rank_spec.key) if store is not None and rank_spec is not None else None
-            stack.enter_context(launcher_variables(place, rank_spec, notes))
-        session = Session(
-            plan=plan,
-            group=group,
-            store=store,
-            key=rank_spec.key if rank_spec is not None else b"",
-            rank=place.rank,
-            world_size=place.world_size,
-            local_rank=place.local_rank,
-            local_world_size=place.local_world_size,
-            device=device,
-            host_dir=host_dir,
-            spans=Spans(place.rank) if any(extension.records_spans(plan) for extension in EXTENSIONS) else None,
-        )
+        session = _joined_session(plan, place, host_dir, rank_spec, stack)
         attach(session)
         stack.enter_context(patched(session))
         if rank_spec is not None:
@@ -105,6 +80,32 @@ def run(
         if rank_spec is not None:  # without a rank_spec, the program's forks belong to the caller
             stack.enter_context(end_forks())
         return _returned(session, call, function, changes, began)
+
+
+def _joined_session(plan: Plan, place: Place, host_dir: Path, rank_spec: RankSpec | None, stack: ExitStack) -> Session:
+    """Connect the rank with the others, if there are any, and return its session; ``stack`` undoes it."""
+    device = rank_device(plan, rank_spec.gpu_index if rank_spec is not None else 0)
+    group, store = None, None
+    if rank_spec is not None:
+        stack.enter_context(threads(rank_spec.threads))
+    if rank_spec is not None and place.world_size > 1:
+        group, store = stack.enter_context(process_group(rank_spec, place.world_size, device, plan.config))
+    if plan.already_distributed:
+        notes = SealedStore(store, rank_spec.key) if store is not None and rank_spec is not None else None
+        stack.enter_context(launcher_variables(place, rank_spec, notes))
+    return Session(
+        plan=plan,
+        group=group,
+        store=store,
+        key=rank_spec.key if rank_spec is not None else b"",
+        rank=place.rank,
+        world_size=place.world_size,
+        local_rank=place.local_rank,
+        local_world_size=place.local_world_size,
+        device=device,
+        host_dir=host_dir,
+        spans=Spans(place.rank) if any(extension.records_spans(plan) for extension in EXTENSIONS) else None,
+    )
 
 
 def _function(session: Session, call: Call, stack: ExitStack) -> tuple[Callable[[], Any], CallChanges | None]:
@@ -129,7 +130,7 @@ def _function(session: Session, call: Call, stack: ExitStack) -> tuple[Callable[
 def _returned(
     session: Session, call: Call, function: Callable[[], Any], changes: CallChanges | None, began: float
 ) -> Returned:
-    with OutOfMemoryReport(session), DiskFullReport(session):
+    with _ShortageReports(session):
         session.progress.is_called = True
         called = time.monotonic()
         value = function()
@@ -143,11 +144,35 @@ def _returned(
         returned["changed"] = names
     if session.rank == 0 and (whole := session.forwards.whole_calls.modules()):
         returned["whole"] = whole
-    if session.rank == 0 and (speed := step_speed(session)):
-        returned["speed"] = speed
+    if session.rank == 0:
+        from lagom.session.step_speed import step_speed  # when the program has ended
+
+        if speed := step_speed(session):
+            returned["speed"] = speed
     if session.rank == 0 and call.random_states is not None:
         returned["random"] = {name: state for name, state in random_states().items() if name in call.random_states}
     return returned
+
+
+class _ShortageReports:
+    """Context manager around the program that adds reports to errors of memory and disks; the type stays."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, _: TracebackType | None) -> None:
+        # A class, since a generator-based context manager would add its frame to the traceback.
+        if error is None:
+            return
+        with contextlib.suppress(MemoryError, OSError):  # the imports themselves may lack what the program lacks
+            from lagom.on_rank.disk_full_report import add_disk_report  # for an error only
+            from lagom.on_rank.oom_report import add_memory_report
+
+            add_disk_report(self._session, error)
+            add_memory_report(self._session, error)
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""``DiskFullReport``: adds to the error of a full disk the path and the free space of that disk."""
+"""``add_disk_report``: adds to the error of a full disk the path and the free space of that disk."""
 
 from __future__ import annotations
 
@@ -12,8 +12,6 @@ from typing import TYPE_CHECKING
 from lagom import disk as files
 
 if TYPE_CHECKING:
-    from types import TracebackType
-
     from lagom.session.session import Session
 
 _FULL = 16 << 20
@@ -21,48 +19,36 @@ _FULL = 16 << 20
 _WORDS = ("No space left on device", "Disk quota exceeded", "PytorchStreamWriter failed", "file write failed")
 
 
-class DiskFullReport:
-    """Context manager around the program that adds to the error of a full disk which disk is full; the type stays.
+def add_disk_report(session: Session, error: BaseException) -> None:
+    """Add to ``error``, if a disk is full, which one; with a single rank, the error stays as it is."""
+    if session.world_size == 1 or not _is_of_a_disk(error):
+        return
+    with contextlib.suppress(Exception):
+        text = _describe(session, getattr(error, "filename", None))
+        if isinstance(error, OSError) and error.errno is not None:
+            error.args = (error.errno, f"{error.strerror}\n{text}\n")
+            error.strerror = error.args[1]
+        elif len(error.args) == 1 and isinstance(error.args[0], str):
+            error.args = (f"{error.args[0]}\n{text}",)
 
-    With a single rank, the error stays as it is.
-    """
 
-    def __init__(self, session: Session) -> None:
-        self._session = session
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: object, error: BaseException | None, _: TracebackType | None) -> None:
-        # A class, since a generator-based context manager would add its frame to the traceback.
-        if error is None or self._session.world_size == 1 or not _is_of_a_disk(error):
-            return
-        with contextlib.suppress(Exception):
-            text = self._describe(getattr(error, "filename", None))
-            if isinstance(error, OSError) and error.errno is not None:
-                error.args = (error.errno, f"{error.strerror}\n{text}\n")
-                error.strerror = error.args[1]
-            elif len(error.args) == 1 and isinstance(error.args[0], str):
-                error.args = (f"{error.args[0]}\n{text}",)
-
-    def _describe(self, named: object) -> str:
-        rank = self._session.rank
-        places = {"where it stands": os.getcwd(), "temporary files": tempfile.gettempdir()}
-        if isinstance(named, str):
-            places = {"this file": os.path.dirname(files.path_to_read(os.path.abspath(named))), **places}
-        if not files.writes_for_real():
-            places["what this rank writes, until the run has ended"] = str(self._session.host_dir)
-        places["memory that processes share"] = "/dev/shm"
-        rooms = {what: _room(path) for what, path in places.items()}
-        full = {what: room for what, room in rooms.items() if room[0] < _FULL} or rooms
-        lines = [
-            f"  {what}: {places[what]}, {room / 1e6:,.0f} MB of {size / 1e6:,.0f} left"
-            for what, (room, size) in full.items()
-        ]
-        remedy = "make room there"
-        if not files.writes_for_real():
-            remedy += ", or set TMPDIR to a larger disk: only rank 0 writes to the program's own"
-        return "\n".join([f"a disk of rank {rank} on {socket.gethostname()} is full:", *lines, f"  {remedy}"])
+def _describe(session: Session, named: object) -> str:
+    places = {"where it stands": os.getcwd(), "temporary files": tempfile.gettempdir()}
+    if isinstance(named, str):
+        places = {"this file": os.path.dirname(files.path_to_read(os.path.abspath(named))), **places}
+    if not files.writes_for_real():
+        places["what this rank writes, until the run has ended"] = str(session.host_dir)
+    places["memory that processes share"] = "/dev/shm"
+    rooms = {what: _room(path) for what, path in places.items()}
+    full = {what: room for what, room in rooms.items() if room[0] < _FULL} or rooms
+    lines = [
+        f"  {what}: {places[what]}, {room / 1e6:,.0f} MB of {size / 1e6:,.0f} left"
+        for what, (room, size) in full.items()
+    ]
+    remedy = "make room there"
+    if not files.writes_for_real():
+        remedy += ", or set TMPDIR to a larger disk: only rank 0 writes to the program's own"
+    return "\n".join([f"a disk of rank {session.rank} on {socket.gethostname()} is full:", *lines, f"  {remedy}"])
 
 
 def _is_of_a_disk(error: BaseException) -> bool:

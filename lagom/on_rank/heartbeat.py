@@ -13,11 +13,9 @@ import threading
 import time
 from typing import TYPE_CHECKING
 
-from lagom.exchange.sockets.connect import remote_connections
 from lagom.on_rank import stack_dump
 from lagom.on_rank.resource_usage import ResourceUsage, processor_s_below
 from lagom.watch.messages import Picture
-from lagom.watch.silent_peers import SilentPeers
 from lagom.wire.messages import Doing, Message, ProgressReport, RankReport
 from lagom.wire.peer_silence import LOST_S
 
@@ -27,6 +25,7 @@ if TYPE_CHECKING:
     from lagom.plan import Plan
     from lagom.session.session import Session
     from lagom.watch.messages import Timeline
+    from lagom.watch.silent_peers import SilentPeers
     from lagom.wire.client import DriverClient
 
 
@@ -48,7 +47,9 @@ class Heartbeat:
     def __init__(self, control: DriverClient, plan: Plan, stacks_fd: int | None) -> None:
         self._control = control
         self._stall_s = plan.config.stall_timeout_s
-        self._silent_peers = SilentPeers(remote_connections, min(LOST_S, plan.config.timeout_s or LOST_S))
+        self._lost_s = min(LOST_S, plan.config.timeout_s or LOST_S)
+        self._silent_peers: SilentPeers | None = None
+        """Watches the connections with ranks of other hosts; None if there are none."""
         self._interval_s = min(plan.config.hb_interval, plan.config.stall_timeout_s / 4)
         self._stacks_fd = stacks_fd
         self._lock = threading.Lock()
@@ -71,6 +72,11 @@ class Heartbeat:
         self._last = (time.monotonic(), 0.0, 0.0)
         self._earlier = self._last, []
         self._usage = ResourceUsage(session.device.type)
+        if session.local_world_size < session.world_size:
+            from lagom.exchange.sockets.connect import remote_connections
+            from lagom.watch.silent_peers import SilentPeers
+
+            self._silent_peers = SilentPeers(remote_connections, self._lost_s)
         threading.Thread(target=self._beat, name="lagom-heart", daemon=True).start()
 
     def send_outcome(self, report: RankReport) -> None:
@@ -117,11 +123,12 @@ class Heartbeat:
                 self._control.offer(self._progress(session))
                 for block in (*_timeline(session), *_pictures(session)):
                     self._control.offer(block)
-                for lost in self._silent_peers.look(session.rank):
+                for lost in self._silent_peers.look(session.rank) if self._silent_peers is not None else ():
                     self._control.send(lost)
             except OSError:
                 return False
-        self._silent_peers.end_lost()  # after the message: the errors that follow are its consequence
+        if self._silent_peers is not None:
+            self._silent_peers.end_lost()  # after the message: the errors that follow are its consequence
         return True
 
     def _last_progress(self, session: Session) -> ProgressReport:

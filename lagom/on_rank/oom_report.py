@@ -1,4 +1,4 @@
-"""``OutOfMemoryReport``: adds to an out-of-memory error the memory that the rank held, and settings that need less."""
+"""``add_memory_report``: adds to an out-of-memory error the memory that the rank held, and settings that need less."""
 
 from __future__ import annotations
 
@@ -20,40 +20,27 @@ from lagom.run_state.oom_errors import wanted_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
-    from types import TracebackType
 
     from lagom.session.session import Session
 
 _slot: Any = vars(torch._C.TensorBase)["grad"]
 
 
-class OutOfMemoryReport:
-    """Context manager around the program that adds to an out-of-memory error the memory held; the type stays."""
-
-    def __init__(self, session: Session) -> None:
-        self._session = session
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: object, error: BaseException | None, _: TracebackType | None) -> None:
-        # A class, since a generator-based context manager would add its frame to the traceback.
-        if error is None or (wanted := wanted_bytes(error)) is None:
-            return
-        with contextlib.suppress(Exception):  # the report itself may run out of memory
-            text = self._describe(wanted)
-            if len(error.args) == 1 and isinstance(error.args[0], str):
-                error.args = (f"{error.args[0]}\n{text}",)
-            elif hasattr(error, "add_note"):  # numpy's MemoryError, whose ``args`` are a shape and a dtype, not a text
-                error.add_note(text)
-
-    def _describe(self, wanted: int) -> str:
-        session = self._session
-        live, session.live = session.live, False  # what extensions try out must not wait for other ranks
-        try:
-            return _describe(session, wanted)
-        finally:
-            session.live = live
+def add_memory_report(session: Session, error: BaseException) -> None:
+    """Add to ``error``, if memory ran out, the memory that the rank held, and settings that need less."""
+    if (wanted := wanted_bytes(error)) is None:
+        return
+    live, session.live = session.live, False  # what extensions try out must not wait for other ranks
+    try:
+        text = _describe(session, wanted)
+    except Exception:  # the report itself may run out of memory
+        return
+    finally:
+        session.live = live
+    if len(error.args) == 1 and isinstance(error.args[0], str):
+        error.args = (f"{error.args[0]}\n{text}",)
+    elif hasattr(error, "add_note"):  # numpy's MemoryError, whose ``args`` are a shape and a dtype, not a text
+        error.add_note(text)
 
 
 class HeldMemory(NamedTuple):

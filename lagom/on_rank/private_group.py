@@ -18,14 +18,9 @@ from lagom.errors import CollectiveError
 from lagom.exchange.group import TIMEOUT_S, Group
 from lagom.exchange.run_store import SealedStore, all_gather_by
 from lagom.exchange.sockets.encryption import Credentials
-from lagom.exchange.sockets.rank_store import RankStore
-from lagom.exchange.sockets.value_client import ValueClient
-from lagom.exchange.sockets.value_server import ValueServer
 from lagom.exchange.torch_transport import refuse_gloo
 from lagom.extensions.registry import EXTENSIONS
-from lagom.on_rank.network_interfaces import interface_of
 from lagom.wire.spec import RankSpec
-from lagom.wire.tls import contexts_of_ranks
 
 DEBUGGED_S = 10 * 24 * 3600.0
 """Seconds that a rank waits for another while a person debugs a rank; ``poll`` accepts at most 24 days."""
@@ -42,11 +37,7 @@ def process_group(
     """
     timeout_s = DEBUGGED_S if any(extension.waits_for_user(config) for extension in EXTENSIONS) else TIMEOUT_S
     timeout = datetime.timedelta(seconds=timeout_s)
-    credentials = (
-        Credentials(rank_spec.key, *contexts_of_ranks(rank_spec.certificate))
-        if rank_spec.certificate
-        else Credentials(rank_spec.key)
-    )
+    credentials = _credentials(rank_spec)
     try:
         store = _store(rank_spec, world_size, credentials, timeout_s)
     except (RuntimeError, OSError) as error:
@@ -55,12 +46,8 @@ def process_group(
     def gloo(name: str, rank: int, size: int) -> Any:
         if credentials.encrypt:
             refuse_gloo()
-        gloo_class: Any = dist.ProcessGroupGloo  # torch's type stubs lack ``_Options``
-        options = gloo_class._Options()
-        # Use the address: the host name resolves to 127.0.1.1 on many machines.
-        options._devices = [gloo_class.create_device(hostname="127.0.0.1" if rank_spec.store is None else rank_spec.ip)]
-        options._timeout = timeout
-        return gloo_class(dist.PrefixStore(name, store), rank, size, options)
+        ip = "127.0.0.1" if rank_spec.store is None else rank_spec.ip
+        return _gloo(dist.PrefixStore(name, store), rank, size, ip, timeout)
 
     made: list[Any] = []
 
@@ -89,12 +76,25 @@ def process_group(
         one.shutdown()
 
 
+def _credentials(rank_spec: RankSpec) -> Credentials:
+    if not rank_spec.certificate:
+        return Credentials(rank_spec.key)
+    from lagom.wire.tls import contexts_of_ranks
+
+    return Credentials(rank_spec.key, *contexts_of_ranks(rank_spec.certificate))
+
+
 def _store(rank_spec: RankSpec, world_size: int, credentials: Credentials, timeout_s: float) -> dist.Store:
     timeout = datetime.timedelta(seconds=timeout_s)
     if rank_spec.store is None:
         found = dist.FileStore(str(Path(rank_spec.host_dir, "store")), -1)
         found.set_timeout(timeout)
         return found
+    # Ranks of one host have a file, and need none of these modules.
+    from lagom.exchange.sockets.rank_store import RankStore
+    from lagom.exchange.sockets.value_client import ValueClient
+    from lagom.exchange.sockets.value_server import ValueServer
+
     if rank_spec.store_fd is None:
         return RankStore(ValueClient(rank_spec.store, rank_spec.rank, credentials, timeout_s).ask, timeout)
     # The host process has bound the socket, so that the port is known, and only to the address of the chosen network.
@@ -102,7 +102,18 @@ def _store(rank_spec: RankSpec, world_size: int, credentials: Credentials, timeo
     return RankStore(ValueServer(listener, range(1, world_size), credentials, timeout_s).ask, timeout)
 
 
+def _gloo(store: dist.Store, rank: int, world_size: int, ip: str, timeout: datetime.timedelta) -> Any:
+    gloo_class: Any = dist.ProcessGroupGloo  # torch's type stubs lack ``_Options``
+    options = gloo_class._Options()
+    # Use the address: the host name resolves to 127.0.1.1 on many machines.
+    options._devices = [gloo_class.create_device(hostname=ip)]
+    options._timeout = timeout
+    return gloo_class(store, rank, world_size, options)
+
+
 def _nccl(store: dist.Store, rank: int, world_size: int, ip: str, timeout: datetime.timedelta) -> Any:
+    from lagom.on_rank.network_interfaces import interface_of
+
     if not ip.startswith("127.") and (interface := interface_of(ip)):
         os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")  # ``environment`` restores it
     options = dist.ProcessGroupNCCL.Options()

@@ -1,4 +1,4 @@
-"""The environment variables of a rank."""
+"""The environment variables, device and number of threads of a rank."""
 
 from __future__ import annotations
 
@@ -8,7 +8,10 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from lagom.on_rank.network_interfaces import interface_of
+import torch
+
+from lagom.errors import RankError
+from lagom.plan import Plan
 from lagom.wire.spec import RankSpec
 from lagom.world import Place
 
@@ -97,6 +100,8 @@ def launcher_variables(place: Place, rank_spec: RankSpec | None, notes: SealedSt
             "HOROVOD_CROSS_RANK": str(rank_spec.cross_rank if rank_spec is not None else 0),
             "HOROVOD_CROSS_SIZE": str(rank_spec.cross_size if rank_spec is not None else 1),
         }
+        from lagom.on_rank.network_interfaces import interface_of  # only programs that are distributed come here
+
         if interface := interface_of(ip):
             # Without it gloo resolves the host's name, on many machines to 127.0.1.1.
             os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
@@ -131,3 +136,34 @@ _MEET_S = 600.0
 # of them opens the store. Rank 0 reserves the port by a socket that is bound and does not listen. The system then gives
 # the port to no process that asks for any free port, but does give it to a process that asks for this port (both set
 # SO_REUSEADDR, as torch does).
+
+
+def rank_device(plan: Plan, index: int = 0) -> torch.device:
+    """Select and return the rank's device: with GPUs the one at ``index`` in CUDA_VISIBLE_DEVICES, else the CPU.
+
+    Raises:
+        RankError: if the run was planned with GPUs and torch finds none on this rank.
+    """
+    if not plan.gpu:
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise RankError(
+            f"this rank was given a GPU, but torch {torch.__version__} finds none; install a CUDA build of torch "
+            "on the executors, or run without GPUs (CUDA_VISIBLE_DEVICES='', no spark.task.resource.gpu.amount)"
+        )
+    torch.cuda.set_device(index)
+    return torch.device("cuda", index)
+
+
+@contextmanager
+def threads(count: int) -> Iterator[None]:
+    """Context manager in which torch uses ``count`` threads; 0 changes nothing."""
+    if count == 0:
+        yield
+        return
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

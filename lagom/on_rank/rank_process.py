@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, NoReturn
 from lagom.on_rank.rank_call import RankCall
 from lagom.on_rank.rank_environment import set_environment
 from lagom.on_rank.stack_dump import dump_on_signal
-from lagom.watch.output import OWN, OWN_NOTICE
+from lagom.watch.messages import OWN, OWN_NOTICE
 from lagom.wire.framing import shorten
 from lagom.wire.messages import Log
 from lagom.wire.spec import RankSpec, RunSpec

@@ -1,4 +1,4 @@
-"""``ResourceUsage``: measures how much CPU, memory and GPU a rank uses."""
+"""``ResourceUsage``: measures how much CPU, memory and GPU a rank and its child processes use."""
 
 from __future__ import annotations
 
@@ -7,8 +7,6 @@ import os
 import time
 from pathlib import Path
 from typing import Any
-
-from lagom.on_rank.process_tree import children
 
 _MAX_CHILDREN = 64
 _TICKS_S = os.sysconf("SC_CLK_TCK")
@@ -90,3 +88,13 @@ def _processor_s() -> float:
     """Return the CPU time of this process with all its threads, and of its living children."""
     total = time.process_time()
     return total + sum(sum(_times(child)[:2]) for child in children(os.getpid())[:_MAX_CHILDREN])
+
+
+def children(pid: int) -> list[int]:
+    """Return the processes that ``pid`` has started or adopted, and not yet reaped; empty if ``pid`` has ended."""
+    found = []
+    with contextlib.suppress(OSError):
+        for thread in Path(f"/proc/{pid}/task").iterdir():
+            with contextlib.suppress(OSError):
+                found += [int(child) for child in (thread / "children").read_text().split()]
+    return found

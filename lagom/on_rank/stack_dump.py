@@ -14,7 +14,6 @@ import traceback
 import types
 from pathlib import Path
 
-from lagom.watch.stopped_processes import STOPPED, state_letter
 from lagom.wire.messages import Doing
 
 SIGNAL: int | None = getattr(signal, "SIGRTMAX", signal.SIGRTMIN) - 1 if hasattr(signal, "SIGRTMIN") else None
@@ -137,6 +136,8 @@ def _listens(pid: int) -> bool:
 
 def state(pid: int) -> str:
     """Return a text if the process ``pid`` is stopped or in an uninterruptible wait, which no stack shows; else ""."""
+    from lagom.watch.stopped_processes import STOPPED, state_letter  # for a rank that is stuck
+
     letter = state_letter(pid)
     if letter == "D":
         time.sleep(_AGAIN_S)  # a wait for a disk is normal if it is short

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lagom.patching.import_hooks import on_import
+from lagom.patching.importers import on_import
 from lagom.patching.replace import originals
 
 if TYPE_CHECKING:

@@ -13,7 +13,6 @@ from typing import Any, Protocol
 
 from lagom.errors import PayloadError
 from lagom.program.pickler import OUT_OF_BAND, Pickler
-from lagom.program.unpicklable import DRIVERS_OWN, find_unpicklable
 
 _MAGIC = b"lagom\x005\n"
 _ALIGNMENT = 64
@@ -171,6 +170,8 @@ def _pickle(value: object, own_classes: Mapping[type, str], by_reference: bool) 
     try:
         Pickler(stream, out_of_band, own_classes, by_reference).dump(value)
     except Exception as error:
+        from lagom.program.unpicklable import find_unpicklable  # imported for the error only
+
         culprit = find_unpicklable(value, _can_pickle)
         what = culprit or f"a {type(value).__name__}"
         why = " ".join(str(error).split())
@@ -187,6 +188,8 @@ def _can_pickle(value: object) -> bool:
 
 
 def _remedy(culprit: str) -> str:
+    from lagom.program.unpicklable import DRIVERS_OWN
+
     if culprit.endswith(DRIVERS_OWN):
         return "; give a DataFrame as train_set or test_set, or collect what is needed before the call"
     return "; make it where it is used, inside of the function" if culprit.startswith("the variable") else ""

@@ -18,7 +18,6 @@ import cloudpickle
 from cloudpickle import cloudpickle as _tracker
 
 from lagom.errors import PayloadError
-from lagom.program.unpicklable import is_sparks
 
 _Cached = type(functools.lru_cache(print))
 OUT_OF_BAND = 1 << 16
@@ -157,6 +156,11 @@ def _typed_storage(storage: Any, dtype: Any) -> Any:
     import torch
 
     return torch.storage.TypedStorage(wrap_storage=storage, dtype=dtype, _internal=True)
+
+
+def is_sparks(value: object) -> bool:
+    """Return whether ``value`` is an object of PySpark."""
+    return type(value).__module__.partition(".")[0] in ("pyspark", "py4j")
 
 
 # Note [Classes of __main__]

@@ -16,8 +16,6 @@ from dataclasses import dataclass
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 
-from lagom.program.notebook_cells import cell_name, code_cells
-
 FUTURE_FLAGS = sum(getattr(futures, name).compiler_flag for name in futures.all_feature_names)
 
 
@@ -57,7 +55,7 @@ class Script:
             raise ValueError(f"there is no script {str(path)!r} here ({Path.cwd()})")
         source = _text(path)
         file = str(path.absolute())
-        cells = code_cells(source, file) if path.suffix == ".ipynb" else ()
+        cells = _cells(source, file) if path.suffix == ".ipynb" else ()
         script = cls(str(path), "" if cells else source, tuple(arguments), file, module, cells)
         script.parts  # noqa: B018  (raises)
         return script
@@ -104,7 +102,7 @@ class Script:
         """Return whether the content of the file has changed since it was read; False if it cannot be read now."""
         try:
             text = _text(Path(self.file))
-            return code_cells(text, self.file) != self.cells if self.cells else text != self.source
+            return _cells(text, self.file) != self.cells if self.cells else text != self.source
         except OSError:
             return False
         except (ValueError, SyntaxError):  # the file is no longer a script or notebook
@@ -155,7 +153,15 @@ class Script:
         name = self.file or self.path
         if not self.cells:
             return [(name, self.source)]
+        from lagom.program.notebook_cells import cell_name
+
         return [(cell_name(name, number), cell) for number, cell in enumerate(self.cells, 1)]
+
+
+def _cells(text: str, file: str) -> tuple[str, ...]:
+    from lagom.program.notebook_cells import code_cells  # scripts and modules do not need it
+
+    return code_cells(text, file)
 
 
 def _text(path: Path) -> str:

@@ -1,4 +1,4 @@
-"""``arguments``: matches the config's fields and ``hparams`` to the training function's parameters by name."""
+"""``Call``: the training function and its data; ``arguments`` matches these to the function's parameters by name."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import functools
 import inspect
 import reprlib
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from lagom.config.torch_distributed import is_module
@@ -72,13 +73,13 @@ def check_makers(provided: Mapping[str, Any]) -> None:
     Raises:
         ValueError: if a function needs arguments; the text has their names.
     """
-    for field in ("train_set", "test_set"):
-        made: Any = provided.get(field)
+    for setting in ("train_set", "test_set"):
+        made: Any = provided.get(setting)
         if makes_data(made) and (needed := _needed(made)):
             name = getattr(made, "__name__", "the function")
             raise ValueError(
-                f"{field} is {name}, which ranks call without arguments to make the data set, and it needs "
-                f"{', '.join(map(repr, needed))}; want a data set, or {field}=lambda: {name}(...)"
+                f"{setting} is {name}, which ranks call without arguments to make the data set, and it needs "
+                f"{', '.join(map(repr, needed))}; want a data set, or {setting}=lambda: {name}(...)"
             )
 
 
@@ -179,3 +180,19 @@ def _missing(function: Callable[..., Any], name: str, provided: Mapping[str, Any
         f"{_name(function)} needs {name!r}, which nothing provides{hint or '.'} "
         f"The config has {there}; hparams has {keys}. Either {what}, or give the parameter a default"
     )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Call:
+    """A function with its arguments, for one run; ``Plan`` holds the settings of the run."""
+
+    function: Callable[..., Any]
+    """The training function."""
+    provided: Mapping[str, Any]
+    """Arguments by name: the fields of the config that a function can ask for, ``hparams`` among them."""
+    random_states: Mapping[str, Any] | None = None
+    """States of the driver's generators, from which ranks start; None if the plan has a seed, or nothing is random."""
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    """Settings of the driver's process, from ``process_settings``; empty leaves the rank's process as it is."""
+    sources: Mapping[str, str] = field(default_factory=dict)
+    """Texts of the program's source files, by the file names in its code objects; empty without snapshots."""

@@ -9,6 +9,8 @@ import types
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from lagom.program.pickler import is_sparks
+
 DRIVERS_OWN = " of Spark's, which only the driver has)"
 """End of the text that names an object of PySpark, by which the caller adds a remedy to the error."""
 
@@ -30,11 +32,6 @@ def find_unpicklable(
         if id(part) not in seen and (found := find_unpicklable(part, can_pickle, part_name, seen | {id(value)})):
             return found
     return f"{name} (a {type(value).__name__})" if name else ""
-
-
-def is_sparks(value: object) -> bool:
-    """Return whether ``value`` is an object of PySpark."""
-    return type(value).__module__.partition(".")[0] in ("pyspark", "py4j")
 
 
 def _parts(value: object, name: str) -> list[tuple[str, object]]:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import re
 from contextlib import ExitStack, contextmanager
-from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -17,22 +17,17 @@ from lagom.errors import LagomError
 from lagom.extensions.registry import wanted
 from lagom.forward.batchnorm import synchronise_batchnorm
 from lagom.forward.module import patch_reentrant_checkpoints, prepare_forwards, track_modules
-from lagom.forward.precision import Precision
 from lagom.forward.rows.row_losses import share_losses
 from lagom.forward.rows.slicer import watch_packing
 from lagom.gradients.backward import synchronise_backward
 from lagom.optimizers.fast_step import skip_profiler_ranges
-from lagom.optimizers.fused_adam import fused_adam
-from lagom.optimizers.lr_scaling import scale_learning_rates
 from lagom.optimizers.timed_steps import timed_steps
 from lagom.patching.object_reference import swappable_tensors
-from lagom.run_state.fresh_seeds import equal_fresh_seeds
-from lagom.run_state.mixed_devices import meet_on
-from lagom.run_state.random_streams import OwnStreams
-from lagom.torch_versions import untried
+from lagom.run_state.random_streams import OwnStreams, equal_fresh_seeds
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
+    from contextlib import AbstractContextManager
 
     from lagom.session.session import Session
 
@@ -42,6 +37,8 @@ __all__ = ["patched"]
 @contextmanager
 def patched(session: Session) -> Iterator[None]:
     """Patch torch for the program of ``session``, and enter the extensions of its run; undo all at the end.
+
+    A module for a setting that a plain config leaves off is imported where the setting is on.
 
     With one rank, the patches for several ranks are left out. Batches are still counted and, on CUDA, moved to the
     device, and settings such as ``mixed_precision`` and ``micro_batches`` still act.
@@ -66,12 +63,12 @@ def patched(session: Session) -> Iterator[None]:
         if not distributed and (moves or session.backwards.gradient_store.is_external):
             stack.enter_context(track_modules(session))
         if moves:
-            stack.enter_context(
-                meet_on(session.device, session.tensors.modules.finished_modules, partial(_may_move, session))
-            )
-        asked = session.config.mixed_precision
-        precision = Precision(session, asked) if asked else None
-        if precision is not None:
+            stack.enter_context(_moved_to_gpu(session))
+        precision = None
+        if asked := session.config.mixed_precision:
+            from lagom.forward.precision import Precision
+
+            precision = Precision(session, asked)
             stack.enter_context(precision.scale_backwards())
             stack.enter_context(precision.convert_outputs())
             if not distributed:
@@ -91,17 +88,26 @@ def patched(session: Session) -> Iterator[None]:
         yield
         if (returned := session.events.returned.call) is not None:
             returned()
-        if (
-            session.backwards.divergence is not None
-            and session.backwards.agreement is not None
-            and not session.has_joined
-        ):
-            session.evaluation_passes.judge(at_end=True)
-            session.backwards.divergence.check_end(session.backwards.agreement)
+        _check_end(session)
 
 
-def _may_move(session: Session) -> bool:
-    return session.live and not session.is_in_thread
+def _moved_to_gpu(session: Session) -> AbstractContextManager[None]:
+    """Return a context in which tensors of programs that name no GPU meet on the rank's GPU."""
+    from lagom.run_state.mixed_devices import meet_on
+
+    return meet_on(
+        session.device,
+        session.tensors.modules.finished_modules,
+        lambda: session.live and not session.is_in_thread,
+    )
+
+
+def _check_end(session: Session) -> None:
+    """Check that all ranks are at the end; a collective, unless the program is distributed by itself."""
+    backwards = session.backwards
+    if backwards.divergence is not None and backwards.agreement is not None and not session.has_joined:
+        session.evaluation_passes.judge(at_end=True)
+        backwards.divergence.check_end(backwards.agreement)
 
 
 def _refuse_known_rank() -> Sequence[tuple[None, None]]:
@@ -118,6 +124,8 @@ def _patched_for_ranks(session: Session) -> Iterator[None]:
         stack.enter_context(track_modules(session))
         is_as_given = session.config.batches == "whole" or session.plan.already_distributed
         if not is_as_given:
+            from lagom.optimizers.fused_adam import fused_adam
+
             stack.enter_context(fused_adam())
         if not session.backwards.gradient_store.is_external:
             stack.enter_context(synchronise_backward(session, knows_rank))
@@ -127,7 +135,25 @@ def _patched_for_ranks(session: Session) -> Iterator[None]:
             if session.config.batches == "whole":
                 stack.enter_context(share_losses(session, knows_rank))
         if session.config.lr_scaling is not None and not session.plan.already_distributed:
+            from lagom.optimizers.lr_scaling import scale_learning_rates
+
             stack.enter_context(scale_learning_rates(session))
         if session.config.sync_batchnorm:
             stack.enter_context(synchronise_batchnorm(session))
         yield
+
+
+OLDEST = (2, 6)
+NEWEST = (2, 15)
+
+
+def untried(version: str) -> str:
+    """Return a line that says that lagom is not tested with ``version`` of torch; "" if it is."""
+    found = re.match(r"(\d+)\.(\d+)", version)
+    if found and OLDEST <= (int(found[1]), int(found[2])) <= NEWEST:
+        return ""
+    tried = "{}.{} to {}.{}".format(*OLDEST, *NEWEST)
+    return (
+        f"torch {version} is untried: lagom is tested with {tried}, and replaces functions of torch; "
+        "verify=True shows whether this program's numbers are right"
+    )

@@ -13,18 +13,13 @@ import torch
 
 from lagom.batches.evaluation_passes import EvaluationPassDetector
 from lagom.exchange.run_store import SealedStore
-from lagom.exchange.torch_backend.shared_group import whole_groups
-from lagom.gradients.criteria import find_caveats
+from lagom.run_state.leaves import Likeness
 from lagom.run_state.loader_pass import NOT_SHARED, BatchShare, LoaderPass, PassTracker
-from lagom.run_state.loss_terms import LossTermWeights
-from lagom.run_state.plain_leaves import Likeness
+from lagom.run_state.loss_terms import LossTermWeights, find_caveats
 from lagom.run_state.random_streams import CommonStreams
-from lagom.session.backward_state import BackwardState
 from lagom.session.events import Events
-from lagom.session.forward_state import ForwardState
-from lagom.session.known_tensors import KnownTensors
-from lagom.session.resumable_state import Resumption
 from lagom.session.run_progress import RunProgress
+from lagom.session.state_groups import BackwardState, ForwardState, KnownTensors, Resumption
 from lagom.watch.step_clock import StepClock
 
 if TYPE_CHECKING:
@@ -35,6 +30,7 @@ if TYPE_CHECKING:
 
     from lagom.config import TorchDistributedConfig
     from lagom.exchange.group import Group
+    from lagom.exchange.native import Communicator
     from lagom.on_rank.rank_call import RankCall
     from lagom.plan import Plan
     from lagom.watch.spans import Spans
@@ -293,13 +289,13 @@ class Session:
     def wait_times(self) -> list[int]:
         """Return the nanoseconds that this rank has waited for each other rank; may be called from another thread."""
         if self.has_joined:
-            return next((found for one in whole_groups(self.world_size) if (found := one.waited())), [])
+            return next((found for one in _whole_groups(self.world_size) if (found := one.waited())), [])
         return self.group.waited() if self.group is not None else []
 
     def waiting_exchange(self) -> tuple[str, int, list[int]]:
         """Return the exchange in which this rank waits ("" if none), the exchange's number, and the missing ranks."""
         if self.has_joined:
-            return next((found for one in whole_groups(self.world_size) if (found := one.standing())[0]), ("", 0, []))
+            return next((found for one in _whole_groups(self.world_size) if (found := one.standing())[0]), ("", 0, []))
         return self.group.standing() if self.group is not None else ("", 0, [])
 
     def say_once(self, text: str, *, is_notice: bool = False) -> None:
@@ -307,6 +303,12 @@ class Session:
         if text not in self.said:
             self.said.add(text)
             log.warning(text, extra={"is_notice": is_notice})
+
+
+def _whole_groups(world_size: int) -> list[Communicator]:
+    from lagom.exchange.torch_backend.shared_group import whole_groups  # distributed programs have imported it
+
+    return whole_groups(world_size)
 
 
 def _detached_number(loss: Any) -> torch.Tensor | None:

@@ -24,6 +24,7 @@ from lagom.errors import LagomError, PlanError
 from lagom.host.huge_pages import with_huge_pages
 from lagom.host.workspace import base_dir, locked_servers
 from lagom.wire.client import DriverClient, LinkClosed
+from lagom.wire.framing import anonymous_file
 from lagom.wire.messages import (
     Gathered,
     GatherRequest,
@@ -35,7 +36,6 @@ from lagom.wire.messages import (
     TaskRefused,
     TorchMissing,
 )
-from lagom.wire.server import anonymous_file
 
 _MAX_PATH = 100  # most characters of a Unix socket's path
 

@@ -40,7 +40,7 @@ def main() -> None:
     os.setpgid(0, 0)  # a signal to the process group of Spark's daemon must not end this server
     listener, parent = socket.socket(fileno=int(sys.argv[2])), int(sys.argv[3])
     adopt_orphans(True)
-    server = _Server(listener, parent, task_host.run, _import_torch())
+    server = _ExecutorServer(listener, parent, task_host.run, _import_torch())
     server.serve(Path(sys.argv[4]))
     os._exit(0)  # nothing needs cleaning up, and Python's shutdown takes a second with torch imported
 
@@ -67,7 +67,7 @@ class _Worker:
     host: int | None = None
 
 
-class _Server:
+class _ExecutorServer:
     """Runs the event loop of the server: takes tasks from Python workers, and forks a host process for each."""
 
     def __init__(

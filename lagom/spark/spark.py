@@ -26,8 +26,8 @@ from lagom.driver.run import RunView
 from lagom.errors import LagomError, PlanError
 from lagom.plan import Plan
 from lagom.program import user_folder
-from lagom.program.call import Call
 from lagom.program.payload import Parcel
+from lagom.program.signature import Call
 from lagom.program.sources import is_installed, lagom_zip, modules_zip
 from lagom.restart.history import RunHistory
 from lagom.restart.kept_snapshots import SnapshotPlace
@@ -39,7 +39,7 @@ from lagom.spark.spark_results import OutcomeCollector
 from lagom.spark.spark_session import SparkFacts, session_facts
 from lagom.watch.run_dir import RunRecords
 from lagom.wire.failure_text import failure_in
-from lagom.wire.server import anonymous_file
+from lagom.wire.framing import anonymous_file
 from lagom.wire.spec import RunSpec
 from lagom.wire.tls import NoCertificate, certificate_of_a_run, key_and_certificate
 

@@ -16,8 +16,8 @@ from lagom.driver.protocol import Outcome
 from lagom.driver.run import RunView
 from lagom.errors import LagomError
 from lagom.program.payload import unpack
+from lagom.wire.framing import anonymous_file
 from lagom.wire.messages import RankReport, from_json
-from lagom.wire.server import anonymous_file
 
 log = logging.getLogger("lagom")
 

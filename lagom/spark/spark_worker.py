@@ -19,8 +19,8 @@ from lagom.spark.executor_link import run_in_server, without_torch
 from lagom.spark.spark_state import SparkState
 from lagom.spark.task_host import ExecutorTask
 from lagom.watch.stall_texts import rank_names
+from lagom.wire.framing import anonymous_file
 from lagom.wire.messages import RankReport, to_json
-from lagom.wire.server import anonymous_file
 from lagom.wire.spec import RunSpec
 
 _PART = 4 << 20  # most bytes of data in a row
@@ -67,7 +67,7 @@ def run_task(spec: RunSpec, payload: Any = None) -> Iterator[Any]:
             raise RankError(
                 f"the process that held {rank_names(task.ranks)} on {platform.node()} {ended}", task.ranks[0]
             )
-        parts = [_Part(rank, name, files[file], report) for rank, name, file, report in told]
+        parts = [_FilePart(rank, name, files[file], report) for rank, name, file, report in told]
         return _rows(parts, stack.pop_all())
 
 
@@ -79,7 +79,7 @@ def _write_payload(payload: Any, path: str) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class _Part:
+class _FilePart:
     """A file for the driver, with a report; a digest in the report means that the driver has received the file."""
 
     rank: int
@@ -88,7 +88,7 @@ class _Part:
     report: RankReport
 
 
-def _rows(parts: Sequence[_Part], files: contextlib.ExitStack) -> Iterator[Any]:
+def _rows(parts: Sequence[_FilePart], files: contextlib.ExitStack) -> Iterator[Any]:
     """Yield the rows of all files, ``_PART`` bytes at a time; close ``files`` at the end."""
     with files:
         for part in parts:

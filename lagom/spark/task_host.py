@@ -21,7 +21,7 @@ from lagom.host.rank_host import run_task_ranks
 from lagom.host.workspace import host_workspace, pack_files
 from lagom.on_rank.network_interfaces import own_address
 from lagom.on_rank.rank_environment import set_environment
-from lagom.patching.import_hooks import on_import
+from lagom.patching.importers import on_import
 from lagom.spark.spark_state import SparkState
 from lagom.watch.messages import Timeline
 from lagom.wire.client import DriverClient, LinkClosed, deliver, dial

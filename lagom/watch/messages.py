@@ -1,4 +1,4 @@
-"""Messages of the timeline and of the program's pictures; see ``wire/messages.py`` for the columns.
+"""Messages of the timeline and of pictures, and streams of lagom's output; the columns are as in ``wire/messages.py``.
 
 ========  =======  =====================================================
 message   sent by  handled by
@@ -13,6 +13,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from lagom.wire.messages import Message
+
+OWN = "lagom"
+"""Name of the stream with lagom's own messages on a rank, beside "stdout" and "stderr" of the program."""
+OWN_NOTICE = "lagom notice"
+"""Name of the stream with those of lagom's messages in which nothing is wrong."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

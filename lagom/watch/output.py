@@ -10,11 +10,6 @@ from typing import TextIO
 from lagom.watch.notebook import NotebookCell, notebook
 from lagom.watch.notebook_bars import NotebookBars
 
-OWN = "lagom"
-"""Name of the stream with lagom's own messages on a rank, beside "stdout" and "stderr" of the program."""
-OWN_NOTICE = "lagom notice"
-"""Name of the stream with those of lagom's messages in which nothing is wrong."""
-
 
 class Output:
     """Shows rank 0's output unchanged, or the lines of every rank, each after the rank's name.

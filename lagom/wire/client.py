@@ -15,7 +15,6 @@ import time
 from lagom.wire.framing import NONCE, PROOF, BadFrame, Frame, FrameDecoder, FrameKeys, FrameSeals, body_of, frame_of
 from lagom.wire.messages import DeliverHello, Dropped, Message, MessageError, Received
 from lagom.wire.peer_silence import PeerSilence, probe_silence
-from lagom.wire.tls import trusting
 
 MAX_BACKLOG_BYTES = 64 << 20  # bytes that may wait for a slow driver; offered messages beyond are dropped
 _TRIES = 3
@@ -179,7 +178,11 @@ def dial(
     Returns:
         The connection; None if ``address`` cannot be reached, or three tries in ``timeout_s`` do not give both proofs.
     """
-    tls = trusting(certificate) if certificate else None
+    tls = None
+    if certificate:
+        from lagom.wire.tls import trusting
+
+        tls = trusting(certificate)
     deadline = time.monotonic() + timeout_s
     for _ in range(_TRIES):
         try:

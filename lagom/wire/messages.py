@@ -127,7 +127,7 @@ class CommonAnswer(Message):
     __slots__ = ()
 
 
-class Event:
+class LocalEvent:
     """Base of events: they go through the same queues as messages, within one process."""
 
     __slots__ = ()
@@ -612,29 +612,29 @@ class TorchMissing(Message, tag="torch missing"):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Closed(Event):
+class Closed(LocalEvent):
     """The connection of a task or of a slot has closed."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class JobOver(Event):
+class JobOver(LocalEvent):
     """The job of all tasks is over."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Warned(Event):
+class Warned(LocalEvent):
     """The driver's own threads have something to tell the user."""
 
     text: str
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class StallsDue(Event):
+class StallsDue(LocalEvent):
     """The stalled ranks so far are to be shown together."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class TaskJoined(Event):
+class TaskJoined(LocalEvent):
     """A task has joined."""
 
     host: str
@@ -645,7 +645,7 @@ class TaskJoined(Event):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class RanksStarted(Event):
+class RanksStarted(LocalEvent):
     """The ranks of a task have been forked."""
 
     pids: dict[str, int]

@@ -10,14 +10,13 @@ import re
 import secrets
 import socket
 import ssl
-import tempfile
 import threading
 from collections.abc import Callable
 from typing import Any
 
 from lagom.restart.kept_snapshots import FETCHED, SnapshotFolder
 from lagom.wire.connection import DriverConnection
-from lagom.wire.framing import body_of
+from lagom.wire.framing import anonymous_file, body_of
 from lagom.wire.listener import DriverListener, files_for, listening_socket
 from lagom.wire.messages import DeliverHello, FetchHello, Lost, Message, Received, TaskHello, own_version
 from lagom.wire.peer_silence import probe_silence
@@ -270,14 +269,3 @@ def _other_version(hello: TaskHello) -> str:
         f"task {hello.task} runs lagom {hello.version}, and the driver {own_version()}; give driver and executors the "
         "same version of lagom"
     )
-
-
-def anonymous_file(name: str) -> int:
-    """Return a descriptor of a new file without a path, which is freed with its last descriptor.
-
-    The file is in memory (memfd) if the system supports that, else in the temporary folder.
-    """
-    if hasattr(os, "memfd_create"):
-        return os.memfd_create(f"lagom-{name}")
-    with tempfile.TemporaryFile() as file:
-        return os.dup(file.fileno())

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from lagom.wire.messages import Event, Message
+from lagom.wire.messages import LocalEvent, Message
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -71,7 +71,7 @@ class SnapshotKept(Message, tag="snapshot"):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class SnapshotArrived(Event):
+class SnapshotArrived(LocalEvent):
     """A snapshot has been written or sent."""
 
     kept: SnapshotKept

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from lagom.plan import Plan
-from lagom.restart.kept_snapshots import SnapshotPlace
 from lagom.restart.written_files import WrittenFiles
+
+if TYPE_CHECKING:
+    from lagom.restart.kept_snapshots import SnapshotPlace
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

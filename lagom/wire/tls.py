@@ -8,7 +8,7 @@ import shutil
 import ssl
 import subprocess
 
-from lagom.wire.server import anonymous_file
+from lagom.wire.framing import anonymous_file
 
 _DAYS = 90
 _OPENSSL = "req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -subj /CN=lagom -keyout - -out -"

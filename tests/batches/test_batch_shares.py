@@ -7,8 +7,7 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from lagom.batches.batch_indices import BatchIndices
-from lagom.batches.batch_shares import split_batch, split_batch_group
+from lagom.batches.batch_shares import BatchIndices, split_batch, split_batch_group
 from lagom.run_state.loader_pass import BatchShare
 
 

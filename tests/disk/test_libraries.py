@@ -8,7 +8,7 @@ import sys
 IMPORTS = """
 import faulthandler, importlib, threading
 faulthandler.dump_traceback_later(40, exit=True)
-from lagom.disk.symbols import loaded
+from lagom.disk.libraries import loaded
 ended = threading.Event()
 def look():
     while not ended.is_set():

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 from unittest.mock import patch
 
 from lagom.host import fork_server
-from lagom.wire.many_files import send_with_files
+from lagom.wire.framing import send_with_files
 
 _PATIENCE_S = 20.0
 _LAUNCHERS = ["lagom.driver.local"]

@@ -1,9 +1,8 @@
-"""``lagom.driver.attempts``: a run that lost ranks begins again, and gives what it gives without a loss."""
+"""``lagom.driver.attempts``: a run that lost ranks restarts, and gives what it gives without a loss."""
 
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import random
 import signal
@@ -25,7 +24,7 @@ from lagom.driver.attempts import LAST_S, REPLACED_S, run_attempts
 from lagom.driver.protocol import Outcome
 from lagom.errors import LagomError, PlanError, RankError, SnapshotError, StallError
 from lagom.plan import Plan, plan
-from lagom.program.call import Call
+from lagom.program.signature import Call
 from lagom.restart.history import RunHistory
 from lagom.restart.kept_snapshots import SnapshotFolder
 from lagom.restart.losses import Loss
@@ -70,7 +69,7 @@ def test_a_killed_rank_changes_neither_weights_nor_output(
     shown = capfd.readouterr()
     assert [line.partition(":")[0] for line in shown.out.splitlines()] == ["epoch 0", "epoch 1", "epoch 2"]
     assert f"rank {victim} was killed by SIGKILL" in shown.err
-    assert "the run begins again, attempt 2 of 4" in shown.err
+    assert "the run restarts, attempt 2 of 4" in shown.err
     assert result.run_dir is not None
     assert (result.run_dir / "rank-0.log").read_text().count("epoch") == 3
     (failure,) = result.failures
@@ -185,23 +184,6 @@ def test_ctrl_c_ends_the_second_attempt(tmp_path: Path) -> None:
     assert len(losses.record(tmp_path / "runs")["failures"]) == 1
 
 
-def test_the_report_and_the_timeline_show_what_was_lost(tmp_path: Path) -> None:
-    gate = tmp_path / "gate"
-    with losses.killed([Path(f"{gate}-1")], losses.kill_rank(1, tmp_path / "runs")):
-        result = run(lambda: losses.train(str(gate)), tmp_path, timeline=True, hb_interval=0.05)
-    assert result.run_dir is not None
-    page = result.report().read_text()
-    assert "What was lost" in page
-    assert "rank 1 was killed by SIGKILL" in page.partition("What was lost")[2]
-    events = json.loads((result.run_dir / "timeline.json").read_text())["traceEvents"]
-    (mark,) = [event for event in events if event.get("cat") == "loss"]
-    assert mark["ts"] < 0  # before the first span of the attempt that went on
-    assert "lost in attempt 1: rank 1 was killed by SIGKILL" in mark["name"]
-    backwards = [event for event in events if event["name"] == "backward" and event["pid"] == 0]
-    assert len(backwards) == 15
-    assert (result.run_dir / "timelines-lost-1").is_dir()
-
-
 class Shrinking:
     """A launcher whose runs lose a rank as long as it has another number of slots to give."""
 
@@ -296,7 +278,7 @@ def test_the_error_says_how_a_run_with_snapshots_goes_on(tmp_path: Path) -> None
     snapshots = SnapshotFolder(str(tmp_path / "snapshots"))
     snapshots.make()
     add_snapshot(snapshots, 1, place=(2, 7))
-    with pytest.raises(LagomError, match=f"max_failures=1.; lagom resume {tmp_path} goes on from batch 8 of epoch 2"):
+    with pytest.raises(LagomError, match=f"max_failures=1.; lagom resume {tmp_path} continues from batch 8 of epoch 2"):
         attempts(Growing(LOST, LOST), snapshots, max_failures=1)
 
 
@@ -305,9 +287,7 @@ def test_an_error_of_the_program_ends_the_run_when_it_comes_again(capsys: pytest
     with pytest.raises(ZeroDivisionError, match="second"):
         attempts(launcher)
     assert launcher.sizes == [4, 2, 4, 2]
-    said = (
-        "with more ranks it failed: ZeroDivisionError: first; the run begins again, with the ranks that it had before"
-    )
+    said = "with more ranks it failed: ZeroDivisionError: first; the run restarts, with the ranks that it had before"
     assert said in capsys.readouterr().err
 
 

@@ -32,7 +32,7 @@ from lagom.errors import LagomError
 from lagom.exchange.sockets.connect import accepted, reach
 from lagom.exchange.sockets.encryption import Credentials
 from lagom.exchange.sockets.handshake import End, Misdirected
-from lagom.on_rank.process_tree import children
+from lagom.on_rank.resource_usage import children
 from lagom.run_folder import RunFolder
 from lagom.watch.run_dir import RunRecords
 from tests.encryption import KEY, credentials
@@ -214,6 +214,7 @@ def read_own(run: Path) -> str:
     return text
 
 
+@pytest.mark.needs("resume")
 @pytest.mark.parametrize("launcher", ["local", "spark"])
 def test_a_folder_that_is_exchanged_during_a_run_gives_ranks_nothing_to_run(
     launcher: str, other: OtherUser, tmp_path: Path
@@ -245,7 +246,7 @@ def test_a_folder_that_is_exchanged_during_a_run_gives_ranks_nothing_to_run(
     finally:
         process.kill()
     assert process.returncode == 0, said
-    assert "the run goes on from batch" in said, said
+    assert "the run continues from batch" in said, said
     assert json.loads((tmp_path / "value.json").read_text()) == [whole["losses"], whole["weights"]]
     assert not other.mark.exists()
     assert json.loads((moved / "result.json").read_text())["outcome"] == "returned"

@@ -9,7 +9,7 @@ import threading
 import pytest
 
 from lagom.driver.rank_events import RankEvents
-from lagom.wire.messages import Dropped, Event, JobOver, Log, Lost, Message
+from lagom.wire.messages import Dropped, JobOver, LocalEvent, Log, Lost, Message
 from tests.watch.heartbeats import report_of
 
 
@@ -17,8 +17,8 @@ def line(text: str) -> Log:
     return Log(rank=0, stream="stdout", data=text)
 
 
-def drained(events: RankEvents) -> list[Message | Event]:
-    found: list[Message | Event] = []
+def drained(events: RankEvents) -> list[Message | LocalEvent]:
+    found: list[Message | LocalEvent] = []
     with contextlib.suppress(queue.Empty):
         while True:
             found.append(events.get())

@@ -20,7 +20,6 @@ import torch
 import lagom
 from lagom import experiment
 from lagom.config import TorchDistributedConfig
-from lagom.data import ParquetDataset
 from lagom.exchange.native import native
 
 pytestmark = pytest.mark.skipif(native() is None, reason="lagom was built without a compiler")
@@ -37,6 +36,8 @@ def train(folder: str) -> Any:
     """Train; return the weights, and whether the rank loaded the compiled part."""
     model = torch.nn.Linear(1, 1).double()
     optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+    from lagom.data import ParquetDataset
+
     for batch in torch.utils.data.DataLoader(ParquetDataset(folder), batch_size=8, shuffle=True):
         optimizer.zero_grad()
         torch.nn.functional.mse_loss(model(batch["x"][:, None]), batch["y"][:, None]).backward()
@@ -52,6 +53,7 @@ def trained(table: Path) -> Any:
 
 
 @pytest.mark.soak  # tests/driver/test_doors.py has one
+@pytest.mark.needs("data")
 def test_without_the_compiled_part_the_weights_stay_as_they_are(table: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = trained(table)
     monkeypatch.setenv("LAGOM_NATIVE", "0")

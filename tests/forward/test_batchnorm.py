@@ -409,6 +409,7 @@ def as_on_gpus(session: Session) -> Iterator[None]:
         yield
 
 
+@pytest.mark.needs("zero")
 def test_on_gpus_an_exchange_begins_with_a_message_which_may_ask_for_something_else() -> None:
     def run(session: Session) -> tuple[Tensor, list[Any]]:
         torch.manual_seed(0)

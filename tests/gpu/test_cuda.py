@@ -20,18 +20,12 @@ from lagom.cluster import visible_gpus
 from lagom.config import TorchDistributedConfig
 from lagom.exchange.agreement_exchange import AgreedExchange
 from lagom.exchange.group import Group
-from lagom.extensions.zero.parameters.dispatch import ParameterUses
-from lagom.extensions.zero.parameters.shards import ParameterShards
 from lagom.forward.batchnorm import WholeBatchStatistics
 from lagom.gradients.backward_gradients import BackwardGradients
 from lagom.gradients.divergence import DivergenceMonitor
 from lagom.gradients.gradient_averager import GradientAverager
-from lagom.run_state.leaves import Leaves
+from lagom.run_state.leaves import Leaves, Likeness
 from lagom.run_state.loader_pass import BatchShare
-from lagom.run_state.memory_layout import storage_of
-from lagom.run_state.plain_leaves import Likeness
-from tests.extensions.resume import training
-from tests.extensions.resume.kills import killed
 from tests.programs import scaled
 from tests.ranks import session_alone
 
@@ -224,47 +218,6 @@ def test_batchnorm_over_ranks_does_not_wait_for_the_gpu(tmp_path: Path) -> None:
             (wanted(other) ** 3 * weights).sum().backward()
             torch.testing.assert_close(given.grad, other.grad, rtol=1e-10, atol=1e-12)
         torch.testing.assert_close(found.running_var, wanted.running_var, rtol=1e-10, atol=0)
-
-
-def test_parameters_on_the_gpu_are_let_go_of_and_gathered_by_nccl() -> None:
-    """At ``zero_lvl=3`` with one rank: their memory is the device's again while nothing needs it."""
-    with group_of_one() as group:
-        look_at_weights(ParameterShards(group, Leaves(), lambda: True, print), "cuda")
-
-
-def look_at_weights(weights: ParameterShards, device: str) -> None:
-    parameter = torch.nn.Parameter(torch.randn(512, 512, device=device))
-    kept = parameter.detach().clone()
-    weights.adopt(parameter)
-    weights.free_idle()
-    assert storage_of(parameter).nbytes() == 0
-    x = torch.randn(8, 512, device=device)
-    with ParameterUses(weights):
-        found = torch.nn.functional.linear(x, parameter)
-        weights.free_idle()
-        assert storage_of(parameter).nbytes() == 0
-        found.square().mean().backward()  # on the device's thread, where there is one
-        assert parameter.grad is not None
-        with torch.no_grad():
-            parameter.mul_(2)
-        weights.free_idle()
-        assert torch.equal(parameter.detach(), 2 * kept)
-    other = kept.clone().requires_grad_()
-    torch.nn.functional.linear(x, other).square().mean().backward()
-    assert torch.equal(parameter.grad, other.grad)  # type: ignore[arg-type]
-
-
-def test_a_killed_rank_goes_on_from_a_snapshot_with_the_state_of_the_gpu(tmp_path: Path) -> None:
-    folders = [tmp_path / "whole", tmp_path / "killed"]
-    for folder in folders:
-        folder.mkdir()
-    wanted = experiment.lagom(training.train, training.config(folders[0], world_size=1)).value
-    (folders[1] / "slowly").touch()
-    with killed(folders[1], 0):
-        result = experiment.lagom(training.train, training.config(folders[1], world_size=1, snapshot_every_s=0.1))
-    assert "of epoch 2" in result.failures[0]["resumed_from"]
-    assert result["losses"] == wanted["losses"]
-    assert result["weights"] == wanted["weights"]
 
 
 def test_mixed_precision_with_a_scaler_gives_the_numbers_of_a_plain_run() -> None:

@@ -1,4 +1,4 @@
-"""``lagom.gradients.criteria``: what is said of losses that shares of a batch make other numbers of."""
+"""``lagom.run_state.loss_terms``: what is said of losses that shares of a batch make other numbers of."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
-from lagom.gradients.criteria import SUMMED, WEIGHTED, find_caveats
+from lagom.run_state.loss_terms import SUMMED, WEIGHTED, find_caveats
 from lagom.session.session import Session
 from tests.ranks import alone, run_ranks
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from lagom.host.end_reports import death_report, first_failure, fit_reports, stop_report
-from lagom.on_rank.outcome import pack_error
+from lagom.on_rank.rank_call import pack_error
 from lagom.wire.framing import body_of
 from lagom.wire.messages import Done, RankReport
 

@@ -1,4 +1,4 @@
-"""``lagom.host.oom_kills``: a rank that the system killed as memory ran out is told from one that somebody killed."""
+"""``lagom.host.end_reports``: a rank that the system killed as memory ran out is told from one that somebody killed."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from lagom.host.oom_kills import num_kills, oom_kill_text
+from lagom.host.end_reports import num_kills, oom_kill_text
 
 GROUPS = Path("/sys/fs/cgroup")
 

@@ -28,12 +28,12 @@ from lagom.host import descendants
 from lagom.host.rank_host import allow_files, make_rank_spec, run_task_ranks
 from lagom.host.workspace import host_workspace
 from lagom.plan import plan
-from lagom.program.call import Call
 from lagom.program.payload import Parcel, unpack_file
+from lagom.program.signature import Call
 from lagom.wire.client import DriverClient
+from lagom.wire.framing import anonymous_file
 from lagom.wire.messages import Failed, Join, Log, Message, Peers, RankAddress, RankReport, Stop
 from lagom.wire.rendezvous import Stopped, peers
-from lagom.wire.server import anonymous_file
 from lagom.wire.spec import RunSpec
 
 

@@ -25,13 +25,13 @@ from lagom.config import TorchDistributedConfig
 from lagom.driver.run import RunView
 from lagom.host.descendants import fork_host
 from lagom.plan import Plan, plan
-from lagom.program.call import Call
+from lagom.program.signature import Call
 from lagom.spark import task_host
 from lagom.spark.spark import SparkLauncher
 from lagom.spark.spark_state import SparkState
 from lagom.spark.task_host import ExecutorTask
+from lagom.wire.framing import anonymous_file
 from lagom.wire.messages import to_json
-from lagom.wire.server import anonymous_file
 from lagom.wire.spec import RunSpec
 from tests.integration.hosts import Host
 

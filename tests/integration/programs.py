@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import lagom
 from lagom.config import TorchDistributedConfig
-from lagom.on_rank.process_tree import children
+from lagom.on_rank.resource_usage import children
 from lagom.result import Result
 
 POINTS = 101  # in batches of 4: the last has one sample, fewer than there are ranks

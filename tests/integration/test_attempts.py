@@ -1,4 +1,4 @@
-"""Runs on Spark that lose a rank, a Python worker or an executor begin again, with the slots that are there."""
+"""Runs on Spark that lose a rank, a Python worker or an executor restart, with the slots that are there."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 
 from lagom import experiment
 from lagom.config import TorchDistributedConfig
-from lagom.on_rank.process_tree import children
+from lagom.on_rank.resource_usage import children
 from lagom.spark.spark_session import ClassicFacts
 from tests.driver import losses
 from tests.driver.file_programs import from_checkpoint
@@ -148,7 +148,7 @@ def test_without_a_host_the_run_goes_on_before_spark_misses_it(
     (failure,) = result.failures
     assert "no sign of life came for 20 s from the machine that held rank" in failure["cause"]
     assert failure["seconds_lost"] < 60  # Spark itself waits for two minutes
-    assert "the run begins again, attempt 2 of 4, with 2 ranks instead of 3" in capfd.readouterr().err
+    assert "the run restarts, attempt 2 of 4, with 2 ranks instead of 3" in capfd.readouterr().err
 
 
 def check_one_rank_went_on(result: Any, folder: Path, said: str) -> None:
@@ -156,7 +156,7 @@ def check_one_rank_went_on(result: Any, folder: Path, said: str) -> None:
     assert len(result.per_rank) == 1
     assert losses.same(result.value, run(folder / "wanted", folder / "gate", 1, launcher="local").value)
     assert len(result.failures) == 1
-    assert "the run begins again, attempt 2 of 4, with 1 rank instead of 2" in said
+    assert "the run restarts, attempt 2 of 4, with 1 rank instead of 2" in said
 
 
 def executor_of_rank_1(folder: Path) -> int:

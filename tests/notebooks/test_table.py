@@ -79,7 +79,7 @@ def test_each_attempt_of_a_run_that_loses_a_rank_has_a_table(notebook: Notebook)
     assert "(the run was started 2 times: max_failures=1)" in cell.error
     ended = [display for display in cell.displays if "rank 1 was killed by SIGKILL</b></div>" in display["text/html"]]
     assert len(ended) == 2
-    assert cell.err.count("the run begins again, attempt 2 of 2\n") == 1
+    assert cell.err.count("the run restarts, attempt 2 of 2\n") == 1
 
 
 @pytest.mark.soak  # the first test has both by default

@@ -44,6 +44,8 @@ def test_a_last_report_soon_after_another_has_the_means_of_both_times(monkeypatc
     device = SimpleNamespace(type="cpu")
     known: dict[str, Any] = {
         "rank": 0,
+        "world_size": 2,
+        "local_world_size": 2,
         "has_joined": False,
         "spans": None,
         "device": device,

@@ -1,10 +1,10 @@
-"""``lagom.on_rank.outcome``: the report of an error fits into a frame, whatever its texts are."""
+"""``lagom.on_rank.rank_call``: the report of an error fits into a frame, whatever its texts are."""
 
 from __future__ import annotations
 
 import pytest
 
-from lagom.on_rank.outcome import pack_error
+from lagom.on_rank.rank_call import pack_error
 from lagom.program.payload import unpack
 from lagom.wire.framing import body_of
 

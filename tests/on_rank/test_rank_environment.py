@@ -11,8 +11,7 @@ import lagom
 from lagom.cluster import Cluster
 from lagom.config import TorchDistributedConfig
 from lagom.errors import RankError
-from lagom.on_rank.device import rank_device, threads
-from lagom.on_rank.rank_environment import environment
+from lagom.on_rank.rank_environment import environment, rank_device, threads
 from lagom.plan import Plan, plan
 from lagom.wire.spec import RankSpec
 from lagom.world import Place, place_set

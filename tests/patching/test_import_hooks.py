@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from lagom.patching.import_hooks import on_import
+from lagom.patching.importers import on_import
 
 NAME = "lagom_test_imported"
 

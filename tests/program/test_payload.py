@@ -18,9 +18,9 @@ import torch
 from torch import nn
 
 from lagom.errors import PayloadError
-from lagom.program.call import Call
 from lagom.program.payload import Parcel, unpack, unpack_file
-from lagom.wire.server import anonymous_file
+from lagom.program.signature import Call
+from lagom.wire.framing import anonymous_file
 
 ROOT = Path(__file__).parents[2]
 BIG = 1 << 17  # elements, so more than is kept in the pickle itself

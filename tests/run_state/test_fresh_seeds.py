@@ -1,4 +1,4 @@
-"""``lagom.run_state.fresh_seeds``: seeds that a program takes from the system are equal on all ranks."""
+"""``lagom.run_state.random_streams``: seeds that a program takes from the system are equal on all ranks."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from lagom import experiment
 from lagom.config import TorchDistributedConfig
-from lagom.program.call import Call
+from lagom.program.signature import Call
 from lagom.session.call_changes import CallChanges
 
 log: list[int] = []
@@ -66,6 +66,7 @@ def test_objects_that_the_ranks_have_changed_are_named(world_size: int, capfd: p
     assert hparams == {"lr": 0.1}
 
 
+@pytest.mark.needs("zero")
 def test_sharded_parameters_are_not_read(capfd: pytest.CaptureFixture[str]) -> None:
     """Rank 0 looks alone, while each rank has a part of each parameter."""
     model, frozen = nn.Linear(64, 64), nn.Linear(64, 64).requires_grad_(False)

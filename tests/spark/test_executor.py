@@ -16,8 +16,8 @@ from lagom.spark.spark import task_by_value
 from lagom.spark.spark_worker import visible
 from lagom.watch.messages import Timeline
 from lagom.wire.failure_text import failure_in, failure_text
+from lagom.wire.framing import anonymous_file
 from lagom.wire.messages import Log, Message, RankReport, to_json
-from lagom.wire.server import anonymous_file
 
 
 @pytest.mark.parametrize(
@@ -135,7 +135,7 @@ def test_pyspark_tells_ranks_the_files_and_the_context_of_their_task() -> None:
     )
     rank = (
         "import pickle, sys\n"
-        "from lagom.patching.import_hooks import on_import\n"
+        "from lagom.patching.importers import on_import\n"
         "with on_import({'pyspark': pickle.loads(bytes.fromhex(sys.argv[1])).restore}):\n"
         "    assert 'pyspark' not in sys.modules\n"
         "    from pyspark import BarrierTaskContext, SparkFiles, TaskContext\n"

@@ -22,7 +22,7 @@ import lagom
 from lagom.errors import LagomError, PlanError
 from lagom.host.workspace import base_dir
 from lagom.spark.executor_link import disconnect, run_in_server
-from lagom.wire.server import anonymous_file
+from lagom.wire.framing import anonymous_file
 from tests.spark.probes import Facts, Sleeps, TakesPayload
 
 _PATIENCE_S = 60.0

@@ -14,7 +14,7 @@ import pytest
 
 from lagom.driver.run import RunView
 from lagom.errors import LagomError, PayloadError, PlanError
-from lagom.program.call import Call
+from lagom.program.signature import Call
 from lagom.spark import spark as spark_module
 from lagom.spark.spark import SparkLauncher, SparkPayload, rows_of_failure
 from lagom.spark.spark_job import SparkJob

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from lagom.extensions.data.dataframes import cache_folder, forget_frames
 from lagom.on_rank.network_interfaces import addresses
 from lagom.spark.spark_session import session_facts
 
@@ -26,8 +25,6 @@ class Session:
 def test_a_connect_server_of_this_host_is_on_this_machine(host: str) -> None:
     session = Session(host, "local[2]")
     assert session_facts(session).one_machine
-    with forget_frames():
-        assert str(cache_folder(session)).startswith("file:///")
     assert not session_facts(Session(host, "spark://m:7077")).one_machine
 
 
@@ -35,4 +32,3 @@ def test_a_connect_server_of_this_host_is_on_this_machine(host: str) -> None:
 def test_a_connect_server_elsewhere_does_not_see_the_files_of_this_machine(host: str | None) -> None:
     session = Session(host, "local[2]")
     assert not session_facts(session).one_machine
-    assert cache_folder(session) is None

@@ -20,6 +20,7 @@ from lagom.digests import parse_record
 from lagom.run_folder import RunFolder
 from tests.damage import KINDS, damage
 
+pytestmark = pytest.mark.needs("observe", "search")
 FILES = ("run.json", "result.json", "progress.jsonl", "rank-0.log", "timeline.json", "timeline-summary.json")
 OTHER_VALUES: tuple[Any, ...] = (None, True, -1, 1 << 70, 0.5, float("nan"), "text", [], [1, "a"], {}, {"a": {"b": 1}})
 """Values of other types, as another version or a person may write them."""

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import lagom
 from lagom import cli, experiment
-from lagom.config import HyperparameterOptConfig, Searchspace, TorchDistributedConfig
+from lagom.config import TorchDistributedConfig
 from lagom.run_folder import RunFolder
 from lagom.watch.retention import lock_run
 
@@ -52,36 +52,6 @@ def lagom_says(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
     return capsys.readouterr().out
 
 
-@pytest.mark.parametrize("last", ["returned", "interrupted"])
-def test_a_search_is_listed_with_its_best_value(
-    last: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("LAGOM_RUN_DIR", str(tmp_path))
-
-    def train(lr: float) -> dict[str, float]:
-        if lr == 3.0 and last == "interrupted":
-            raise KeyboardInterrupt
-        return {"loss": 1 / lr}
-
-    config = HyperparameterOptConfig(
-        searchspace=Searchspace(lr=("DISCRETE", [1.0, 2.0, 3.0])),
-        num_trials=3,
-        optimizer="grid",
-        direction="min",
-        optimization_key="loss",
-        es_policy="none",
-        launcher="inline",
-        seed=1,
-    )
-    result = experiment.lagom(train, config)
-    line = lagom_says(capsys, "runs").splitlines()[1]
-    assert ("interrupted: " in line) == result.interrupted == (last == "interrupted")
-    done = [trial["value"] for trial in result.trials if trial["state"] == "complete"]
-    wanted = f"best {min(done):.6g} of {len(result.trials)} trials" if done else f"0 of {len(result.trials)} trials"
-    assert wanted in line
-    assert lagom.show(next(tmp_path.glob("*-train-*"))) is not None
-
-
 def test_runs_are_listed_with_result_seconds_and_git(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with lock_run(RunFolder.open(named(runs, "run1"))):
         (named(runs, "run1") / "result.json").unlink()
@@ -105,6 +75,7 @@ def test_what_a_run_returned_is_listed_in_a_few_words(tmp_path: Path, capsys: py
     assert sorted(cells) == sorted(["[…, 0.1]", "auc 0.75, losses […, 0.1]", "[4, 2]", "done"])
 
 
+@pytest.mark.needs("observe")
 def test_a_comparison_has_what_differs_alone(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     said = lagom_says(capsys, "compare", "run0", str(named(runs, "run1")))
     rows = dict(re.split(r" {2,}", line.strip(), maxsplit=1) for line in said.splitlines()[1:])
@@ -114,6 +85,7 @@ def test_a_comparison_has_what_differs_alone(runs: Path, capsys: pytest.CaptureF
     assert not {"batches", "torch", "world_size", "git", "module"} & rows.keys()
 
 
+@pytest.mark.needs("observe")
 def test_curves_are_compared_at_equal_shares_of_the_samples(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for name, factor in (("run0", 1), ("run1", 2)):
         lines = [
@@ -128,6 +100,7 @@ def test_curves_are_compared_at_equal_shares_of_the_samples(runs: Path, capsys: 
     assert rows["samples per second of rank 0"] == ["10", "20"]
 
 
+@pytest.mark.needs("observe")
 def test_a_curve_of_few_points_has_no_loss_at_other_shares(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for name, ends in (("run0", (10, 40)), ("run1", (20, 40))):
         lines = [f'{{"rank": 0, "seconds": {at}, "samples": {at}, "loss": {at / 8}}}' for at in ends]
@@ -146,6 +119,7 @@ def test_a_curve_of_few_points_has_no_loss_at_other_shares(runs: Path, capsys: p
     assert rows["last loss"] == ["5", "5"]
 
 
+@pytest.mark.needs("observe")
 def test_the_report_of_an_older_run_is_opened(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     opened: list[str] = []
     monkeypatch.setattr(webbrowser, "open", opened.append)
@@ -159,6 +133,7 @@ def test_the_report_of_an_older_run_is_opened(runs: Path, monkeypatch: pytest.Mo
     assert opened == [page.as_uri()]
 
 
+@pytest.mark.needs("observe")
 def test_a_page_that_the_run_has_left_is_shown_as_it_is(runs: Path) -> None:
     page = named(runs, "run0") / "report.html"
     page.write_text("the page of a search")

@@ -15,9 +15,7 @@ import lagom
 from lagom import experiment
 from lagom.config import TorchDistributedConfig
 from lagom.config.torch_distributed import Collectives
-from lagom.extensions.observe.report.report import report
 from lagom.on_rank.resource_usage import ResourceUsage
-from lagom.run_folder import RunFolder
 from lagom.watch.stragglers import Waits, held_up, straggler
 
 
@@ -58,16 +56,6 @@ def test_a_rank_that_comes_late_is_named(tmp_path: Path, collectives: Collective
         for rank, share in event["waits_for"].items():
             waits[int(rank)] += share
     assert max(waits, key=waits.__getitem__) == 1
-
-
-def test_the_report_says_it(tmp_path: Path) -> None:
-    (tmp_path / "run.json").write_text('{"name": "x"}')
-    events = [
-        {"rank": 0, "seconds": 1, **says(0.4, rank_1=0.4)._asdict()},
-        {"rank": 1, "seconds": 1, **says(0.0)._asdict()},
-    ]
-    (tmp_path / "progress.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
-    assert "The others waited 40% of their time for rank 1." in report(RunFolder.open(tmp_path))
 
 
 def test_processors_and_memory_are_told(tmp_path: Path) -> None:

@@ -57,6 +57,7 @@ def there(url: str) -> dict[str, bytes]:
     return {path[len(root) :].lstrip("/"): system.cat_file(path) for path in system.find(root)}
 
 
+@pytest.mark.needs("observe")
 def test_a_run_is_kept_at_a_url_as_it_is_in_a_folder(url: str, tmp_path: Path) -> None:
     result = run(url)
     assert result.run_url is not None
@@ -111,6 +112,7 @@ def test_what_a_run_has_written_is_there_before_its_end(url: str, monkeypatch: p
     kept.close()
 
 
+@pytest.mark.needs("observe")
 @pytest.mark.parametrize("place", ["nosuch://bucket/runs", "https://127.0.0.1:9/runs"])
 def test_a_url_that_takes_nothing_is_an_error_before_anything_starts(place: str) -> None:
     with pytest.raises(PlanError, match=rf"run_dir is '{place}', and nothing can be written there.*name another place"):

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from lagom.wire.many_files import receive_with_files, send_with_files
+from lagom.wire.framing import receive_with_files, send_with_files
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ from lagom.wire.framing import FrameDecoder, body_of, frame_of
 from lagom.wire.messages import (
     Doing,
     Done,
-    Event,
+    LocalEvent,
     Log,
     Message,
     MessageError,
@@ -37,8 +37,8 @@ KINDS: list[Any] = [
     kind
     for module in MODULES
     for kind in vars(module).values()
-    if isinstance(kind, type) and issubclass(kind, (Message, Event)) and kind.__module__ == module.__name__
-    if issubclass(kind, Event) or hasattr(kind, "tag")  # a message without one is a base of others
+    if isinstance(kind, type) and issubclass(kind, (Message, LocalEvent)) and kind.__module__ == module.__name__
+    if issubclass(kind, LocalEvent) or hasattr(kind, "tag")  # a message without one is a base of others
 ]
 MESSAGES = [kind for kind in KINDS if issubclass(kind, Message)]
 ROW = re.compile(r"^(\w+) {2,}(\S.*?) {2,}(\S.*)$")
@@ -173,7 +173,7 @@ def _matched(top: ast.AST) -> Iterator[str]:
 
 def test_each_message_and_event_has_a_row_in_the_table_of_its_file() -> None:
     for module in MODULES:
-        defined = {kind.__name__ for kind in KINDS if kind.__module__ == module.__name__} - {"Message", "Event"}
+        defined = {kind.__name__ for kind in KINDS if kind.__module__ == module.__name__} - {"Message", "LocalEvent"}
         assert {name for name in rows() if re.search(rf"^{name}  ", module.__doc__ or "", re.MULTILINE)} == defined
 
 

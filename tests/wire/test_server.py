@@ -23,9 +23,9 @@ import pytest
 
 from lagom.wire.client import DriverClient, LinkClosed, deliver, dial
 from lagom.wire.fetch import fetch_file
-from lagom.wire.framing import MAX_FRAME, NONCE, PROOF, FrameKeys, FrameSeals, body_of, frame_of
+from lagom.wire.framing import MAX_FRAME, NONCE, PROOF, FrameKeys, FrameSeals, anonymous_file, body_of, frame_of
 from lagom.wire.messages import Lost, Message, Stop, TaskHello, own_version, to_json
-from lagom.wire.server import DriverServer, anonymous_file
+from lagom.wire.server import DriverServer
 
 
 def hello_of(task: int) -> TaskHello:

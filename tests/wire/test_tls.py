@@ -19,8 +19,9 @@ import pytest
 
 from lagom.wire.client import DriverClient, deliver, dial
 from lagom.wire.fetch import fetch_file
+from lagom.wire.framing import anonymous_file
 from lagom.wire.messages import Log, Lost, Message, Stopping, TaskHello, own_version
-from lagom.wire.server import DriverServer, anonymous_file
+from lagom.wire.server import DriverServer
 from lagom.wire.tls import NoCertificate, certificate_of_a_run
 
 WORD = "a word that nobody else is to read"

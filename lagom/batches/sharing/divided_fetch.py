@@ -51,7 +51,7 @@ _FETCH = vars(_MapDatasetFetcher)["fetch"]
 
 
 @dataclass(eq=False)
-class Finding:
+class LoadingFinding:
     """What is known of the loading of one data set with one ``collate_fn``; equal on all ranks."""
 
     exchange: SampleExchange
@@ -71,13 +71,13 @@ class Findings:
     def __init__(self) -> None:
         self._known = WeakIdKeyDictionary(ref_type=ObjectReference)
 
-    def find(self, session: Session, loader: DataLoader[Any]) -> Finding:
+    def find(self, session: Session, loader: DataLoader[Any]) -> LoadingFinding:
         """Return the finding for the data set and functions of ``loader``, a new one if there is none."""
         of_owner = self._known.setdefault(owner_of(loader), {})
         functions = functions_of(loader)
         if functions not in of_owner:
-            of_owner[functions] = Finding(SampleExchange(session))
-        found: Finding = of_owner[functions]
+            of_owner[functions] = LoadingFinding(SampleExchange(session))
+        found: LoadingFinding = of_owner[functions]
         return found
 
 
@@ -108,7 +108,7 @@ class DividedFetcher:
         whole: the fetcher that loads whole batches on every rank.
     """
 
-    def __init__(self, fetcher: Any, whole: Any, session: Session, finding: Finding, current: LoaderPass) -> None:
+    def __init__(self, fetcher: Any, whole: Any, session: Session, finding: LoadingFinding, current: LoaderPass) -> None:
         self._fetcher, self._whole, self._session = fetcher, whole, session
         self._finding, self._pass = finding, current
         self._tell_clock()

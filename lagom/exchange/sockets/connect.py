@@ -28,7 +28,7 @@ _PAUSE_MS = 20, 100
 """Shortest and longest pause before the next try."""
 
 
-class Gather(Protocol):
+class GatherTexts(Protocol):
     """All-gather of texts, with which ranks set up faster exchanges."""
 
     def __call__(self, data: bytes, wanted: Collection[int] | None = None) -> list[bytes]:
@@ -44,7 +44,7 @@ def connected(
     partners: Collection[int] | None,
     homes: Sequence[object],
     ip: str,
-    all_gather: Gather,
+    all_gather: GatherTexts,
     credentials: Credentials,
     purpose: str,
 ) -> list[Connection | None]:

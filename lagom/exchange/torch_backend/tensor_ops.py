@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from lagom.exchange.memory_transport import type_code
 from lagom.exchange.native import OPERATIONS, TYPES
+from lagom.exchange.shared_memory import type_code
 from lagom.exchange.transport import bytes_of
 
 if TYPE_CHECKING:

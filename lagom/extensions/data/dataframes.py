@@ -74,7 +74,7 @@ def _replace_frame(frame: Any, name: str) -> Any:
     with _lock:
         kept = _find_written(frame)
         if kept is None:
-            kept = _Kept(frame, _inputs(frame), _write(frame, folder))
+            kept = _WrittenFrame(frame, _inputs(frame), _write(frame, folder))
         else:
             kept_frames.remove(kept)
         kept_frames.append(kept)
@@ -88,7 +88,7 @@ def _replace_frame(frame: Any, name: str) -> Any:
 
 
 @dataclass(eq=False)
-class _Kept:
+class _WrittenFrame:
     """Remembers where a DataFrame has been written as Parquet, and from which input files."""
 
     frame: Any
@@ -98,7 +98,7 @@ class _Kept:
     """Returns the object that calls in progress have of the frame; None if there is no such call."""
 
 
-kept_frames: list[_Kept] = []
+kept_frames: list[_WrittenFrame] = []
 """Frames in the order of their last use."""
 _lock = threading.Lock()
 
@@ -141,7 +141,7 @@ def _urls(provided: Mapping[str, Any]) -> set[str]:
     return {value.url for value in provided.values() if isinstance(value, WrittenFrame)}
 
 
-def _find_written(frame: Any) -> _Kept | None:
+def _find_written(frame: Any) -> _WrittenFrame | None:
     inputs = _inputs(frame)
     for kept in kept_frames:
         if _exists(kept.url) and (kept.frame is frame or (inputs and inputs == kept.inputs)):

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from lagom.run_folder import RunFolder
     from lagom.session.session import Session
     from lagom.watch.run_dir import RunRecords
-    from lagom.wire.messages import Event
+    from lagom.wire.messages import LocalEvent
     from lagom.wire.server import DriverServer
 
 Debug = Literal["first"] | int | None
@@ -113,7 +113,7 @@ class Observe(Extension):
         if not can_type():
             raise ValueError(f"debug is {config.debug!r}, but {NOBODY}; run it there, or drop debug")
 
-    def view(self, plan: Plan, channel: DriverServer, put: Callable[[Event], None]) -> ViewPart:
+    def view(self, plan: Plan, channel: DriverServer, put: Callable[[LocalEvent], None]) -> ViewPart:
         """See ``Extension``."""
         from lagom.extensions.observe.debugger.terminal import DebugTerminal
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
-from lagom.patching.import_hooks import on_import
+from lagom.patching.importers import on_import
 from lagom.patching.replace import replaced
 
 if TYPE_CHECKING:

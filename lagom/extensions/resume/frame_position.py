@@ -18,7 +18,7 @@ class NoSnapshotError(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Position:
+class FramePosition:
     """Place in a function: a loop that is about to take its next item, or a call in progress."""
 
     file: str
@@ -32,7 +32,7 @@ class Position:
         return source.loop_at(self.where) if self.is_loop else source.call_at(self.where)
 
 
-def position_of(frame: types.FrameType, source: SourceFile) -> Position:
+def position_of(frame: types.FrameType, source: SourceFile) -> FramePosition:
     """Return the position of ``frame``, a function of ``source``.
 
     Raises:
@@ -49,7 +49,7 @@ def position_of(frame: types.FrameType, source: SourceFile) -> Position:
     if not (is_loop or name.startswith(("CALL", "PRECALL"))):  # in 3.11 a specialised PRECALL calls C
         raise NoSnapshotError(f"{place_of(frame)} is neither at a call nor at a loop")
     where = line, column, end_line, end_column
-    found = Position(code.co_filename, code.co_name, code.co_firstlineno, is_loop, where)
+    found = FramePosition(code.co_filename, code.co_name, code.co_firstlineno, is_loop, where)
     if found.node(source) is None:
         raise NoSnapshotError(f"{place_of(frame)} is inside of a comprehension or another expression")
     return found

@@ -19,7 +19,7 @@ from lagom.extensions.resume.continuation import (
     first_parameter,
     script_code,
 )
-from lagom.extensions.resume.frame_position import NoSnapshotError, Position, place_of, position_of
+from lagom.extensions.resume.frame_position import FramePosition, NoSnapshotError, place_of, position_of
 from lagom.extensions.resume.progress_bars import BarIterator
 from lagom.extensions.resume.remaining_statements import HELP
 from lagom.extensions.resume.source_code import (
@@ -54,7 +54,7 @@ _PASSED = (
 class FrameState:
     """A function in progress: its position and its variables."""
 
-    position: Position
+    position: FramePosition
     module: str
     """The ``__name__`` of its globals."""
     values: dict[str, Any]
@@ -74,15 +74,15 @@ class ProgramFrames:
 
     def __init__(self, sources: Mapping[str, SourceFile], boundary: types.CodeType) -> None:
         self._sources, self._boundary = sources, boundary
-        self._checked: dict[tuple[types.CodeType, int, bool], tuple[Position, set[str]]] = {}
+        self._checked: dict[tuple[types.CodeType, int, bool], tuple[FramePosition, set[str]]] = {}
 
-    def now(self, frame: types.FrameType | None) -> list[tuple[types.FrameType, Position]]:
+    def now(self, frame: types.FrameType | None) -> list[tuple[types.FrameType, FramePosition]]:
         """Return the frames of the program from ``frame`` outwards with their positions, outermost first.
 
         Raises:
             NoSnapshotError: if one of them could not go on in another process, or a library's frame is among them.
         """
-        found: list[tuple[types.FrameType, Position]] = []
+        found: list[tuple[types.FrameType, FramePosition]] = []
         while frame is not None and frame.f_code is not self._boundary:
             name = frame.f_code.co_filename
             if name in self._sources:
@@ -97,7 +97,7 @@ class ProgramFrames:
     def _is_help(self, frame: types.FrameType) -> bool:
         return HELP in frame.f_code.co_varnames
 
-    def _position(self, frame: types.FrameType, is_innermost: bool) -> Position:
+    def _position(self, frame: types.FrameType, is_innermost: bool) -> FramePosition:
         key = frame.f_code, frame.f_lasti, is_innermost
         if key not in self._checked:
             self._checked[key] = self._find_position(frame, is_innermost)
@@ -109,7 +109,7 @@ class ProgramFrames:
                 raise NoSnapshotError(f"{place_of(frame)} has read {name} (a {kind}) before its call")
         return found
 
-    def _find_position(self, frame: types.FrameType, is_innermost: bool) -> tuple[Position, set[str]]:
+    def _find_position(self, frame: types.FrameType, is_innermost: bool) -> tuple[FramePosition, set[str]]:
         code, source = frame.f_code, self._sources[frame.f_code.co_filename]
         if code.co_flags & _GENERATORS:
             raise NoSnapshotError(f"{place_of(frame)} is a generator")
@@ -135,7 +135,7 @@ class ProgramFrames:
             raise NoSnapshotError(f"{place_of(frame)} calls locals(), or was defined after the run had begun")
         return found, read
 
-    def states(self, frames: Sequence[tuple[types.FrameType, Position]], iterator: Any) -> list[FrameState]:
+    def states(self, frames: Sequence[tuple[types.FrameType, FramePosition]], iterator: Any) -> list[FrameState]:
         """Return the states of ``frames``, the innermost of which is about to take an item of ``iterator``.
 
         The states keep the program's variables alive.
@@ -156,7 +156,7 @@ class ProgramFrames:
             raise NoSnapshotError(f"{place_of(frame)} reads the loader through a {type(read).__name__}")
         return found
 
-    def _state(self, frame: types.FrameType, position: Position) -> FrameState:
+    def _state(self, frame: types.FrameType, position: FramePosition) -> FrameState:
         code, values, source = frame.f_code, dict(self._own(frame)), self._sources[position.file]
         function, node = source.function(code), position.node(source)
         assert function is not None

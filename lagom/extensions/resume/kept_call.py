@@ -22,9 +22,9 @@ from lagom.digests import end_with_digest, ended_digest
 from lagom.errors import LagomError, PayloadError, PlanError
 from lagom.extensions.resume.source_code import SourceFile
 from lagom.plan import Plan
-from lagom.program.call import Call
 from lagom.program.payload import Parcel, unpack_file
 from lagom.program.script import Script
+from lagom.program.signature import Call
 from lagom.program.sources import reachable_modules, source_text
 from lagom.restart.kept_snapshots import CALL, RESULT, SETTINGS, SnapshotFolder, no_snapshots
 from lagom.run_folder import RunFolder

@@ -10,8 +10,8 @@ from lagom.errors import LagomError
 from lagom.extensions.resume.frame_position import NoSnapshotError
 
 if TYPE_CHECKING:
-    from lagom.session.resumable_state import Learned
     from lagom.session.session import Session
+    from lagom.session.state_groups import Learned
 
 
 @dataclass(frozen=True, slots=True)

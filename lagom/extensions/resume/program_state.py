@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from lagom.errors import LagomError, SnapshotError
 from lagom.extensions.resume.exit_functions import ExitFunctions
-from lagom.extensions.resume.frame_position import NoSnapshotError, Position
+from lagom.extensions.resume.frame_position import FramePosition, NoSnapshotError
 from lagom.extensions.resume.frames import FrameState, ProgramFrames
 from lagom.extensions.resume.learned_facts import LearnedFacts
 from lagom.extensions.resume.object_reducers import reduce_object
@@ -32,9 +32,9 @@ from lagom.extensions.resume.state_pickle import (
     program_globals,
     unpickle_state,
 )
-from lagom.program.call import Call
 from lagom.program.payload import unpack_parts
 from lagom.program.script import Script
+from lagom.program.signature import Call
 from lagom.program.sources import imports_of, is_installed, reachable_modules
 from lagom.program.unpicklable import find_unpicklable
 from lagom.random_states import random_states, set_random_states
@@ -176,7 +176,7 @@ class ProgramInProgress:
         """Note the settings of the process, before they are changed for pickling."""
         self._process = process_state(self._settings)
 
-    def frames(self, frame: types.FrameType | None) -> list[tuple[types.FrameType, Position]]:
+    def frames(self, frame: types.FrameType | None) -> list[tuple[types.FrameType, FramePosition]]:
         """Return the frames of the functions in progress that have called ``frame``, outermost first.
 
         Raises:
@@ -185,7 +185,7 @@ class ProgramInProgress:
         return self._frames.now(frame)
 
     def pickle(
-        self, frames: Sequence[tuple[types.FrameType, Position]], iterator: Any
+        self, frames: Sequence[tuple[types.FrameType, FramePosition]], iterator: Any
     ) -> tuple[bytes, list[memoryview]]:
         """Pickle the state of the program; return the pickle and its large buffers.
 

@@ -13,7 +13,7 @@ from lagom.extensions.resume.snapshot_taker import Snapshots
 from lagom.on_rank.process_settings import library_settings, set_process_settings
 
 if TYPE_CHECKING:
-    from lagom.program.call import Call
+    from lagom.program.signature import Call
     from lagom.session.session import Session
 
 SETTINGS = library_settings, set_process_settings

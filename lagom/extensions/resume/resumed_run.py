@@ -16,7 +16,7 @@ from lagom.driver.preparation import facts_of_code, run_records
 from lagom.extensions.resume.kept_call import KeptRun, keep_call, keep_result, read_call, read_result
 from lagom.launch import choose
 from lagom.plan import plan
-from lagom.program.call import Call
+from lagom.program.signature import Call
 from lagom.restart.kept_snapshots import FOLDER, SnapshotFolder
 from lagom.restart.snapshot_copies import SnapshotCopies
 from lagom.result import Result

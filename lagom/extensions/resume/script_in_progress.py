@@ -42,7 +42,7 @@ class ImportedModule:
 
 
 @dataclass(frozen=True, slots=True)
-class Imports:
+class ScriptImports:
     """Modules that a script has imported."""
 
     path: Sequence[tuple[int, str]]
@@ -114,13 +114,13 @@ class ScriptInProgress:
         names = [] if self._script is None else [_MAIN, *self._files]
         return {name: sys.modules[name] for name in names if name in sys.modules}
 
-    def imports(self) -> Imports | None:
+    def imports(self) -> ScriptImports | None:
         """Return what the script has imported; None if the program is no script."""
         if self._script is None:
             return None
         own = [module for name, module in self.modules.items() if name != _MAIN]
         self._variables.update((module.__name__, vars(module)) for module in own)
-        return Imports(
+        return ScriptImports(
             [(place, entry) for place, entry in enumerate(sys.path) if entry not in self._path],
             [name for one in reversed(imported_after(self._newest)) if (name := _installed_name(one))],
             [self._imported(module) for module in own],
@@ -137,7 +137,7 @@ class ScriptInProgress:
             return None
         return {key: value for key, value in variables.items() if key not in _OF_IMPORT}
 
-    def make_again(self, imports: Imports) -> None:
+    def make_again(self, imports: ScriptImports) -> None:
         """Make ``__main__`` and the script's own modules, still empty, and import those of installed packages."""
         self._make_main()
         for place, entry in imports.path:

@@ -14,7 +14,7 @@ from lagom.digests import check_sha256, record_text
 from lagom.errors import LagomError, SnapshotError
 from lagom.program.payload import Parcel
 from lagom.restart.kept_snapshots import FETCHED, UNREHEARSED, Snapshot, SnapshotPlace
-from lagom.restart.prepared_files import is_here
+from lagom.restart.written_files import is_here
 from lagom.wire.client import deliver
 from lagom.wire.spec import RunSpec
 

@@ -26,8 +26,8 @@ from lagom.extensions.resume.passes.worker_positions import WorkersInPassError
 from lagom.extensions.resume.program_state import ProgramInProgress
 from lagom.extensions.resume.snapshot_files import SnapshotFiles
 from lagom.extensions.resume.snapshot_pace import SnapshotPace
-from lagom.program.call import Call
 from lagom.program.payload import Parcel, parts_of
+from lagom.program.signature import Call
 from lagom.restart.kept_snapshots import Snapshot
 from lagom.wire.snapshot_messages import NoSnapshot, SnapshotKept, SnapshotMarked, SnapshotPoint
 

@@ -26,8 +26,7 @@ from lagom.extensions.search.trial_source import KeptTrialSource
 from lagom.launch import choose
 from lagom.on_rank.process_settings import process_settings
 from lagom.plan import Plan, plan
-from lagom.program.call import Call
-from lagom.program.signature import check_searched, function_name
+from lagom.program.signature import Call, check_searched, function_name
 from lagom.run_folder import RunFolder
 from lagom.timings import Timings
 from lagom.watch.run_dir import RunRecords

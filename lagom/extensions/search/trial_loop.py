@@ -36,7 +36,7 @@ from lagom.plan import Plan
 from lagom.program.payload import Parcel, unpack
 from lagom.watch.json_values import as_json
 from lagom.watch.messages import Picture
-from lagom.wire.messages import Closed, Event, Log, Lost, Message, ProgressReport, Stalled
+from lagom.wire.messages import Closed, LocalEvent, Log, Lost, Message, ProgressReport, Stalled
 
 log = logging.getLogger("lagom")
 _TICK_S = 0.5
@@ -171,7 +171,7 @@ class TrialLoop:
     def _is_running(self) -> bool:
         return any(slot.running is not None for slot in self._joined.values())
 
-    def _take(self, number: int, message: Message | Event) -> None:
+    def _take(self, number: int, message: Message | LocalEvent) -> None:
         if isinstance(message, SlotJoin):
             self._joined[number] = _Slot(message)
         slot = self._joined.get(number)
@@ -198,7 +198,7 @@ class TrialLoop:
                 if slot.running is not None:
                     self._lose(number, slot.running, slot.why_lost)
 
-    def _show(self, number: int, message: Message | Event) -> None:
+    def _show(self, number: int, message: Message | LocalEvent) -> None:
         """Show a message of slot ``number``."""
         if (progress := self._progress) is None:
             return

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
-from lagom.program.call import Call
+from lagom.program.signature import Call
 
 State = Literal["complete", "pruned", "failed"]
 

@@ -58,7 +58,7 @@ _FIXED = {
     "strays": (
         "The ranks do what one process does, but from a snapshot the program does not go on as it would have: after a "
         "loss it would give other numbers. With snapshot_every_s=None (lagom run without --snapshot-every) it runs, "
-        "and begins again from the beginning after a loss."
+        "and restarts from the beginning after a loss."
     ),
     "unsteady": (
         "Two runs of one process already differ from each other, so there is nothing to compare with: start every "

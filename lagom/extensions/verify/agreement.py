@@ -231,7 +231,7 @@ def _evaluations(ranks: Sequence[Record]) -> ComparisonRow:
 
 
 def _work(ranks: Sequence[Record]) -> ComparisonRow:
-    told = "shared out" if any(rank.shared for rank in ranks) else "not shared out"
+    told = "split" if any(rank.shared for rank in ranks) else "not split"
     notes = "; ".join(dict.fromkeys(note for rank in ranks for note in rank.notes))
     return ComparisonRow("work", "", told, AgreementLevel.UNKNOWN, notes)
 

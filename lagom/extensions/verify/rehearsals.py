@@ -23,7 +23,7 @@ from lagom.extensions.verify.resumption import (
 )
 from lagom.extensions.verify.verification import Verification
 from lagom.plan import Plan, Rehearsal
-from lagom.program.call import Call
+from lagom.program.signature import Call
 from lagom.restart.history import RunHistory
 from lagom.restart.kept_snapshots import SnapshotFolder
 
@@ -73,7 +73,7 @@ class _Finding:
     @property
     def is_shared(self) -> bool:
         """Whether the ranks do different work."""
-        return all(row.ranks == "shared out" for row in self.rows if row.what == "work")
+        return all(row.ranks == "split" for row in self.rows if row.what == "work")
 
 
 def _others(plan: Plan, found: _Finding) -> Iterator[Plan]:
@@ -174,7 +174,7 @@ class _Rehearsals:
         return () if isinstance(control, str) else (compare_rounding(one, ranks, control[0]),)
 
     def rehearse_restart(self, found: _Finding) -> _Finding:
-        """Rehearse that the plan's run goes on from a snapshot; return ``found`` with the comparison's row."""
+        """Rehearse that the plan's run continues from a snapshot; return ``found`` with the comparison's row."""
         row = self._resumed()
         verdict = "strays" if row.level > AgreementLevel.AGREES else found.verdict
         return _Finding(verdict, [*found.rows, row])
@@ -192,7 +192,7 @@ class _Rehearsals:
         if isinstance(resumed, str):
             if resumed.startswith(f"{SnapshotError.__name__}: "):
                 return without_snapshot(resumed.partition(": ")[2])
-            note = f"the program goes on otherwise: it ends with {resumed}"
+            note = f"the program continues differently: it ends with {resumed}"
             return ComparisonRow("snapshot", "", snapshot.place, AgreementLevel.DIFFERS, note)
         row = compare_resumed(whole, resumed, snapshot.place)
         if row.level > AgreementLevel.AGREES:

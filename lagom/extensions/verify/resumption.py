@@ -1,4 +1,4 @@
-"""``compare_resumed``: compares a rehearsal that goes on from a snapshot with the rehearsal that took the snapshot."""
+"""``compare_resumed``: compares a rehearsal that continues from a snapshot with the rehearsal that took it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from lagom.extensions.verify.agreement import compare
 from lagom.extensions.verify.comparison_row import AgreementLevel, ComparisonRow
 from lagom.extensions.verify.on_rank.record import Record
 from lagom.plan import Plan
-from lagom.program.call import Call
+from lagom.program.signature import Call
 from lagom.restart.kept_snapshots import UNREHEARSED, SnapshotFolder
 from lagom.watch.upload import is_url, on_disk
 
@@ -76,7 +76,7 @@ def without_snapshot(why: str) -> ComparisonRow:
     """Return the row for a program that no snapshot has been taken of."""
     note = why
     if not why.startswith(UNREHEARSED):
-        note = f"{why}; meanwhile a run that loses a rank begins again from the beginning"
+        note = f"{why}; meanwhile a run that loses a rank restarts from the beginning"
     return ComparisonRow("snapshot", "", "none", AgreementLevel.UNKNOWN, note)
 
 
@@ -100,10 +100,10 @@ def compare_resumed(
     worst = max(rows, key=lambda row: row.level)
     if worst.level > AgreementLevel.AGREES:
         shown = f"{worst.one} before, {worst.ranks} now" if worst.one != worst.ranks else ""
-        note = ", ".join(filter(None, (f"the program goes on otherwise: {worst.what}", worst.note or shown)))
+        note = ", ".join(filter(None, (f"the program continues differently: {worst.what}", worst.note or shown)))
         return ComparisonRow("snapshot", "", place, AgreementLevel.DIFFERS, note)
     is_exact = all(_numbers(one) == _numbers(other) for one, other in zip(whole, resumed, strict=True))
-    note = f"goes on from there with {'the same bits' if is_exact else 'the same numbers, but for rounding'}"
+    note = f"continues from there with {'the same bits' if is_exact else 'the same numbers, but for rounding'}"
     return ComparisonRow("snapshot", "", place, AgreementLevel.AGREES, f"{note}, for {num} backwards")
 
 

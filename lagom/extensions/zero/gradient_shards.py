@@ -10,8 +10,8 @@ import torch
 from lagom.errors import DivergenceError, LagomError
 from lagom.exchange.plain_values import all_gather_values
 from lagom.extensions.zero.gradient_part import GradientPart, ShardedGradient, parts_of_parameters
-from lagom.gradients.gradient_store import GradientStore
 from lagom.gradients.reduction.buckets import ShardMap, make_shard_map
+from lagom.gradients.tensor_stores import GradientStore
 from lagom.patching.object_reference import tensor_dictionary
 from lagom.run_state.leaf_hooks import calls_hooks_after
 from lagom.run_state.memory_layout import flatten_like, flatten_memory, is_dense

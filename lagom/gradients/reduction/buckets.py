@@ -1,18 +1,20 @@
-"""``AllReduceBucket`` and ``ReduceScatterBucket``: average large gradients in the background."""
+"""How gradients travel: ``Layout`` sorts them, buckets average large ones in the background, ``Mean`` combines all."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 
-from lagom.gradients.reduction.layout import wire_dtype
+from lagom.exchange.agreement_exchange import PackedTensors, signature
 from lagom.run_state.memory_layout import flatten_like
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from lagom.exchange.background import Work
+    from lagom.exchange.group import Group
 
 
 class AllReduceBucket(NamedTuple):
@@ -143,3 +145,170 @@ def _is_sole_owner(gradient: torch.Tensor) -> bool:
     """
     storage = gradient.untyped_storage()  # this reference counts as well
     return int(torch._C._storage_Use_Count(storage._cdata)) <= 2
+
+
+ALONE = 1 << 20
+"""Bytes from which a gradient has a bucket of its own: copying it would take longer than another exchange."""
+TOGETHER = 4 << 20
+"""Bytes of smaller gradients that fill a bucket."""
+
+
+class LayoutEntry(NamedTuple):
+    """The facts about one gradient on which all ranks must agree."""
+
+    number: int
+    dtype: torch.dtype
+    shape: torch.Size
+    sparse: bool
+    """Whether the gradient is sparse, or in the layout of oneDNN."""
+    cuda: bool
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Gradients of one type and kind of device that travel together, by their indices in the layout."""
+
+    indices: list[int]
+
+
+class Layout:
+    """Sorts gradients by their way: with the signature (small), in a bucket (other dense ones), or alone.
+
+    Args:
+        kind: name of the exchange.
+        entries: the gradients, in the order in which they will be passed.
+        room: bytes for gradients in the message with the signature.
+        reduction: how gradients are combined; None for the mean.
+    """
+
+    def __init__(self, kind: str, entries: list[LayoutEntry], room: int, reduction: Reduction | None = None) -> None:
+        as_type = wire_dtype if reduction is None else reduction.wire_dtype
+        self.reduction = reduction
+        self.entries = entries
+        self.numbers = [entry.number for entry in entries]
+        # Sorted, since ranks may walk equal graphs in different orders.
+        self.order = sorted(range(len(entries)), key=self.numbers.__getitem__)
+        self.identity = repr((kind, [entries[i] for i in self.order])).encode()
+        self.signature = signature(self.identity)
+        self.is_new = True
+        self.unseen: list[int] = []
+        self.framed: list[int] = []
+        self.sparse: list[int] = []
+        rest: dict[tuple[bool, torch.dtype], list[int]] = {}
+        for i in self.order:
+            entry = entries[i]
+            size = entry.shape.numel() * as_type(entry.dtype).itemsize
+            if entry.sparse:
+                self.sparse.append(i)
+            elif not entry.cuda and size <= room:
+                self.framed.append(i)
+                room -= size
+            else:
+                rest.setdefault((entry.cuda, entry.dtype), []).append(i)
+        self.packed = PackedTensors([(entries[i].dtype, entries[i].shape) for i in self.framed], as_type)
+        # Reversed, since a backward reaches the last parameters first.
+        self.buckets = [bucket for part in rest.values() for bucket in _make_buckets(part[::-1], entries)]
+        sizes = [0, 0]
+        for (cuda, dtype), part in rest.items():
+            sizes[cuda] += sum(entries[i].shape.numel() for i in part) * dtype.itemsize
+        self.on_cpu, self.on_gpu = sizes
+        """Bytes of all buckets on the CPU, and on GPUs."""
+
+
+def wire_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return the type in which gradients of ``dtype`` are sent: one that gloo and NCCL can add."""
+    return dtype if dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16) else torch.float32
+
+
+def _make_buckets(indices: list[int], entries: list[LayoutEntry]) -> list[Bucket]:
+    buckets: list[Bucket] = []
+    together: list[int] = []
+    num_bytes = 0
+    for i in indices:
+        size = entries[i].shape.numel() * entries[i].dtype.itemsize
+        if size >= ALONE:
+            buckets.append(Bucket([i]))
+            continue
+        together.append(i)
+        num_bytes += size
+        if num_bytes >= TOGETHER:
+            buckets.append(Bucket(together))
+            together, num_bytes = [], 0
+    return [*buckets, Bucket(together)] if together else buckets
+
+
+class Reduction(Protocol):
+    """Combines the gradients of all ranks in place; the result has the same bits on all ranks."""
+
+    is_linear: bool
+    """Whether the reduction of a sum is the sum of reductions, except for rounding."""
+    overlaps: bool
+    """Whether the reduction is a plain mean, so that buckets may be summed while the backward runs."""
+
+    def frame_bytes(self, room: int) -> int:
+        """Return how many of the ``room`` bytes in the message with the signature gradients may use."""
+
+    def wire_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """Return the type in which gradients of ``dtype`` are sent."""
+
+    def reduce(self, layout: Layout, gradients: Sequence[torch.Tensor]) -> None:
+        """Combine the gradients in ``layout.buckets``, in place; a collective if there are any."""
+
+
+class Mean:
+    """Averages gradients without compression."""
+
+    is_linear = True
+    overlaps = True
+
+    def __init__(self, group: Group) -> None:
+        self._group = group
+
+    def frame_bytes(self, room: int) -> int:
+        """Return ``room``: gradients may use all of it."""
+        return room
+
+    def wire_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """Return ``dtype`` if gloo and NCCL can add it, else float32."""
+        return wire_dtype(dtype)
+
+    def reduce(self, layout: Layout, gradients: Sequence[torch.Tensor]) -> None:
+        """Average the gradients in ``layout.buckets``; a collective.
+
+        All travel at the same time, since an exchange is mostly waiting.
+        """
+        world_size = self._group.world_size
+        moving = [
+            start_all_reduce([gradients[i] for i in bucket.indices], self._group.all_reduce_later, world_size)
+            for bucket in layout.buckets
+        ]
+        for one in moving:
+            finish_all_reduce(one, self._group.wait, world_size)
+
+
+def make_reduction(group: Group, compression: str | None, adaptive: bool) -> Reduction:
+    """Return the reduction for a config.
+
+    Args:
+        compression: the config's ``gradient_compression``.
+        adaptive: whether the config has ``reduction="adasum"``.
+    """
+    if compression is None and not adaptive:
+        return Mean(group)
+    from lagom.gradients.reduction.sliced import HALVES, Adasum, SlicedMean
+
+    half = HALVES.get(compression or "")
+    if adaptive:
+        return Adasum(group, half)
+    return SlicedMean(group, half)
+
+
+# Note [Reductions]
+#
+# Gradients of backwards are averaged in one place, `TensorAverager.average`: those of ordinary and cached backwards,
+# postponed sums of accumulation, and gradients that ZeRO cuts afterwards. Only buckets that are sent while a backward
+# runs are not (`overlap.py`); they need a `Reduction` that `overlaps`. The `Reduction` chooses in which type
+# gradients travel, how many of them travel with the signature, and how the others are combined. It does not change
+# signatures and agreement. The checksums of parameters are compared as ever, so a reduction must give the same bits on
+# all ranks. Sparse gradients (which Adasum refuses), gradients of torch.autograd.grad and statistics are averaged by
+# the mean in any case. Buffers are copied from rank 0.

@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 import torch
 
 from lagom.errors import LagomError
-from lagom.gradients.reduction.layout import wire_dtype
+from lagom.gradients.reduction.buckets import wire_dtype
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from lagom.gradients.reduction.layout import Bucket, Layout
+    from lagom.gradients.reduction.buckets import Bucket, Layout
 
 HALVES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 _ALIGNED = 16

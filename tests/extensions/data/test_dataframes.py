@@ -1,4 +1,4 @@
-"""How long the files of DataFrames stay, without Spark; tests/integration/test_frames.py has real frames."""
+"""How long the files of DataFrames stay, without Spark; integration/test_frames.py has real frames."""
 
 from __future__ import annotations
 
@@ -15,12 +15,14 @@ from lagom.config import TorchDistributedConfig
 from lagom.driver.attempts import run_attempts
 from lagom.driver.protocol import Outcome
 from lagom.extensions.data import dataframes
-from lagom.extensions.data.dataframes import forget_frames, frames_of_run, write_frame
+from lagom.extensions.data.dataframes import cache_folder, forget_frames, frames_of_run, write_frame
+from lagom.on_rank.network_interfaces import addresses
 from lagom.plan import plan
-from lagom.program.call import Call
+from lagom.program.signature import Call
 from lagom.restart.kept_snapshots import SnapshotFolder
 from lagom.wire.messages import RankReport
 from tests.restart.added_snapshot import add_snapshot
+from tests.spark.test_spark_session import Session
 
 
 class DataFrame:
@@ -122,3 +124,14 @@ def test_files_of_a_run_that_can_be_resumed_stay_until_it_has_returned(
     assert not path_of(lost).exists()
     if not has_folder:
         path_of(lost).parent.rmdir()
+
+
+@pytest.mark.parametrize("host", ["localhost", "127.0.1.1", *addresses().values()])
+def test_frames_of_a_connect_server_of_this_host_are_kept_on_its_disk(host: str) -> None:
+    with forget_frames():
+        assert str(cache_folder(Session(host, "local[2]"))).startswith("file:///")
+
+
+@pytest.mark.parametrize("host", ["192.0.2.7", None])
+def test_a_connect_server_elsewhere_does_not_see_a_folder_of_this_machine(host: str | None) -> None:
+    assert cache_folder(Session(host, "local[2]")) is None

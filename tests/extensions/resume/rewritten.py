@@ -10,8 +10,8 @@ from pathlib import Path
 
 from lagom.digests import parse_record, record_text
 from lagom.extensions.resume.kept_call import write_call
-from lagom.program.call import Call
 from lagom.program.payload import unpack_file
+from lagom.program.signature import Call
 from lagom.restart.kept_snapshots import SnapshotFolder
 
 

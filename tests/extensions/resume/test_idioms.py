@@ -14,7 +14,7 @@ from lagom.extensions.resume.frame_position import NoSnapshotError
 from lagom.extensions.resume.program_state import ProgramInProgress
 from lagom.extensions.resume.rank_snapshots import follow_loaders
 from lagom.on_rank.process_settings import library_settings, set_process_settings
-from lagom.program.call import Call
+from lagom.program.signature import Call
 from lagom.program.sources import source_files
 from lagom.run_state.random_streams import seed_everything
 from lagom.session.events import Events

@@ -24,11 +24,11 @@ import torch
 
 from lagom import experiment
 from lagom.cli import main
+from lagom.cluster import this_host
 from lagom.driver.local import LocalLauncher
 from lagom.errors import LagomError, PlanError
 from lagom.extensions.resume.kept_call import read_call
 from lagom.forward.rows.whole_reasons import WholeReason
-from lagom.restart.disks import this_host
 from lagom.restart.history import RunHistory
 from lagom.restart.kept_snapshots import SnapshotFolder, SnapshotPlace
 from lagom.run_folder import RunFolder
@@ -90,7 +90,7 @@ def test_a_run_with_fewer_ranks_has_more_again_when_there_is_room(
     assert (tmp_path / "rows.csv").read_text() == whole[1]
     shown = capfd.readouterr()
     assert [line.partition(":")[0] for line in shown.out.splitlines()] == ["epoch 0", "epoch 1", "epoch 2"]
-    goes_on = r"the run goes on from batch \d+ of epoch 2"
+    goes_on = r"the run continues from batch \d+ of epoch 2"
     assert re.search(f"{goes_on}, attempt 2 of 4, with 1 rank instead of 2\n", shown.err)
     assert re.search(f"there is room for more ranks; {goes_on}, with 2 ranks\n", shown.err)
     (failure,) = result.failures
@@ -186,7 +186,7 @@ def test_another_process_goes_on_with_a_run_whose_driver_was_killed(
     rows = [line.rpartition(",") for line in (lost_driver / "rows.csv").read_text().splitlines()]
     assert rows == [line.rpartition(",") for line in whole[1].splitlines()]
     shown = capfd.readouterr()
-    assert "goes on from batch" in shown.err
+    assert "continues from batch" in shown.err
     assert [line.split(":")[0] for line in shown.out.splitlines() if line.startswith("epoch")] == ["epoch 1", "epoch 2"]
     again = experiment.resume(run)
     assert same(again.value, result.value)
@@ -214,7 +214,7 @@ def test_a_run_is_resumed_from_its_url(whole: Any, lost_driver: Path, capfd: pyt
     result = experiment.resume(url, world_size=1)
     assert close(result.value, whole[0])
     assert result.run_url == url
-    assert "goes on from batch" in capfd.readouterr().err
+    assert "continues from batch" in capfd.readouterr().err
     names = {path[len(root) :].lstrip("/") for path in system.find(root)}
     assert names >= {"run.json", "result.json", "snapshots/result", "snapshots/call", "snapshots/settings"}
     assert not [name for name in names if name.startswith("snapshots/snapshot-") or name.endswith("driver.json")]
@@ -325,7 +325,7 @@ def test_a_run_whose_snapshot_cannot_be_put_back_begins_again(
     (tmp_path / "slowly").touch()
     with killed(tmp_path, 1, wait):
         result = experiment.lagom(train, config(tmp_path, world_size=2, snapshot_every_s=2))
-    assert "begins again from the beginning" in capfd.readouterr().err
+    assert "restarts from the beginning" in capfd.readouterr().err
     assert same(result.value, whole[0])
     assert (tmp_path / "rows.csv").read_text() == whole[1]
 
@@ -416,4 +416,4 @@ def test_after_ctrl_c_a_line_says_how_to_go_on(tmp_path: Path, capfd: pytest.Cap
         experiment.lagom(train, config(tmp_path, world_size=2, snapshot_every_s=0.1))
     thread.join()
     (run,) = (tmp_path / "runs").iterdir()
-    assert re.search(rf"interrupted; lagom resume {run} goes on from batch \d+ of epoch 2\n", capfd.readouterr().err)
+    assert re.search(rf"interrupted; lagom resume {run} continues from batch \d+ of epoch 2\n", capfd.readouterr().err)

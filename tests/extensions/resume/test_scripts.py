@@ -95,8 +95,8 @@ def test_a_script_goes_on_when_a_rank_is_killed(
         status = main(["run", *OPTIONS, "--snapshot-every", "0.1", *program, *arguments])
     assert status == SCRIPTS[name][2]
     shown = capfd.readouterr()
-    assert re.search("the run goes on from batch .* of epoch 2", shown.err)
-    assert "begins again" not in shown.err
+    assert re.search("the run continues from batch .* of epoch 2", shown.err)
+    assert "restarts" not in shown.err
     assert (shown.out, (tmp_path / "rows.csv").read_text()) == plain(name)
 
 
@@ -113,7 +113,7 @@ def test_a_script_goes_on_elsewhere_when_its_driver_was_killed(
     assert main(["resume", str(folder), "-n", "3"]) == SCRIPTS[name][2]
     shown = capfd.readouterr()
     assert f"{name}.py has been edited since the run began" in shown.err
-    assert "begins again" not in shown.err
+    assert "restarts" not in shown.err
     output, rows = plain(name)
     *before, last = output.splitlines()
     assert close(shown.out, "\n".join([*(one for one in before if re.match("epoch [12]", one)), last, ""]), 1e-11)

@@ -13,14 +13,13 @@ from typing import Any
 
 import pytest
 
-from lagom.cluster import Cluster
+from lagom.cluster import Cluster, this_host
 from lagom.config import TorchDistributedConfig
 from lagom.driver.local import spec_of
 from lagom.errors import LagomError, SnapshotError
 from lagom.extensions.resume.snapshot_files import SnapshotFiles
 from lagom.plan import plan
 from lagom.program.payload import Parcel
-from lagom.restart.disks import this_host
 from lagom.restart.history import RunHistory
 from lagom.restart.kept_snapshots import Snapshot, SnapshotFolder, SnapshotPlace
 from lagom.restart.written_files import AppendedFile, WrittenFiles

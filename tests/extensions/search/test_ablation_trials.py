@@ -21,7 +21,7 @@ from lagom.errors import AblationError, LagomError
 from lagom.extensions.search.ablation_trials import AblationTrials
 from lagom.extensions.search.trial_source import TrialOutcome
 from lagom.extensions.search.variants import variants
-from lagom.program.call import Call
+from lagom.program.signature import Call
 
 X = torch.randn(24, 3, generator=torch.Generator().manual_seed(2))
 SET = TensorDataset(X, X.sum(1, keepdim=True) + X[:, :1])

@@ -245,7 +245,7 @@ def test_no_complete_trial_is_an_error_only_when_the_best_is_asked_for() -> None
         _ = result.best_config
 
 
-@pytest.mark.soak  # tests/notebooks/test_search.py shows it by default
+@pytest.mark.soak  # tests/extensions/search/notebooks/test_search.py shows it by default
 def test_ctrl_c_ends_trials_that_run_and_returns_those_that_have_ended() -> None:
     program = start("0.02 if x < 0.7 else 600", 500)  # soon, both slots run a trial that takes ten minutes
     wait_for_trials(6)

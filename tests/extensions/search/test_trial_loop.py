@@ -31,9 +31,9 @@ from lagom.extensions.search.trial_loop import TrialLoop
 from lagom.extensions.search.trial_source import TrialOutcome, TrialSpec
 from lagom.launch import choose
 from lagom.plan import plan
-from lagom.program.call import Call
+from lagom.program.signature import Call
 from lagom.wire.client import DriverClient
-from lagom.wire.messages import Closed, Event, Lost, Message
+from lagom.wire.messages import Closed, LocalEvent, Lost, Message
 from tests.extensions.search.searching import slot_join
 
 
@@ -359,10 +359,10 @@ ENDED = TrialEnded(reports=[TrialReport(rank=0, ok=True, metric=1.0, samples=1)]
 class OneSlot:
     """A slot of another host, which answers each trial with ``messages``; after a loss it joins again."""
 
-    def __init__(self, *messages: Message | Event) -> None:
+    def __init__(self, *messages: Message | LocalEvent) -> None:
         self._messages = messages
         self._join = slot_join(0, host="other")
-        self._waiting: list[Message | Event] = [self._join]
+        self._waiting: list[Message | LocalEvent] = [self._join]
 
     def __enter__(self) -> OneSlot:
         return self
@@ -375,7 +375,7 @@ class OneSlot:
             self._waiting += self._messages
             self._waiting += [self._join] * isinstance(self._messages[-1], Closed)
 
-    def serve(self, take: Callable[[int, Message | Event], None], timeout_s: float) -> None:
+    def serve(self, take: Callable[[int, Message | LocalEvent], None], timeout_s: float) -> None:
         take(0, self._waiting.pop(0))
 
     def over(self) -> None:

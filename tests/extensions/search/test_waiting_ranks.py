@@ -20,10 +20,10 @@ from lagom.extensions.search.on_rank.messages import SlotJoin
 from lagom.extensions.search.slots.choose_slots import choose_slots
 from lagom.extensions.search.trial_loop import TrialLoop
 from lagom.launch import choose
-from lagom.on_rank.process_tree import children
+from lagom.on_rank.resource_usage import children
 from lagom.plan import plan
-from lagom.program.call import Call
-from lagom.wire.messages import Event, Message
+from lagom.program.signature import Call
+from lagom.wire.messages import LocalEvent, Message
 from tests.extensions.search.test_trial_loop import ListSource, run
 from tests.imported_once import imported_once  # noqa: F401
 
@@ -139,8 +139,8 @@ class SlotsWithGpus:
         self._slots = slots
         self.send = slots.send
 
-    def serve(self, take: Callable[[int, Message | Event], None], timeout_s: float) -> None:
-        def with_gpus(slot: int, message: Message | Event) -> None:
+    def serve(self, take: Callable[[int, Message | LocalEvent], None], timeout_s: float) -> None:
+        def with_gpus(slot: int, message: Message | LocalEvent) -> None:
             take(slot, dataclasses.replace(message, gpus=["3", "5"]) if isinstance(message, SlotJoin) else message)
 
         self._slots.serve(with_gpus, timeout_s)

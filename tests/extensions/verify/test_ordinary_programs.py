@@ -24,7 +24,7 @@ from lagom.errors import VerificationError
 from lagom.extensions.verify.rehearsals import verify
 from lagom.launch import choose
 from lagom.plan import plan
-from lagom.program.call import Call
+from lagom.program.signature import Call
 
 INPUTS = torch.rand(53, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(5))
 LABELS = (INPUTS.sum(1) > 3).long()

@@ -27,7 +27,7 @@ from lagom.extensions.verify.rehearsals import verify
 from lagom.extensions.verify.verification import Verification
 from lagom.launch import choose
 from lagom.plan import Plan, plan
-from lagom.program.call import Call
+from lagom.program.signature import Call
 from lagom.random_states import random_states, set_random_states
 from lagom.result import Result
 from tests.imported_once import imported_once  # noqa: F401
@@ -273,7 +273,7 @@ def test_a_number_that_leaves_torch_through_numpy_is_of_a_share() -> None:
     assert f"each rank reads that of its own share ({places})" in found
 
 
-@pytest.mark.soak  # test_rehearsal.py and tests/programs/test_verify.py show decisions by default
+@pytest.mark.soak  # test_rehearsal.py and tests/extensions/verify/test_programs.py show decisions by default
 @pytest.mark.parametrize("program", [stops_on_loss, could_stop_on_loss, compares_tensors])
 def test_a_program_that_decides_by_the_loss_of_a_share_needs_whole(program: Callable[[], Any]) -> None:
     with pytest.raises(VerificationError, match=r"needs\s+batches='whole'") as error:
@@ -343,7 +343,7 @@ def test_a_mistake_is_not_hidden_by_random_numbers() -> None:
 def test_what_every_rank_does_whole_is_right_and_said_not_to_be_faster() -> None:
     found = verified(without_a_loader)
     assert found.verdict == "agrees"
-    assert "not shared out" in row(found, "work")
+    assert "not split" in row(found, "work")
     assert "no faster than one process" in str(found)
 
 

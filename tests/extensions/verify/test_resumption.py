@@ -1,4 +1,4 @@
-"""``verify=True`` of a run that keeps snapshots: whether its program goes on from one as it would have gone on."""
+"""``verify=True`` of a run that keeps snapshots: whether its program continues from one as it would have gone on."""
 
 from __future__ import annotations
 
@@ -76,7 +76,9 @@ def test_a_program_that_goes_on_exactly_is_said_to(
     losses, log, _ = experiment.lagom(train, config()).value
     assert len(losses) == len(log.splitlines()) == 8
     told = row(capfd.readouterr().err)
-    assert told.startswith("snapshot batch 2 of epoch 2 agrees: goes on from there with the same bits, for 3 backwards")
+    assert told.startswith(
+        "snapshot batch 2 of epoch 2 agrees: continues from there with the same bits, for 3 backwards"
+    )
     assert [name for name in sorted(listdir()) if name != "runs"] == ["model-0.pt", "model-1.pt", "train.log"]
     assert [path.name for path in Path("runs").iterdir() if path.name.startswith(".")] == []
 
@@ -86,7 +88,9 @@ def test_a_program_that_would_go_on_otherwise_does_not_begin(tmp_path: Path, mon
     with pytest.raises(VerificationError) as error:
         experiment.lagom(train, config(hparams={"by_process": True}))
     told = row(str(error.value))
-    assert told.startswith("snapshot batch 2 of epoch 2 DIFFERS: the program goes on otherwise: losses, from backward")
+    assert told.startswith(
+        "snapshot batch 2 of epoch 2 DIFFERS: the program continues differently: losses, from backward"
+    )
     assert "With snapshot_every_s=None (lagom run without --snapshot-every) it runs" in told
     assert listdir() == []
 

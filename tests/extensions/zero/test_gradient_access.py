@@ -19,7 +19,7 @@ from lagom.exchange.background import BackgroundTask
 from lagom.exchange.group import Group
 from lagom.extensions.zero.gradient_shards import GradientShards
 from lagom.gradients import overlap
-from lagom.gradients.reduction import layout
+from lagom.gradients.reduction import buckets
 from lagom.session.session import Session
 from tests.extensions.zero.test_zero_steps import close, same
 from tests.ranks import RankFailedError, alone, run_ranks
@@ -308,8 +308,8 @@ def _shares_memory(session: Session) -> bool:
 def test_parts_of_sums_have_the_bits_of_whole_sums(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also of halves, of gradients that lie otherwise in memory, unused ones, and several in a bucket."""
     monkeypatch.setattr(overlap, "MIN_BYTES", 1 << 16)
-    monkeypatch.setattr(layout, "ALONE", 1 << 17)
-    monkeypatch.setattr(layout, "TOGETHER", 1 << 16)
+    monkeypatch.setattr(buckets, "ALONE", 1 << 17)
+    monkeypatch.setattr(buckets, "TOGETHER", 1 << 16)
 
     def train(session: Session) -> Any:
         gradients = session.backwards.gradient_store

@@ -16,13 +16,13 @@ from lagom.extensions.compat.horovod.negotiation import Negotiator
 from lagom.extensions.compat.horovod.process_sets import ProcessSet, global_process_set, negotiator_of
 
 
-class Reduction(str):
+class HorovodReduction(str):
     """One of ``Average``, ``Sum``, ``Adasum``, ``Min``, ``Max`` and ``Product``."""
 
     __slots__ = ()
 
 
-Average, Sum, Adasum, Min, Max, Product = (Reduction(name) for name in REDUCTIONS)
+Average, Sum, Adasum, Min, Max, Product = (HorovodReduction(name) for name in REDUCTIONS)
 
 _Read = Callable[[list[Entry]], Any]
 

@@ -14,7 +14,7 @@ from lagom.extensions.compat.horovod.compression import Compression
 from lagom.extensions.compat.horovod.process_sets import ProcessSet, global_process_set
 
 
-class _Exchange(torch.autograd.Function):
+class _DifferentiableExchange(torch.autograd.Function):
     """Calls one function forwards and one backwards; both take and return sequences of tensors."""
 
     @staticmethod
@@ -31,7 +31,7 @@ _OfTensors = Callable[[Sequence[Tensor]], Sequence[Tensor]]
 
 
 def _apply(exchange: _OfTensors, differentiate: _OfTensors, tensors: Sequence[Tensor]) -> list[Tensor]:
-    return list(_Exchange.apply(exchange, differentiate, *tensors))  # type: ignore[no-untyped-call]
+    return list(_DifferentiableExchange.apply(exchange, differentiate, *tensors))  # type: ignore[no-untyped-call]
 
 
 def _apply_compressed(

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lagom.extensions.compat.horovod.exceptions import WrongArguments
 from lagom.extensions.compat.horovod.matching import Match, Request
-from lagom.gradients.reduction.layout import Bucket
+from lagom.gradients.reduction.buckets import Bucket
 from lagom.gradients.reduction.sliced import Adasum
 from lagom.watch.spans import activity
 

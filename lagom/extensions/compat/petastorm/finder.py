@@ -27,8 +27,8 @@ _SEEN = ("pyarrow", "pyarrow.parquet", "pyarrow.filesystem", "pyarrow.hdfs", "nu
 
 def install() -> None:
     """Put the finder in front of ``sys.meta_path``, once."""
-    if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
-        sys.meta_path.insert(0, _Finder())
+    if not any(isinstance(finder, _PetastormFinder) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _PetastormFinder())
 
 
 def view(name: str) -> ModuleType:
@@ -36,7 +36,7 @@ def view(name: str) -> ModuleType:
     return importlib.import_module(_VIEW + name.replace(".", "_"))
 
 
-class _Finder(importlib.abc.MetaPathFinder):
+class _PetastormFinder(importlib.abc.MetaPathFinder):
     """Finds petastorm's modules and their views of other modules."""
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
@@ -48,7 +48,7 @@ class _Finder(importlib.abc.MetaPathFinder):
             return None
         spec = PathFinder.find_spec(name, path, target) if path is not None else _find_package()
         if spec is not None and isinstance(spec.loader, SourceFileLoader):
-            spec.loader = _Loader(spec.loader.name, spec.loader.path)
+            spec.loader = _PetastormLoader(spec.loader.name, spec.loader.path)
         return spec
 
 
@@ -91,7 +91,7 @@ def _check_version() -> None:
         raise ImportError(f"petastorm is {found}, and lagom knows 0.12.1: pip install petastorm==0.12.1")
 
 
-class _Loader(SourceFileLoader):
+class _PetastormLoader(SourceFileLoader):
     """Runs a module of petastorm with an ``__import__`` of its own, and then changes it by ``mending.mend``."""
 
     def exec_module(self, module: ModuleType) -> None:

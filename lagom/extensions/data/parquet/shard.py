@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from lagom.batches.batch_indices import BatchIndices
+from lagom.batches.batch_shares import BatchIndices
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

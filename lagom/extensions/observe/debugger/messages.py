@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from lagom.wire.messages import Event, ForRank, Message
+from lagom.wire.messages import ForRank, LocalEvent, Message
 
 
 class _OfDebugger(Message):
@@ -69,7 +69,7 @@ class DebugAnswer(ForRank, tag="debug answer"):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class DebugShown(Event):
+class DebugShown(LocalEvent):
     """A debugger's text, or the news whose turn it is, for the thread that shows the run."""
 
     task: int

@@ -14,7 +14,7 @@ from lagom.errors import LagomError
 from lagom.extensions.observe.debugger.messages import DebugAnswer, DebugBegin, DebugShown, DebugText
 from lagom.plan import Plan
 from lagom.watch.notebook import notebook
-from lagom.wire.messages import Event, Hold, Message
+from lagom.wire.messages import Hold, LocalEvent, Message
 from lagom.wire.server import DriverServer
 
 CHOSEN_S = 10.0
@@ -112,7 +112,7 @@ class DebugTerminal:
     def _refuse(self, request: _Request, why: str) -> None:
         self._channel.send(request.task, DebugAnswer(rank=request.begin.rank, refused=why))
 
-    def show(self, event: Message | Event, write: Callable[[str], None], say: Callable[[str], None]) -> bool:
+    def show(self, event: Message | LocalEvent, write: Callable[[str], None], say: Callable[[str], None]) -> bool:
         """Show a debugger's text by ``write``, and whose turn it is by ``say``; answer a request with a typed line.
 
         Return whether ``event`` is the debugger's.

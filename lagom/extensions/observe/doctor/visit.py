@@ -21,7 +21,7 @@ from lagom.extensions.observe.doctor.executors import APART, executor_findings
 from lagom.extensions.observe.doctor.findings import Finding, findings
 from lagom.launch import choose
 from lagom.plan import plan
-from lagom.program.call import Call
+from lagom.program.signature import Call
 from lagom.spark.spark_master import check_packages
 
 _MARKS = {"pass": "pass", "warn": "WARN", "fail": "FAIL"}

@@ -17,7 +17,7 @@ from lagom.errors import LagomError
 from lagom.extensions.observe.tracking.call_journal import CallJournal, log_missing_metrics
 from lagom.extensions.observe.tracking.mlflow_state import mlflow_state, set_mlflow_state
 from lagom.extensions.observe.tracking.rank0_answers import Answers
-from lagom.patching.import_hooks import on_import
+from lagom.patching.importers import on_import
 from lagom.patching.replace import replaced
 
 if TYPE_CHECKING:

@@ -29,7 +29,7 @@ _FRAMES = 12
 _OVER = "answers/over"
 
 
-class Answer(NamedTuple):
+class RankZeroAnswer(NamedTuple):
     """The result of a call on rank 0: a value or an error."""
 
     arguments: str
@@ -91,7 +91,7 @@ class Answers:
         """Tell the other ranks that rank 0 calls nothing any more."""
         self._notes.set(_OVER, "")
 
-    def receive(self, key: str) -> Answer | None:
+    def receive(self, key: str) -> RankZeroAnswer | None:
         """Return rank 0's answer to the call ``key``; None if it cannot be encoded, or rank 0 does not make the call.
 
         Raises:
@@ -109,7 +109,7 @@ class Answers:
                 f"a rank waits for an answer that rank 0 has not asked for in {timeout_s:.0f} s: all ranks are to ask "
                 "the same, or none after asking for lagom.rank()"
             ) from error
-        return Answer(*decode(text)) if text else None
+        return RankZeroAnswer(*decode(text)) if text else None
 
 
 # Note [Answers]

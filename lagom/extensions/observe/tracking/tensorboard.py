@@ -17,7 +17,7 @@ from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
 from lagom import disk as files
-from lagom.patching.import_hooks import on_import
+from lagom.patching.importers import on_import
 from lagom.patching.replace import replaced
 
 if TYPE_CHECKING:

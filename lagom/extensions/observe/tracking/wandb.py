@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from lagom import disk as files
 from lagom.extensions.observe.tracking.rank0_answers import Answers
-from lagom.patching.import_hooks import on_import
+from lagom.patching.importers import on_import
 from lagom.patching.replace import replaced
 
 if TYPE_CHECKING:

@@ -86,7 +86,7 @@ def _state_of(one: Any) -> Any:
 
 
 @dataclass(slots=True)
-class Position:
+class LoaderPosition:
     """The position of an iterator of a loader: where another process begins it again."""
 
     loader: DataLoader[Any]
@@ -127,7 +127,7 @@ def reduce_iterator(iterator: Any) -> Any:
     is_first = held[MADE] is start
     workers = notes_in_pass(iterator, loader, current, is_first=is_first) if iterator._num_workers else None
     last = held[LAST_BATCH] if taken and is_stream(loader) else b""
-    position = Position(
+    position = LoaderPosition(
         loader,
         held[MADE],
         start,
@@ -152,7 +152,7 @@ def _repeats_order(loader: DataLoader[Any]) -> bool:
     return type(found) in _SAMPLERS or getattr(found, "lagom_common", False)
 
 
-_waiting: list[tuple[Any, Position]] = []
+_waiting: list[tuple[Any, LoaderPosition]] = []
 """Iterators of the snapshot that is being read, which are begun when all else is there."""
 
 
@@ -160,7 +160,7 @@ def _empty(kind: Any) -> Any:
     return kind.__new__(kind)
 
 
-def _begin_later(iterator: Any, position: Position) -> None:
+def _begin_later(iterator: Any, position: LoaderPosition) -> None:
     _waiting.append((iterator, position))
 
 
@@ -198,7 +198,7 @@ def begin_iterators(rank: Rank) -> list[Any]:
     return passes
 
 
-def _begin(iterator: Any, position: Position, rank: Rank) -> None:
+def _begin(iterator: Any, position: LoaderPosition, rank: Rank) -> None:
     loader, taken = position.loader, position.taken
     if not position.loader.num_workers or is_stream(loader):
         samplers = _make(iterator, position)
@@ -221,7 +221,7 @@ def _begin(iterator: Any, position: Position, rank: Rank) -> None:
         held[FIRST_BATCH] = position.first
 
 
-def _make(iterator: Any, position: Position, *, is_shut: bool = False) -> list[_Skipping]:
+def _make(iterator: Any, position: LoaderPosition, *, is_shut: bool = False) -> list[_Skipping]:
     """Make ``iterator``, with the random states with which it was made; return its index samplers."""
     position.made.restore()
     with torch.set_grad_enabled(position.training or position.by_mode), _index_samplers(is_shut=is_shut) as samplers:
@@ -231,7 +231,7 @@ def _make(iterator: Any, position: Position, *, is_shut: bool = False) -> list[_
     return samplers
 
 
-def _read_again(iterator: Any, position: Position) -> None:
+def _read_again(iterator: Any, position: LoaderPosition) -> None:
     data, dataset = None, position.loader.dataset
     before = digest(vars(dataset))
     for _ in range(position.taken):
@@ -240,7 +240,7 @@ def _read_again(iterator: Any, position: Position) -> None:
         raise SnapshotError(f"{type(dataset).__name__} does not repeat what it has given before")
 
 
-def _go_on_with_workers(iterator: Any, position: Position, rank: Rank, *, from_start: bool) -> bool:
+def _go_on_with_workers(iterator: Any, position: LoaderPosition, rank: Rank, *, from_start: bool) -> bool:
     """Begin ``iterator`` again, with its workers; return whether no rank found a batch that is not as before.
 
     Args:
@@ -263,7 +263,7 @@ def _go_on_with_workers(iterator: Any, position: Position, rank: Rank, *, from_s
     return rank.agree(is_same)
 
 
-def _prime(iterator: Any, position: Position) -> None:
+def _prime(iterator: Any, position: LoaderPosition) -> None:
     """Give workers their next batches."""
     if position.loader.num_workers and not is_stream(position.loader) and not position.ended:
         for _ in range(iterator._prefetch_factor * iterator._num_workers):

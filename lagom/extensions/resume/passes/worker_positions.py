@@ -20,7 +20,13 @@ from torch._utils import ExceptionWrapper
 from torch.utils.data.dataloader import _DatasetKind, _MultiProcessingDataLoaderIter
 
 from lagom.batches.sample_digest import digest
-from lagom.extensions.resume.passes.worker_states import Answer, Question, WorkerState, first_difference, worker_state
+from lagom.extensions.resume.passes.worker_states import (
+    Question,
+    WorkerAnswer,
+    WorkerState,
+    first_difference,
+    worker_state,
+)
 
 if TYPE_CHECKING:
     from torch.utils.data import DataLoader
@@ -144,7 +150,7 @@ class NoteTaker:
         self._due_at[worker] = math.inf
         return Question(task)
 
-    def answered(self, answer: Answer) -> None:
+    def answered(self, answer: WorkerAnswer) -> None:
         """Note an answer."""
         if answer.state is None:
             self.has_failed = True
@@ -190,7 +196,7 @@ def ask_workers(iterator: Any, states: Sequence[WorkerState | None] = ()) -> lis
         except queue.Empty:
             waiting = {worker for worker in waiting if iterator._workers[worker].is_alive()}
             continue
-        if type(answer) is Answer and answer.task < 0:
+        if type(answer) is WorkerAnswer and answer.task < 0:
             worker = -1 - answer.task
             waiting.discard(worker)
             found[worker] = answer.state
@@ -299,7 +305,7 @@ class _Results:
         while True:
             found = self.queue_of_workers.get(timeout=timeout)
             task, data = found
-            if type(task) is Answer:
+            if type(task) is WorkerAnswer:
                 self._taker.answered(task)
                 continue
             if task in self._taker.open or isinstance(data, ExceptionWrapper):

@@ -45,7 +45,7 @@ class WorkerState:
 
 
 @dataclass(frozen=True)
-class Answer(_ResumeIteration):
+class WorkerAnswer(_ResumeIteration):
     """Answer of a worker: a message of torch's which a worker sends back unchanged."""
 
     task: int = -1
@@ -70,7 +70,7 @@ class Question:
         return _answer, (self.task, self._state)
 
 
-def _answer(task: int, state: WorkerState | None) -> Answer:
+def _answer(task: int, state: WorkerState | None) -> WorkerAnswer:
     """Answer a question, in a worker."""
     start = perf_counter()
     try:
@@ -79,8 +79,8 @@ def _answer(task: int, state: WorkerState | None) -> Answer:
             _set_numbers(roots, state.numbers)
         found = worker_state(roots)
     except Exception as error:  # would end the worker
-        return Answer(task=task, why=f"{type(error).__name__}: {error}")
-    return Answer(task=task, state=found, seconds=perf_counter() - start)
+        return WorkerAnswer(task=task, why=f"{type(error).__name__}: {error}")
+    return WorkerAnswer(task=task, state=found, seconds=perf_counter() - start)
 
 
 def worker_state(roots: Iterable[object], *, of_process: bool = True) -> WorkerState:

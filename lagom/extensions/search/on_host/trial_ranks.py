@@ -16,9 +16,9 @@ from lagom.host.rank_host import chosen_threads, fork_rank, make_rank_spec
 from lagom.host.supervisor import RankSupervisor
 from lagom.host.workspace import HostWorkspace
 from lagom.wire.client import DriverClient, LinkClosed
+from lagom.wire.framing import anonymous_file
 from lagom.wire.messages import Join
 from lagom.wire.rendezvous import peers
-from lagom.wire.server import anonymous_file
 from lagom.wire.spec import RankSpec, RunSpec
 
 

@@ -11,8 +11,7 @@ from typing import Any
 
 from lagom.config.ablation import STUDY
 from lagom.config.ablation_study import AblationStudy, Component
-from lagom.program.call import Call
-from lagom.program.signature import makes_data
+from lagom.program.signature import Call, makes_data
 from lagom.random_states import random_states, set_random_states
 
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from lagom.program.call import Call
+from lagom.program.signature import Call
 
 
 @dataclass(frozen=True, slots=True)

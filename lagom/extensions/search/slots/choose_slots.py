@@ -10,7 +10,7 @@ from lagom.driver.local import LocalLauncher
 from lagom.driver.protocol import Launcher
 from lagom.extensions.search.slots.trial_slots import TrialSlots
 from lagom.plan import Plan
-from lagom.program.call import Call
+from lagom.program.signature import Call
 
 log = logging.getLogger("lagom")
 

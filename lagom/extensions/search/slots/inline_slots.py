@@ -24,9 +24,9 @@ from lagom.extensions.search.on_rank.messages import (
     TrialReport,
 )
 from lagom.plan import Plan
-from lagom.program.call import Call
 from lagom.program.payload import Parcel, unpack
-from lagom.wire.messages import Event, Message, RankReport
+from lagom.program.signature import Call
+from lagom.wire.messages import LocalEvent, Message, RankReport
 
 
 class InlineSlots:
@@ -67,7 +67,7 @@ class InlineSlots:
         elif isinstance(message, TrialAnswer):
             self._answer = message
 
-    def serve(self, take: Callable[[int, Message | Event], None], timeout_s: float) -> None:
+    def serve(self, take: Callable[[int, Message | LocalEvent], None], timeout_s: float) -> None:
         """Pass on the join message, or run the trial that was sent, if any; see ``TrialSlots.serve``."""
         for message in [self._waiting.pop(0)] if self._waiting else []:
             if isinstance(message, RunTrial):
@@ -78,7 +78,7 @@ class InlineSlots:
     def over(self) -> None:
         """Do nothing: no trial is left."""
 
-    def _run(self, message: RunTrial, take: Callable[[int, Message | Event], None]) -> None:
+    def _run(self, message: RunTrial, take: Callable[[int, Message | LocalEvent], None]) -> None:
         from lagom.extensions.search.on_rank.trial import Trial, TrialPruned, metric_of
         from lagom.on_rank import bootstrap
         from lagom.world import Place

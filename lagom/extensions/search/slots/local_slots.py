@@ -15,10 +15,10 @@ from lagom.errors import LagomError
 from lagom.extensions.search.on_rank.messages import SearchOver, SlotJoin
 from lagom.extensions.search.slots.trial_slots import SlotChannel
 from lagom.plan import Plan
-from lagom.program.call import Call
 from lagom.program.payload import Parcel
-from lagom.wire.messages import Closed, Event, Lost, Message, Stop
-from lagom.wire.server import anonymous_file
+from lagom.program.signature import Call
+from lagom.wire.framing import anonymous_file
+from lagom.wire.messages import Closed, LocalEvent, Lost, Message, Stop
 
 _END_S = 1.5  # time for slots to end trials that still run
 _MOST_LOST = 3  # a search fails after this many lost processes per slot without a join of any slot in between
@@ -52,7 +52,7 @@ class LocalSlots(SlotChannel):
         self.over()
         self._stack.close()
 
-    def serve(self, take: Callable[[int, Message | Event], None], timeout_s: float) -> None:
+    def serve(self, take: Callable[[int, Message | LocalEvent], None], timeout_s: float) -> None:
         """See ``TrialSlots.serve``."""
         event = self._next(timeout_s)
         if event is None:

@@ -14,14 +14,14 @@ from lagom.errors import LagomError, PlanError
 from lagom.extensions.search.on_rank.messages import SearchOver, SlotJoin
 from lagom.extensions.search.slots.trial_slots import SlotChannel, SlotEvent
 from lagom.plan import Plan
-from lagom.program.call import Call
+from lagom.program.signature import Call
 from lagom.program.sources import modules_zip
 from lagom.spark import spark_task as task_module
 from lagom.spark.spark import SparkPayload, encryption, plain_interrupt, task_of
 from lagom.spark.spark_failure import why_it_failed
 from lagom.spark.spark_job import SparkJob
 from lagom.spark.spark_session import SparkFacts
-from lagom.wire.messages import Closed, Event, JobOver, Message, Stop
+from lagom.wire.messages import Closed, JobOver, LocalEvent, Message, Stop
 
 _CALM_S = 10.0  # time for tasks to end after the search: Spark would end its Python workers with a cancelled job
 _END_S = 1.5  # time for tasks to end on Ctrl-C or an error, or if some tasks have not begun
@@ -80,7 +80,7 @@ class SparkSlots(SlotChannel):
         self.over(_END_S if any(exc) or len(self._begun) < self._num_tasks else _CALM_S)
         self._stack.close()
 
-    def serve(self, take: Callable[[int, Message | Event], None], timeout_s: float) -> None:
+    def serve(self, take: Callable[[int, Message | LocalEvent], None], timeout_s: float) -> None:
         """See ``TrialSlots.serve``."""
         event = self._next(timeout_s)
         if event is None:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
-from lagom.wire.messages import Closed, Event, Message
+from lagom.wire.messages import Closed, LocalEvent, Message
 from lagom.wire.server import DriverServer
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ class SlotEvent(NamedTuple):
     """Pairs a message with the number of its slot; -1 for the end of Spark's job."""
 
     slot: int
-    message: Message | Event
+    message: Message | LocalEvent
 
 
 class TrialSlots(Protocol):
@@ -36,7 +36,7 @@ class TrialSlots(Protocol):
     def send(self, slot: int, message: Message) -> None:
         """Send ``message`` to a slot."""
 
-    def serve(self, take: Callable[[int, Message | Event], None], timeout_s: float) -> None:
+    def serve(self, take: Callable[[int, Message | LocalEvent], None], timeout_s: float) -> None:
         """Call ``take(slot, message)`` with the next message of any slot, if there is one in time.
 
         Besides the messages of ``trial_host.py`` and its ranks there is ``Closed``, when a slot is lost.

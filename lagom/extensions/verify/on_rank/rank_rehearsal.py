@@ -11,7 +11,7 @@ from lagom.extensions.verify.on_rank.rehearsal import kept_output, numbered_para
 from lagom.extensions.verify.on_rank.truncate import truncated_passes
 
 if TYPE_CHECKING:
-    from lagom.program.call import Call
+    from lagom.program.signature import Call
     from lagom.run_state.leaves import Leaves
     from lagom.session.session import Session
 

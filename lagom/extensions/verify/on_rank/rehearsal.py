@@ -50,8 +50,8 @@ def numbered_parameters() -> Iterator[Leaves]:
 @contextmanager
 def kept_output() -> Iterator[io.StringIO]:
     """Keep the program's output in the context instead of showing it; yield the stream with standard output."""
-    printed = _Kept(1)
-    with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(_Kept(2)):
+    printed = _KeptText(1)
+    with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(_KeptText(2)):
         yield printed
 
 
@@ -104,7 +104,7 @@ def rehearse(
     return record
 
 
-class _Kept(io.StringIO):
+class _KeptText(io.StringIO):
     """A text stream that keeps its text; bytes written directly to the file are not shown in a rehearsal."""
 
     encoding = "utf-8"

@@ -25,10 +25,9 @@ from lagom.extensions.zero.deepspeed.engines import Engines
 from lagom.extensions.zero.deepspeed.loading import settings
 from lagom.forward.precision import autocast_dtype
 from lagom.gradients.autograd_grad import is_averaged
-from lagom.gradients.gradient_store import GradientStore
+from lagom.gradients.tensor_stores import GradientStore, ParameterStore
 from lagom.patching.replace import replaced
 from lagom.run_state.leaves import find_leaves
-from lagom.run_state.parameter_store import ParameterStore
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence

@@ -15,9 +15,9 @@ from lagom.exchange.plain_values import all_gather_values
 from lagom.extensions.zero.parameters.residency import ParameterResidency
 from lagom.extensions.zero.parameters.storage import ParameterStorage, StorageVersion
 from lagom.gradients.checksum import checksums, hash_values
+from lagom.gradients.tensor_stores import ParameterStore
 from lagom.run_state.malloc_trim import trim_heap
 from lagom.run_state.memory_layout import is_dense, storage_of
-from lagom.run_state.parameter_store import ParameterStore
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence

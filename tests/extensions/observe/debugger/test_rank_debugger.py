@@ -82,7 +82,7 @@ def test_no_rank_counts_as_stalled_while_a_person_thinks(person: Person, capfd: 
     assert "no progress" not in capfd.readouterr().err
 
 
-@pytest.mark.soak  # tests/notebooks/test_debugger.py chooses a rank by default
+@pytest.mark.soak  # tests/extensions/observe/notebooks/test_debugger.py chooses a rank by default
 def test_the_rank_that_is_chosen_stops(person: Person, capfd: pytest.CaptureFixture[str]) -> None:
     person.types("p lagom.rank() + 40", "c")
     assert run(where, debug=1).per_rank == (0, 1)

@@ -65,7 +65,7 @@ def test_a_script_stops_where_it_fails_on_the_chosen_rank(folder: Path) -> None:
     assert terminal.shown.count("ValueError: no rows") == 2
 
 
-@pytest.mark.soak  # tests/notebooks/test_debugger.py interrupts such a run by default
+@pytest.mark.soak  # tests/extensions/observe/notebooks/test_debugger.py interrupts such a run by default
 def test_ctrl_c_ends_the_run(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with Terminal(["-m", "lagom", "run", "-n", "2", "script.py", "stop"], folder) as terminal:
         terminal.expect("(Pdb) ")

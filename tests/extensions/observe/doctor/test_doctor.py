@@ -16,7 +16,7 @@ from lagom.extensions.observe.doctor import visit as module
 from lagom.extensions.observe.doctor.findings import Finding, findings
 from lagom.extensions.observe.doctor.visit import print_findings, visit
 from lagom.launch import choose
-from lagom.program.call import Call
+from lagom.program.signature import Call
 
 
 def fact(rank: int, **more: Any) -> dict[str, Any]:

@@ -31,7 +31,7 @@ from lagom import experiment
 from lagom.config import TorchDistributedConfig
 from lagom.exchange.run_store import SealedStore
 from lagom.extensions.observe.tracking.serialization import decode, encode
-from lagom.patching.import_hooks import on_import
+from lagom.patching.importers import on_import
 from lagom.session.session import Session
 from tests.imported_once import forked_server
 from tests.late_modules import mlflow

@@ -13,9 +13,8 @@ import pytest
 from lagom.extensions.search.on_host import trial_host
 from lagom.extensions.search.on_host.trial_host import serve_trials
 from lagom.extensions.search.on_rank.messages import OutcomePart, RunTrial, SearchOver, TrialEnded
-from lagom.wire.framing import body_of
+from lagom.wire.framing import anonymous_file, body_of
 from lagom.wire.messages import Message, RankReport
-from lagom.wire.server import anonymous_file
 
 
 class Link:

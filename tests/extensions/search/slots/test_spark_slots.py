@@ -15,8 +15,8 @@ from lagom.extensions.search.on_rank.messages import SlotJoin
 from lagom.extensions.search.slots.spark_slots import SparkSlots
 from lagom.extensions.search.slots.trial_slots import SlotEvent
 from lagom.plan import plan
-from lagom.program.call import Call
-from lagom.wire.messages import Closed, Event, Message
+from lagom.program.signature import Call
+from lagom.wire.messages import Closed, LocalEvent, Message
 from tests.extensions.search.searching import slot_join
 
 
@@ -27,7 +27,7 @@ class Tasks:
         self._slots = slots
         self.passed_on: list[tuple[int, Any]] = []
 
-    def send(self, task: int, message: Message | Event) -> None:
+    def send(self, task: int, message: Message | LocalEvent) -> None:
         self._slots.events.put(SlotEvent(task, message))
         self._slots.serve(lambda slot, passed: self.passed_on.append((slot, type(passed))), 1.0)
 
