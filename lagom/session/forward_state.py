@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -44,6 +44,14 @@ class ForwardState:
     def of_run(cls, tensors: KnownTensors, say_once: Callable[[str], None]) -> ForwardState:
         """Return the state before the first forward."""
         return cls(WholeCalls(tensors.modules), RunningValueDetector(tensors.synchronised_buffers, say_once))
+
+    def sliced_state(self) -> list[tuple[None, bool]]:
+        """Return whether forwards have been split, for ``restore_sliced`` in another process."""
+        return [(None, self.has_sliced)]
+
+    def restore_sliced(self, state: Sequence[tuple[None, bool]]) -> None:
+        """Continue as the process that returned ``state``."""
+        ((_, self.has_sliced),) = state
 
     @contextmanager
     def probing(self) -> Iterator[None]:

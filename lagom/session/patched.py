@@ -114,9 +114,11 @@ def _patched_for_ranks(session: Session) -> Iterator[None]:
     with ExitStack() as stack:
         stack.enter_context(own_mp_spawn(session))
         stack.enter_context(track_modules(session))
-        is_as_given = session.config.batches == "whole" or session.plan.already_distributed
-        if not is_as_given:
-            stack.enter_context(fused_adam())
+        if not session.plan.already_distributed:
+            forwards, is_whole = session.forwards, session.config.batches == "whole"
+            # With whole batches gradients have the bits of one process until a forward is split.
+            stack.enter_context(fused_adam(lambda: forwards.has_sliced or not is_whole))
+            session.resumption.learned["sliced"] = forwards.sliced_state, forwards.restore_sliced
         if not session.backwards.gradient_store.is_external:
             stack.enter_context(synchronise_backward(session, knows_rank))
             session.resumption.learned["rank"] = _refuse_known_rank, lambda _: None
