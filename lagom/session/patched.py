@@ -18,6 +18,7 @@ from lagom.extensions.registry import wanted
 from lagom.forward.batchnorm import synchronise_batchnorm
 from lagom.forward.module import patch_reentrant_checkpoints, prepare_forwards, track_modules
 from lagom.forward.precision import Precision
+from lagom.forward.rows.one_hot import read_no_classes
 from lagom.forward.rows.row_losses import share_losses
 from lagom.forward.rows.slicer import watch_packing
 from lagom.gradients.backward import synchronise_backward
@@ -126,6 +127,7 @@ def _patched_for_ranks(session: Session) -> Iterator[None]:
             stack.enter_context(watch_packing(session))
             if session.config.batches == "whole":
                 stack.enter_context(share_losses(session, knows_rank))
+                stack.enter_context(read_no_classes(session))
         if session.config.lr_scaling is not None and not session.plan.already_distributed:
             stack.enter_context(scale_learning_rates(session))
         if session.config.sync_batchnorm:
