@@ -175,23 +175,19 @@ class Slicer:
             self._say_small(module)
             with self._small_account(calls, module):
                 return self._original(module, *args, **kwargs)
-        whole = candidate
-        if finding.turned:
-            turned = whole.turn(self._group.world_size)
-            if turned is None or turned.turned != finding.turned:
-                return self._run_whole(module, args, kwargs, calls, WholeReason.OTHER_SIZES.filled())
-            candidate = turned
+        if self._turned(candidate, finding) is None:
+            return self._run_whole(module, args, kwargs, calls, WholeReason.OTHER_SIZES.filled())
         if not finding.sliced:
-            self._probe(whole, finding)
-            if finding.turned:
-                candidate = whole.turn(self._group.world_size) or whole
+            self._probe(candidate, finding)
         elif not self._knows_shapes(finding, candidate):
             return self._record_reads(candidate, calls, kind)
         passing = WholeReason.EQUAL_ROWS
+        turned = self._turned(candidate, finding)
         while finding.sliced:
+            assert turned is not None
             try:
                 with self._session.forwards.whole_calls.split:
-                    return self._runs.run(candidate, finding)
+                    return self._runs.run(turned, finding)
             except NewWayError as error:
                 way = error.shapes, error.num_nodes
             except OtherWayError:
@@ -199,8 +195,15 @@ class Slicer:
                     self._say_whole(module, finding.reason)
                 passing = WholeReason.OTHER_WAY
                 break  # runs whole below, so that errors there are not chained to this one
-            self._probe_new_way(whole, calls, finding, *way)
+            self._probe_new_way(candidate, calls, finding, *way)
         return self._run_whole(module, args, kwargs, calls, finding.reason or passing.filled())
+
+    def _turned(self, candidate: SplitCandidate, finding: SplitFinding) -> SplitCandidate | None:
+        """Return the call with its rows first, as at the first call of its kind; None if other arguments have them."""
+        if not finding.turned:
+            return candidate
+        turned = candidate.turn(self._group.world_size)
+        return None if turned is None or turned.turned != finding.turned else turned
 
     def _find(
         self, calls: KnownCalls, kind: CallKind, candidate: SplitCandidate
