@@ -1,4 +1,4 @@
-"""Measures which share of one process's work each rank has: ``python -m benchmarks.share [NAME ...] [--ranks 2 4]``.
+"""Measures which share of one process's work each rank has: ``python -m benchmarks.share [NAME ...] [--ddp]``.
 
 The share is the CPU time of a rank for a step, divided by that of the plain process: 0.5 on two ranks is ideal, 1 gains
 nothing. It hardly depends on other load of the machine. Each number is the median of several runs, over the last 60% of
@@ -13,11 +13,13 @@ import os
 import statistics
 import subprocess
 import sys
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from benchmarks.share_programs import PROGRAMS
+from benchmarks.share_ddp import WITHOUT_DDP
+from benchmarks.share_step import ALL_PROGRAMS
 
 FIRST = 16
 
@@ -31,47 +33,61 @@ class Cost(NamedTuple):
     """Of the first steps."""
 
 
-def measure(name: str, num_ranks: int | None, steps: int) -> Cost:
-    """Run a program plainly, or on ranks; return the cost of the process, or of rank 0."""
-    lagom = [str(Path(sys.executable).with_name("lagom")), "run", "-n", str(num_ranks), "-m"]
-    command = lagom if num_ranks else [sys.executable, "-m"]
-    done = subprocess.run(
-        [*command, "benchmarks.share_programs", name, str(steps)],
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE,
-        text=True,
-        check=True,
-    )
-    seconds = json.loads(done.stdout.splitlines()[-1])
+def measure(name: str, kind: str, num_ranks: int, steps: int) -> Cost:
+    """Run a program "plain", by "lagom" or by "DDP"; return the cost of the process, or of rank 0."""
+    module = ["-m", "benchmarks.share_ddp" if kind == "DDP" else "benchmarks.share_step", name, str(steps)]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    if kind == "lagom":
+        commands = [[str(Path(sys.executable).with_name("lagom")), "run", "-n", str(num_ranks), *module]]
+    else:
+        commands = [[sys.executable, *module]]
+    with tempfile.TemporaryDirectory() as folder:
+        if kind == "DDP":
+            places = [[str(rank), str(num_ranks), f"{folder}/meeting"] for rank in range(num_ranks)]
+            commands = [[*commands[0], *place] for place in places]
+        processes = [
+            subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) for command in commands
+        ]
+        outputs = [process.communicate()[0] for process in processes]
+    if any(process.returncode for process in processes):
+        raise RuntimeError(f"{commands[0]} failed")
+    seconds = json.loads(outputs[0].splitlines()[-1])
     return Cost(statistics.median(seconds[int(0.4 * steps) :]), sum(seconds[:FIRST]))
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Print a table in Markdown, a line as soon as it is measured."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("names", nargs="*", choices=[[], *PROGRAMS], default=[])
+    parser.add_argument("names", nargs="*", choices=[[], *ALL_PROGRAMS], default=[])
     parser.add_argument("--ranks", nargs="+", type=int, default=[2, 4])
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--times", type=int, default=3, help="runs of each kind, in turns")
+    parser.add_argument("--ddp", action="store_true", help="measure DDP by hand, too")
     args = parser.parse_args(argv)
-    kinds = [None, *args.ranks]
-    titles = [f"share on {num} | first {FIRST} steps on {num}" for num in args.ranks]
-    print(f"| program | ms a step | {' | '.join(titles)} |\n|{'---|' * (2 + 2 * len(args.ranks))}", flush=True)
-    shares: dict[int, list[float]] = {num: [] for num in args.ranks}
-    for name in args.names or PROGRAMS:
-        runs = [[measure(name, num, args.steps) for num in kinds] for _ in range(args.times)]
-        cells = [f"{1000 * statistics.median(plain.step for plain, *_ in runs):.0f}"]
-        for place, num in enumerate(args.ranks, 1):
-            found = [one[place].step / one[0].step for one in runs]
-            first = [one[place].first / one[0].first for one in runs]
-            shares[num].append(statistics.median(found))
-            cells += [
-                f"{shares[num][-1]:.2f} ({min(found):.2f} to {max(found):.2f})",
-                f"{statistics.median(first):.2f}",
-            ]
+    kinds = [(kind, num) for num in args.ranks for kind in (("lagom", "DDP") if args.ddp else ("lagom",))]
+    titles = [
+        title for kind, num in kinds for title in (f"{kind} on {num}", f"first {FIRST} steps")[: 1 + (kind == "lagom")]
+    ]
+    print(f"| program | ms a step | {' | '.join(titles)} |\n|{'---|' * (2 + len(titles))}", flush=True)
+    shares: dict[tuple[str, int], list[float]] = {kind: [] for kind in kinds}
+    for name in args.names or ALL_PROGRAMS:
+        costs: dict[tuple[str, int], list[Cost]] = {}
+        for _ in range(args.times):
+            for kind in [("plain", 1), *kinds]:
+                if kind[0] != "DDP" or name not in WITHOUT_DDP:
+                    costs.setdefault(kind, []).append(measure(name, *kind, args.steps))
+        plain = costs["plain", 1]
+        cells = [f"{1000 * statistics.median(cost.step for cost in plain):.0f}"]
+        for kind in kinds:
+            found = [cost.step / base.step for cost, base in zip(costs.get(kind, []), plain, strict=False)]
+            first = [cost.first / base.first for cost, base in zip(costs.get(kind, []), plain, strict=False)]
+            if found:
+                shares[kind].append(statistics.median(found))
+            cells.append(f"{shares[kind][-1]:.2f} ({min(found):.2f} to {max(found):.2f})" if found else "")
+            cells += [f"{statistics.median(first):.2f}"] if kind[0] == "lagom" else []
         print(f"| {name} | {' | '.join(cells)} |", flush=True)
-    for num, found in shares.items():
-        print(f"\nMedian on {num} ranks: {statistics.median(found):.2f}")
+    for (way, num), found in shares.items():
+        print(f"\n{way} on {num}: median {statistics.median(found):.2f}, largest {max(found):.2f}")
 
 
 if __name__ == "__main__":

@@ -1,26 +1,17 @@
-"""The programs of ``benchmarks.share``: ordinary training loops, of about 100 ms a step.
-
-``python -m benchmarks.share_programs NAME STEPS`` trains one, and prints the CPU seconds of this process for each step.
-With a third argument, ``speed``, lagom's clock of steps counts CPU seconds of the program's thread, too.
-"""
+"""The programs of ``benchmarks.share``: ordinary training loops, of about 100 ms a step."""
 
 from __future__ import annotations
 
-import json
-import sys
-import time
-from collections.abc import Callable, Iterator
-from itertools import repeat
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import TensorDataset
 
-from lagom.watch import step_clock
-
-Loss = Callable[..., Any]
+Program = tuple[nn.Module, TensorDataset, int, Callable[..., Any]]
+"""A model, its data, the size of a batch, and a function that returns the loss of the model and a batch."""
 VOCABULARY = 2000
 
 
@@ -161,7 +152,7 @@ def _images(rows: int, size: int) -> TensorDataset:
     return TensorDataset(torch.randn(rows, 3, size, size), torch.randint(0, 10, (rows,)))
 
 
-def encoder() -> tuple[nn.Module, TensorDataset, int, Loss]:
+def encoder() -> Program:
     """Masked language model; a quarter of the batches has padding."""
 
     def loss(model: nn.Module, ids: Tensor) -> Tensor:
@@ -174,28 +165,28 @@ def encoder() -> tuple[nn.Module, TensorDataset, int, Loss]:
     return Encoder(), _text(256, 64), 16, loss
 
 
-def generator() -> tuple[nn.Module, TensorDataset, int, Loss]:
+def generator() -> Program:
     """Language model with its loss inside."""
     return Generator(), _text(256, 64), 16, lambda model, ids: model(ids[:, :-1].clone(), ids[:, 1:].clone())[1]
 
 
-def scores() -> tuple[nn.Module, TensorDataset, int, Loss]:
+def scores() -> Program:
     """Language model with its loss outside."""
     model = Generator()
     return model, _text(256, 64), 16, lambda model, ids: F.cross_entropy(model(ids)[0].flatten(0, 1), ids.flatten())
 
 
-def denoiser() -> tuple[nn.Module, TensorDataset, int, Loss]:
+def denoiser() -> Program:
     """Diffusion with its loss inside."""
     return Denoiser(), _images(256, 24), 16, lambda model, images, _: model(images)
 
 
-def residual() -> tuple[nn.Module, TensorDataset, int, Loss]:
+def residual() -> Program:
     """Pictures and BatchNorm."""
     return Residual(), _images(512, 24), 32, lambda model, images, labels: F.cross_entropy(model(images), labels)
 
 
-def recurrent() -> tuple[nn.Module, TensorDataset, int, Loss]:
+def recurrent() -> Program:
     """Time first."""
 
     def loss(model: nn.Module, ids: Tensor) -> Tensor:
@@ -204,7 +195,7 @@ def recurrent() -> tuple[nn.Module, TensorDataset, int, Loss]:
     return Recurrent(), _text(1024, 40, 64), 64, loss
 
 
-def autoencoder() -> tuple[nn.Module, TensorDataset, int, Loss]:
+def autoencoder() -> Program:
     """Variational autoencoder."""
 
     def loss(model: nn.Module, x: Tensor) -> Any:
@@ -215,7 +206,7 @@ def autoencoder() -> tuple[nn.Module, TensorDataset, int, Loss]:
     return Autoencoder(), TensorDataset(torch.randn(2048, 784)), 256, loss
 
 
-def table() -> tuple[nn.Module, TensorDataset, int, Loss]:
+def table() -> Program:
     """A wide table."""
     model = nn.Sequential(nn.Linear(200, 1024), nn.ReLU(), nn.Linear(1024, 1024), nn.ReLU(), nn.Linear(1024, 1))
     data = TensorDataset(torch.randn(4096, 200), torch.randn(4096, 1))
@@ -225,32 +216,3 @@ def table() -> tuple[nn.Module, TensorDataset, int, Loss]:
 PROGRAMS = {
     one.__name__: one for one in (encoder, generator, scores, denoiser, residual, recurrent, autoencoder, table)
 }
-
-
-def train(name: str, steps: int) -> list[float]:
-    """Train the program ``name``; return the CPU seconds of this process for each step, loading included."""
-    torch.manual_seed(0)
-    model, data, batch_size, loss_of = PROGRAMS[name]()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
-    loader = DataLoader(data, batch_size=batch_size, shuffle=True)
-    seconds: list[float] = []
-    began = time.process_time()
-    for batch, _ in zip(_endless(loader), range(steps), strict=False):
-        optimizer.zero_grad()
-        loss_of(model, *batch).backward()
-        optimizer.step()
-        ended = time.process_time()
-        seconds.append(ended - began)
-        began = ended
-    return seconds
-
-
-def _endless(loader: Any) -> Iterator[Any]:
-    for one in repeat(loader):
-        yield from one
-
-
-if __name__ == "__main__":
-    if sys.argv[3:] == ["speed"]:
-        vars(step_clock)["perf_counter"] = time.thread_time
-    print(json.dumps(train(sys.argv[1], int(sys.argv[2]))))

@@ -43,7 +43,7 @@ def _output(process: subprocess.Popen[str]) -> str:
 
 def plain_step(name: str, steps: int, num_processes: int = 1) -> float:
     """Return the mean seconds of a step of a plain process, while as many others as given run beside it."""
-    command = [sys.executable, "-m", "benchmarks.share_programs", name, str(steps)]
+    command = [sys.executable, "-m", "benchmarks.share_step", name, str(steps)]
     outputs = [_output(one) for one in [_process(command) for _ in range(num_processes)]]
     found: list[list[float]] = [json.loads(out.splitlines()[-1])[FIRST:] for out in outputs]
     return statistics.mean(statistics.mean(seconds) for seconds in found)
@@ -53,7 +53,7 @@ def speed_on(num_ranks: int, name: str, steps: int) -> Speed:
     """Return the speed of a run on ranks of this machine."""
     with tempfile.TemporaryDirectory() as runs:
         lagom = str(Path(sys.executable).with_name("lagom"))
-        command = [lagom, "run", "-n", str(num_ranks), "-m", "benchmarks.share_programs", name, str(steps), "speed"]
+        command = [lagom, "run", "-n", str(num_ranks), "-m", "benchmarks.share_step", name, str(steps), "speed"]
         _output(_process(command, LAGOM_RUN_DIR=runs))
         (folder,) = Path(runs).glob("*/run.json")
         return Speed.from_json(json.loads(folder.read_text())["speed"])

@@ -26,10 +26,10 @@ from lagom.batches.sharing.worker_sharing import share_workers
 from lagom.disk.install import knows_rank
 from lagom.patching.replace import replaced
 from lagom.program.unreadable_data import unreadable
+from lagom.run_state.batch_contents import count_samples
 from lagom.run_state.cuda_device import move_to_device
 from lagom.run_state.loader_pass import FEWER_ROWS, LoaderPass, has_fewer_rows
 from lagom.run_state.random_streams import DRAWING, OwnStreams, derive_seed
-from lagom.run_state.row_count import count_samples
 from lagom.watch.spans import COPY
 from lagom.watch.step_clock import LOADING_PARTS, OUTSIDE
 

@@ -15,9 +15,9 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from lagom.errors import LagomError
 from lagom.patching.object_reference import HiddenReference, tensor_dictionary
+from lagom.run_state.batch_contents import tensors
 from lagom.run_state.loader_pass import is_alive
 from lagom.run_state.loss_terms import find_nodes, metadata, root_nodes
-from lagom.run_state.nested_tensors import tensors
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

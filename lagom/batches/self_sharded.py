@@ -10,9 +10,8 @@ import torch
 
 from lagom.errors import DivergenceError
 from lagom.exchange.agreement_exchange import signature
+from lagom.run_state.batch_contents import count_rows, count_samples, tensors
 from lagom.run_state.loader_pass import BatchShare
-from lagom.run_state.nested_tensors import tensors
-from lagom.run_state.row_count import count_rows, count_samples
 from lagom.world import Place, place_set
 
 if TYPE_CHECKING:

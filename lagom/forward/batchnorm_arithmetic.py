@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lagom.run_state.exchange_function import ExchangeFunction
+from lagom.run_state.loss_terms import ExchangeFunction
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -20,8 +20,8 @@ from lagom.gradients.backward_gradients import DelayedHooks
 from lagom.gradients.checksum import hash_values
 from lagom.gradients.gradient_averager import ReachedLeaves
 from lagom.gradients.tensor_averager import view_as_real
-from lagom.run_state.exchange_function import ExchangeFunction, find_exchanges
 from lagom.run_state.leaves import ACCUMULATE, Likeness, leaf_of_node
+from lagom.run_state.loss_terms import ExchangeFunction, find_exchanges
 from lagom.run_state.memory_layout import resolve_lazy
 
 if TYPE_CHECKING:

@@ -118,16 +118,6 @@ def is_plain(value: Any) -> bool:
     return id(type(value)) in _PLAIN_IDS  # by id: a metaclass may refuse to hash its classes
 
 
-def flatten(value: Any) -> tuple[list[Any], Any]:
-    """Return the leaves of ``value`` and their structure, as torch does; ``value`` itself if torch fails."""
-    from torch.utils._pytree import tree_flatten
-
-    try:
-        return tree_flatten(value)
-    except Exception:  # a container in itself, a class that has no hash, a function that the program has registered
-        return [value], tree_flatten(None)[1]
-
-
 def class_key(kind: type) -> object:
     """Return ``kind``, or its name if its metaclass compares or hashes classes in a way of its own."""
     meta = type(kind)

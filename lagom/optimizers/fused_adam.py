@@ -25,21 +25,24 @@ _STEP = "_single_tensor_adam"
 """Name of torch's function for parameters on a CPU; nothing is patched in a version of torch that lacks it."""
 
 
-def fused_adam() -> AbstractContextManager[None]:
+def fused_adam(applies: Callable[[], bool] = lambda: True) -> AbstractContextManager[None]:
     """Patch Adam to step models on a CPU by torch's fused kernel; torch calls eight or more operations per parameter.
 
     The kernel rounds differently. This suits ranks whose gradients lagom sums, since these sums are rounded differently
     from one process's gradients too. Rare options (amsgrad, maximize, capturable, differentiable, rates that are
     tensors, complex numbers) are left to torch, and all options with torch 2.6.
+
+    Args:
+        applies: returns whether to use the kernel in a step now, equally on all ranks.
     """
     original = vars(adam).get(_STEP)
-    return nullcontext() if original is None else _replaced_step(original)
+    return nullcontext() if original is None else _replaced_step(original, applies)
 
 
 @contextmanager
-def _replaced_step(original: Callable[..., None]) -> Iterator[None]:
+def _replaced_step(original: Callable[..., None], applies: Callable[[], bool]) -> Iterator[None]:
     def step(params: list[Tensor], *tensors: Any, **options: Any) -> None:
-        if torch.compiler.is_compiling() or not _is_plain(options):
+        if torch.compiler.is_compiling() or not applies() or not _is_plain(options):
             return original(params, *tensors, **options)
         grads, means, squares, _, steps, *_ = tensors
         together = params, grads, means, squares

@@ -8,9 +8,9 @@ import torch
 
 from lagom.errors import LagomError
 from lagom.patching.object_reference import HiddenReference
+from lagom.run_state.batch_contents import tensors
 from lagom.run_state.loader_pass import BatchShare, is_alive, shape_of
 from lagom.run_state.loss_terms import find_share
-from lagom.run_state.nested_tensors import tensors
 
 _FEW = 256
 """Number of remembered tensors above which dead ones are first removed."""

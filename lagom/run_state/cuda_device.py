@@ -17,7 +17,7 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from lagom.patching.object_reference import tensor_dictionary
 from lagom.patching.replace import replaced
-from lagom.run_state.nested_tensors import tensors
+from lagom.run_state.batch_contents import tensors
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator

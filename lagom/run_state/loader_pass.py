@@ -11,7 +11,7 @@ import torch
 
 from lagom.errors import LagomError
 from lagom.patching.object_reference import HiddenReference
-from lagom.run_state.nested_tensors import tensors
+from lagom.run_state.batch_contents import tensors
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

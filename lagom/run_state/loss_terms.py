@@ -8,9 +8,10 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.autograd import Function
 from torch.autograd.graph import GradientEdge
 
-from lagom.run_state.nested_tensors import tensors
+from lagom.run_state.batch_contents import tensors
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -182,6 +183,19 @@ def _scale_all(gradients: Gradients, weight: float) -> Gradients:
 
 def _scale(gradient: torch.Tensor | None, weight: float) -> torch.Tensor | None:
     return gradient if gradient is None or weight == 1.0 else gradient * weight
+
+
+class ExchangeFunction(Function):
+    """A function whose backward exchanges gradients with the other ranks, and so cannot be part of a batched call."""
+
+    gives_whole = True
+    """Whether its inputs get gradients of the whole batch; if not, they get those of this rank's samples."""
+
+
+def find_exchanges(roots: Sequence[torch.Tensor | GradientEdge]) -> set[type[ExchangeFunction]]:
+    """Return the classes of the ``ExchangeFunction`` in the graph of ``roots``."""
+    kinds: set[Any] = {getattr(type(node), "_forward_cls", object) for node in find_nodes(root_nodes(roots))}
+    return {kind for kind in kinds if issubclass(kind, ExchangeFunction)}
 
 
 # Note [Terms]

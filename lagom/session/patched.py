@@ -17,11 +17,11 @@ from lagom.errors import LagomError
 from lagom.extensions.registry import wanted
 from lagom.forward.batchnorm import synchronise_batchnorm
 from lagom.forward.module import patch_reentrant_checkpoints, prepare_forwards, track_modules
+from lagom.forward.rows.one_hot import read_no_classes
 from lagom.forward.rows.row_losses import share_losses
 from lagom.forward.rows.slicer import watch_packing
 from lagom.gradients.backward import synchronise_backward
-from lagom.optimizers.fast_step import skip_profiler_ranges
-from lagom.optimizers.timed_steps import timed_steps
+from lagom.optimizers.step_ranges import skip_profiler_ranges, timed_steps
 from lagom.patching.object_reference import swappable_tensors
 from lagom.run_state.random_streams import OwnStreams, equal_fresh_seeds
 
@@ -122,11 +122,13 @@ def _patched_for_ranks(session: Session) -> Iterator[None]:
     with ExitStack() as stack:
         stack.enter_context(own_mp_spawn(session))
         stack.enter_context(track_modules(session))
-        is_as_given = session.config.batches == "whole" or session.plan.already_distributed
-        if not is_as_given:
+        if not session.plan.already_distributed:
             from lagom.optimizers.fused_adam import fused_adam
 
-            stack.enter_context(fused_adam())
+            forwards, is_whole = session.forwards, session.config.batches == "whole"
+            # With whole batches gradients have the bits of one process until a forward is split.
+            stack.enter_context(fused_adam(lambda: forwards.has_sliced or not is_whole))
+            session.resumption.learned["sliced"] = forwards.sliced_state, forwards.restore_sliced
         if not session.backwards.gradient_store.is_external:
             stack.enter_context(synchronise_backward(session, knows_rank))
             session.resumption.learned["rank"] = _refuse_known_rank, lambda _: None
@@ -134,6 +136,7 @@ def _patched_for_ranks(session: Session) -> Iterator[None]:
             stack.enter_context(watch_packing(session))
             if session.config.batches == "whole":
                 stack.enter_context(share_losses(session, knows_rank))
+                stack.enter_context(read_no_classes(session))
         if session.config.lr_scaling is not None and not session.plan.already_distributed:
             from lagom.optimizers.lr_scaling import scale_learning_rates
 

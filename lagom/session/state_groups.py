@@ -80,6 +80,14 @@ class ForwardState:
         """Return the state before the first forward."""
         return cls(WholeCalls(tensors.modules), RunningValueDetector(tensors.synchronised_buffers, say_once))
 
+    def sliced_state(self) -> list[tuple[None, bool]]:
+        """Return whether forwards have been split, for ``restore_sliced`` in another process."""
+        return [(None, self.has_sliced)]
+
+    def restore_sliced(self, state: Sequence[tuple[None, bool]]) -> None:
+        """Continue as the process that returned ``state``."""
+        ((_, self.has_sliced),) = state
+
     @contextmanager
     def probing(self) -> Iterator[None]:
         """Context manager for a probe of a forward: gradients are not averaged, and autocast caches no casts.

@@ -15,6 +15,7 @@ from torch.optim import Adam, AdamW, NAdam, RAdam
 from torch.optim import adam as torch_adam
 
 from lagom.optimizers.fused_adam import fused_adam
+from lagom.patching.replace import replaced
 from lagom.session.session import Session
 from tests.ranks import alone, run_ranks
 
@@ -142,6 +143,35 @@ def test_an_optimizer_without_gradients_steps() -> None:
     with fused_adam():
         Adam([nn.Parameter(torch.zeros(2))]).step()
         Adam([nn.Parameter(torch.zeros(0))]).step()
+
+
+@pytest.mark.parametrize("slices", [True, False])
+def test_whole_batches_step_by_the_kernel_once_a_forward_is_split(slices: bool) -> None:
+    """Until then weights have the bits of one process."""
+
+    def program(_: Session) -> Any:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1)).double()
+        optimizer = Adam(model.parameters(), lr=0.01)
+        calls: list[None] = []
+        fused = torch._fused_adam_
+
+        def counted(*args: Any, **kwargs: Any) -> None:
+            calls.append(None)
+            fused(*args, **kwargs)
+
+        with replaced(torch, "_fused_adam_", counted):
+            for _step in range(6):
+                optimizer.zero_grad()
+                model(torch.randn(8, 4, dtype=torch.float64)).square().mean().backward()
+                optimizer.step()
+        return [one.detach() for one in model.parameters()], len(calls)
+
+    wanted, _ = alone(program)
+    for found, num_calls in run_ranks(2, program, batches="whole", always_slices=slices):
+        assert num_calls == (5 if slices else 0)
+        rounding = 1e-12 if slices else 0
+        torch.testing.assert_close(found, wanted, rtol=rounding, atol=rounding)
 
 
 def compiled_steps(_: Session) -> list[float]:

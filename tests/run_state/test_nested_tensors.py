@@ -1,4 +1,4 @@
-"""``lagom.run_state.nested_tensors``: what counts as a container of tensors."""
+"""``lagom.run_state.batch_contents``: what counts as a container of tensors."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from lagom.run_state.nested_tensors import tensors
+from lagom.run_state.batch_contents import tensors
 
 Pair = namedtuple("Pair", "left right")  # as programs have them
 

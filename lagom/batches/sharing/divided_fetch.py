@@ -108,7 +108,9 @@ class DividedFetcher:
         whole: the fetcher that loads whole batches on every rank.
     """
 
-    def __init__(self, fetcher: Any, whole: Any, session: Session, finding: LoadingFinding, current: LoaderPass) -> None:
+    def __init__(
+        self, fetcher: Any, whole: Any, session: Session, finding: LoadingFinding, current: LoaderPass
+    ) -> None:
         self._fetcher, self._whole, self._session = fetcher, whole, session
         self._finding, self._pass = finding, current
         self._tell_clock()

@@ -11,7 +11,7 @@ from torch.utils.data._utils.worker import _IterableDatasetStopIteration
 from torch.utils.weak import WeakIdKeyDictionary
 
 from lagom.batches.sharing.equal_batches import BatchComparison
-from lagom.batches.sharing.shared_mappings import find_files
+from lagom.batches.sharing.shared_objects import find_files
 from lagom.errors import CollectiveError, DivergenceError, PayloadError
 from lagom.patching.object_reference import HiddenReference, ObjectReference
 

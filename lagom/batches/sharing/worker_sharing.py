@@ -16,8 +16,7 @@ from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from lagom.batches.sharing.absent_workers import WorkerContext, start_workers
 from lagom.batches.sharing.loader_trial import NEVER, ON_TRIAL, SHARED, Choices, LoaderTrial
-from lagom.batches.sharing.shared_mappings import SharedMappings
-from lagom.batches.sharing.shared_objects import reach_shared_memory
+from lagom.batches.sharing.shared_objects import SharedMappings, reach_shared_memory
 from lagom.batches.sharing.shared_workers import SharedWorkers
 from lagom.batches.sharing.worker_watch import WorkerWatch
 from lagom.disk.install import reports_changes

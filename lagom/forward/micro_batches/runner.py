@@ -8,7 +8,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.utils._pytree import tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
 from lagom.errors import LagomError
@@ -17,7 +16,8 @@ from lagom.forward.rows.draws import Draws
 from lagom.forward.rows.sliced_forward import MicroBatch
 from lagom.forward.rows.split_candidate import SplitCandidate, SplitFinding, is_batch
 from lagom.forward.rows.whole_batch import RowBlock
-from lagom.inspection.reads import flatten, is_tensor
+from lagom.inspection.reads import is_tensor
+from lagom.inspection.structures import flatten, unflatten
 from lagom.random_states import equal_random_states, random_states, set_random_states
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ class MicroBatchRunner:
             end = end or random_states()
         self._session.forwards.num_micro_batches = max(self._session.forwards.num_micro_batches, num)
         assert finding.spec is not None
-        return tree_unflatten(_together(parts, finding, candidate), finding.spec)
+        return unflatten(_together(parts, finding, candidate), finding.spec)
 
     def _part(
         self, candidate: SplitCandidate, finding: SplitFinding, block: RowBlock, begun: dict[str, Any]

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import CheckpointFunction
 
 from lagom.forward.rows.comparison import are_close
 from lagom.forward.rows.whole_reasons import NotByRowsError, WholeReason
-from lagom.inspection.reads import flatten, is_tensor
+from lagom.inspection.reads import is_tensor
 from lagom.patching.object_reference import HiddenReference
 from lagom.random_states import equal_random_states, random_states
 from lagom.run_state.leaf_hooks import has_hooks
@@ -28,6 +28,7 @@ from lagom.run_state.memory_layout import storage_of
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from lagom.forward.rows.row_places import RowPlace
     from lagom.forward.rows.split_candidate import SplitCandidate
     from lagom.forward.rows.whole_batch import RowBlock
 
@@ -58,13 +59,13 @@ class BackwardProbe:
         """Set ``is_needed``: whether the graph of ``outputs`` has a function that is neither torch's nor lagom's."""
         self.is_needed = _has_own_function(outputs)
 
-    def run_whole(self, candidate: SplitCandidate, inputs: list[Any]) -> None:
+    def run_whole(self, candidate: SplitCandidate, inputs: list[Any], places: Sequence[RowPlace | None]) -> None:
         """Run forward and backward of a whole batch.
 
         Raises:
             NotByRowsError: when the backward draws random numbers, or is not proportional to the outputs' gradient.
         """
-        outputs = flatten(candidate.run(inputs))[0]
+        outputs = candidate.outputs(inputs, places)[0]
         generator = torch.Generator().manual_seed(0)
         self._roots = [
             torch.randn(one.shape, generator=generator).to(one.device, one.dtype) if _is_root(one) else None

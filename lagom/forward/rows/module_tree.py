@@ -8,13 +8,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_flatten
 from torch.utils.weak import WeakIdKeyDictionary
 
 from lagom.forward.rows.split_candidate import KnownCalls, SplitCandidate, has_global_hooks, is_batch
 from lagom.forward.rows.surroundings import Surroundings
 from lagom.forward.rows.whole_reasons import NotByRowsError, WholeReason, whole_line
-from lagom.inspection.reads import class_key, flatten, is_plain, is_tensor
+from lagom.inspection.reads import class_key, is_plain, is_tensor
+from lagom.inspection.structures import flatten, unflatten
 from lagom.patching.object_reference import ObjectReference
 from lagom.run_state.memory_layout import memory_order
 
@@ -126,20 +127,27 @@ class ModuleTree:
 
 
 def _run_with(
-    call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], leaves: list[Any], spec: TreeSpec
+    call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], leaves: list[Any], spec: Any
 ) -> Callable[[list[Any]], Any]:
     """Return a function that makes the ``call`` with other leaves in place of its arguments' ``leaves``.
 
     Raises:
-        NotByRowsError: from the returned function, if the call changes the lists and dicts of its arguments.
+        NotByRowsError: from the returned function, if the call changes the lists, dicts and dataclasses of its
+            arguments, or returns one of these dataclasses.
     """
 
     def run(changed: list[Any]) -> Any:
         if changed is leaves:
             return call(*args, **kwargs)
-        its_args, its_kwargs = tree_unflatten(changed, spec)
+        its_args, its_kwargs = unflatten(changed, spec)
         output = call(*its_args, **its_kwargs)
-        after, its_spec = tree_flatten((its_args, its_kwargs))
+        instances: set[int] = set()
+        after, its_spec = flatten((its_args, its_kwargs), instances)
+        if instances:
+            num = len(instances)
+            flatten(output, made := set[int]())
+            if len(instances | made) < num + len(made):
+                raise NotByRowsError(WholeReason.CHANGES_ARGUMENTS)
         if its_spec != spec or any(one is not other for one, other in zip(after, changed, strict=True)):
             raise NotByRowsError(WholeReason.CHANGES_ARGUMENTS)
         return output

@@ -37,16 +37,17 @@ from lagom.forward.rows.split_candidate import (
 )
 from lagom.forward.rows.whole_batch import RowBlock
 from lagom.forward.rows.whole_reasons import NotByRowsError, WholeReason
-from lagom.inspection.reads import class_name, describe, flatten, is_tensor
+from lagom.inspection.reads import class_name, describe, is_tensor
 from lagom.random_states import equal_random_states, random_states
 from lagom.run_state.memory_layout import memory_order
 from lagom.run_state.oom_errors import wanted_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
 
     from torch import nn
-    from torch.utils._pytree import TreeSpec
+
+    from lagom.forward.rows.row_places import RowPlace
 
 
 def probe(
@@ -149,7 +150,7 @@ class _Comparison:
         losses = self._whole_losses = WholeLosses(self._recorder, candidate.rows)
         with self._statistics(self._noted), losses.entered() if candidate.is_common else nullcontext():
             outputs, finding.factors, finding.bases, finding.spec = _run_forward(
-                candidate, self._recorder, given, candidate.rows, self._noted, look_at
+                candidate, self._recorder, given, candidate.rows, self._noted, finding.places, look_at
             )
         finding.losses = losses.losses
         if any(finding.losses) and (self._recorder.has_checkpoints or self._backwards.is_needed):
@@ -177,7 +178,7 @@ class _Comparison:
             if self._backwards.is_needed:
                 self._begin()
                 with silent(), failing_as(WholeReason.BACKWARD_FAILS):
-                    self._backwards.run_whole(self._candidate, _copy_leaves(self._candidate))
+                    self._backwards.run_whole(self._candidate, _copy_leaves(self._candidate), self._finding.places)
 
     def run_blocks(self, num_blocks: int, outputs: list[Any], buffers: Any, key: object) -> None:
         """Run the forward on each block; compare the outputs with ``outputs`` of the whole batch, and the state."""
@@ -210,7 +211,9 @@ class _Comparison:
         losses = BlockLosses(finding.losses, block)
         self._losses.append(losses)
         with self._statistics(self._noted), losses.entered(), failing_as(failure):
-            outputs, factors, bases, spec = _run_forward(candidate, part, leaves, block.num_mine, self._noted, look_at)
+            outputs, factors, bases, spec = _run_forward(
+                candidate, part, leaves, block.num_mine, self._noted, finding.places, look_at
+            )
         self._made.compare()
         same = spec == finding.spec and factors == finding.factors and bases == finding.bases
         if not same or len(part.drawn) != len(self._recorder.drawn):
@@ -317,7 +320,7 @@ def _compare_other_rows(
         ChangedRowLosses(losses, row, tolerance_for(candidate)).entered(),
         AnsweredReads(answers) if finding.input_reads.reads else nullcontext(),
     ):
-        found = flatten(candidate.run(leaves))[0]
+        found = candidate.outputs(leaves, finding.places)[0]
     candidate.check()
     for whole, other, factor in zip(outputs, found, finding.factors, strict=True):
         if is_tensor(whole):
@@ -332,15 +335,17 @@ def _run_forward(
     leaves: list[Any],
     rows: int,
     noted: BatchStatistics,
+    places: Sequence[RowPlace | None],
     look: Callable[[list[Any], list[int | None]], None],
-) -> tuple[list[Any], list[int | None], list[int | None], TreeSpec]:
+) -> tuple[list[Any], list[int | None], list[int | None], Any]:
     """Run the forward; return copies of its outputs, their rows per input row, their bases and their structure.
 
     Args:
+        places: where each output has its rows.
         look: called with the outputs, while they still have their graph, and with their rows per input row.
     """
     with silent() as said, recorder.entered(), recorder.refuse_reads():
-        outputs, spec = flatten(candidate.run(leaves))
+        outputs, spec = candidate.outputs(leaves, places)
     candidate.check()
     if said.getvalue():
         raise NotByRowsError(WholeReason.PRINTS)

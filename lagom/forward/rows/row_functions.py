@@ -11,8 +11,7 @@ import torch
 from torch.autograd import Function
 from torch.autograd.graph import GradientEdge
 
-from lagom.run_state.exchange_function import ExchangeFunction
-from lagom.run_state.loss_terms import find_nodes, root_nodes
+from lagom.run_state.loss_terms import ExchangeFunction, find_nodes, root_nodes
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import functools
+import math
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from lagom.exchange.native import native
 from lagom.patching.watched_operations import is_watched
+from lagom.run_state.memory_layout import is_dense
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -16,6 +18,9 @@ if TYPE_CHECKING:
 
 _STATE_BYTES = 5056
 """Size of the state of torch's generator; ``csrc/twister.hpp`` describes its beginning."""
+
+_MIN_PART = 128
+"""Number of elements that lie side by side in memory, below which the whole mask is drawn: a call takes 1 us."""
 
 
 def draw_own_rows(
@@ -35,7 +40,9 @@ def draw_own_rows(
     mask: Tensor = args[0]
     if function is not torch.ops.aten.bernoulli_.float or type(mask) is not torch.Tensor or not mask.is_cpu:
         return False  # a tensor of another class may have no memory
-    if not _lies_by_rows(mask, axis):
+    outer = _dimensions_around(mask, axis)
+    num_parts = math.prod(mask.shape[dim] for dim in outer)
+    if outer and not (is_dense(mask) and mask.numel() >= _MIN_PART * num_parts):
         return False
     # With micro-batches in a sliced forward, the forward's own ``Draws`` is active here: it must see the whole draw.
     if torch._C._len_torch_dispatch_stack() or is_watched() or not can_skip():
@@ -43,23 +50,28 @@ def draw_own_rows(
     probability = args[1] if len(args) > 1 else kwargs.get("p", 0.5)
     if not 0 <= probability <= 1:
         return False  # torch raises the error
-    per_row = mask.numel() // mask.shape[axis]
+    per_row = mask.numel() // mask.shape[axis] // num_parts
+    num_mine = mask.shape[axis]
     mask.copy_(
         _drawn(
             torch.empty_like(mask, dtype=torch.bool),
             probability,
             kwargs.get("generator") or torch.default_generator,
-            before=num_before * per_row,
-            after=(num_all - num_before) * per_row - mask.numel(),
+            num_before * per_row,
+            (num_all - num_before - num_mine) * per_row,
+            num_parts,
         )
     )
     return True
 
 
-def _drawn(mask: Tensor, probability: float, generator: torch.Generator, before: int, after: int) -> Tensor:
-    """Return ``mask`` of booleans, drawn in the order of its memory; skip the elements before and after it."""
-    state = generator.get_state()
-    native().draw_mask(state.data_ptr(), len(state), probability, before, mask.data_ptr(), mask.numel(), after)
+def _drawn(
+    mask: Tensor, probability: float, generator: torch.Generator, before: int, after: int, num_parts: int = 1
+) -> Tensor:
+    """Return ``mask`` of booleans, drawn in the order of its memory; skip the elements before and after each part."""
+    state, size = generator.get_state(), mask.numel() // num_parts
+    for start in range(mask.data_ptr(), mask.data_ptr() + size * num_parts, max(1, size)):
+        native().draw_mask(state.data_ptr(), len(state), probability, before, start, size, after)
     generator.set_state(state)
     return mask
 
@@ -76,10 +88,10 @@ def can_skip() -> bool:
     return torch.equal(whole[700:1300], part) and torch.equal(one.get_state(), other.get_state())
 
 
-def _lies_by_rows(mask: Tensor, axis: int) -> bool:
-    """Return whether the elements of a row are side by side in memory, and drawn one after the other."""
+def _dimensions_around(mask: Tensor, axis: int) -> list[int]:
+    """Return the dimensions that come before ``axis`` in memory, such as the steps of a recurrent network."""
     # A single row is judged by its stride too, which is not the largest if another dimension is first in memory.
-    return all(mask.stride(axis) > mask.stride(d) for d in range(mask.dim()) if d != axis and mask.shape[d] > 1)
+    return [d for d in range(mask.dim()) if d != axis and mask.shape[d] > 1 and mask.stride(d) >= mask.stride(axis)]
 
 
 # Note [Skipping]

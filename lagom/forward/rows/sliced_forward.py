@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.utils._pytree import tree_unflatten
 
 from lagom.errors import LagomError
 from lagom.forward.rows.backward_probe import find_unread
@@ -19,7 +18,8 @@ from lagom.forward.rows.row_functions import gather_blocks, slice_rows
 from lagom.forward.rows.split_candidate import SplitCandidate, SplitFinding, is_batch, sample_bytes
 from lagom.forward.rows.whole_batch import Gatherer, RowBlock, RowExchange, UnequalInputError
 from lagom.forward.rows.whole_reasons import WholeReason
-from lagom.inspection.reads import flatten, is_tensor
+from lagom.inspection.reads import is_tensor
+from lagom.inspection.structures import unflatten
 from lagom.run_state.loader_pass import BatchShare
 
 if TYPE_CHECKING:
@@ -137,7 +137,7 @@ class SlicedRuns:
             losses.entered() if session.config.batches == "whole" else nullcontext(),
         ):
             before = num_nodes_made()
-            outputs, spec = flatten(candidate.run(leaves))
+            outputs, spec = candidate.outputs(leaves, finding.places)
             losses.end()
             shapes, num_nodes = _shapes(candidate), num_nodes_made() - before
             if not region.was_at_prompt and not finding.is_known_way(shapes, num_nodes):
@@ -154,7 +154,7 @@ class SlicedRuns:
             passed = {id(leaf): whole for leaf, whole in zip(leaves, candidate.leaves, strict=True)}
             if finding.input_reads.reads and not _are_signed(outputs, passed, finding, candidate):
                 self._compare_reads(candidate, finding, restore, is_stale=is_stale)
-            return tree_unflatten(_gather_outputs(outputs, passed, finding, exchange, candidate, is_stale), spec)
+            return unflatten(_gather_outputs(outputs, passed, finding, exchange, candidate, is_stale), spec)
         except UnequalInputError:
             if finding.input_reads.reads:
                 self._compare_reads(candidate, finding, restore, is_stale=is_stale)
@@ -305,7 +305,9 @@ def _gather_outputs(
         elif not one.requires_grad:
             found[id(one)] = found[id(one)].detach()
         found[id(one)] = as_kind_of(one, found[id(one)])
-    return [found.get(id(one), one) for one in outputs]
+    results = [found.get(id(one), one) for one in outputs]
+    turned = {id(one): place.put_back(one) for one, place in zip(results, finding.places, strict=False) if place}
+    return [turned.get(id(one), one) for one in results]
 
 
 # Note [Other ways]

@@ -52,6 +52,13 @@ _MAX_READ_WAYS = 8
 """Number of combinations of numbers, read from the input, after which calls of one kind always run whole."""
 _MAX_DOUBLINGS = 20
 """Number of times that the rows of a small module are doubled at most, to find out how many would be split."""
+_OF_DIMENSION = frozenset(
+    (
+        *(WholeReason.MIXES_ROWS, WholeReason.OUTPUT_WITHOUT_ROWS, WholeReason.OTHER_OUTPUTS),
+        *(WholeReason.FAILS_ON_PART, WholeReason.FAILS_WITH_OTHER_ROW, WholeReason.DRAWS_UNEVENLY),
+    )
+)
+"""Reasons that a forward gives if its rows are in another dimension."""
 _MAX_KINDS = 64
 """Number of kinds of calls of one module after which new kinds are no longer probed."""
 
@@ -175,15 +182,19 @@ class Slicer:
                 account.pays_from = self._rows_that_pay(finding, candidate)
             with account:
                 return self._original(module, *args, **kwargs)
+        if self._turned(candidate, finding) is None:
+            return self._run_whole(module, args, kwargs, calls, WholeReason.OTHER_SIZES.filled())
         if not finding.sliced:
             self._probe(candidate, finding)
         elif not self._knows_shapes(finding, candidate):
             return self._record_reads(candidate, calls, kind)
         passing = WholeReason.EQUAL_ROWS
+        turned = self._turned(candidate, finding)
         while finding.sliced:
+            assert turned is not None
             try:
                 with self._session.forwards.whole_calls.split, self._session.clock.during(FORWARD_DIVIDED):
-                    return self._runs.run(candidate, finding)
+                    return self._runs.run(turned, finding)
             except NewWayError as error:
                 way = error.shapes, error.num_nodes
             except OtherWayError:
@@ -193,6 +204,13 @@ class Slicer:
                 break  # runs whole below, so that errors there are not chained to this one
             self._probe_new_way(candidate, calls, finding, *way)
         return self._run_whole(module, args, kwargs, calls, finding.reason or passing.filled())
+
+    def _turned(self, candidate: SplitCandidate, finding: SplitFinding) -> SplitCandidate | None:
+        """Return the call with its rows first, as at the first call of its kind; None if other arguments have them."""
+        if not finding.turned:
+            return candidate
+        turned = candidate.turn(self._group.world_size)
+        return None if turned is None or turned.turned != finding.turned else turned
 
     def _find(
         self, calls: KnownCalls, kind: CallKind, candidate: SplitCandidate
@@ -285,8 +303,18 @@ class Slicer:
             finding.failure = WholeReason.WRITES.filled()
         elif pays:
             with self._session.forwards.probing():
-                finding.failure = try_again(candidate, self._group.world_size, self._session.forwards.statistics)
+                self._try_again(candidate, finding)
         return output
+
+    def _try_again(self, candidate: SplitCandidate, finding: SplitFinding) -> None:
+        """Call a module on a part of its batch; if it fails, on one of its second dimension."""
+        num, statistics = self._group.world_size, self._session.forwards.statistics
+        finding.failure = try_again(candidate, finding, num, statistics)
+        turned = candidate.turn(num)
+        if turned is None or finding.failure is None or finding.failure.reason not in _OF_DIMENSION:
+            return
+        if try_again(turned, finding, num, statistics) is None:
+            finding.turned, finding.failure = turned.turned, None
 
     def _record_change(self, module: nn.Module, calls: KnownCalls, kind: object, reason: WholeReason) -> None:
         del calls.findings[kind]
@@ -323,21 +351,50 @@ class Slicer:
             self._depth -= 1
 
     def _probe(self, candidate: SplitCandidate, finding: SplitFinding) -> None:
-        finding.reason = finding.failure
-        if finding.failure is None:
-            with self._session.forwards.probing():
-                # Otherwise an evaluation may be called with a rank's own share of a training batch.
-                candidate = replace(candidate, is_common=self._session.config.batches == "whole")
-                probe(candidate, finding, self._group.world_size, self._session.forwards.statistics)
+        with self._session.forwards.probing():
+            # Otherwise an evaluation may be called with a rank's own share of a training batch.
+            candidate = replace(candidate, is_common=self._session.config.batches == "whole")
+            if not finding.turned:
+                finding.reason = finding.failure
+                if finding.failure is None:
+                    probe(candidate, finding, self._group.world_size, self._session.forwards.statistics)
+            if finding.turned or self._may_turn(finding):
+                self._probe_turned(candidate, finding)
         name = type(candidate.module).__name__
         self._session.check_place(f"the second call of {name} with inputs of a kind")
         own = "" if finding.reason is None else f"{finding.reason.reason.name}:{finding.reason.text}"
-        first = next(filter(None, self._group.all_gather_bytes(own.encode())), b"")
-        member, _, text = first.decode().partition(":")
+        found = self._group.all_gather_bytes(f"{any(finding.turned)} {own}".encode())
+        texts = [one.decode().partition(" ")[::2] for one in found]
+        if len({is_turned for is_turned, _ in texts}) > 1:
+            texts = [("", f"{WholeReason.OTHER_OUTPUTS.name}:{WholeReason.OTHER_OUTPUTS.text}")]
+        member, _, text = next(filter(None, [one for _, one in texts]), "").partition(":")
         finding.sliced, finding.reason = not member, None
         if member and member != WholeReason.EQUAL_ROWS.name:  # the next batch may differ
             finding.reason = FilledReason(WholeReason[member], text)
             self._say_whole(candidate.module, finding.reason)
+
+    @staticmethod
+    def _may_turn(finding: SplitFinding) -> bool:
+        """Return whether a probe has failed in a way in which it does if the rows are in another dimension."""
+        reason = finding.reason
+        is_first = reason is not None and finding.failure is None and not finding.new_ways
+        return is_first and reason is not None and reason.reason in _OF_DIMENSION
+
+    def _probe_turned(self, candidate: SplitCandidate, finding: SplitFinding) -> None:
+        """Find out whether a forward computes the rows of the second dimension one by one."""
+        num, statistics = self._group.world_size, self._session.forwards.statistics
+        turned = candidate.turn(num)
+        if turned is None:
+            return
+        found = SplitFinding(finding.work, shapes=finding.shapes, turned=turned.turned, places=finding.places)
+        found.ways, found.new_ways, found.detours = finding.ways, finding.new_ways, finding.detours
+        found.reason = None if finding.turned else try_again(turned, found, num, statistics)
+        if found.reason is None:
+            probe(turned, found, num, statistics)
+        if found.sliced and not found.input_reads.reads:
+            vars(finding).update(vars(found))
+        elif finding.turned or found.reason == WholeReason.EQUAL_ROWS.filled():  # the next batch may differ
+            finding.reason = found.reason or WholeReason.READS_NOT_BY_ROWS.filled()
 
     def _probe_new_way(
         self,

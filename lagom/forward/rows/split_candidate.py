@@ -11,15 +11,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 from torch.autograd import forward_ad
-from torch.utils._pytree import TreeSpec
 
 from lagom.forward.rows.draws import DrawKind
 from lagom.forward.rows.input_reads import InputReads, Shapes, shapes_of
 from lagom.forward.rows.recorder import BatchStatistics, FlopCounter, bounds_check
 from lagom.forward.rows.restore import ChangedError, restored_state
+from lagom.forward.rows.row_places import find_places
 from lagom.forward.rows.whole_batch import ForwardWork, RowBlock
 from lagom.forward.rows.whole_reasons import FilledReason, NotByRowsError, WholeReason
-from lagom.inspection.reads import class_name, describe, flatten, is_tensor
+from lagom.inspection.reads import class_name, describe, is_tensor
+from lagom.inspection.structures import flatten
 from lagom.run_state.oom_errors import wanted_bytes
 
 if TYPE_CHECKING:
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from lagom.forward.rows.inner_losses import InnerLoss
+    from lagom.forward.rows.row_places import RowPlace
     from lagom.forward.rows.whole_calls import CallAccount
 
 PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
@@ -47,7 +49,7 @@ class SplitCandidate:
     """Calls the module with the given leaves in place of ``leaves``."""
     leaves: list[Any]
     """Tensors and other values of the arguments, in the order in which ``spec`` puts them together."""
-    spec: TreeSpec
+    spec: Any
     """Structure of the arguments."""
     rows: int
     """Rows of the batch: leaves with this number of rows are sliced."""
@@ -56,6 +58,42 @@ class SplitCandidate:
     """Called after each call of ``run``, to check its effects."""
     is_common: bool = False
     """Whether all ranks have the same arguments, and each will run one block."""
+    turned: tuple[bool, ...] = ()
+    """For each of ``leaves`` whether it is turned: the module has its rows in the second dimension; empty if none is.
+    """
+
+    def turn(self, num_blocks: int) -> SplitCandidate | None:
+        """Return the same call with the rows of the second dimension; None if not every block would have two of them.
+
+        See Note [Other dimensions] in row_places.py.
+        """
+        first = next(leaf for leaf in self.leaves if is_tensor(leaf) and leaf.dim())
+        rows = first.shape[1] if first.dim() > 1 and is_dense(first) else 0
+        if rows < 2 * num_blocks:
+            return None
+        turned = tuple([is_dense(leaf) and leaf.dim() > 1 and leaf.shape[1] == rows for leaf in self.leaves])
+        leaves = [leaf.transpose(0, 1) if turns else leaf for leaf, turns in zip(self.leaves, turned, strict=True)]
+
+        def run(changed: list[Any]) -> Any:
+            return self.run(list(map(_turn_back, changed, leaves, turned)))
+
+        return replace(self, run=run, leaves=leaves, rows=rows, turned=turned)
+
+    def outputs(self, leaves: list[Any], places: Sequence[RowPlace | None]) -> tuple[list[Any], Any]:
+        """Call the module with ``leaves``; return its outputs, with the rows in the first dimension, and their spec.
+
+        Args:
+            places: where each output has its rows; empty if all have them in the first dimension.
+        """
+        outputs, spec = flatten(self.run(leaves))
+        if not any(places):
+            return outputs, spec
+        rows = next(one.shape[0] for one, leaf in zip(leaves, self.leaves, strict=True) if is_batch(leaf, self.rows))
+        first: dict[int, Any] = {}  # a module may return one tensor twice
+        for one, place in zip(outputs, places, strict=False):
+            if place is not None and place.fits(one, rows):
+                first[id(one)] = place.bring_first(one, rows)
+        return [first.get(id(one), one) for one in outputs], spec
 
     @property
     def is_uniform(self) -> bool:
@@ -85,8 +123,14 @@ class SplitFinding:
 
     work: ForwardWork
     """Work of the first call (with micro-batches, only the rows of the probe)."""
-    spec: TreeSpec | None = None
+    spec: Any = None
     """Structure of the outputs."""
+    shapes: list[tuple[int, ...] | None] = field(default_factory=list)
+    """Shape of each output of the first call; None for one that is no tensor."""
+    turned: tuple[bool, ...] = ()
+    """``SplitCandidate.turned`` of the calls that are sliced."""
+    places: list[RowPlace | None] = field(default_factory=list)
+    """Where each output has its rows; None for one that has them in the first dimension, or has none."""
     factors: list[int | None] = field(default_factory=list)
     """Rows of each output per row of the batch; None for one that is no tensor, or is not computed from the input."""
     orders: list[tuple[int, ...] | None] = field(default_factory=list)
@@ -154,6 +198,14 @@ class KnownCalls:
         return replace(self, findings={}, accounts={}, small_account=None)
 
 
+def _turn_back(part: Any, turned: Any, turns: bool) -> Any:
+    """Return ``part``, rows of the ``turned`` leaf, as the module takes it: contiguous if the leaf is."""
+    if not turns:
+        return part
+    back = part.transpose(0, 1)
+    return back.contiguous() if turned.transpose(0, 1).is_contiguous() else back
+
+
 def like_given(copy: Tensor, leaf: Tensor) -> Tensor:
     """Return ``copy``; if ``leaf`` needs a gradient, a view of it that does too: a leaf cannot be changed in place."""
     return copy.requires_grad_().view_as(copy) if leaf.requires_grad and torch.is_grad_enabled() else copy
@@ -188,26 +240,28 @@ def measure_call(candidate: SplitCandidate, call: Callable[[], Any]) -> tuple[An
     """Make the ``call``; return its output and a finding with its amount of work."""
     with FlopCounter() as counter:
         output = call()
+    outputs = flatten(output)[0]
     parameters = list(candidate.module.parameters())
     own = sum(parameter.numel() for parameter in parameters)
     work = ForwardWork(
         rows=candidate.rows,
         flops=max(counter.flops, 2.0 * own * candidate.rows),
-        output_bytes=sum(leaf.nbytes for leaf in flatten(output)[0] if is_dense(leaf)),
+        output_bytes=sum(leaf.nbytes for leaf in outputs if is_dense(leaf)),
         input_bytes=sum(
             leaf.nbytes for leaf in candidate.leaves if is_batch(leaf, candidate.rows) and leaf.requires_grad
         ),
         parameter_bytes=sum(parameter.nbytes for parameter in parameters if parameter.requires_grad),
         num_batchnorms=counter.num_batchnorms,
     )
-    return output, SplitFinding(work)
+    return output, SplitFinding(work, shapes=list(shapes_of(outputs)))
 
 
 def try_again(
-    candidate: SplitCandidate, num_blocks: int, statistics: Callable[[BatchStatistics], Any]
+    candidate: SplitCandidate, finding: SplitFinding, num_blocks: int, statistics: Callable[[BatchStatistics], Any]
 ) -> FilledReason | None:
     """Call a module once more on a part of its batch, restore its state, and return the reason for a failure.
 
+    The shapes of the outputs show where they have their rows, which is noted in ``finding``.
     Return None if the call succeeds or lacks memory, or if ``check_call`` refuses it. The state is that of
     ``restored_state``: parameters are not restored.
 
@@ -228,13 +282,14 @@ def try_again(
             silent(),
             bounds_check(candidate.device),
         ):
-            candidate.run(leaves)
+            parts = shapes_of(flatten(candidate.run(leaves))[0])
     except ChangedError:
         raise
     except NotByRowsError as error:
         return error.reason
     except Exception as error:
         return WholeReason.FAILS_ON_PART.filled(error=describe(error)) if wanted_bytes(error) is None else None
+    finding.places = find_places(finding.shapes, parts, candidate.rows, block.num_mine, is_turned=any(candidate.turned))
     return None
 
 

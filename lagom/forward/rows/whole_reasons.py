@@ -35,6 +35,7 @@ class WholeReason(Enum):
     EQUAL_ROWS = "is called with rows that are all alike, which does not show whether it mixes them"
     OTHER_INPUT = "was called with other inputs on other ranks"
     MANY_KINDS = "is called in more than {number} ways (types, dimensions, flags or attributes of modules)"
+    OTHER_SIZES = "has its rows in the second dimension of its input, and is called with other sizes than at first"
     NEW_SHAPES = "reads numbers of an input whose shapes are new"
     NO_MEMORY = ("cannot be run once more and compared, for lack of memory", "a smaller batch leaves more memory")
 

@@ -1,4 +1,4 @@
-"""``lagom.batches.sharing.shared_mappings``: memory that processes share is found, wherever the program keeps it."""
+"""``lagom.batches.sharing.shared_objects``: memory that processes share is found, wherever the program keeps it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from lagom.batches.sharing.shared_mappings import SharedMappings
+from lagom.batches.sharing.shared_objects import SharedMappings
 from lagom.session.session import Session
 from tests.ranks import alone
 

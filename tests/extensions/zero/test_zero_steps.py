@@ -347,7 +347,7 @@ def test_closures_scalers_and_several_optimizers(zero_lvl: int) -> None:
     same(train, (zero_lvl, 2))
 
 
-@pytest.mark.soak  # tests/optimizers/test_fast_step.py has such hooks and decorators
+@pytest.mark.soak  # tests/optimizers/test_step_ranges.py has such hooks and decorators
 def test_hooks_and_a_decorator_around_a_step_are_called_as_often_as_in_one_process() -> None:
     def train(_: Session) -> Any:
         class Base(Optimizer):

@@ -56,6 +56,26 @@ def test_own_rows_of_a_mask_are_those_of_the_whole(dtype: torch.dtype, rows_of: 
     assert torch.equal(one.get_state(), other.get_state())
 
 
+@pytest.mark.parametrize("num_rows", [1, 3])
+@pytest.mark.parametrize(
+    "rows_of",
+    [
+        lambda mask: mask,
+        lambda mask: mask.permute(2, 0, 1, 3).contiguous().permute(1, 2, 0, 3),
+    ],
+    ids=["contiguous", "after two"],
+)
+def test_rows_may_come_once_for_each_step(rows_of: Callable[[Tensor], Tensor], num_rows: int) -> None:
+    if not can_skip():
+        pytest.skip("torch draws masks by MKL on this machine, or there is no compiler")
+    one, other = torch.Generator().manual_seed(5), torch.Generator().manual_seed(5)
+    whole = rows_of(torch.empty(6, 7, 2, 160)).bernoulli_(0.3, generator=one)
+    mask = rows_of(torch.empty(6, num_rows, 2, 160))
+    assert draw_own_rows(DRAW, (mask, 0.3), {"generator": other}, axis=1, num_before=2, num_all=7)
+    assert torch.equal(mask, whole[:, 2 : 2 + num_rows])
+    assert torch.equal(one.get_state(), other.get_state())
+
+
 @needs_native
 def test_the_trial_does_not_depend_on_the_programs_defaults() -> None:
     wanted = can_skip()

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from lagom.contents import entries, is_array, is_metrics, is_plain, is_tensor, name_of
-from lagom.run_state.nested_tensors import tensors
-from lagom.run_state.row_count import count_samples
+from lagom.run_state.batch_contents import count_samples, tensors
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lagom.errors import LagomError
 from lagom.extensions.zero.parameters.storage import ParameterStorage
-from lagom.run_state.nested_tensors import tensors
+from lagom.run_state.batch_contents import tensors
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence

@@ -12,7 +12,7 @@ from torch import Tensor
 from lagom.errors import LagomError
 from lagom.extensions.zero.parameters.dispatch import find_storage, find_storages
 from lagom.patching.replace import replaced
-from lagom.run_state.nested_tensors import tensors
+from lagom.run_state.batch_contents import tensors
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -1,4 +1,4 @@
-"""``lagom.run_state.row_count``: the number of rows in batches of any structure."""
+"""``lagom.run_state.batch_contents``: the number of rows in batches of any structure."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from lagom.run_state.row_count import count_rows, count_samples
+from lagom.run_state.batch_contents import count_rows, count_samples
 
 
 def test_rows_are_counted_wherever_texts_and_single_numbers_stand() -> None:

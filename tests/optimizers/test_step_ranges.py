@@ -1,4 +1,4 @@
-"""``lagom.optimizers.fast_step``: ``step`` and ``zero_grad`` do what torch's do, and a profiler sees them."""
+"""``lagom.optimizers.step_ranges``: ``step`` and ``zero_grad`` do what torch's do, and a profiler sees them."""
 
 from __future__ import annotations
 

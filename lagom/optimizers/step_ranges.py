@@ -1,4 +1,4 @@
-"""``skip_profiler_ranges``: skips profiler ranges, such as those of optimizers and loaders, that nobody records."""
+"""``skip_profiler_ranges``, ``timed_steps``: what surrounds the steps of optimizers."""
 
 from __future__ import annotations
 
@@ -8,11 +8,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.autograd.profiler import record_function
+from torch.optim import optimizer as optimizers
 
 from lagom.patching.replace import replaced
+from lagom.watch.step_clock import OPTIMIZER, OWN
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+    from lagom.watch.step_clock import StepClock
 
 
 @contextmanager
@@ -48,3 +52,30 @@ def _is_recorded() -> bool:
         or torch._C._get_tracing_state() is not None
         or torch._C._len_torch_dispatch_stack() > 0
     )
+
+
+@contextmanager
+def timed_steps(clock: StepClock) -> Iterator[None]:
+    """Switch ``clock`` around the step of every optimizer, by torch's global hooks, which leave optimizers as they are.
+
+    The time of a step that fails ends with the next change of part.
+    """
+    before: dict[int, int] = {}
+
+    def begin(optimizer: Any, *_: Any) -> None:
+        if not torch.compiler.is_dynamo_compiling():
+            before[id(optimizer)] = clock.switch(OPTIMIZER)
+
+    def end(optimizer: Any, *_: Any) -> None:
+        if not torch.compiler.is_dynamo_compiling():
+            clock.switch(before.pop(id(optimizer), OWN))
+
+    handles = [
+        optimizers.register_optimizer_step_pre_hook(begin),
+        optimizers.register_optimizer_step_post_hook(end),
+    ]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
