@@ -1,6 +1,9 @@
-"""One set of workers for all ranks, if these are on one host: rank 0 has it, and gives its batches to all.
+"""Loads each sample once where all ranks see whole batches: by one set of workers, or without workers by parts.
 
-Start with ``worker_sharing.py`` (patches torch's iterator). ``loader_trial.py`` finds out whether sharing is harmless,
-by ``worker_watch.py`` (side effects of workers), ``shared_mappings.py`` and ``equal_batches.py``. A loader that
-``shared_objects.py`` finds to hold shared memory has no trial.
+Start with ``worker_sharing.py`` (patches torch's iterator): rank 0 has the workers, and gives their batches to all ranks
+of the host. ``loader_trial.py`` finds out whether that is harmless, by ``worker_watch.py`` (side effects of workers) and
+``equal_batches.py``; ``shared_objects.py`` finds memory that workers share with the program.
+
+A loader without workers begins in ``divided_fetch.py``: each rank loads a part of a batch. ``loading_state.py`` and
+``loading_watch.py`` notice what loading leaves behind, ``sample_exchange.py`` gives the samples to all ranks.
 """

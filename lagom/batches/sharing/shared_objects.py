@@ -1,4 +1,4 @@
-"""``reach_shared_memory``, ``SharedMappings``: memory through which a loader's workers could pass data to the program."""
+"""``reach_shared_memory``, ``SharedMappings``: memory by which a loader's workers could pass data to the program."""
 
 from __future__ import annotations
 
