@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import sys
 import threading
 import weakref
 from contextlib import ExitStack, contextmanager
@@ -23,6 +24,7 @@ from lagom.batches.pass_starter import PassStarter, can_split, classify_pass
 from lagom.batches.reading_threads import ReaderThreads
 from lagom.batches.sampler_sync import has_state
 from lagom.batches.self_sharded import RankCollate, shards_itself
+from lagom.batches.sharing.loading_watch import LOADER
 from lagom.batches.sharing.worker_sharing import share_workers
 from lagom.disk.install import knows_rank
 from lagom.patching.replace import replaced
@@ -154,6 +156,7 @@ def _make_iterator_init(loaders: PassStarter) -> Any:
         if not session.live:
             original(self, loader)
             return
+        sys.audit(LOADER)
         session.reads_in_threads = session.reads_in_threads or session.is_in_thread
         current = loaders.readers.read(begin, self, loader) if session.is_in_thread else begin(self, loader)
         if not session.distributed:

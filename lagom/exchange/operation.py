@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING
@@ -16,6 +17,8 @@ if TYPE_CHECKING:
 
 RANKS, ASIDE = "ranks", "aside"
 """Streams of lagom's own exchanges in a timeline."""
+EXCHANGE = "lagom.exchange"
+"""Audit event of an exchange between ranks."""
 
 
 class Operation:
@@ -40,6 +43,7 @@ class Operation:
         self._shown = shown or name
 
     def __enter__(self) -> Operation:
+        sys.audit(EXCHANGE)
         if self._spans is not None:
             self._number = self._spans.numbers(self._stream)()
             self._start = self._spans.clock()

@@ -12,15 +12,18 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from lagom.batches.sharing.worker_watch import PROGRAMS, is_local
+from lagom.exchange.operation import EXCHANGE
 from lagom.forward.rows.surroundings import CACHE_FILES
 from lagom.patching.replace import replaced
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+LOADER = "lagom.loader"
+"""Audit event of the beginning of a loader's pass."""
 _CHANGES = frozenset(
     f"os.{name}" for name in ("chmod", "chown", "link", "mkdir", "putenv", "remove", "rename", "rmdir", "symlink")
-) | {"os.chdir", "os.truncate", "os.unsetenv", "os.utime", "sqlite3.connect", "mmap.__new__"}
+) | {"os.chdir", "os.truncate", "os.unsetenv", "os.utime", "sqlite3.connect", "mmap.__new__", EXCHANGE, LOADER}
 """Audit events of changes that loading may make outside of the process, besides opened files and started programs."""
 
 
@@ -75,12 +78,23 @@ class LoadingWatch:
 
     def forget_warnings(self) -> None:
         """Let the warnings that were not shown be shown when they are raised again."""
-        keys = {(str(one.message), one.category, one.lineno) for one in self._warnings}
+        seen = [(str(one.message), one.category, one.lineno) for one in self._warnings]
+        # The keys of the filters "default", "once" and "module".
+        keys = {key for text, kind, line in seen for key in ((text, kind, line), (text, kind), (text, kind, 0))}
+        for key in keys:
+            warnings.onceregistry.pop(key, None)  # type: ignore[attr-defined]
         for module in list(sys.modules.values()) if keys else ():
             known = getattr(module, "__dict__", {}).get("__warningregistry__")
             if isinstance(known, dict):
                 for key in keys.intersection(known):
                     del known[key]
+
+    def show_rest(self, again: LoadingWatch) -> None:
+        """Show the warnings that were held back and that ``again`` has not seen: C code gives some only once."""
+        seen = {(str(one.message), one.category) for one in again._warnings}
+        for one in self._warnings:
+            if (str(one.message), one.category) not in seen:
+                warnings._showwarnmsg(one)  # type: ignore[attr-defined]
 
 
 _SHARED = 2
@@ -99,6 +113,7 @@ def watched_loading(*, stops: bool) -> Iterator[LoadingWatch]:
     _add_hook()
     watch = LoadingWatch(stops)
     handle, show = logging.Logger.handle, warnings._showwarnmsg  # type: ignore[attr-defined]
+    start = threading.Thread.start
 
     def handled(logger: logging.Logger, record: logging.LogRecord) -> None:
         if not _is_mine(watch) or watch.note(f"logs to {logger.name}"):
@@ -108,10 +123,17 @@ def watched_loading(*, stops: bool) -> Iterator[LoadingWatch]:
         if not _is_mine(watch) or watch.warn(message):
             show(message)
 
+    def started(thread: threading.Thread) -> None:
+        if _is_mine(watch) and not watch.note("starts a thread"):
+            raise StoppedError("starts a thread")
+        start(thread)
+
     with ExitStack() as stack:
+        stack.enter_context(replaced(threading.Thread, "start", started))
         stack.enter_context(replaced(logging.Logger, "handle", handled))
         stack.enter_context(replaced(warnings, "_showwarnmsg", shown))
-        for stream in {id(one): one for one in (sys.stdout, sys.stderr)}.values():
+        streams = sys.stdout, sys.stderr, *(one for one in (sys.__stdout__, sys.__stderr__) if hasattr(one, "__dict__"))
+        for stream in {id(one): one for one in streams}.values():
             stack.enter_context(_noted_prints(stream, watch))
         _watched.by = watch
         try:
