@@ -44,6 +44,8 @@ GAIN = 1.5
 """How many times as long as an exchange the samples of other ranks must take to load."""
 _FELT_S = 5e-3
 """Seconds of a batch's loading from which on a line says why it is not divided."""
+_LEAST_DIVIDED = 8
+"""Number of divided batches after which looks that take too long count against dividing."""
 _TIMES = 3
 """Number of exchanges that are timed."""
 SEARCH_SHARE = 0.02
@@ -64,6 +66,11 @@ class Finding:
     num_taken_back: int = 0
     search_s: float = 0.0
     """Seconds that a look at everything that loading could change took."""
+    num_divided: int = 0
+    looked_s: float = 0.0
+    """Seconds of this rank's looks at what loading could change, in all divided batches."""
+    loaded_s: float = 0.0
+    """Seconds in which this rank has loaded samples in all divided batches."""
 
 
 class Findings:
@@ -209,7 +216,9 @@ class DividedFetcher:
         assert words is not None
         bounds = self._bounds(len(index))
         first, end = bounds[session.rank]
+        start = perf_counter()
         searches = self._prepare()
+        finding.looked_s += perf_counter() - start + (finding.search_s if searches else 0.0)
         before = random_states()
         if words and first:
             set_random_states(skip_words(before, words, first))
@@ -224,12 +233,16 @@ class DividedFetcher:
             except BaseException as error:  # also a SystemExit; loading the batch whole raises it on every rank
                 reason = f"a sample could not be loaded ({describe(error)})"
         self._loaded_s += perf_counter() - start
+        finding.loaded_s += perf_counter() - start
+        finding.num_divided += 1
         state = self._state
         reason = reason or _trace(state, watch)
         if not reason and modes != _modes():
             reason = "it changes the default type of tensors, or whether gradients are computed"
         if not reason and self._hands_out(state, part):
             reason = "a sample is an object that the data set holds"
+        if not reason and self._looks_too_long():
+            reason = "what it could change takes longer to look at than its samples to load"
         if not equal_random_states(skip_words(own, words, end - first), random_states()):
             reason = reason or "a sample has drawn another number of random numbers than earlier ones"
         if searches and state is not None and state.has_changed_far():
@@ -256,6 +269,12 @@ class DividedFetcher:
         if watch is not None and again is not None:
             watch.show_rest(again)
         return batch
+
+    def _looks_too_long(self) -> bool:
+        """Return whether looks take more time than dividing saves, as if a program takes one batch of each pass."""
+        finding = self._finding
+        saved_s = finding.loaded_s * (self._session.world_size - 1)
+        return finding.num_divided > _LEAST_DIVIDED and finding.looked_s * GAIN > saved_s
 
     def _undo(self, state: LoadingState | None) -> None:
         """Undo the changes that a batch's loading has made; a collective.

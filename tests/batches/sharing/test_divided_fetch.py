@@ -862,6 +862,28 @@ def test_a_line_says_why_slow_samples_are_not_divided() -> None:
         assert "share_loading=True" in line
 
 
+class SlowListing(Slow):
+    def __init__(self, count: int = 24) -> None:
+        super().__init__(count)
+        self.records = [{"label": index} for index in range(40_000)]
+
+
+def test_one_batch_of_each_pass_is_not_divided_if_the_search_takes_longer() -> None:
+    def program(session: Session) -> tuple[int, list[str]]:
+        said, parts = lagom_log(), list[int]()
+        original = DividedFetcher.load
+        DividedFetcher.load = lambda self, index: parts.append(len(index)) or original(self, index)  # type: ignore[method-assign, func-returns-value]
+        loader = DataLoader(SlowListing(), 4)
+        for _ in range(16):
+            next(iter(loader))
+        DividedFetcher.load = original  # type: ignore[method-assign]
+        return parts.count(2), said
+
+    for num_divided, (line,) in run_ranks(2, program, batches="whole"):
+        assert num_divided == 8 + 3, "three batches are taken back"
+        assert "takes longer to look at" in line
+
+
 def test_cheap_samples_are_not_divided() -> None:
     def program(session: Session) -> int:
         loaded: list[int] = []
