@@ -20,7 +20,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from lagom.batches.sharing.equal_batches import BatchComparison, have_equal_elements
 from lagom.batches.sharing.loader_trial import NEVER, ON_TRIAL, SHARED, functions_of, owner_of
 from lagom.batches.sharing.loading_state import Generators, LoadingState, is_constant
-from lagom.batches.sharing.loading_watch import LoadingWatch, can_watch, watched_loading
+from lagom.batches.sharing.loading_watch import LoadingWatch, can_watch, watched_exchanges, watched_loading
 from lagom.batches.sharing.sample_exchange import SampleExchange
 from lagom.disk.install import knows_rank
 from lagom.errors import LagomError, PayloadError
@@ -295,7 +295,9 @@ class DividedFetcher:
                 raise LagomError(_NOT_UNDONE.format(name=self._name, error=other))
 
     def _watched(self, *, stops: bool) -> AbstractContextManager[LoadingWatch | None]:
-        return nullcontext() if self._forced or not can_watch() else watched_loading(stops=stops)
+        if self._forced:
+            return watched_exchanges(stops=stops)
+        return watched_loading(stops=stops) if can_watch() else nullcontext()
 
     def _hands_out(self, state: LoadingState | None, samples: Sequence[Any]) -> bool:
         """Return whether a batch may hold objects of the data set's own, which the program may change."""
@@ -364,12 +366,12 @@ def _trace(state: LoadingState | None, watch: LoadingWatch | None, generators: G
     """Return the trace that loading has left, in words; empty if none is seen, or wanted (without ``state``)."""
     if knows_rank():
         return "it asks for its rank"
+    if watch is not None and watch.seen:
+        return f"it {watch.seen[0]}"
     if state is None:
         return ""
     if watch is None:
         return "standard output is an object that cannot be watched"
-    if watch.seen:
-        return f"it {watch.seen[0]}"
     if state.hidden:
         return f"it uses {state.hidden}, which may change unseen"
     if state.has_changed_anywhere() if generators is not None else state.has_changed():

@@ -36,10 +36,11 @@ class LoadingWatch:
 
     Args:
         stops: whether it is kept from doing so: a print writes nothing, and what would change a file is an error.
+        only_exchanges: whether only exchanges with other ranks count.
     """
 
-    def __init__(self, stops: bool) -> None:
-        self.stops = stops
+    def __init__(self, stops: bool, *, only_exchanges: bool = False) -> None:
+        self.stops, self._only_exchanges = stops, only_exchanges
         self.seen: list[str] = []
         """What it did, in words, each with its verb."""
         self._warnings: list[Any] = []
@@ -55,6 +56,8 @@ class LoadingWatch:
         Raises:
             StoppedError: before the change, if this watch stops it.
         """
+        if self._only_exchanges and event not in (EXCHANGE, LOADER):
+            return
         if event == "open":
             path, _, flags = args
             if not (isinstance(flags, int) and flags & (os.O_WRONLY | os.O_RDWR | os.O_CREAT)):
@@ -65,7 +68,7 @@ class LoadingWatch:
         elif event == "mmap.__new__" and (args[0] == -1 or args[2] != _SHARED):
             return
         elif event in _CHANGES or event in PROGRAMS or (event == "socket.connect" and is_local(args[1])):
-            what = f"calls {event}"
+            what = _WORDS.get(event, f"calls {event}")
         else:
             return
         if not self.note(what):
@@ -97,6 +100,7 @@ class LoadingWatch:
                 warnings._showwarnmsg(one)  # type: ignore[attr-defined]
 
 
+_WORDS = {LOADER: "reads another data loader", EXCHANGE: "has ranks exchange data"}
 _SHARED = 2
 """``mmap.ACCESS_WRITE``."""
 _watched = threading.local()
@@ -140,6 +144,17 @@ def watched_loading(*, stops: bool) -> Iterator[LoadingWatch]:
             yield watch
         finally:
             _watched.by = None
+
+
+@contextmanager
+def watched_exchanges(*, stops: bool) -> Iterator[LoadingWatch]:
+    """Yield a ``LoadingWatch`` of exchanges with other ranks alone, which would meet others of theirs."""
+    _add_hook()
+    _watched.by = watch = LoadingWatch(stops, only_exchanges=True)
+    try:
+        yield watch
+    finally:
+        _watched.by = None
 
 
 @contextmanager

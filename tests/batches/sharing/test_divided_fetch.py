@@ -816,6 +816,15 @@ def test_share_loading_true_divides_in_spite_of_traces() -> None:
         assert found == wanted
         assert count < 12 * 4
 
+    def nested(session: Session) -> Any:
+        (found, *_), count = _read(session, make=Nesting)
+        return found, count
+
+    wanted, _ = alone(nested)
+    results = run_ranks(2, nested, batches="whole", share_loading=True)
+    assert [found for found, _ in results] == [wanted, wanted]
+    assert len({count for _, count in results}) == 1, "samples that exchange were loaded in parts"
+
     def uneven(session: Session) -> Any:
         said = lagom_log()
         (found, *_), _ = _read(session, make=DrawingUnevenly)
