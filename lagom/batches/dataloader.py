@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import sys
 import threading
 import weakref
 from contextlib import ExitStack, contextmanager
@@ -16,7 +17,7 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter, _DatasetKind, _Sing
 
 from lagom.batches.batch_shares import RankIndexSampler, ResumableIndexSampler
 from lagom.batches.batch_source import choose_batch_source
-from lagom.batches.fetching import PASS, make_create_fetcher, make_iterator_init
+from lagom.batches.fetching import LOADER, PASS, make_create_fetcher, make_iterator_init
 from lagom.batches.iterable import GroupedBatchSampler, ShardedCollate, is_iterable
 from lagom.batches.pass_starter import PassStarter, can_split, classify_pass
 from lagom.batches.reading_threads import ReaderThreads
@@ -154,6 +155,7 @@ def _make_iterator_init(loaders: PassStarter) -> Any:
         if not session.live:
             original(self, loader)
             return
+        sys.audit(LOADER)
         session.reads_in_threads = session.reads_in_threads or session.is_in_thread
         current = loaders.readers.read(begin, self, loader) if session.is_in_thread else begin(self, loader)
         if not session.distributed:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import queue
+import sys
 import threading
 from collections.abc import Callable
 from functools import partial
@@ -126,6 +127,10 @@ RANKS, ASIDE = "ranks", "aside"
 """Streams of lagom's own exchanges in a timeline."""
 
 
+EXCHANGE_EVENT = "lagom.exchange"
+"""Audit event of an exchange between ranks."""
+
+
 class NamedExchange:
     """Records an exchange in the timeline and the rank's clock, and makes a RuntimeError or OSError a CollectiveError.
 
@@ -157,6 +162,7 @@ class NamedExchange:
         self._shown = shown or name
 
     def __enter__(self) -> NamedExchange:
+        sys.audit(EXCHANGE_EVENT)
         if self._spans is not None:
             self._number = self._spans.numbers(self._stream)()
             self._start = self._spans.clock()

@@ -13,13 +13,14 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import ConcatDataset, Subset, default_collate
+from torch.utils.data._utils.collate import default_collate_fn_map
 from torch.utils.data._utils.fetch import _MapDatasetFetcher
 from torch.utils.weak import WeakIdKeyDictionary
 
 from lagom.batches.sharing.equal_batches import BatchComparison, have_equal_elements
 from lagom.batches.sharing.loader_trial import NEVER, ON_TRIAL, SHARED, functions_of, owner_of
-from lagom.batches.sharing.loading_state import Generators, LoadingState
-from lagom.batches.sharing.loading_watch import LoadingWatch, can_watch, watched_loading
+from lagom.batches.sharing.loading_state import Generators, LoadingState, is_constant
+from lagom.batches.sharing.loading_watch import LoadingWatch, can_watch, watched_exchanges, watched_loading
 from lagom.batches.sharing.sample_exchange import SampleExchange
 from lagom.disk.install import knows_rank
 from lagom.errors import LagomError, PayloadError
@@ -43,6 +44,8 @@ GAIN = 1.5
 """How many times as long as an exchange the samples of other ranks must take to load."""
 _FELT_S = 5e-3
 """Seconds of a batch's loading from which on a line says why it is not divided."""
+_LEAST_DIVIDED = 8
+"""Number of divided batches after which looks that take too long count against dividing."""
 _TIMES = 3
 """Number of exchanges that are timed."""
 SEARCH_SHARE = 0.02
@@ -63,6 +66,11 @@ class LoadingFinding:
     num_taken_back: int = 0
     search_s: float = 0.0
     """Seconds that a look at everything that loading could change took."""
+    num_divided: int = 0
+    looked_s: float = 0.0
+    """Seconds of this rank's looks at what loading could change, in all divided batches."""
+    loaded_s: float = 0.0
+    """Seconds in which this rank has loaded samples in all divided batches."""
 
 
 class Findings:
@@ -130,7 +138,8 @@ class DividedFetcher:
         """
         session, finding = self._session, self._finding
         may = finding.choice != NEVER and session.may_meet and not knows_rank()
-        if not may or type(index) is not list or len(index) < session.world_size:
+        may = may and type(index) is list and all(map(_is_fixed, index))
+        if not may or len(index) < session.world_size:
             return self._whole.fetch(index)
         if finding.choice == SHARED:
             return self._divide(index)
@@ -211,25 +220,36 @@ class DividedFetcher:
         assert words is not None
         bounds = self._bounds(len(index))
         first, end = bounds[session.rank]
+        start = perf_counter()
         searches = self._prepare()
+        finding.looked_s += perf_counter() - start + (finding.search_s if searches else 0.0)
         before = random_states()
         if words and first:
             set_random_states(skip_words(before, words, first))
         start, part, reason = perf_counter(), list[Any](), ""
         own = random_states() if words else before
+        modes = _modes()
         with self._watched(stops=True) as watch:
             try:
                 part = self.load(index[first:end])
-            except Exception as error:
+            except KeyboardInterrupt:
+                raise
+            except BaseException as error:  # also a SystemExit; loading the batch whole raises it on every rank
                 reason = f"a sample could not be loaded ({describe(error)})"
         self._loaded_s += perf_counter() - start
+        finding.loaded_s += perf_counter() - start
+        finding.num_divided += 1
         state = self._state
         reason = reason or _trace(state, watch)
+        if not reason and modes != _modes():
+            reason = "it changes the default type of tensors, or whether gradients are computed"
         if not reason and self._hands_out(state, part):
             reason = "a sample is an object that the data set holds"
+        if not reason and self._looks_too_long():
+            reason = "what it could change takes longer to look at than its samples to load"
         if not equal_random_states(skip_words(own, words, end - first), random_states()):
             reason = reason or "a sample has drawn another number of random numbers than earlier ones"
-        if searches and state is not None and not state.has_changed() and state.has_changed_anywhere():
+        if searches and state is not None and state.has_changed_far():
             reason = _LATE
         reasons, samples = self._exchange(part, reason)
         if _LATE in reasons:
@@ -239,21 +259,49 @@ class DividedFetcher:
             return self._fetcher.collate_fn(samples)
         if watch is not None:
             watch.forget_warnings()
-        try:
-            if state is not None:
-                state.restore()
-        except RestoreError as error:
-            raise LagomError(_NOT_UNDONE.format(name=self._name, error=error)) from error
+        self._undo(state)
+        torch.set_grad_enabled(modes[0])
+        torch.set_default_dtype(modes[1])
         set_random_states(before)
         finding.num_taken_back += 1
         if finding.num_taken_back >= _MOST_TAKEN_BACK:
             finding.choice = NEVER
             self._tell_clock()
             self._tell(reasons[0])
-        return self._whole.fetch(index)
+        with self._watched(stops=False) as again:
+            batch = self._whole.fetch(index)
+        if watch is not None and again is not None:
+            watch.show_rest(again)
+        return batch
+
+    def _looks_too_long(self) -> bool:
+        """Return whether looks take more time than dividing saves, as if a program takes one batch of each pass."""
+        finding = self._finding
+        saved_s = finding.loaded_s * (self._session.world_size - 1)
+        return finding.num_divided > _LEAST_DIVIDED and finding.looked_s * GAIN > saved_s
+
+    def _undo(self, state: LoadingState | None) -> None:
+        """Undo the changes that a batch's loading has made; a collective.
+
+        Raises:
+            LagomError: on all ranks, if one of them cannot.
+        """
+        failure = ""
+        try:
+            if state is not None:
+                state.restore()
+                # The program may have changed these since they were looked at, which nobody can tell apart.
+                failure = "large containers or arrays have changed too" if state.has_changed_far() else ""
+        except RestoreError as error:
+            failure = str(error)
+        for other, _ in self._finding.exchange.gather(failure, [], own_memory=False):
+            if other:
+                raise LagomError(_NOT_UNDONE.format(name=self._name, error=other))
 
     def _watched(self, *, stops: bool) -> AbstractContextManager[LoadingWatch | None]:
-        return nullcontext() if self._forced or not can_watch() else watched_loading(stops=stops)
+        if self._forced:
+            return watched_exchanges(stops=stops)
+        return watched_loading(stops=stops) if can_watch() else nullcontext()
 
     def _hands_out(self, state: LoadingState | None, samples: Sequence[Any]) -> bool:
         """Return whether a batch may hold objects of the data set's own, which the program may change."""
@@ -296,7 +344,10 @@ class DividedFetcher:
     @property
     def _copies(self) -> bool:
         """Whether a batch surely shares no memory with its samples."""
-        return self._fetcher.collate_fn is default_collate
+        # A program may add functions to the table, and these may return samples as they are.
+        modules = [getattr(one, "__module__", "") for one in default_collate_fn_map.values()]
+        is_known = all(name.partition(".")[0] in ("torch", "lagom") for name in modules)
+        return is_known and self._fetcher.collate_fn is default_collate
 
     @property
     def _name(self) -> str:
@@ -313,16 +364,25 @@ class DividedFetcher:
         self._session.say_once(_WHOLE.format(name=self._name, reason=reason), is_notice=True)
 
 
+def _modes() -> tuple[bool, torch.dtype]:
+    return torch.is_grad_enabled(), torch.get_default_dtype()
+
+
+def _is_fixed(index: Any) -> bool:
+    """Return whether loading cannot change ``index``."""
+    return all(map(_is_fixed, index)) if type(index) is tuple else is_constant(type(index)) or type(index) is Tensor
+
+
 def _trace(state: LoadingState | None, watch: LoadingWatch | None, generators: Generators | None = None) -> str:
     """Return the trace that loading has left, in words; empty if none is seen, or wanted (without ``state``)."""
     if knows_rank():
         return "it asks for its rank"
+    if watch is not None and watch.seen:
+        return f"it {watch.seen[0]}"
     if state is None:
         return ""
     if watch is None:
         return "standard output is an object that cannot be watched"
-    if watch.seen:
-        return f"it {watch.seen[0]}"
     if state.hidden:
         return f"it uses {state.hidden}, which may change unseen"
     if state.has_changed_anywhere() if generators is not None else state.has_changed():
@@ -375,11 +435,12 @@ _NOT_UNDONE = (
 #
 # A trace is anything by which the program could see which samples a rank has loaded: a changed attribute, item or
 # variable that the data set's code can reach (LoadingState), a draw from a generator of its own, a print, a log entry,
-# a warning, a written file, a started program (LoadingWatch), an exception. In a divided batch, prints and changes of
-# files are held back, and each rank compares what it can reach before and after. If any rank finds a trace, all ranks
-# undo this batch's loading and load it whole; after three such batches, all later ones. Items of large containers and
-# large arrays are compared only in some batches, for at most 2% of the time of loading; if they change there, though
-# they did not at first, it is an error, since earlier batches may have gone wrong.
+# a warning, a written file, a started program or thread, an exchange with other ranks (LoadingWatch), an exception. In
+# a divided batch, prints and changes of files are held back, and each rank compares what it can reach before and after.
+# If any rank finds a trace, all ranks undo this batch's loading and load it whole, or raise an error where it cannot be
+# undone; after three such batches, all later ones. Items of large containers and large arrays are compared only in some
+# batches (the sizes of containers in all), for at most 2% of the time of loading; if they change there, though they did
+# not at first, it is an error, since earlier batches may have gone wrong.
 #
 # Objects of C code that may change unseen (an open file, a database) count as a trace, as do objects without end. Not
 # seen are: state that C code keeps outside of the objects that can be reached, a clock, writes by C code on other ranks

@@ -11,6 +11,7 @@ import dis
 import functools
 import gc
 import io
+import logging
 import operator
 import pathlib
 import random
@@ -53,16 +54,20 @@ _CONSTANT: tuple[type, ...] = (
     *(range, slice, type(Ellipsis), re.Pattern, struct.Struct, pathlib.PurePath, decimal.Decimal, Enum, np.generic),
     *(datetime.date, datetime.time, datetime.timedelta, datetime.tzinfo, operator.itemgetter, operator.attrgetter),
     *(torch.dtype, torch.device, torch.Size, torch.layout, torch.memory_format, np.dtype, np.ufunc, types.CodeType),
-    *(types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType, types.ModuleType),
-    *(types.GetSetDescriptorType, types.MemberDescriptorType, types.MethodWrapperType, types.GenericAlias),
+    *(types.MethodDescriptorType, types.WrapperDescriptorType, types.GetSetDescriptorType, types.MemberDescriptorType),
     *(types.ClassMethodDescriptorType, types.UnionType, types.NotImplementedType, types.NoneType, re.Match),
-    *(type(threading.Lock()), type(threading.RLock()), weakref.ref, operator.methodcaller, BaseException),
+    types.GenericAlias,
+    *(type(threading.Lock()), type(threading.RLock()), operator.methodcaller, BaseException, logging.Logger),
     *(type(namedtuple("_", "x").x), type(vars(ABC)["_abc_impl"])),  # type: ignore[attr-defined]
 )
 """Classes whose objects hold nothing that loading could change, but caches of their own."""
 _PLAIN = frozenset((bool, int, float, complex, str, bytes, type(None)))
 """Classes of plain values."""
 _CACHED = type(functools.cache(len))
+_BOUND = (types.BuiltinFunctionType, types.MethodWrapperType)
+"""Classes of methods of C code that are bound to an object."""
+_ANY_VARIABLE = frozenset(("globals", "exec", "eval"))
+"""Functions that reach variables by names that no search of the code finds."""
 
 
 class LoadingState(Surroundings):
@@ -86,6 +91,12 @@ class LoadingState(Surroundings):
         self._numbers: dict[int, Any] = {}
         self._caches: list[Any] = []
         self._records: list[tuple[list[Any], type]] = []
+        self._containers: list[Any] = []
+        """Large containers, whose sizes are compared at each batch."""
+        self._objects: list[np.ndarray[Any, Any]] = []
+        self._frames: list[Any] = []
+        self._inner: dict[int, set[str]] = {}
+        """For each module of the program, the names that have been searched in it."""
         self._search_each(tuple(roots))
         if len(self._seen) > self.most_objects:
             self.hidden = self.hidden or f"more than {self.most_objects:,} objects"
@@ -102,9 +113,14 @@ class LoadingState(Surroundings):
         self._near: list[StateCopy] = [one for is_far, one in parts if not is_far]
         self._distant = [one for is_far, one in parts if is_far]
         numbers = list(self._numbers.values())
-        self._small = [(one, _content(one)) for one in numbers if one.nbytes <= _MOST_NOW]
-        self._large = [(one, _mark(one)) for one in numbers if one.nbytes > _MOST_NOW]
+        self._small = [(one, _content(one)) for one in numbers if _num_bytes(one) <= _MOST_NOW]
+        self._large = [(one, _mark(one)) for one in numbers if _num_bytes(one) > _MOST_NOW]
+        objects = [(one, one.ravel().tolist()) for one in self._objects]
+        self._few_objects = [(one, held) for one, held in objects if len(held) <= _MANY]
+        self._many_objects = [(one, held) for one, held in objects if len(held) > _MANY]
+        self._parts_of_frames = [(one, _parts_of_frame(one)) for one in self._frames]
         self._contents = [(_flat(items, kind), items, kind) for items, kind in self._records]
+        self._sizes = list(map(_size, self._containers))
         self._counts = [cache.cache_info() for cache in self._caches]
 
     def has_changed(self) -> bool:
@@ -112,16 +128,23 @@ class LoadingState(Surroundings):
         return (
             any(one.has_changed() for one in self._near)
             or any(_content(one) != content for one, content in self._small)
+            or self._sizes != list(map(_size, self._containers))
+            or any(not _are_same(held, one.ravel().tolist()) for one, held in self._few_objects)
+            or any(not _are_same(parts, _parts_of_frame(one)) for one, parts in self._parts_of_frames)
             or any(cache.cache_info() != before for cache, before in zip(self._caches, self._counts, strict=True))
         )
 
     def has_changed_anywhere(self) -> bool:
         """Return whether any object holds something else; this takes long for large data sets."""
+        return self.has_changed() or self.has_changed_far()
+
+    def has_changed_far(self) -> bool:
+        """Return whether large containers or arrays hold something else, which ``restore`` leaves out."""
         return (
-            self.has_changed()
-            or any(one.has_changed() for one in self._distant)
+            any(one.has_changed() for one in self._distant)
             or any(_mark(one) != mark for one, mark in self._large)
             or any(not _are_same(before, _flat(items, kind)) for before, items, kind in self._contents)
+            or any(not _are_same(held, one.ravel().tolist()) for one, held in self._many_objects)
         )
 
     def restore(self) -> None:
@@ -135,6 +158,11 @@ class LoadingState(Surroundings):
         for numbers, content in self._small:
             if _content(numbers) != content:
                 _as_bytes(numbers)[...] = np.frombuffer(content, np.uint8)
+        for array, held in self._few_objects:
+            if not _are_same(held, array.ravel().tolist()):
+                array.flat[:] = _array_of_objects(held)
+        if any(not _are_same(parts, _parts_of_frame(frame)) for frame, parts in self._parts_of_frames):
+            raise RestoreError("a pandas object has got other columns, which cannot be undone")
         if any(cache.cache_info() != before for cache, before in zip(self._caches, self._counts, strict=True)):
             raise RestoreError("a function with a cache has been called, which cannot be undone")
 
@@ -142,7 +170,8 @@ class LoadingState(Surroundings):
         """Return whether ``value``, or a mutable part of it, is one of the objects or shares memory with one."""
         if is_plain(value) or issubclass(type(value), _CONSTANT):
             return False
-        if id(value) in self._known or (address := _address(value)) in self._numbers or address in self._known:
+        address = _address(value)
+        if id(value) in self._known or (address and (address in self._numbers or address in self._known)):
             return True
         if is_tensor(value) or issubclass(type(value), np.ndarray):
             return False
@@ -157,7 +186,7 @@ class LoadingState(Surroundings):
     def _search_each(self, values: Iterable[Any]) -> None:
         items = list(values)
         kinds = set(map(type, items))
-        if all(map(_is_constant, kinds)):
+        if all(map(is_constant, kinds)):
             return
         if len(items) > _MANY and len(kinds) == 1 and self._add_records(items, *kinds):
             return
@@ -173,7 +202,7 @@ class LoadingState(Surroundings):
         if kind not in (tuple, list, dict):
             return False
         values = chain.from_iterable(map(dict.values, items) if kind is dict else items)
-        if not all(map(_is_constant, set(map(type, values)))):
+        if not all(map(is_constant, set(map(type, values)))):
             return False
         self._known.update(map(id, items))
         if kind is not tuple:
@@ -185,6 +214,7 @@ class LoadingState(Surroundings):
         super()._search_state(value)
         if has_items(value) and issubclass(type(value), (dict, list, set)) and len(items(value)) > _MANY:
             self._far.add(start)
+            self._containers.append(value)
 
     def _search_values(self, held: Any, names: Iterable[Any]) -> None:
         names = list(names)
@@ -204,12 +234,20 @@ class LoadingState(Surroundings):
     def _search_function(self, function: types.FunctionType) -> None:
         if origin(function.__module__) != "program":
             return
-        codes, names = [function.__code__], set[str]()
+        codes, names, modules = [function.__code__], set[str](), set[str]()
         for code in codes:
             codes += [const for const in code.co_consts if isinstance(const, types.CodeType)]
-            names.update(one.argval for one in dis.get_instructions(code) if one.opname in _OF_GLOBALS)
+            instructions = list(dis.get_instructions(code))
+            names.update(one.argval for one in instructions if one.opname in _OF_GLOBALS)
+            modules.update(one.argval for one in instructions if one.opname == "IMPORT_NAME")
+        if found := (names & _ANY_VARIABLE) - function.__globals__.keys():
+            self._hide(f"{min(found)}()")
         attributes_of_modules = {name for code in codes for name in code.co_names}
         self._search_globals(function.__globals__, names, attributes_of_modules)
+        package = function.__globals__.get("__package__") or ""
+        for name in sorted(modules):  # what the function imports itself
+            for module in (sys.modules.get(name), sys.modules.get(f"{package}.{name}".strip("."))):
+                self._search_module(module, attributes_of_modules)
         for cell in function.__closure__ or ():
             self._search_each((cell,))
         self._search_each((*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()))
@@ -222,19 +260,36 @@ class LoadingState(Surroundings):
             value = held[name]
             if type(value) is not types.ModuleType:
                 self._add_value(held, name, value)
-            elif origin(value.__name__) == "program" and self._is_new(value):
-                self._search_globals(vars(value), inner, inner)
+            else:
+                self._search_module(value, inner)
+
+    def _search_module(self, module: Any, names: set[str]) -> None:
+        if type(module) is types.ModuleType and origin(module.__name__) == "program":
+            known = self._inner.setdefault(id(module), set())
+            new = names - known
+            known |= new
+            if new:
+                self._search_globals(vars(module), new, names)
 
     def _search_object(self, value: Any) -> None:
         kind = type(value)
         if issubclass(kind, _CONSTANT) or str(module_of(kind)).partition(".")[0] == "pyarrow":
             return
-        if issubclass(kind, _CACHED):
+        if id(value) in _COMMON:
+            return
+        if issubclass(kind, _BOUND):
+            self._search_each((value.__self__,))
+        elif issubclass(kind, weakref.ref):
+            self._search_each((value(), *(attributes(value) or {}).values()))
+        elif issubclass(kind, types.ModuleType):
+            self._search_module(value, set(vars(value)))
+        elif issubclass(kind, _CACHED):
             self._caches.append(value)
             super()._search_object(value)
         elif issubclass(kind, io.IOBase):
             self._hide(f"an open file ({class_name(value)})")
         elif (frame := _arrays_of_frame(value)) is not None:
+            self._frames.append(value)
             self._search_each(frame)
         elif has_items(value) or issubclass(kind, (types.FunctionType, type, *WRAPPERS)):
             super()._search_object(value)
@@ -252,11 +307,15 @@ class LoadingState(Surroundings):
         value = _owner(value)
         if issubclass(type(value), np.ndarray) and value.dtype.hasobject:
             if self._is_new(value):
+                self._objects.append(value)
                 self._search_each(value.ravel().tolist())
         elif _as_bytes(value) is None or (issubclass(type(value), np.memmap) and value.flags.writeable):
             self._hide(f"a {class_name(value)} that other processes may write, or whose elements cannot be read")
         elif is_tensor(value) or value.flags.writeable:
-            self._numbers.setdefault(_address(value), value)
+            address = _address(value)
+            other = self._numbers.get(address)
+            if other is None or _num_bytes(other) < _num_bytes(value):
+                self._numbers[address] = value
         else:
             self._known.add(_address(value))
         return True
@@ -270,11 +329,10 @@ class Generators:
 
     def __init__(self) -> None:
         kinds = random.Random, np.random.Generator, np.random.RandomState, torch.Generator
-        common = {id(one) for one in (random._inst, np.random.mtrand._rand, torch.default_generator)}
         # The collector does not list what was there before a rank was forked; of that, variables of modules are seen.
         modules = [vars(module) for module in list(sys.modules.values()) if type(module) is types.ModuleType]
         values = chain(gc.get_objects(), *(list(one.values()) for one in modules))
-        found = {id(one): one for one in values if issubclass(type(one), kinds) and id(one) not in common}.values()
+        found = {id(one): one for one in values if issubclass(type(one), kinds) and id(one) not in _COMMON}.values()
         self._copies = [part.copy() for one in found for part in state_parts(one)[:1]]
 
     def have_drawn(self) -> bool:
@@ -282,11 +340,14 @@ class Generators:
         return any(one.has_changed() for one in self._copies)
 
 
+_COMMON = frozenset(map(id, (random._inst, np.random.mtrand._rand, torch.default_generator)))
+"""The global generators, by their ids, whose draws are counted."""
 _HOLLOW = frozenset((object, types.SimpleNamespace, threading.local, *_PLAIN))
 """Classes of C code whose objects hold attributes only, or what cannot change."""
 
 
-def _is_constant(kind: type) -> bool:
+def is_constant(kind: type) -> bool:
+    """Return whether loading cannot change objects of the class ``kind``."""
     return kind in _PLAIN or issubclass(kind, _CONSTANT)
 
 
@@ -300,6 +361,12 @@ def _is_of_c(kind: type) -> bool:
     """Return whether C code has defined a class that is made at run time."""
     of_c = types.MethodDescriptorType, types.WrapperDescriptorType
     return any(isinstance(one, of_c) and one.__objclass__ is kind for one in vars(kind).values())
+
+
+def _size(container: Any) -> int:
+    """Return the number of items, without a call of a subclass's own ``__len__``."""
+    kind = next(one for one in (dict, list, set) if issubclass(type(container), one))
+    return int(kind.__len__(container))
 
 
 def _flat(items: list[Any], kind: type) -> list[Any]:
@@ -320,9 +387,23 @@ def _arrays_of_frame(value: Any) -> list[Any] | None:
     pandas = sys.modules.get("pandas")
     if pandas is None:
         return None
-    if issubclass(type(value), (pandas.DataFrame, pandas.Series)):
-        return [one for one in value._mgr.arrays if issubclass(type(one), np.ndarray)]
-    return [] if issubclass(type(value), (pandas.Index, pandas.api.extensions.ExtensionArray)) else None
+    if issubclass(type(value), (pandas.DataFrame, pandas.Series, pandas.api.extensions.ExtensionArray)):
+        return [one for one in _parts_of_frame(value) if issubclass(type(one), np.ndarray)]
+    return [] if issubclass(type(value), pandas.Index) else None
+
+
+_OF_EXTENSION = ("_ndarray", "_data", "_mask")
+"""Attributes of an array of pandas' own that hold its elements."""
+
+
+def _parts_of_frame(value: Any) -> list[Any]:
+    """Return the arrays that hold the elements of a DataFrame, a Series or an array of pandas' own."""
+    arrays = list(value._mgr.arrays) if hasattr(value, "_mgr") else [value]
+    found = [one for one in arrays if issubclass(type(one), np.ndarray)]
+    for one in arrays:
+        names = ("_pa_array",) if hasattr(one, "_pa_array") else _OF_EXTENSION  # pyarrow's array, or numpy's
+        found += [getattr(one, name) for name in names if hasattr(one, name)]
+    return found
 
 
 def _address(value: Any) -> int:
@@ -351,6 +432,18 @@ def _as_bytes(value: Any) -> Any:
         return np.empty(0, np.uint8)
     flat = plain.T if plain.flags.f_contiguous else plain
     return flat.reshape(-1).view(np.uint8) if flat.flags.c_contiguous else None
+
+
+def _num_bytes(value: Any) -> int:
+    """Return the size of the memory that ``_as_bytes`` returns."""
+    return int(value.untyped_storage().nbytes() if is_tensor(value) else value.nbytes)
+
+
+def _array_of_objects(values: list[Any]) -> np.ndarray[Any, Any]:
+    found = np.empty(len(values), dtype=object)
+    for index, value in enumerate(values):  # an assignment of all would unpack sequences
+        found[index] = value
+    return found
 
 
 def _content(value: Any) -> bytes:

@@ -10,13 +10,16 @@ from contextlib import ExitStack, contextmanager
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
+from lagom.batches.fetching import LOADER
 from lagom.batches.sharing.worker_watch import FILE_CHANGES, PROGRAMS, is_local, writes_file
+from lagom.exchange.background import EXCHANGE_EVENT
 from lagom.patching.replace import replaced
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-_CHANGES = FILE_CHANGES | {"os.chdir", "os.putenv", "os.unsetenv", "os.utime", "sqlite3.connect", "mmap.__new__"}
+_OF_PROCESS = {"os.chdir", "os.putenv", "os.unsetenv", "os.utime", "sqlite3.connect", "mmap.__new__"}
+_CHANGES = FILE_CHANGES | _OF_PROCESS | {EXCHANGE_EVENT, LOADER}
 """Audit events of changes that loading may make outside of the process, besides opened files and started programs."""
 
 
@@ -29,10 +32,11 @@ class LoadingWatch:
 
     Args:
         stops: whether it is kept from doing so: a print writes nothing, and what would change a file is an error.
+        only_exchanges: whether only exchanges with other ranks count.
     """
 
-    def __init__(self, stops: bool) -> None:
-        self.stops = stops
+    def __init__(self, stops: bool, *, only_exchanges: bool = False) -> None:
+        self.stops, self._only_exchanges = stops, only_exchanges
         self.seen: list[str] = []
         """What it did, in words, each with its verb."""
         self._warnings: list[Any] = []
@@ -48,6 +52,8 @@ class LoadingWatch:
         Raises:
             StoppedError: before the change, if this watch stops it.
         """
+        if self._only_exchanges and event not in (EXCHANGE_EVENT, LOADER):
+            return
         if event == "open":
             if not writes_file(*args):
                 return
@@ -55,7 +61,7 @@ class LoadingWatch:
         elif event == "mmap.__new__" and (args[0] == -1 or args[2] != _SHARED):
             return
         elif event in _CHANGES or event in PROGRAMS or (event == "socket.connect" and is_local(args[1])):
-            what = f"calls {event}"
+            what = _WORDS.get(event, f"calls {event}")
         else:
             return
         if not self.note(what):
@@ -68,14 +74,26 @@ class LoadingWatch:
 
     def forget_warnings(self) -> None:
         """Let the warnings that were not shown be shown when they are raised again."""
-        keys = {(str(one.message), one.category, one.lineno) for one in self._warnings}
+        seen = [(str(one.message), one.category, one.lineno) for one in self._warnings]
+        # The keys of the filters "default", "once" and "module".
+        keys = {key for text, kind, line in seen for key in ((text, kind, line), (text, kind), (text, kind, 0))}
+        for key in keys:
+            warnings.onceregistry.pop(key, None)  # type: ignore[attr-defined]
         for module in list(sys.modules.values()) if keys else ():
             known = getattr(module, "__dict__", {}).get("__warningregistry__")
             if isinstance(known, dict):
                 for key in keys.intersection(known):
                     del known[key]
 
+    def show_rest(self, again: LoadingWatch) -> None:
+        """Show the warnings that were held back and that ``again`` has not seen: C code gives some only once."""
+        seen = {(str(one.message), one.category) for one in again._warnings}
+        for one in self._warnings:
+            if (str(one.message), one.category) not in seen:
+                warnings._showwarnmsg(one)  # type: ignore[attr-defined]
 
+
+_WORDS = {LOADER: "reads another data loader", EXCHANGE_EVENT: "has ranks exchange data"}
 _SHARED = 2
 """``mmap.ACCESS_WRITE``."""
 _watched = threading.local()
@@ -92,6 +110,7 @@ def watched_loading(*, stops: bool) -> Iterator[LoadingWatch]:
     _add_hook()
     watch = LoadingWatch(stops)
     handle, show = logging.Logger.handle, warnings._showwarnmsg  # type: ignore[attr-defined]
+    start = threading.Thread.start
 
     def handled(logger: logging.Logger, record: logging.LogRecord) -> None:
         if not _is_mine(watch) or watch.note(f"logs to {logger.name}"):
@@ -101,16 +120,34 @@ def watched_loading(*, stops: bool) -> Iterator[LoadingWatch]:
         if not _is_mine(watch) or watch.warn(message):
             show(message)
 
+    def started(thread: threading.Thread) -> None:
+        if _is_mine(watch) and not watch.note("starts a thread"):
+            raise StoppedError("starts a thread")
+        start(thread)
+
     with ExitStack() as stack:
+        stack.enter_context(replaced(threading.Thread, "start", started))
         stack.enter_context(replaced(logging.Logger, "handle", handled))
         stack.enter_context(replaced(warnings, "_showwarnmsg", shown))
-        for stream in {id(one): one for one in (sys.stdout, sys.stderr)}.values():
+        streams = sys.stdout, sys.stderr, *(one for one in (sys.__stdout__, sys.__stderr__) if hasattr(one, "__dict__"))
+        for stream in {id(one): one for one in streams}.values():
             stack.enter_context(_noted_prints(stream, watch))
         _watched.by = watch
         try:
             yield watch
         finally:
             _watched.by = None
+
+
+@contextmanager
+def watched_exchanges(*, stops: bool) -> Iterator[LoadingWatch]:
+    """Yield a ``LoadingWatch`` of exchanges with other ranks alone, which would meet others of theirs."""
+    _add_hook()
+    _watched.by = watch = LoadingWatch(stops, only_exchanges=True)
+    try:
+        yield watch
+    finally:
+        _watched.by = None
 
 
 @contextmanager

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copyreg
 import io
 import pickle
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -59,6 +60,8 @@ class SampleExchange:
         """
         # Reading a pickle runs code of its sender, so pickles travel only where nobody else can write.
         packed = _Packed(mine, None if learns else self.kinds, pickles=self._group.shares_memory)
+        if own_memory:
+            packed.check_overlaps()
         self.kinds |= packed.kinds
         small = packed.num_bytes <= _TOGETHER
         joined = packed.joined() if small else b""
@@ -123,6 +126,13 @@ class _Packed:
             self.places.append(place)
             self.num_bytes = -(-(place[0] + place[1]) // _ALIGNMENT) * _ALIGNMENT
 
+    def check_overlaps(self) -> None:
+        """Raise a PayloadError if two tensors or arrays share memory, as those that arrive do not."""
+        spans = sorted((_first_byte(one), place[1]) for one, place in zip(self._values, self.places, strict=True))
+        spans = [(first, size) for first, size in spans if size]
+        if any(first + size > other for (first, size), (other, _) in pairwise(spans)):
+            raise PayloadError("some of its tensors or arrays share memory")
+
     def joined(self) -> bytes:
         found = bytearray(self.num_bytes)
         self.write(memoryview(found))
@@ -139,6 +149,10 @@ class _Packed:
             else:
                 span = value.as_strided((size // value.element_size(),), (1,))
                 torch.frombuffer(to, dtype=value.dtype, count=len(span), offset=start).copy_(span)
+
+
+def _first_byte(value: Any) -> int:
+    return int(value.ctypes.data if isinstance(value, np.ndarray) else value.data_ptr())
 
 
 _Place = tuple[int, int, Any, Any, Any, bool | None]

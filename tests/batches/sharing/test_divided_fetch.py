@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import logging
 import random
 import sys
 import tempfile
+import threading
 import time
+import types
 import warnings
+import weakref
 from collections import namedtuple
 from collections.abc import Callable
 from pathlib import Path
@@ -34,6 +38,11 @@ SETTINGS: dict[str, Any] = {}
 COUNTER = [0]
 DEALER = random.Random(3)
 log = logging.getLogger("pictures")
+HELPER: Any = types.ModuleType("helper_of_loading")
+"""Stands for a module of the program's, in a file of its own."""
+sys.modules[HELPER.__name__] = HELPER
+SEEN: list[int] = []
+remember = SEEN.append
 
 
 class Pictures(Numbers):
@@ -301,6 +310,223 @@ class Scheduled(Pictures):
         return self.make(index) * SETTINGS.get("factor", 1), index
 
 
+class Importing(Pictures):
+    """Counts in a module that its code imports in the function."""
+
+    def __init__(self, count: int = 24) -> None:
+        super().__init__(count)
+        HELPER.count, HELPER.scale = 0, 2
+
+    def __getitem__(self, index: int) -> Any:
+        import helper_of_loading as helper  # type: ignore[import-not-found]
+
+        helper.count += 1
+        return self.make(index), helper.count
+
+
+class NamingTwice(Importing):
+    """Two functions name other variables of the same module."""
+
+    def make(self, index: int) -> Any:
+        return super().make(index) * HELPER.scale
+
+    def __getitem__(self, index: int) -> Any:
+        HELPER.count += 1
+        return self.make(index), HELPER.count
+
+
+class HoldingModule(Importing):
+    def __getitem__(self, index: int) -> Any:
+        module = vars(self).setdefault("module", HELPER)
+        module.count += 1
+        return self.make(index), module.count
+
+
+class Remembering(Pictures):
+    """Changes a list by a method that is bound to it."""
+
+    def __init__(self, count: int = 24) -> None:
+        super().__init__(count)
+        SEEN.clear()
+
+    def __getitem__(self, index: int) -> Any:
+        remember(index)
+        return self.make(index), len(getattr(sys.modules[__name__], "SE" + "EN"))
+
+
+class Owner:
+    count = 0
+
+
+class HoldingWeakly(Pictures):
+    def __init__(self, owner: Owner) -> None:
+        super().__init__()
+        self.owner = weakref.ref(owner)
+        owner.count = 0
+
+    def __getitem__(self, index: int) -> Any:
+        owner = self.owner()
+        assert owner is not None
+        owner.count += 1
+        return self.make(index), owner.count
+
+
+OWNER = Owner()
+
+
+class UsingGlobals(Pictures):
+    def __getitem__(self, index: int) -> Any:
+        counter = globals()["COUNTER"]
+        counter[0] += 1
+        return self.make(index), counter[0]
+
+
+class CachingInObjects(Pictures):
+    def __init__(self, count: int = 24) -> None:
+        super().__init__(count)
+        self.cache = np.full(count, None, dtype=object)
+
+    def __getitem__(self, index: int) -> Any:
+        self.cache[index] = self.make(index)
+        return self.cache[index], sum(one is not None for one in self.cache)
+
+
+class CountingInFrame(Pictures):
+    """Counts in arrays of pandas' own, which may be replaced as a whole."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        pandas = pytest.importorskip("pandas")
+        self.frame = pandas.DataFrame({"seen": pandas.array(["0"] * 24, dtype="string").astype(kind)})
+
+    def __getitem__(self, index: int) -> Any:
+        self.frame.loc[index, "seen"] = 1 if self.frame["seen"].dtype == "Int64" else "1"
+        return self.make(index), int(self.frame["seen"].astype(int).sum())
+
+
+class HoldingStart(Pictures):
+    """Holds a tensor that is the start of an array that it counts in."""
+
+    def __init__(self, count: int = 24) -> None:
+        super().__init__(count)
+        seen = np.zeros(500)
+        self.start, self.seen = torch.from_numpy(seen[:4]), seen
+
+    def __getitem__(self, index: int) -> Any:
+        self.seen[100 + index] += 1
+        return self.make(index), self.seen.sum()
+
+
+class PrintingInThread(Pictures):
+    def __getitem__(self, index: int) -> Any:
+        thread = threading.Thread(target=print, args=("loading", index))
+        thread.start()
+        thread.join()
+        return self.make(index), index
+
+
+class Nesting(Pictures):
+    """Reads another loader, as many batches as its index says."""
+
+    def __init__(self, count: int = 24) -> None:
+        super().__init__(count)
+        self.loader = DataLoader(Pictures(count), 4)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.make(index), sum(float(x.sum()) for x, _ in itertools.islice(self.loader, index % 3 + 1))
+
+
+class SharingMemory(Pictures):
+    def __getitem__(self, index: int) -> Any:
+        picture = self.make(index)
+        return picture, picture[0], picture.numpy()[1]
+
+
+class HoldingEmpty(Pictures):
+    """Holds an empty tensor, whose memory has no address."""
+
+    def __init__(self, count: int = 24) -> None:
+        super().__init__(count)
+        self.nothing = torch.empty(0)
+
+    def __getitem__(self, index: int) -> Any:
+        return [self.make(index), {"index": index}]
+
+
+class LeavingLate(Pictures):
+    def __getitem__(self, index: int) -> Any:
+        if index == 15:
+            raise SystemExit("no more pictures")
+        return self.make(index), index
+
+
+class SwitchingLate(Pictures):
+    """Changes modes of torch, as the last sample of one rank's part does."""
+
+    def __getitem__(self, index: int) -> Any:
+        torch.set_default_dtype(torch.float64 if index == 13 else torch.get_default_dtype())
+        return self.make(index), torch.zeros(1).element_size()
+
+
+class CountingEverywhereLate(Pictures):
+    """Changes a number and a large array, of which only the number can be restored."""
+
+    def __init__(self, count: int = 24) -> None:
+        super().__init__(count)
+        self.num_loaded, self.seen = 0, np.zeros(200_000)
+
+    def __getitem__(self, index: int) -> Any:
+        if index >= 14:
+            self.num_loaded += 1
+            self.seen[0] += 1
+        return self.make(index), self.seen[0]
+
+
+class GrowingLate(Pictures):
+    def __init__(self, count: int = 24) -> None:
+        super().__init__(count)
+        self.names = set(range(300))
+
+    def __getitem__(self, index: int) -> Any:
+        if index >= 14:
+            self.names.add(1000 + index)
+        return self.make(index), len(self.names)
+
+
+@functools.lru_cache
+def find_scale_late(index: int) -> float:
+    return 2.0 * index
+
+
+class CachingInFunctionLate(Pictures):
+    def __init__(self, count: int = 24) -> None:
+        super().__init__(count)
+        find_scale_late.cache_clear()
+
+    def __getitem__(self, index: int) -> Any:
+        return self.make(index), find_scale_late(index) if index >= 14 else 0.0
+
+
+WARNED: list[int] = []
+
+
+class WarningLate(Pictures):
+    """Warns in Python, and once in the process as C code does, where no search finds out."""
+
+    def __init__(self, count: int = 24) -> None:
+        super().__init__(count)
+        WARNED.clear()
+
+    def __getitem__(self, index: int) -> Any:
+        warned = getattr(sys.modules[__name__], "WAR" + "NED")
+        if index >= 12:
+            warnings.warn("a bad picture", stacklevel=1)
+        if index >= 12 and not warned:
+            warned.append(index)
+            warnings.warn("only once", stacklevel=1)
+        return self.make(index), index
+
+
 class Shifted(Dataset[Any]):
     """Reads two samples of another data set for each of its own."""
 
@@ -372,7 +598,7 @@ def _read(
                     batch = next(batches)
                 except StopIteration:
                     break
-                except Exception as error:
+                except (Exception, SystemExit) as error:
                     batch = repr(error)
                 found.append(as_plain(batch))
                 if not isinstance(batch, str):
@@ -386,6 +612,7 @@ def _read(
         if isinstance(value, (int, dict, list))
     }
     arrays = {name: as_plain(value) for name, value in inside.items() if isinstance(value, torch.Tensor)}
+    torch.set_default_dtype(torch.float32)
     after = random.random(), np.random.rand(), torch.rand(()).item()
     DividedFetcher.load, divided_fetch.GAIN = original, gain  # type: ignore[method-assign]
     return (found, states, held, arrays, COUNTER[0], DEALER.getstate(), after), len(loaded)
@@ -429,7 +656,6 @@ DIVIDED: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
     "noise": (Noisy, {}),
     "names, dicts and namedtuples": (Named, {}),
     "crops": (Cropped, {}),
-    "crops, kept": (Cropped, {"collate_fn": keep}),
     "rows of a tensor": (Stored, {"collate_fn": default_collate}),
     "opened at the first sample": (Lazy, {}),
     "subset": (lambda: Subset(Flipped(), list(range(23, -1, -1))), {}),
@@ -452,6 +678,7 @@ WHOLE: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
     "seeds": (Seeding, {}),
     "iterator": (Iterating, {}),
     "open file": (lambda: Opened(__file__), {}),
+    "crops of one memory, kept": (Cropped, {"collate_fn": keep}),
     "objects of its own": (Stored, {"collate_fn": keep}),
 }
 TAKEN_BACK: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
@@ -462,9 +689,68 @@ TAKEN_BACK: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
     "warns": (Warning_, {}),
     "logs": (Logging, {}),
     "broken samples": (BrokenPictures, {}),
+    "leaves": (LeavingLate, {}),
+    "modes of torch": (SwitchingLate, {}),
     "asks for the world size": (AskingLate, {}),
     "writes files": (lambda: Writing(tempfile.mkdtemp()), {}),
 }
+
+
+HIDDEN: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
+    "a module that the function imports": (Importing, {}),
+    "a module that two functions name": (NamingTwice, {}),
+    "a module as an attribute": (HoldingModule, {}),
+    "a bound method of C code": (Remembering, {}),
+    "a weak reference": (lambda: HoldingWeakly(OWNER), {}),
+    "globals()": (UsingGlobals, {}),
+    "an array of objects": (CachingInObjects, {}),
+    "numbers of pandas": (lambda: CountingInFrame("Int64"), {}),
+    "texts of pandas": (lambda: CountingInFrame("string"), {}),
+    "the rest of an array": (HoldingStart, {}),
+    "a thread": (PrintingInThread, {}),
+    "a loader": (Nesting, {}),
+    "views of one memory": (SharingMemory, {"collate_fn": keep}),
+}
+"""Traces in places that are easy to overlook."""
+
+
+def test_traces_in_hidden_places_are_found() -> None:
+    def program(session: Session) -> Any:
+        return {name: _read(session, make, epochs=1, **options) for name, (make, options) in HIDDEN.items()}
+
+    wanted = alone(program)
+    for found in run_ranks(2, program, batches="whole"):
+        for name, (seen, count) in found.items():
+            assert seen == wanted[name][0], name
+            if name != "a loader":  # which counts its own samples too
+                assert count == 4, f"{name}: samples were loaded in parts"
+
+
+def test_samples_are_divided_beside_an_empty_tensor() -> None:
+    check(HoldingEmpty, collate_fn=keep_all)
+
+
+@pytest.mark.parametrize("make", [CountingEverywhereLate, GrowingLate, CachingInFunctionLate])
+def test_what_cannot_be_undone_is_an_error_on_all_ranks(make: Callable[[], Any]) -> None:
+    for (found, *_), _ in run_ranks(2, functools.partial(_read, make=make, epochs=1), batches="whole"):
+        errors = [one for one in found if isinstance(one, str)]
+        assert errors, "no rank noticed it"
+        assert found.index(errors[0]) == 3, "a batch was wrong"
+        assert "LagomError" in errors[0]
+        assert "cannot be undone" in errors[0]
+
+
+@pytest.mark.parametrize("action", ["default", "once", "module"])
+def test_warnings_are_those_of_one_process(action: Any) -> None:
+    def program(session: Session) -> list[str]:
+        with warnings.catch_warnings(record=True) as shown:
+            warnings.simplefilter(action)
+            _read(session, WarningLate)
+        return [str(one.message) for one in shown]
+
+    wanted = alone(program)
+    assert run_ranks(2, program, batches="whole")[0] == wanted
+    assert sorted(set(wanted)) == ["a bad picture", "only once"]
 
 
 @pytest.mark.parametrize("name", DIVIDED)
@@ -530,6 +816,15 @@ def test_share_loading_true_divides_in_spite_of_traces() -> None:
         assert found == wanted
         assert count < 12 * 4
 
+    def nested(session: Session) -> Any:
+        (found, *_), count = _read(session, make=Nesting)
+        return found, count
+
+    wanted, _ = alone(nested)
+    results = run_ranks(2, nested, batches="whole", share_loading=True)
+    assert [found for found, _ in results] == [wanted, wanted]
+    assert len({count for _, count in results}) == 1, "samples that exchange were loaded in parts"
+
     def uneven(session: Session) -> Any:
         said = lagom_log()
         (found, *_), _ = _read(session, make=DrawingUnevenly)
@@ -539,6 +834,10 @@ def test_share_loading_true_divides_in_spite_of_traces() -> None:
     for found, said in run_ranks(2, uneven, batches="whole", share_loading=True):
         assert found == wanted
         assert ["draw different numbers" in line for line in said] in ([], [True])
+
+
+def keep_all(samples: list[Any]) -> Any:
+    return {index: sample[0] for index, sample in enumerate(samples)}
 
 
 def first_parts(samples: list[Any]) -> Any:
@@ -570,6 +869,28 @@ def test_a_line_says_why_slow_samples_are_not_divided() -> None:
         assert "every rank loads every sample of SlowCounting" in line
         assert "it changes its attributes, or variables, while it loads" in line
         assert "share_loading=True" in line
+
+
+class SlowListing(Slow):
+    def __init__(self, count: int = 24) -> None:
+        super().__init__(count)
+        self.records = [{"label": index} for index in range(40_000)]
+
+
+def test_one_batch_of_each_pass_is_not_divided_if_the_search_takes_longer() -> None:
+    def program(session: Session) -> tuple[int, list[str]]:
+        said, parts = lagom_log(), list[int]()
+        original = DividedFetcher.load
+        DividedFetcher.load = lambda self, index: parts.append(len(index)) or original(self, index)  # type: ignore[method-assign, func-returns-value]
+        loader = DataLoader(SlowListing(), 4)
+        for _ in range(16):
+            next(iter(loader))
+        DividedFetcher.load = original  # type: ignore[method-assign]
+        return parts.count(2), said
+
+    for num_divided, (line,) in run_ranks(2, program, batches="whole"):
+        assert num_divided == 8 + 3, "three batches are taken back"
+        assert "takes longer to look at" in line
 
 
 def test_cheap_samples_are_not_divided() -> None:
