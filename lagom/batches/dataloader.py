@@ -17,13 +17,14 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter, _DatasetKind, _Sing
 
 from lagom.batches.batch_shares import RankIndexSampler, ResumableIndexSampler
 from lagom.batches.batch_source import choose_batch_source
-from lagom.batches.fetching import LOADER, PASS, make_create_fetcher, make_iterator_init
+from lagom.batches.fetching import PASS, make_create_fetcher, make_iterator_init
 from lagom.batches.iterable import GroupedBatchSampler, ShardedCollate, is_iterable
 from lagom.batches.pass_starter import PassStarter, can_split, classify_pass
 from lagom.batches.reading_threads import ReaderThreads
 from lagom.batches.sampler_sync import has_state
 from lagom.batches.self_sharded import RankCollate, shards_itself
 from lagom.batches.sharing.worker_sharing import share_workers
+from lagom.batches.sharing.worker_watch import LOADER
 from lagom.disk.install import knows_rank
 from lagom.patching.replace import replaced
 from lagom.program.unreadable_data import unreadable

@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from lagom.run_state.random_streams import OwnStreams
     from lagom.session.session import Session
 
-LOADER = "lagom.loader"
-"""Audit event of the beginning of a loader's pass."""
 PASS = "_lagom_pass"
 """Attribute of a loader's iterator that holds its ``LoaderPass``."""
 

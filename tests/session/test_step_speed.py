@@ -268,7 +268,7 @@ def closures(session: Session) -> Speed:
 def test_an_optimizer_in_another_and_a_closure_are_counted_once() -> None:
     for speed in run_ranks(2, nested_optimizers, batches="whole"):
         assert speed.seconds_of("optimizer") > 0.01
-        assert speed.seconds_of("own") < 0.01
+        assert speed.seconds_of("own") < speed.seconds_of("optimizer")
     for speed in run_ranks(2, closures, batches="whole"):
         assert speed.steps == 6
         assert speed.seconds_of("optimizer") > 0.01  # with the program's code in the closure

@@ -10,15 +10,14 @@ from contextlib import ExitStack, contextmanager
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
-from lagom.batches.fetching import LOADER
-from lagom.batches.sharing.worker_watch import FILE_CHANGES, PROGRAMS, is_local, writes_file
+from lagom.batches.sharing.worker_watch import FILE_CHANGES, LOADER, PROGRAMS, is_local, writes_file
 from lagom.exchange.background import EXCHANGE_EVENT
 from lagom.patching.replace import replaced
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-_OF_PROCESS = {"os.chdir", "os.putenv", "os.unsetenv", "os.utime", "sqlite3.connect", "mmap.__new__"}
+_OF_PROCESS = {"os.chdir", "os.putenv", "os.unsetenv", "sqlite3.connect", "mmap.__new__"}
 _CHANGES = FILE_CHANGES | _OF_PROCESS | {EXCHANGE_EVENT, LOADER}
 """Audit events of changes that loading may make outside of the process, besides opened files and started programs."""
 

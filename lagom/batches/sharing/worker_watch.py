@@ -17,8 +17,11 @@ if TYPE_CHECKING:
 _STARTS = ("exec", "fork", "forkpty", "kill", "posix_spawn", "system")
 PROGRAMS = frozenset(("subprocess.Popen", "signal.pthread_kill", *(f"os.{name}" for name in _STARTS)))
 """Audit events of signals, and of starting a program or a process, whose side effects are not watched."""
+LOADER = "lagom.loader"
+"""Audit event of the beginning of a loader's pass."""
 FILE_CHANGES = frozenset(
-    f"os.{name}" for name in ("chmod", "chown", "link", "mkdir", "remove", "rename", "rmdir", "symlink", "truncate")
+    f"os.{name}"
+    for name in ("chmod", "chown", "link", "mkdir", "remove", "rename", "rmdir", "symlink", "truncate", "utime")
 )
 """Audit events of changed files and folders, besides "open"."""
 _READ, _COPY = 1, 3
