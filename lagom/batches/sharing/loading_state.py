@@ -35,7 +35,16 @@ from torch import nn
 from torch.utils.data import Dataset
 
 from lagom.forward.rows.surroundings import WRAPPERS, Surroundings, origin
-from lagom.inspection.reads import attributes, bases, class_attributes, class_name, is_plain, is_tensor, module_of
+from lagom.inspection.reads import (
+    attributes,
+    bases,
+    class_attributes,
+    class_name,
+    describe,
+    is_plain,
+    is_tensor,
+    module_of,
+)
 from lagom.inspection.state_parts import RestoreError, StateCopy, has_items, items, named_items, state_parts
 
 if TYPE_CHECKING:
@@ -97,7 +106,10 @@ class LoadingState(Surroundings):
         self._frames: list[Any] = []
         self._inner: dict[int, set[str]] = {}
         """For each module of the program, the names that have been searched in it."""
-        self._search_each(tuple(roots))
+        try:
+            self._search_each(tuple(roots))
+        except Exception as error:  # an object of the program's may do anything
+            self.hidden = f"objects that cannot be looked at ({describe(error)})"
         if len(self._seen) > self.most_objects:
             self.hidden = self.hidden or f"more than {self.most_objects:,} objects"
         self._known.update(self._seen)
@@ -125,6 +137,12 @@ class LoadingState(Surroundings):
 
     def has_changed(self) -> bool:
         """Return whether the objects hold something else; items of large containers and large arrays are left out."""
+        try:
+            return self._has_changed()
+        except Exception:  # what has taken the place of an object may do anything
+            return True
+
+    def _has_changed(self) -> bool:
         return (
             any(one.has_changed() for one in self._near)
             or any(_content(one) != content for one, content in self._small)
@@ -201,9 +219,13 @@ class LoadingState(Surroundings):
         """Add many tuples, lists or dicts of plain values, if ``items`` are these, as one; return whether they are."""
         if kind not in (tuple, list, dict):
             return False
-        values = chain.from_iterable(map(dict.values, items) if kind is dict else items)
-        if not all(map(is_constant, set(map(type, values)))):
+        values = list(chain.from_iterable(map(dict.values, items) if kind is dict else items))
+        inner = [value for value in values if type(value) in (list, tuple)]
+        if not all(map(is_constant, {*map(type, values), *map(type, chain.from_iterable(inner))} - {list, tuple})):
             return False
+        if any(type(value) is list for value in inner):  # such as the boxes of a picture
+            self._records.append((inner, list))
+            self._known.update(map(id, inner))
         self._known.update(map(id, items))
         if kind is not tuple:
             self._records.append((items, kind))

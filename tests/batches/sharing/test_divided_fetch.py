@@ -273,6 +273,49 @@ class Writing(Pictures):
         return self.make(index), len(list(Path(self.folder).iterdir()))
 
 
+class Boxes(Pictures):
+    """Thousands of records with lists inside, and a logger that is not shown."""
+
+    def __init__(self, count: int = 24) -> None:
+        super().__init__(count)
+        self.records = [(f"{index}.png", [index, index + 1]) for index in range(20_000)]
+        self.boxes: list[dict[str, Any]] = [
+            {"path": f"{index}.png", "boxes": [index, index + 1]} for index in range(20_000)
+        ]
+
+    def __getitem__(self, index: int) -> Any:
+        log.debug("loading %d", index)
+        return self.make(index), torch.tensor(self.records[index][1]), torch.tensor(self.boxes[index]["boxes"])
+
+
+class BoxesThatChange(Boxes):
+    """Changes a list in a record, from its first sample on."""
+
+    def __getitem__(self, index: int) -> Any:
+        self.boxes[300]["boxes"].append(index)
+        return self.make(index), len(self.boxes[300]["boxes"])
+
+
+class Refused(dict[str, int]):
+    def __getattribute__(self, name: str) -> Any:
+        raise RuntimeError("do not look")
+
+    def __len__(self) -> int:
+        raise RuntimeError("do not count")
+
+
+class Refusing(Pictures):
+    """Keeps something that fails where it is looked at, and counts in it."""
+
+    def __init__(self, count: int = 24) -> None:
+        super().__init__(count)
+        self.kept = Refused(n=0)
+
+    def __getitem__(self, index: int) -> Any:
+        dict.__setitem__(self.kept, "n", dict.__getitem__(self.kept, "n") + 1)
+        return self.make(index), dict.__getitem__(self.kept, "n")
+
+
 class Iterating(Pictures):
     def __init__(self, count: int = 24) -> None:
         super().__init__(count)
@@ -609,9 +652,9 @@ def _read(
     held = {
         name: len(value) if isinstance(value, (list, dict)) else value
         for name, value in sorted(inside.items())
-        if isinstance(value, (int, dict, list))
+        if type(value) in (int, dict, list)
     }
-    arrays = {name: as_plain(value) for name, value in inside.items() if isinstance(value, torch.Tensor)}
+    arrays = {name: as_plain(value) for name, value in inside.items() if type(value) is torch.Tensor}
     torch.set_default_dtype(torch.float32)
     after = random.random(), np.random.rand(), torch.rand(()).item()
     DividedFetcher.load, divided_fetch.GAIN = original, gain  # type: ignore[method-assign]
@@ -658,6 +701,7 @@ DIVIDED: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
     "crops": (Cropped, {}),
     "rows of a tensor": (Stored, {"collate_fn": default_collate}),
     "opened at the first sample": (Lazy, {}),
+    "many records with lists": (Boxes, {}),
     "subset": (lambda: Subset(Flipped(), list(range(23, -1, -1))), {}),
     "concatenated": (lambda: ConcatDataset([Flipped(12), Named(0), Flipped(12)]), {}),
     "other data set inside": (Shifted, {}),
@@ -668,6 +712,8 @@ DIVIDED: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
 WHOLE: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
     "counts": (Counting, {}),
     "counts in an array": (CountingInArray, {}),
+    "changes one of many records": (BoxesThatChange, {}),
+    "objects that refuse looks": (Refusing, {}),
     "counts in a global": (CountingInGlobal, {}),
     "caches": (Caching, {}),
     "caches in a function": (CachingInFunction, {}),
