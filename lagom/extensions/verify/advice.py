@@ -33,7 +33,9 @@ def _right(better: str | None, is_shared: bool) -> str:
         also = f" So they do with {better}, which costs no exchange for each forward." if better else ""
         return "The ranks do what one process does." + also
     faster = f" {better} shares it out, and gives the same." if better else ""
-    return "Right, but no faster than one process: every rank does all the work." + faster
+    return (
+        "Right, but forward and backward are no faster than in one process: every rank computes all of them." + faster
+    )
 
 
 def _not_compared(rows: Sequence[ComparisonRow]) -> str:
