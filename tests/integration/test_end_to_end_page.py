@@ -14,6 +14,7 @@ pytestmark = pytest.mark.integration
 PAGE = Path(__file__).parents[2] / "docs" / "end_to_end.md"
 
 
+@pytest.mark.timeout(600)  # it runs for 40 s alone, and beside five others for more than 180
 def test_the_blocks_of_the_page_train_score_and_save(tmp_path: Path) -> None:
     blocks = re.findall(r"```python no-run\n(.*?)```", PAGE.read_text(), re.DOTALL)
     (tmp_path / "pasted.py").write_text("\n".join(blocks))
