@@ -10,7 +10,7 @@ from torch.utils.data.dataloader import _DatasetKind, _SingleProcessDataLoaderIt
 
 from lagom.batches.iterable import is_iterable
 from lagom.batches.self_sharded import shards_itself
-from lagom.batches.tensor_dataset_fetch import choose_fetcher
+from lagom.batches.tensor_dataset_fetch import choose_fetcher, fetches_as_torch_does
 from lagom.run_state.random_streams import DRAWING
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ def make_iterator_init(session: Session, streams: OwnStreams) -> Any:
             self._dataset_fetcher = whole = _LockedFetcher(own, session)
             from lagom.batches.sharing.divided_fetch import DividedFetcher, Findings, can_divide
 
-            if can_divide(session, own, current):
+            if fetches_as_torch_does() and can_divide(session, own, current):
                 findings[:] = findings or [Findings()]
                 finding = findings[0].find(session, loader)
                 self._dataset_fetcher = DividedFetcher(own, whole, session, finding, current)

@@ -24,6 +24,11 @@ _INT = {int}
 _TORCHS = [vars(owner)[name] for owner, name in _METHODS]
 
 
+def fetches_as_torch_does() -> bool:
+    """Return whether no program has replaced torch's way to fetch the samples of a batch, as to count them."""
+    return vars(_MapDatasetFetcher)["fetch"] is _TORCHS[_METHODS.index((_MapDatasetFetcher, "fetch"))]
+
+
 def choose_fetcher(fetcher: Any) -> Any:
     """Return ``fetcher``, or a faster one that gives the same batches, bit for bit."""
     if type(fetcher) is not _MapDatasetFetcher or not fetcher.auto_collation:

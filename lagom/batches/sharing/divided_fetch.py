@@ -50,7 +50,6 @@ _TIMES = 3
 """Number of exchanges that are timed."""
 SEARCH_SHARE = 0.02
 """Largest share of the time of loading in which large containers and arrays are looked at."""
-_FETCH = vars(_MapDatasetFetcher)["fetch"]
 
 
 @dataclass(eq=False)
@@ -98,7 +97,7 @@ def can_divide(session: Session, fetcher: Any, current: LoaderPass) -> bool:
         return False
     if type(fetcher) is not _MapDatasetFetcher or not fetcher.auto_collation or knows_rank():
         return False
-    return vars(_MapDatasetFetcher)["fetch"] is _FETCH and _loads_one_by_one(fetcher.dataset)
+    return _loads_one_by_one(fetcher.dataset)
 
 
 def _loads_one_by_one(dataset: Any) -> bool:

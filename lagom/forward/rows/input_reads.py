@@ -409,7 +409,7 @@ class InputReadsRecorder:
         return all(self._place_of(tensor) is not None for tensor in tensors)
 
     def _place_of(self, tensor: Tensor) -> Given | Result | Constant | None:
-        if tensor.layout != torch.strided:
+        if tensor.layout != torch.strided or tensor.is_nested:  # a nested tensor has no sizes
             return None
         place = self._places.get(_place_key(tensor))
         is_outer = storage_of(tensor)._cdata not in self._kept.keys() | self._made.keys()
@@ -419,7 +419,8 @@ class InputReadsRecorder:
         return place
 
     def _add(self, tensor: Any, place: Given | Result) -> None:
-        if is_tensor(tensor) and tensor.layout == torch.strided and not tensor.requires_grad:
+        is_dense = is_tensor(tensor) and tensor.layout == torch.strided and not tensor.is_nested
+        if is_dense and not tensor.requires_grad:
             storage = storage_of(tensor)
             self._kept.setdefault(storage._cdata, StorageWeakRef(storage))
             self._places[_place_key(tensor)] = place

@@ -23,10 +23,12 @@ import pytest
 import torch
 from torch import nn
 from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset, default_collate
+from torch.utils.data._utils.fetch import _MapDatasetFetcher
 
 import lagom
 from lagom.batches.sharing import divided_fetch
 from lagom.batches.sharing.divided_fetch import DividedFetcher
+from lagom.patching.replace import replaced
 from lagom.random_states import random_states, state_digest
 from lagom.session.session import Session
 from tests.ranks import alone, lagom_log, run_ranks
@@ -969,3 +971,22 @@ def test_a_model_trained_on_divided_samples_is_that_of_one_process() -> None:
     for world_size in (2, 3):
         for ours in run_ranks(world_size, train, batches="whole"):
             torch.testing.assert_close(ours, wanted, rtol=0, atol=1e-12)
+
+
+def test_a_program_that_counts_what_is_fetched_sees_whole_batches() -> None:
+    def program(session: Session) -> list[int]:
+        gain, divided_fetch.GAIN = divided_fetch.GAIN, 0.0
+        fetched: list[int] = []
+        original: Any = _MapDatasetFetcher.fetch
+
+        def fetch(self: Any, index: list[int]) -> Any:
+            fetched.extend(index)
+            return original(self, index)
+
+        with replaced(_MapDatasetFetcher, "fetch", fetch):
+            for _ in DataLoader(Pictures(), 4):
+                pass
+        divided_fetch.GAIN = gain
+        return fetched
+
+    assert run_ranks(2, program, batches="whole") == [[*range(24)]] * 2
