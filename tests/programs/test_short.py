@@ -39,7 +39,7 @@ SAID = {
     "generative.masked_patches": "does not compute the rows of its batch one by one",
     "generative.memory_bank": "changes numbers among its attributes",
     "loading.buckets_by_length": "takes decisions by the numbers of its input",
-    "loading.hidden_state_over_batches": "fails on a part of its batch",
+    "loading.hidden_state_over_batches": "Language runs whole on every rank",  # the reason depends on ranks
     "records.features_and_neighbours": "has hooks, which would see a part of the batch",
     "records.logs_in_its_forward": "writes to a file or a log",
     "schedules.changed_gradients": "has hooks on gradients",
