@@ -49,7 +49,7 @@ class Recommender(nn.Module):
 
 @dataclass
 class Detections:
-    """What a detector finds at each place of a picture."""
+    """Scores of a detector at each place of a picture."""
 
     boxes: Tensor
     objects: Tensor

@@ -53,7 +53,7 @@ class StepPart:
 
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)
 class Speed:
-    """Where the time of a training step went, on rank 0; false if no step was timed."""
+    """Parts of the time of a training step on rank 0; false if no step was timed."""
 
     world_size: int
     threads: int = 1

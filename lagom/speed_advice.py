@@ -25,7 +25,7 @@ class Facts(NamedTuple):
     num_workers: int | None = None
     """Workers of the training loader; None without a loader."""
     loading_reason: str = ""
-    """Why every rank loads every sample, for a loader without workers: a data set's name, and a clause about it."""
+    """Reason, with its remedy, for which every rank loads every sample of a loader without workers."""
     sees_whole: bool = True
     """Whether the program sees whole batches on every rank."""
     whole: Sequence[WholeModule] = ()
@@ -91,7 +91,7 @@ def _loading(part: StepPart, share: float, facts: Facts) -> Remedy:
     wanted = math.ceil(share / max(1 - share, 1 / _MAX_WORKERS))
     wanted = min(max(wanted, 2, 2 * num_workers), max(os.cpu_count() or 2, 2), _MAX_WORKERS)
     if is_repeated and not num_workers and facts.loading_reason:
-        remedy = f", since {facts.loading_reason}: share_loading=True divides it if that does not matter"
+        remedy = f", since {facts.loading_reason}"
     elif is_repeated and num_workers:
         remedy = f" with {_workers(num_workers)} of its own: share_loading=True lets one set serve all"
     elif wanted <= num_workers:

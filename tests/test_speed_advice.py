@@ -107,10 +107,9 @@ def test_loading_that_every_rank_repeats_needs_workers(monkeypatch: pytest.Monke
     assert text == "45% of a step is loading, which every rank repeats: give the loader num_workers=2"
     assert advice(parts, Facts(1, num_workers=0)) == ("45% of a step is loading: give the loader num_workers=2",)
     assert "share_loading=True" in advice(parts, Facts(2, num_workers=2))[0]
-    (text,) = advice(parts, Facts(2, num_workers=0, loading_reason="Photos counts its samples"))
+    (text,) = advice(parts, Facts(2, num_workers=0, loading_reason="Photos counts: share_loading=True divides them"))
     assert text == (
-        "45% of a step is loading, which every rank repeats, since Photos counts its samples: share_loading=True "
-        "divides it if that does not matter"
+        "45% of a step is loading, which every rank repeats, since Photos counts: share_loading=True divides them"
     )
     assert advice(parts, Facts(2, num_workers=None)) == ()
     shared = [part("loading", 0.08, shared=1.0), part("forward", 0.02, divided=1.0)]

@@ -57,7 +57,7 @@ class HeldMemory(NamedTuple):
 
 
 class Shortage(NamedTuple):
-    """What a rank has and wants that ran out of memory."""
+    """Memory that a rank has and wants, after it ran out of memory."""
 
     wanted: int
     """Bytes that were wanted at once; 0 if unknown."""

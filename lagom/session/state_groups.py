@@ -156,7 +156,7 @@ Learned: TypeAlias = Sequence[tuple[Any, Any]]
 
 @dataclass(eq=False)
 class Resumption:
-    """What another process needs that continues the run."""
+    """State that another process needs to continue the run."""
 
     is_resumable: bool = False
     """Whether another process may continue the program, which must then compute alike."""

@@ -54,7 +54,7 @@ SEARCH_SHARE = 0.02
 
 @dataclass(eq=False)
 class LoadingFinding:
-    """What is known of the loading of one data set with one ``collate_fn``; equal on all ranks."""
+    """Facts about the loading of one data set with one ``collate_fn``; the choice is equal on all ranks."""
 
     exchange: SampleExchange
     choice: int = ON_TRIAL
@@ -358,9 +358,14 @@ class DividedFetcher:
 
     def _tell(self, reason: str) -> None:
         name = self._name
-        clause = f"{name} {reason[3:]}" if reason.startswith("it ") else f"of {name}, {reason}"
-        self._session.progress.loading_reason = clause
-        self._session.say_once(_WHOLE.format(name=self._name, reason=reason), is_notice=True)
+        why = (
+            f"{name} {reason[3:]}" if reason.startswith("it ") else reason.replace("its samples", f"samples of {name}")
+        )
+        # A trace may not matter to the program; what prevents dividing by share_loading=True too has another remedy.
+        is_trace = reason.startswith("it ") and not reason.startswith(_NEVER_DIVIDED)
+        remedy = "share_loading=True divides them if that does not matter; " * is_trace + _WORKERS
+        self._session.progress.loading_reason = f"{why}: {remedy}"
+        self._session.say_once(_WHOLE.format(name=name, why=why, remedy=remedy), is_notice=True)
 
 
 def _modes() -> tuple[bool, torch.dtype]:
@@ -402,10 +407,10 @@ class _SampleComparison(BatchComparison):
         return not mine.dtype.hasobject and have_equal_elements(mine, other)
 
 
-_WHOLE = (
-    "every rank loads every sample of {name}, which is right but not faster: {reason}. share_loading=True divides the "
-    "samples over the ranks all the same; num_workers of at least 1 loads them once a host"
-)
+_NEVER_DIVIDED = ("it asks for its rank", "it calls lagom.")
+"""Beginnings of reasons that hold with ``share_loading=True``, too."""
+_WORKERS = "num_workers of at least 1 loads them once a host"
+_WHOLE = "every rank loads every sample of {name}, which is right but not faster, since {why}. Remedy: {remedy}"
 _LATE = (
     "{name} has begun to change large containers or arrays while it loads samples, of which each rank has loaded a "
     "part; some batches may have been others than those of one process. Use share_loading=False"

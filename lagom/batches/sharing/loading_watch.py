@@ -27,7 +27,7 @@ class StoppedError(Exception):
 
 
 class LoadingWatch:
-    """What one loading of samples did besides making them.
+    """Record of what one loading of samples did besides making them.
 
     Args:
         stops: whether it is kept from doing so: a print writes nothing, and what would change a file is an error.

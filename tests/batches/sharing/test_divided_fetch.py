@@ -898,6 +898,12 @@ class Slow(Pictures):
         return self.make(index), index
 
 
+class SlowUneven(DrawingUnevenly):
+    def __getitem__(self, index: int) -> Any:
+        time.sleep(0.004)
+        return super().__getitem__(index)
+
+
 class SlowCounting(Counting):
     def __getitem__(self, index: int) -> Any:
         time.sleep(0.004)
@@ -915,8 +921,13 @@ def test_a_line_says_why_slow_samples_are_not_divided() -> None:
     for said in run_ranks(2, functools.partial(program, make=SlowCounting), batches="whole"):
         (line,) = said
         assert "every rank loads every sample of SlowCounting" in line
-        assert "it changes its attributes, or variables, while it loads" in line
+        assert "since SlowCounting changes its attributes, or variables, while it loads" in line
         assert "share_loading=True" in line
+    for said in run_ranks(2, functools.partial(program, make=SlowUneven), batches="whole"):
+        (line,) = said
+        assert "samples of SlowUneven draw different numbers of random numbers" in line
+        assert "share_loading=True" not in line, "it would not help"
+        assert "num_workers" in line
 
 
 class SlowListing(Slow):
