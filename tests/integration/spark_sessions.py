@@ -15,6 +15,8 @@ from typing import Any
 
 import pytest
 
+from lagom.wire.connection import DriverConnection
+from lagom.wire.server import DriverServer
 from tests.integration import clusters, hosts
 
 
@@ -100,3 +102,22 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             callspec = getattr(item, "callspec", None)
             if callspec is not None and kinds & {value for value in callspec.params.values() if isinstance(value, str)}:
                 item.add_marker(pytest.mark.soak)
+
+
+@pytest.fixture
+def connections(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Requests of ranks to the driver, beside their links."""
+    seen: list[str] = []
+    hand_out, take_in = DriverServer.hand_out, DriverServer.take_in
+
+    async def counted_out(self: DriverServer, peer: DriverConnection, fd: int | None) -> None:
+        seen.append("fetch")
+        await hand_out(self, peer, fd)
+
+    def counted_in(self: DriverServer, name: str, size: int, peer: DriverConnection) -> None:
+        seen.append(f"deliver {name}")
+        take_in(self, name, size, peer)
+
+    monkeypatch.setattr(DriverServer, "hand_out", counted_out)
+    monkeypatch.setattr(DriverServer, "take_in", counted_in)
+    return seen

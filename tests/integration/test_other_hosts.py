@@ -18,8 +18,6 @@ import torch
 import lagom
 from lagom.errors import RankError
 from lagom.watch.progress import Progress
-from lagom.wire.connection import DriverConnection
-from lagom.wire.server import DriverServer
 from tests.integration import programs
 
 pytestmark = pytest.mark.parametrize("spark", ["foreign", "foreign-encrypted"], indirect=True, scope="session")
@@ -29,25 +27,6 @@ pytestmark = pytest.mark.parametrize("spark", ["foreign", "foreign-encrypted"], 
 def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Files that come back are put where the driver stands."""
     monkeypatch.chdir(tmp_path)
-
-
-@pytest.fixture
-def connections(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Requests of ranks to the driver, beside their links."""
-    seen: list[str] = []
-    hand_out, take_in = DriverServer.hand_out, DriverServer.take_in
-
-    async def counted_out(self: DriverServer, peer: DriverConnection, fd: int | None) -> None:
-        seen.append("fetch")
-        await hand_out(self, peer, fd)
-
-    def counted_in(self: DriverServer, name: str, size: int, peer: DriverConnection) -> None:
-        seen.append(f"deliver {name}")
-        take_in(self, name, size, peer)
-
-    monkeypatch.setattr(DriverServer, "hand_out", counted_out)
-    monkeypatch.setattr(DriverServer, "take_in", counted_in)
-    return seen
 
 
 def test_ranks_stand_on_other_hosts_with_the_lagom_that_travelled(spark: Any) -> None:

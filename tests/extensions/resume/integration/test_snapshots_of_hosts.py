@@ -15,8 +15,6 @@ from lagom import experiment
 from lagom.config import TorchDistributedConfig
 from lagom.restart.history import RunHistory
 from lagom.restart.kept_snapshots import SnapshotFolder, SnapshotPlace
-from lagom.wire.connection import DriverConnection
-from lagom.wire.server import DriverServer
 from tests.extensions.resume import training
 from tests.extensions.resume.kills import killed
 from tests.integration import hosts
@@ -28,25 +26,6 @@ pytestmark = pytest.mark.parametrize("spark", ["foreign", "foreign-encrypted"], 
 def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Files that come back are put where the driver stands."""
     monkeypatch.chdir(tmp_path)
-
-
-@pytest.fixture
-def connections(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Requests of ranks to the driver, beside their links."""
-    seen: list[str] = []
-    hand_out, take_in = DriverServer.hand_out, DriverServer.take_in
-
-    async def counted_out(self: DriverServer, peer: DriverConnection, fd: int | None) -> None:
-        seen.append("fetch")
-        await hand_out(self, peer, fd)
-
-    def counted_in(self: DriverServer, name: str, size: int, peer: DriverConnection) -> None:
-        seen.append(f"deliver {name}")
-        take_in(self, name, size, peer)
-
-    monkeypatch.setattr(DriverServer, "hand_out", counted_out)
-    monkeypatch.setattr(DriverServer, "take_in", counted_in)
-    return seen
 
 
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="needs the columns of code")
