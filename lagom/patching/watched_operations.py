@@ -1,10 +1,10 @@
-"""``watched``: calls a function for torch's operations that draw or read numbers. See Note [Watched operations]."""
+"""``watched``: calls a function for operations that draw, read or reduce numbers. See Note [Watched operations]."""
 
 from __future__ import annotations
 
 import threading
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch.library import Library
@@ -18,8 +18,10 @@ if TYPE_CHECKING:
 
 TAGS = {torch.Tag.nondeterministic_seeded, torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 """Tags of the operations: those that draw random numbers, and those whose result or its shape depends on values."""
+REDUCTIONS = frozenset(("aten::mean", "aten::mean.dim", "aten::sum", "aten::sum.dim_IntList"))
+"""Operations that add the elements of a tensor."""
 _KEY = torch._C.DispatchKey.PreDispatch
-_handlers: list[Handler] = []
+_handlers: list[_Handling] = []
 """Functions of the contexts that are entered, the innermost last."""
 _running = threading.local()
 """``depth``: number of handlers that run in this thread; the innermost of the others is called next."""
@@ -29,23 +31,32 @@ _num_known = 0
 """Number of torch's operations when kernels were last registered."""
 
 
+class _Handling(NamedTuple):
+    handler: Handler
+    of_reductions: bool
+    """Whether the handler runs reductions, instead of the operations with ``TAGS``."""
+
+
 @contextmanager
-def watched(handler: Handler) -> Iterator[None]:
+def watched(handler: Handler, *, of_reductions: bool = False) -> Iterator[None]:
     """Context manager in which ``handler(operation, args, kwargs)`` runs this thread's operations that have ``TAGS``.
 
     Threads in which torch runs a backward of this thread are included. While a handler runs, only the handlers of outer
     contexts are called.
+
+    Args:
+        of_reductions: whether the handler runs the operations of ``REDUCTIONS`` instead.
     """
     if not _libraries:
         register_kernels()
-    before = is_watched()
-    _handlers.append(handler)
+    before, handling = is_watched(), _Handling(handler, of_reductions)
+    _handlers.append(handling)
     torch._C._dispatch_tls_set_dispatch_key_included(_KEY, True)
     try:
         yield
     finally:
         torch._C._dispatch_tls_set_dispatch_key_included(_KEY, before)
-        _handlers.remove(handler)
+        _handlers.remove(handling)
 
 
 def is_watched() -> bool:
@@ -66,7 +77,7 @@ def register_kernels() -> None:
             found = torch._C._get_operation_overload(operator, overload)
         except RuntimeError:  # without a schema
             continue
-        if found is None or TAGS.isdisjoint(found[2]):
+        if found is None or (TAGS.isdisjoint(found[2]) and name not in REDUCTIONS):
             continue
         space, _, packet = operator.partition("::")
         function = getattr(getattr(getattr(torch.ops, space), packet), overload or "default")
@@ -89,17 +100,22 @@ def _has_kernel(function: OpOverload, key: str) -> bool:
 
 
 def _kernel(function: OpOverload) -> Callable[..., Any]:
+    is_reduction = function.name() in REDUCTIONS
+
     def run(*args: Any, **kwargs: Any) -> Any:
-        was_included, depth = is_watched(), getattr(_running, "depth", 0)
+        was_included, before = is_watched(), getattr(_running, "depth", 0)
+        depth = before
+        while depth < len(_handlers) and _handlers[-1 - depth].of_reductions != is_reduction:
+            depth += 1
         _running.depth = depth + 1
         torch._C._dispatch_tls_set_dispatch_key_included(_KEY, len(_handlers) > depth + 1)
         try:
             if depth >= len(_handlers):
                 return function(*args, **kwargs)
-            return _handlers[-1 - depth](function, args, kwargs)
+            return _handlers[-1 - depth].handler(function, args, kwargs)
         finally:
             torch._C._dispatch_tls_set_dispatch_key_included(_KEY, was_included)
-            _running.depth = depth
+            _running.depth = before
 
     return run
 

@@ -19,6 +19,7 @@ from lagom.forward.rows.shared_loss import (
     NONE,
     SUM,
     LossArithmetic,
+    RowReduction,
     TorchLoss,
     any_rank,
     exchanges_of,
@@ -26,17 +27,20 @@ from lagom.forward.rows.shared_loss import (
 )
 from lagom.forward.rows.whole_reasons import NotByRowsError, WholeReason
 from lagom.inspection.reads import is_tensor
+from lagom.patching.watched_operations import REDUCTIONS, watched
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
     from contextlib import AbstractContextManager
 
     from torch import Tensor
+    from torch._ops import OpOverload
 
     from lagom.forward.rows.recorder import Recorder
     from lagom.forward.rows.whole_batch import RowBlock, RowExchange
 
     Original = Callable[..., Any]
+    Loss = TorchLoss | RowReduction
 
 _running = threading.local()
 """``losses``: what computes the losses of the forward that runs in this thread; None if torch does."""
@@ -60,17 +64,28 @@ class InnerLosses:
     """Base of what computes the losses of one forward, in their order.
 
     Args:
-        losses: for each of torch's losses in the forward the loss of the batch; None for other losses.
+        losses: for each of torch's losses, and each sum or mean of all elements of a tensor, the loss of the batch;
+            None for other losses.
     """
 
     def __init__(self, losses: Sequence[InnerLoss | None]) -> None:
         self._expected = iter(losses)
+        self.has_reductions = any(loss is not None and loss.name in REDUCTIONS for loss in losses)
+        """Whether sums and means are losses."""
 
     def entered(self) -> AbstractContextManager[None]:
         """Return a context manager in which ``compute`` is called for torch's losses."""
         return _entered(self)
 
-    def compute(self, loss: TorchLoss, original: Original, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def reduce(self, function: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run an operation that adds elements, by ``compute`` if it makes one number of them in the forward."""
+        reduction = RowReduction(function)
+        is_backward = torch._C._current_graph_task_id() != -1
+        if current_losses() is not self or is_backward or not reduction.makes_one_number(args, kwargs):
+            return function(*args, **kwargs)
+        return self.compute(reduction, function, args, kwargs)
+
+    def compute(self, loss: Loss, original: Original, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return the loss ``original(*args, **kwargs)`` of the whole batch.
 
         Raises:
@@ -86,7 +101,7 @@ class InnerLosses:
             return self.loss_of_batch(expected, loss, original, args, kwargs)
 
     def loss_of_batch(
-        self, expected: InnerLoss, loss: TorchLoss, original: Original, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, expected: InnerLoss, loss: Loss, original: Original, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """Return a loss of the batch."""
         raise NotImplementedError
@@ -100,8 +115,10 @@ class InnerLosses:
 def _entered(losses: InnerLosses | None) -> Iterator[None]:
     before = current_losses()
     _running.losses = losses
+    reduces = losses is not None and losses.has_reductions
     try:
-        yield
+        with watched(losses.reduce, of_reductions=True) if losses is not None and reduces else nullcontext():
+            yield
     finally:
         _running.losses = before
 
@@ -113,34 +130,58 @@ def current_losses() -> InnerLosses | None:
 
 
 class WholeLosses(InnerLosses):
-    """Lets torch compute the losses of a whole batch, and notes those of the batch in ``losses``."""
+    """Lets torch compute the losses of a whole batch, and notes those of the batch in ``losses``.
 
-    def __init__(self, recorder: Recorder, rows: int) -> None:
+    Args:
+        adds_constants: whether sums and means of tensors that no parameter changes, such as masks, are losses. The
+            forward may not read these then.
+    """
+
+    def __init__(self, recorder: Recorder, rows: int, *, adds_constants: bool) -> None:
         super().__init__(())
+        self.has_reductions = True
         self._recorder = recorder
         self._rows = rows
+        self._adds_constants = adds_constants
+        self.has_added_constants = False
+        """Whether the sum or mean of a tensor that no parameter changes is a loss."""
         self.losses: list[InnerLoss | None] = []
-        self.arguments: list[tuple[Tensor, Tensor]] = []
-        """Scores and targets of each loss of the batch."""
+        self.arguments: list[tuple[Tensor, ...]] = []
+        """Tensors with rows of each loss of the batch: scores and targets, or the elements of a sum or mean."""
 
-    def compute(self, loss: TorchLoss, original: Original, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def compute(self, loss: Loss, original: Original, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return the loss."""
-        result = original(*args, **kwargs)
-        scores, targets = args[:2]
-        follows = any(self._follows(argument) for argument in args[:2])
-        if not follows or result.dim():
+        with _entered(None):
+            result = original(*args, **kwargs)
+        of_rows = _tensors_with_rows(loss, args)
+        follows = any(map(self._follows, of_rows))
+        if not follows or result.dim() or (isinstance(loss, RowReduction) and not self._adds(loss, args, kwargs)):
             self.losses.append(None)
             return result
+        if isinstance(loss, TorchLoss):
+            self._check(loss, args, kwargs)
+        with disabled_modes():
+            value = result.detach().clone()
+            self.arguments.append(tuple([tensor.detach().clone() for tensor in of_rows]))
+        self.losses.append(InnerLoss(loss.name, of_rows[0].shape[0] // self._rows, value))
+        self._recorder.count_as_whole(result)
+        return result
+
+    def _check(self, loss: TorchLoss, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        scores = args[0]
         is_cut = scores.dim() > 0 and scores.shape[0] and scores.shape[0] % self._rows == 0
         has_weights = any(self._follows(args[i]) for i in loss.weights) or any(map(is_tensor, kwargs.values()))
         if has_weights or not is_cut or not _has_rows(loss, args):
             raise NotByRowsError(WholeReason.LOSS_NOT_BY_ROWS)
-        with disabled_modes():
-            value = result.detach().clone()
-            self.arguments.append((scores.detach().clone(), targets.detach().clone()))
-        self.losses.append(InnerLoss(loss.name, scores.shape[0] // self._rows, value))
-        self._recorder.count_as_whole(result)
-        return result
+
+    def _adds(self, loss: RowReduction, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Return whether a sum or mean is a loss."""
+        if not loss.has_rows(args, kwargs, self._rows):
+            return False
+        if not self._recorder.is_constant(args[0]):
+            return True
+        self.has_added_constants = self._adds_constants
+        return self._adds_constants
 
     def _follows(self, argument: Any) -> bool:
         return is_tensor(argument) and self._recorder.follows_input(argument)
@@ -150,7 +191,7 @@ class RepeatedLosses(InnerLosses):
     """Gives the losses of the whole batch again."""
 
     def loss_of_batch(
-        self, expected: InnerLoss, loss: TorchLoss, original: Original, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, expected: InnerLoss, loss: Loss, original: Original, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """Return the loss in the probe's run on the whole batch."""
         with disabled_modes():
@@ -167,12 +208,12 @@ class ChangedRowLosses(RepeatedLosses):
         self._tolerance = tolerance
 
     def loss_of_batch(
-        self, expected: InnerLoss, loss: TorchLoss, original: Original, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, expected: InnerLoss, loss: Loss, original: Original, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """Return the loss in the probe's run on the whole batch."""
         own = self._row * expected.factor, (self._row + 1) * expected.factor
         with disabled_modes():
-            for argument, before in zip(args[:2], next(self._arguments), strict=True):
+            for argument, before in zip(_tensors_with_rows(loss, args), next(self._arguments), strict=True):
                 if not are_close(drop_rows(argument.detach(), *own), drop_rows(before, *own), self._tolerance):
                     raise NotByRowsError(WholeReason.MIXES_ROWS)
         return super().loss_of_batch(expected, loss, original, args, kwargs)
@@ -188,12 +229,15 @@ class BlockLosses(RepeatedLosses):
         """Sum of the losses, and the number by which it is divided for a mean; None for a sum."""
 
     def loss_of_batch(
-        self, expected: InnerLoss, loss: TorchLoss, original: Original, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, expected: InnerLoss, loss: Loss, original: Original, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """Return the loss in the probe's run on the whole batch."""
         if not _is_alike(expected, loss, args, self._block):
             raise NotByRowsError(WholeReason.LOSS_NOT_BY_ROWS)
         with disabled_modes(), torch.no_grad():
+            if isinstance(loss, RowReduction):
+                self.sums.append(loss.of_block(args[0]))
+                return super().loss_of_batch(expected, loss, original, args, kwargs)
             arithmetic = LossArithmetic(loss, args)
             total = original(*_with_reduction(loss, args, SUM), **kwargs).clone()
             divisor = arithmetic.divisor(args[0].numel()) if arithmetic.reduction == MEAN else None
@@ -240,13 +284,15 @@ class RankLosses(InnerLosses):
         self._has_strayed = False
 
     def loss_of_batch(
-        self, expected: InnerLoss, loss: TorchLoss, original: Original, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, expected: InnerLoss, loss: Loss, original: Original, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """Return the loss, on all ranks; a collective."""
         self._left -= 1
         if self._has_strayed or not _is_alike(expected, loss, args, self._rows.block):
             self.refuse()
         with self._left_alone():
+            if isinstance(loss, RowReduction):
+                return loss.over_ranks(args, kwargs, expected.factor, (self._rows, self._ranks), self._signed)
             return self._add_over_ranks(expected, loss, original, args, kwargs)
 
     def _add_over_ranks(
@@ -287,7 +333,12 @@ class RankLosses(InnerLosses):
         raise OtherWayError
 
 
-def _is_alike(expected: InnerLoss, loss: TorchLoss, args: tuple[Any, ...], block: RowBlock) -> bool:
+def _tensors_with_rows(loss: Loss, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Return the arguments that have rows: scores and targets, or the elements of a sum or mean."""
+    return args[: 1 if isinstance(loss, RowReduction) else 2]
+
+
+def _is_alike(expected: InnerLoss, loss: Loss, args: tuple[Any, ...], block: RowBlock) -> bool:
     """Return whether a loss of a block is the ``expected`` one of the run on the whole batch."""
     scores = args[0]
     return (
@@ -295,7 +346,7 @@ def _is_alike(expected: InnerLoss, loss: TorchLoss, args: tuple[Any, ...], block
         and isinstance(scores, torch.Tensor)
         and scores.dim() > 0
         and scores.shape[0] == expected.factor * block.num_mine
-        and _has_rows(loss, args)
+        and (isinstance(loss, RowReduction) or _has_rows(loss, args))
     )
 
 
@@ -311,7 +362,12 @@ def _with_reduction(loss: TorchLoss, args: tuple[Any, ...], reduction: int) -> t
 #
 # A model may compute its loss in its forward, as Hugging Face's do where they get labels: an output that has no rows.
 # If the loss is one of torch's, and a sum or mean over rows, each rank computes the losses of its rows, and they are
-# added as in Note [Losses by rows] in row_losses.py. The result is equal on all ranks, and so is what the forward
-# computes from it; it may not meet rows again, since its gradient would then be that of a rank's rows. In a probe, the
-# run on the whole batch notes each loss. In the other runs the losses are these again, since a block has only its own
-# rows; the sums of all blocks must give them.
+# added as in Note [Losses by rows] in row_losses.py. A program may also add the rows itself, by ``mean()`` or ``sum()``
+# of all elements of a tensor: the kernels of patching/watched_operations.py show these. Ranks exchange the rows of a
+# small tensor, whose sum then has the bits of one process, and the sums of a large one. A sum of a mask is a
+# loss too, as in ``(losses * mask).sum() / mask.sum()``, unless the forward reads it (``.item()``): then
+# a second probe leaves it to Note [Reads of the input] in input_reads.py.
+#
+# The result is equal on all ranks, and so is what the forward computes from it; it may not meet rows again, since its
+# gradient would then be that of a rank's rows. In a probe, the run on the whole batch notes each loss. In the other
+# runs the losses are these again, since a block has only its own rows; the sums of all blocks must give them.

@@ -348,7 +348,7 @@ class InputReadsRecorder:
             storage_of(tensor)._cdata in self._given for tensor in written
         )  # to repeat it would change it again
         may_repeat = not is_given and not draws_random_numbers(function, args, kwargs)
-        if not may_repeat or not self._is_known(tensors) or function._overloadpacket in flop_registry:
+        if not may_repeat or not self.knows(tensors) or function._overloadpacket in flop_registry:
             self._forget([*written, *changed])
             return
         number = len(self._operations)
@@ -360,7 +360,7 @@ class InputReadsRecorder:
     def read(self, function: OpOverload, args: tuple[Any, ...], result: Any) -> InputRead | None:
         """Record an operation that reads; return None if its number cannot be found from the input alone."""
         tensors = [argument for argument in args if isinstance(argument, torch.Tensor)]
-        if type(result) not in (bool, int) or not self._is_known(tensors):
+        if type(result) not in (bool, int) or not self.knows(tensors):
             return None  # a float is another number with each batch
         maker = self._place_of(tensors[0])
         is_made = isinstance(maker, Result) and self._operations[maker.number][0].is_reduction()
@@ -405,7 +405,8 @@ class InputReadsRecorder:
         used, made = ({storage_of(tensor)._cdata for tensor in some} for some in (tensors, changed))
         self._operations.append((operation, used, made))
 
-    def _is_known(self, tensors: Sequence[Tensor]) -> bool:
+    def knows(self, tensors: Sequence[Tensor]) -> bool:
+        """Return whether all ``tensors`` come from inputs without gradient alone."""
         return all(self._place_of(tensor) is not None for tensor in tensors)
 
     def _place_of(self, tensor: Tensor) -> Given | Result | Constant | None:

@@ -73,19 +73,11 @@ def probe(
         if candidate.is_uniform:
             raise NotByRowsError(WholeReason.EQUAL_ROWS)
         check_call(candidate)
-        with (
-            restored_state(candidate.module, candidate.inside) as state,
-            _unchanged_parameters(candidate.module),
-            bounds_check(candidate.device),
-        ):
-            if repeated:
-                candidate = replace(candidate, check=_unchanged_check(finding, state), is_common=False)
-            comparison = _Comparison(candidate, finding, statistics, state)
-            outputs = comparison.run_whole()
-            buffers, key = copy_buffers(candidate.inside), state.key()
-            comparison.run_again(outputs)
-            comparison.run_blocks(num_blocks, outputs, buffers, key)
-            finding.sliced = True
+        try:
+            _compare(candidate, finding, num_blocks, statistics, repeated=repeated, adds_constants=True)
+        except _ReadSumError:
+            _compare(candidate, finding, num_blocks, statistics, repeated=repeated, adds_constants=False)
+        finding.sliced = True
     except NotByRowsError as error:
         finding.reason = error.reason
     except ChangedError:
@@ -94,6 +86,46 @@ def probe(
         has_memory = wanted_bytes(error) is None
         failure = WholeReason.FAILS_AGAIN.filled(error=describe(error))
         finding.reason = failure if has_memory else WholeReason.NO_MEMORY.filled()
+
+
+class _ReadSumError(NotByRowsError):
+    """A forward reads a number that may be the sum of a mask."""
+
+
+def _compare(
+    candidate: SplitCandidate,
+    finding: SplitFinding,
+    num_blocks: int,
+    statistics: Callable[[BatchStatistics], Any],
+    *,
+    repeated: bool,
+    adds_constants: bool,
+) -> None:
+    """Run the module on the whole batch and on its blocks, and compare; restore the state.
+
+    Args:
+        adds_constants: as for ``WholeLosses``.
+
+    Raises:
+        NotByRowsError: if the module does not compute its rows one by one.
+    """
+    with (
+        restored_state(candidate.module, candidate.inside) as state,
+        _unchanged_parameters(candidate.module),
+        bounds_check(candidate.device),
+    ):
+        if repeated:
+            candidate = replace(candidate, check=_unchanged_check(finding, state), is_common=False)
+        comparison = _Comparison(candidate, finding, statistics, state, adds_constants=adds_constants)
+        try:
+            outputs = comparison.run_whole()
+        except NotByRowsError as error:
+            if comparison.losses.has_added_constants and error.reason.reason is WholeReason.READS_LOSS:
+                raise _ReadSumError(WholeReason.READS_LOSS) from error
+            raise
+        buffers, key = copy_buffers(candidate.inside), state.key()
+        comparison.run_again(outputs)
+        comparison.run_blocks(num_blocks, outputs, buffers, key)
 
 
 @contextmanager
@@ -120,6 +152,8 @@ class _Comparison:
         finding: SplitFinding,
         statistics: Callable[[BatchStatistics], Any],
         state: ModuleState,
+        *,
+        adds_constants: bool,
     ) -> None:
         self._candidate = candidate
         self._finding = finding
@@ -132,9 +166,10 @@ class _Comparison:
         inputs = [leaf for leaf in self._given if is_batch(leaf, candidate.rows)]
         reads = InputReadsRecorder(self._given, candidate.inside) if candidate.is_common else None
         self._recorder = Recorder(inputs, self._parameters, reads)
+        self.losses = WholeLosses(self._recorder, candidate.rows, adds_constants=adds_constants)
         self._backwards = BackwardProbe(self._parameters, tolerance_for(candidate))
         self._made = MadeLeaves()
-        self._losses: list[BlockLosses] = []
+        self._block_losses: list[BlockLosses] = []
         self._parts: list[list[Any]] = []
 
     def run_whole(self) -> list[Any]:
@@ -147,7 +182,7 @@ class _Comparison:
             self._made.look_at(outputs, given)
             self._recorder.has_checkpoints |= has_checkpoint(outputs)
 
-        losses = self._whole_losses = WholeLosses(self._recorder, candidate.rows)
+        losses = self.losses
         with self._statistics(self._noted), losses.entered() if candidate.is_common else nullcontext():
             outputs, finding.factors, finding.bases, finding.spec = _run_forward(
                 candidate, self._recorder, given, candidate.rows, self._noted, finding.places, look_at
@@ -174,7 +209,7 @@ class _Comparison:
         """Run the forward on the whole batch with a changed row, and its backward if it is the program's own."""
         self._begin()
         with self._statistics(self._noted):
-            _check_changed_row(self._candidate, outputs, self._finding, self._noted, self._state, self._whole_losses)
+            _check_changed_row(self._candidate, outputs, self._finding, self._noted, self._state, self.losses)
             if self._backwards.is_needed:
                 self._begin()
                 with silent(), failing_as(WholeReason.BACKWARD_FAILS):
@@ -191,7 +226,7 @@ class _Comparison:
                 raise NotByRowsError(WholeReason.LEAVES_OTHER_VALUES)
         self._backwards.compare()
         self._compare_reads()
-        compare_losses(self._finding.losses, self._losses, tolerance_for(self._candidate))
+        compare_losses(self._finding.losses, self._block_losses, tolerance_for(self._candidate))
         compare(self._finding, outputs, parts, tolerance_for(self._candidate))
 
     def _run_block(self, block: RowBlock) -> list[Any]:
@@ -209,7 +244,7 @@ class _Comparison:
 
         failure = WholeReason.FAILS_AFTER_READS if finding.input_reads.reads else WholeReason.FAILS_ON_PART
         losses = BlockLosses(finding.losses, block)
-        self._losses.append(losses)
+        self._block_losses.append(losses)
         with self._statistics(self._noted), losses.entered(), failing_as(failure):
             outputs, factors, bases, spec = _run_forward(
                 candidate, part, leaves, block.num_mine, self._noted, finding.places, look_at

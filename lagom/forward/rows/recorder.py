@@ -283,6 +283,10 @@ class Recorder(OperationMode):
         """Return whether ``tensor`` was computed from the input."""
         return _storage_key(tensor) in self._of_input
 
+    def is_constant(self, tensor: Tensor) -> bool:
+        """Return whether ``tensor`` comes from inputs without gradient alone, so that its numbers may be read."""
+        return self._input_reads is not None and self._input_reads.knows([tensor])
+
     def count_as_whole(self, tensor: Tensor) -> None:
         """Count ``tensor``, a loss of the whole batch, as not computed from the input; it must not be read either."""
         self._of_input.pop(_storage_key(tensor), None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -14,9 +15,12 @@ from torch.autograd import Function
 from lagom.errors import LagomError
 from lagom.forward.rows.row_functions import gather_blocks, is_batched
 from lagom.forward.rows.whole_batch import RowBlock, RowExchange
+from lagom.inspection.reads import is_tensor
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+
+    from torch._ops import OpOverload
 
     from lagom.forward.rows.path_to_output import GradientPath
 
@@ -25,6 +29,8 @@ NONE, MEAN, SUM = range(3)
 SUMMED = (torch.float32, torch.float64)
 """Types of losses that are summed over ranks; in shorter ones a sum overflows where the mean does not."""
 ERRORS = (RuntimeError, ValueError, TypeError, IndexError)
+_MAX_GATHERED = 2**16
+"""Bytes of a tensor up to which ranks exchange its rows, and not sums: the result has the bits of one process."""
 _MEANS = {"SumBackward0": "MeanBackward0", "NegBackward0": "DivBackward1"}
 """Printed name of the graph node of a loss that is summed, and of the node that torch has for its mean."""
 _BATCHED = (
@@ -118,8 +124,87 @@ class LossArithmetic:
         return total
 
 
+@dataclass(frozen=True)
+class RowReduction:
+    """One of torch's operations that add the elements of a tensor."""
+
+    function: OpOverload
+
+    @property
+    def name(self) -> str:
+        """Name of torch's operation."""
+        name: str = self.function.name()
+        return name
+
+    @property
+    def reduction(self) -> int:
+        """Whether it is a mean or a sum, as torch's losses name them."""
+        return MEAN if self.name.startswith("aten::mean") else SUM
+
+    def divisor(self, num_elements: int) -> int:
+        """Return the number by which the sum of ``num_elements`` is divided for their mean."""
+        return num_elements
+
+    def makes_one_number(self, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+        """Return whether the operation, with these arguments, makes a tensor of shape () of several elements."""
+        tensor = args[0]
+        if not (is_tensor(tensor) and tensor.layout == torch.strided and tensor.dim()) or tensor.is_nested:
+            return False
+        if "." not in self.name:
+            return True
+        dims = args[1] if len(args) > 1 else kwargs.get("dim")
+        keeps = args[2] if len(args) > 2 else kwargs.get("keepdim", False)
+        return not keeps and (not dims or {dim % tensor.dim() for dim in dims} == set(range(tensor.dim())))
+
+    def has_rows(self, args: Sequence[Any], kwargs: dict[str, Any], rows: int) -> bool:
+        """Return whether the result can be computed from rows, where ``args`` are those of the whole batch."""
+        (tensor, *others) = args
+        if not tensor.shape[0] or tensor.shape[0] % rows:
+            return False
+        if tensor.nbytes <= _MAX_GATHERED:
+            return True
+        is_exact = tensor.dtype in SUMMED or not (tensor.is_floating_point() or tensor.is_complex())
+        return is_exact and not any(isinstance(one, torch.dtype) for one in (*others, *kwargs.values()))
+
+    def of_block(self, tensor: Tensor) -> tuple[Tensor, int | None]:
+        """Return the sum of a block, and the number by which it is divided for a mean; None for a sum."""
+        return tensor.sum(), tensor.numel() if self.reduction == MEAN else None
+
+    def over_ranks(
+        self,
+        args: Sequence[Any],
+        kwargs: dict[str, Any],
+        factor: int,
+        exchanges: tuple[RowExchange, RowExchange],
+        signed: bytes,
+    ) -> Tensor:
+        """Return the result for the whole batch from this rank's rows; a collective.
+
+        Args:
+            factor: number of rows of the tensor for each row of the batch.
+            exchanges: those of ``exchanges_of``.
+            signed: bytes that must be equal on all ranks.
+        """
+        tensor, (rows, ranks) = args[0], exchanges
+        if _whole_size(tensor.shape, rows.block) * tensor.element_size() <= _MAX_GATHERED:
+            (whole,) = gather_blocks([tensor], rows, [factor], signed)
+            result: Tensor = self.function(whole, *args[1:], **kwargs)
+            return result
+        return sum_over_ranks(tensor.sum(), self, _whole_size(tensor.shape, rows.block), ranks, None, signed)[0]
+
+
+def _whole_size(shape: Sequence[int], block: RowBlock) -> int:
+    """Return the number of elements of a tensor for the whole batch, which has this ``shape`` for a block."""
+    return math.prod(shape) // block.num_mine * block.num_all
+
+
 def sum_over_ranks(
-    found: Tensor, arithmetic: LossArithmetic, num_scores: int, ranks: RowExchange, failed: bool | None
+    found: Tensor,
+    arithmetic: LossArithmetic | RowReduction,
+    num_scores: int,
+    ranks: RowExchange,
+    failed: bool | None,
+    signed: bytes = b"",
 ) -> tuple[Tensor, bool]:
     """Return the sum, or the mean, of the losses of all ranks, and whether one has failed; a collective.
 
@@ -128,11 +213,12 @@ def sum_over_ranks(
         num_scores: number of scores of the whole batch.
         ranks: exchange of one row for each rank.
         failed: whether this rank has failed; None if that is not exchanged.
+        signed: bytes that must be equal on all ranks.
     """
     name = "" if found.grad_fn is None else found.grad_fn.name()
     if arithmetic.reduction == MEAN:
         name, found = _MEANS.get(name, name), found / arithmetic.divisor(num_scores)
-    total, has_failed = _function(SumFunction, name).apply(found, ranks, failed)
+    total, has_failed = _function(SumFunction, name).apply(found, ranks, failed, signed)
     return total, has_failed
 
 
@@ -224,16 +310,18 @@ class SumFunction(Function):
     """Adds the ranks' numbers, and tells whether a rank failed; multiplies the gradient by the number of ranks."""
 
     @staticmethod
-    def forward(ctx: Any, number: Tensor, exchange: RowExchange, failed: bool | None) -> tuple[Tensor, bool]:
+    def forward(
+        ctx: Any, number: Tensor, exchange: RowExchange, failed: bool | None, signed: bytes
+    ) -> tuple[Tensor, bool]:
         ctx.exchange = exchange
         numbers = [number.reshape(1)] if failed is None else [number.reshape(1), torch.tensor([failed])]
-        totals = exchange.gather(numbers, [1] * len(numbers))
+        totals = exchange.gather(numbers, [1] * len(numbers), signed)
         return totals[0].sum(), failed is not None and bool(totals[1].any())
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor, _: None) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, gradient: Tensor, _: None) -> tuple[Tensor, None, None, None]:
         ctx.exchange.gatherer.clock.divide_backward(True)
-        return CopyFunction.apply(gradient, ctx.exchange) * ctx.exchange.block.world_size, None, None  # type: ignore[no-untyped-call]
+        return CopyFunction.apply(gradient, ctx.exchange) * ctx.exchange.block.world_size, None, None, None  # type: ignore[no-untyped-call]
 
 
 class CopyFunction(Function):
@@ -246,7 +334,7 @@ class CopyFunction(Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        total, _ = SumFunction.apply(gradient, ctx.exchange, None)  # type: ignore[no-untyped-call]
+        total, _ = SumFunction.apply(gradient, ctx.exchange, None, b"")  # type: ignore[no-untyped-call]
         return total / ctx.exchange.block.world_size, None
 
 

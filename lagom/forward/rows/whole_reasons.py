@@ -75,8 +75,11 @@ class WholeReason(Enum):
     # Losses that it computes.
     LOSS_NOT_BY_ROWS = "computes a loss in its forward, which is not the sum or mean of its rows' losses"
     LOSS_AGAIN = "computes a loss in its forward, of which a part is computed again or is its own"
-    READS_LOSS = ("reads a loss that it computes, and may decide by it", "read the loss outside of the forward")
-    ROWS_OF_LOSS = "computes its rows from a loss of the batch"
+    READS_LOSS = (
+        "reads a loss that it computes, or a sum or mean of its rows, and may decide by it",
+        "read it outside of the forward",
+    )
+    ROWS_OF_LOSS = "computes its rows from a loss, sum or mean of the batch"
 
     # Random numbers that it draws.
     DRAWS_OUTSIDE_TORCH = (

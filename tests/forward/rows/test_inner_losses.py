@@ -101,12 +101,81 @@ class Probable(Labelled):
         return F.binary_cross_entropy_with_logits(scores[:, :5], x.sigmoid(), pos_weight=torch.ones(5).double() * 2)
 
 
+class Averaged(Labelled):
+    """Averages the losses of rows itself, each with its own weight."""
+
+    def loss(self, scores: Tensor, labels: Tensor, x: Tensor) -> Tensor:
+        losses = F.mse_loss(scores[:, :5], x, reduction="none").flatten(1).mean(1)
+        return (losses * (1 + x[:, 0].square())).mean()
+
+
+class Masked(Labelled):
+    """Divides the sum of some tokens' losses by their number, of which a rank may have none."""
+
+    def loss(self, scores: Tensor, labels: Tensor, x: Tensor) -> Tensor:
+        losses = F.cross_entropy(scores.view(-1, 4), labels.view(-1), reduction="none").view(labels.shape)
+        mask = (labels < 2) & (x[:, :1] > 0.9)
+        return (losses * mask).sum() / mask.sum().clamp(min=1) + 0.01 * losses.sum((0, -1))
+
+
+class Large(Labelled):
+    """Averages more numbers than ranks exchange, and sums them."""
+
+    def loss(self, scores: Tensor, labels: Tensor, x: Tensor) -> Tensor:
+        distances = (scores.unsqueeze(2) - torch.linspace(-1, 1, 1300, dtype=torch.float64)).square()
+        counts = (distances.detach() < 0.1).sum()
+        return distances.cos().mean([0, 1, 2]) + 1e-6 * torch.sum(distances) + counts / 1e5
+
+
+class Counted(Labelled):
+    """Reads the number of some labels, and divides by another one; averages a statistic that it does not use."""
+
+    def loss(self, scores: Tensor, labels: Tensor, x: Tensor) -> Tensor:
+        scores.abs().mean()
+        losses = F.cross_entropy(scores.view(-1, 4), labels.view(-1), reduction="none")
+        return losses.mean() if int((labels > 4).sum()) == 0 else losses.sum()
+
+
+class Statistical(nn.Module):
+    """Returns the mean of its rows beside them, and a count in a tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = nn.Linear(5, 8).double(), nn.Linear(8, 12).double()
+
+    def forward(self, x: Tensor, labels: Tensor | None = None) -> Any:
+        scores = self.head(self.body(x).tanh())
+        targets = labels if labels is not None else torch.ones(len(x), 3).long()
+        return {"loss": (scores.square().mean(1) * (targets > 0).sum(1)).mean(), "scores": (targets > 1).sum()}
+
+
 class Wrong(Labelled):
     """Has labels that torch refuses in the last row of the second last batch."""
 
     def forward(self, x: Tensor, labels: Tensor | None = None) -> Any:
         assert labels is not None
         return super().forward(x, labels + 9 * (x[:, :1] > 100))
+
+
+class Divided(Labelled):
+    """Divides rows by their sum."""
+
+    def loss(self, scores: Tensor, labels: Tensor, x: Tensor) -> Tensor:
+        return (scores / (1 + scores.square().sum())).square().mean()
+
+
+class Sized(Labelled):
+    """Divides a sum by the number of rows, which is another one on each rank."""
+
+    def loss(self, scores: Tensor, labels: Tensor, x: Tensor) -> Tensor:
+        return scores.square().sum() / len(x)
+
+
+class Across(Labelled):
+    """Averages pairs of rows."""
+
+    def loss(self, scores: Tensor, labels: Tensor, x: Tensor) -> Tensor:
+        return (scores @ scores.T).exp().mean()
 
 
 class Paired(Labelled):
@@ -139,20 +208,27 @@ class Kept(Labelled):
         return self.last
 
 
-SPLIT = [Labelled, Ignoring, Smoothed, Combined, Dropped, Probable, Wrong]
+SPLIT = [
+    *(Labelled, Ignoring, Smoothed, Combined, Dropped, Probable, Wrong),
+    *(Averaged, Masked, Large, Counted, Statistical),
+]
 WHOLE = {
     Weighted: "computes a loss in its forward, which is not the sum or mean of its rows' losses",
     Normalised: "does not compute the rows of its batch one by one",
-    Scaled: "computes its rows from a loss of the batch",
+    Scaled: "computes its rows from a loss, sum or mean of the batch",
+    Divided: "computes its rows from a loss, sum or mean of the batch",
+    Sized: "does not compute the rows of its batch one by one",
+    Across: "does not compute the rows of its batch one by one",
     Paired: "does not compute the rows of its batch one by one",
     Listed: "gives an output of shape (), not one with a row for each of 7",
-    Read: "reads a loss that it computes, and may decide by it; read the loss outside of the forward",
+    Read: "reads a loss that it computes, or a sum or mean of its rows, and may decide by it; "
+    "read it outside of the forward",
     Kept: "keeps a tensor of its forward beside its output, which would be of a part of the batch; "
     "return the tensor as well",
 }
 
 
-def trained(kind: type[Labelled]) -> Callable[[Session], Any]:
+def trained(kind: type[nn.Module]) -> Callable[[Session], Any]:
     def program(session: Session) -> Any:
         rows: list[int] = []
         torch.manual_seed(0)
@@ -186,7 +262,7 @@ def trained(kind: type[Labelled]) -> Callable[[Session], Any]:
 
 @pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.soak)])
 @pytest.mark.parametrize("kind", [*SPLIT, *WHOLE])
-def test_a_loss_in_a_forward_is_that_of_the_whole_batch(kind: type[Labelled], world_size: int) -> None:
+def test_a_loss_in_a_forward_is_that_of_the_whole_batch(kind: type[nn.Module], world_size: int) -> None:
     wanted, _, _ = alone(trained(kind))
     for found, reasons, rows in run_ranks(world_size, trained(kind), batches="whole", always_slices=True):
         assert len(found) == len(wanted)

@@ -183,7 +183,7 @@ class Packed(Masked):
 
 SPLIT = [Masked, Different, Longest, Expanded, InPlace, Buffered, Chosen, Renamed]
 WHOLE = {
-    OfWeights: "takes decisions by the numbers of its input",
+    OfWeights: "reads a loss that it computes, or a sum or mean of its rows",
     Counted: "takes decisions by the numbers of its input",
     CountedByOut: "takes decisions by the numbers of its input",
     OfFirst: "takes decisions by the numbers of its input, which do not follow from those of a part",
