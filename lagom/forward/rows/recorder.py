@@ -11,6 +11,7 @@ import torch
 from torch.autograd.graph import Node, saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from lagom.accelerators import is_accelerator
 from lagom.forward.rows.draws import (
     Answer,
     DrawKind,
@@ -64,7 +65,7 @@ _BATCHNORMS = frozenset(f"aten::{name}" for name in ("native_batch_norm", "cudnn
 
 
 class BoundsCheck(OperationMode):
-    """Raises what a CPU raises for indices and numbers out of bounds, where a GPU would end all work of the process.
+    """Raises what a CPU raises for indices and numbers out of bounds; an accelerator would end all work of the process.
 
     A probe runs a forward on parts of its batch and on a row of NaN, where indices that the program computes may be
     wrong.
@@ -140,7 +141,7 @@ def _check_probabilities(name: str, given: Tensor) -> None:
 
 def bounds_check(device: torch.device) -> AbstractContextManager[object]:
     """Return a context manager that checks bounds where operations on ``device`` do not raise."""
-    return BoundsCheck() if device.type == "cuda" else nullcontext()  # type: ignore[no-untyped-call]
+    return BoundsCheck() if is_accelerator(device) else nullcontext()  # type: ignore[no-untyped-call]
 
 
 class BatchStatistics:
