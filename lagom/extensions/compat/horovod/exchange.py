@@ -87,7 +87,7 @@ class Ranks:
         self.gpu_of_zeros = -1
         """Number of the GPU for zeros once this rank has joined; -1 for the current one of the negotiator's thread."""
         self._group = group
-        self._streams: dict[int, Any] = {}
+        self._streams: dict[torch.device, Any] = {}
 
     def perform(self, batch: Sequence[Match], entries: Mapping[str, Entry]) -> None:
         """Do one batch of exchanges; set the result or the error of this rank's ``entries``, a mapping by name."""
@@ -200,11 +200,11 @@ class Ranks:
         if device == "cpu":
             yield
             return
-        index = entries[0].tensor.device.index if entries else self.gpu_of_zeros
-        place = torch.device(device, index) if index >= 0 else torch.device(device)
-        if index not in self._streams:
-            self._streams[index] = make_stream(place)
-        stream = self._streams[index]
+        number = f":{self.gpu_of_zeros}" if self.gpu_of_zeros >= 0 else ""
+        place = entries[0].tensor.device if entries else torch.device(f"{device}{number}")
+        if place not in self._streams:
+            self._streams[place] = make_stream(place)
+        stream = self._streams[place]
         if stream is None:  # a kind of device without streams, whose work is in order
             yield
             return
