@@ -389,8 +389,8 @@ def zeros_of_a_joined_rank_are_on_its_gpu(rank: int, size: int) -> None:
     used = []
     stream = types.SimpleNamespace(wait_event=lambda _: None, record_event=lambda: None)
 
-    def make_stream(index: int) -> Any:
-        used.append(index)
+    def make_stream(device: torch.device) -> Any:
+        used.append(device.index)
         return stream
 
     cuda: dict[str, Any] = {
@@ -402,6 +402,7 @@ def zeros_of_a_joined_rank_are_on_its_gpu(rank: int, size: int) -> None:
     zeros = torch.zeros
     with (
         mock.patch.multiple(torch.cuda, **cuda),
+        mock.patch.object(torch.accelerator, "current_accelerator", return_value=torch.device("cuda")),
         mock.patch.object(torch, "zeros", lambda *shape, device="cpu", **options: zeros(*shape, **options)),
         mock.patch.object(torch.Tensor, "record_stream", return_value=None),
     ):
