@@ -117,6 +117,14 @@ def dynamic() -> Iterator[Any]:
 
 
 @contextmanager
+def elastic() -> Iterator[Any]:
+    """Executors that come and go with demand, without a limit in Spark, and that leave after two idle seconds."""
+    conf = {"enabled": "true", "shuffleTracking.enabled": "true", "initialExecutors": "0", "executorIdleTimeout": "2s"}
+    with standalone({f"spark.dynamicAllocation.{key}": value for key, value in conf.items()}) as spark:
+        yield spark
+
+
+@contextmanager
 def with_gpus() -> Iterator[Any]:
     """An executor of two tasks that says it has four GPUs, by index, by name, and one of them a MIG device."""
     with tempfile.TemporaryDirectory(prefix="lagom-gpus-") as folder:
@@ -248,6 +256,7 @@ KINDS: Mapping[str, Callable[[], contextlib.AbstractContextManager[Any]]] = {
     "unplugged": foreign,
     "foreign-encrypted": lambda: foreign(_ENCRYPTION),
     "dynamic": dynamic,
+    "elastic": elastic,
     "gpus": with_gpus,
 }
 """Kinds of Spark, by the parameter of a test.
