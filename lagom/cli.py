@@ -139,6 +139,37 @@ def _runs(args: argparse.Namespace) -> int:
     return 0
 
 
+def _add_pack(commands: Any) -> None:
+    pack = commands.add_parser(
+        "pack",
+        help="pack this Python environment for Spark's executors",
+        description="Pack the environment of this Python into an archive that Spark unpacks on every executor, and "
+        "print the settings for it. Needs venv-pack2 for virtual environments, conda-pack for those of conda.",
+    )
+    pack.set_defaults(command=_pack)
+    pack.add_argument(
+        "-o",
+        "--output",
+        default="environment.tar.gz",
+        metavar="FILE",
+        help="archive to write, .tar.gz or .zip; default: %(default)s",
+    )
+    pack.add_argument(
+        "--python-prefix",
+        metavar="FOLDER",
+        help="folder in which executors have Python, such as /usr; default: where this machine has it; archives of "
+        "conda have their own Python",
+    )
+    pack.add_argument("--force", action="store_true", help="replace an existing archive")
+
+
+def _pack(args: argparse.Namespace) -> int:
+    from lagom.spark.pack_environment import pack_environment
+
+    print(pack_environment(Path(args.output), python_prefix=args.python_prefix, replace=args.force))
+    return 0
+
+
 def _failed(error: BaseException) -> int:
     """Print a failure as python would have printed the script's own; return the exit status."""
     cause = error.__cause__
@@ -181,6 +212,7 @@ def argument_parser() -> argparse.ArgumentParser:
     add_script(run)
     for extension in EXTENSIONS:
         extension.add_commands(commands)
+    _add_pack(commands)
     runs = commands.add_parser("runs", help="list recorded runs", description="List runs, the newest last.")
     runs.set_defaults(command=_runs)
     runs.add_argument("folder", nargs="?", metavar="FOLDER", help="folder with runs; default: the default run_dir")

@@ -39,7 +39,7 @@ ROOMS = {
     "world": "",
     "config": "extension extensions settings",
     "inspection": "torch",
-    "program": "config errors inspection settings cloudpickle torch",
+    "program": "config errors inspection plan settings cloudpickle torch",
     "restart": "cluster digests errors run_folder",
     "wire": "errors extensions plan restart cryptography",
     "watch": "digests errors restart run_folder timings wire fsspec pyarrow",
@@ -49,7 +49,8 @@ ROOMS = {
         "result run_folder speed timings watch wire world"
     ),
     "spark": (
-        "cluster digests driver errors extensions host on_rank patching plan program restart watch wire pyarrow pyspark"
+        "cluster digests driver errors extensions host on_rank patching plan program restart watch wire conda_pack "
+        "pyarrow pyspark venv_pack"
     ),
     "launch": "config driver spark",
     "result": "config errors extensions run_folder speed watch",
@@ -110,8 +111,8 @@ ROOMS = {
     ),
     "extensions.observe.debugger": "errors forward.rows plan random_states watch wire",
     "extensions.observe.doctor": (
-        "__init__ available_memory config control_groups driver errors exchange launch on_rank plan program spark "
-        "world torch"
+        "__init__ available_memory cluster config control_groups driver errors exchange launch on_rank plan program "
+        "spark world torch"
     ),
     "extensions.observe.report": "extensions.observe.timeline run_folder speed watch",
     "extensions.observe.timeline": "errors exchange.torch_backend patching run_folder watch torch",
@@ -176,8 +177,10 @@ OPTIONAL = {
     "pandas",
     "PIL",
 } | {
+    "conda_pack",
     "pyarrow",
     "pyspark",
+    "venv_pack",
 }
 """Libraries that are imported where they are used, inside of a function."""
 EAGER = {

@@ -143,6 +143,7 @@ def _adopt_driver_settings(spec: RunSpec, rank_spec: RankSpec, workspace: HostWo
     os.chdir(workspace.cwd)
     own = [sys.path[0]]  # the entry that has lagom; see Note [Worker reuse] in spark/spark_task.py
     sys.path[:] = own + [entry for entry in (*workspace.sys_path, *sys.path[1:]) if entry not in own]
+    sys.path += [workspace.packages] if workspace.packages else []
     importlib.invalidate_caches()
     sys.argv[:] = spec.argv
     sys.modules["__main__"] = types.ModuleType("__main__")

@@ -44,6 +44,10 @@ class RunSpec:
     """Digest of a payload that other hosts must fetch from the driver; else ""."""
     modules_zip: bytes = b""
     """Zip of the user's own modules, for hosts that do not see the driver's files."""
+    packages_zip: bytes = b""
+    """Zip of installed packages that hosts may lack."""
+    shipped: tuple[str, ...] = ()
+    """Names of the distributions in ``packages_zip``."""
     address: tuple[str, int] | None = None
     """Address on which the driver listens; None if hosts cannot reach it, and in a local run."""
     secret: bytes = field(default=b"", repr=False)

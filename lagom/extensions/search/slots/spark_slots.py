@@ -18,7 +18,7 @@ from lagom.program.signature import Call
 from lagom.program.sources import modules_zip
 from lagom.spark import spark_task as task_module
 from lagom.spark.spark import SparkPayload, encryption, plain_interrupt, task_of
-from lagom.spark.spark_failure import why_it_failed
+from lagom.spark.spark_failure import full_text, own_message, why_it_failed
 from lagom.spark.spark_job import SparkJob
 from lagom.spark.spark_session import SparkFacts
 from lagom.wire.messages import Closed, JobOver, LocalEvent, Message, Stop
@@ -107,7 +107,8 @@ class SparkSlots(SlotChannel):
             try:
                 self._job.result()
             except Exception as error:
-                raise LagomError(f"Spark's job failed: {why_it_failed(error)}") from error
+                own = own_message(full_text(error))
+                raise LagomError(own or f"Spark's job failed: {why_it_failed(error)}") from error
             raise LagomError("Spark's job ended before the search did")
         if isinstance(message, SlotJoin):
             self._joined[slot] = message
