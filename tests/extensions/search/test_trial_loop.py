@@ -438,8 +438,11 @@ class ReleasedSlots(OneSlot):
         self._events: list[tuple[int, Message | LocalEvent]] = [(slot, slot_join(slot, host="a")) for slot in range(2)]
         self.released: list[int] = []
         self._is_lost = False
+        self._num_served = 0
 
     def serve(self, take: Callable[[int, Message | LocalEvent], None], timeout_s: float) -> None:
+        self._num_served += 1
+        assert self._num_served < 100, "no slot is released"
         if self.released and not self._is_lost:
             self._is_lost = True
             self._events += [(1, Closed()), (2, slot_join(2, host="a"))]
