@@ -17,7 +17,7 @@ from typing import Any
 from lagom import __version__, experiment
 from lagom.cli_options import add_run_options, add_script, training_fields
 from lagom.config import TorchDistributedConfig
-from lagom.errors import LagomError, MetricError, RankError, RankTraceback, VerificationError
+from lagom.errors import LagomError, MetricError, RankError, RankTraceback, Terminated, VerificationError
 from lagom.extensions.registry import EXTENSIONS
 from lagom.program.detect_distributed import is_driver
 from lagom.program.own_frames import cut_own_frames
@@ -29,7 +29,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; return the exit status.
 
     Returns:
-        The script's own status, 1 if it raised; 2 for an error of lagom's; 3 if rehearsals differ; 130 after Ctrl-C.
+        The script's own status, 1 if it raised; 2 for an error of lagom's; 3 if rehearsals differ; 130 after Ctrl-C;
+        143 after SIGTERM.
     """
     parser = argument_parser()
     args, unknown = parser.parse_known_args(argv)
@@ -48,6 +49,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             return _failed(error)
         print(f"lagom: {error}", file=sys.stderr)
         return 2
+    except Terminated as end:
+        return int(end.code or 0)
     except KeyboardInterrupt:
         return 130
     except BaseException as error:

@@ -82,6 +82,8 @@ class RankSpec:
     payload_fd: int
     stacks_fd: int | None
     """File for the stacks of a stuck rank and of its child processes."""
+    notice_fd: int | None = None
+    """File with one byte, which changes when the driver wants a snapshot; None if the rank takes none."""
     host_dir: str
     """Folder that the ranks of this host share during the run."""
     threads: int
