@@ -79,6 +79,10 @@ class StubSlots:
             self._now, _, slot, message = heapq.heappop(self._events)
             take(slot, message)
 
+    def release(self, slot: int) -> bool:
+        """Return False: these slots are nobody else's."""
+        return False
+
     def over(self) -> None:
         """Do nothing."""
 

@@ -17,7 +17,7 @@ from typing import Any
 from lagom import __version__, experiment
 from lagom.cli_options import add_run_options, add_script, training_fields
 from lagom.config import TorchDistributedConfig
-from lagom.errors import LagomError, MetricError, RankError, RankTraceback, VerificationError
+from lagom.errors import LagomError, MetricError, RankError, RankTraceback, Terminated, VerificationError
 from lagom.extensions.registry import EXTENSIONS
 from lagom.program.detect_distributed import is_driver
 from lagom.program.own_frames import cut_own_frames
@@ -29,7 +29,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; return the exit status.
 
     Returns:
-        The script's own status, 1 if it raised; 2 for an error of lagom's; 3 if rehearsals differ; 130 after Ctrl-C.
+        The script's own status, 1 if it raised; 2 for an error of lagom's; 3 if rehearsals differ; 130 after Ctrl-C;
+        143 after SIGTERM.
     """
     parser = argument_parser()
     args, unknown = parser.parse_known_args(argv)
@@ -48,6 +49,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             return _failed(error)
         print(f"lagom: {error}", file=sys.stderr)
         return 2
+    except Terminated as end:
+        return int(end.code or 0)
     except KeyboardInterrupt:
         return 130
     except BaseException as error:
@@ -139,6 +142,37 @@ def _runs(args: argparse.Namespace) -> int:
     return 0
 
 
+def _add_pack(commands: Any) -> None:
+    pack = commands.add_parser(
+        "pack",
+        help="pack this Python environment for Spark's executors",
+        description="Pack the environment of this Python into an archive that Spark unpacks on every executor, and "
+        "print the settings for it. Needs venv-pack2 for virtual environments, conda-pack for those of conda.",
+    )
+    pack.set_defaults(command=_pack)
+    pack.add_argument(
+        "-o",
+        "--output",
+        default="environment.tar.gz",
+        metavar="FILE",
+        help="archive to write, .tar.gz or .zip; default: %(default)s",
+    )
+    pack.add_argument(
+        "--python-prefix",
+        metavar="FOLDER",
+        help="folder in which executors have Python, such as /usr; default: where this machine has it; archives of "
+        "conda have their own Python",
+    )
+    pack.add_argument("--force", action="store_true", help="replace an existing archive")
+
+
+def _pack(args: argparse.Namespace) -> int:
+    from lagom.spark.pack_environment import pack_environment
+
+    print(pack_environment(Path(args.output), python_prefix=args.python_prefix, replace=args.force))
+    return 0
+
+
 def _failed(error: BaseException) -> int:
     """Print a failure as python would have printed the script's own; return the exit status."""
     cause = error.__cause__
@@ -181,6 +215,7 @@ def argument_parser() -> argparse.ArgumentParser:
     add_script(run)
     for extension in EXTENSIONS:
         extension.add_commands(commands)
+    _add_pack(commands)
     runs = commands.add_parser("runs", help="list recorded runs", description="List runs, the newest last.")
     runs.set_defaults(command=_runs)
     runs.add_argument("folder", nargs="?", metavar="FOLDER", help="folder with runs; default: the default run_dir")

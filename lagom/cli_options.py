@@ -7,7 +7,7 @@ import os
 from typing import Any, get_args
 
 from lagom.config import TorchDistributedConfig
-from lagom.config.torch_distributed import RUN_DIR, Batches, Evaluation, Log
+from lagom.config.torch_distributed import RUN_DIR, Batches, Evaluation, Log, Packages
 from lagom.extensions.registry import EXTENSIONS
 
 
@@ -48,6 +48,12 @@ def add_training_options(parser: argparse.ArgumentParser) -> None:
         help="how ranks evaluate test sets; default: %(default)s",
     )
     parser.add_argument("--seed", type=int, help="random seed; default: unseeded")
+    parser.add_argument(
+        "--packages",
+        choices=get_args(Packages),
+        default="installed",
+        help="ship: send packages that the script imports and Spark's executors lack, if they have no compiled parts",
+    )
     for extension in EXTENSIONS:
         extension.add_training_options(parser)
 
@@ -60,6 +66,7 @@ def training_fields(args: argparse.Namespace) -> dict[str, Any]:
         "mixed_precision": args.mixed_precision or False,
         "micro_batches": args.micro_batches,
         "seed": args.seed,
+        "packages": args.packages,
         "run_dir": args.run_dir or None,
         "stall_timeout_s": args.stall_timeout,
     }

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+
 
 class LagomError(RuntimeError):
     """A run failed; a wrong setting raises a ``ValueError`` instead."""
@@ -64,6 +66,13 @@ class MetricError(LagomError):
 
 class AblationError(LagomError):
     """A component of an ablation study cannot be left out of this program; the text says what to do."""
+
+
+class Terminated(SystemExit, KeyboardInterrupt):
+    """SIGTERM has ended a run, as Ctrl-C would; not caught, it ends Python with status 143."""
+
+    def __init__(self) -> None:
+        super().__init__(128 + signal.SIGTERM)
 
 
 class EndOfFunction(BaseException):

@@ -59,6 +59,8 @@ class Extension:
     """Name of the folder in ``lagom/extensions``."""
     messages = ""
     """Name of the module with the extension's messages; "" without one."""
+    served_packages: tuple[str, ...] = ()
+    """Top-level packages that programs import from lagom on ranks that do not have them."""
 
     def is_wanted(self, plan: Plan) -> bool:
         """Return whether a run with ``plan`` uses the extension."""

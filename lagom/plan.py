@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,6 +49,25 @@ class Rehearsal:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Package:
+    """A package of the driver's Python that the program imports."""
+
+    name: str
+    """Module that the program imports."""
+    distribution: str = ""
+    """Name under which the package is installed; "" if it is not known."""
+    version: str = ""
+    is_needed: bool = False
+    """Whether no run can succeed without the package; see program/imported_packages.py."""
+
+    def __str__(self) -> str:
+        if not self.distribution:
+            return self.name
+        is_same = re.sub(r"[-_.]+", "_", self.distribution).lower() == self.name.lower()
+        return f"{self.distribution} {self.version}" + ("" if is_same else f" ({self.name})")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Plan:
     """The facts of a run, equal on the driver and all ranks: the config, and facts of the cluster.
 
@@ -76,8 +96,8 @@ class Plan:
     """Library that would send unencrypted although ranks are to encrypt; ranks must then share a host. Empty: none."""
     already_distributed: bool = False
     """True if the program is written for torchrun: its ranks then find torchrun's variables."""
-    packages: tuple[str, ...] = ()
-    """Packages that the program imports and the driver has; see program/failure_advice.py."""
+    packages: tuple[Package, ...] = ()
+    """Packages that the program imports and the driver has."""
     rehearsal: Rehearsal | None = None
     """Limits of a rehearsal, which shows no output and keeps no files; None in the run itself."""
     searches: bool = False
@@ -106,7 +126,7 @@ def plan(
     *,
     already_distributed: bool = False,
     names_gpu: bool = True,
-    packages: tuple[str, ...] = (),
+    packages: tuple[Package, ...] = (),
 ) -> Plan:
     """Resolve ``config`` against the cluster's facts.
 

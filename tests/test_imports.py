@@ -41,7 +41,7 @@ ROOMS = {
     "world": "",
     "config": "extension extensions settings",
     "inspection": "torch",
-    "program": "accelerators config errors inspection settings cloudpickle torch",
+    "program": "accelerators config errors inspection plan settings cloudpickle torch",
     "restart": "cluster digests errors run_folder",
     "wire": "errors extensions plan restart cryptography",
     "watch": "cluster digests errors restart run_folder timings wire fsspec pyarrow",
@@ -51,7 +51,8 @@ ROOMS = {
         "result run_folder speed timings watch wire world"
     ),
     "spark": (
-        "cluster digests driver errors extensions host on_rank patching plan program restart watch wire pyarrow pyspark"
+        "cluster digests driver errors extensions host on_rank patching plan program restart watch wire conda_pack "
+        "pyarrow pyspark venv_pack"
     ),
     "launch": "config driver spark",
     "result": "config errors extensions run_folder speed watch",
@@ -182,8 +183,10 @@ OPTIONAL = {
     "pandas",
     "PIL",
 } | {
+    "conda_pack",
     "pyarrow",
     "pyspark",
+    "venv_pack",
 }
 """Libraries that are imported where they are used, inside of a function."""
 EAGER = {

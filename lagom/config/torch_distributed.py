@@ -21,6 +21,7 @@ Compression = Literal["fp16", "bf16"]
 Reduction = Literal["mean", "adasum"]
 LrScaling = Literal["linear"]
 Log = Literal["rank0", "all"]
+Packages = Literal["installed", "ship"]
 MixedPrecision = bool | Literal["bf16", "fp16"]
 
 RUN_DIR = "~/.lagom/runs"
@@ -83,6 +84,10 @@ class TorchDistributedConfig(ExtensionSettings):
     """Lets ranks on several hosts exchange gradients and data unencrypted although Spark's encryption is on. If False,
     they encrypt, and gloo and NCCL, which cannot, are an error. For networks that are private, or encrypted
     themselves."""
+    packages: Packages = "installed"
+    """Installed packages that the program imports and executors of Spark lack. "installed": an error names all of them
+    before a rank starts; "ship": those without compiled parts, and what they require, are sent with each run. For
+    larger ones `lagom pack` makes an archive."""
     sync_batchnorm: bool = True
     """In training, BatchNorm uses the statistics of the whole batch, not of a rank's share."""
     seed: int | None = None
@@ -121,6 +126,7 @@ class TorchDistributedConfig(ExtensionSettings):
             ("collectives", Collectives),
             ("reduction", Reduction),
             ("log", Log),
+            ("packages", Packages),
         ):
             check_one_of(name, getattr(self, name), get_args(choices))
         check_one_of("share_loading", self.share_loading, ("auto", False, True))

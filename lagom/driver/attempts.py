@@ -10,7 +10,8 @@ import sys
 
 from lagom.driver.failure import message_of, raise_failure
 from lagom.driver.protocol import Launcher, Outcome
-from lagom.errors import LagomError, SnapshotError
+from lagom.driver.termination import softly_terminated
+from lagom.errors import LagomError, SnapshotError, Terminated
 from lagom.plan import Plan
 from lagom.program.signature import Call
 from lagom.restart.history import Failure, RunHistory
@@ -44,13 +45,14 @@ def run_attempts(
     attempts = _Attempts(launcher, plan, call, records, snapshots)
     history = attempts.history
     try:
-        outcomes = attempts.run()
+        with softly_terminated(lambda: history.leave()):
+            outcomes = attempts.run()
         if timings is not None:
             timings.end_at("lost", history.attempt_began_at if history.has_begun_again else None)
             timings.end_at("slots", history.ranks_began_at)
         return outcomes, history.failures
-    except KeyboardInterrupt:
-        attempts.say_how_to_go_on()
+    except KeyboardInterrupt as error:
+        attempts.say_how_to_go_on(is_terminated=isinstance(error, Terminated))
         raise
     finally:
         remove_siblings(history.files)
@@ -153,13 +155,15 @@ class _Attempts:
         error.args = (text, *error.args[1:])
         return error
 
-    def say_how_to_go_on(self) -> None:
-        """Say after Ctrl-C how the run goes on, if it has kept a snapshot."""
-        folder = self.history.folder
+    def say_how_to_go_on(self, *, is_terminated: bool) -> None:
+        """Say after Ctrl-C or SIGTERM how the run goes on, if it has kept a snapshot; after SIGTERM also if not."""
+        folder, how = self.history.folder, "ended by SIGTERM" if is_terminated else "interrupted"
         if folder is not None and (newest := folder.newest()) is not None:
             # Ctrl-C does not wait for a last copy to a URL.
             place = newest.place if self._url is None else "the last snapshot that was copied there"
-            self._say(f"interrupted; lagom resume {self._url or folder.run_dir} continues from {place}")
+            self._say(f"{how}; lagom resume {self._url or folder.run_dir} continues from {place}")
+        elif is_terminated:
+            self._say(f"{how}; it has kept no snapshot (snapshot_every_s), so another call starts from the beginning")
 
     @property
     def _url(self) -> str | None:

@@ -7,7 +7,7 @@ import logging
 import os
 import secrets
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
 from typing import Any
@@ -18,9 +18,9 @@ from lagom.config.torch_distributed import RUN_DIR as DEFAULT_RUN_DIR
 from lagom.driver.failure import message_of
 from lagom.errors import LagomError, RankTraceback
 from lagom.extensions.registry import EXTENSIONS, wanted
-from lagom.plan import Plan
+from lagom.plan import Package, Plan
 from lagom.program.detect_distributed import is_distributed, names_device, needs_nccl
-from lagom.program.failure_advice import imported_packages
+from lagom.program.imported_packages import imported_packages
 from lagom.program.signature import arguments, check_makers, unread_hparams
 from lagom.program.unreadable_data import check_data
 from lagom.random_states import random_states
@@ -159,7 +159,22 @@ def facts_of_code(train: Callable[..., Any], provided: Mapping[str, Any], cluste
         distributed = False
     kind = cluster.device_kind
     places = not cluster.gpus_per_slot or any(word.startswith(kind) for word in said) or names_device(kind, *used)
-    return {"already_distributed": distributed, "names_gpu": places, "packages": imported_packages(*used)}
+    return {
+        "already_distributed": distributed,
+        "names_gpu": places,
+        "packages": packages_of([train], provided, cluster),
+    }
+
+
+def packages_of(program: Sequence[Any], provided: Mapping[str, Any], cluster: Cluster) -> tuple[Package, ...]:
+    """Return the installed packages that ``program``, its functions, and its arguments import.
+
+    Only executors of Spark may lack some, or have other versions.
+    """
+    served = {name for extension in EXTENSIONS for name in extension.served_packages}
+    given = [*provided.values(), *provided["hparams"].values()]
+    given += [part for value in given if isinstance(value, (list, tuple)) for part in value[:16]]
+    return imported_packages(*program, *given, served=served, for_executors=cluster.launcher == "spark")
 
 
 _NO_NCCL = (

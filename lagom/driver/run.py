@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import queue
 import socket
+import threading
 import time
 from collections.abc import Sequence
 from functools import partial
@@ -13,7 +14,7 @@ from functools import partial
 from lagom.driver.rank_events import RankEvents
 from lagom.driver.rank_places import RankPlaces
 from lagom.driver.run_display import RunDisplay
-from lagom.errors import LagomError, PlanError, RankError, StallError
+from lagom.errors import LagomError, PlanError, RankError, StallError, Terminated
 from lagom.extensions.registry import EXTENSIONS
 from lagom.plan import Plan
 from lagom.restart.history import RunHistory
@@ -45,7 +46,7 @@ from lagom.wire.messages import (
 from lagom.wire.peer_silence import LOST_S
 from lagom.wire.rendezvous import LEAVE_S, WRITE_S, other_torch, peers
 from lagom.wire.server import DriverServer
-from lagom.wire.snapshot_messages import SnapshotArrived, SnapshotKept
+from lagom.wire.snapshot_messages import SnapshotArrived, SnapshotKept, SnapshotWanted
 
 GATHER_S = 1.5
 """Seconds after the first join; if tasks are missing then, the others are told to exchange addresses without the
@@ -53,6 +54,8 @@ driver, by Spark's allGather."""
 IMPATIENT_S = 5.0  # time without a message from the tasks, after which the user is told about the wait
 _BUSY_S = 60.0  # in a local run, the user is told no earlier: its process always starts, if slowly
 _GRACE_S = 5.0  # longest wait for the next message of a task after the job has ended
+LEAVE_SNAPSHOT_S = 7.0
+"""Longest wait for the snapshot of a run that SIGTERM ends; Docker kills its processes after 10 s, others after 30."""
 ANSWER_S = 3.0  # time in which a task must answer a stop; the driver waits only for tasks that do
 _LOOK_S = 1.0  # interval of looks at the processes of a local run
 
@@ -110,6 +113,11 @@ class RunView:
         self._lost: list[LagomError] = []
         self._gone: Loss | None = None
         self._refused: PlanError | None = None
+        self._is_leaving = False
+        self._has_left = threading.Event()
+        """Set when ``leave`` need not wait any longer for a snapshot."""
+        self._wanted_number = -1
+        """Number of the snapshot that rank 0 has taken for ``leave``."""
         self._records = records
         parts = (extension.view(plan, self.channel, self._events.put) for extension in EXTENSIONS)
         self._parts = [part for part in parts if part is not None]
@@ -119,9 +127,12 @@ class RunView:
 
     def __enter__(self) -> RunView:
         self.channel.__enter__()
+        self._history.leave = self.leave
         return self
 
     def __exit__(self, *exc: object) -> None:
+        self._history.leave = lambda: False
+        self._has_left.set()
         if exc[0] is not None:
             self.stop()
         self.channel.__exit__(*exc)
@@ -131,7 +142,7 @@ class RunView:
     def _end(self, error: object) -> str:
         """Return how the run ended, in a few words."""
         if isinstance(error, KeyboardInterrupt):
-            return "interrupted"
+            return "ended by SIGTERM" if isinstance(error, Terminated) else "interrupted"
         if (loss := self.loss()) is not None:
             return loss.cause.partition(",")[0]
         if self._failures:
@@ -176,6 +187,18 @@ class RunView:
         for part in self._parts:
             part.close()
 
+    def leave(self) -> bool:
+        """Have rank 0 take a snapshot at the next batch, and then end the ranks; ``watch`` raises Terminated.
+
+        Return True when the ranks are told to end. For any thread.
+        """
+        self._is_leaving = True
+        if self._history.folder is not None and self.begun:
+            self.channel.broadcast(SnapshotWanted())
+            self._has_left.wait(LEAVE_SNAPSHOT_S)
+        self.stop()
+        return True
+
     def finish(self) -> None:
         """Note that the job is over, so that ``watch`` returns after the tasks' last messages; for any thread."""
         self._events.put(JobOver())
@@ -187,6 +210,7 @@ class RunView:
 
         Raises:
             KeyboardInterrupt: on Ctrl-C; the end of the context then ends the run.
+            Terminated: after ``leave``.
             LagomError: if the user ends the run from the debugger.
         """
         over = False
@@ -204,6 +228,8 @@ class RunView:
             if len(self._done) >= self._num_tasks or (over and self._connected <= self._done):
                 break
         self._show_rest()
+        if self._is_leaving:
+            raise Terminated
 
     def _patience(self, over: bool) -> float:
         if over:
@@ -249,7 +275,11 @@ class RunView:
             self._lost.append(LagomError(self._gone.cause))
 
     def _notice_snapshot(self, number: int) -> None:
-        """End the attempt for more ranks, if there are free slots and snapshot ``number`` is the newest."""
+        """End the attempt if it waits for snapshot ``number``, or for more ranks, if there are free slots."""
+        if number == self._wanted_number:
+            self._has_left.set()
+        if self._is_leaving:
+            return
         if self._history.is_newest(number) and (free := self._history.free_slots()) > 0:
             self.channel.call_later(0.0, partial(self._make_room, free))
 
@@ -319,6 +349,8 @@ class RunView:
                 self._events.put(message)
 
     def _take_snapshot(self, kept: SnapshotKept) -> None:
+        if kept.is_wanted:
+            self._wanted_number = kept.number
         if kept.description:
             self._history.note_kept(kept.number, kept.description)
         names = (f"{FETCHED}-{kept.number}{ending}" for ending in ("", ".json"))

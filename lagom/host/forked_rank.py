@@ -28,6 +28,8 @@ class ForkedRank:
     stderr: int
     stacks: int
     """File for the stacks of the rank and of the processes that it started."""
+    notice: int | None = None
+    """File by which the rank learns that the driver wants a snapshot; None if the rank takes none."""
     pulse: Pulse = field(init=False)
     num_questions: int = 0
     """Number of reports that the rank has made for its trial so far."""
@@ -40,10 +42,15 @@ class ForkedRank:
         with contextlib.suppress(LinkClosed, OSError):
             self.control.send(message)
 
+    def want_snapshot(self) -> None:
+        """Have the rank take a snapshot at the next batch."""
+        if self.notice is not None:
+            os.pwrite(self.notice, b"\1", 0)
+
     def close(self) -> None:
         """Close the connection and files of the rank, which has ended."""
         self.control.close()
-        for fd in (self.stdout, self.stderr, self.pidfd, self.stacks):
+        for fd in (self.stdout, self.stderr, self.pidfd, self.stacks, self.notice):
             if fd is not None:
                 os.close(fd)
 

@@ -216,7 +216,12 @@ def fork_rank(spec: RunSpec, rank_spec: RankSpec, workspace: HostWorkspace) -> F
         out_read, out_write, err_read, err_write = (*_pipe(unless_forked), *_pipe(unless_forked))
         stacks_fd = anonymous_file("stacks")
         unless_forked.callback(os.close, stacks_fd)
-        rank_spec = dataclasses.replace(rank_spec, control_fd=theirs.fileno(), stacks_fd=stacks_fd)
+        notice_fd = None
+        if spec.snapshots is not None and rank_spec.rank == 0:
+            notice_fd = anonymous_file("notice")
+            unless_forked.callback(os.close, notice_fd)
+            os.pwrite(notice_fd, b"\0", 0)
+        rank_spec = dataclasses.replace(rank_spec, control_fd=theirs.fileno(), stacks_fd=stacks_fd, notice_fd=notice_fd)
         # Python 3.12 warns that the child lacks the parent's threads; the child uses none of them.
         warnings.simplefilter("ignore", DeprecationWarning)
         pid = os.fork()
@@ -231,4 +236,4 @@ def fork_rank(spec: RunSpec, rank_spec: RankSpec, workspace: HostWorkspace) -> F
     for fd in (out_read, err_read):
         os.set_blocking(fd, False)
     pidfd = open_pidfd(pid)
-    return ForkedRank(rank_spec.rank, pid, pidfd, DriverClient(ours), out_read, err_read, stacks_fd)
+    return ForkedRank(rank_spec.rank, pid, pidfd, DriverClient(ours), out_read, err_read, stacks_fd, notice_fd)

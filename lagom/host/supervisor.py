@@ -34,7 +34,7 @@ from lagom.wire.messages import (
     Stopping,
 )
 from lagom.wire.rendezvous import LEAVE_S, WRITE_S
-from lagom.wire.snapshot_messages import SnapshotMarked, SnapshotPoint
+from lagom.wire.snapshot_messages import SnapshotMarked, SnapshotPoint, SnapshotWanted
 
 _STOP_S = 1.0  # time for the driver to receive a failure
 _CONSEQUENCE_S = 3.0  # time for another host to report the failure that caused a lost connection
@@ -145,6 +145,9 @@ class RankSupervisor:
                 case Stop():
                     self._deadline = 0.0
                     self.driver.send(Stopping())  # ranks may still have files to write, which takes a while
+                case SnapshotWanted():
+                    for rank in self._ranks:
+                        rank.want_snapshot()
                 case Hold():
                     self._is_held = message.on
                     for rank in self._ranks:

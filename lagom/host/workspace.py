@@ -33,6 +33,8 @@ class HostWorkspace:
     """Whether rank 0's files in ``cwd``, a folder of the run and not the driver's, have to be sent to the driver."""
     payload_fd: int
     sys_path: list[str]
+    packages: str = ""
+    """Folder with packages that the driver has sent, for those that are not installed here; "" without any."""
 
     @property
     def host(self) -> str:
@@ -69,9 +71,18 @@ def host_workspace(
         if scratch:
             cwd = host_dir / "files"
             cwd.mkdir(exist_ok=True)
-        sys_path = list(spec.sys_path) if driver_here else [str(_modules(spec, host_dir))]
+        sys_path = list(spec.sys_path) if driver_here else [str(_unpacked(spec.modules_zip, host_dir, "modules"))]
+        # By its name, the folder counts as installed: what lies there is not the user's own.
+        packages = str(_unpacked(spec.packages_zip, host_dir, "site-packages")) if spec.packages_zip else ""
         scratch = scratch and spec.plan.rehearsal is None  # a rehearsal discards its files
-        yield HostWorkspace(host_dir=host_dir, cwd=cwd, scratch=scratch, payload_fd=payload_fd, sys_path=sys_path)
+        yield HostWorkspace(
+            host_dir=host_dir,
+            cwd=cwd,
+            scratch=scratch,
+            payload_fd=payload_fd,
+            sys_path=sys_path,
+            packages=packages,
+        )
 
 
 def remove_leftovers() -> None:
@@ -214,12 +225,13 @@ def _take_snapshot(spec: RunSpec, host_dir: Path) -> None:
             os.replace(path + ".part", path)
 
 
-def _modules(spec: RunSpec, host_dir: Path) -> Path:
-    path = host_dir / "modules"
-    with open(host_dir / ".modules-lock", "w") as lock:
+def _unpacked(archive: bytes, host_dir: Path, name: str) -> Path:
+    """Return the folder ``name`` with the content of the zip ``archive``, which the host's first process unpacks."""
+    path = host_dir / name
+    with open(host_dir / f".{name}-lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not path.exists():
             path.mkdir()
-            if spec.modules_zip:
-                zipfile.ZipFile(io.BytesIO(spec.modules_zip)).extractall(path)
+            if archive:
+                zipfile.ZipFile(io.BytesIO(archive)).extractall(path)
     return path

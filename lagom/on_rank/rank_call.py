@@ -134,7 +134,8 @@ class RankCall:
         from lagom.program.failure_advice import advice  # imported for an error only
 
         plan = self.spec.plan
-        return advice(error, plan.packages, already_distributed=plan.already_distributed)
+        ships = plan.config.packages == "ship"
+        return advice(error, plan.packages, already_distributed=plan.already_distributed, ships=ships)
 
     def _load(self) -> Call:
         call: Call = unpack_file(self.rank_spec.payload_fd)

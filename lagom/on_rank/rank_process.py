@@ -66,7 +66,7 @@ def _detach(rank_spec: RankSpec, workspace: HostWorkspace, stdout: int, stderr: 
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(stdout, 1)
     os.dup2(stderr, 2)
-    own_fds = {rank_spec.control_fd, rank_spec.outcome_fd, rank_spec.store_fd, rank_spec.stacks_fd}
+    own_fds = {rank_spec.control_fd, rank_spec.outcome_fd, rank_spec.store_fd, rank_spec.stacks_fd, rank_spec.notice_fd}
     close_all_but({0, 1, 2, workspace.payload_fd, *own_fds})
     streams: dict[str, io.TextIOBase] = {"stdin": open(0, closefd=False)}  # noqa: SIM115
     for fd, name in ((1, "stdout"), (2, "stderr")):
@@ -143,6 +143,7 @@ def _adopt_driver_settings(spec: RunSpec, rank_spec: RankSpec, workspace: HostWo
     os.chdir(workspace.cwd)
     own = [sys.path[0]]  # the entry that has lagom; see Note [Worker reuse] in spark/spark_task.py
     sys.path[:] = own + [entry for entry in (*workspace.sys_path, *sys.path[1:]) if entry not in own]
+    sys.path += [workspace.packages] if workspace.packages else []
     importlib.invalidate_caches()
     sys.argv[:] = spec.argv
     sys.modules["__main__"] = types.ModuleType("__main__")

@@ -51,6 +51,8 @@ class RunHistory:
         self.failures: list[Failure] = []
         self.free_slots: Callable[[], int] = lambda: 0
         """Returns the number of slots for more ranks than the present attempt has."""
+        self.leave: Callable[[], bool] = lambda: False
+        """Ends the present attempt, after a snapshot; returns False if no ranks run."""
         self.loss: Loss | None = None
         """The loss with which the present attempt has ended; None if it goes on, or had another end."""
         self._changed = changed

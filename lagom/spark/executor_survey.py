@@ -15,19 +15,23 @@ from typing import Any
 
 from lagom.errors import PlanError
 from lagom.on_rank.network_interfaces import interface_of, own_address
+from lagom.program.missing_packages import is_importable
 
 _DIAL_S = 3.0
 _MAX_PEERS = 32
 """Most hosts that a task dials. With more hosts, each task dials different ones, so that each host is dialled."""
 
 
-def look_around(driver: tuple[str, int] | None, barrier: bool, env: Mapping[str, str]) -> Iterator[Any]:
+def look_around(
+    driver: tuple[str, int] | None, barrier: bool, env: Mapping[str, str], packages: Mapping[str, str]
+) -> Iterator[Any]:
     """Yield one row of ``SURVEY_SCHEMA`` (spark/spark_task.py) with the facts of this task, as JSON.
 
     Args:
         driver: the address on which the driver listens; None if it has no address.
         barrier: whether all tasks run at the same time, so that they can dial each other.
         env: the variables that the driver's program has set in its environment.
+        packages: the distributions of the packages to look for, by the names of their modules.
     """
     import pyarrow
     from pyspark import BarrierTaskContext, TaskContext
@@ -39,7 +43,10 @@ def look_around(driver: tuple[str, int] | None, barrier: bool, env: Mapping[str,
         "python": platform.python_version(),
         "executable": sys.executable,
         "torch": _version("torch"),
-        "numpy": _version("numpy"),
+        "packages": {
+            name: (_version(distribution) or "") if is_importable(name) else None
+            for name, distribution in packages.items()
+        },
     }
     if barrier:
         facts |= _reach(context, driver, env)

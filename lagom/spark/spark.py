@@ -9,7 +9,6 @@ import json
 import logging
 import os
 import platform
-import re
 import secrets
 import signal
 import ssl
@@ -27,12 +26,13 @@ from lagom.errors import LagomError, PlanError
 from lagom.plan import Plan
 from lagom.program import user_folder
 from lagom.program.payload import Parcel
+from lagom.program.shipped_packages import Shipment, ship_packages
 from lagom.program.signature import Call
 from lagom.program.sources import is_installed, lagom_zip, modules_zip
 from lagom.restart.history import RunHistory
 from lagom.restart.kept_snapshots import SnapshotPlace
 from lagom.spark import spark_task as task_module
-from lagom.spark.spark_failure import full_text, why_it_failed
+from lagom.spark.spark_failure import full_text, own_message, why_it_failed
 from lagom.spark.spark_job import SparkJob
 from lagom.spark.spark_master import check_packages, start_session
 from lagom.spark.spark_results import OutcomeCollector
@@ -271,7 +271,11 @@ class SparkPayload:
             modules: zip of the user's modules.
             facts: they say whether executors run on this machine, and so open the payload by its path, and whether
                 Spark can broadcast it.
+
+        Raises:
+            PlanError: if the packages that are to be sent are too large.
         """
+        shipment = ship_packages(plan.packages) if plan.config.packages == "ship" else Shipment()
         run_id = secrets.token_hex(8)
         here = f"/proc/{os.getpid()}/fd"
         os.pwrite(self._token, f"{run_id}\n{here}/{self.fd}\n".encode(), 0)
@@ -292,6 +296,8 @@ class SparkPayload:
             payload=_content(self.fd) if inline else None,
             payload_sha256="" if inline or has_way else digest_of(self.fd),
             modules_zip=modules,
+            packages_zip=shipment.archive,
+            shipped=shipment.distributions,
             address=address,
             secret=secret,
         )
@@ -349,8 +355,8 @@ def rows_of_failure(error: Exception, run: RunView) -> Sequence[Any]:
         return [{"rank": body["rank"], "name": "outcome", "part": 0, "data": data, "report": json.dumps(body)}]
     if run.failures():
         return []
-    if own := re.findall(r"^lagom\.[\w.]+: (.+)$", text, flags=re.MULTILINE):
-        raise LagomError(own[-1]) from error
+    if own := own_message(text):
+        raise LagomError(own) from error
     raise LagomError(f"Spark's job failed: {why_it_failed(error)}") from error
 
 

@@ -31,6 +31,12 @@ def why_it_failed(error: BaseException) -> str:
     return _reason(text)
 
 
+def own_message(text: str) -> str:
+    """Return the message of lagom's error on an executor in Spark's ``text``; "" if it has none."""
+    found = re.findall(r"^lagom\.[\w.]+: (.+)$", text, flags=re.MULTILINE)
+    return found[-1] if found else ""
+
+
 def missing_package_text(error: ImportError) -> str:
     """Return a text with the remedy for ``error``: this process lacks a package that PySpark needs."""
     said = str(error).strip().splitlines()[0]

@@ -30,7 +30,10 @@ def survey(facts: SparkFacts, plan: Plan, driver: tuple[str, int] | None) -> Seq
         LagomError: if the job fails, with Spark's text, or with the remedy if the cause is known.
     """
     group = f"lagom-survey-{secrets.token_hex(4)}"
-    function = task_by_value(task_module.spark_survey(lagom_zip(), driver, plan.barrier, changed_environment()))
+    packages = {package.name: package.distribution for package in plan.packages}
+    function = task_by_value(
+        task_module.spark_survey(lagom_zip(), driver, plan.barrier, changed_environment(), packages)
+    )
 
     def job() -> Sequence[Any]:
         facts.tag(group, f"lagom: a survey of {plan.num_slots} tasks")

@@ -41,11 +41,15 @@ def spark_task(code_zip: bytes, spec_pickle: bytes, payload: Any = None) -> Call
 
 
 def spark_survey(
-    code_zip: bytes, driver: tuple[str, int] | None, barrier: bool, env: dict[str, str]
+    code_zip: bytes,
+    driver: tuple[str, int] | None,
+    barrier: bool,
+    env: dict[str, str],
+    packages: dict[str, str],
 ) -> Callable[[Iterator[Any]], Iterator[Any]]:
     """Return a function for ``mapInArrow`` that yields facts about a task as rows of ``SURVEY_SCHEMA``.
 
-    ``driver``, ``barrier`` and ``env`` are those of ``look_around`` in spark/executor_survey.py.
+    ``driver``, ``barrier``, ``env`` and ``packages`` are those of ``look_around`` in spark/executor_survey.py.
     """
 
     def run(batches: Iterator[Any]) -> Iterator[Any]:
@@ -54,7 +58,7 @@ def spark_survey(
         with _sources(code_zip):
             from lagom.spark.executor_survey import look_around
 
-            rows = list(look_around(driver, barrier, env))
+            rows = list(look_around(driver, barrier, env, packages))
         yield from rows
 
     return run

@@ -16,6 +16,7 @@ from typing import Any
 
 from lagom.cluster import kind_of_device, other_devices
 from lagom.errors import LagomError, PlanError, RankError
+from lagom.program.missing_packages import missing_packages, missing_text
 from lagom.spark.executor_link import run_in_server, without_torch
 from lagom.spark.spark_state import SparkState
 from lagom.spark.task_host import ExecutorTask
@@ -34,7 +35,8 @@ def run_task(spec: RunSpec, payload: Any = None) -> Iterator[Any]:
         payload: Spark's broadcast of the payload; None if there is none.
 
     Raises:
-        PlanError: if this executor's Python, torch or GPUs do not fit, or Spark has started the task a second time.
+        PlanError: if this executor's Python, torch, packages or GPUs do not fit, or Spark has started the task a second
+            time.
         RuntimeError: with the first failure in its text, if this task has no link to the driver.
         RankError: if the process that held the ranks was killed, and had no link to the driver.
         LagomError: if this host cannot run ranks or trials; Spark starts a task of trials again, on another host if
@@ -124,8 +126,19 @@ def _check(spec: RunSpec, context: Any) -> None:
         )
     if importlib.util.find_spec("torch") is None:
         raise PlanError(without_torch("No module named 'torch'"))
+    _check_packages(spec)
     if context.attemptNumber() > 0 and not spec.plan.searches:
         raise PlanError("Spark started this task a second time; lagom begins a lost run again by itself, as a whole")
+
+
+def _check_packages(spec: RunSpec) -> None:
+    """Check that this executor has the packages without which no run can succeed; name all that it lacks.
+
+    The user's own modules, which are sent or lie in folders of the driver, are not among the packages.
+    """
+    missing = missing_packages(spec.plan.packages, spec.shipped)
+    if any(package.is_needed for package in missing):
+        raise PlanError(missing_text(missing, ships=spec.plan.config.packages == "ship"))
 
 
 def gpus_of_task(spec: RunSpec, context: Any) -> Sequence[str]:

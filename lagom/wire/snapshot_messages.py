@@ -8,6 +8,7 @@ SnapshotMarked  host     resume: Snapshots
 OutputMark      host     RunDisplay
 NoSnapshot      rank 0   RunDisplay; rehearsal: RehearsedSnapshot
 SnapshotKept    rank 0   RunView
+SnapshotWanted  driver   RankSupervisor
 ==============  =======  =============================================================
 
 ===============  =======  ==========
@@ -68,6 +69,13 @@ class SnapshotKept(Message, tag="snapshot"):
     """SHA-256 of the description, if rank 0 has written the files; "" if it has sent them."""
     sha256: list[str] = field(default_factory=list)
     """SHA-256 of state and description, if rank 0 has sent the files."""
+    is_wanted: bool = False
+    """Whether the driver has wanted this snapshot, since the run is about to end."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SnapshotWanted(Message, tag="snapshot wanted"):
+    """Rank 0 is to take a snapshot at the next batch: the run is about to be ended."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

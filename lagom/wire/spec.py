@@ -44,6 +44,10 @@ class RunSpec:
     """Digest of a payload that other hosts must fetch from the driver; else ""."""
     modules_zip: bytes = b""
     """Zip of the user's own modules, for hosts that do not see the driver's files."""
+    packages_zip: bytes = b""
+    """Zip of installed packages that hosts may lack."""
+    shipped: tuple[str, ...] = ()
+    """Names of the distributions in ``packages_zip``."""
     address: tuple[str, int] | None = None
     """Address on which the driver listens; None if hosts cannot reach it, and in a local run."""
     secret: bytes = field(default=b"", repr=False)
@@ -78,6 +82,8 @@ class RankSpec:
     payload_fd: int
     stacks_fd: int | None
     """File for the stacks of a stuck rank and of its child processes."""
+    notice_fd: int | None = None
+    """File with one byte, which changes when the driver wants a snapshot; None if the rank takes none."""
     host_dir: str
     """Folder that the ranks of this host share during the run."""
     threads: int

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from lagom.on_rank.rank_process import die_with
+from tests.installed import install
 from tests.integration import hosts
 
 _START_S = 120.0
@@ -114,6 +115,34 @@ def dynamic() -> Iterator[Any]:
     conf = {"enabled": "true", "shuffleTracking.enabled": "true", "maxExecutors": "2", "initialExecutors": "0"}
     with standalone({f"spark.dynamicAllocation.{key}": value for key, value in conf.items()}) as spark:
         yield spark
+
+
+@contextmanager
+def elastic() -> Iterator[Any]:
+    """Executors that come and go with demand, without a limit in Spark, and that leave after two idle seconds."""
+    conf = {"enabled": "true", "shuffleTracking.enabled": "true", "initialExecutors": "0", "executorIdleTimeout": "2s"}
+    with standalone({f"spark.dynamicAllocation.{key}": value for key, value in conf.items()}) as spark:
+        yield spark
+
+
+@contextmanager
+def packed() -> Iterator[Any]:
+    """Two executors that run the Python of an archive of ``lagom pack``, which has a package "packed" of its own."""
+    with tempfile.TemporaryDirectory(prefix="lagom-packed-") as folder, bare_python(torch=False) as python:
+        (packages,) = python.parents[1].glob("lib/python*/site-packages")
+        main = Path(sysconfig.get_paths()["purelib"])
+        for path in main.iterdir():  # by links, which the archive keeps: torch is large
+            if not path.name.startswith("lagom") and path.suffix != ".pth" and not (packages / path.name).exists():
+                (packages / path.name).symlink_to(path)
+        install(packages, "packed", "1.0", {"packed.py": "x = 11"})
+        archive, root = Path(folder, "env.tar.gz"), Path(__file__).parents[2]
+        command = [str(python), "-m", "lagom", "pack", "-o", str(archive)]
+        env = {"PYTHONPATH": str(root), "PATH": os.environ["PATH"]}
+        text = subprocess.run(command, check=True, capture_output=True, text=True, env=env, cwd="/").stdout
+        found = dict(re.findall(r"^  (\S+)  (\S+)$", text, re.MULTILINE))
+        conf = {"spark.archives": found["spark.archives"]}
+        with session("local-cluster[2,1,1024]", found["PYSPARK_PYTHON"], conf) as spark:
+            yield spark
 
 
 @contextmanager
@@ -248,7 +277,9 @@ KINDS: Mapping[str, Callable[[], contextlib.AbstractContextManager[Any]]] = {
     "unplugged": foreign,
     "foreign-encrypted": lambda: foreign(_ENCRYPTION),
     "dynamic": dynamic,
+    "elastic": elastic,
     "gpus": with_gpus,
+    "packed": packed,
 }
 """Kinds of Spark, by the parameter of a test.
 

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import os
-import platform
 import signal
 import sys
 import threading
 import time
-import traceback
 from pathlib import Path
 from typing import Any
 
@@ -128,32 +126,6 @@ def test_lagom_travels_to_executors_that_have_none(spark: Any, monkeypatch: pyte
         monkeypatch.setattr(spark.sparkContext, "pythonExec", str(python))
         found = programs.run(where, 2).per_rank
     assert all(prefix != sys.prefix and "/code-" in path for prefix, path in found)
-
-
-@pytest.mark.skipif(sys.version_info < (3, 11), reason="Python 3.10 has no notes below an error")
-@pytest.mark.parametrize("spark", ["local[2]", "standalone"], indirect=True, scope="session")
-def test_all_packages_that_an_executor_lacks_are_named_at_once(
-    spark: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    folder = tmp_path / "site-packages"
-    for name in ("lacking_a", "lacking_b"):
-        (folder / name).mkdir(parents=True)
-        (folder / name / "__init__.py").touch()
-    monkeypatch.syspath_prepend(str(folder))
-
-    def train() -> None:
-        import lacking_a  # type: ignore[import-not-found]  # noqa: F401
-        import lacking_b.part  # type: ignore[import-not-found]  # noqa: F401
-
-    with clusters.bare_python() as python:
-        monkeypatch.setattr(spark.sparkContext, "pythonExec", str(python))
-        with pytest.raises(ModuleNotFoundError) as caught:
-            programs.run(train, 2)
-    assert str(caught.value) == "No module named 'lacking_a'"
-    assert "".join(traceback.format_exception(caught.value)).rstrip().splitlines()[-1] == (
-        f"lagom: {platform.node()} lacks lacking_a and lacking_b in its Python, {python}, and the driver has them: "
-        "install them there"
-    )
 
 
 @on("local[2]")

@@ -14,7 +14,8 @@ import pytest
 
 from lagom import experiment
 from lagom.config import TorchDistributedConfig
-from lagom.program.failure_advice import advice, imported_packages
+from lagom.plan import Package
+from lagom.program.failure_advice import advice
 
 pytestmark = pytest.mark.skipif(sys.version_info < (3, 11), reason="Python 3.10 has no notes below an error")
 
@@ -69,8 +70,8 @@ def test_half_ported_code_gets_its_own_error_and_one_line(function: Callable[[],
 def test_other_errors_get_no_line() -> None:
     settings: dict[str, int] = {}
     for function in (lambda: settings["RANK"], lambda: os.environ["MY_RANK"], lambda: int("x"), lambda: next(iter(()))):
-        assert advice(raised(function), ("torch",)) == ""
-    assert advice(raised(lambda: __import__("no_such_package")), ("torch",)) == ""
+        assert advice(raised(function), [Package(name="torch")]) == ""
+    assert advice(raised(lambda: __import__("no_such_package")), [Package(name="torch")]) == ""
 
 
 def test_all_packages_that_a_rank_lacks_are_named_at_once(
@@ -89,11 +90,11 @@ def test_all_packages_that_a_rank_lacks_are_named_at_once(
         import lacking_a  # type: ignore[import-not-found]  # noqa: F401
         import lacking_b.part  # type: ignore[import-not-found]  # noqa: F401
 
-    assert imported_packages(train) == ("lacking_a", "lacking_b")
     config = TorchDistributedConfig(launcher="local", world_size=2, run_dir=None, hparams={"place": str(folder)})
     found = raised(lambda: experiment.lagom(train, config))
     assert (type(found), str(found)) == (ModuleNotFoundError, "No module named 'lacking_a'")
     assert "".join(traceback.format_exception(found)).rstrip().splitlines()[-1] == (
         f"lagom: {platform.node()} lacks lacking_a and lacking_b in its Python, {sys.executable}, and the driver has "
-        "them: install them there"
+        "them: install them there; or send the driver's environment ('lagom pack' makes the archive and prints Spark's "
+        "settings); or, for packages without compiled parts, set packages='ship'"
     )

@@ -22,6 +22,7 @@ class Compat(Extension):
     """Programs that were written for other projects."""
 
     name = "compat"
+    served_packages = ("horovod", "maggy", "petastorm", "sparkdl")
 
     def is_wanted(self, plan: Plan) -> bool:
         """Return True: only the program's imports show what it was written for."""

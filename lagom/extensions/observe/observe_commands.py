@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from lagom.cli import run_script, start_session
+from lagom.cli import read_script, run_script, start_session
 from lagom.cli_options import add_place, add_run_options, add_script
 from lagom.config import TorchDistributedConfig
 from lagom.config.torch_distributed import Launcher
@@ -18,10 +18,19 @@ from lagom.watch.runs import open_run
 def add_observe_commands(commands: Any) -> None:
     """Add the commands that look at runs, or at the cluster."""
     _add_debug(commands)
-    text = "Look around on every rank: versions, GPUs, memory, exchanges, addresses; say what is wrong and what to do."
+    text = (
+        "Look around on every rank: versions, packages, GPUs, memory, exchanges, addresses; say what is wrong and what "
+        "to do."
+    )
     doctor = commands.add_parser("doctor", help="check whether runs will work", description=text)
     doctor.set_defaults(command=_doctor)
     add_place(doctor, "number of ranks; one per core or slot if not given")
+    doctor.add_argument(
+        "script",
+        nargs="?",
+        metavar="SCRIPT",
+        help="script or notebook whose packages the executors must have; it is not run",
+    )
     doctor.add_argument("--json", action="store_true", help="print JSON")
     named = "its folder, or a part of its name that no other run has"
     report = commands.add_parser(
@@ -63,7 +72,7 @@ def _doctor(args: argparse.Namespace) -> int:
     try:
         if launcher == "spark":
             start_session(args.master, args.n)
-        found = visit(config)
+        found = visit(config, read_script([args.script]) if args.script else None)
     except LagomError as error:
         found = [Finding("fail", "cluster", str(error))]
     print(as_json(found) if args.json else print_findings(found))

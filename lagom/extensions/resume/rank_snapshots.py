@@ -35,6 +35,7 @@ def snapshots_on_rank(session: Session) -> Iterator[None]:
             rank_call.own_classes,
             growing_lengths,
             SETTINGS,
+            rank_spec.notice_fd,
         )
         join_events(session, snapshots)
     yield

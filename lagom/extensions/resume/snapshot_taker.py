@@ -61,6 +61,7 @@ class Snapshots:
         own_classes: classes that came with the call, with the sender's ids for them.
         lengths: flushes the files that the program goes on writing, and returns their lengths by path.
         settings: two functions; the first returns the settings of libraries, the second sets them.
+        notice_fd: file whose first byte changes when a snapshot is wanted at the next batch.
     """
 
     def __init__(
@@ -73,12 +74,17 @@ class Snapshots:
         own_classes: Mapping[type, str],
         lengths: Callable[[], dict[str, int]],
         settings: tuple[Callable[[], Any], Callable[[Any], None]],
+        notice_fd: int | None = None,
     ) -> None:
         self._session, self._files, self._tell, self._ask = session, files, tell, ask
         self.program = ProgramInProgress(session, own_classes, settings)
         self._memory = CallMemory(payload_fd, files.open_call)
         self._lengths = lengths
         self._pace = SnapshotPace(session.config.snapshot_every_s or 0.0)
+        self._wanted = mmap.mmap(notice_fd, 1, prot=mmap.PROT_READ) if notice_fd is not None else b"\0"
+        self._num_wanted = 0
+        self._is_wanted = False
+        """Whether the driver waits for the snapshot that is to be taken next, or is being written."""
         self._number = files.last_number
         self._facts: dict[str, Any] = {}
         """The description of the snapshot that is being written."""
@@ -124,7 +130,12 @@ class Snapshots:
 
         Called before ``iterator``, of a loader, gives the program a batch.
         """
-        if self._session.rank != 0 or time.perf_counter() < self._pace.next_at:
+        if self._session.rank != 0:
+            return
+        if self._wanted[0] != self._num_wanted and self._child is None:
+            self._num_wanted, self._is_wanted, self._refused = self._wanted[0], True, None
+            self._pace.next_at = 0.0
+        if time.perf_counter() < self._pace.next_at:
             return
         if self._child is not None:
             self._look()
@@ -255,7 +266,8 @@ class Snapshots:
             self._refused = self._asked if answer.get("in_pass") else None
             self._put_off(answer["why"])
             return
-        self._tell(SnapshotKept(place=self._facts["place"], at=self._facts["at"], **answer))
+        self._tell(SnapshotKept(place=self._facts["place"], at=self._facts["at"], is_wanted=self._is_wanted, **answer))
+        self._is_wanted = False
         self._pace.written(used_s)
 
     def _device(self) -> dict[str, Any] | None:

@@ -124,16 +124,22 @@ class TrialLoop:
             slots.serve(self._take, _TICK_S)
 
     def _fill(self) -> None:
-        """Start a trial on each free slot: one that a lost slot has left, or the source's next one."""
+        """Start a trial on each free slot: one that a lost slot has left, or the source's next one.
+
+        Release free slots for which no trial is left.
+        """
         if not self._joined or not self._may_begin():
             return
-        for number, slot in self._joined.items():
+        for number, slot in list(self._joined.items()):
             if slot.running is not None:
                 continue
             spec = self._again.pop(0) if self._again else self._source.ask()
-            if spec is None:
-                return
-            self._start(number, slot, spec)
+            if spec is not None:
+                self._start(number, slot, spec)
+            elif not self._source.finished:
+                return  # the next trial depends on those that run
+            elif self._is_running() and self._slots.release(number):
+                del self._joined[number]
 
     def _may_begin(self) -> bool:
         now = time.monotonic()

@@ -378,6 +378,9 @@ class OneSlot:
     def serve(self, take: Callable[[int, Message | LocalEvent], None], timeout_s: float) -> None:
         take(0, self._waiting.pop(0))
 
+    def release(self, slot: int) -> bool:
+        return False
+
     def over(self) -> None:
         pass
 
@@ -425,3 +428,40 @@ def test_a_metric_that_is_no_number_is_not_a_trial_that_has_completed(tmp_path: 
     source = ListSource([{"returned": math.nan}, {"returned": "low"}])
     with pytest.raises(MetricError, match="'low'"):
         run(lambda returned: returned, source, tmp_path, launcher="inline", slots=1)
+
+
+class ReleasedSlots(OneSlot):
+    """Two slots, the second of which is lost with its first trial once the first slot is released, and joins again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._events: list[tuple[int, Message | LocalEvent]] = [(slot, slot_join(slot, host="a")) for slot in range(2)]
+        self.released: list[int] = []
+        self._is_lost = False
+        self._num_served = 0
+
+    def serve(self, take: Callable[[int, Message | LocalEvent], None], timeout_s: float) -> None:
+        self._num_served += 1
+        assert self._num_served < 100, "no slot is released"
+        if self.released and not self._is_lost:
+            self._is_lost = True
+            self._events += [(1, Closed()), (2, slot_join(2, host="a"))]
+        for slot, message in self._events[:1]:
+            del self._events[0]
+            take(slot, message)
+
+    def send(self, slot: int, message: Message) -> None:
+        if isinstance(message, RunTrial) and slot != 1:
+            self._events.append((slot, ENDED))
+
+    def release(self, slot: int) -> bool:
+        self.released.append(slot)
+        return True
+
+
+def test_an_idle_slot_is_released_once_no_trial_is_left(tmp_path: Path) -> None:
+    source, slots = ListSource([{}] * 3), ReleasedSlots()
+    of_trial = plan(TorchDistributedConfig(world_size=1), Cluster(launcher="spark", slots=2))
+    TrialLoop(source, of_trial, "loss", None, tmp_path / "trials", num_slots=2).run(slots)
+    assert slots.released == [0]
+    assert {number: outcome.state for number, outcome in source.outcomes.items()} == dict.fromkeys(range(3), "complete")

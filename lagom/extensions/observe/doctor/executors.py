@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from lagom.extensions.observe.doctor.findings import Finding
+from lagom.plan import Package
+from lagom.program.missing_packages import remedy
 
 APART = (
     "ranks connect to each other at ports that the system chooses: let executors reach each other at all ports; where "
@@ -17,9 +19,57 @@ _INSTALL = (
 _SHOWN = 4
 
 
-def executor_findings(tasks: Sequence[Mapping[str, Any]]) -> list[Finding]:
-    """Return the findings for the facts of ``tasks``. If a finding has the level "fail", no run can start."""
-    return [_pythons(tasks), *(found for check in (_torch, _addresses, _reach) if (found := check(tasks)) is not None)]
+def executor_findings(tasks: Sequence[Mapping[str, Any]], packages: Sequence[Package] = ()) -> list[Finding]:
+    """Return the findings for the facts of ``tasks``. If a finding has the level "fail", no run can start.
+
+    Args:
+        packages: the packages of this process that the program imports.
+    """
+    checks = (_torch, _addresses, _reach)
+    found = [_pythons(tasks), *(found for check in checks if (found := check(tasks)) is not None)]
+    return [*found, *package_findings(tasks, [package for package in packages if package.name != "torch"])]
+
+
+def package_findings(tasks: Sequence[Mapping[str, Any]], packages: Sequence[Package]) -> list[Finding]:
+    """Return the findings about the program's packages: those that executors lack, and other versions."""
+    found = [_missing(tasks, packages, is_needed=True), _missing(tasks, packages, is_needed=False)]
+    others = [text for package in packages if (text := _other_versions(tasks, package))]
+    if others:
+        how = "install the driver's versions there, or run 'lagom pack' and use its archive"
+        found.append(Finding("warn", "packages", "; ".join(others), how))
+    findings = [one for one in found if one is not None]
+    if packages and not findings:
+        same = f"{', '.join(map(str, packages))}: the same on all executors"
+        findings.append(Finding("pass", "packages", same))
+    return findings
+
+
+def _missing(tasks: Sequence[Mapping[str, Any]], packages: Sequence[Package], *, is_needed: bool) -> Finding | None:
+    """Return a failure with the needed packages that executors lack, or a warning with the others; None if none."""
+    missing = {
+        package: hosts
+        for package in packages
+        if package.is_needed == is_needed and (hosts := _hosts(tasks, package, None))
+    }
+    if not missing:
+        return None
+    told = "; ".join(f"{package} is not on {_few(hosts)}" for package, hosts in missing.items())
+    if is_needed:
+        return Finding("fail", "packages", told, remedy(list(missing)))
+    return Finding("warn", "packages", f"{told}: for code that imports it", remedy(list(missing)))
+
+
+def _other_versions(tasks: Sequence[Mapping[str, Any]], package: Package) -> str:
+    """Return the versions of ``package`` on executors that have another one than the driver; "" without any."""
+    versions = {one["packages"][package.name] for one in tasks} - {None, "", package.version}
+    if not package.version or not versions:
+        return ""
+    told = ", ".join(f"{version} on {_few(_hosts(tasks, package, version))}" for version in sorted(versions))
+    return f"{package} on the driver, {told}"
+
+
+def _hosts(tasks: Sequence[Mapping[str, Any]], package: Package, version: str | None) -> list[str]:
+    return list(dict.fromkeys(one["host"] for one in tasks if one["packages"][package.name] == version))
 
 
 def _pythons(tasks: Sequence[Mapping[str, Any]]) -> Finding:

@@ -7,28 +7,37 @@ import json
 import platform
 import shutil
 import socket
+import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
+from types import FunctionType, ModuleType
 from typing import Any
 
 import lagom
+from lagom.cluster import Cluster
 from lagom.config import TorchDistributedConfig
 from lagom.driver.failure import raise_failure
+from lagom.driver.preparation import packages_of, provided_arguments
 from lagom.errors import CollectiveError, LagomError
 from lagom.extensions.observe.doctor.examination import examine
 from lagom.extensions.observe.doctor.executors import APART, executor_findings
 from lagom.extensions.observe.doctor.findings import Finding, findings
 from lagom.launch import choose
-from lagom.plan import plan
+from lagom.plan import Package, plan
 from lagom.program.signature import Call
+from lagom.program.sources import is_foreign
 from lagom.spark.spark_master import check_packages
 
 _MARKS = {"pass": "pass", "warn": "WARN", "fail": "FAIL"}
 
 
-def visit(config: TorchDistributedConfig) -> list[Finding]:
+def visit(config: TorchDistributedConfig, train: Callable[..., Any] | None = None) -> list[Finding]:
     """Start a run with ``config`` whose ranks examine their hosts, and return the findings.
+
+    Also compare the packages that ``train`` and the config's arguments import, or without ``train`` those that the
+    program's main module and its functions use, with those of Spark's executors.
 
     On Spark, a survey of the executors comes first; if the survey fails, there is no run. Errors of the survey and the
     run become findings too; none are raised.
@@ -36,7 +45,8 @@ def visit(config: TorchDistributedConfig) -> list[Finding]:
     found = [check_this_process(config.launcher)]
     try:
         launcher = choose(config.launcher)
-        the_plan = plan(config, launcher.cluster(), "doctor")
+        cluster = launcher.cluster()
+        the_plan = plan(config, cluster, "doctor", packages=_packages(config, train, cluster))
         where = f"{launcher.where()}, {the_plan.world_size} ranks"
     except Exception as error:
         return [*found, Finding("fail", "cluster", f"{type(error).__name__}: {error}", "see the message")]
@@ -45,11 +55,12 @@ def visit(config: TorchDistributedConfig) -> list[Finding]:
         with _listening(launcher) as address:
             provided = {"hparams": {"address": address}}
             if hasattr(launcher, "survey"):
-                found += executor_findings(launcher.survey(the_plan, address))
+                found += executor_findings(launcher.survey(the_plan, address), the_plan.packages)
                 if any(one.level == "fail" for one in found):
                     return found  # a run would fail later, for the same reason
             start = time.monotonic()
-            outcomes = launcher.run(the_plan, Call(function=examine, provided=provided))
+            # What the program needs is found already, and the ranks do not run it.
+            outcomes = launcher.run(replace(the_plan, packages=()), Call(function=examine, provided=provided))
             seconds = time.monotonic() - start
             raise_failure(outcomes)
     except CollectiveError as error:
@@ -61,6 +72,19 @@ def visit(config: TorchDistributedConfig) -> list[Finding]:
         remedy = "runs work, and show nothing until they end"
         found.append(Finding("warn", "driver", "this session knows no address of it (Spark Connect)", remedy))
     return found
+
+
+def _packages(
+    config: TorchDistributedConfig, train: Callable[..., Any] | None, cluster: Cluster
+) -> tuple[Package, ...]:
+    """Return the packages of the program; without ``train``, those of the main module, none of which is needed."""
+    provided = provided_arguments(config)
+    if train is not None:
+        return packages_of([train], provided, cluster)
+    used = [each for each in vars(sys.modules["__main__"]).values() if isinstance(each, (ModuleType, FunctionType))]
+    own = [each for each in used if isinstance(each, ModuleType) or not is_foreign(each)]
+    found = packages_of(own, provided, cluster)
+    return tuple(replace(package, is_needed=False) for package in found)
 
 
 def print_findings(found: Sequence[Finding]) -> str:

@@ -18,9 +18,12 @@ log = logging.getLogger("lagom")
 def num_slots(plan: Plan, cluster: Cluster, wanted: int | None, num_trials: int | None) -> int:
     """Return how many trials of ``plan`` run at a time: ``wanted``, or as many as the cluster has room for.
 
-    At most ``num_trials`` run at a time. ``wanted`` may exceed the room only on CPUs of this machine.
+    At most ``num_trials`` run at a time. ``wanted`` may exceed the room only on CPUs of this machine, and where Spark
+    allocates executors without a limit: it then allocates some for each trial.
     """
     room = max(1, cluster.slots // plan.num_slots if cluster.launcher != "local" else cluster.slots // plan.world_size)
+    if cluster.launcher == "spark" and cluster.oversubscribe:
+        room = max(room, wanted or num_trials or room)
     found = min(wanted or room, num_trials or wanted or room)
     if found > room and (cluster.launcher != "local" or plan.gpu):
         log.warning("num_slots is %d, and there is room for %d trials of %d ranks", found, room, plan.world_size)

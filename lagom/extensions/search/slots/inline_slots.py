@@ -75,6 +75,10 @@ class InlineSlots:
             else:
                 take(0, message)
 
+    def release(self, slot: int) -> bool:
+        """Return False: nobody else can use this process."""
+        return False
+
     def over(self) -> None:
         """Do nothing: no trial is left."""
 

@@ -18,7 +18,7 @@ from lagom.program.signature import Call
 from lagom.program.sources import modules_zip
 from lagom.spark import spark_task as task_module
 from lagom.spark.spark import SparkPayload, encryption, plain_interrupt, task_of
-from lagom.spark.spark_failure import why_it_failed
+from lagom.spark.spark_failure import full_text, own_message, why_it_failed
 from lagom.spark.spark_job import SparkJob
 from lagom.spark.spark_session import SparkFacts
 from lagom.wire.messages import Closed, JobOver, LocalEvent, Message, Stop
@@ -48,6 +48,8 @@ class SparkSlots(SlotChannel):
         self._begun: set[int] = set()
         self._leaders: dict[int, list[int]] = {}
         """All tasks of each slot, by its first task."""
+        self._released: set[int] = set()
+        """Tasks that are told to end, as no trial is left for them."""
         self._group = f"lagom-{secrets.token_hex(8)}"
         self._job: SparkJob | None = None
 
@@ -80,6 +82,20 @@ class SparkSlots(SlotChannel):
         self.over(_END_S if any(exc) or len(self._begun) < self._num_tasks else _CALM_S)
         self._stack.close()
 
+    def release(self, slot: int) -> bool:
+        """End the tasks of ``slot`` if Spark can then remove their executors, and those that wait to form a slot.
+
+        See Note [Executors of a search].
+        """
+        if not self._facts.dynamic:
+            return False
+        del self._leaders[slot]
+        of_others = {task for tasks in self._leaders.values() for task in tasks}
+        for task in self._joined.keys() - of_others - self._released:
+            self._released.add(task)
+            self.channel.send(task, SearchOver())
+        return True
+
     def serve(self, take: Callable[[int, Message | LocalEvent], None], timeout_s: float) -> None:
         """See ``TrialSlots.serve``."""
         event = self._next(timeout_s)
@@ -91,7 +107,8 @@ class SparkSlots(SlotChannel):
             try:
                 self._job.result()
             except Exception as error:
-                raise LagomError(f"Spark's job failed: {why_it_failed(error)}") from error
+                own = own_message(full_text(error))
+                raise LagomError(own or f"Spark's job failed: {why_it_failed(error)}") from error
             raise LagomError("Spark's job ended before the search did")
         if isinstance(message, SlotJoin):
             self._joined[slot] = message
@@ -141,7 +158,7 @@ class SparkSlots(SlotChannel):
         Raises:
             PlanError: if all tasks have joined, and no host has enough of them for a trial.
         """
-        taken = {task for tasks in self._leaders.values() for task in tasks}
+        taken = {task for tasks in self._leaders.values() for task in tasks} | self._released
         spare = [task for task, join in self._joined.items() if join.host == host and task not in taken]
         width = self._plan.num_slots
         if len(spare) >= width:
@@ -149,10 +166,22 @@ class SparkSlots(SlotChannel):
             self._leaders[leader] = tasks
             gpus = [gpu for task in tasks for gpu in self._joined[task].gpus]
             return SlotEvent(leader, dataclasses.replace(self._joined[leader], gpus=gpus[: self._plan.world_size]))
-        if len(self._joined) == self._num_tasks and not self._leaders:
+        if len(self._joined) == self._num_tasks and not self._leaders and not self._released:
             most = max(Counter(join.host for join in self._joined.values()).values())
             raise PlanError(
                 f"a trial has {self._plan.world_size} ranks and needs {width} task slots of one host, and no host has "
                 f"more than {most}; set ranks_per_trial={most * self._plan.ranks_per_slot}"
             )
         return None
+
+
+# Note [Executors of a search]
+#
+# With dynamic allocation, Spark itself requests executors for tasks that wait, and removes those that run none for
+# spark.dynamicAllocation.executorIdleTimeout (60 s). Its allocation manager sets the number of executors anew several
+# times a second, so requests by SparkContext.requestTotalExecutors would be undone. So a search shows Spark what it
+# needs by its tasks: one for each slot, as many slots as trials, up to spark.dynamicAllocation.maxExecutors. A slot
+# keeps its task, and so its executor, from trial to trial. When no trial is left for an idle slot, its task ends
+# (`release`), and Spark can give the executor to another application while the last trials still run. Tasks that still
+# wait then run on the released slots, and end at once. If the slot of a running trial is lost after that, Spark starts
+# its task again. Without dynamic allocation executors stay with the application, and slots are kept for lost trials.

@@ -45,6 +45,12 @@ class TrialSlots(Protocol):
             LagomError: if no slot is left, and none will come.
         """
 
+    def release(self, slot: int) -> bool:
+        """Give an idle slot back to the cluster, since no trial is left for it; its ``Closed`` may still follow.
+
+        Return False if the slot stays, as no other application could use it.
+        """
+
     def over(self) -> None:
         """Tell all slots that the search is over, and wait a little for them to end."""
 
@@ -83,6 +89,10 @@ class SlotChannel:
     def send(self, slot: int, message: Message) -> None:
         """Send ``message`` to a slot."""
         self.channel.send(slot, message)
+
+    def release(self, slot: int) -> bool:
+        """Return False; see ``TrialSlots.release``."""
+        return False
 
     def _next(self, timeout_s: float) -> SlotEvent | None:
         with contextlib.suppress(queue.Empty):

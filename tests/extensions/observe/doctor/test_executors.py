@@ -6,6 +6,7 @@ import socket
 from typing import Any
 
 from lagom.extensions.observe.doctor.executors import executor_findings
+from lagom.plan import Package
 from lagom.spark.executor_survey import dial_all, peers_to_dial
 
 
@@ -77,3 +78,38 @@ def test_what_does_not_answer_is_told_with_the_reason() -> None:
         closed.close()
         peers = [{"host": "here", "address": address}, {"host": "gone", "address": gone}]
         assert dial_all(peers) == [{"host": "gone", "address": f"127.0.0.1:{gone[1]}", "why": "connection refused"}]
+
+
+PACKAGES = [
+    Package(name="sklearn", distribution="scikit-learn", version="1.5.2", is_needed=True),
+    Package(name="numpy", distribution="numpy", version="2.4.6", is_needed=True),
+    Package(name="yaml", distribution="PyYAML", version="6.0"),
+    Package(name="own_name"),
+]
+
+
+def packages(**found: str | None) -> dict[str, Any]:
+    return {"packages": {"sklearn": "1.5.2", "numpy": "2.4.6", "yaml": "6.0", "own_name": ""} | found}
+
+
+def test_the_programs_packages_are_compared_with_the_drivers() -> None:
+    found = executor_findings([task(0, **packages()), task(1, "b", **packages())], PACKAGES)[1:]
+    assert [(one.level, one.found) for one in found] == [
+        ("pass", "scikit-learn 1.5.2 (sklearn), numpy 2.4.6, PyYAML 6.0 (yaml), own_name: the same on all executors")
+    ]
+    others = packages(numpy="1.26.4", yaml="5.4")
+    (found_one,) = executor_findings([task(0, **packages()), task(1, "b", **others)], PACKAGES)[1:]
+    assert (found_one.level, found_one.what) == ("warn", "packages")
+    assert found_one.found == "numpy 2.4.6 on the driver, 1.26.4 on b; PyYAML 6.0 (yaml) on the driver, 5.4 on b"
+    assert "lagom pack" in found_one.remedy
+
+
+def test_packages_that_executors_lack_fail_if_they_are_needed() -> None:
+    lacking = packages(sklearn=None, own_name=None, numpy=None)
+    failed, warned = executor_findings([task(0, **lacking), task(1, "b", **packages(numpy=None))], PACKAGES)[1:]
+    assert (failed.level, failed.found) == (
+        "fail",
+        "scikit-learn 1.5.2 (sklearn) is not on a; numpy 2.4.6 is not on a, b",
+    )
+    assert failed.remedy.startswith("install them there; or send the driver's environment ('lagom pack'")
+    assert (warned.level, warned.found) == ("warn", "own_name is not on a: for code that imports it")

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import json
+import platform
 import subprocess
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from lagom import cli
 from lagom.config import TorchDistributedConfig
 from lagom.extensions.observe.doctor.findings import Finding
 from lagom.extensions.observe.doctor.visit import print_findings, visit
+from tests.installed import install
+from tests.integration import clusters
 
 
 def on(*kinds: str) -> pytest.MarkDecorator:
@@ -32,6 +38,27 @@ def test_a_cluster_in_order_passes(spark: Any) -> None:
     assert found["executors"].found.startswith("2 tasks on 1 host: Python 3.")
     assert found["launch"].found.startswith("2 ranks ran and came back in")
     assert found["driver"].found == "all ranks reach it"
+
+
+@on("local[2]")
+def test_the_packages_that_a_script_imports_are_looked_for_on_executors(
+    spark: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    install(tmp_path / "site-packages", "lacking-a", "1.5", {"lacking_a.py": ""})
+    install(tmp_path / "site-packages", "newer-b", "2.0", {"newer_b.py": ""})
+    (tmp_path / "train.py").write_text("import lacking_a, newer_b, numpy\nraise SystemExit('it ran')\n")
+    monkeypatch.syspath_prepend(str(tmp_path / "site-packages"))
+    with clusters.bare_python() as python:
+        (there,) = python.parents[1].glob("lib/python*/site-packages")
+        install(there, "newer-b", "1.0", {"newer_b.py": ""})
+        monkeypatch.setattr(spark.sparkContext, "pythonExec", str(python))
+        monkeypatch.setattr("lagom.extensions.observe.observe_commands.start_session", lambda *_: spark)
+        assert cli.main(["doctor", "--master", "local[2]", "-n", "2", "--json", str(tmp_path / "train.py")]) == 1
+    found = [one for one in json.loads(capsys.readouterr().out) if one["what"] == "packages"]
+    assert [(one["level"], one["found"]) for one in found] == [
+        ("fail", f"lacking-a 1.5 is not on {platform.node()}"),
+        ("warn", f"newer-b 2.0 on the driver, 1.0 on {platform.node()}"),
+    ]
 
 
 @pytest.mark.soak  # a minute of time limits

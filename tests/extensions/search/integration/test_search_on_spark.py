@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -213,3 +214,41 @@ def trials_of(folder: Path) -> list[Any]:
 
     storage = JournalStorage(JournalFileBackend(str(folder / "study.journal")))
     return storage.get_all_trials(storage.get_all_studies()[0]._study_id)
+
+
+@pytest.mark.soak  # tests/extensions/search/slots and test_trial_loop.py have the parts by default
+@pytest.mark.parametrize("spark", ["elastic"], indirect=True, scope="session")
+def test_a_search_has_spark_allocate_executors_and_gives_them_back_before_its_last_trial_ends(
+    spark: Any, tmp_path: Path
+) -> None:
+    executors = spark.sparkContext._jsc.sc().getExecutorIds
+    seen, over = set[int](), threading.Event()
+    final, given_back = tmp_path / "final", tmp_path / "given back"
+
+    def look() -> None:
+        while not over.wait(0.1):
+            seen.add(now := executors().size())
+            if final.exists() and 2 in seen and now < 2:
+                given_back.touch()
+
+    def train(width: int, folder: str) -> float:
+        if width == 6:
+            os.system(f"touch '{folder}/final'")  # by another program, on the real disk
+            deadline = time.monotonic() + 100
+            while not Path(folder, "given back").exists():
+                assert time.monotonic() < deadline, "both executors are still there"
+                time.sleep(0.1)
+        else:
+            time.sleep(3)
+        return float(width)
+
+    watcher = threading.Thread(target=look)
+    watcher.start()
+    try:
+        result = search(train, tmp_path, hparams={"folder": str(tmp_path)})
+    finally:
+        over.set()
+        watcher.join()
+    assert values(result) == {width: float(width) for width in range(1, 7)}
+    assert 2 in seen
+    assert max(seen) == 2

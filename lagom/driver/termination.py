@@ -1,0 +1,64 @@
+"""``softly_terminated``: lets SIGTERM end a run as Ctrl-C does, after a last snapshot. See Note [Termination]."""
+
+from __future__ import annotations
+
+import os
+import queue
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from lagom.errors import Terminated
+
+
+@contextmanager
+def softly_terminated(leave: Callable[[], bool]) -> Iterator[None]:
+    """Context manager of a run that SIGTERM ends; outside the main thread, or if the program handles it, do nothing.
+
+    Args:
+        leave: ends the ranks, after a snapshot; returns False if there are none. Called in another thread.
+
+    Raises:
+        Terminated: when the context ends after a SIGTERM; at once at a second one, or if there are no ranks.
+    """
+    is_main = threading.current_thread() is threading.main_thread()
+    if not is_main or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+        yield
+        return
+    told: queue.SimpleQueue[bool] = queue.SimpleQueue()  # a signal handler may put into it at any moment
+    is_told = False
+
+    def wait() -> None:
+        if told.get() and not leave():
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    def handle(*_: Any) -> None:
+        nonlocal is_told
+        if is_told:
+            raise Terminated
+        is_told = True
+        told.put(True)
+
+    thread = threading.Thread(target=wait, name="lagom-leave", daemon=True)
+    thread.start()
+    signal.signal(signal.SIGTERM, handle)
+    try:
+        yield
+    finally:
+        told.put(False)
+        thread.join()
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    if is_told:
+        raise Terminated
+
+
+# Note [Termination]
+#
+# Kubernetes, Docker, systemd and batch systems end a process by SIGTERM, and kill it some seconds later: Docker after
+# 10, Kubernetes and Slurm after 30. In the driver's process the signal has rank 0 take a snapshot at the next batch
+# (``RunView.leave``). When the snapshot is in its place, or after ``LEAVE_SNAPSHOT_S`` in driver/run.py, the ranks are
+# stopped, and ``Terminated`` is raised. Rank 0 learns that a snapshot is wanted from a byte of memory that it shares
+# with its host process: the program may have its own use for signals, and the rank reads its connection only for
+# answers.
