@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from lagom.config import TorchDistributedConfig
     from lagom.errors import LagomError
     from lagom.extensions.data.parquet.petastorm_loader import PetastormDataLoader
+    from lagom.extensions.scoring.predictor import Predictor
     from lagom.extensions.zero.memory_plan.memory_planner import plan_memory
     from lagom.extensions.zero.memory_plan.needs import MemoryPlan
     from lagom.result import Result, show
@@ -22,6 +23,7 @@ __all__ = [
     "LagomError",
     "MemoryPlan",
     "PetastormDataLoader",
+    "Predictor",
     "Result",
     "TorchDistributedConfig",
     "config",
@@ -36,6 +38,7 @@ _HOMES = {
     "LagomError": "lagom.errors",
     "MemoryPlan": "lagom.extensions.zero.memory_plan.needs",
     "PetastormDataLoader": "lagom.extensions.data.parquet.petastorm_loader",
+    "Predictor": "lagom.extensions.scoring.predictor",
     "Result": "lagom.result",
     "TorchDistributedConfig": "lagom.config",
     "plan_memory": "lagom.extensions.zero.memory_plan.memory_planner",

@@ -94,6 +94,7 @@ class Result(Mapping[str, Any]):
         run_dir: Path | None = None,
         upload: Upload | None = None,
         failures: Sequence[Mapping[str, Any]] = (),
+        module: Any = None,
     ) -> None:
         metrics = {key: item for key, item in value.items() if isinstance(key, str)} if isinstance(value, dict) else {}
         self._items = {**metrics, TEST_RESULT: value}
@@ -108,6 +109,10 @@ class Result(Mapping[str, Any]):
         self._run_dir = run_dir
         self._upload = upload
         self._failures = tuple(map(dict, failures))
+        self._model_factory = module
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_model_factory": None}  # a lambda cannot be pickled
 
     @property
     def value(self) -> Any:
@@ -175,6 +180,55 @@ class Result(Mapping[str, Any]):
     def run_url(self) -> str | None:
         """URL of the run's records, if they are not in a folder of this machine."""
         return self._upload.url if self._upload is not None else None
+
+    @property
+    def module(self) -> Any:
+        """The ``module`` of the run's config; None if it has none, and in an unpickled result."""
+        return self._model_factory
+
+    def predict(
+        self, data: Any, *, to: str | os.PathLike[str] | None = None, launcher: str = "auto", **settings: Any
+    ) -> Any:
+        """Return ``data`` with the outputs of the model that the function returned, as further columns.
+
+        The model is a torch module, its ``state_dict`` or the path of a file, alone or in a dict or tuple.
+
+        Args:
+            data: a DataFrame of Spark or pandas, an Arrow table, a path of Parquet files, or a data set of torch.
+            to: for a path, the Parquet file or folder to write; see ``lagom.Predictor.predict``.
+            launcher: for a path, what reads it: "spark", "local" or "auto".
+            settings: those of ``lagom.Predictor``, such as ``inputs=["user", "item"]`` or ``outputs="score"``.
+
+        Raises:
+            ValueError: if the function returned no model, or the columns are not what it takes.
+            DataError: if rows cannot be scored; the text names the row.
+            LagomError: if this installation has no extension for it.
+        """
+        return registry.predictor(self, settings).predict(data, to=to, launcher=launcher)
+
+    def save_mlflow(
+        self,
+        path: str | os.PathLike[str] | None = None,
+        *,
+        example: Any,
+        name: str | None = None,
+        options: Mapping[str, Any] = MappingProxyType({}),
+        **settings: Any,
+    ) -> Any:
+        """Save the model that the function returned for MLflow; see ``lagom.Predictor.save_mlflow``.
+
+        Args:
+            path: folder to write; None with ``name``.
+            example: a DataFrame with some rows, whose columns have the types of the model's.
+            name: logs the model to MLflow's active run instead, under this name.
+            options: further options of MLflow, such as ``{"registered_model_name": "churn"}``.
+            settings: those of ``lagom.Predictor``.
+
+        Raises:
+            ValueError: as ``predict``.
+            LagomError: if MLflow is not installed.
+        """
+        return registry.predictor(self, settings).save_mlflow(path, example=example, name=name, **options)
 
     def report(self, path: str | os.PathLike[str] | None = None) -> Page:
         """Write one HTML page about the run, which needs no network to be read; return its path.

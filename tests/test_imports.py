@@ -95,7 +95,7 @@ ROOMS = {
     # Extensions.
     "extensions": (
         "errors extension extensions.compat extensions.data extensions.observe extensions.resume extensions.search "
-        "extensions.verify extensions.zero"
+        "extensions.scoring extensions.verify extensions.zero"
     ),
     "extensions.compat": "__init__ extension torch",
     "extensions.compat.horovod": (
@@ -129,6 +129,10 @@ ROOMS = {
         "restart result run_folder settings timings watch wire torch"
     ),
     "extensions.resume.passes": "batches batches.sharing errors patching random_states numpy torch",
+    "extensions.scoring": (
+        "errors extension extensions.data.column_types extensions.data.parquet extensions.data.sources launch program "
+        "random_states result settings spark cloudpickle mlflow numpy pandas pyarrow pyspark torch"
+    ),
     "extensions.search": (
         "cli cli_options cluster config digests driver errors experiment extension extensions "
         "extensions.search.on_host extensions.search.on_rank extensions.search.pages extensions.search.samplers "
@@ -178,6 +182,7 @@ OPTIONAL = {
     "deepspeed",
     "deltalake",
     "fsspec",
+    "mlflow",
     "optuna",
     "packaging",
     "pandas",
@@ -200,13 +205,23 @@ EAGER = {
 """But for these modules, and packages."""
 OF_EACH_ROOM = {"messages"}
 """Modules that a room may have of its own."""
-NOTHING = {"lagom.spark.spark_task", "lagom.run_state.malloc_trim", "lagom.program.user_folder"}
+NOTHING = {
+    "lagom.spark.spark_task",
+    "lagom.run_state.malloc_trim",
+    "lagom.program.user_folder",
+    *(
+        f"lagom.extensions.scoring.{name}"
+        for name in ("row_scorer", "input_columns", "output_columns", "executor_scoring")
+    ),
+    *(f"lagom.extensions.data.column_types.{name}" for name in ("lists", "types")),
+}
 """They import nothing of lagom's but each other: what travels by value to executors that have no lagom."""
 
 
 BETWEEN_EXTENSIONS = {
     "compat": "search",  # Maggy's lagom() returns the result of a search
     "resume": "observe",  # a snapshot has the events that TensorBoard's writers have not written yet
+    "scoring": "data",  # columns become tensors as in training, and Parquet is read as there
     "search": "data",  # an ablation study leaves out columns of a table
     "verify": "resume",  # a rehearsal of a snapshot takes one
 }

@@ -35,6 +35,7 @@ NEEDS = {
     "horovod": ("compat",),
     "index": ("zero",),
     "maggy": ("compat", "search"),
+    "scoring": ("data", "scoring"),
     "search": ("search",),
     "seeing": ("observe",),
     "survive": ("resume",),

@@ -25,6 +25,9 @@ ALLOWED = {
     "or in a snapshot, as above",
     "extensions/data/column_types/unischema.py::loads": "fields of petastorm's, by an unpickler that knows them alone",
     "extensions/data/parquet/dataset.py::_reading": "a copy of an object of this process",
+    "extensions/scoring/executor_scoring.py::_scorer": "the model as the driver pickled it, in "
+    "Spark's broadcast or job",
+    "extensions/scoring/trained_model.py::_loaded": "weights, by torch's unpickler that knows tensors alone",
     "inspection/state_parts.py::_write_numpy_generator": "a copy of a generator's state, made by this process before a "
     "probe",
     "extensions/compat/horovod/broadcasting.py::broadcast_object": "Horovod's API: any object from the program's own "

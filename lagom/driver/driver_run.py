@@ -106,6 +106,7 @@ class DriverRun:
             run_dir=records.folder if records is not None else None,
             upload=records.upload if records is not None else None,
             failures=failures,
+            module=self.call.provided.get("module"),
         )
 
     def _values(self, returned: Sequence[Mapping[str, Any]]) -> tuple[Any, list[Any]]:

@@ -55,6 +55,20 @@ def report(folder: RunFolder) -> str:
     return page
 
 
+def predictor(model: Any, settings: Mapping[str, Any]) -> Any:
+    """Return an object that applies the model of a result to rows.
+
+    Scoring takes no part in a run, and so has no ``Extension``: ranks need not import it.
+    """
+    try:
+        from lagom.extensions.scoring.predictor import Predictor
+    except ModuleNotFoundError as error:
+        if not (error.name or "").startswith("lagom."):
+            raise
+        raise LagomError("this installation of lagom has no extension that scores rows") from error
+    return Predictor(model, **settings)
+
+
 def notebook_charts(folder: RunFolder) -> str:
     """Return HTML that a notebook shows below the result of the run in ``folder``; "" for nothing."""
     return "".join(extension.notebook_chart(folder) for extension in EXTENSIONS)

@@ -16,6 +16,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
+from types import ModuleType
 from typing import Any
 
 from lagom.cluster import Cluster
@@ -322,12 +323,17 @@ def task_of(spec: RunSpec, payload: Any) -> Callable[..., Any]:
     return task_by_value(task_module.spark_task)(lagom_zip(), pickled(spec), payload)  # type: ignore[no-any-return]
 
 
-def task_by_value(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a copy of ``function`` that cloudpickle pickles by value, so that executors unpickle it without lagom."""
+def task_by_value(
+    function: Callable[..., Any], modules: Sequence[ModuleType] = (task_module, user_folder)
+) -> Callable[..., Any]:
+    """Return a copy of ``function`` that cloudpickle pickles by value, so that executors unpickle it without lagom.
+
+    Args:
+        modules: those of lagom whose functions and classes ``function`` uses.
+    """
     from pyspark import cloudpickle as untyped
 
     cloudpickle: Any = untyped
-    modules = (task_module, user_folder)
     for module in modules:
         cloudpickle.register_pickle_by_value(module)
     try:

@@ -118,7 +118,7 @@ class SparkFacts:
     def map_tasks(self, function: Callable[..., Any], schema: str, plan: Plan) -> Sequence[Any]:
         """Run a job; return the rows that ``function`` yields in each task of ``plan``."""
         frame = self.session.range(0, plan.num_slots, 1, plan.num_slots)
-        with self._python_of_tasks():
+        with self.python_of_tasks():
             mapped = frame.mapInArrow(function, schema, barrier=plan.barrier)
         rows: Sequence[Any] = mapped.collect()
         return rows
@@ -131,7 +131,7 @@ class SparkFacts:
         raise NotImplementedError
 
     @contextlib.contextmanager
-    def _python_of_tasks(self) -> Iterator[None]:
+    def python_of_tasks(self) -> Iterator[None]:
         """Context manager that sets the Python in which Spark's tasks run; Connect sets none."""
         yield
 
@@ -276,7 +276,7 @@ class ClassicFacts(SparkFacts):
         self._context.cancelJobGroup(group)
 
     @contextlib.contextmanager
-    def _python_of_tasks(self) -> Iterator[None]:
+    def python_of_tasks(self) -> Iterator[None]:
         # With a local master, run tasks in the Python of this process unless the user has named another. Spark's
         # default is python3 on PATH, a different Python in a notebook whose virtual environment is not activated.
         with _python_lock:

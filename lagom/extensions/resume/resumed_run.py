@@ -78,6 +78,7 @@ def resume_run(run_dir: str | os.PathLike[str], world_size: int | None, launcher
                 where="",
                 run_dir=folder.path,
                 upload=upload,
+                module=call.provided.get("module"),
             )
         changed: dict[str, Any] = {"world_size": world_size, "launcher": launcher}
         config = replace(run.config, **{name: value for name, value in changed.items() if value is not None})

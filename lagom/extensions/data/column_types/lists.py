@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from lagom.extensions.data.column_types import types
+from lagom.extensions.data.column_types.types import is_list, is_ragged, numpy_type, plain
 
 
 class RowError(Exception):
@@ -41,7 +41,7 @@ def dense(
     """
     import pyarrow as pa
 
-    kind = types.plain(kind)
+    kind = plain(kind)
     if isinstance(array.type, pa.BaseExtensionType):
         array = array.storage
     if pa.types.is_dictionary(array.type):
@@ -49,9 +49,9 @@ def dense(
     if strict and depth and array.null_count:
         row = int(np.argmin(array.is_valid().to_numpy(zero_copy_only=False)))
         raise RowError(row, _INNER_NULL)
-    if types.is_list(kind):
+    if is_list(kind):
         return _dense_lists(array, kind, fill, strict=strict, depth=depth, is_own=is_own)
-    wanted = types.numpy_type(kind, is_own=is_own)
+    wanted = numpy_type(kind, is_own=is_own)
     if pa.types.is_temporal(kind):
         array = array.view(pa.from_numpy_dtype(wanted))
     elif pa.types.is_decimal(kind):
@@ -165,9 +165,9 @@ def filled(array: Any, fill: int | float) -> Any:
     """
     import pyarrow as pa
 
-    if not array.null_count and not types.is_list(array.type):
+    if not array.null_count and not is_list(array.type):
         return array
-    if not types.is_ragged(array.type):
+    if not is_ragged(array.type):
         value = Decimal(repr(fill)) if pa.types.is_decimal(array.type) else fill
         return array.fill_null(pa.scalar(value).cast(array.type))
     lengths = array.value_lengths().fill_null(0).to_numpy(zero_copy_only=False)
@@ -184,7 +184,7 @@ def check_inner_nulls(array: Any) -> None:
     import pyarrow.compute as pc
 
     rows = None
-    while types.is_list(array.type):
+    while is_list(array.type):
         parents = pc.list_parent_indices(array)
         rows, array = parents if rows is None else rows.take(parents), array.flatten()
         if array.null_count:
@@ -194,7 +194,7 @@ def check_inner_nulls(array: Any) -> None:
 
 def objects(array: Any) -> list[Any]:
     """Return the values of an Arrow array: numpy arrays for lists, Python's objects for others, and None for nulls."""
-    if types.is_list(array.type):
+    if is_list(array.type):
         return list(array.to_pandas())
     found: list[Any] = array.to_pylist()
     return found

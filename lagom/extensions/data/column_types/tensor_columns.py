@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -85,7 +86,7 @@ class ColumnEntry:
         import pyarrow as pa
         import pyarrow.compute as pc
 
-        dtype = types.as_stored(column.type)
+        dtype = _as_stored(column.type)
         if dtype is not None and self.codec is None and self.nulls != "mask" and not column.null_count and len(column):
             # A fast path for most columns of most tables.
             return {self.path: Dense(lists.writable(lists.view(column, dtype)))}
@@ -254,6 +255,17 @@ _NULL_CHOICES = (
     'nulls= may be a number to put there, "nan" (floats), "" (texts), "mask" (adds a column NAME__valid), "error", or '
     "a dict of these by column"
 )
+
+
+@functools.lru_cache(maxsize=1024)
+def _as_stored(kind: Any) -> np.dtype[Any] | None:
+    """Return the numpy type of numbers that torch can use in Arrow's memory, unconverted; None for other types."""
+    import pyarrow.types as t
+
+    if not (t.is_integer(kind) or t.is_floating(kind)):
+        return None
+    found = types.numpy_type(kind)
+    return found if found == kind.to_pandas_dtype() else None
 
 
 def _valid(array: Any) -> NDArray[np.bool_]:

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import numpy as np
@@ -110,17 +109,6 @@ def numpy_type(kind: Any, *, is_own: bool = False) -> np.dtype[Any]:
     wider = {} if is_own else {"uint16": np.int32, "uint32": np.int64, "uint64": np.int64}
     found: np.dtype[Any] = np.dtype(wider.get(str(kind), kind.to_pandas_dtype()))
     return found
-
-
-@functools.lru_cache(maxsize=1024)
-def as_stored(kind: Any) -> np.dtype[Any] | None:
-    """Return the numpy type of numbers that torch can use in Arrow's memory, unconverted; None for other types."""
-    import pyarrow.types as t
-
-    if not (t.is_integer(kind) or t.is_floating(kind)):
-        return None
-    found = numpy_type(kind)
-    return found if found == kind.to_pandas_dtype() else None
 
 
 def width(kind: Any) -> int:
