@@ -22,16 +22,16 @@ class AvailableMemory(NamedTuple):
 
 
 def available_memory(num_ranks: int, *, gpus: bool = True) -> AvailableMemory:
-    """Return the memory limit of one of ``num_ranks`` on this machine: the memory of the machine's smallest GPU.
+    """Return the memory limit of one of ``num_ranks`` on this machine: the memory of its smallest accelerator.
 
-    Without GPUs: the rank's part of the memory of the machine or container, or ``ulimit -v`` if it is less. CUDA is not
-    initialized, since a process with CUDA can no longer be forked.
+    Without any: the rank's part of the memory of the machine or container, or ``ulimit -v`` if it is less. This process
+    does not begin to use accelerators, since it could no longer be forked.
 
     Args:
-        gpus: False to ignore GPUs.
+        gpus: False to ignore GPUs and other accelerators.
     """
-    if gpus and (sizes := _gpu_sizes()):
-        return AvailableMemory(min(sizes), "of its GPU")
+    if gpus and (found := _of_accelerator()) is not None:
+        return found
     total, what = _host()
     found = AvailableMemory(total // num_ranks, _part(num_ranks) + what)
     own = resource.getrlimit(resource.RLIMIT_AS)[0]
@@ -49,10 +49,16 @@ def format_bytes(num_bytes: int | None) -> str:
     return f"{value:.3g} {units[0]}"
 
 
-def _gpu_sizes() -> list[int]:
-    from lagom.cluster import visible_gpus
+def _of_accelerator() -> AvailableMemory | None:
+    from lagom.cluster import device_word, kind_of_device, other_devices, visible_gpus
 
-    return gpu_memory(visible_gpus())
+    if sizes := gpu_memory(visible_gpus()):
+        return AvailableMemory(min(sizes), "of its GPU")
+    others = [device for device in other_devices() if device.num_bytes is not None]
+    if not others:
+        return None
+    least = min(device.num_bytes for device in others if device.num_bytes is not None)
+    return AvailableMemory(least, f"of its {device_word(kind_of_device(others[0].name))}")
 
 
 def _part(num_ranks: int) -> str:

@@ -1,4 +1,4 @@
-"""``Cluster``: the slots that a launcher offers; and the name and GPUs of this machine."""
+"""``Cluster``: the slots that a launcher offers; and the name and accelerators of this machine, without torch."""
 
 from __future__ import annotations
 
@@ -6,12 +6,15 @@ import contextlib
 import functools
 import importlib.metadata
 import itertools
+import json
 import os
 import re
 import shutil
 import socket
 import subprocess
+import sys
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 _NAME = re.compile(r"\d|GPU-|MIG-")
 """Matches the beginning of an entry of CUDA_VISIBLE_DEVICES that names a device."""
@@ -30,7 +33,9 @@ class Cluster:
     most_ranks: int | None = None
     """Largest number of ranks, for other reasons than slots; None: no such limit."""
     gpus_per_slot: int = 0
-    """Number of GPUs that each task sees; tasks share a GPU if Spark gives each a fraction of it."""
+    """Number of GPUs, or other accelerators, that each task sees; tasks share one if Spark gives each a fraction."""
+    device_kind: str = "cuda"
+    """Kind of these accelerators, by torch's name for it."""
     barrier: bool = True
     """True if Spark can run barrier stages, which start all tasks at once; not with dynamic allocation."""
     encrypted: bool = False
@@ -39,8 +44,52 @@ class Cluster:
     """The change by which the user gets more slots."""
 
 
+class OtherDevice(NamedTuple):
+    """An accelerator that is not NVIDIA's."""
+
+    name: str
+    """Name of the device in torch, such as "xpu:0"."""
+    num_bytes: int | None
+    """Bytes of its memory; None if unknown."""
+
+
+NVIDIA = "cuda"
+"""torch's name for the kind of NVIDIA's GPUs, and of AMD's, whose build of torch takes its place."""
+
+
+def device_word(kind: str) -> str:
+    """Return the word for an accelerator of torch's ``kind``, such as "xpu": "GPU" for those that are."""
+    return "GPU" if kind in (NVIDIA, "xpu", "mps", "") else "accelerator"
+
+
+def kind_of_device(entry: str | None) -> str:
+    """Return torch's kind of the device of an entry of ``visible_devices``."""
+    kind, colon, _ = (entry or "").partition(":")
+    return kind if colon else NVIDIA
+
+
+def backend_word(kind: str) -> str:
+    """Return the name of the library by which accelerators of ``kind`` exchange tensors, for an error."""
+    return "NCCL" if kind == NVIDIA else f"torch's backend for {kind!r}"
+
+
+def hiding(kind: str) -> str:
+    """Return the setting of the environment that hides accelerators of ``kind`` from torch."""
+    return "CUDA_VISIBLE_DEVICES=''" if kind == NVIDIA else "TORCH_DEVICE_BACKEND_AUTOLOAD=0"
+
+
+def visible_devices() -> tuple[str, ...]:
+    """Return the accelerators that ranks may use.
+
+    NVIDIA's are named as CUDA_VISIBLE_DEVICES names them; a rank sees no other than its own. That variable is NVIDIA's,
+    and other makers have none that means the same: their devices have names in torch, such as "xpu:0", and a rank
+    selects its own among all of its host.
+    """
+    return visible_gpus() or tuple(device.name for device in other_devices())
+
+
 def visible_gpus() -> tuple[str, ...]:
-    """Return the GPUs that ranks may use, as CUDA_VISIBLE_DEVICES names them; empty if torch is a CPU build."""
+    """Return NVIDIA's GPUs that ranks may use, as CUDA_VISIBLE_DEVICES names them; empty if torch is a CPU build."""
     with contextlib.suppress(importlib.metadata.PackageNotFoundError):
         if "+cpu" in importlib.metadata.version("torch"):
             return ()
@@ -68,6 +117,54 @@ def gpus_in(listing: str) -> tuple[str, ...]:
     if devices := re.findall(r"UUID: (MIG-[^)]+)\)", listing):
         return tuple(devices)
     return tuple(re.findall(r"^GPU (\d+):", listing, flags=re.MULTILINE))
+
+
+def other_devices() -> tuple[OtherDevice, ...]:
+    """Return the accelerators of this machine that are not NVIDIA's and that this Python's torch serves.
+
+    torch tells of them in a process of its own, since the ranks, which are forked, could not use devices that this
+    process had begun to use. No process is started unless torch may serve any: in a build for Intel's GPUs, or with a
+    package that extends torch by a kind of device.
+    """
+    torch = sys.modules.get("torch")
+    if torch is not None:
+        with contextlib.suppress(AttributeError, RuntimeError):  # as when torch is being imported, and in torch 2.6
+            found = torch.accelerator.current_accelerator()
+            return _others_by_torch() if found is not None and found.type != NVIDIA else ()
+        return ()
+    return _others_by_torch() if _may_serve_others() else ()
+
+
+@functools.cache
+def _may_serve_others() -> bool:
+    try:
+        version = importlib.metadata.version("torch")
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return "+xpu" in version or bool(importlib.metadata.entry_points(group="torch.backends"))
+
+
+@functools.cache
+def _others_by_torch() -> tuple[OtherDevice, ...]:
+    try:
+        command = [sys.executable, "-c", _LISTING]
+        text = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout
+        devices: list[Any] = json.loads(text.splitlines()[-1])
+    except (OSError, subprocess.SubprocessError, ValueError, IndexError):
+        return ()
+    return tuple(OtherDevice(*device) for device in devices)
+
+
+_LISTING = """
+import json, torch
+from lagom.accelerators import available_accelerator, device_module, total_bytes
+kind = available_accelerator()
+indices = range(device_module(kind).device_count()) if kind is not None and kind.type != "cuda" else ()
+devices = [torch.device(kind.type, index) for index in indices]
+print()
+print(json.dumps([(str(device), total_bytes(device)) for device in devices]))
+"""
+"""Program that prints the devices of this machine that are not NVIDIA's."""
 
 
 @functools.cache

@@ -7,7 +7,7 @@ import os
 from dataclasses import dataclass
 from typing import Any
 
-from lagom.cluster import Cluster
+from lagom.cluster import Cluster, backend_word, device_word
 from lagom.config import TorchDistributedConfig
 from lagom.errors import PlanError
 from lagom.extensions.registry import EXTENSIONS
@@ -60,12 +60,12 @@ class Plan:
     launcher: str
     world_size: int
     ranks_per_slot: int
-    """Number of ranks in one task: one per GPU of the task, else one."""
+    """Number of ranks in one task: one per accelerator of the task, else one."""
     barrier: bool
     gpu: bool
-    """True if each rank has a GPU, alone or shared with other ranks."""
+    """True if each rank has a GPU or another accelerator, alone or shared with other ranks."""
     names_gpu: bool = True
-    """True if the program places its tensors itself, or there is no GPU; else see run_state/mixed_devices.py."""
+    """True if the program places its tensors itself, or all are on the CPU; else see run_state/mixed_devices.py."""
     keeps_logs: bool = False
     """True if the output of every rank is sent to the driver."""
     encrypted: bool = False
@@ -124,7 +124,7 @@ def plan(
     if cluster.most_ranks is not None and world_size > most:
         raise PlanError(f"world_size is {world_size}; {_WHERE[cluster.launcher]} holds at most {most} ranks")
     if room == 0 or (world_size > room and not (cluster.oversubscribe and not cluster.gpus_per_slot)):
-        what = "GPUs" if cluster.gpus_per_slot else "task slots"
+        what = f"{device_word(cluster.device_kind)}s" if cluster.gpus_per_slot else "task slots"
         remedies = ([f"ask for at most {room}"] if room else []) + ([cluster.remedy] if cluster.remedy else [])
         raise PlanError(
             f"world_size is {world_size or 'all'}, but {_WHERE[cluster.launcher]} has {room} {what}; "
@@ -145,16 +145,16 @@ def plan(
         keeps_logs=config.log == "all" or (config.run_dir is not None and bool(os.fspath(config.run_dir))),
         encrypted=cluster.encrypted,
         encrypts_ranks=encrypts_ranks,
-        in_clear=_in_clear(config, gpu=cluster.gpus_per_slot > 0) if encrypts_ranks else "",
+        in_clear=_in_clear(config, cluster) if encrypts_ranks else "",
         already_distributed=already_distributed,
         packages=packages,
     )
 
 
-def _in_clear(config: TorchDistributedConfig, *, gpu: bool) -> str:
+def _in_clear(config: TorchDistributedConfig, cluster: Cluster) -> str:
     """Return the library that ranks use and that cannot encrypt between hosts; empty if the config chooses none."""
-    if gpu:
-        return "NCCL"
+    if cluster.gpus_per_slot:
+        return backend_word(cluster.device_kind)
     own = "gloo (collectives='gloo')" if config.collectives == "gloo" else ""
     return next(filter(None, (extension.in_clear(config) for extension in EXTENSIONS)), own)
 

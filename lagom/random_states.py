@@ -16,8 +16,10 @@ def random_states() -> dict[str, Any]:
         states["numpy"] = numpy.random.get_state()
     if (torch := sys.modules.get("torch")) is not None:
         states["torch"] = torch.get_rng_state()
-        if torch.cuda.is_initialized():
-            states["cuda"] = torch.cuda.get_rng_state_all()
+        from lagom.accelerators import generator_states  # it imports torch
+
+        if (on_devices := generator_states()) is not None:
+            states["accelerator"] = on_devices
     return states
 
 
@@ -32,8 +34,10 @@ def set_random_states(states: Mapping[str, Any]) -> None:
         import torch
 
         torch.set_rng_state(states["torch"])
-        for device, state in enumerate(states.get("cuda", [])[: torch.cuda.device_count()]):
-            torch.cuda.set_rng_state(state, device)
+        if "accelerator" in states:
+            from lagom.accelerators import set_generator_states
+
+            set_generator_states(states["accelerator"])
 
 
 def equal_random_states(left: Mapping[str, Any], right: Mapping[str, Any]) -> bool:
@@ -45,7 +49,7 @@ def equal_state(left: Any, right: Any) -> bool:
     """Return whether two states of one generator are equal."""
     if hasattr(left, "equal"):  # a tensor: torch's
         return bool(left.equal(right))
-    if isinstance(left, list):  # CUDA's, one for each device
+    if isinstance(left, list):  # an accelerator's, one for each device
         return len(left) == len(right) and all(map(equal_state, left, right))
     if isinstance(left[0], str):  # numpy's: a name, an array, and numbers
         return bool((left[1] == right[1]).all()) and left[2:] == right[2:]
@@ -71,13 +75,15 @@ def start_random_states(states: Mapping[str, Any]) -> None:
     """
     import torch
 
+    from lagom.accelerators import seed_generators
+
     if "torch" not in states:
         seed_torch(states["entropy"])
     if "numpy" not in states and "numpy" in sys.modules:
         sys.modules["numpy"].random.seed(states["entropy"])
     set_random_states(states)
-    if "cuda" not in states and _has_accelerator():
-        torch.cuda.manual_seed_all(torch.initial_seed())  # the seed of the driver, whose manual_seed seeds GPUs too
+    if "accelerator" not in states:
+        seed_generators(torch.initial_seed())  # the seed of the driver, whose manual_seed seeds accelerators too
 
 
 def seed_torch(seed: int) -> None:
@@ -88,17 +94,9 @@ def seed_torch(seed: int) -> None:
     """
     import torch
 
-    if _has_accelerator():
+    from lagom.accelerators import current_accelerator
+
+    if current_accelerator() is not None:
         torch.manual_seed(seed)
     else:
         torch.default_generator.manual_seed(seed)
-
-
-def _has_accelerator() -> bool:
-    """Return whether torch is built for an accelerator; with torch 2.6, whether there is one."""
-    import torch
-
-    try:
-        return torch.accelerator.current_accelerator() is not None
-    except RuntimeError:  # torch 2.6, where there is none
-        return False

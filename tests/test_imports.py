@@ -21,14 +21,16 @@ from tests.sources import ROOT, without_collections
 
 ROOMS = {
     # What driver and ranks share; needs no torch.
+    "accelerators": "cluster device_models torch",
     "available_memory": "cluster control_groups",
     "cluster": "",
     "contents": "numpy",
     "control_groups": "",
+    "device_models": "cluster",
     "digests": "",
     "errors": "",
     "plan": "cluster config errors extensions",
-    "random_states": "numpy torch",
+    "random_states": "accelerators numpy torch",
     "run_folder": "cluster errors",
     "extension": "",
     "settings": "",
@@ -39,10 +41,10 @@ ROOMS = {
     "world": "",
     "config": "extension extensions settings",
     "inspection": "torch",
-    "program": "config errors inspection settings cloudpickle torch",
+    "program": "accelerators config errors inspection settings cloudpickle torch",
     "restart": "cluster digests errors run_folder",
     "wire": "errors extensions plan restart cryptography",
-    "watch": "digests errors restart run_folder timings wire fsspec pyarrow",
+    "watch": "cluster digests errors restart run_folder timings wire fsspec pyarrow",
     # The driver.
     "driver": (
         "cluster config contents control_groups errors extensions host on_rank plan program random_states restart "
@@ -61,28 +63,31 @@ ROOMS = {
     # The processes of a host, and the rank.
     "host": "control_groups disk errors extensions on_rank patching plan program restart watch wire numpy torch",
     "on_rank": (
-        "available_memory config disk errors exchange exchange.sockets extensions optimizers patching plan program "
-        "random_states run_state session watch wire world IPython numpy torch"
+        "accelerators cluster device_models available_memory config disk errors exchange exchange.sockets extensions "
+        "optimizers patching plan program random_states run_state session watch wire world IPython numpy torch"
     ),
     # What a rank does with the program, from the top down.
     "session": (
-        "batches disk distributed errors exchange exchange.torch_backend extensions forward forward.rows gradients "
-        "gradients.reduction inspection optimizers patching program run_state speed speed_advice watch torch"
+        "accelerators batches disk distributed errors exchange exchange.torch_backend extensions forward forward.rows "
+        "gradients gradients.reduction inspection optimizers patching program run_state speed speed_advice watch "
+        "torch"
     ),
-    "forward": "errors exchange forward.micro_batches forward.rows patching run_state watch torch",
-    "forward.rows": "errors exchange inspection patching random_states run_state watch whole_modules numpy torch",
+    "forward": "accelerators errors exchange forward.micro_batches forward.rows patching run_state watch torch",
+    "forward.rows": (
+        "accelerators errors exchange inspection patching random_states run_state watch whole_modules numpy torch"
+    ),
     "forward.micro_batches": "errors forward.rows inspection patching random_states torch",
     "optimizers": "errors patching watch torch",
-    "gradients": "errors exchange forward.rows gradients.reduction patching run_state watch torch",
+    "gradients": "accelerators errors exchange forward.rows gradients.reduction patching run_state watch torch",
     "gradients.reduction": "errors exchange run_state torch",
-    "batches": "batches.sharing disk errors exchange patching program run_state watch world numpy torch",
+    "batches": "accelerators batches.sharing disk errors exchange patching program run_state watch world numpy torch",
     "batches.sharing": (
         "disk errors exchange forward.rows inspection patching program random_states run_state world numpy torch"
     ),
     "distributed": "disk errors exchange exchange.sockets exchange.torch_backend patching program torch",
     "disk": "cluster patching restart wire numpy torch",
-    "run_state": "errors inspection patching random_states numpy torch",
-    "patching": "torch",
+    "run_state": "accelerators errors inspection patching random_states numpy torch",
+    "patching": "accelerators torch",
     "exchange": "control_groups errors exchange.sockets watch numpy torch",
     "exchange.sockets": "torch",
     "exchange.torch_backend": "exchange exchange.sockets watch torch",
@@ -93,7 +98,8 @@ ROOMS = {
     ),
     "extensions.compat": "__init__ extension torch",
     "extensions.compat.horovod": (
-        "config errors exchange experiment extensions.compat forward gradients.reduction watch world cloudpickle torch"
+        "accelerators config errors exchange experiment extensions.compat forward gradients.reduction watch world "
+        "cloudpickle torch"
     ),
     "extensions.compat.maggy": "__init__ config experiment extensions.compat extensions.search launch result torch",
     "extensions.compat.petastorm": "fsspec numpy packaging pyarrow torch",
@@ -110,16 +116,16 @@ ROOMS = {
     ),
     "extensions.observe.debugger": "errors forward.rows plan random_states watch wire",
     "extensions.observe.doctor": (
-        "__init__ available_memory config control_groups driver errors exchange launch on_rank plan program spark "
-        "world torch"
+        "accelerators cluster device_models __init__ available_memory config control_groups driver errors exchange "
+        "launch on_rank plan program spark world torch"
     ),
     "extensions.observe.report": "extensions.observe.timeline run_folder speed watch",
     "extensions.observe.timeline": "errors exchange.torch_backend patching run_folder watch torch",
     "extensions.observe.tracking": "digests disk errors exchange patching",
     "extensions.resume": (
-        "cli cli_options config digests disk driver errors experiment extension extensions.observe.tracking "
-        "extensions.resume.passes launch on_rank patching plan program random_states restart result run_folder "
-        "settings timings watch wire torch"
+        "accelerators device_models cli cli_options config digests disk driver errors experiment extension "
+        "extensions.observe.tracking extensions.resume.passes launch on_rank patching plan program random_states "
+        "restart result run_folder settings timings watch wire torch"
     ),
     "extensions.resume.passes": "batches batches.sharing errors patching random_states numpy torch",
     "extensions.search": (
@@ -149,12 +155,12 @@ ROOMS = {
         "gradients gradients.reduction optimizers patching random_states run_state settings watch torch"
     ),
     "extensions.zero.deepspeed": (
-        "errors extensions.zero forward gradients optimizers patching run_state deepspeed torch"
+        "accelerators exchange errors extensions.zero forward gradients optimizers patching run_state deepspeed torch"
     ),
     "extensions.zero.memory_plan": (
         "available_memory config errors extensions.zero extensions.zero.parameters launch plan world torch"
     ),
-    "extensions.zero.parameters": "errors exchange gradients patching run_state torch",
+    "extensions.zero.parameters": "accelerators errors exchange gradients patching run_state torch",
     # Public names of extensions.
     "data": "extensions.data",
     "compat": (

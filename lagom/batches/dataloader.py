@@ -15,6 +15,7 @@ import torch
 from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import _BaseDataLoaderIter, _DatasetKind, _SingleProcessDataLoaderIter
 
+from lagom.accelerators import is_accelerator
 from lagom.batches.batch_shares import RankIndexSampler, ResumableIndexSampler
 from lagom.batches.batch_source import choose_batch_source
 from lagom.batches.fetching import PASS, make_create_fetcher, make_iterator_init
@@ -29,14 +30,13 @@ from lagom.disk.install import knows_rank
 from lagom.patching.replace import replaced
 from lagom.program.unreadable_data import unreadable
 from lagom.run_state.batch_contents import count_samples
-from lagom.run_state.cuda_device import move_to_device
 from lagom.run_state.loader_pass import FEWER_ROWS, LoaderPass, has_fewer_rows
 from lagom.run_state.random_streams import DRAWING, OwnStreams, derive_seed
 from lagom.watch.spans import COPY
 from lagom.watch.step_clock import LOADING_PARTS, OUTSIDE
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from lagom.session.session import Session
 
@@ -213,8 +213,7 @@ def _make_reset(loaders: PassStarter) -> Any:
 
 def _make_next(session: Session, readers: ReaderThreads) -> Any:
     original = vars(_BaseDataLoaderIter)["__next__"]
-    on_cuda = session.device.type == "cuda"
-    moved = move_to_device if session.spans is None else session.spans.timed(COPY, "to the device", move_to_device)
+    moved = _mover(session) if is_accelerator(session.device) else None
     clock, is_alone = session.clock, session.world_size == 1
 
     def next_batch(self: Any) -> Any:
@@ -252,7 +251,7 @@ def _make_next(session: Session, readers: ReaderThreads) -> Any:
         session.progress.data_s += clock.give(counts=is_alone and current.training) - start
         if (given := session.events.batch_given.call) is not None:
             given(self, data, getattr(held[_BATCH_SOURCE], "last_digest", b""))
-        if on_cuda:
+        if moved is not None:
             data = moved(data, session.device)
         if current.training:
             if share is not None:
@@ -270,6 +269,12 @@ def _make_next(session: Session, readers: ReaderThreads) -> Any:
         return data
 
     return next_batch
+
+
+def _mover(session: Session) -> Callable[[Any, torch.device], Any]:
+    from lagom.run_state.device_moves import move_to_device  # for ranks with an accelerator only
+
+    return move_to_device if session.spans is None else session.spans.timed(COPY, "to the device", move_to_device)
 
 
 _AFTER_FAILURE = (

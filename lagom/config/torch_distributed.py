@@ -47,8 +47,8 @@ class TorchDistributedConfig(ExtensionSettings):
     hparams: Mapping[str, Any] = field(default_factory=dict)
     """Given to the function as ``hparams``, and entry by entry to the parameters that its signature names."""
     world_size: int | None = None
-    """Number of ranks. None: on a cluster one per task slot, or per GPU of it; on this machine one per GPU, or per core
-    without a GPU."""
+    """Number of ranks. None: on a cluster one per task slot, or per accelerator (GPU) of it; on this machine one per
+    accelerator, or per core without any."""
     launcher: Launcher = "auto"
     """Place of the ranks. "spark"; "local": processes on this machine; "inline": one rank in this very process, for a
     debugger; "auto": Spark if a session is active, else local."""

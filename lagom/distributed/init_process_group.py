@@ -96,6 +96,10 @@ class _Joining:
                 self._original(*args, **kwargs)
             else:
                 self._join(self._signature.bind(*args, **kwargs).arguments)
+            if self._session.device_facts:  # a run on accelerators
+                from lagom.exchange.device_backend import class_of_program
+
+                self._session.device_facts["program"] = class_of_program(self._session.device)
             self._session.live, self._session.has_joined = False, True
             share_disk()
 

@@ -91,6 +91,8 @@ class DriverRun:
             ended = {"outcome": "returned", "value": value, "per_rank": values}
             records.note("whole", [module.as_json() for module in self.whole])
             records.note("speed", self.speed.as_json())
+            if (devices := returned[0].get("devices")) is not None:
+                records.note("devices", devices)
             records.ended(ended, timings.seconds(), timings.parts())
         return Result(
             value,

@@ -9,7 +9,7 @@ from collections.abc import Set
 from pathlib import Path
 from typing import Any
 
-from lagom.cluster import Cluster, visible_gpus
+from lagom.cluster import Cluster, kind_of_device, visible_devices
 from lagom.driver.protocol import Outcome
 from lagom.errors import PlanError
 from lagom.plan import Plan
@@ -32,8 +32,10 @@ class InlineLauncher:
     """Runs the only rank in this process; pickles nothing; then undoes all patches and changes of ``os.environ``."""
 
     def cluster(self) -> Cluster:
-        """Return one slot, with a GPU if there is one."""
-        return Cluster(launcher="inline", slots=1, gpus_per_slot=min(1, len(visible_gpus())))
+        """Return one slot, with a GPU or another accelerator if there is one."""
+        devices = visible_devices()[:1]
+        kind = kind_of_device(devices[0] if devices else None)
+        return Cluster(launcher="inline", slots=1, gpus_per_slot=len(devices), device_kind=kind)
 
     def where(self) -> str:
         """Return the place where ranks run, as a text for the user."""

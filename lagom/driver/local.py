@@ -21,7 +21,7 @@ import weakref
 from collections.abc import Set
 from pathlib import Path
 
-from lagom.cluster import Cluster, visible_gpus
+from lagom.cluster import Cluster, device_word, hiding, kind_of_device, visible_devices
 from lagom.control_groups import available_cores
 from lagom.driver.protocol import Outcome
 from lagom.driver.run import RunView
@@ -45,19 +45,21 @@ class LocalLauncher:
     """Runs ranks on this machine, forked by a fork server that is a child of this process."""
 
     def cluster(self) -> Cluster:
-        """Return one slot per GPU, or, without GPUs, per core.
+        """Return one slot per GPU or other accelerator, or, without any, per core.
 
         Raises:
             LagomError: if this Python has no torch.
         """
         if importlib.util.find_spec("torch") is None:
             raise LagomError(f"ranks on this machine need torch, and {sys.executable} has none: pip install torch")
-        if gpus := visible_gpus():
+        if devices := visible_devices():
+            kind = kind_of_device(devices[0])
             return Cluster(
                 launcher="local",
-                slots=len(gpus),
+                slots=len(devices),
                 gpus_per_slot=1,
-                remedy="hide the GPUs from torch with CUDA_VISIBLE_DEVICES='' to run on the CPU",
+                device_kind=kind,
+                remedy=f"hide the {device_word(kind)}s from torch with {hiding(kind)} to run on the CPU",
             )
         cores = available_cores()
         return Cluster(launcher="local", slots=cores, oversubscribe=True, most_ranks=_MAX_RANKS)
@@ -87,7 +89,7 @@ class LocalLauncher:
             if history is not None:
                 files, snapshots = history.files_before(), history.snapshots
                 spec = dataclasses.replace(spec, files=files, snapshots=snapshots)
-            request = pickle.dumps((spec, visible_gpus() if plan.gpu else ()))
+            request = pickle.dumps((spec, visible_devices() if plan.gpu else ()))
             try:
                 run = self._attempt(plan, request, fds, records, history)
             except _ServerGone:

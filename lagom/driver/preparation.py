@@ -19,7 +19,7 @@ from lagom.driver.failure import message_of
 from lagom.errors import LagomError, RankTraceback
 from lagom.extensions.registry import EXTENSIONS, wanted
 from lagom.plan import Plan
-from lagom.program.detect_distributed import is_distributed, names_gpu, needs_nccl
+from lagom.program.detect_distributed import is_distributed, names_device, needs_nccl
 from lagom.program.failure_advice import imported_packages
 from lagom.program.signature import arguments, check_makers, unread_hparams
 from lagom.program.unreadable_data import check_data
@@ -157,7 +157,8 @@ def facts_of_code(train: Callable[..., Any], provided: Mapping[str, Any], cluste
     if distributed and not cluster.gpus_per_slot and not any("gloo" in word for word in said) and needs_nccl(*used):
         log.warning(_NO_NCCL)
         distributed = False
-    places = not cluster.gpus_per_slot or any(word.startswith("cuda") for word in said) or names_gpu(*used)
+    kind = cluster.device_kind
+    places = not cluster.gpus_per_slot or any(word.startswith(kind) for word in said) or names_device(kind, *used)
     return {"already_distributed": distributed, "names_gpu": places, "packages": imported_packages(*used)}
 
 

@@ -42,7 +42,8 @@ class Group(RequestExchange):
         all_gather: gathers a text of every rank before the ranks are connected; they exchange their addresses with it.
         gloo: makes a process group from a name, a rank and a world size. It is called only when gloo is needed; see
             Note [Gloo] in transports.py.
-        nccl: makes a process group for CUDA tensors, from a name; None if ranks have no GPU, or share one.
+        nccl: makes a process group for tensors on accelerators, such as NCCL's, from a name; None if ranks have no
+            accelerator, share one, or have one without a backend.
         credentials: key and certificates that the run's ranks share.
         ip: address at which ranks on other hosts reach this one.
         shares_memory: whether CPU tensors may go through shared memory and lagom's own sockets; otherwise they go over
@@ -107,8 +108,13 @@ class Group(RequestExchange):
 
     @property
     def has_gpus(self) -> bool:
-        """Whether every rank has a GPU to itself."""
+        """Whether every rank has an accelerator to itself, and a backend carries its tensors."""
         return self._transports.has_gpus
+
+    @property
+    def device_group_class(self) -> str | None:
+        """Name of the class of the process group for tensors on accelerators; None without."""
+        return self._transports.device_group_class
 
     @property
     def shares_memory(self) -> bool:

@@ -1,4 +1,4 @@
-"""``StagedTransport``: exchanges GPU tensors by way of copies on the CPU, for ranks that share a GPU."""
+"""``StagedTransport``: exchanges tensors on accelerators by way of copies on the CPU, for ranks that share one."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class StagedTransport(Transport):
-    """Carries tensors on any device. See Note [Ranks that share a GPU].
+    """Carries tensors on any device. See Note [Ranks that share an accelerator].
 
     Args:
         choose: returns the transport for an operation on a CPU tensor, with a reduction or "".
@@ -61,9 +61,10 @@ class StagedTransport(Transport):
         return DONE
 
 
-# Note [Ranks that share a GPU]
+# Note [Ranks that share an accelerator]
 #
 # NCCL refuses two ranks on one GPU, and a process sees only one instance of a GPU that is divided by MIG. gloo accepts
-# CUDA tensors, but not in every operation, and accepts connections without proof. So tensors of ranks that share a GPU
-# are copied to the CPU and exchanged like CPU tensors: through shared memory on one host, and over lagom's own
-# connections between hosts.
+# tensors on NVIDIA's GPUs, but not in every operation, and accepts connections without proof. A kind of accelerator may
+# also have no backend in torch.distributed. So tensors of ranks that share an accelerator, or whose kind has no
+# backend, are copied to the CPU and exchanged like CPU tensors: through shared memory on one host, and over lagom's own
+# connections between hosts. ``Tensor.cpu`` and ``copy_`` return when the copy is complete, on any kind.

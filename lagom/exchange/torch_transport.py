@@ -1,4 +1,4 @@
-"""``TorchTransport``: exchanges over a process group of torch, gloo or NCCL."""
+"""``TorchTransport``: exchanges over a process group of torch: gloo, NCCL, or another accelerator's backend."""
 
 from __future__ import annotations
 
@@ -44,6 +44,11 @@ class TorchTransport(Transport):
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group: Any = group  # torch's type stubs lack some of the methods
+
+    @property
+    def group_class(self) -> str:
+        """Name of the process group's class."""
+        return type(self._group).__name__
 
     def carries(self, operation: str, tensors: Sequence[torch.Tensor], reduction: str | None = "") -> bool:
         """Return whether the reduction, if any, is a sum."""

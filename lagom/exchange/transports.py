@@ -41,7 +41,8 @@ class Transports:
         all_gather: gathers a text of every rank before the ranks are connected.
         gloo: makes a process group for any tensors, from a name, a rank and a world size.
         timeout_s: how long a rank waits for another.
-        nccl: makes a process group for CUDA tensors, from a name; None if ranks have no GPU, or share one.
+        nccl: makes a process group for tensors on accelerators, such as NCCL's, from a name; None if ranks have no
+            accelerator, share one, or have one without a backend.
         credentials: key and certificates that the run's ranks share.
         ip: address at which ranks on other hosts reach this one.
         shares_memory: whether CPU tensors may go through shared memory and lagom's own sockets; otherwise they go over
@@ -85,8 +86,13 @@ class Transports:
 
     @property
     def has_gpus(self) -> bool:
-        """Whether every rank has a GPU to itself."""
+        """Whether every rank has an accelerator to itself, and a backend carries its tensors."""
         return self._nccl is not None
+
+    @property
+    def device_group_class(self) -> str | None:
+        """Name of the class of the process group for tensors on accelerators; None without."""
+        return self._nccl.group_class if self._nccl is not None else None
 
     @property
     def connected_messages(self) -> Messages | None:
@@ -146,11 +152,11 @@ class Transports:
         """Return a transport for tensors on ``device`` whose exchanges are ordered independently of all others.
 
         Args:
-            device: the CPU, or a GPU if every rank has one to itself.
+            device: the CPU, or an accelerator if every rank has one to itself.
         """
         if device.type != "cpu" and self._make_nccl is not None:
             by_nccl = TorchTransport(self._make_nccl("nccl aside"))
-            # NCCL connects at its first exchange. Run one now, so that it does not connect in the midst of a backward.
+            # NCCL and others connect at their first exchange. Run one now, and not in the midst of a backward.
             by_nccl.all_reduce(torch.zeros(1, device=device)).wait()
             return by_nccl
         if fast := self.connect():
@@ -166,7 +172,7 @@ class Transports:
         return self._opened[-1]
 
     def close(self) -> None:
-        """Close the connections to the other ranks, except those of gloo and NCCL."""
+        """Close the connections to the other ranks, except those of gloo and of the accelerators' backend."""
         if self._messages is not None:
             self._messages.close()
         for transport in self._opened:

@@ -150,7 +150,7 @@ def _fixed_gradients(
     """Return w / s dy, sum(dy x') and sum(dy) of this rank, computed in one pass."""
     if x.numel() == 0:
         return torch.zeros_like(x), torch.zeros_like(mean), torch.zeros_like(mean)
-    # Some CUDA kernels use the running mean and variance, others the saved ones, so both are passed.
+    # Some kernels of GPUs use the running mean and variance, others the saved ones, so both are passed.
     saved = (None, None) if x.is_cpu else (mean, torch.rsqrt(var + eps))
     gradients: tuple[Tensor, Tensor, Tensor] = torch.ops.aten.native_batch_norm_backward(
         dy, x, weight, mean, var, *saved, False, eps, [True, True, True]

@@ -11,9 +11,9 @@ import torch.utils.checkpoint
 from torch import nn
 from torch.nn.parameter import UninitializedParameter
 
+from lagom.accelerators import is_accelerator
 from lagom.forward.rows.slicer import Slicer, is_splittable
 from lagom.patching.replace import replaced
-from lagom.run_state.cuda_device import InputFollower
 from lagom.watch import step_clock
 from lagom.watch.spans import FORWARD
 
@@ -60,7 +60,7 @@ def _make_new(session: Session, make: Callable[..., torch.Tensor]) -> Callable[.
 
 @contextmanager
 def prepare_forwards(session: Session, streams: OwnStreams) -> Iterator[None]:
-    """Patch outermost forwards: move the module to its input's GPU, split rows, and use the rank's own random stream.
+    """Patch outermost forwards: move the module to its input's device, split rows, use the rank's own random stream.
 
     The rank's own stream is used in training where ranks have different samples of a batch, since dropout must differ
     there. It is not used in a module's first call, which may create parameters, nor in a backward, where checkpoints
@@ -138,7 +138,11 @@ class _ForwardState:
 def _make_call(forwards: _ForwardState) -> Callable[..., Any]:
     original = vars(nn.Module)["__call__"]
     session, streams = forwards.session, forwards.streams
-    follower = InputFollower(session.device) if session.device.type == "cuda" else None
+    follower = None
+    if is_accelerator(session.device):
+        from lagom.run_state.device_moves import InputFollower  # for ranks with an accelerator only
+
+        follower = InputFollower(session.device)
     may_slice = session.world_size > 1 and (
         session.config.batches == "whole" or session.config.evaluation == "gathered"
     )

@@ -12,6 +12,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils._pytree import tree_map_only
 from torch.utils.weak import WeakIdKeyDictionary
 
+from lagom.accelerators import has_bf16
 from lagom.patching.object_reference import ObjectReference
 from lagom.patching.replace import replaced
 from lagom.run_state.leaves import find_leaves
@@ -33,8 +34,7 @@ _FACTOR = 2.0
 def autocast_dtype(asked: Literal[True, "bf16", "fp16"], device: torch.device) -> torch.dtype:
     """Return the type that ``mixed_precision`` means on ``device``."""
     if asked is True:
-        has_bf16 = device.type != "cuda" or torch.cuda.is_bf16_supported(including_emulation=False)
-        return torch.bfloat16 if has_bf16 else torch.float16
+        return torch.bfloat16 if has_bf16(device) else torch.float16
     return torch.bfloat16 if asked == "bf16" else torch.float16
 
 

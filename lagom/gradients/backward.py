@@ -13,6 +13,7 @@ import torch.autograd
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
+from lagom.accelerators import is_recording
 from lagom.errors import DivergenceError, LagomError
 from lagom.forward.rows.path_to_output import watch_gradient
 from lagom.forward.rows.whole_reasons import NotByRowsError, WholeReason
@@ -60,8 +61,8 @@ def synchronise_backward(session: Session, knows_rank: Callable[[], bool]) -> It
     def run_backward(outputs: Sequence[Any], *args: Any, **options: Any) -> Any:
         if not session.live:
             return original(outputs, *args, **options)
-        if session.device.type == "cuda":
-            _refuse_capture()
+        if session.device.type != "cpu":
+            _refuse_recording(session.device)
         for one in args[3]:
             watch_gradient(one.node if isinstance(one, GradientEdge) else one.grad_fn)
         is_grad, is_inner = not options.get("accumulate_grad", False), session.backwards.depth > 0
@@ -85,9 +86,9 @@ def synchronise_backward(session: Session, knows_rank: Callable[[], bool]) -> It
             backwards.accumulation.close()
 
 
-def _refuse_capture() -> None:
-    """Refuse a backward that a CUDA graph records: its replays would compute gradients that nobody averages."""
-    if torch.cuda.is_current_stream_capturing():
+def _refuse_recording(device: torch.device) -> None:
+    """Refuse a backward that a graph (NVIDIA's CUDA graphs) records: nobody would average its replays' gradients."""
+    if is_recording(device):
         raise LagomError(
             "a CUDA graph records this backward, and its replays would leave out the exchange with the other ranks; "
             "run the backward outside of torch.cuda.graph(), or use torch.compile(model, mode='reduce-overhead')"

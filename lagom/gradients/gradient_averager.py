@@ -50,7 +50,7 @@ class GradientAverager:
     Args:
         leaves: gives leaves numbers that are equal on all ranks.
         divergence: compares parameters now and then.
-        frame: the exchange of signatures; it has no room for gradients if these are on GPUs.
+        frame: the exchange of signatures; it has no room for gradients if these are on accelerators.
         likeness: returns how closely a leaf resembles data.
         name: returns the name of a leaf for an error.
         reduction: how the gradients of backwards are combined; None for the mean.

@@ -36,7 +36,7 @@ _MAX_KNOWN = 64
 _MAX_PATIENCE = 64
 """Largest number of backwards without overlap after ranks have reached different leaves."""
 Key = tuple[tuple[int, torch.dtype, torch.Size, bool], ...]
-"""Number, type and shape of each leaf, and whether it is on a GPU."""
+"""Number, type and shape of each leaf, and whether it is on an accelerator."""
 
 
 class OverlappedBackward:
@@ -81,9 +81,9 @@ class OverlappedBackward:
 
     def record_layout(self, layout: Layout) -> None:
         """Remember ``layout``, on which all ranks have agreed, if it is large enough to overlap next time."""
-        # Where ranks share a GPU, its gradients travel by copies on the CPU when the backward has ended.
-        is_served = [self._group.has_gpus or not entry.cuda for entry in layout.entries]
-        size = layout.on_cpu + (layout.on_gpu if self._group.has_gpus else 0)
+        # Where ranks share an accelerator, its gradients travel by copies on the CPU when the backward has ended.
+        is_served = [self._group.has_gpus or not entry.on_device for entry in layout.entries]
+        size = layout.on_cpu + (layout.on_device if self._group.has_gpus else 0)
         if size < MIN_BYTES or not self._allowed:
             return
         leaves = [self._leaves.tensor(number) for number in layout.numbers]
@@ -182,7 +182,7 @@ _UNSENT = (
 
 def _backward_key(numbers: Sequence[int], leaves: Sequence[torch.Tensor]) -> Key:
     """Return a key that is equal for backwards that reach the same leaves."""
-    entries = [(n, leaf.dtype, leaf.shape, leaf.is_cuda) for n, leaf in zip(numbers, leaves, strict=True)]
+    entries = [(n, leaf.dtype, leaf.shape, not leaf.is_cpu) for n, leaf in zip(numbers, leaves, strict=True)]
     return tuple(sorted(entries, key=itemgetter(0)))
 
 
@@ -198,10 +198,10 @@ def _sign(key: Key) -> bytes:
 # make this exchange, since all know the earlier backwards. If all signatures are equal, and are that of an earlier
 # backward, the buckets of its layout are summed in order, each as soon as its gradients are complete. Buckets have
 # connections of their own, because other exchanges of the backward (statistics of BatchNorm) may come earlier or later
-# on another rank. On GPUs the connections are another communicator of NCCL, whose kernels run beside those of the
-# backward. At the end of the backward, also of a failed one, the remaining buckets are sent, with zeros for leaves
-# without a gradient. So all ranks send the same buckets in any case. The small gradients follow with a signature, as in
-# any other backward. The gradient of a parameter that modules share is complete after its last use.
+# on another rank. On accelerators the connections are another communicator, such as NCCL's, whose kernels run beside
+# those of the backward. At the end of the backward, also of a failed one, the remaining buckets are sent, with zeros
+# for leaves without a gradient. So all ranks send the same buckets in any case. The small gradients follow with a
+# signature, as in any other backward. The gradient of a parameter that modules share is complete after its last use.
 #
 # With ``zero_lvl`` 2 and 3 a rank keeps only its part of an average. At level 2, if ranks share memory, it receives
 # only this part; the signature at the start says so. Otherwise it receives whole sums and cuts them. Both happen while

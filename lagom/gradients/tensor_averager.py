@@ -25,7 +25,7 @@ class TensorAverager:
     """Averages gradients. Small ones travel in the message with the signature on which ranks must agree.
 
     Args:
-        frame: the exchange of signatures; it has no room for gradients if these are on GPUs.
+        frame: the exchange of signatures; it has no room for gradients if these are on accelerators.
         forgotten: called when old layouts are dropped.
         reduction: how the gradients of backwards are combined: mean, compressed or Adasum.
     """
@@ -53,7 +53,7 @@ class TensorAverager:
             by_mean: whether to use the mean, and not the run's reduction.
         """
         entries = tuple(
-            (number, gradient.dtype, gradient.shape, gradient.is_sparse or gradient.is_mkldnn, gradient.is_cuda)
+            (number, gradient.dtype, gradient.shape, gradient.is_sparse or gradient.is_mkldnn, not gradient.is_cpu)
             for number, gradient in zip(numbers, gradients, strict=True)
         )
         found = self._layouts.get((kind, entries))

@@ -30,7 +30,7 @@ _PATIENCE_S = 1.5
 def serve(connection: socket.socket) -> None:
     """Answer requests until the driver closes ``connection``.
 
-    A request is a pickle of a ``RunSpec`` and of the ranks' GPU masks, with the files of the run.
+    A request is a pickle of a ``RunSpec`` and of the ranks' entries of ``visible_devices``, with the files of the run.
     """
     gc.disable()  # collections would take a fourth of the time of these imports
     import lagom.host.preload  # noqa: F401  (its imports are slow; forked processes inherit them)

@@ -8,6 +8,7 @@ import hmac
 import importlib.metadata
 import os
 import platform
+import re
 import resource
 import socket
 import sys
@@ -44,7 +45,7 @@ def run_task_ranks(
 ) -> list[RankReport]:
     """Run the ranks of ``task`` to their end; return a report for each, in rank order.
 
-    Each rank writes its result or error to its file of ``outcome_fds``. ``gpus`` are the ranks' GPU masks, in order.
+    Each rank writes its result or error to its file of ``outcome_fds``. ``gpus`` are the ranks' accelerators, in order.
     ``link`` and ``gather`` are as for ``join_run``, by which the tasks find each other.
 
     Raises:
@@ -184,10 +185,11 @@ def _gpu_mask(table: Peers, rank: int, here: Sequence[int], gpu: str | None) -> 
     """Return the GPU mask of a program that is distributed already, and the index of the rank's own GPU in it.
 
     Such a program selects its device by LOCAL_RANK, so it must see the GPUs of all ranks of its host, in their order.
-    The mask stays the rank's own if ranks share GPUs or use parts of a GPU (MIG): a process can see only one part.
+    The mask stays the rank's own if ranks share GPUs or use parts of a GPU (MIG): a process can see only one part. A
+    rank sees all accelerators that are not NVIDIA's; such a mask is the name of its own.
     """
     masks = [str(table.ranks[other].gpu) for other in here]
-    if gpu is None or not table.nccl or any(mask.startswith("MIG") or "," in mask for mask in masks):
+    if gpu is None or not table.nccl or any(re.search("MIG|[,:]", mask) for mask in masks):
         return gpu, 0
     return ",".join(masks), here.index(rank)
 

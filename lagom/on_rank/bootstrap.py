@@ -30,7 +30,6 @@ from lagom.on_rank.reporter import Reporter
 from lagom.plan import Plan
 from lagom.program.signature import Call, arguments, check_returned, makes_data
 from lagom.random_states import random_states, set_random_states, start_random_states
-from lagom.run_state.cuda_device import move_to_device
 from lagom.run_state.random_streams import seed_everything
 from lagom.session.call_changes import CallChanges
 from lagom.session.patched import patched
@@ -43,8 +42,8 @@ Returned = dict[str, Any]
 """Dict with ``value``, the function's return value (in a rehearsal its ``Record``); ``samples``, the number of samples
 that this rank trained on; ``timings``, seconds until the call of the function and in it; and only on rank 0, if there
 are any: ``random``, the final states of those random generators that began in the driver's state, ``changed``, names of
-the program's objects that the function has changed, ``whole``, a ``WholeModule`` for each module that ran whole, and
-``speed``, the ``Speed`` of its steps."""
+the program's objects that the function has changed, ``whole``, a ``WholeModule`` for each module that ran whole,
+``speed``, the ``Speed`` of its steps, and ``devices``, facts about the ranks' accelerators."""
 
 
 def run(
@@ -67,6 +66,10 @@ def run(
         stack.enter_context(environment(rank_spec))
         stack.enter_context(place_set(place))
         session = _joined_session(plan, place, host_dir, rank_spec, stack)
+        if plan.gpu:
+            from lagom.on_rank.device_facts import device_facts  # for ranks with an accelerator only
+
+            session.device_facts = device_facts(session)
         attach(session)
         stack.enter_context(patched(session))
         if rank_spec is not None:
@@ -84,7 +87,7 @@ def run(
 
 def _joined_session(plan: Plan, place: Place, host_dir: Path, rank_spec: RankSpec | None, stack: ExitStack) -> Session:
     """Connect the rank with the others, if there are any, and return its session; ``stack`` undoes it."""
-    device = rank_device(plan, rank_spec.gpu_index if rank_spec is not None else 0)
+    device = rank_device(plan) if rank_spec is None else rank_device(plan, rank_spec.gpu, rank_spec.gpu_index)
     group, store = None, None
     if rank_spec is not None:
         stack.enter_context(threads(rank_spec.threads))
@@ -138,6 +141,8 @@ def _returned(
         if session.plan.rehearsal is None:
             check_returned(call.function, value)
         if session.device.type != "cpu" and not session.plan.names_gpu:
+            from lagom.run_state.device_moves import move_to_device  # for ranks with an accelerator only
+
             value = move_to_device(value, torch.device("cpu"))
     returned = {"value": value, "samples": session.progress.samples_trained, "timings": timings}
     if changes is not None and (names := changes.names(value)):
@@ -149,6 +154,8 @@ def _returned(
 
         if speed := step_speed(session):
             returned["speed"] = speed
+    if session.rank == 0 and session.device_facts:
+        returned["devices"] = session.device_facts
     if session.rank == 0 and call.random_states is not None:
         returned["random"] = {name: state for name, state in random_states().items() if name in call.random_states}
     return returned

@@ -12,7 +12,9 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from lagom.accelerators import allocated_bytes, is_accelerator, total_bytes
 from lagom.available_memory import AvailableMemory, available_memory, format_bytes
+from lagom.cluster import device_word
 from lagom.extensions.registry import EXTENSIONS
 from lagom.optimizers.state_placeholder import StatePlaceholder
 from lagom.run_state.memory_layout import storage_of
@@ -146,14 +148,14 @@ def _advice(session: Session, wanted: int, limit: AvailableMemory, others: int) 
 
 def memory_limit(session: Session) -> AvailableMemory:
     """Return the memory that this rank may use."""
-    if session.device.type == "cuda":
-        return AvailableMemory(torch.cuda.get_device_properties(session.device).total_memory, "of its GPU")
+    if is_accelerator(session.device) and (total := total_bytes(session.device)) is not None:
+        return AvailableMemory(total, f"of its {device_word(session.device.type)}")
     return available_memory(session.local_world_size, gpus=False)
 
 
 def used_memory(session: Session, limit: AvailableMemory) -> int:
     """Return the bytes that this rank uses of ``limit``."""
-    if session.device.type == "cuda":
-        return torch.cuda.memory_allocated(session.device)
+    if is_accelerator(session.device) and (allocated := allocated_bytes(session.device)) is not None:
+        return allocated
     pages = Path("/proc/self/statm").read_text().split()
     return int(pages[0 if limit.is_virtual else 1]) * os.sysconf("SC_PAGE_SIZE")

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from lagom.accelerators import is_accelerator
 from lagom.config import TorchDistributedConfig
 from lagom.errors import CollectiveError
 from lagom.exchange.group import TIMEOUT_S, Group
@@ -50,9 +51,14 @@ def process_group(
         return _gloo(dist.PrefixStore(name, store), rank, size, ip, timeout)
 
     made: list[Any] = []
+    backend = _device_backend(device) if rank_spec.nccl else None
 
-    def nccl(name: str) -> Any:
-        made.append(_nccl(dist.PrefixStore(name, store), rank_spec.rank, world_size, rank_spec.ip, timeout))
+    def on_devices(name: str) -> Any:
+        from lagom.exchange.device_backend import make_device_group
+
+        _use_interface(rank_spec.ip)
+        prefixed = dist.PrefixStore(name, store)
+        made.append(make_device_group(str(backend), device, prefixed, rank_spec.rank, world_size, timeout))
         return made[-1]
 
     group = Group(
@@ -60,7 +66,7 @@ def process_group(
         world_size,
         all_gather_by(SealedStore(store, rank_spec.key), "ways", rank_spec.rank, world_size, timeout_s),
         gloo,
-        nccl=nccl if device.type == "cuda" and rank_spec.nccl else None,
+        nccl=on_devices if backend is not None else None,
         credentials=credentials,
         ip=rank_spec.ip,
         shares_memory=config.collectives == "auto",
@@ -111,14 +117,21 @@ def _gloo(store: dist.Store, rank: int, world_size: int, ip: str, timeout: datet
     return gloo_class(store, rank, world_size, options)
 
 
-def _nccl(store: dist.Store, rank: int, world_size: int, ip: str, timeout: datetime.timedelta) -> Any:
+def _device_backend(device: torch.device) -> str | None:
+    """Return the backend by which ranks with an accelerator each exchange its tensors; None on the CPU, or without."""
+    if not is_accelerator(device):
+        return None
+    from lagom.exchange.device_backend import device_backend
+
+    return device_backend(device.type)
+
+
+def _use_interface(ip: str) -> None:
+    """Have NCCL use the network of ``ip``; other backends do not read the variable."""
     from lagom.on_rank.network_interfaces import interface_of
 
     if not ip.startswith("127.") and (interface := interface_of(ip)):
         os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")  # ``environment`` restores it
-    options = dist.ProcessGroupNCCL.Options()
-    options._timeout = timeout
-    return dist.ProcessGroupNCCL(store, rank, world_size, options)
 
 
 # Note [Private world]

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from lagom.accelerators import available_accelerator, select_device
+from lagom.cluster import NVIDIA, device_word, kind_of_device
 from lagom.errors import RankError
 from lagom.plan import Plan
 from lagom.wire.spec import RankSpec
@@ -52,6 +54,7 @@ def set_environment(variables: Mapping[str, str], *, only: bool = True) -> None:
 def environment(rank_spec: RankSpec | None) -> Iterator[None]:
     """Context manager that sets CUDA_VISIBLE_DEVICES for the rank and removes the variables of launchers.
 
+    That variable is NVIDIA's own; a rank with another accelerator selects it by its name (``rank_device``).
     Without ``rank_spec``, in the caller's process, nothing is changed at first. At the end, the whole environment is
     restored.
     """
@@ -59,7 +62,7 @@ def environment(rank_spec: RankSpec | None) -> Iterator[None]:
     if rank_spec is not None:
         for name in _LAUNCHER_VARIABLES:
             os.environ.pop(name, None)
-        if rank_spec.gpu is not None:
+        if rank_spec.gpu is not None and kind_of_device(rank_spec.gpu) == NVIDIA:
             os.environ["CUDA_VISIBLE_DEVICES"] = rank_spec.gpu
     try:
         yield
@@ -138,21 +141,35 @@ _MEET_S = 600.0
 # SO_REUSEADDR, as torch does).
 
 
-def rank_device(plan: Plan, index: int = 0) -> torch.device:
-    """Select and return the rank's device: with GPUs the one at ``index`` in CUDA_VISIBLE_DEVICES, else the CPU.
+def rank_device(plan: Plan, entry: str | None = None, index: int = 0) -> torch.device:
+    """Select and return the rank's device: the CPU in a run that was planned without accelerators.
+
+    Args:
+        entry: the rank's entry of ``visible_devices``; None if this process is to use what it finds.
+        index: number of the rank's GPU in CUDA_VISIBLE_DEVICES. Other accelerators are named by ``entry``.
 
     Raises:
-        RankError: if the run was planned with GPUs and torch finds none on this rank.
+        RankError: if the run was planned with accelerators and torch finds none on this rank.
     """
     if not plan.gpu:
         return torch.device("cpu")
-    if not torch.cuda.is_available():
-        raise RankError(
-            f"this rank was given a GPU, but torch {torch.__version__} finds none; install a CUDA build of torch "
-            "on the executors, or run without GPUs (CUDA_VISIBLE_DEVICES='', no spark.task.resource.gpu.amount)"
-        )
-    torch.cuda.set_device(index)
-    return torch.device("cuda", index)
+    found = available_accelerator()
+    wanted = kind_of_device(entry)
+    if found is None or (entry is not None and found.type != wanted):
+        raise RankError(f"this rank was given one {device_word(wanted)}, {_without_device(wanted)}")
+    if entry is None or wanted == NVIDIA:
+        return select_device(torch.device(found.type, index))
+    return select_device(torch.device(entry))
+
+
+def _without_device(kind: str) -> str:
+    found = f"but torch {torch.__version__} finds none; "
+    if kind != NVIDIA:
+        return f"{found}install torch for {kind!r} devices where the ranks run, as on the machine that planned the run"
+    return (
+        f"{found}install a CUDA build of torch on the executors, or run without GPUs (CUDA_VISIBLE_DEVICES='', no "
+        "spark.task.resource.gpu.amount)"
+    )
 
 
 @contextmanager

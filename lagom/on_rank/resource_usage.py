@@ -1,4 +1,4 @@
-"""``ResourceUsage``: measures how much CPU, memory and GPU a rank and its child processes use."""
+"""``ResourceUsage``: measures how much CPU, memory and accelerator a rank and its child processes use."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ class ResourceUsage:
     """Measures the use of resources between calls of ``now``.
 
     Args:
-        device: "cuda" or "cpu", the device on which the rank trains.
+        device: kind of the device on which the rank trains, such as "cpu".
     """
 
     def __init__(self, device: str) -> None:
         self._device = device
         self._before = time.monotonic(), _processor_s()
-        self._tells = device == "cuda"
+        self._tells = device != "cpu"
 
     def now(self) -> dict[str, Any]:
         """Return the use of resources since the last call.
 
         ``cpu`` is the average number of busy CPUs, with those of child processes such as loader workers; ``rss`` the
-        resident memory of this process in bytes. ``memory`` is the bytes that torch has allocated on the GPU if the
-        rank trains there, else ``rss``. ``gpu`` is the share of the time in which the GPU was busy; None on the CPU, or
-        without NVIDIA's library (nvidia-ml-py).
+        resident memory of this process in bytes. ``memory`` is the bytes that torch has allocated on the
+        accelerator if the rank trains there, else ``rss``. ``gpu`` is the share of the time in which the accelerator
+        was busy; None on the CPU, or if it does not tell (NVIDIA's does by its library, nvidia-ml-py).
         """
         at, used_s = time.monotonic(), _processor_s()
         before, used_before = self._before
@@ -38,23 +38,26 @@ class ResourceUsage:
         # The difference may be negative: the time of workers that have ended since the last call is missing.
         cpu = max(0.0, used_s - used_before) / max(at - before, 1e-3)
         found = {"cpu": round(cpu, 2), "rss": _resident(), "gpu": self._busy()}
-        return found | {"memory": _allocated() if self._device == "cuda" else found["rss"]}
+        return found | {"memory": found["rss"] if self._device == "cpu" else self._allocated()}
 
     def _busy(self) -> float | None:
         if self._tells:
             import torch
 
+            from lagom.accelerators import utilization
+
             try:
-                return float(torch.cuda.utilization()) / 100
-            except Exception:  # the library is missing, or does not know this GPU
+                return utilization(torch.device(self._device))
+            except Exception:  # the maker's library is missing, or does not know this device
                 self._tells = False
         return None
 
+    def _allocated(self) -> int | None:
+        import torch
 
-def _allocated() -> int:
-    import torch
+        from lagom.accelerators import allocated_bytes
 
-    return int(torch.cuda.memory_allocated())
+        return allocated_bytes(torch.device(self._device))
 
 
 def _resident() -> int:

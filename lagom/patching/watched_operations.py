@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.library import Library
 
+from lagom.accelerators import dispatch_keys
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
@@ -80,7 +82,7 @@ def is_composite(function: OpOverload) -> bool:
     """Return whether ``function`` is composed of other operations, leaving aside its kernels for nested tensors."""
     if not torch._C._dispatch_has_kernel(function.name()):
         return False  # such as sym_size, which the dispatcher does not know
-    own = _has_kernel(function, "CPU") or _has_kernel(function, "CUDA")
+    own = any(_has_kernel(function, key) for key in dispatch_keys())
     return _has_kernel(function, "CompositeImplicitAutograd") and not own
 
 

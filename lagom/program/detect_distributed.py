@@ -20,8 +20,9 @@ _STARTS = frozenset({"init_process_group", "init_device_mesh"})
 """Functions with which a program starts its own process group."""
 _DRIVES = ("maggy.experiment",)
 """Modules with which a script starts its own ranks."""
-_GPU = frozenset({"cuda", "gpu", "gpus", "accelerator"})
-"""Words for GPUs: code that moves tensors to a GPU contains at least one of them, unless it gives a number only."""
+_DEVICES = frozenset({"cuda", "gpu", "gpus", "accelerator"})
+"""Words for accelerators: code that moves tensors to one contains at least one of them, or torch's name of the kind,
+unless it gives a number only."""
 _PACKAGE = "horovod"
 """Package whose programs count as distributed. Module names of lagom's stand-in for the package contain it, too."""
 
@@ -51,9 +52,9 @@ def needs_nccl(*values: Any) -> bool:
     return starts and "nccl" in names and not any("gloo" in name for name in names)
 
 
-def names_gpu(*values: Any) -> bool:
-    """Return whether the code of ``values`` contains a word of ``_GPU``, and so may move its tensors itself."""
-    return not _found(*values)[1].isdisjoint(_GPU)
+def names_device(kind: str, *values: Any) -> bool:
+    """Return whether the code of ``values`` names ``kind`` or has a word of ``_DEVICES``: it may move its tensors."""
+    return not _found(*values)[1].isdisjoint({*_DEVICES, kind})
 
 
 def _found(*values: Any) -> tuple[bool, set[str]]:

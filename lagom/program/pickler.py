@@ -149,7 +149,12 @@ def _untyped_storage(buffer: Any, device: str) -> Any:
     if view.nbytes < OUT_OF_BAND:
         memory = memory.clone()  # torch aligns its own memory, and results of a library's sums may depend on alignment
     storage = memory.untyped_storage()
-    return storage.cuda() if device == "cuda" and torch.cuda.is_available() else storage
+    if device == "cpu":
+        return storage
+    from lagom.accelerators import available_accelerator
+
+    here = available_accelerator()
+    return storage.to(device=here) if here is not None and here.type == device else storage
 
 
 def _typed_storage(storage: Any, dtype: Any) -> Any:

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from lagom.patching.replace import replaced
-from lagom.run_state.cuda_device import TrainedModules, move_to_device
+from lagom.run_state.device_moves import TrainedModules, move_to_device
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -144,7 +144,7 @@ def _moved(value: Any, device: torch.device) -> Any:
     if isinstance(value, Tensor):
         if value.is_meta:
             return value
-        # Wait for a copy from pinned memory: CUDA reads it after the call, and the program may write to it before.
+        # Wait for a copy from pinned memory: it is read after the call, and the program may write to it before.
         # A tensor of a transform of torch.func cannot be asked whether it is pinned.
         waits = not value.is_cpu or torch._C._functorch.is_functorch_wrapped_tensor(value) or value.is_pinned()
         return value.to(device, non_blocking=not waits)
@@ -164,8 +164,8 @@ def _moved(value: Any, device: torch.device) -> Any:
 # without a GPU.
 #
 # torch calls a function mode for each of its functions, which takes about 2 us. So the mode is entered only if the
-# words in the program's code include none of "cuda", "gpu" and "accelerator"; other programs place their tensors
-# themselves.
+# program's code has no word for the device (``names_device`` in program/detect_distributed.py); other programs place
+# their tensors themselves.
 #
 # torch leaves the mode while it calls a function, so that what C++ calls back, such as hooks that pack saved tensors,
 # gets tensors of different devices. In a backward the mode is entered again, for hooks and backward functions.

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from lagom.accelerators import OwnGenerator, is_accelerator
 from lagom.errors import DivergenceError
 from lagom.patching.importers import Importers, on_import
 from lagom.patching.replace import replaced
@@ -90,7 +91,7 @@ class CommonStreams:
         self._num_restarts += 1
         origin = torch.initial_seed() if self._seed is None else self._seed
         seed = derive_seed("common", origin, self._num_restarts)
-        if "torch" in names or "cuda" in names:
+        if "torch" in names or "accelerator" in names:
             seed_torch(seed)
         if "random" in names:
             random.seed(seed)
@@ -118,8 +119,8 @@ class OwnStreams:
         self._random: Any = None
         self._numpy: Any = None
         self._device = device
-        self._on_cuda = device.type == "cuda"
-        self._cuda: Any = None
+        self._draws_on_device = is_accelerator(device)
+        self._on_device: OwnGenerator | None = None
         self._fetching_thread: int | None = None
         """The thread that draws in ``in_fetch``."""
 
@@ -138,7 +139,7 @@ class OwnStreams:
         self._random = random.Random(self._seed).getstate()
 
     def in_forward(self) -> _ForwardSwap:
-        """Return a context manager in which torch's generators, of CPU and GPU, draw from the rank's own streams."""
+        """Return a context manager in which torch's generators, of all devices, draw from the rank's own streams."""
         return _ForwardSwap(self)
 
     @contextmanager
@@ -169,25 +170,21 @@ class OwnStreams:
         generator = torch.default_generator
         common = generator.get_state()
         generator.set_state(self._torch)
-        return common, self._swap_device() if self._on_cuda else None
+        return common, self._swap_device() if self._draws_on_device else None
 
     def swap_back(self, common: torch.Tensor, on_device: Any) -> None:
         """Switch back to the common streams, and release ``DRAWING``; the arguments are the results of ``swap``."""
         generator = torch.default_generator
         self._torch = generator.get_state()
         generator.set_state(common)
-        if on_device is not None:
-            torch.cuda.default_generators[self._device.index or 0].graphsafe_set_state(on_device)
+        if self._on_device is not None:
+            self._on_device.swap_out(on_device)
         DRAWING.release()
 
     def _swap_device(self) -> Any:
-        generator = torch.cuda.default_generators[self._device.index or 0]
-        if self._cuda is None:
-            self._cuda = torch.Generator(self._device).manual_seed(self._seed)
-        # ``graphsafe_set_state`` lets both generators share one state, so draws advance ``self._cuda`` as well.
-        common = generator.graphsafe_get_state()
-        generator.graphsafe_set_state(self._cuda)
-        return common
+        if self._on_device is None:
+            self._on_device = OwnGenerator(self._device, self._seed)
+        return self._on_device.swap_in()
 
     @contextmanager
     def _swap_numpy(self) -> Iterator[None]:

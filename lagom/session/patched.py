@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from lagom.accelerators import is_accelerator
 from lagom.batches.dataloader import shard_loaders
 from lagom.disk.install import is_protected, knows_rank
 from lagom.disk.saving import patch_saves_and_downloads
@@ -40,8 +41,8 @@ def patched(session: Session) -> Iterator[None]:
 
     A module for a setting that a plain config leaves off is imported where the setting is on.
 
-    With one rank, the patches for several ranks are left out. Batches are still counted and, on CUDA, moved to the
-    device, and settings such as ``mixed_precision`` and ``micro_batches`` still act.
+    With one rank, the patches for several ranks are left out. Batches are still counted and, with an accelerator, moved
+    to it, and settings such as ``mixed_precision`` and ``micro_batches`` still act.
 
     Raises:
         LagomError: at the end, if a pass that was split as training was an evaluation.
@@ -58,12 +59,12 @@ def patched(session: Session) -> Iterator[None]:
         stack.enter_context(swappable_tensors())
         if (distributed or session.plan.rehearsal is not None) and not session.plan.already_distributed:
             stack.enter_context(equal_fresh_seeds(session, streams))
-        on_cuda = session.device.type == "cuda"
-        moves = on_cuda and not session.plan.names_gpu
+        on_device = is_accelerator(session.device)
+        moves = on_device and not session.plan.names_gpu
         if not distributed and (moves or session.backwards.gradient_store.is_external):
             stack.enter_context(track_modules(session))
         if moves:
-            stack.enter_context(_moved_to_gpu(session))
+            stack.enter_context(_moved_to_device(session))
         precision = None
         if asked := session.config.mixed_precision:
             from lagom.forward.precision import Precision
@@ -77,7 +78,7 @@ def patched(session: Session) -> Iterator[None]:
             stack.enter_context(_patched_for_ranks(session))
         if distributed or session.plan.rehearsal is not None or is_protected():
             stack.enter_context(patch_saves_and_downloads(session))
-        if distributed or on_cuda or session.config.micro_batches is not None or session.spans is not None:
+        if distributed or on_device or session.config.micro_batches is not None or session.spans is not None:
             stack.enter_context(prepare_forwards(session, streams))
         if precision is not None:
             stack.enter_context(precision.autocast_forwards())
@@ -91,8 +92,8 @@ def patched(session: Session) -> Iterator[None]:
         _check_end(session)
 
 
-def _moved_to_gpu(session: Session) -> AbstractContextManager[None]:
-    """Return a context in which tensors of programs that name no GPU meet on the rank's GPU."""
+def _moved_to_device(session: Session) -> AbstractContextManager[None]:
+    """Return a context in which tensors of programs that name no device meet on the rank's device."""
     from lagom.run_state.mixed_devices import meet_on
 
     return meet_on(

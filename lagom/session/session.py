@@ -64,6 +64,8 @@ class Session:
     spans: Spans | None = None
     """Record of the program's activities; None without a timeline."""
 
+    device_facts: dict[str, Any] = field(default_factory=dict, init=False)
+    """Models of the ranks' accelerators and what carries their tensors, for the run's records; empty on CPUs."""
     events: Events = field(default_factory=Events, init=False)
     """Moments at which extensions take part in the run."""
     parts: dict[str, Any] = field(default_factory=dict, init=False)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
+from lagom.accelerators import is_accelerator
 from lagom.exchange.agreement_exchange import FRAME, AgreedExchange
 from lagom.forward.rows.whole_calls import WholeCalls
 from lagom.forward.running_value_warnings import RunningValueDetector
@@ -140,7 +141,7 @@ class BackwardState:
     ) -> None:
         """Average gradients by exchanges of ``group``."""
         modules = tensors.modules
-        self.agreement = AgreedExchange(group, 0 if device.type == "cuda" else FRAME)
+        self.agreement = AgreedExchange(group, 0 if is_accelerator(device) else FRAME)
         self.divergence = DivergenceMonitor(
             group, tensors.leaves, modules.finished_modules, tensors.synchronised_buffers, modules.name_of
         )

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from lagom.cluster import kind_of_device, other_devices
 from lagom.errors import LagomError, PlanError, RankError
 from lagom.spark.executor_link import run_in_server, without_torch
 from lagom.spark.spark_state import SparkState
@@ -128,7 +129,9 @@ def _check(spec: RunSpec, context: Any) -> None:
 
 
 def gpus_of_task(spec: RunSpec, context: Any) -> Sequence[str]:
-    """Return this task's GPUs, one or more for each rank, as entries for CUDA_VISIBLE_DEVICES; [] without GPUs.
+    """Return this task's accelerators, one or more for each rank, as ``visible_devices`` names them; [] without any.
+
+    Spark calls all of them "gpu" (``spark.task.resource.gpu.amount``).
 
     Raises:
         PlanError: if Spark gave the task fewer GPUs than it has ranks.
@@ -139,6 +142,9 @@ def gpus_of_task(spec: RunSpec, context: Any) -> Sequence[str]:
     addresses = list(resources["gpu"].addresses) if "gpu" in resources else []
     if len(addresses) < spec.plan.ranks_per_slot:
         raise PlanError(f"this task was to have {spec.plan.ranks_per_slot} GPUs, and Spark gave it {addresses}")
+    if others := other_devices():
+        kind = kind_of_device(others[0].name)
+        return [f"{kind}:{address}" for address in addresses]
     return [visible(address, os.environ.get("CUDA_VISIBLE_DEVICES", "")) for address in addresses]
 
 

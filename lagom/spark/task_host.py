@@ -65,7 +65,7 @@ class ExecutorTask:
     ip: str
     """Spark's address of the task's host, which may be a name; empty outside of barrier jobs."""
     gpus: tuple[str, ...]
-    """The GPU of each rank, in the form of CUDA_VISIBLE_DEVICES."""
+    """The accelerator of each rank, as ``visible_devices`` names it."""
     spark: SparkState
     is_broadcast: bool = False
     """Whether Spark has broadcast the payload to this executor."""

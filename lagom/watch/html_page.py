@@ -7,6 +7,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from lagom.cluster import NVIDIA, kind_of_device
 from lagom.run_folder import RunFolder
 from lagom.timings import PARTS
 from lagom.watch.json_values import loaded
@@ -34,7 +35,8 @@ def settings_sections(folder: RunFolder) -> list[str]:
 def _place(one: Mapping[str, Any]) -> str:
     words = [f"{one['host']} ({one['ip']})"]
     words += [f"task {one['task']}"] if one.get("task") is not None else []
-    words += [f"GPU {one['gpu']}"] if one.get("gpu") else []
+    if device := one.get("gpu"):  # one of NVIDIA's, or the name of another maker's
+        words.append(f"GPU {device}" if kind_of_device(device) == NVIDIA else device)
     return ", ".join(words + [f"{name} {one[name]}" for name in ("python", "torch") if name in one])
 
 

@@ -26,7 +26,7 @@ _COLUMNS = (
     "others wait for it",
     "CPUs",
     "memory",
-    "GPU",
+    "device",
 )
 # Colours that are visible on white and dark pages, and that colour-blind readers can tell apart.
 _RUNS, _DONE, _FAILED, _WAITS = "#2f8fd0", "#009e73", "#d55e00", "#808080"
@@ -176,7 +176,7 @@ def _row(rank: int, one: ProgressReport | None, held: float, is_stalled: bool, h
         "others wait for it": _share(held),
         "CPUs": f"{one.cpu:.1f}" if one.cpu is not None else "",
         "memory": f"{one.memory / 1e9:.2f} GB" if one.memory else "",
-        "GPU": f"{one.gpu:.0%}" if one.gpu is not None else "",
+        "device": f"{one.gpu:.0%}" if one.gpu is not None else "",
         **{html.escape(name): number_text(value) for name, value in one.values.items()},
     }
 

@@ -281,7 +281,7 @@ class RankAddress(NamedTuple):
     """As in ``Join``."""
     ip: str
     gpu: str | None
-    """Entry for CUDA_VISIBLE_DEVICES; None on the CPU."""
+    """As ``visible_devices`` in cluster.py names it; None on the CPU."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -301,7 +301,7 @@ class Join(Message, tag="join"):
     python: str
     torch: str
     gpus: list[str]
-    """Entry for CUDA_VISIBLE_DEVICES of each rank; empty on the CPU."""
+    """Accelerator of each rank, as ``visible_devices`` names it; empty on the CPU."""
     cores: int
     """Cores that the host process may use."""
 
@@ -322,7 +322,7 @@ class Peers(Message, tag="peers"):
     """Address of the store where ranks find each other; None if all ranks are on one host."""
     ranks: list[RankAddress]
     nccl: bool
-    """Whether no two ranks share a GPU."""
+    """Whether no two ranks share an accelerator."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "store", _address(self.store))
@@ -379,9 +379,9 @@ class ProgressReport(Message, tag="progress"):
     rss: int | None = None
     """Resident memory in bytes."""
     memory: int | None = None
-    """Bytes that torch has allocated on the GPU; ``rss`` on the CPU."""
+    """Bytes that torch has allocated on the accelerator; ``rss`` on the CPU."""
     gpu: float | None = None
-    """Share of the time in which the GPU was busy; None if unknown."""
+    """Share of the time in which the accelerator was busy; None if unknown."""
     values: dict[str, float] = field(default_factory=dict)
     """Further values by name: ``progress_values`` of ``RunProgress``."""
 

@@ -83,15 +83,15 @@ class RankSpec:
     threads: int
     """Number of threads that the rank may use; 0 keeps torch's default."""
     gpu: str | None = None
-    """Value of CUDA_VISIBLE_DEVICES for the rank; None to leave the variable unchanged."""
+    """Accelerator of the rank, as ``visible_devices`` in cluster.py names it, or several of NVIDIA's; None for any."""
     gpu_index: int = 0
-    """Index of the rank's own GPU among the devices in ``gpu``."""
+    """Index of the rank's own GPU among NVIDIA's devices in ``gpu``."""
     cross_rank: int = 0
     """Place of the rank among the ranks that have its local rank on their hosts."""
     cross_size: int = 1
     """Number of hosts that have a rank of this local rank."""
     nccl: bool = False
-    """Whether no two ranks share a GPU, which NCCL refuses; meaningless for ranks on the CPU."""
+    """Whether no two ranks share an accelerator, which NCCL refuses; meaningless for ranks on the CPU."""
     key: bytes = field(default=b"", repr=False)
     """Key by which ranks authenticate each other; derived from the run's secret."""
     certificate: str = field(default="", repr=False)

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
 from lagom.config.torch_distributed import Batches
-from lagom.run_state.cuda_device import InputFollower, move_to_device
+from lagom.run_state.device_moves import InputFollower, move_to_device
 from lagom.session.session import Session
 from tests.ranks import check_against_one_process, run_ranks
 

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lagom import experiment
 from lagom.config import TorchDistributedConfig
-from lagom.program.detect_distributed import is_distributed, names_gpu, needs_nccl
+from lagom.program.detect_distributed import is_distributed, names_device, needs_nccl
 from lagom.program.script import Script
 
 
@@ -290,11 +290,11 @@ def follows(x: torch.Tensor) -> torch.Tensor:
     ],
 )
 def test_programs_that_place_their_tensors_are_known(program: Any, wanted: bool) -> None:
-    assert names_gpu(program) is wanted
+    assert names_device("cuda", program) is wanted
 
 
 def test_a_module_of_the_program_may_name_the_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "own_places.py").write_text("def place(x):\n    return x.to('cuda:1')\n\ndef other(x):\n    return x\n")
     monkeypatch.syspath_prepend(tmp_path)
-    assert names_gpu(Script("x.py", "from own_places import place\nplace(1)", ()))
-    assert not names_gpu(Script("x.py", "from own_places import other\nother(1)", ()))
+    assert names_device("cuda", Script("x.py", "from own_places import place\nplace(1)", ()))
+    assert not names_device("cuda", Script("x.py", "from own_places import other\nother(1)", ()))

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
-from lagom.run_state.cuda_device import TrainedModules, move_to_device
+from lagom.run_state.device_moves import TrainedModules, move_to_device
 from lagom.run_state.mixed_devices import meet_on
 
 META = torch.device("meta")

@@ -77,15 +77,15 @@ def test_processors_and_memory_are_told(tmp_path: Path) -> None:
 
 
 def test_the_use_of_a_gpu_is_told_where_nvidias_library_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: 5 << 20)
-    monkeypatch.setattr(torch.cuda, "utilization", lambda: 87)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 5 << 20)
+    monkeypatch.setattr(torch.cuda, "utilization", lambda device: 87)
     usage = ResourceUsage("cuda")
     assert (usage.now()["gpu"], usage.now()["memory"]) == (0.87, 5 << 20)
 
-    def missing() -> int:
+    def missing(device: object) -> int:
         raise ModuleNotFoundError("pynvml")
 
     monkeypatch.setattr(torch.cuda, "utilization", missing)
     assert usage.now()["gpu"] is None
-    monkeypatch.setattr(torch.cuda, "utilization", lambda: 1 / 0)
+    monkeypatch.setattr(torch.cuda, "utilization", lambda device: 1 / 0)
     assert usage.now()["gpu"] is None  # it is not asked again

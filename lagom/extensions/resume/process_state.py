@@ -6,12 +6,13 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch.utils.hooks import RemovableHandle
 
+from lagom.accelerators import current_accelerator
 from lagom.patching.dynamo import set_deterministic
 
 _CUDNN = ("enabled", "benchmark", "deterministic", "allow_tf32")
@@ -32,9 +33,7 @@ def process_state(before: Mapping[str, Any]) -> dict[str, Any]:
         "precision": torch.get_float32_matmul_precision(),
         "threads": threads if threads != before["threads"] else None,
         "cwd": _from(before["cwd"], os.getcwd()),
-        "autocast": {
-            kind: (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda")
-        },
+        "autocast": {kind: (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in _kinds()},
         "cudnn": {name: getattr(torch.backends.cudnn, name) for name in _CUDNN},
         "next_hook": RemovableHandle.next_id,
         "environ": {name: os.environ.get(name) for name in _changed(before["environ"], os.environ)},
@@ -42,6 +41,12 @@ def process_state(before: Mapping[str, Any]) -> dict[str, Any]:
         "signals": {number: one for number, one in _handlers().items() if one != before["signals"].get(number)},
         "loggers": {name: one for name, one in _logger_settings().items() if one != before["loggers"].get(name)},
     }
+
+
+def _kinds() -> Sequence[str]:
+    """Return the kinds of devices that autocast has settings for in this torch: the CPU, and its accelerator if any."""
+    accelerator = current_accelerator()
+    return ("cpu",) if accelerator is None else ("cpu", accelerator.type)
 
 
 def set_process_state(state: Mapping[str, Any], before: Mapping[str, Any]) -> None:
@@ -53,9 +58,11 @@ def set_process_state(state: Mapping[str, Any], before: Mapping[str, Any]) -> No
     if state["threads"] is not None:
         torch.set_num_threads(state["threads"])
     os.chdir(os.path.join(before["cwd"], state["cwd"]))
-    for kind, (is_enabled, dtype) in state["autocast"].items():
-        torch.set_autocast_enabled(kind, is_enabled)
-        torch.set_autocast_dtype(kind, dtype)
+    for kind in _kinds():  # a snapshot may come from a machine with another kind of accelerator
+        if kind in state["autocast"]:
+            is_enabled, dtype = state["autocast"][kind]
+            torch.set_autocast_enabled(kind, is_enabled)
+            torch.set_autocast_dtype(kind, dtype)
     for name, value in state["cudnn"].items():
         setattr(torch.backends.cudnn, name, value)
     RemovableHandle.next_id = max(RemovableHandle.next_id, state["next_hook"])  # a used id would replace its hook

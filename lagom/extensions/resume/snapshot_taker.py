@@ -12,11 +12,14 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import asdict
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from lagom.accelerators import device_model, is_accelerator
+from lagom.device_models import DeviceModel, describe_differences
 from lagom.errors import LagomError, SnapshotError
 from lagom.extensions.observe.tracking.tensorboard import write_queued_events
 from lagom.extensions.resume.call_memory import CallMemory
@@ -40,7 +43,7 @@ _FIRST_LOOK_S, _LOOK_S, _PATIENCE_S = 0.02, 0.1, 1800.0
 """Seconds until the first look at whether a fork has written its snapshot, between two looks, and after which a fork is
 killed as stuck."""
 FORKED: tuple[str, ...] = ("cpu",)
-"""Types of devices whose tensors a fork can read. CUDA does not work in a fork: ranks on GPUs pickle, then fork."""
+"""Kinds of devices whose tensors a fork can read. Accelerators do not work in a fork: their ranks pickle, then fork."""
 _THREADS = ("lagom", "QueueFeeder", "GetTelemetryConfig", "MLflowTelemetry")
 """Beginnings of the names of threads that a snapshot may leave out: the program does not need them to go on."""
 _RESTARTED = {"TMonitor", "_AsyncWriterThread"}
@@ -197,6 +200,7 @@ class Snapshots:
             "place": [progress["epoch"], progress["step"]],
             "lengths": lengths,
             "world_size": self._session.world_size,
+            "device": self._device(),
         }
         state = random.getstate()
         pid, reader, writer = _fork()
@@ -254,7 +258,22 @@ class Snapshots:
         self._tell(SnapshotKept(place=self._facts["place"], at=self._facts["at"], **answer))
         self._pace.written(used_s)
 
+    def _device(self) -> dict[str, Any] | None:
+        """Return the model of this rank's accelerator, for the description of a snapshot; None on the CPU."""
+        device = self._session.device
+        return asdict(device_model(device)) if is_accelerator(device) else None
+
+    def _compare_device(self, snapshot: Snapshot) -> None:
+        """Say in one line if ``snapshot`` was taken on another model of accelerator than that of this rank, rank 0."""
+        if "device" not in snapshot.facts or self._session.rank != 0:
+            return
+        models = {"the snapshot": snapshot.facts["device"], "this run": self._device()}
+        known = {owner: DeviceModel(**model) if model is not None else None for owner, model in models.items()}
+        if line := describe_differences(known):
+            self._session.say_once(line)
+
     def _go_on(self, snapshot: Snapshot) -> Callable[[], Any]:
+        self._compare_device(snapshot)
         with open(self._files.open_state(snapshot), "rb") as file:
             mapped = mmap.mmap(file.fileno(), 0, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
         head, pickled, *own = parts_of(memoryview(mapped))
@@ -317,9 +336,9 @@ def _reason(error: BaseException) -> str:
 #
 # Point. A snapshot is taken where a loader is about to give a batch: nothing is under way there but functions of the
 # program. A fork of the rank has the state of that moment (copy on write). The fork pickles the state and writes it to
-# the run's folder, or sends it to the driver, while the rank goes on. A fork cannot read tensors on a GPU: there the
-# rank itself pickles the state, and the fork only writes the bytes. The description of a snapshot is moved to its place
-# last, so a snapshot is there as a whole or not at all.
+# the run's folder, or sends it to the driver, while the rank goes on. A fork cannot read tensors on an accelerator:
+# there the rank itself pickles the state, and the fork only writes the bytes. The description of a snapshot is moved to
+# its place last, so a snapshot is there as a whole or not at all.
 #
 # Functions in progress. Python tells the instruction that each frame is at, and so the call or the loop in its source,
 # and gives the values of its variables. It does not give the iterators of loops and the managers of `with` blocks,

@@ -104,12 +104,12 @@ class ParameterPublisher:
         return True
 
     def _rows_of_frame(self) -> list[tuple[torch.Tensor, memoryview | None]] | None:
-        """Return each rank's packed pieces as a tensor and its memory; None if too large for the frame, or on a GPU."""
+        """Return each rank's packed pieces as a tensor and its memory; None if not on the CPU, or too large for it."""
         rows = []
         for rank in range(self._group.world_size):
             own = [places for owner, places in self._small if owner == rank]
             sizes = [-(-sum(place.nbytes for place in places) // 8) * 8 for places in own]
-            if sum(sizes) > self._frame.room or any(places[0].is_cuda for places in own):
+            if sum(sizes) > self._frame.room or any(not places[0].is_cpu for places in own):
                 return None
             whole = torch.zeros(sum(sizes), dtype=torch.uint8)
             for places, raw in zip(own, whole.split(sizes), strict=True):

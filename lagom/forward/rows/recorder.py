@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import sys
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -11,6 +12,7 @@ import torch
 from torch.autograd.graph import Node, saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from lagom.accelerators import is_accelerator
 from lagom.forward.rows.draws import (
     Answer,
     DrawKind,
@@ -64,7 +66,7 @@ _BATCHNORMS = frozenset(f"aten::{name}" for name in ("native_batch_norm", "cudnn
 
 
 class BoundsCheck(OperationMode):
-    """Raises what a CPU raises for indices and numbers out of bounds, where a GPU would end all work of the process.
+    """Raises what a CPU raises for indices and numbers out of bounds; an accelerator would end all work of the process.
 
     A probe runs a forward on parts of its batch and on a row of NaN, where indices that the program computes may be
     wrong.
@@ -89,6 +91,10 @@ class BoundsCheck(OperationMode):
             if name.startswith("nll"):
                 targets = targets[targets != args[4]]  # those that are not ignored
             _check_indices(targets, 0, scores.shape[min(1, scores.dim() - 1)])
+        elif name in _OF_SEQUENCES:
+            sizes = args[_place_of_sizes(function)]
+            if sizes and sum(sizes) != args[0].shape[0]:
+                raise RuntimeError(f"a packed sequence has {args[0].shape[0]} steps, and its sizes make {sum(sizes)}")
         elif name == "masked_scatter":
             if int(args[1].expand(args[0].shape).sum()) > args[2].numel():
                 raise RuntimeError("masked_scatter() gets fewer numbers than its mask has places")
@@ -108,8 +114,15 @@ _BY_DIMENSIONS = frozenset(("index", "index_put", "_index_put_impl", "_unsafe_in
 """Operations of a tensor and a list with an index, a mask or None for each dimension."""
 _OF_ROWS = frozenset(("embedding", "_embedding_bag", "_embedding_bag_forward_only", "embedding_renorm"))
 _OF_CLASSES = frozenset(("nll_loss_forward", "nll_loss2d_forward", "multi_margin_loss"))
+_OF_SEQUENCES = frozenset(("_cudnn_rnn", "miopen_rnn"))
+"""Recurrent layers of NVIDIA's and AMD's libraries. See Note [Packed sequences]."""
 _OF_PROBABILITIES = {"bernoulli": 1.0, "binary_cross_entropy": 1.0, "multinomial": math.inf, "poisson": math.inf}
 """Operations of probabilities, weights or rates, and what these may not exceed."""
+
+
+@functools.cache
+def _place_of_sizes(function: OpOverload) -> int:
+    return [argument.name for argument in function._schema.arguments].index("batch_sizes")
 
 
 def _check_each_index(indices: Sequence[Tensor | None], shape: Sequence[int]) -> None:
@@ -140,7 +153,7 @@ def _check_probabilities(name: str, given: Tensor) -> None:
 
 def bounds_check(device: torch.device) -> AbstractContextManager[object]:
     """Return a context manager that checks bounds where operations on ``device`` do not raise."""
-    return BoundsCheck() if device.type == "cuda" else nullcontext()  # type: ignore[no-untyped-call]
+    return BoundsCheck() if is_accelerator(device) else nullcontext()  # type: ignore[no-untyped-call]
 
 
 class BatchStatistics:
@@ -452,3 +465,15 @@ class BlockRecorder(Recorder):
 
 def _storage_key(tensor: Tensor) -> int:
     return storage_of(tensor)._cdata if tensor.layout == torch.strided else 0
+
+
+# Note [Packed sequences]
+#
+# A packed sequence has the steps of several sequences as its rows, and beside them a list of sizes: how many sequences
+# have a first step, a second, and so on. A part of the rows does not fit the sizes. On a CPU torch refuses it. cuDNN's
+# layers take the number of steps from the sizes, and the size of the result from the rows, and nothing compares them:
+# they read and write beyond the ends of both, into memory of other tensors. This was probably the cause of the
+# DivergenceError of an LSTM that was examined with a part of a packed sequence, on three ranks that shared a GPU. So a
+# module that is called with a packed sequence runs whole, on every device, and an examination on an accelerator
+# compares rows and sizes. A module that packs its input itself cuts it before; with cuDNN it runs whole too, as torch
+# says of cuDNN's layers that they draw numbers.

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from lagom.accelerators import global_generator, is_accelerator, is_initialized
 from lagom.errors import LagomError
 from lagom.forward.rows.backward_probe import find_unread
 from lagom.forward.rows.draws import Draws, OtherWayError
@@ -205,9 +206,9 @@ def _detour(candidate: SplitCandidate, finding: SplitFinding, draws: Draws | Non
     Raises:
         OtherWayError: when the forward takes another way.
     """
-    generators = [torch.default_generator]
-    if candidate.device.type == "cuda" and torch.cuda.is_initialized():
-        generators.append(torch.cuda.default_generators[candidate.device.index or 0])
+    generators: list[Any] = [torch.default_generator]
+    if is_accelerator(candidate.device) and is_initialized(candidate.device):
+        generators.append(global_generator(candidate.device))
     states = [generator.get_state() for generator in generators]
     buffers = copy_buffers(candidate.inside) if finding.changes_buffers else []
 

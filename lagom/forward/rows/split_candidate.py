@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 from torch.autograd import forward_ad
+from torch.nn.utils.rnn import PackedSequence
+from torch.utils._pytree import tree_leaves
 
 from lagom.forward.rows.draws import DrawKind
 from lagom.forward.rows.input_reads import InputReads, Shapes, shapes_of
@@ -20,7 +22,7 @@ from lagom.forward.rows.row_places import find_places
 from lagom.forward.rows.whole_batch import ForwardWork, RowBlock
 from lagom.forward.rows.whole_reasons import FilledReason, NotByRowsError, WholeReason
 from lagom.inspection.reads import class_name, describe, is_tensor
-from lagom.inspection.structures import flatten
+from lagom.inspection.structures import flatten, unflatten
 from lagom.run_state.oom_errors import wanted_bytes
 
 if TYPE_CHECKING:
@@ -312,6 +314,8 @@ def check_call(candidate: SplitCandidate) -> None:
     Raises:
         NotByRowsError: when something would, or might.
     """
+    if any(map(_is_packed, tree_leaves(unflatten(candidate.leaves, candidate.spec), is_leaf=_is_packed))):
+        raise NotByRowsError(WholeReason.PACKED_SEQUENCE)
     for leaf in candidate.leaves:
         if not is_tensor(leaf) and not issubclass(type(leaf), PLAIN):
             raise NotByRowsError(WholeReason.UNKNOWN_ARGUMENT, name=class_name(leaf))
@@ -327,6 +331,10 @@ def check_call(candidate: SplitCandidate) -> None:
                 raise NotByRowsError(WholeReason.HAS_GRADIENT_HOOKS)
     if has_global_hooks():
         raise NotByRowsError(WholeReason.GLOBAL_HOOKS)
+
+
+def _is_packed(value: object) -> bool:
+    return issubclass(type(value), PackedSequence)
 
 
 def has_global_hooks() -> bool:

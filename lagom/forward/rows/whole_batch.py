@@ -29,11 +29,11 @@ Orders: TypeAlias = "Sequence[tuple[int, ...] | None]"
 """For each tensor its dimensions in the order of memory; None if memory has them in order."""
 ALWAYS = False
 """Slice every forward, whether it pays or not: for tests and benchmarks."""
-_SPEED = {"cpu": 5e10, "cuda": 2e13}
+_SPEED = {"cpu": 5e10, "accelerator": 2e13}
 """Rough number of operations per second of a busy rank."""
-_LATENCY = {"memory": 4e-4, "cpu": 1.5e-3, "cuda": 5e-5}
-"""Seconds for slicing and the smallest exchange: through shared memory, over sockets or gloo, on GPUs."""
-_BANDWIDTH = {"memory": 2e9, "cpu": 5e8, "cuda": 2e10}
+_LATENCY = {"memory": 4e-4, "cpu": 1.5e-3, "accelerator": 5e-5}
+"""Seconds for slicing and the smallest exchange: through shared memory, over sockets or gloo, on accelerators."""
+_BANDWIDTH = {"memory": 2e9, "cpu": 5e8, "accelerator": 2e10}
 """Bytes per second of an exchange."""
 _MIN_UNPACKED = 2**18
 """Tensors of at least this many bytes each are not packed for an exchange if all ranks have equally many rows.
@@ -79,8 +79,9 @@ def is_worth_slicing(
     """
     if ALWAYS:
         return True
-    saved = work.flops * (3 if training else 1) * (1 - 1 / world_size) / _SPEED[device.type]
-    way = "memory" if shares_memory and device.type == "cpu" else device.type
+    kind = "cpu" if device.type == "cpu" else "accelerator"
+    saved = work.flops * (3 if training else 1) * (1 - 1 / world_size) / _SPEED[kind]
+    way = "memory" if shares_memory and kind == "cpu" else kind
     num_exchanges, num_bytes = 1 + work.num_batchnorms, work.output_bytes
     if training:
         num_exchanges += work.num_batchnorms + bool(work.input_bytes)

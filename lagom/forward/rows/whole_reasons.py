@@ -32,6 +32,10 @@ class WholeReason(Enum):
         "call it with tensors, numbers and texts, in lists, tuples or dicts if there are many",
     )
     IRREGULAR_ARGUMENT = "is called with a sparse or nested tensor, which has no rows to split"
+    PACKED_SEQUENCE = (
+        "is called with a packed sequence, whose rows are the steps of several sequences",
+        "pack the sequences inside of the module that is called, and call it with padded ones",
+    )
     EQUAL_ROWS = "is called with rows that are all alike, which does not show whether it mixes them"
     OTHER_INPUT = "was called with other inputs on other ranks"
     MANY_KINDS = "is called in more than {number} ways (types, dimensions, flags or attributes of modules)"

@@ -161,7 +161,8 @@ class LayoutEntry(NamedTuple):
     shape: torch.Size
     sparse: bool
     """Whether the gradient is sparse, or in the layout of oneDNN."""
-    cuda: bool
+    on_device: bool
+    """Whether the gradient is on an accelerator."""
 
 
 @dataclass(frozen=True)
@@ -200,19 +201,19 @@ class Layout:
             size = entry.shape.numel() * as_type(entry.dtype).itemsize
             if entry.sparse:
                 self.sparse.append(i)
-            elif not entry.cuda and size <= room:
+            elif not entry.on_device and size <= room:
                 self.framed.append(i)
                 room -= size
             else:
-                rest.setdefault((entry.cuda, entry.dtype), []).append(i)
+                rest.setdefault((entry.on_device, entry.dtype), []).append(i)
         self.packed = PackedTensors([(entries[i].dtype, entries[i].shape) for i in self.framed], as_type)
         # Reversed, since a backward reaches the last parameters first.
         self.buckets = [bucket for part in rest.values() for bucket in _make_buckets(part[::-1], entries)]
         sizes = [0, 0]
-        for (cuda, dtype), part in rest.items():
-            sizes[cuda] += sum(entries[i].shape.numel() for i in part) * dtype.itemsize
-        self.on_cpu, self.on_gpu = sizes
-        """Bytes of all buckets on the CPU, and on GPUs."""
+        for (on_device, dtype), part in rest.items():
+            sizes[on_device] += sum(entries[i].shape.numel() for i in part) * dtype.itemsize
+        self.on_cpu, self.on_device = sizes
+        """Bytes of all buckets on the CPU, and on accelerators."""
 
 
 def wire_dtype(dtype: torch.dtype) -> torch.dtype:

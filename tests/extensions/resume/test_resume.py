@@ -93,6 +93,8 @@ def test_a_run_with_fewer_ranks_has_more_again_when_there_is_room(
     goes_on = r"the run continues from batch \d+ of epoch 2"
     assert re.search(f"{goes_on}, attempt 2 of 4, with 1 rank instead of 2\n", shown.err)
     assert re.search(f"there is room for more ranks; {goes_on}, with 2 ranks\n", shown.err)
+    models = "the snapshot: NVIDIA H200 (132 multiprocessors, driver 570.1); this run: the CPU"
+    assert shown.err.count(f"GPUs differ in model, multiprocessors or driver ({models})") == 1
     (failure,) = result.failures
     assert failure["cause"].startswith("rank 1 was killed by SIGKILL")
     assert result.run_dir is not None

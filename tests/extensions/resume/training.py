@@ -103,10 +103,16 @@ def train(train_set: Any, folder: str, model: nn.Module | None = None, by_rows: 
 
 
 def train_as_on_a_gpu(train_set: Any, folder: str) -> dict[str, Any]:
-    """Train, with snapshots that are not pickled in a fork."""
+    """Train, with snapshots that are not pickled in a fork, and that were taken on a GPU.
+
+    These statements do not run again in a process that resumes, which is on the CPU.
+    """
+    from lagom.device_models import DeviceModel
     from lagom.extensions.resume import snapshot_taker
 
+    model = DeviceModel(kind="cuda", name="NVIDIA H200", multiprocessors=132, driver="570.1")
     snapshot_taker.FORKED = ()
+    vars(snapshot_taker).update(is_accelerator=lambda device: True, device_model=lambda device: model)
     return train(train_set, folder)
 
 

@@ -78,3 +78,19 @@ def test_only_operations_of_a_gpu_are_checked() -> None:
         assert torch._C._len_torch_dispatch_stack() == 0
     with bounds_check(torch.device("cuda")):
         assert torch._C._len_torch_dispatch_stack() == 1
+
+
+def rnn_of_cudnn(data: Tensor, sizes: list[int]) -> Tensor:
+    """Call cuDNN's layer, which no CPU has: beyond the check, torch says so."""
+    state = torch.zeros(1, 2, 3)
+    arguments = (0, None, state, None, 0, 3, 0, 1, False, 0.0, False, False, sizes, None)
+    found: Tensor = torch.ops.aten._cudnn_rnn(data, [torch.zeros(1)] * 4, *arguments)[0]
+    return found
+
+
+def test_a_part_of_a_packed_sequence_does_not_get_to_cudnn() -> None:
+    with BoundsCheck(), pytest.raises(RuntimeError, match="a packed sequence has 2 steps, and its sizes make 3"):  # type: ignore[no-untyped-call]
+        rnn_of_cudnn(torch.ones(2, 4), [2, 1])
+    for data, sizes in ((torch.ones(3, 4), [2, 1]), (torch.ones(5, 2, 4), [])):  # one that fits, and one not packed
+        with BoundsCheck(), pytest.raises(NotImplementedError, match="_cudnn_rnn"):  # type: ignore[no-untyped-call]
+            rnn_of_cudnn(data, sizes)

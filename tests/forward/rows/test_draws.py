@@ -11,7 +11,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 
-from lagom.forward.rows.draws import Draws, OtherWayError
+from lagom.forward.rows.draws import Draws, OtherWayError, UnsupportedDrawError, draw_shape, draws_random_numbers
 from lagom.forward.rows.whole_batch import RowBlock
 
 BLOCK = RowBlock(1, 2, 7)
@@ -117,3 +117,12 @@ def test_another_number_read_is_another_way(by_mode: bool) -> None:
             torch.full((), 3.0).item()
     with pytest.raises(OtherWayError):  # also if the program's code has caught the exception
         draws.end()
+
+
+def test_cudnns_recurrent_layers_are_not_split() -> None:
+    """So a module that packs its input itself runs whole with cuDNN, whatever is in its rows."""
+    function = torch.ops.aten._cudnn_rnn.default
+    arguments: tuple[Any, ...] = (torch.ones(3, 4), [], 0, None, torch.ones(1), None, 2)
+    assert draws_random_numbers(function, arguments, {})
+    with pytest.raises(UnsupportedDrawError, match="draws numbers that depend on its input"):
+        draw_shape(function, arguments, {})

@@ -246,3 +246,31 @@ def test_modules_that_a_program_makes_anew_need_no_more_than_a_few_names() -> No
     assert len(names) < 100
     assert {"ModuleList.0", "Linear"} < set(names)
     assert sum(one.calls for one in calls.modules()) == 200
+
+
+class Reader(nn.Module):
+    """Reads a packed sequence, also as an argument in a dict."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm, self.out = nn.LSTM(3, 4), nn.Linear(4, 1)
+
+    def forward(self, sequence: Any) -> Tensor:
+        packed = sequence["words"] if isinstance(sequence, dict) else sequence
+        result: Tensor = self.out(self.lstm(packed)[1][0][-1])
+        return result
+
+
+def packed_batches(module: nn.Module) -> None:
+    for _ in range(3):
+        sequences = [torch.randn(steps, 3) for steps in (5, 4, 4, 2, 2, 1)]
+        packed = nn.utils.rnn.pack_sequence(sequences)
+        module(packed)
+        module({"words": packed})
+
+
+def test_a_module_that_is_called_with_a_packed_sequence_runs_whole() -> None:
+    for modules, _ in whole(2, Reader, packed_batches, always_slices=True):
+        reader = next(one for one in modules if one.name == "Reader")
+        assert reader.reason is WholeReason.PACKED_SEQUENCE
+        assert "pack the sequences inside of the module" in reader.remedy

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lagom.accelerators import current_index
 from lagom.extensions.compat.horovod.exchange import Entry
 from lagom.extensions.compat.horovod.matching import REDUCTIONS, Request
 from lagom.extensions.compat.horovod.negotiation import Negotiator
@@ -238,13 +239,13 @@ def join(device: int = -1) -> int:
     """Contribute zeros to reductions until all ranks have joined; means are still those of all ranks.
 
     Args:
-        device: number of the GPU for the zeros of tensors on GPUs; by default the current one of this thread.
+        device: number of the accelerator for zeros of tensors on accelerators; by default this thread's current one.
 
     Returns:
         The rank that joined last; if several joined in the same round, the highest of them.
     """
-    if device < 0 and torch.cuda.is_initialized():
-        device = torch.cuda.current_device()
+    if device < 0:
+        device = current_index()
     return negotiator_of(global_process_set).join(device)
 
 

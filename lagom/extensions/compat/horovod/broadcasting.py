@@ -66,7 +66,7 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int, 
     for parameter, state in zip(parameters, states, strict=True):
         if state or parameter in optimizer.state:
             optimizer.state[parameter] = {
-                key: value.to(parameter.device) if isinstance(value, Tensor) and value.is_cuda else value
+                key: value.to(parameter.device) if isinstance(value, Tensor) and not value.is_cpu else value
                 for key, value in state.items()
             }
 

@@ -11,6 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lagom.accelerators import in_stream, make_stream, record_event, wait_event
+from lagom.exchange.device_backend import is_served
 from lagom.extensions.compat.horovod.exceptions import WrongArguments
 from lagom.extensions.compat.horovod.matching import Match, Request
 from lagom.gradients.reduction.buckets import Bucket
@@ -43,8 +45,8 @@ class Entry:
         self.error: BaseException | None = None
         self.done = threading.Event()
         self._in_place = in_place
-        self.input_ready: Any = torch.cuda.current_stream(tensor.device).record_event() if tensor.is_cuda else None
-        """CUDA event after which ``tensor`` may be read; None on the CPU, as ``result_ready`` is."""
+        self.input_ready: Any = record_event(tensor)
+        """Event of the accelerator after which ``tensor`` may be read; None on the CPU, as ``result_ready`` is."""
         self.result_ready: Any = None
         # Horovod's timeline has a row for each tensor, with these words.
         self._negotiation = activity(request.name, f"NEGOTIATE_{request.kind.upper()}")
@@ -64,12 +66,9 @@ class Entry:
             self.result = result.to(self.tensor.device)
 
     def settle(self) -> None:
-        """Make the program's CUDA stream wait for the result."""
+        """Make the program's stream on the accelerator wait for the result."""
         if self.result_ready is not None:
-            stream = torch.cuda.current_stream(self.tensor.device)
-            stream.wait_event(self.result_ready)
-            if self.result is not None:
-                self.result.record_stream(stream)
+            wait_event(self.result_ready, self.tensor, self.result)
 
 
 class Ranks:
@@ -191,21 +190,25 @@ class Ranks:
     def _movable(self, tensor: Tensor) -> Tensor:
         """Return ``tensor`` on a device that the group can exchange from."""
         tensor = tensor.detach()
-        if tensor.is_cuda and self.world_size > 1 and "cuda:nccl" not in dist.get_backend_config(self._group):
-            return tensor.cpu()
-        return tensor
+        if tensor.is_cpu or self.world_size == 1 or is_served(self._group, tensor.device):
+            return tensor
+        return tensor.cpu()
 
     @contextmanager
     def _own_stream(self, device: str, entries: Sequence[Entry]) -> Iterator[None]:
-        """Use a CUDA stream of this thread in the context, which waits for the inputs; for CPU tensors do nothing."""
-        if device != "cuda":
+        """Use a stream of this thread in the context, which waits for the inputs; on the CPU do nothing."""
+        if device == "cpu":
             yield
             return
         index = entries[0].tensor.device.index if entries else self.gpu_of_zeros
+        place = torch.device(device, index) if index >= 0 else torch.device(device)
         if index not in self._streams:
-            self._streams[index] = torch.cuda.Stream(index)
+            self._streams[index] = make_stream(place)
         stream = self._streams[index]
-        with torch.cuda.stream(stream):
+        if stream is None:  # a kind of device without streams, whose work is in order
+            yield
+            return
+        with in_stream(place, stream):
             for entry in entries:
                 stream.wait_event(entry.input_ready)
                 entry.tensor.record_stream(stream)

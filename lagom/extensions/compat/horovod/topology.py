@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
+from lagom.accelerators import current_accelerator
+from lagom.exchange.device_backend import device_backend
 from lagom.exchange.shared_memory import home
 from lagom.extensions.compat.horovod.exchange import Ranks
 from lagom.extensions.compat.horovod.negotiation import Negotiator
@@ -21,6 +23,13 @@ if TYPE_CHECKING:
 
 _FOREVER = timedelta(days=30)
 """Timeout of process groups: never reached, as negotiators notice lost ranks. See Note [Names] in negotiation.py."""
+
+
+def _backend_of_devices() -> str:
+    """Return the backends of a group that exchanges tensors on the CPU and on this process's accelerator."""
+    device = current_accelerator()
+    backend = device_backend(device.type) if device is not None else None
+    return f"cpu:gloo,{device.type}:{backend}" if device is not None and backend is not None else "gloo"
 
 
 class World:
@@ -46,7 +55,7 @@ class World:
         group = None
         if self.size > 1:
             # A group of its own, because its exchanges run beside those of the program.
-            backend = None if "cpu" in dist.get_backend_config() else "cpu:gloo,cuda:nccl"
+            backend = None if "cpu" in dist.get_backend_config() else _backend_of_devices()
             group = dist.new_group(members, timeout=_FOREVER, backend=backend)
         process_set.process_set_id = len(self.process_sets)
         self.process_sets.append(process_set)

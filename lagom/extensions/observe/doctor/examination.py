@@ -8,6 +8,7 @@ import shutil
 import socket
 import tempfile
 import time
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ _DIAL_S = 3.0
 
 
 def examine(reporter: Any, address: tuple[str, int] | None) -> dict[str, Any]:
-    """Return facts about this rank: versions, cores, memory, GPU, disk, network, and the speed of exchanges.
+    """Return facts about this rank: versions, cores, memory, accelerator, disk, network, and the speed of exchanges.
 
     Sizes are in bytes, times in seconds, speeds in bytes per second. A collective: all ranks must call it.
 
@@ -30,13 +31,14 @@ def examine(reporter: Any, address: tuple[str, int] | None) -> dict[str, Any]:
     """
     import torch
 
+    from lagom.accelerators import available_accelerator
     from lagom.available_memory import available_memory
     from lagom.control_groups import available_cores
     from lagom.exchange.native import reason_without_native
     from lagom.on_rank.network_interfaces import interface_of
 
     session = reporter._session
-    cuda = torch.cuda.is_available()
+    device = available_accelerator()
     return {
         "rank": rank(),
         "local_rank": session.local_rank,
@@ -47,7 +49,7 @@ def examine(reporter: Any, address: tuple[str, int] | None) -> dict[str, Any]:
         "cores": available_cores(),
         "ranks_here": session.local_world_size,
         "memory": available_memory(session.local_world_size, gpus=False).num_bytes,
-        "gpu": _gpu(torch) if cuda else None,
+        "device": _facts_of_device(device) if device is not None else None,
         "nvidia": shutil.which("nvidia-smi") is not None,
         "cuda_build": torch.version.cuda,
         "no_compiled_part": reason_without_native(),
@@ -62,9 +64,15 @@ def examine(reporter: Any, address: tuple[str, int] | None) -> dict[str, Any]:
     }
 
 
-def _gpu(torch: Any) -> dict[str, Any]:
-    found = torch.cuda.get_device_properties(torch.cuda.current_device())
-    return {"name": found.name, "memory": found.total_memory, "uuid": str(getattr(found, "uuid", ""))}
+def _facts_of_device(kind: Any) -> dict[str, Any]:
+    """Return the facts about the accelerator that this rank uses."""
+    import torch
+
+    from lagom.accelerators import current_index, device_model, device_property, total_bytes
+
+    device = torch.device(kind.type, max(0, current_index()))
+    uuid = device_property(device, "uuid") or ""
+    return {"memory": total_bytes(device), "uuid": str(uuid), **asdict(device_model(device))}
 
 
 def _free(folder: str) -> int | None:

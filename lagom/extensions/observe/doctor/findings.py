@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal
+
+from lagom.cluster import backend_word, device_word
+from lagom.device_models import DeviceModel, describe_differences
 
 Level = Literal["pass", "warn", "fail"]
 Facts = Sequence[Mapping[str, Any]]
@@ -37,7 +40,8 @@ def findings(facts: Facts, launch_s: float) -> list[Finding]:
     checks = (
         _hosts,
         _versions,
-        _gpus,
+        _accelerators,
+        _models,
         _cores,
         _memory,
         _network,
@@ -78,26 +82,41 @@ def _versions(facts: Facts) -> Finding:
     return Finding("pass", "versions", ", ".join(found))
 
 
-def _gpus(facts: Facts) -> Finding:
-    if not any(one["gpu"] for one in facts):
+def _accelerators(facts: Facts) -> Finding:
+    if not any(one["device"] for one in facts):
         hidden = [one["host"] for one in facts if one["nvidia"]]
         if not hidden:
-            return Finding("pass", "GPUs", "none: ranks train on CPUs")
+            return Finding("pass", "accelerators", "none: ranks train on CPUs")
         if not facts[0]["cuda_build"]:
             remedy = "install a CUDA build of torch on the executors"
         else:
             remedy = "have Spark hand them out (spark.task.resource.gpu.amount), or look at CUDA_VISIBLE_DEVICES"
         return Finding("warn", "GPUs", f"{hidden[0]} has NVIDIA GPUs, and ranks there see none", remedy)
-    without = [one["rank"] for one in facts if not one["gpu"]]
+    kind = next(one["device"]["kind"] for one in facts if one["device"])
+    word = device_word(kind)
+    without = [one["rank"] for one in facts if not one["device"]]
     if without:
-        remedy = "give every task a GPU (spark.task.resource.gpu.amount), or none"
-        return Finding("fail", "GPUs", f"ranks {without} have none, and others have", remedy)
-    devices = {(one["host"], one["gpu"]["uuid"] or one["rank"]) for one in facts}
-    names = ", ".join(sorted({one["gpu"]["name"] for one in facts}))
+        remedy = f"give every task one {word} (spark.task.resource.gpu.amount), or none"
+        return Finding("fail", f"{word}s", f"ranks {without} have none, and others have", remedy)
+    devices = {(one["host"], one["device"]["uuid"] or one["rank"]) for one in facts}
+    names = ", ".join(sorted({one["device"]["name"] for one in facts}))
     if len(devices) < len(facts):
-        remedy = "one GPU for each task (spark.task.resource.gpu.amount=1) lets NCCL be used"
-        return Finding("warn", "GPUs", f"{names}: {len(facts)} ranks share {len(devices)}", remedy)
-    return Finding("pass", "GPUs", f"{names}: one for each rank")
+        remedy = f"one {word} for each task (spark.task.resource.gpu.amount=1) lets {backend_word(kind)} be used"
+        return Finding("warn", f"{word}s", f"{names}: {len(facts)} ranks share {len(devices)}", remedy)
+    return Finding("pass", f"{word}s", f"{names}: one for each rank")
+
+
+def _models(facts: Facts) -> Finding | None:
+    """Return a finding if ranks have accelerators of different models, multiprocessors or drivers; else None."""
+    found = {f"rank {one['rank']} on {one['host']}": one["device"] for one in facts}
+    if not all(found.values()):
+        return None
+    names = [model_field.name for model_field in fields(DeviceModel)]
+    models = {owner: DeviceModel(**{name: one[name] for name in names}) for owner, one in found.items()}
+    if not (line := describe_differences(models)):
+        return None
+    word = device_word(next(iter(models.values())).kind)
+    return Finding("warn", f"{word} models", line, "give all ranks the same, so that their numbers are those of one")
 
 
 def _cores(facts: Facts) -> Finding:
@@ -152,7 +171,7 @@ def _exchange(facts: Facts) -> Finding | None:
     latency, speed = max(one["latency_s"] for one in facts), min(one["bytes_s"] for one in facts)
     found = f"{facts[0]['way']}: 4 KB take {latency * 1e6:,.0f} us, 16 MB go at {speed / 1e9:.2f} GB/s"
     one_host = len({one["host"] for one in facts}) == 1
-    if one_host and facts[0]["way"] == "sockets" and not facts[0]["gpu"]:
+    if one_host and facts[0]["way"] == "sockets" and not facts[0]["device"]:
         remedy = "shared memory would be faster: install lagom where there is a C++ compiler"
         return Finding("warn", "exchanges", found, remedy)
     return Finding("pass", "exchanges", found)

@@ -32,7 +32,7 @@ _CHARTS = (
     ("waits", "Time spent waiting for other ranks", 100.0, " %"),
     ("cpu", "Processors in use", 1.0, ""),
     ("memory", "Memory", 1e-9, " GB"),
-    ("gpu", "GPU in use", 100.0, " %"),
+    ("gpu", "accelerator in use", 100.0, " %"),
 )
 
 Events = Mapping[int, Sequence[Mapping[str, Any]]]

@@ -85,8 +85,8 @@ class _PassLosses:
         loss = roots[0].detach()
         if self.unscaled is not None and self.unscaled[0]() is roots[0]:
             loss = self.unscaled[1]
-        # On a GPU the sum stays a tensor, so that the program does not wait for the GPU.
-        self._total = self._total + (loss.double() if loss.is_cuda else float(loss))
+        # On an accelerator the sum stays a tensor, so that the program does not wait for the device.
+        self._total = self._total + (float(loss) if loss.is_cpu else loss.double())
         self._num += 1
 
     def _end_pass(self) -> None:

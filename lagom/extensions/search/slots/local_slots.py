@@ -9,7 +9,7 @@ import socket
 import time
 from collections.abc import Callable
 
-from lagom.cluster import visible_gpus
+from lagom.cluster import visible_devices
 from lagom.driver.local import server, spec_of
 from lagom.errors import LagomError
 from lagom.extensions.search.on_rank.messages import SearchOver, SlotJoin
@@ -82,7 +82,7 @@ class LocalSlots(SlotChannel):
 
     def _start(self, slot: int) -> None:
         width = self._plan.world_size
-        gpus = visible_gpus()[slot * width : (slot + 1) * width] if self._plan.gpu else ()
+        gpus = visible_devices()[slot * width : (slot + 1) * width] if self._plan.gpu else ()
         ours, theirs = socket.socketpair()
         with theirs:
             self._open.add(slot)

@@ -13,7 +13,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
+from lagom.accelerators import is_accelerator
 from lagom.errors import LagomError
+from lagom.exchange.device_backend import device_backend
 from lagom.extensions.zero.deepspeed.engine import Engine
 from lagom.extensions.zero.deepspeed.loading import as_imported, check_nvme, environment, load, variable
 from lagom.extensions.zero.optimizer_probe import ShardingKind, probe_optimizer
@@ -174,7 +176,7 @@ class Engines:
     def _connect(self) -> None:
         if dist.is_initialized():
             return
-        backend = "nccl" if self._device.type == "cuda" else "gloo"
+        backend = (device_backend(self._device.type) or "gloo") if is_accelerator(self._device) else "gloo"
         self._init(backend, store=dist.PrefixStore("deepspeed", self._store), **self._world)
 
     def drives(self, parameters: Iterable[torch.Tensor]) -> bool:

@@ -67,7 +67,7 @@ def unimportable(name: str) -> Iterator[None]:
 
 
 def load(device: str) -> Any:
-    """Import DeepSpeed for a device type ("cpu", "cuda"), restore what the import changes, and return it.
+    """Import DeepSpeed for a kind of device, such as "cpu", restore what the import changes, and return it.
 
     The import changes the environment, and whether torch.distributions check their arguments: torch's compiler, which
     DeepSpeed imports, turns these checks off for the whole process.

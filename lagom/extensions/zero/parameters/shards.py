@@ -67,7 +67,7 @@ class ParameterShards(ParameterStore):
         """Shard a parameter from now on, if possible; it stays whole until its memory is freed for the first time."""
         if self.is_busy or not isinstance(tensor, nn.Parameter) or is_lazy(tensor) or tensor.numel() < MIN_ELEMENTS:
             return
-        if tensor.layout != torch.strided or tensor.device.type not in ("cpu", "cuda") or not self._may_meet():
+        if tensor.layout != torch.strided or tensor.is_meta or not self._may_meet():
             return
         storage = storage_of(tensor)
         if (
@@ -77,7 +77,7 @@ class ParameterShards(ParameterStore):
             or not is_dense(tensor)
         ):
             return
-        # For GPU memory ``is_shared`` is always true, so it is asked for CPU memory alone.
+        # For memory of GPUs ``is_shared`` is always true, so it is asked for CPU memory alone.
         if not storage.resizable() or (tensor.is_cpu and storage.is_shared()):
             return
         number = self._leaves.number(tensor)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from lagom.accelerators import free_bytes
 from lagom.run_state.memory_layout import storage_of
 
 if TYPE_CHECKING:
@@ -43,14 +44,6 @@ def make_state_dict(session: Session, weights: ParameterShards, original: Callab
         return found
 
     return state_dict
-
-
-def free_bytes(device: torch.device) -> int | None:
-    """Return the bytes that tensors on ``device`` could still take; None for devices other than CUDA."""
-    if device.type != "cuda":
-        return None
-    kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return int(torch.cuda.mem_get_info(device)[0]) + kept
 
 
 def _fits(state: Any, weights: ParameterShards) -> bool:

@@ -31,7 +31,7 @@ def fact(rank: int, **more: Any) -> dict[str, Any]:
         "cores": 8,
         "ranks_here": 2,
         "memory": 16 << 30,
-        "gpu": None,
+        "device": None,
         "nvidia": False,
         "cuda_build": None,
         "no_compiled_part": "",
@@ -53,8 +53,9 @@ def said(*facts: dict[str, Any], seconds: float = 1.0) -> dict[str, Finding]:
     return {one.what: one for one in findings(facts, seconds)}
 
 
-def gpu(uuid: str) -> dict[str, Any]:
-    return {"gpu": {"name": "H100", "memory": 80 << 30, "uuid": uuid}, "nvidia": True, "cuda_build": "13.0"}
+def gpu(uuid: str, **more: Any) -> dict[str, Any]:
+    model = {"kind": "cuda", "name": "H100", "multiprocessors": 132, "driver": "570.1"} | more
+    return {"device": {"memory": 80 << 30, "uuid": uuid, **model}, "nvidia": True, "cuda_build": "13.0"}
 
 
 def test_a_healthy_cluster_passes() -> None:
@@ -73,7 +74,7 @@ def test_a_healthy_cluster_passes() -> None:
     [
         ({"torch": "2.12.0", "host": "b"}, "versions", "warn", "torch: 2.13.0 on a, 2.12.0 on b", "install the same"),
         ({"nvidia": True}, "GPUs", "warn", "a has NVIDIA GPUs, and ranks there see none", "CUDA build of torch"),
-        (gpu("x"), "GPUs", "fail", "ranks [0] have none", "give every task a GPU"),
+        (gpu("x"), "GPUs", "fail", "ranks [0] have none", "give every task one GPU"),
         ({"ranks_here": 9}, "cores", "warn", "a has 9 ranks on 8 cores", "fewer ranks"),
         ({"memory": 500 << 20}, "memory", "warn", "524 MB", "memoryOverhead"),
         ({"reaches_driver": "timed out"}, "driver", "warn", "a cannot reach it: timed out", "spark.driver.host"),
@@ -105,6 +106,22 @@ def test_gpus_that_ranks_share_are_counted() -> None:
     assert said(fact(0, **gpu("x")), fact(1, **gpu("y")))["GPUs"].found == "H100: one for each rank"
     shared = said(fact(0, **gpu("x")), fact(1, **gpu("x")))["GPUs"]
     assert (shared.level, shared.found) == ("warn", "H100: 2 ranks share 1")
+
+
+def test_accelerators_that_are_no_gpus_are_not_called_so() -> None:
+    found = said(*(fact(rank, **gpu(str(rank), kind="hpu", name="Gaudi")) for rank in range(2)))
+    assert found["accelerators"].found == "Gaudi: one for each rank"
+    shared = said(*(fact(rank, **gpu("x", kind="hpu")) for rank in range(2)))["accelerators"]
+    assert shared.remedy.startswith("one accelerator for each task")
+    assert "GPU" not in found
+
+
+def test_models_on_which_random_numbers_depend_are_compared() -> None:
+    same = said(*(fact(rank, **gpu(str(rank))) for rank in range(2)))
+    assert "GPU models" not in same
+    found = said(fact(0, **gpu("x")), fact(1, **gpu("y", multiprocessors=16), host="b"))["GPU models"]
+    assert found.level == "warn"
+    assert "rank 1 on b: H100 (16 multiprocessors, driver 570.1)" in found.found
 
 
 def test_sockets_on_one_host_and_a_slow_launch_are_said() -> None:

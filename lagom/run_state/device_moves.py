@@ -29,8 +29,8 @@ def move_to_device(data: Any, device: torch.device) -> Any:
     An object with a method ``to`` is moved by this method: packed sequences, batches of libraries, modules.
     """
     if isinstance(data, torch.Tensor):
-        # With ``non_blocking`` the call does not wait for earlier work of the GPU. It is safe: when the call returns,
-        # CUDA has read memory that is not pinned.
+        # With ``non_blocking`` the call does not wait for earlier work of the accelerator. It is safe: when the call
+        # returns, memory that is not pinned has been read (see torch's tutorial on pin_memory and non_blocking).
         return data.to(device, non_blocking=device.type != "cpu")
     if callable(getattr(type(data), "to", None)):
         return data.to(device)
