@@ -91,7 +91,7 @@ class DeviceFunctions:
         self._native.set_device(index_of(device))
 
     def get_device_name(self, device: _Device = None) -> str:
-        return f"{NAME} {index_of(device)}"
+        return f"{NAME} device"
 
     def get_device_properties(self, device: _Device = None) -> SimpleNamespace:
         index = index_of(device)

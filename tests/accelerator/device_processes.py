@@ -34,6 +34,24 @@ needs_device = pytest.mark.skipif(not can_build(), reason="no C++ compiler to bu
 RankFunction = Callable[[int, Any], Any]
 
 
+def with_driver(num_devices: int) -> Callable[[Callable[Parameters, None]], Callable[Parameters, None]]:
+    """Have a test that starts runs of lagom run in a process in which the test device is installed, as ``with_device``.
+
+    The process stays for further tests with so many devices, as does the server from which lagom forks its ranks. A
+    test may run backwards in it on the CPU, but not use the device.
+    """
+
+    def decorate(function: Callable[Parameters, None]) -> Callable[Parameters, None]:
+        @functools.wraps(function)
+        def test(*args: Parameters.args, **kwargs: Parameters.kwargs) -> None:
+            body = _Test(function.__module__, function.__name__)
+            _run(None, functools.partial(_run_test, body, args, kwargs), num_devices)
+
+        return test
+
+    return decorate
+
+
 def with_device(num_devices: int = 2) -> Callable[[Callable[Parameters, None]], Callable[Parameters, None]]:
     """Have a test run in a process of its own in which the test device is installed, as a vendor's package is.
 
@@ -72,7 +90,9 @@ def _test(module: str, name: str) -> Callable[..., None]:
 
 
 def _run_test(test: Callable[..., None], args: tuple[Any, ...], kwargs: dict[str, Any], _: int) -> None:
-    sys.path.insert(0, str(folder()))
+    if str(folder()) not in sys.path:
+        sys.path.insert(0, str(folder()))
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(folder()), str(ROOT)])
     test(*args, **kwargs)
 
 
@@ -129,15 +149,18 @@ class _Server:
             self._process.wait()
 
 
-_server: _Server | None = None
+_servers: dict[int, _Server] = {}
+"""A server for forks, with the number 0, and processes of ``with_driver`` by their number of devices."""
 
 
-def _run(world_size: int, function: Callable[[int], Any], num_devices: int) -> list[Any]:
-    global _server  # one for all tests of this process
-    if _server is None or _server.pid != os.getpid():
-        _server = _Server()
-        atexit.register(_server.end)
-    results, error = _server.run((world_size, function, num_devices, os.getcwd()))
+def _run(world_size: int | None, function: Callable[[int], Any], num_devices: int) -> list[Any]:
+    """Run ``function`` on forks of the server, or for None in the process with so many devices that stays."""
+    key = 0 if world_size is not None else num_devices
+    server = _servers.get(key)
+    if server is None or server.pid != os.getpid():
+        server = _servers[key] = _Server()
+        atexit.register(server.end)
+    results, error = server.run((world_size, function, num_devices, os.getcwd()))
     if error:
         raise RankFailedError(error)
     found: list[Any] = results
@@ -159,9 +182,16 @@ def _serve(connection: Connection) -> None:
         os.chdir(where)
         os.environ["LAGOMTEST_NUM_DEVICES"] = str(num_devices)
         try:
-            answer = on_new_ranks(world_size, functools.partial(_answer, function)), ""
+            if world_size is None:
+                leaks.seed_generators()
+                function(0)
+                answer: tuple[list[Any], str] = [], ""
+            else:
+                answer = on_new_ranks(world_size, functools.partial(_answer, function)), ""
         except RankFailedError as error:
             answer = [], str(error)
+        except Exception:
+            answer = [], traceback.format_exc()
         connection.send_bytes(pickle.dumps(answer))
 
 

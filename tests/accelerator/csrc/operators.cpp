@@ -20,7 +20,9 @@ namespace lagomtest {
 namespace {
 
 const c10::DispatchKeySet kCpu(c10::DispatchKey::CPU);
-const c10::DispatchKeySet kDevice(c10::DispatchKey::PrivateUse1);
+// The CPU's key, which is never chosen beside the other, makes it a kind of which Module.to keeps the parameters, as of
+// CUDA's, XPU's and HPU's: torch makes new parameters for one that it knows by PrivateUse1 alone.
+const c10::DispatchKeySet kDevice({c10::DispatchKey::PrivateUse1, c10::DispatchKey::CPU});
 
 // Calls a kernel of the CPU without autograd, and without the modes that have seen the operation already.
 struct BelowModes {
@@ -42,7 +44,10 @@ at::Tensor with_layout(const at::Tensor& of, c10::Storage storage, c10::Dispatch
 class Aliases {
 public:
     at::Tensor of(const at::Tensor& tensor) {
-        if (!is_ours(tensor)) return tensor;
+        if (!is_ours(tensor)) {
+            if (tensor.defined()) inputs_.insert(tensor.unsafeGetTensorImpl());
+            return tensor;
+        }
         TORCH_CHECK(tensor.layout() == c10::kStrided, "lagomtest has strided tensors only");
         auto* impl = tensor.unsafeGetTensorImpl();
         if (auto found = tensors_.find(impl); found != tensors_.end()) return found->second.alias;
@@ -55,7 +60,7 @@ public:
 
     // The device's tensor for a result of the CPU's kernel: an argument, a view of one, or a new one.
     at::Tensor back(const at::Tensor& result, c10::DeviceIndex index) {
-        if (!result.defined() || result.device().is_meta()) return result;
+        if (!result.defined() || inputs_.count(result.unsafeGetTensorImpl()) != 0) return result;
         if (auto found = originals_.find(result.unsafeGetTensorImpl()); found != originals_.end()) return found->second;
         TORCH_CHECK(result.layout() == c10::kStrided, "lagomtest has strided tensors only");
         if (auto found = storages_.find(result.storage().unsafeGetStorageImpl()); found != storages_.end()) {
@@ -109,9 +114,9 @@ private:
             const size_t size = result.nbytes();
             auto* impl = result.unsafeGetStorageImpl();
             c10::DataPtr memory;
-            if (result.use_count() <= most_users_ && impl->resizable()) {
+            if (result.use_count() == 1 && impl->resizable()) {
                 memory = adopt(impl->set_data_ptr(c10::DataPtr()), size, index);
-            } else {  // it lives on elsewhere
+            } else {  // others see it
                 c10::DeviceGuard guard(c10::Device(kType, index));
                 memory = device_allocator()->allocate(size);
                 if (size > 0) std::memcpy(memory.get(), impl->data(), size);
@@ -122,10 +127,10 @@ private:
         return taken;
     }
 
-    static constexpr size_t most_users_ = 8;  // results that are views of one storage
     std::unordered_map<c10::TensorImpl*, Pair> tensors_;
     std::unordered_map<c10::TensorImpl*, at::Tensor> originals_;
     std::unordered_map<c10::StorageImpl*, c10::Storage> aliases_, storages_, taken_;
+    std::unordered_set<c10::TensorImpl*> inputs_;  // numbers of the CPU
 };
 
 bool is_index_operation(const c10::OperatorName& name) {
@@ -259,6 +264,20 @@ at::Tensor empty_strided(
     return at::detail::empty_strided_generic(size, stride, device_allocator(), kDevice, c10::dtype_or_default(dtype));
 }
 
+// Zeros without memory, of forward-mode differentiation.
+at::Tensor efficient_zeros(
+    at::IntArrayRef size, std::optional<at::ScalarType> dtype, std::optional<at::Layout>, std::optional<at::Device> device,
+    std::optional<bool>) {
+    struct Nothing final : c10::Allocator {
+        c10::DataPtr allocate(size_t) override { return {nullptr, c10::Device(kType, current_device())}; }
+        void copy_data(void*, const void*, size_t) const override {}
+    };
+    static Nothing nothing;
+    const c10::DeviceGuard guard(device.value_or(c10::Device(kType, current_device())));
+    const auto keys = kDevice | c10::DispatchKeySet(c10::DispatchKey::ZeroTensor);
+    return at::detail::empty_generic(size, &nothing, keys, c10::dtype_or_default(dtype), std::nullopt);
+}
+
 at::Tensor& set_storage_and_layout(
     at::Tensor& self, at::Storage storage, int64_t offset, at::IntArrayRef size, at::IntArrayRef stride) {
     TORCH_CHECK(storage.device() == self.device(), "the storage is on ", storage.device(), ", not ", self.device());
@@ -357,7 +376,7 @@ TORCH_LIBRARY_IMPL(_, PrivateUse1, library) {
 
 // Operations of the device's own, below.
 const std::unordered_set<std::string> kOwn = {
-    "aten::empty", "aten::empty_strided", "aten::set_", "aten::_copy_from", "aten::copy_",
+    "aten::empty", "aten::empty_strided", "aten::_efficientzerotensor", "aten::set_", "aten::_copy_from", "aten::copy_",
     "aten::convolution_overrideable", "aten::convolution_backward_overrideable",
 };
 
@@ -375,6 +394,7 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, library) {
     }
     library.impl("empty.memory_format", &empty);
     library.impl("empty_strided", &empty_strided);
+    library.impl("_efficientzerotensor", &efficient_zeros);
     library.impl("set_.source_Storage", &set_storage);
     library.impl("set_.source_Storage_storage_offset", &set_storage_and_layout);
     library.impl("set_.source_Tensor", &set_tensor);
