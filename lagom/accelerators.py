@@ -84,12 +84,21 @@ def dispatch_keys() -> tuple[str, ...]:
 
 
 def generator_states() -> list[torch.Tensor] | None:
-    """Return the states of the generators of all devices, in order; None if this process uses no accelerator."""
+    """Return the states of the generators of all devices; None if this process uses no accelerator.
+
+    The state of the device that this thread uses comes first: a rank that sees several uses one of them, and ranks
+    compare their states, and resume from one another's.
+    """
     device = current_accelerator()
     if device is None or not is_initialized(device):
         return None
     module = device_module(device)
-    return [module.get_rng_state(index) for index in range(module.device_count())]
+    return [module.get_rng_state(index) for index in _own_first(module)]
+
+
+def _own_first(module: Any) -> list[int]:
+    own = int(module.current_device()) if hasattr(module, "current_device") else 0
+    return [own, *(index for index in range(module.device_count()) if index != own)]
 
 
 def set_generator_states(states: Sequence[torch.Tensor]) -> None:
@@ -97,7 +106,7 @@ def set_generator_states(states: Sequence[torch.Tensor]) -> None:
     device = available_accelerator() if states else None
     if device is not None:
         module = device_module(device)
-        for index, state in enumerate(states[: module.device_count()]):
+        for index, state in zip(_own_first(module), states, strict=False):
             module.set_rng_state(state, index)
 
 

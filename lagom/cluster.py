@@ -148,7 +148,11 @@ def _may_serve_others() -> bool:
 def _others_by_torch() -> tuple[OtherDevice, ...]:
     try:
         command = [sys.executable, "-c", _LISTING]
-        text = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout
+        found = {
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+        }  # lagom may be in an archive there
+        text = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True, env=found).stdout
         devices: list[Any] = json.loads(text.splitlines()[-1])
     except (OSError, subprocess.SubprocessError, ValueError, IndexError):
         return ()

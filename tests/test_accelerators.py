@@ -113,6 +113,20 @@ def test_states_of_all_devices_are_kept_and_restored(fake: FakeModule) -> None:
     set_random_states(before | {"accelerator": [*before["accelerator"], torch.zeros(16)]})  # of a machine with more
 
 
+def test_the_device_of_a_rank_is_the_first_whichever_it_is(fake: FakeModule) -> None:
+    """Ranks that have drawn equally on devices of their own have equal states, and resume from one another's."""
+    found = []
+    for rank in (0, 1):
+        fake.manual_seed_all(1)
+        accelerators.select_device(torch.device(KIND, rank))
+        fake.draw()
+        found.append(random_states())
+    assert equal_random_states(*({"accelerator": states["accelerator"]} for states in found))
+    fake.manual_seed_all(1)
+    set_random_states(found[0])  # rank 0's, on rank 1
+    assert fake.draw() == float(torch.rand(2, generator=torch.Generator().manual_seed(1))[1])
+
+
 def test_states_of_a_machine_with_an_accelerator_are_set_without_one() -> None:
     before = random_states()
     set_random_states(before | {"accelerator": [torch.get_rng_state()]})
