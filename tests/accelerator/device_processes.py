@@ -44,7 +44,7 @@ def with_driver(num_devices: int) -> Callable[[Callable[Parameters, None]], Call
     def decorate(function: Callable[Parameters, None]) -> Callable[Parameters, None]:
         @functools.wraps(function)
         def test(*args: Parameters.args, **kwargs: Parameters.kwargs) -> None:
-            body = _Test(function.__module__, function.__name__)
+            body: Any = _Test(function.__module__, function.__name__)
             _run(None, functools.partial(_run_test, body, args, kwargs), num_devices)
 
         return test
@@ -129,7 +129,7 @@ class _Server:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "tests.accelerator.device_processes", str(theirs.fileno())],
                 pass_fds=[theirs.fileno()],
-                env=dict(os.environ) | {"PYTHONPATH": path},
+                env=dict(os.environ) | {"PYTHONPATH": path, "LAGOM_TEST_DEVICE": "lagomtest"},
             )
         self._connection = Connection(ours.detach())
         self.pid = os.getpid()

@@ -14,7 +14,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from lagom.exchange.group import Group
+from lagom.exchange.run_store import SealedStore, all_gather_by
 from tests.accelerator.device_processes import needs_device, on_devices
+from tests.gpu.test_cuda import averager, check_buckets_leave_early
+from tests.ranks import gloo
 
 pytestmark = needs_device
 
@@ -50,7 +54,7 @@ def exchanges(rank: int, store: dist.Store) -> dict[str, Any]:
     out = mine.clone()
     keep("all_reduce", group.allreduce([out]), out)
     out = mine.bfloat16()
-    options = dist.AllreduceOptions()
+    options: Any = dist.AllreduceOptions()
     options.reduceOp = dist.ReduceOp.MAX
     keep("max", group.allreduce([out], options), out)
     out = mine.clone()
@@ -164,6 +168,7 @@ def unlike(what: str, rank: int, store: dist.Store) -> tuple[str, str]:
     return error_of(torch.get_device_module("lagomtest").synchronize)
 
 
+_TYPES = (torch.float16, torch.bfloat16)
 UNLIKE: dict[str, Callable[[Any, int, torch.device], Any]] = {
     "size": lambda group, rank, here: group.allreduce([torch.ones(3 + rank, device=here)]).wait(),
     "type": lambda group, rank, here: group.allreduce([torch.ones(4, device=here).to(_TYPES[rank])]).wait(),
@@ -173,7 +178,6 @@ UNLIKE: dict[str, Callable[[Any, int, torch.device], Any]] = {
     "root": lambda group, rank, here: group.broadcast(torch.ones(4, device=here), rank).wait(),
     "number": lambda group, rank, here: rank == 0 and group.allreduce([torch.ones(4, device=here)]).wait(),
 }
-_TYPES = (torch.float16, torch.bfloat16)
 
 
 @pytest.mark.parametrize("what", UNLIKE)
@@ -263,3 +267,19 @@ def test_ddp_trains_over_it() -> None:
     for found, asked in on_devices(2, distributed):
         assert asked == "lagomccl"
         torch.testing.assert_close(found, [parameter.detach() for parameter in model.parameters()])
+
+
+def overlapping(rank: int, store: dist.Store) -> None:
+    group = Group(
+        *(rank, 2, all_gather_by(SealedStore(store, b"key"), "ways", rank, 2, 60.0)),
+        lambda name, place, size: gloo(dist.PrefixStore(name, store), place, size),
+        nccl=lambda name: communicator(rank, store, 2, name),
+    )
+    group.connect()
+    check_buckets_leave_early(averager(group), group, f"lagomtest:{rank}")
+    group.barrier()
+    group.close()
+
+
+def test_buckets_of_two_ranks_travel_while_a_backward_runs() -> None:
+    on_devices(2, overlapping)

@@ -217,6 +217,23 @@ def dropped() -> list[float]:
     return [*found, torch.rand((), device=device).item(), torch.rand(()).item()]
 
 
+def drawn_apart() -> tuple[list[str], float]:
+    """Draw in forwards of a part of each batch, and on the device in between."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 64), nn.Dropout(0.5), nn.Linear(64, 1)).double()
+    draws = []
+    for (x,) in DataLoader(TensorDataset(torch.ones(12, 4, dtype=torch.float64)), batch_size=4):
+        model(x).sum().backward()
+        draws.append(torch.rand((), device=x.device).item())
+    return [str(draw) for draw in draws], model[0].weight.grad.sum().item()
+
+
+@with_driver(4)
+def test_ranks_draw_equally_between_forwards_of_their_parts() -> None:
+    first, second = on_ranks(2, drawn_apart, batches="split").per_rank
+    assert first == second
+
+
 @with_driver(4)
 def test_draws_are_those_of_one_rank() -> None:
     one, two = on_ranks(1, dropped), on_ranks(2, dropped)

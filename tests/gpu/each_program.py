@@ -18,10 +18,17 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
-_DEVICES = {"gpu": "cuda:0", "test": "lagomtest", "shared-test": "lagomtest:0"}
-_named = next((_DEVICES.get(b, b) for a, b in itertools.pairwise(sys.argv) if a == "--device"), "cuda:0")
-# Before tests.ranks is imported, which reads it.
-os.environ |= {"LAGOM_TEST_DEVICE": os.environ.get("LAGOM_TEST_DEVICE", _named), "LAGOM_RUN_DIR": ""}
+os.environ |= {
+    "LAGOM_TEST_DEVICE": next(
+        (
+            {"test": "lagomtest", "shared-test": "lagomtest:0"}[b]
+            for a, b in itertools.pairwise(sys.argv)
+            if a == "--device"
+        ),
+        os.environ.get("LAGOM_TEST_DEVICE", "cuda:0"),
+    ),
+    "LAGOM_RUN_DIR": "",
+}
 
 import torch
 
@@ -103,7 +110,9 @@ def main() -> None:
     """Run the programs whose names contain one of the given texts, or all."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("names", nargs="*")
-    parser.add_argument("--device", choices=_DEVICES, help="a GPU, which ranks share (the default); or test devices")
+    parser.add_argument(
+        "--device", choices=("test", "shared-test"), help="test devices in place of a GPU, for each rank or shared"
+    )
     parser.add_argument("--processes", type=int, default=1)
     parser.add_argument("--part", type=int, help="only each of so many processes' programs, from this one on")
     parser.add_argument("--limit-s", type=float, default=1e9, help="begin no program after so many seconds")
