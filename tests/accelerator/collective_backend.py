@@ -68,7 +68,7 @@ class Communicator(_Base):  # type: ignore[misc]
         super().__init__(rank, size)
         self._store, self._rank, self._size, self._timeout = store, rank, size, timeout
         self._gloo: Any = None
-        self._device: torch.device | None = None
+        self.device: torch.device | None = None
         self._stream: torch.Stream | None = None
         self._calls: queue.SimpleQueue[DeviceWork | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
@@ -90,7 +90,6 @@ class Communicator(_Base):  # type: ignore[misc]
 
     def _set_group_name(self, name: str) -> None:
         self._name = name
-        super()._set_group_name(name)
 
     @property
     def _device_types(self) -> list[torch.device]:
@@ -167,7 +166,7 @@ class Communicator(_Base):  # type: ignore[misc]
         return self._begin("ALLTOALL_BASE", input, [output], finish, opts, uneven=True)
 
     def barrier(self, opts: Any = None) -> DeviceWork:
-        device = self._device or torch.device(DEVICE, sys.modules[MODULE].current_device())
+        device = self.device or torch.device(DEVICE, sys.modules[MODULE].current_device())
         work = self.allreduce([torch.zeros(1, device=device)])
         work.wait_on_host()
         return work
@@ -229,8 +228,8 @@ class Communicator(_Base):  # type: ignore[misc]
 
     def _connect(self, device: torch.device) -> None:
         """Connect at the first exchange, as NCCL does, in the caller's thread."""
-        if self._device is not None:
-            _require(self._device == device, f"this communicator is for {self._device}, not {device}")
+        if self.device is not None:
+            _require(self.device == device, f"this communicator is for {self.device}, not {device}")
             return
         gloo: Any = dist.ProcessGroupGloo
         options = gloo._Options()
@@ -250,7 +249,7 @@ class Communicator(_Base):  # type: ignore[misc]
                     f"and rank {other} both on device {name}"
                 )
                 raise dist.DistBackendError(self.broken)
-        self._device = device
+        self.device = device
         self._stream = torch.Stream(device)
 
     def _run(self) -> None:
@@ -368,7 +367,7 @@ class DeviceWork(dist.Work):
 
     def wait(self, timeout: Any = None) -> bool:
         """Have the current stream wait for the exchange."""
-        device = self._group._device
+        device = self._group.device
         sys.modules[MODULE].enqueue(*_key(torch.accelerator.current_stream(device)), self.land)
         return True
 

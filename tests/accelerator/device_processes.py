@@ -62,9 +62,10 @@ def with_device(num_devices: int = 2) -> Callable[[Callable[Parameters, None]], 
     def decorate(function: Callable[Parameters, None]) -> Callable[Parameters, None]:
         @functools.wraps(function)
         def test(*args: Parameters.args, **kwargs: Parameters.kwargs) -> None:
+            body: Any = _Test(function.__module__, function.__name__)
             _run(
                 1,
-                functools.partial(_run_test, _Test(function.__module__, function.__name__), args, kwargs),
+                functools.partial(_run_test, body, args, kwargs),
                 num_devices,
             )
 
@@ -167,7 +168,7 @@ def _run(world_size: int | None, function: Callable[[int], Any], num_devices: in
     return found
 
 
-def _serve(connection: Connection) -> None:
+def serve(connection: Connection) -> None:
     import torch
 
     from tests.accelerator.device_module import load
@@ -208,4 +209,4 @@ def _answer(function: Callable[[int], Any], rank: int) -> tuple[bytes, bool]:
 
 if __name__ == "__main__":
     # Under the name by which jobs know this file.
-    import_module("tests.accelerator.device_processes")._serve(Connection(int(sys.argv[1])))
+    import_module("tests.accelerator.device_processes").serve(Connection(int(sys.argv[1])))

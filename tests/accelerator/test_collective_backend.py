@@ -60,9 +60,9 @@ def exchanges(rank: int, store: dist.Store) -> dict[str, Any]:
     out = mine.clone()
     keep("broadcast", group.broadcast(out, 2), out)
     out = torch.empty(32, device=here)
-    keep("all_gather", group._allgather_base(out, mine), out)
+    keep("all_gather", group.all_gather_single(out, mine), out)
     out = torch.empty(2, device=here)
-    keep("reduce_scatter", group._reduce_scatter_base(out, mine), out)
+    keep("reduce_scatter", group.reduce_scatter_single(out, mine), out)
     out = torch.empty(4, 2, device=here)
     keep("all_to_all", group.alltoall_base(out, mine.reshape(4, 2), [], []), out)
     out = torch.empty(4 * rank, device=here)
@@ -136,7 +136,7 @@ def refused(rank: int, store: dist.Store) -> list[tuple[str, str]]:
     return [
         error_of(lambda: group.allreduce([torch.ones(3)])),
         error_of(lambda: group.allreduce([x.t()[:2]])),
-        error_of(lambda: group._allgather_base(torch.empty(4, device=x.device), x)),
+        error_of(lambda: group.all_gather_single(torch.empty(4, device=x.device), x)),
     ]
 
 
