@@ -27,7 +27,7 @@ help:
 
 setup: $(READY)
 
-$(READY): .ci/setup pyproject.toml constraints.txt $(wildcard csrc/*)
+$(READY): .ci/setup pyproject.toml constraints.txt $(wildcard csrc/* tests/accelerator/csrc/*)
 	@.ci/setup
 	@touch $@
 

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +54,10 @@ CREDENTIALS = Credentials(_KEY)
 COLLECTIVES: Collectives = "gloo" if os.environ.get("LAGOM_TEST_COLLECTIVES") == "gloo" else "auto"
 """Transport of ranks: with "auto" they exchange through shared memory, with "gloo" not; see CONTRIBUTING.md."""
 DEVICE = os.environ.get("LAGOM_TEST_DEVICE", "cpu")
-"""Device of patched ranks, which share "cuda:0"; tensors that they return come home on the CPU. See CONTRIBUTING.md."""
+"""Device of patched ranks; tensors that they return come home on the CPU. See CONTRIBUTING.md.
+
+Ranks share "cuda:0" and "lagomtest:0"; with "lagomtest" each has a test device, and exchanges by the double of NCCL.
+"""
 TIMELINE = os.environ.get("LAGOM_TEST_TIMELINE") == "1"
 """Ranks note what they do; see CONTRIBUTING.md."""
 
@@ -239,10 +243,11 @@ def _run(rank: int, job: _Job) -> Any:
             plan.world_size,
             all_gather_by(SealedStore(store, _KEY), "ways", rank, plan.world_size, TIMEOUT_S),
             lambda name, place, size: gloo(PrefixStore(name, store), place, size),
+            nccl=partial(_on_devices, store, rank, plan.world_size) if DEVICE == "lagomtest" and job.patches else None,
             credentials=job.credentials,
             shares_memory=plan.config.collectives == "auto",
         )
-    session = _session(plan, rank, group, store, host_dir, torch.device(DEVICE if job.patches else "cpu"))
+    session = _session(plan, rank, group, store, host_dir, _device(rank) if job.patches else torch.device("cpu"))
     whole_batch.ALWAYS = job.always_slices
     if not job.patches:
         seed_everything(plan.config.seed or 0)
@@ -256,6 +261,25 @@ def _run(rank: int, job: _Job) -> Any:
     if group is not None:
         group.barrier()  # a rank that has ended would break what the others are still in
     return value
+
+
+def _device(rank: int) -> torch.device:
+    """Return the device of a patched rank, which loads the test device if that is meant."""
+    if DEVICE.startswith("lagomtest"):
+        from tests.accelerator.device_module import load
+
+        os.environ.setdefault("LAGOMTEST_NUM_DEVICES", "8")
+        load()
+    device = torch.device(DEVICE, rank) if DEVICE == "lagomtest" else torch.device(DEVICE)
+    if device.type == "lagomtest":
+        torch.get_device_module(device).set_device(device.index)
+    return device
+
+
+def _on_devices(store: Store, rank: int, size: int, name: str) -> Any:
+    from tests.accelerator.collective_backend import Communicator
+
+    return Communicator(PrefixStore(name, store), rank, size, timedelta(seconds=TIMEOUT_S / 4))
 
 
 def text_gather(session: Session) -> GatherTexts:

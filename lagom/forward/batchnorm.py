@@ -139,10 +139,16 @@ class WholeBatchStatistics:
             mean, var = probed.next()
             return self._original(input, mean, var, weight, bias, False, 0.0, eps)
         running_mean, running_var, momentum = running
+        if probed.is_noting:  # a TorchFunctionMode, as of MixedDevices, calls F.batch_norm again from within
+            return self._original(input, running_mean, running_var, weight, bias, True, momentum, eps)
         with torch.no_grad():
             probed.noted.append(local_moments(input.detach()))
             probed.running += [buffer for buffer in (running_mean, running_var) if buffer is not None]
-        return self._original(input, running_mean, running_var, weight, bias, True, momentum, eps)
+        probed.is_noting = True
+        try:
+            return self._original(input, running_mean, running_var, weight, bias, True, momentum, eps)
+        finally:
+            probed.is_noting = False
 
     def sum_in_place(self, values: Tensor, identity: tuple[object, ...]) -> None:
         """Sum float64 ``values`` over the ranks, in place.

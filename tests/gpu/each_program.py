@@ -8,6 +8,7 @@ is wrong. In the tests of tests/programs, many programs run on the same ranks, a
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 import subprocess
 import sys
@@ -17,7 +18,17 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
-os.environ |= {"LAGOM_TEST_DEVICE": os.environ.get("LAGOM_TEST_DEVICE", "cuda:0"), "LAGOM_RUN_DIR": ""}
+os.environ |= {
+    "LAGOM_TEST_DEVICE": next(
+        (
+            {"test": "lagomtest", "shared-test": "lagomtest:0"}[b]
+            for a, b in itertools.pairwise(sys.argv)
+            if a == "--device"
+        ),
+        os.environ.get("LAGOM_TEST_DEVICE", "cuda:0"),
+    ),
+    "LAGOM_RUN_DIR": "",
+}
 
 import torch
 
@@ -59,6 +70,22 @@ def differences(run: judge.Run, wanted: judge.Run) -> list[str]:
     return found
 
 
+def verdicts_together(file: str, names: list[str]) -> Iterator[tuple[str, str]]:
+    """Yield a line about each of a file's short programs, which run on the same ranks; each alone if one fails."""
+    chosen = {name: test_short.PROGRAMS[file][name] for name in names}
+    world_size = 3 if file in test_short.ON_THREE_RANKS else 2
+    try:
+        plain = judge.one_after_another(chosen, 1, patches=False)
+        ranks = judge.one_after_another(chosen, world_size, batches="whole", always_slices=True)
+    except RankFailedError:
+        for name, program in chosen.items():
+            yield name, verdict(partial(run_short, program), world_size)
+        return
+    for name, program in chosen.items():
+        is_equal = not differences(ranks[name], plain[name])
+        yield name, "equal" if is_equal else verdict(partial(run_short, program), world_size)
+
+
 def verdict(run: Runner, world_size: int) -> str:
     """Run a program, and return a line about it."""
     try:
@@ -83,10 +110,19 @@ def main() -> None:
     """Run the programs whose names contain one of the given texts, or all."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("names", nargs="*")
+    parser.add_argument(
+        "--device", choices=("test", "shared-test"), help="test devices in place of a GPU, for each rank or shared"
+    )
     parser.add_argument("--processes", type=int, default=1)
     parser.add_argument("--part", type=int, help="only each of so many processes' programs, from this one on")
     parser.add_argument("--limit-s", type=float, default=1e9, help="begin no program after so many seconds")
+    parser.add_argument("--together", help="a file of tests/programs/short, whose programs run on the same ranks")
     args = parser.parse_args()
+    if args.together:
+        torch.set_num_threads(1)
+        for name, told in verdicts_together(args.together, args.names or list(test_short.PROGRAMS[args.together])):
+            print(f"{args.together}.{name}: {told}", flush=True)
+        return
     if args.part is None and args.processes > 1:
         again = [sys.executable, "-m", "tests.gpu.each_program", *sys.argv[1:], "--part"]
         for process in [subprocess.Popen([*again, str(part)]) for part in range(args.processes)]:

@@ -164,6 +164,8 @@ class BatchStatistics:
         """Mean and biased variance of each BatchNorm in the run on the whole batch."""
         self.running: list[Tensor] = []
         """BatchNorm's running values, which may differ between a block and the batch; the probe restores them."""
+        self.is_noting = False
+        """Whether a BatchNorm of the run on the whole batch is in progress."""
         self._replayed: Iterator[tuple[Tensor, Tensor]] | None = None
 
     def replay(self) -> None:
