@@ -166,6 +166,7 @@ class WholeLosses(InnerLosses):
 
     def compute(self, loss: Loss, original: Original, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return the loss."""
+        noted = set(self._recorder.numbers)
         with _entered(None):
             result = original(*args, **kwargs)
         of_rows = _tensors_with_rows(loss, args)
@@ -179,6 +180,7 @@ class WholeLosses(InnerLosses):
             value = result.detach().clone()
             self.arguments.append(tuple([tensor.detach().clone() for tensor in of_rows]))
         self._note(loss, InnerLoss(loss.name, of_rows[0].shape[0] // self._rows, value))
+        self._recorder.numbers = noted  # a loss that is composed of operations may divide by the number of rows
         self._recorder.count_as_whole(result)
         return result
 

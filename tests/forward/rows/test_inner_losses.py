@@ -166,17 +166,6 @@ class Divergent(Labelled):
         return F.kl_div(self.body.weight.log_softmax(1), even, reduction="sum") + scores.square().mean()
 
 
-class Derived(Labelled):
-    """Adds its rows for their gradient alone."""
-
-    def forward(self, x: Tensor, labels: Tensor | None = None) -> Any:
-        with torch.enable_grad():
-            x = x.detach().requires_grad_()
-            energies = self.head(self.body(x).tanh()).square().sum(1)
-            (forces,) = torch.autograd.grad(energies.sum(), x, create_graph=True)
-        return {"loss": energies, "scores": forces}
-
-
 class Mapped(Labelled):
     """Averages inside a transform, for each row alone."""
 
@@ -255,7 +244,7 @@ class Kept(Labelled):
 
 SPLIT = [
     *(Labelled, Ignoring, Smoothed, Combined, Dropped, Probable, Wrong),
-    *(Averaged, Masked, Large, Counted, Statistical, Penalised, Divergent, Derived, Mapped, Recomputed),
+    *(Averaged, Masked, Large, Counted, Statistical, Penalised, Divergent, Mapped, Recomputed),
 ]
 WHOLE = {
     Weighted: "computes a loss in its forward, which is not the sum or mean of its rows' losses",
@@ -294,7 +283,7 @@ def trained(kind: type[nn.Module]) -> Callable[[Session], Any]:
             found += [
                 output["loss"].sum().item(),
                 output["scores"].sum().item(),
-                str(output["loss"])[-20:] * (kind not in (Scaled, Derived, Recomputed)),
+                str(output["loss"])[-20:] * (kind not in (Scaled, Recomputed)),
             ]
         with torch.no_grad():
             model.eval()
