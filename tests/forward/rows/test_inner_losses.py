@@ -452,7 +452,8 @@ class Single(nn.Module):
         self.body = nn.Linear(5, 12)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.body(x).square().sum(dtype=torch.float64)
+        total: Tensor = self.body(x).square().sum(dtype=torch.float64)
+        return total
 
 
 def test_a_sum_keeps_its_type_when_rows_get_large() -> None:
