@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
+from enum import Enum
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -81,7 +82,9 @@ class InnerLosses:
         """Run an operation that adds elements, by ``compute`` if it makes one number of them in the forward."""
         reduction = RowReduction(function)
         is_backward = torch._C._current_graph_task_id() != -1
-        if current_losses() is not self or is_backward or not reduction.makes_one_number(args, kwargs):
+        is_transformed = torch._C._functorch.peek_interpreter_stack() is not None
+        is_own = current_losses() is self and not is_backward and not is_transformed
+        if not is_own or not reduction.makes_one_number(args, kwargs):
             return function(*args, **kwargs)
         return self.compute(reduction, function, args, kwargs)
 
@@ -93,11 +96,11 @@ class InnerLosses:
             OtherWayError: in a sliced forward, on all ranks, if it is not as in the probe.
         """
         expected = next(self._expected, _NO_MORE)
-        if expected is None:
-            return original(*args, **kwargs)
         if expected is _NO_MORE:
             self.refuse()
         with _entered(None):
+            if expected is None:
+                return original(*args, **kwargs)
             return self.loss_of_batch(expected, loss, original, args, kwargs)
 
     def loss_of_batch(
@@ -129,43 +132,64 @@ def current_losses() -> InnerLosses | None:
     return losses
 
 
+class Sums(Enum):
+    """Sums and means in a forward that are losses of the batch."""
+
+    ALL = 1
+    OF_PARAMETERS = 2
+    """Not those of tensors that no parameter changes, such as masks: the forward may read these."""
+    NONE = 3
+
+
 class WholeLosses(InnerLosses):
-    """Lets torch compute the losses of a whole batch, and notes those of the batch in ``losses``.
+    """Lets torch compute the losses of a whole batch, and notes those of the batch."""
 
-    Args:
-        adds_constants: whether sums and means of tensors that no parameter changes, such as masks, are losses. The
-            forward may not read these then.
-    """
-
-    def __init__(self, recorder: Recorder, rows: int, *, adds_constants: bool) -> None:
+    def __init__(self, recorder: Recorder, rows: int, sums: Sums) -> None:
         super().__init__(())
-        self.has_reductions = True
+        self.has_reductions = sums is not Sums.NONE
         self._recorder = recorder
         self._rows = rows
-        self._adds_constants = adds_constants
+        self._adds_constants = sums is Sums.ALL
+        self.has_added = False
+        """Whether a sum or mean is a loss."""
         self.has_added_constants = False
         """Whether the sum or mean of a tensor that no parameter changes is a loss."""
-        self.losses: list[InnerLoss | None] = []
+        self._losses: list[InnerLoss | None] = []
+        self._of_torch: list[InnerLoss | None] = []
         self.arguments: list[tuple[Tensor, ...]] = []
         """Tensors with rows of each loss of the batch: scores and targets, or the elements of a sum or mean."""
 
+    @property
+    def losses(self) -> Sequence[InnerLoss | None]:
+        """The losses, without sums and means if none of these is one: the other runs do not watch them then."""
+        return self._losses if self.has_added else self._of_torch
+
     def compute(self, loss: Loss, original: Original, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return the loss."""
+        noted = set(self._recorder.numbers)
         with _entered(None):
             result = original(*args, **kwargs)
         of_rows = _tensors_with_rows(loss, args)
         follows = any(map(self._follows, of_rows))
         if not follows or result.dim() or (isinstance(loss, RowReduction) and not self._adds(loss, args, kwargs)):
-            self.losses.append(None)
+            self._note(loss, None)
             return result
         if isinstance(loss, TorchLoss):
             self._check(loss, args, kwargs)
         with disabled_modes():
             value = result.detach().clone()
             self.arguments.append(tuple([tensor.detach().clone() for tensor in of_rows]))
-        self.losses.append(InnerLoss(loss.name, of_rows[0].shape[0] // self._rows, value))
+        self._note(loss, InnerLoss(loss.name, of_rows[0].shape[0] // self._rows, value))
+        self._recorder.numbers = noted  # a loss that is composed of operations may divide by the number of rows
         self._recorder.count_as_whole(result)
         return result
+
+    def _note(self, loss: Loss, found: InnerLoss | None) -> None:
+        self._losses.append(found)
+        if isinstance(loss, RowReduction):
+            self.has_added |= found is not None
+        else:
+            self._of_torch.append(found)
 
     def _check(self, loss: TorchLoss, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         scores = args[0]
@@ -222,8 +246,9 @@ class ChangedRowLosses(RepeatedLosses):
 class BlockLosses(RepeatedLosses):
     """Gives the losses of the whole batch again, and notes the sums of one block's losses."""
 
-    def __init__(self, losses: Sequence[InnerLoss | None], block: RowBlock) -> None:
+    def __init__(self, losses: Sequence[InnerLoss | None], block: RowBlock, recorder: Recorder) -> None:
         super().__init__(losses)
+        self._recorder = recorder
         self._block = block
         self.sums: list[tuple[Tensor, Any]] = []
         """Sum of the losses, and the number by which it is divided for a mean; None for a sum."""
@@ -235,14 +260,17 @@ class BlockLosses(RepeatedLosses):
         if not _is_alike(expected, loss, args, self._block):
             raise NotByRowsError(WholeReason.LOSS_NOT_BY_ROWS)
         with disabled_modes(), torch.no_grad():
-            if isinstance(loss, RowReduction):
-                self.sums.append(loss.of_block(args[0]))
-                return super().loss_of_batch(expected, loss, original, args, kwargs)
-            arithmetic = LossArithmetic(loss, args)
-            total = original(*_with_reduction(loss, args, SUM), **kwargs).clone()
-            divisor = arithmetic.divisor(args[0].numel()) if arithmetic.reduction == MEAN else None
-            self.sums.append((total, divisor))
-        return super().loss_of_batch(expected, loss, original, args, kwargs)
+            self.sums.append(self._sum(loss, original, args, kwargs))
+        result = super().loss_of_batch(expected, loss, original, args, kwargs)
+        self._recorder.count_as_whole(result)
+        return result
+
+    def _sum(self, loss: Loss, original: Original, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, Any]:
+        if isinstance(loss, RowReduction):
+            return loss.of_block(args[0])
+        arithmetic = LossArithmetic(loss, args)
+        total = original(*_with_reduction(loss, args, SUM), **kwargs).clone()
+        return total, arithmetic.divisor(args[0].numel()) if arithmetic.reduction == MEAN else None
 
 
 def compare_losses(losses: Sequence[InnerLoss | None], blocks: Sequence[BlockLosses], tolerance: float) -> None:

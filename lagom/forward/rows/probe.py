@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +15,7 @@ import torch
 
 from lagom.forward.rows.backward_probe import BackwardProbe, KeptInputs, MadeLeaves, has_checkpoint
 from lagom.forward.rows.comparison import are_close, compare, compare_buffers, drop_rows, tolerance_for
-from lagom.forward.rows.inner_losses import BlockLosses, ChangedRowLosses, WholeLosses, compare_losses
+from lagom.forward.rows.inner_losses import BlockLosses, ChangedRowLosses, Sums, WholeLosses, compare_losses
 from lagom.forward.rows.input_reads import InputReadsRecorder
 from lagom.forward.rows.output_memory import find_bases
 from lagom.forward.rows.recorder import (
@@ -73,10 +74,7 @@ def probe(
         if candidate.is_uniform:
             raise NotByRowsError(WholeReason.EQUAL_ROWS)
         check_call(candidate)
-        try:
-            _compare(candidate, finding, num_blocks, statistics, repeated=repeated, adds_constants=True)
-        except _ReadSumError:
-            _compare(candidate, finding, num_blocks, statistics, repeated=repeated, adds_constants=False)
+        _compare_by(partial(_compare, candidate, finding, num_blocks, statistics, repeated), Sums.ALL)
         finding.sliced = True
     except NotByRowsError as error:
         finding.reason = error.reason
@@ -88,8 +86,28 @@ def probe(
         finding.reason = failure if has_memory else WholeReason.NO_MEMORY.filled()
 
 
-class _ReadSumError(NotByRowsError):
-    """A forward reads a number that may be the sum of a mask."""
+class _SumError(NotByRowsError):
+    """A forward cannot be split with sums and means as losses; perhaps it can with ``others``."""
+
+    def __init__(self, error: NotByRowsError, others: Sums) -> None:
+        super().__init__(error.reason.reason)
+        self.reason = error.reason
+        self.others = others
+
+
+def _compare_by(compare: Callable[[Sums], None], sums: Sums) -> None:
+    """Call ``compare``, with other sums and means as losses as long as it fails.
+
+    A forward may read the sum of a mask, or add its rows only for their gradient (``autograd.grad(y.sum(), x)``).
+    """
+    try:
+        compare(sums)
+    except _SumError as error:
+        try:
+            _compare_by(compare, error.others)
+        except NotByRowsError as other:
+            # Without sums the reason is often that the output has no rows, which tells a person less.
+            raise (error if error.others is Sums.NONE else other) from None
 
 
 def _compare(
@@ -97,14 +115,10 @@ def _compare(
     finding: SplitFinding,
     num_blocks: int,
     statistics: Callable[[BatchStatistics], Any],
-    *,
     repeated: bool,
-    adds_constants: bool,
+    sums: Sums,
 ) -> None:
     """Run the module on the whole batch and on its blocks, and compare; restore the state.
-
-    Args:
-        adds_constants: as for ``WholeLosses``.
 
     Raises:
         NotByRowsError: if the module does not compute its rows one by one.
@@ -116,16 +130,17 @@ def _compare(
     ):
         if repeated:
             candidate = replace(candidate, check=_unchanged_check(finding, state), is_common=False)
-        comparison = _Comparison(candidate, finding, statistics, state, adds_constants=adds_constants)
+        comparison = _Comparison(candidate, finding, statistics, state, sums)
         try:
             outputs = comparison.run_whole()
+            buffers, key = copy_buffers(candidate.inside), state.key()
+            comparison.run_again(outputs)
+            comparison.run_blocks(num_blocks, outputs, buffers, key)
         except NotByRowsError as error:
-            if comparison.losses.has_added_constants and error.reason.reason is WholeReason.READS_LOSS:
-                raise _ReadSumError(WholeReason.READS_LOSS) from error
-            raise
-        buffers, key = copy_buffers(candidate.inside), state.key()
-        comparison.run_again(outputs)
-        comparison.run_blocks(num_blocks, outputs, buffers, key)
+            if not comparison.losses.has_added:
+                raise
+            reads = comparison.losses.has_added_constants and error.reason.reason is WholeReason.READS_LOSS
+            raise _SumError(error, Sums.OF_PARAMETERS if reads else Sums.NONE) from error
 
 
 @contextmanager
@@ -152,8 +167,7 @@ class _Comparison:
         finding: SplitFinding,
         statistics: Callable[[BatchStatistics], Any],
         state: ModuleState,
-        *,
-        adds_constants: bool,
+        sums: Sums,
     ) -> None:
         self._candidate = candidate
         self._finding = finding
@@ -166,11 +180,12 @@ class _Comparison:
         inputs = [leaf for leaf in self._given if is_batch(leaf, candidate.rows)]
         reads = InputReadsRecorder(self._given, candidate.inside) if candidate.is_common else None
         self._recorder = Recorder(inputs, self._parameters, reads)
-        self.losses = WholeLosses(self._recorder, candidate.rows, adds_constants=adds_constants)
+        self.losses = WholeLosses(self._recorder, candidate.rows, sums)
         self._backwards = BackwardProbe(self._parameters, tolerance_for(candidate))
         self._made = MadeLeaves()
         self._block_losses: list[BlockLosses] = []
         self._parts: list[list[Any]] = []
+        self._recorders: list[BlockRecorder] = []
 
     def run_whole(self) -> list[Any]:
         """Run the forward on the whole batch, on copies of its input; return its outputs."""
@@ -187,7 +202,7 @@ class _Comparison:
             outputs, finding.factors, finding.bases, finding.spec = _run_forward(
                 candidate, self._recorder, given, candidate.rows, self._noted, finding.places, look_at
             )
-        finding.losses = losses.losses
+        finding.losses = list(losses.losses)
         if any(finding.losses) and (self._recorder.has_checkpoints or self._backwards.is_needed):
             raise NotByRowsError(WholeReason.LOSS_AGAIN)
         kept.check()
@@ -226,6 +241,8 @@ class _Comparison:
                 raise NotByRowsError(WholeReason.LEAVES_OTHER_VALUES)
         self._backwards.compare()
         self._compare_reads()
+        if any(self._finding.losses) and any(part.numbers != self._recorder.numbers for part in self._recorders):
+            raise NotByRowsError(WholeReason.MIXES_ROWS)
         compare_losses(self._finding.losses, self._block_losses, tolerance_for(self._candidate))
         compare(self._finding, outputs, parts, tolerance_for(self._candidate))
 
@@ -237,13 +254,14 @@ class _Comparison:
         reads = InputReadsRecorder(leaves, candidate.inside) if candidate.is_common else None
         answers = finding.input_reads.answers(finding.reads)
         part = BlockRecorder(inputs, self._parameters, block, self._recorder.drawn, finding.axes, answers, reads)
+        self._recorders.append(part)
 
         def look_at(outputs: list[Any], factors: list[int | None]) -> None:
             self._backwards.run_block(outputs, factors, leaves, block)
             self._made.look_at(outputs, leaves)
 
         failure = WholeReason.FAILS_AFTER_READS if finding.input_reads.reads else WholeReason.FAILS_ON_PART
-        losses = BlockLosses(finding.losses, block)
+        losses = BlockLosses(finding.losses, block, part)
         self._block_losses.append(losses)
         with self._statistics(self._noted), losses.entered(), failing_as(failure):
             outputs, factors, bases, spec = _run_forward(

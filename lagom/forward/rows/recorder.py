@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.autograd.graph import Node, saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import _disable_current_modes as disabled_modes
+from torch.utils._pytree import tree_flatten
 
 from lagom.accelerators import is_accelerator
 from lagom.forward.rows.draws import (
@@ -38,6 +40,12 @@ if TYPE_CHECKING:
     from torch._ops import OpOverload
 
     from lagom.forward.rows.whole_batch import RowBlock
+
+
+_SCALING = frozenset(f"aten::{name}{end}" for name in ("mul", "div", "add", "sub") for end in ("", "_"))
+"""Operations that may divide rows by their number."""
+_MAX_NOTED = 64
+"""Elements of a tensor up to which its numbers are noted, and not only its shape."""
 
 
 class FlopCounter(OperationMode):
@@ -219,6 +227,9 @@ class Recorder(OperationMode):
         self._of_input: dict[int, StorageWeakRef] = {}
         self._of_losses: dict[int, StorageWeakRef] = {}
         """Memory of losses of the whole batch, and of what is computed from them."""
+        self.numbers: set[str] = set()
+        """Operations on losses and their results, and those that scale rows, with their numbers: none may follow from
+        the number of rows, also where the loss that it divides is zero in the probe."""
         self._given = {_storage_key(tensor) for tensor in inputs}
         self._parameters = {_storage_key(parameter) for parameter in parameters} - {0}
         for tensor in inputs:
@@ -236,6 +247,8 @@ class Recorder(OperationMode):
         of_losses = any(_storage_key(tensor) in self._of_losses for tensor in tensors)
         if of_losses and reads:
             raise NotByRowsError(WholeReason.READS_LOSS)
+        if of_losses or (follows and function._schema.name in _SCALING):
+            self._note_numbers(function, args, kwargs)
         if of_losses and follows:  # its gradient would be that of a rank's rows
             raise NotByRowsError(WholeReason.ROWS_OF_LOSS)
         written = written_tensors(function, args, kwargs)
@@ -270,6 +283,19 @@ class Recorder(OperationMode):
             raise refused
         self.reads.append(found)
         return result
+
+    def _note_numbers(self, function: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        known = self._of_input.keys() | self._of_losses.keys()
+        numbers = []
+        for leaf in tree_flatten((args, kwargs))[0]:
+            if not isinstance(leaf, torch.Tensor):
+                numbers.append(repr(leaf))
+            elif leaf.layout == torch.strided and _storage_key(leaf) not in known:
+                with disabled_modes():
+                    numbers.append(
+                        repr(leaf.tolist() if leaf.numel() <= _MAX_NOTED and not leaf.is_meta else leaf.shape)
+                    )
+        self.numbers.add(f"{function}({', '.join(numbers)})")
 
     def draw(self, function: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an operation that draws, and record its kind and shape."""

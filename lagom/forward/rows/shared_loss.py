@@ -161,8 +161,10 @@ class RowReduction:
         (tensor, *others) = args
         if not tensor.shape[0] or tensor.shape[0] % rows:
             return False
-        if tensor.nbytes <= _MAX_GATHERED:
-            return True
+        return tensor.nbytes <= _MAX_GATHERED or self._adds_exactly(tensor, others, kwargs)
+
+    def _adds_exactly(self, tensor: Tensor, others: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+        """Return whether sums of ranks, which keep the type of ``tensor``, are exact enough."""
         is_exact = tensor.dtype in SUMMED or not (tensor.is_floating_point() or tensor.is_complex())
         return is_exact and not any(isinstance(one, torch.dtype) for one in (*others, *kwargs.values()))
 
@@ -185,8 +187,9 @@ class RowReduction:
             exchanges: those of ``exchanges_of``.
             signed: bytes that must be equal on all ranks.
         """
-        tensor, (rows, ranks) = args[0], exchanges
-        if _whole_size(tensor.shape, rows.block) * tensor.element_size() <= _MAX_GATHERED:
+        (tensor, *others), (rows, ranks) = args, exchanges
+        is_small = _whole_size(tensor.shape, rows.block) * tensor.element_size() <= _MAX_GATHERED
+        if is_small or not self._adds_exactly(tensor, others, kwargs):  # it may have been smaller in the probe
             (whole,) = gather_blocks([tensor], rows, [factor], signed)
             result: Tensor = self.function(whole, *args[1:], **kwargs)
             return result

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from lagom.session.session import Session
 from tests.forward.rows.row_counts import counting_rows
@@ -149,6 +150,39 @@ class Statistical(nn.Module):
         return {"loss": (scores.square().mean(1) * (targets > 0).sum(1)).mean(), "scores": (targets > 1).sum()}
 
 
+class Penalised(Labelled):
+    """Adds a sum and a divergence of weights, which have no rows, before the loss of its rows."""
+
+    def loss(self, scores: Tensor, labels: Tensor, x: Tensor) -> Tensor:
+        penalty = self.body.weight.square().sum() + int((labels > 4).sum())
+        return 0.01 * penalty + F.cross_entropy(scores.view(-1, 4), labels.view(-1))
+
+
+class Divergent(Labelled):
+    """Computes a loss of weights, which is composed of torch's operations, before the mean of its rows."""
+
+    def loss(self, scores: Tensor, labels: Tensor, x: Tensor) -> Tensor:
+        even = torch.full((8, 5), 0.2, dtype=torch.float64)
+        return F.kl_div(self.body.weight.log_softmax(1), even, reduction="sum") + scores.square().mean()
+
+
+class Mapped(Labelled):
+    """Averages inside a transform, for each row alone."""
+
+    def loss(self, scores: Tensor, labels: Tensor, x: Tensor) -> Tensor:
+        means: Tensor = torch.vmap(lambda row: row.square().mean())(scores)
+        return means.mean()
+
+
+class Recomputed(Labelled):
+    """Computes rows again in the backward, beside a statistic that it does not use."""
+
+    def forward(self, x: Tensor, labels: Tensor | None = None) -> Any:
+        scores = checkpoint(lambda rows: self.head(self.body(rows).tanh()), x, use_reentrant=False)
+        scores.detach().abs().mean()
+        return {"loss": scores.square().mean(1), "scores": scores}
+
+
 class Wrong(Labelled):
     """Has labels that torch refuses in the last row of the second last batch."""
 
@@ -210,7 +244,7 @@ class Kept(Labelled):
 
 SPLIT = [
     *(Labelled, Ignoring, Smoothed, Combined, Dropped, Probable, Wrong),
-    *(Averaged, Masked, Large, Counted, Statistical),
+    *(Averaged, Masked, Large, Counted, Statistical, Penalised, Divergent, Mapped, Recomputed),
 ]
 WHOLE = {
     Weighted: "computes a loss in its forward, which is not the sum or mean of its rows' losses",
@@ -249,7 +283,7 @@ def trained(kind: type[nn.Module]) -> Callable[[Session], Any]:
             found += [
                 output["loss"].sum().item(),
                 output["scores"].sum().item(),
-                str(output["loss"])[-20:] * (kind is not Scaled),
+                str(output["loss"])[-20:] * (kind not in (Scaled, Recomputed)),
             ]
         with torch.no_grad():
             model.eval()
@@ -360,6 +394,82 @@ def test_rows_that_mix_later_are_found_behind_a_loss_alone() -> None:
     wanted = alone(program)
     for losses in run_ranks(2, program, batches="whole", always_slices=True):
         assert losses == pytest.approx(wanted, rel=1e-12)
+
+
+class Annealed(Labelled):
+    """Divides by its number of rows a sum that counts for nothing until the program opens a gate."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate: Tensor
+        self.register_buffer("gate", torch.zeros((), dtype=torch.float64))
+
+
+class DividedSum(Annealed):
+    """Divides the sum."""
+
+    def loss(self, scores: Tensor, labels: Tensor, x: Tensor) -> Tensor:
+        return scores.cos().mean() + self.gate * scores.square().sum() / len(x)
+
+
+class DividedByTensor(Annealed):
+    """Divides the sum by a tensor."""
+
+    def loss(self, scores: Tensor, labels: Tensor, x: Tensor) -> Tensor:
+        return scores.cos().mean() + (self.gate * scores.square().sum() / torch.tensor([len(x), 2.0])).sum()
+
+
+class DividedRows(Annealed):
+    """Divides the rows."""
+
+    def loss(self, scores: Tensor, labels: Tensor, x: Tensor) -> Tensor:
+        return scores.cos().mean() + torch.relu((self.gate - 1 + scores.tanh()) / len(x)).sum()
+
+
+@pytest.mark.parametrize("kind", [DividedSum, DividedByTensor, DividedRows])
+def test_a_sum_of_zero_is_not_divided_by_the_rows_of_a_rank(kind: type[Annealed]) -> None:
+    def program(_: Session) -> list[float]:
+        torch.manual_seed(0)
+        model, losses = kind(), []
+        for step in range(8):
+            if step == 5:
+                model.gate.fill_(0.5)
+            loss = model(torch.randn(8, 5, dtype=torch.float64), torch.randint(0, 4, (8, 3)))["loss"]
+            loss.backward()
+            losses.append(loss.item())
+        return losses
+
+    wanted = alone(program)
+    for losses in run_ranks(2, program, batches="whole", always_slices=True):
+        assert losses == pytest.approx(wanted, rel=1e-12)
+
+
+class Single(nn.Module):
+    """Adds single numbers in double precision."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Linear(5, 12)
+
+    def forward(self, x: Tensor) -> Tensor:
+        total: Tensor = self.body(x).square().sum(dtype=torch.float64)
+        return total
+
+
+def test_a_sum_keeps_its_type_when_rows_get_large() -> None:
+    def program(_: Session) -> list[tuple[float, torch.dtype]]:
+        torch.manual_seed(0)
+        model, found = Single(), []
+        for step in range(8):
+            loss = model(torch.randn(8, 10 if step < 6 else 500, 5))
+            loss.backward()
+            found.append((loss.item(), loss.dtype))
+        return found
+
+    wanted = alone(program)
+    for found in run_ranks(2, program, batches="whole", always_slices=True):
+        assert [dtype for _, dtype in found] == [dtype for _, dtype in wanted]
+        assert [loss for loss, _ in found] == pytest.approx([loss for loss, _ in wanted], rel=1e-12)
 
 
 class Looking(Labelled):
