@@ -78,11 +78,13 @@ class InnerLosses:
         """Return a context manager in which ``compute`` is called for torch's losses."""
         return _entered(self)
 
+    @torch._disable_dynamo  # which would compile this function where it runs between compiled parts of a forward
     def reduce(self, function: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an operation that adds elements, by ``compute`` if it makes one number of them in the forward."""
         reduction = RowReduction(function)
         is_backward = torch._C._current_graph_task_id() != -1
-        is_transformed = torch._C._functorch.peek_interpreter_stack() is not None
+        is_traced = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
+        is_transformed = is_traced or torch._C._functorch.peek_interpreter_stack() is not None
         is_own = current_losses() is self and not is_backward and not is_transformed
         if not is_own or not reduction.makes_one_number(args, kwargs):
             return function(*args, **kwargs)
@@ -392,9 +394,15 @@ def _with_reduction(loss: TorchLoss, args: tuple[Any, ...], reduction: int) -> t
 # If the loss is one of torch's, and a sum or mean over rows, each rank computes the losses of its rows, and they are
 # added as in Note [Losses by rows] in row_losses.py. A program may also add the rows itself, by ``mean()`` or ``sum()``
 # of all elements of a tensor: the kernels of patching/watched_operations.py show these. Ranks exchange the rows of a
-# small tensor, whose sum then has the bits of one process, and the sums of a large one. A sum of a mask is a
-# loss too, as in ``(losses * mask).sum() / mask.sum()``, unless the forward reads it (``.item()``): then
-# a second probe leaves it to Note [Reads of the input] in input_reads.py.
+# small tensor, whose sum then has the bits of one process, and the sums of a large one. A sum of a mask is a loss too,
+# as in ``(losses * mask).sum() / mask.sum()``, unless the forward reads it (``.item()``): then a second probe leaves it
+# to Note [Reads of the input] in input_reads.py. If the forward cannot be split so, a last probe counts no sum as a
+# loss: rows may be added for their gradient alone (``autograd.grad(y.sum(), x)``).
+#
+# A loss that is zero in the probe would hide what it is divided by: ``beta * sum / len(x)`` with a beta that grows
+# later. So the recorder notes the numbers among the arguments of operations on losses, and scalars that scale rows;
+# they must be equal for the batch and its blocks. Once Dynamo has compiled something, sums are no losses: compiled code
+# hides them.
 #
 # The result is equal on all ranks, and so is what the forward computes from it; it may not meet rows again, since its
 # gradient would then be that of a rank's rows. In a probe, the run on the whole batch notes each loss. In the other

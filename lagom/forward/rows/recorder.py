@@ -248,7 +248,7 @@ class Recorder(OperationMode):
         if of_losses and reads:
             raise NotByRowsError(WholeReason.READS_LOSS)
         if of_losses or (follows and function._schema.name in _SCALING):
-            self._note_numbers(function, args, kwargs)
+            self._note_numbers(function, args, kwargs, of_losses=of_losses)
         if of_losses and follows:  # its gradient would be that of a rank's rows
             raise NotByRowsError(WholeReason.ROWS_OF_LOSS)
         written = written_tensors(function, args, kwargs)
@@ -284,13 +284,16 @@ class Recorder(OperationMode):
         self.reads.append(found)
         return result
 
-    def _note_numbers(self, function: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _note_numbers(
+        self, function: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], *, of_losses: bool
+    ) -> None:
+        """Note the numbers among the arguments of an operation; of one on rows no tensors with dimensions."""
         known = self._of_input.keys() | self._of_losses.keys()
         numbers = []
         for leaf in tree_flatten((args, kwargs))[0]:
             if not isinstance(leaf, torch.Tensor):
                 numbers.append(repr(leaf))
-            elif leaf.layout == torch.strided and _storage_key(leaf) not in known:
+            elif leaf.layout == torch.strided and _storage_key(leaf) not in known and (of_losses or not leaf.dim()):
                 with disabled_modes():
                     numbers.append(
                         repr(leaf.tolist() if leaf.numel() <= _MAX_NOTED and not leaf.is_meta else leaf.shape)

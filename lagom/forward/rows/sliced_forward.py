@@ -21,6 +21,7 @@ from lagom.forward.rows.whole_batch import Gatherer, RowBlock, RowExchange, Uneq
 from lagom.forward.rows.whole_reasons import WholeReason
 from lagom.inspection.reads import is_tensor
 from lagom.inspection.structures import unflatten
+from lagom.patching.dynamo import num_compilations
 from lagom.run_state.loader_pass import BatchShare
 
 if TYPE_CHECKING:
@@ -132,6 +133,9 @@ class SlicedRuns:
         leaves = [slice_rows(leaf, exchange) if is_batch(leaf, candidate.rows) else leaf for leaf in candidate.leaves]
         region = self._region(candidate, finding, block, leaves)
         losses = RankLosses(finding.losses, exchange, region.left_alone, _signed(candidate))
+        if losses.has_reductions and num_compilations():
+            finding.sliced = False  # the next call is probed again, without sums: compiled code does not show them
+            raise OtherWayError
         with (
             _detour(candidate, finding, region.draws) as restore,
             region.enter(session),

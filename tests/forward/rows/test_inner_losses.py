@@ -110,6 +110,15 @@ class Averaged(Labelled):
         return (losses * (1 + x[:, 0].square())).mean()
 
 
+class Noisy(Labelled):
+    """Scales rows by numbers from a table at random places, which do not come from its input."""
+
+    def loss(self, scores: Tensor, labels: Tensor, x: Tensor) -> Tensor:
+        scale = torch.linspace(0.1, 1, 4, dtype=torch.float64)[torch.randint(0, 4, (len(x),))]
+        losses = (scores * scale[:, None]).square().mean(1)
+        return (losses * (1 + scale)).mean()
+
+
 class Masked(Labelled):
     """Divides the sum of some tokens' losses by their number, of which a rank may have none."""
 
@@ -244,7 +253,7 @@ class Kept(Labelled):
 
 SPLIT = [
     *(Labelled, Ignoring, Smoothed, Combined, Dropped, Probable, Wrong),
-    *(Averaged, Masked, Large, Counted, Statistical, Penalised, Divergent, Mapped, Recomputed),
+    *(Averaged, Noisy, Masked, Large, Counted, Statistical, Penalised, Divergent, Mapped, Recomputed),
 ]
 WHOLE = {
     Weighted: "computes a loss in its forward, which is not the sum or mean of its rows' losses",
@@ -470,6 +479,34 @@ def test_a_sum_keeps_its_type_when_rows_get_large() -> None:
     for found in run_ranks(2, program, batches="whole", always_slices=True):
         assert [dtype for _, dtype in found] == [dtype for _, dtype in wanted]
         assert [loss for loss, _ in found] == pytest.approx([loss for loss, _ in wanted], rel=1e-12)
+
+
+class Compiled(Labelled):
+    """Adds rows in compiled code and beside it."""
+
+    def loss(self, scores: Tensor, labels: Tensor, x: Tensor) -> Tensor:
+        return scores.square().mean() + mean_of_cosines(scores) + (scores.abs().mean(1) * 0.1).sum()
+
+
+@torch.compile(backend="eager")
+def mean_of_cosines(scores: Tensor) -> Tensor:
+    return scores.cos().mean()
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
+def test_sums_in_compiled_code_are_those_of_the_whole_batch() -> None:
+    def program(_: Session) -> list[float]:
+        torch.manual_seed(0)
+        model, losses = Compiled(), []
+        for _ in range(6):
+            loss = model(torch.randn(8, 5, dtype=torch.float64), torch.randint(0, 4, (8, 3)))["loss"]
+            loss.backward()
+            losses.append(loss.item())
+        return losses
+
+    wanted = alone(program)
+    for losses in run_ranks(2, program, batches="whole", always_slices=True):
+        assert losses == pytest.approx(wanted, rel=1e-12)
 
 
 class Looking(Labelled):

@@ -183,7 +183,8 @@ class Packed(Masked):
 
 SPLIT = [Masked, Different, Longest, Expanded, InPlace, Buffered, Chosen, Renamed]
 WHOLE = {
-    OfWeights: "reads a loss that it computes, or a sum or mean of its rows",
+    OfWeights: "reads a loss that it computes, or a sum or mean of its rows, and may decide by it; "
+    "read it outside of the forward",
     Counted: "takes decisions by the numbers of its input",
     CountedByOut: "takes decisions by the numbers of its input",
     OfFirst: "takes decisions by the numbers of its input, which do not follow from those of a part",
