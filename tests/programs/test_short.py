@@ -52,7 +52,7 @@ SAID = {
     "torch_features.sparse_embeddings": "fails on a part of its batch",
     "torch_features.traced": "it is TorchScript, into which lagom does not look",
     "unusual.cached_results": "keeps a tensor of its forward beside its output",
-    "unusual.called_by_keyword": "does not compute the rows of its batch one by one",
+    "unusual.called_by_keyword": "computes its rows from a loss, sum or mean of the batch",
     "unusual.depends_on_the_size_of_the_batch": "does not compute the rows of its batch one by one",
     "unusual.errors_that_are_caught": "takes decisions by the numbers of its input",
     "unusual.forward_called_directly": "does not compute the rows of its batch one by one",

@@ -144,7 +144,7 @@ class TrialLoop:
     def _may_begin(self) -> bool:
         now = time.monotonic()
         self._begin_by = self._begin_by or now + _JOIN_S
-        return len(self._joined) >= self._num_slots or now >= self._begin_by
+        return len(self._joined) >= self._num_slots or now >= min(self._begin_by, self.began_at)
 
     def _start(self, number: int, slot: _Slot, spec: TrialSpec) -> None:
         slot.running, slot.parts, slot.pruned, slot.last_value, slot.began = spec, [], False, None, time.time()
