@@ -21,6 +21,10 @@ if TYPE_CHECKING:
     from lagom.device_models import DeviceModel
 
 
+_UNUSED = ("mps",)
+"""Kinds that are left alone: Apple's has no float64, in which lagom compares and adds; ranks stay on the CPU."""
+
+
 def is_accelerator(device: torch.device) -> bool:
     """Return whether ``device`` is neither the CPU nor "meta", which holds no numbers.
 
@@ -30,7 +34,10 @@ def is_accelerator(device: torch.device) -> bool:
 
 
 def current_accelerator() -> torch.device | None:
-    """Return the kind of accelerator of this torch, whether or not the machine has one; None for a build for CPUs."""
+    """Return the kind of accelerator of this torch, whether or not the machine has one; None for a build for CPUs.
+
+    Kinds that lagom does not use count as none.
+    """
     try:
         found = torch.accelerator.current_accelerator()
     except RuntimeError:  # torch 2.6, where there is none
@@ -38,7 +45,7 @@ def current_accelerator() -> torch.device | None:
     if found is None:  # a backend that is written in Python alone may be unknown to torch's C++ part
         name = torch._C._get_privateuse1_backend_name()
         found = torch.device(name) if hasattr(torch, name) else None
-    return found
+    return None if found is not None and found.type in _UNUSED else found
 
 
 def available_accelerator() -> torch.device | None:
@@ -93,11 +100,13 @@ def generator_states() -> list[torch.Tensor] | None:
     if device is None or not is_initialized(device):
         return None
     module = device_module(device)
-    return [module.get_rng_state(index) for index in _own_first(module)]
+    return [module.get_rng_state(index) for index in _own_first(device)]
 
 
-def _own_first(module: Any) -> list[int]:
-    own = int(module.current_device()) if hasattr(module, "current_device") else 0
+def _own_first(device: torch.device) -> list[int]:
+    module = device_module(device)
+    # To ask for the current device would begin to use it; until then it is the first.
+    own = int(module.current_device()) if is_initialized(device) and hasattr(module, "current_device") else 0
     return [own, *(index for index in range(module.device_count()) if index != own)]
 
 
@@ -106,7 +115,7 @@ def set_generator_states(states: Sequence[torch.Tensor]) -> None:
     device = available_accelerator() if states else None
     if device is not None:
         module = device_module(device)
-        for index, state in zip(_own_first(module), states, strict=False):
+        for index, state in zip(_own_first(device), states, strict=False):
             module.set_rng_state(state, index)
 
 

@@ -130,7 +130,8 @@ def other_devices() -> tuple[OtherDevice, ...]:
     if torch is not None:
         with contextlib.suppress(AttributeError, RuntimeError):  # as when torch is being imported, and in torch 2.6
             found = torch.accelerator.current_accelerator()
-            return _others_by_torch() if found is not None and found.type != NVIDIA else ()
+            # Apple's is not used; see accelerators.py.
+            return _others_by_torch() if found is not None and found.type not in (NVIDIA, "mps") else ()
         return ()
     return _others_by_torch() if _may_serve_others() else ()
 

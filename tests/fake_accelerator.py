@@ -82,6 +82,10 @@ class FullModule(FakeModule):
         self.is_begun, self.records = True, False
         self.streams = [FakeStream(torch.device(KIND, 0)), FakeStream(torch.device(KIND, 1))]
 
+    def current_device(self) -> int:
+        self.is_begun = True  # as on NVIDIA's and Intel's: the question makes a context
+        return super().current_device()
+
     @property
     def default_generators(self) -> tuple[torch.Generator, ...]:
         return tuple(self.generators)

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from lagom import accelerators
-from lagom.cluster import backend_word, device_word, kind_of_device
+from lagom.cluster import backend_word, device_word, kind_of_device, other_devices
 from lagom.device_models import DeviceModel, describe_differences
 from lagom.random_states import equal_random_states, random_states, seed_torch, set_random_states, start_random_states
 from lagom.run_state.random_streams import OwnStreams
@@ -111,6 +111,20 @@ def test_states_of_all_devices_are_kept_and_restored(fake: FakeModule) -> None:
     assert equal_random_states(before, random_states())
     assert [fake.draw(), fake.draw()] == first
     set_random_states(before | {"accelerator": [*before["accelerator"], torch.zeros(16)]})  # of a machine with more
+
+
+def test_states_that_are_restored_do_not_begin_to_use_a_device(full: FullModule) -> None:
+    states = random_states()
+    full.is_begun = False
+    set_random_states(states)
+    assert not full.is_begun
+
+
+def test_apples_kind_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("mps"))
+    assert accelerators.current_accelerator() is None
+    assert other_devices() == ()
+    assert "accelerator" not in random_states()
 
 
 def test_the_device_of_a_rank_is_the_first_whichever_it_is(fake: FakeModule) -> None:

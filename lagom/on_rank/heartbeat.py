@@ -71,7 +71,7 @@ class Heartbeat:
         self._session = session
         self._last = (time.monotonic(), 0.0, 0.0)
         self._earlier = self._last, []
-        self._usage = ResourceUsage(session.device.type)
+        self._usage = ResourceUsage(str(session.device))
         if session.local_world_size < session.world_size:
             from lagom.exchange.sockets.connect import remote_connections
             from lagom.watch.silent_peers import SilentPeers

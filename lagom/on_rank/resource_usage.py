@@ -16,7 +16,7 @@ class ResourceUsage:
     """Measures the use of resources between calls of ``now``.
 
     Args:
-        device: kind of the device on which the rank trains, such as "cpu".
+        device: name of the device on which the rank trains, such as "cpu", with its number if it is an accelerator.
     """
 
     def __init__(self, device: str) -> None:

@@ -1,9 +1,13 @@
 """Ordinary programs that name no device, on test devices: the numbers, texts and files of one process on the CPU.
 
-``python -m tests.gpu.each_program --device test`` runs all of tests/programs so.
+``python -m tests.gpu.each_program --device test`` runs all of tests/programs so, and so does ``-m soak``.
 """
 
 from __future__ import annotations
+
+import re
+import subprocess
+import sys
 
 import pytest
 
@@ -29,6 +33,8 @@ PROGRAMS: dict[str, tuple[str, ...]] = {
     ),
 }
 """Programs of tests/programs/short, by their files."""
+UNSUPPORTED = {"saved_tensors_packed", "sparse_embeddings", "zero_gradients"}
+"""Programs that need sparse tensors, which the test device lacks, or whose own backward or hooks have tensors of the CPU."""
 
 
 @pytest.mark.parametrize("file", PROGRAMS)
@@ -41,6 +47,19 @@ def test_programs_on_ranks_with_a_device_each_give_what_one_process_gives(file: 
 def test_programs_on_ranks_that_share_a_device_give_what_one_process_gives() -> None:
     ranks.DEVICE = "lagomtest:0"  # in a process of its own
     compare("schedules", PROGRAMS["schedules"])
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("file", sorted(test_short.PROGRAMS.keys() - {"compiled"}))
+def test_all_programs_give_what_one_process_or_one_rank_gives(file: str) -> None:
+    command = [sys.executable, "-m", "tests.gpu.each_program", "--device", "test", "--together", file]
+    run = subprocess.run(command, capture_output=True, text=True, check=True)
+    verdicts = dict(re.findall(rf"^{file}\.(\w+): (.*)$", run.stdout, re.MULTILINE))
+    assert verdicts.keys() == test_short.PROGRAMS[file].keys(), run.stderr
+    # The device draws other random numbers than the CPU: those of one rank on it.
+    failed = {name for name, told in verdicts.items() if not told.startswith(("equal", "as one rank"))}
+    assert failed == UNSUPPORTED & verdicts.keys(), verdicts
 
 
 def compare(file: str, names: tuple[str, ...]) -> None:

@@ -498,7 +498,7 @@ def test_sums_in_compiled_code_are_those_of_the_whole_batch() -> None:
     def program(_: Session) -> list[float]:
         torch.manual_seed(0)
         model, losses = Compiled(), []
-        for _ in range(6):
+        for _step in range(6):
             loss = model(torch.randn(8, 5, dtype=torch.float64), torch.randint(0, 4, (8, 3)))["loss"]
             loss.backward()
             losses.append(loss.item())
