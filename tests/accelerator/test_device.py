@@ -350,3 +350,17 @@ def test_a_fork_of_a_process_that_uses_the_device_cannot() -> None:
 def test_this_process_has_no_accelerator() -> None:
     """The other tests of this file have run elsewhere."""
     assert not hasattr(torch, "lagomtest")
+
+
+@with_device()
+def test_views_of_conjugates_have_the_gradients_of_the_cpu() -> None:
+    torch.manual_seed(0)
+    weight, x = torch.randn(4, 3, dtype=torch.complex128), torch.randn(5, 4, dtype=torch.complex128)
+    gradients = []
+    for device in ("cpu", HERE):
+        parameter = weight.to(device, copy=True).requires_grad_()
+        conjugate = (x.to(device) @ parameter).conj()
+        (conjugate.imag.pow(2).mean() + conjugate.real.sum()).backward()
+        assert parameter.grad is not None
+        gradients.append(parameter.grad.cpu())
+    torch.testing.assert_close(*gradients)

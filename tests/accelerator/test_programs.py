@@ -34,7 +34,7 @@ PROGRAMS: dict[str, tuple[str, ...]] = {
 }
 """Programs of tests/programs/short, by their files."""
 UNSUPPORTED = {"saved_tensors_packed", "sparse_embeddings", "zero_gradients"}
-"""Programs that need sparse tensors, which the test device lacks, or whose own backward or hooks have tensors of the CPU."""
+"""Programs that need sparse tensors, which the device lacks, or whose own backward or hooks have tensors of the CPU."""
 
 
 @pytest.mark.parametrize("file", PROGRAMS)

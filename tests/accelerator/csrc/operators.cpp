@@ -37,6 +37,8 @@ at::Tensor with_layout(const at::Tensor& of, c10::Storage storage, c10::Dispatch
     auto tensor = at::detail::make_tensor<c10::TensorImpl>(std::move(storage), keys, of.dtype());
     tensor.unsafeGetTensorImpl()->set_storage_offset(of.storage_offset());
     tensor.unsafeGetTensorImpl()->set_sizes_and_strides(of.sizes(), of.strides());
+    if (of.is_conj()) tensor._set_conj(true);  // views such as conj().imag, which copies have to resolve
+    if (of.is_neg()) tensor._set_neg(true);
     return tensor;
 }
 
