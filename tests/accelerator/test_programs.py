@@ -33,8 +33,8 @@ PROGRAMS: dict[str, tuple[str, ...]] = {
     ),
 }
 """Programs of tests/programs/short, by their files."""
-UNSUPPORTED = {"saved_tensors_packed", "sparse_embeddings", "zero_gradients"}
-"""Programs that need sparse tensors, which the device lacks, or whose own backward or hooks have tensors of the CPU."""
+UNSUPPORTED = {"inference_modes", "saved_tensors_packed", "sparse_embeddings", "zero_gradients"}
+"""Programs that need what the device lacks (sparse tensors, versions of inference tensors), or tensors of the CPU."""
 
 
 @pytest.mark.parametrize("file", PROGRAMS)
