@@ -10,7 +10,7 @@ from lagom.cluster import device_word
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DeviceModel:
-    """What the numbers of an accelerator may depend on. See Note [Numbers of a model]."""
+    """Properties on which the numbers of an accelerator may depend. See Note [Numbers of a model]."""
 
     kind: str
     name: str

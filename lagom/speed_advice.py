@@ -19,7 +19,7 @@ _MAX_WORKERS = 8
 
 
 class Facts(NamedTuple):
-    """What is known about a program beside the parts of its steps."""
+    """Facts about a program beside the parts of its steps."""
 
     world_size: int
     num_workers: int | None = None

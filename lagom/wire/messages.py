@@ -274,7 +274,7 @@ class Received(Message, tag="received"):
 
 
 class RankAddress(NamedTuple):
-    """Where a rank is, as all ranks learn it; an array in JSON."""
+    """Address of a rank, as all ranks learn it; an array in JSON."""
 
     rank: int
     host: str

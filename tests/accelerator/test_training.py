@@ -17,23 +17,21 @@ from lagom.config import TorchDistributedConfig
 from tests.accelerator.device_processes import needs_device, with_driver
 from tests.extensions.resume import training
 from tests.extensions.resume.kills import killed
+from tests.gpu import test_shared_gpu
+from tests.gpu.test_programs import steady
 
 pytestmark = needs_device
 
 
-class Network(nn.Module):
-    """Convolution, BatchNorm, a mask that no buffer holds, and layers large enough to be sharded, in float64."""
+class Network(test_shared_gpu.Network):
+    """The network of the tests on a GPU, with a mask that no buffer holds."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.first = nn.Sequential(nn.Conv1d(1, 4, 3, padding=1), nn.BatchNorm1d(4), nn.ReLU(), nn.Flatten())
-        self.last = nn.Sequential(nn.Linear(64, 128), nn.Tanh(), nn.Linear(128, 3))
-        self.double()
         self.mask = torch.tensor([1.0] * 15 + [0.0], dtype=torch.float64)
 
     def forward(self, x: Tensor) -> Tensor:
-        found: Tensor = self.last(self.first((x * self.mask)[:, None]))
-        return found
+        return super().forward(x * self.mask)
 
 
 def train(device: str = "", pin: bool = False) -> dict[str, Any]:
@@ -179,27 +177,6 @@ def test_mixed_precision_gives_about_the_numbers_of_one_rank(asked: Any) -> None
     full = on_ranks(1, halves, hparams={"asked": ""})
     torch.testing.assert_close(two["weights"], one["weights"], rtol=1e-2, atol=1e-3)
     assert not torch.equal(one["weights"], full["weights"])
-
-
-def steady(width: int, pin_memory: bool) -> list[float]:
-    """Take steps in which the host may not wait for the device, with batches from the CPU."""
-    module = torch.get_device_module("lagomtest")
-    model = nn.Sequential(nn.Linear(width, width), nn.BatchNorm1d(width), nn.ReLU(), nn.Linear(width, 1))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    data = TensorDataset(torch.rand(256, width), torch.rand(256, 1))
-    losses = []
-    try:
-        for step, (x, y) in enumerate(DataLoader(data, batch_size=16, pin_memory=pin_memory)):
-            optimizer.zero_grad()
-            loss = nn.functional.mse_loss(model(x), y)
-            loss.backward()
-            optimizer.step()
-            losses.append(loss.detach())
-            if step == 4:
-                module.set_sync_debug_mode("error")
-    finally:
-        module.set_sync_debug_mode("default")
-    return [float(loss) for loss in losses]
 
 
 @pytest.mark.parametrize("pin_memory", [False, True])

@@ -32,7 +32,8 @@ def on_one(function: Any, **more: Any) -> Any:
 
 
 def steady(width: int, pin_memory: bool) -> list[float]:
-    """Take steps that may not wait for the GPU, with batches from the CPU."""
+    """Take steps in which the host may not wait for the device, with batches from the CPU."""
+    module = torch.get_device_module()
     model = nn.Sequential(nn.Linear(width, width), nn.BatchNorm1d(width), nn.ReLU(), nn.Linear(width, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     data = TensorDataset(torch.rand(256, width), torch.rand(256, 1))
@@ -45,9 +46,9 @@ def steady(width: int, pin_memory: bool) -> list[float]:
             optimizer.step()
             losses.append(loss.detach())
             if step == 4:
-                torch.cuda.set_sync_debug_mode("error")
+                module.set_sync_debug_mode("error")
     finally:
-        torch.cuda.set_sync_debug_mode("default")
+        module.set_sync_debug_mode("default")
     return [float(loss) for loss in losses]
 
 

@@ -146,12 +146,8 @@ class Counted(Labelled):
         return losses.mean() if int((labels > 4).sum()) == 0 else losses.sum()
 
 
-class Statistical(nn.Module):
+class Statistical(Labelled):
     """Returns the mean of its rows beside them, and a count in a tensor."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.body, self.head = nn.Linear(5, 8).double(), nn.Linear(8, 12).double()
 
     def forward(self, x: Tensor, labels: Tensor | None = None) -> Any:
         scores = self.head(self.body(x).tanh())
