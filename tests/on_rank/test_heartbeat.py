@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from lagom.cluster import Cluster
 from lagom.config import TorchDistributedConfig
@@ -41,14 +42,13 @@ def test_a_last_report_soon_after_another_has_the_means_of_both_times(monkeypatc
             raise OSError("the reports of the thread end here")
         return {"epoch": 1, "step": 5, "steps": 5, "samples": next(samples), "loss": None, "ticks": 0}
 
-    device = SimpleNamespace(type="cpu")
     known: dict[str, Any] = {
         "rank": 0,
         "world_size": 2,
         "local_world_size": 2,
         "has_joined": False,
         "spans": None,
-        "device": device,
+        "device": torch.device("cpu"),
     }
     progressed = SimpleNamespace(report=progress, data_s=0.0, ticks=0, pictures=deque[str]())
     session: Any = SimpleNamespace(progress=progressed, wait_times=lambda: [0, 0], **known)
