@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any, NamedTuple
 
 from lagom.inspection.reads import attributes, bases, class_attributes, is_plain, is_tensor, read_slot, slots
@@ -34,10 +35,12 @@ def flatten(value: Any, seen: set[int] | None = None) -> tuple[list[Any], Any]:
     """
     from torch.utils._pytree import tree_flatten
 
+    if is_leaf(value):  # as nearly all outputs are
+        return [value], _leaf_structure()
     try:
         outer, spec = tree_flatten(value)
     except Exception:  # a container in itself, a class that has no hash, a function that the program has registered
-        return [value], tree_flatten(None)[1]
+        return [value], _leaf_structure()
     if not any(map(_is_instance, outer)):
         return outer, spec
     leaves: list[Any] = []
@@ -60,6 +63,8 @@ def unflatten(leaves: list[Any], structure: Any) -> Any:
     """Return what ``flatten`` has taken apart, with other leaves; instances are new, and made without their class."""
     from torch.utils._pytree import tree_unflatten
 
+    if structure is _leaf_structure():
+        return leaves[0]
     if not isinstance(structure, Structure):
         return tree_unflatten(leaves, structure)
     outer: list[Any] = []
@@ -79,6 +84,40 @@ def unflatten(leaves: list[Any], structure: Any) -> Any:
                     member.__set__(made, own[member.__name__])
         outer.append(made)
     return tree_unflatten(outer, structure.outer)
+
+
+def flatten_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], Any]:
+    """Return what ``flatten((args, kwargs))`` returns, sooner for a few tensors and plain values by position."""
+    if kwargs or not all(map(is_leaf, args)):
+        return flatten((args, kwargs))
+    return list(args), _positional_structure(len(args))
+
+
+def are_positional(structure: Any, num_leaves: int) -> bool:
+    """Return whether ``structure`` is that of arguments by position, none of which is a container or an instance."""
+    return structure is _positional_structure(num_leaves)
+
+
+def is_leaf(value: Any) -> bool:
+    """Return whether ``value`` is a plain tensor or a plain value, without a look at what a program has registered."""
+    import torch
+
+    kind = type(value)
+    return kind is torch.Tensor or kind is torch.nn.Parameter or is_plain(value)
+
+
+@cache
+def _leaf_structure() -> Any:
+    from torch.utils._pytree import tree_flatten
+
+    return tree_flatten(None)[1]
+
+
+@cache
+def _positional_structure(num_leaves: int) -> Any:
+    from torch.utils._pytree import tree_flatten
+
+    return tree_flatten(((None,) * num_leaves, {}))[1]
 
 
 def _is_instance(value: Any) -> bool:

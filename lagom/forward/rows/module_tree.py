@@ -15,7 +15,7 @@ from lagom.forward.rows.split_candidate import KnownCalls, SplitCandidate, has_g
 from lagom.forward.rows.surroundings import Surroundings
 from lagom.forward.rows.whole_reasons import NotByRowsError, WholeReason, whole_line
 from lagom.inspection.reads import class_key, is_plain, is_tensor
-from lagom.inspection.structures import flatten, unflatten
+from lagom.inspection.structures import are_positional, flatten, flatten_arguments, unflatten
 from lagom.patching.object_reference import ObjectReference
 from lagom.run_state.memory_layout import memory_order
 
@@ -72,7 +72,7 @@ class ModuleTree:
         says: bool = True,
     ) -> SplitCandidate:
         """Describe ``call(module, *args, **kwargs)`` as a call that might be split; with 0 rows if it cannot be."""
-        leaves, spec = flatten((args, kwargs))
+        leaves, spec = flatten_arguments(args, kwargs)
         inside = self.modules_in(module, says=says)
         rows = next((leaf.size(0) for leaf in leaves if is_tensor(leaf) and leaf.dim()), 0)
         run = _run_with(partial(call, module), args, kwargs, leaves, spec)
@@ -139,6 +139,8 @@ def _run_with(
     def run(changed: list[Any]) -> Any:
         if changed is leaves:
             return call(*args, **kwargs)
+        if are_positional(spec, len(leaves)):
+            return call(*changed)
         its_args, its_kwargs = unflatten(changed, spec)
         output = call(*its_args, **its_kwargs)
         instances: set[int] = set()

@@ -63,7 +63,8 @@ def find_gradient_path(tensor: Tensor) -> GradientPath | None:
         steps.append(found)
         casts += node.name() == "ToCopyBackward0"
         node, index = node.next_functions[0]
-    num_all = node.exchange.block.num_all if node is not None else 0
+    # A small output has no block ends, though the program may have made a large tensor of it, by expand().
+    num_all = node.exchange.block.num_all if node is not None and node.block_ends else 0
     if casts > 1:  # the gradient may be rounded between two casts
         return None
     if not num_all or not all(shape and shape[0] and shape[0] % num_all == 0 for shape in shapes):

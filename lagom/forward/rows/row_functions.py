@@ -11,6 +11,7 @@ import torch
 from torch.autograd import Function
 from torch.autograd.graph import GradientEdge
 
+from lagom.forward.rows import whole_batch
 from lagom.run_state.loss_terms import ExchangeFunction, find_nodes, root_nodes
 
 if TYPE_CHECKING:
@@ -19,6 +20,10 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from lagom.forward.rows.whole_batch import Orders, RowExchange
+
+
+MIN_LOSS_BYTES = 2**17
+"""Bytes of scores from which sharing out their loss saves more time than an exchange takes."""
 
 
 class SliceFunction(ExchangeFunction):
@@ -86,7 +91,11 @@ def gather_blocks(
     The arguments are those of ``Gatherer.gather`` in whole_batch.py.
     """
     if torch.is_grad_enabled() and any(block.requires_grad for block in blocks):
-        ends = [EndFunction.apply(block) for block in blocks]  # type: ignore[no-untyped-call]
+        rows = exchange.block
+        most = max(block.numel() // rows.num_mine * rows.num_all for block in blocks)  # the same on all ranks
+        ends: list[Tensor] = []
+        if 8 * most >= MIN_LOSS_BYTES or whole_batch.ALWAYS:
+            ends = [EndFunction.apply(block) for block in blocks]  # type: ignore[no-untyped-call]
         wholes: tuple[Tensor, ...] = GatherFunction.apply(exchange, factors, signed, orders, ends, *blocks)  # type: ignore[no-untyped-call]
         return wholes
     return exchange.gather(blocks, factors, signed, orders)

@@ -14,6 +14,7 @@ from torch.autograd import forward_ad
 from lagom.forward.rows import whole_batch
 from lagom.forward.rows.inner_losses import current_losses
 from lagom.forward.rows.path_to_output import find_gradient_path, watch_gradient
+from lagom.forward.rows.row_functions import MIN_LOSS_BYTES
 from lagom.forward.rows.shared_loss import SharedLoss, TorchLoss
 from lagom.patching.replace import replaced
 from lagom.watch.step_clock import FORWARD_DIVIDED
@@ -23,9 +24,6 @@ if TYPE_CHECKING:
 
     from lagom.forward.rows.path_to_output import GradientPath
     from lagom.session.session import Session
-
-MIN_BYTES = 2**17
-"""Bytes of scores from which sharing out their loss saves more time than an exchange takes."""
 
 
 @contextmanager
@@ -98,7 +96,7 @@ class _Sharing:
         scores, targets = args[:2]
         if not (isinstance(scores, Tensor) and isinstance(targets, Tensor) and scores.requires_grad and scores.dim()):
             return None
-        if not whole_batch.ALWAYS and scores.numel() * scores.element_size() < MIN_BYTES:
+        if not whole_batch.ALWAYS and scores.numel() * scores.element_size() < MIN_LOSS_BYTES:
             return None
         if not loss.has_rows(args) or any(isinstance(one, Tensor) for one in kwargs.values()):
             return None

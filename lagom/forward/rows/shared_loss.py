@@ -14,7 +14,7 @@ from torch.autograd import Function
 
 from lagom.errors import LagomError
 from lagom.forward.rows.row_functions import gather_blocks, is_batched
-from lagom.forward.rows.whole_batch import RowBlock, RowExchange
+from lagom.forward.rows.whole_batch import RowBlock, RowExchange, row_block
 from lagom.inspection.reads import is_tensor
 
 if TYPE_CHECKING:
@@ -276,7 +276,7 @@ class SharedLoss:
 def exchanges_of(exchange: RowExchange) -> tuple[RowExchange, RowExchange]:
     """Return the exchanges for losses of each row, and for one number of each rank."""
     block = exchange.block
-    ranks = RowBlock(block.rank, block.world_size, block.world_size)
+    ranks = row_block(block.rank, block.world_size, block.world_size)
     return RowExchange(exchange.gatherer, block, _PLACE), RowExchange(exchange.gatherer, ranks, _PLACE)
 
 

@@ -17,7 +17,7 @@ from lagom.forward.rows.output_memory import as_kind_of, view_like
 from lagom.forward.rows.restore import copy_buffers, restore_buffers
 from lagom.forward.rows.row_functions import gather_blocks, slice_rows
 from lagom.forward.rows.split_candidate import SplitCandidate, SplitFinding, is_batch, sample_bytes
-from lagom.forward.rows.whole_batch import Gatherer, RowBlock, RowExchange, UnequalInputError
+from lagom.forward.rows.whole_batch import Gatherer, RowBlock, RowExchange, UnequalInputError, row_block
 from lagom.forward.rows.whole_reasons import WholeReason
 from lagom.inspection.reads import is_tensor
 from lagom.inspection.structures import unflatten
@@ -128,11 +128,11 @@ class SlicedRuns:
         session, group = self._session, self._session.group
         assert group is not None
         session.forwards.has_sliced = session.forwards.has_sliced or torch.is_grad_enabled()
-        block = RowBlock(group.rank, group.world_size, candidate.rows)
+        block = row_block(group.rank, group.world_size, candidate.rows)
         exchange = RowExchange(self._gatherer, block, f"the output of {type(candidate.module).__name__}")
         leaves = [slice_rows(leaf, exchange) if is_batch(leaf, candidate.rows) else leaf for leaf in candidate.leaves]
         region = self._region(candidate, finding, block, leaves)
-        losses = RankLosses(finding.losses, exchange, region.left_alone, _signed(candidate))
+        losses = RankLosses(finding.losses, exchange, region.left_alone, _signed(candidate) if finding.losses else b"")
         if losses.has_reductions and num_compilations():
             finding.sliced = False  # the next call is probed again, without sums: compiled code does not show them
             raise OtherWayError
@@ -292,9 +292,7 @@ def _gather_outputs(
     places = {id(outputs[i]): i for i, _ in by_rows if finding.bases[i] is None}
     blocks = [outputs[i] for i in places.values()]
     # The rank makes it unequal also if all ranks are stale.
-    signed = f"stale {exchange.block.rank}".encode() * is_stale + b"".join(
-        sample_bytes(leaf) for leaf in candidate.leaves if is_batch(leaf, candidate.rows)
-    )
+    signed = f"stale {exchange.block.rank}".encode() * is_stale + _signed(candidate)
     wholes = gather_blocks(
         blocks,
         exchange,

@@ -31,7 +31,7 @@ from lagom.forward.rows.split_candidate import (
     try_again,
 )
 from lagom.forward.rows.surroundings import Surroundings, watched_writes
-from lagom.forward.rows.whole_batch import Gatherer, RowBlock, is_worth_slicing
+from lagom.forward.rows.whole_batch import Gatherer, is_worth_slicing, row_block
 from lagom.forward.rows.whole_calls import CallAccount
 from lagom.forward.rows.whole_reasons import FilledReason, WholeReason, whole_line
 from lagom.inspection.reads import is_tensor
@@ -220,7 +220,7 @@ class Slicer:
         If the numbers cannot be found for these shapes of the input, it is the first finding that does not know them.
         """
         while (finding := calls.findings.get(kind)) is not None and finding.sliced and finding.input_reads.reads:
-            parts = map(candidate.cut_leaves, RowBlock(0, self._group.world_size, candidate.rows).all_blocks)
+            parts = map(candidate.cut_leaves, row_block(0, self._group.world_size, candidate.rows).all_blocks)
             found = finding.input_reads.combine(parts, candidate.inside)
             if found == finding.input_reads.values or not self._knows_shapes(finding, candidate):
                 break

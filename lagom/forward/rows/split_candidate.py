@@ -228,10 +228,18 @@ def is_dual(leaf: Any) -> bool:
     return is_tensor(leaf) and forward_ad.unpack_dual(leaf).tangent is not None
 
 
+_NUMPY_TYPES = frozenset((torch.float32, torch.float64, torch.int64, torch.int32, torch.uint8, torch.bool))
+
+
 def sample_bytes(tensor: torch.Tensor) -> bytes:
     """Return some elements of ``tensor`` as bytes; none of a tensor on a GPU."""
     if tensor.device.type != "cpu" or not tensor.numel():
         return b""
+    # numpy takes a seventh of the time that torch takes for so few elements.
+    if tensor.dtype in _NUMPY_TYPES and tensor.is_contiguous() and not tensor.is_neg():
+        values = tensor.detach().numpy().reshape(-1)
+        found: bytes = values[:: max(1, len(values) // 61)][:64].tobytes()
+        return found
     flat = tensor.detach().view(-1) if tensor.is_contiguous() else tensor.detach()[0].reshape(-1)
     some = flat[:: max(1, len(flat) // 61)][:64]
     # A copy: a single number is contiguous whatever its stride, and bytes must lie side by side.

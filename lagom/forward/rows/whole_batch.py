@@ -6,13 +6,13 @@ See Note [Whole] in row_functions.py.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 
 from lagom.errors import DivergenceError
-from lagom.exchange.agreement_exchange import AgreedExchange, memory, signature
+from lagom.exchange.agreement_exchange import AgreedExchange, signature
 from lagom.run_state.kept_memory import KeptMemory
 from lagom.run_state.memory_layout import resolve_lazy
 from lagom.watch.step_clock import EXCHANGE
@@ -117,11 +117,17 @@ class RowBlock:
     @cached_property
     def all_blocks(self) -> tuple[RowBlock, ...]:
         """Blocks of all ranks, with this one, in rank order."""
-        return tuple(RowBlock(rank, self.world_size, self.num_all) for rank in range(self.world_size))
+        return tuple(row_block(rank, self.world_size, self.num_all) for rank in range(self.world_size))
 
     def of(self, tensor: Tensor, factor: int = 1) -> Tensor:
         """Return a view of this rank's rows of a tensor that has ``factor`` rows for each row of the batch."""
         return tensor.narrow(0, factor * self.start, factor * self.num_mine)
+
+
+@lru_cache(maxsize=1024)
+def row_block(rank: int, world_size: int, num_all: int) -> RowBlock:
+    """Return a block of rows; the same object for the same numbers, so that its properties are computed once."""
+    return RowBlock(rank, world_size, num_all)
 
 
 class UnequalInputError(DivergenceError):
@@ -211,15 +217,14 @@ class Gatherer:
     def _exchange_small(self, mine: list[Tensor], into: list[list[Tensor]], mark: bytes, block: RowBlock) -> bool:
         """Exchange signatures together with small tensors; return whether all signatures are equal."""
         sizes = [sum(map(_aligned_num_bytes, parts)) for parts in into]
-        sent = torch.empty(sizes[block.rank], dtype=torch.uint8)
-        for room, tensor in zip(_tensor_views(sent, mine), mine, strict=True):
+        sent = memoryview(bytearray(sizes[block.rank]))
+        for room, tensor in zip(_views_of_bytes(sent, mine), mine, strict=True):
             room.copy_(tensor)
-        rows = self._frame.gather(memory(sent) if len(sent) else None, mark)
+        rows = self._frame.gather(sent if len(sent) else None, mark)
         if rows is None:
             return False
         for row, parts in zip(rows, into, strict=True):
-            got = sent if row is None else torch.frombuffer(row, dtype=torch.uint8) if row else sent[:0]
-            for room, part in zip(_tensor_views(got, parts), parts, strict=True):
+            for room, part in zip(mine if row is None else _views_of_bytes(row, parts), parts, strict=True):
                 part.copy_(room)
         return True
 
@@ -258,6 +263,19 @@ def _tensor_views(flat: Tensor, tensors: Sequence[Tensor]) -> Iterator[Tensor]:
     for tensor in tensors:
         size = tensor.numel() * tensor.element_size()
         yield flat[offset : offset + size].view(tensor.dtype).view(tensor.shape)
+        offset += _aligned_num_bytes(tensor)
+
+
+def _views_of_bytes(buffer: memoryview, tensors: Sequence[Tensor]) -> Iterator[Tensor]:
+    """Yield tensors in ``buffer`` like each of ``tensors``; of a tensor without elements, itself."""
+    offset = 0
+    for tensor in tensors:
+        count = tensor.numel()
+        if count:
+            flat = torch.frombuffer(buffer, dtype=tensor.dtype, count=count, offset=offset)
+            yield flat.view(tensor.shape)
+        else:
+            yield tensor
         offset += _aligned_num_bytes(tensor)
 
 
