@@ -288,7 +288,11 @@ class Group(RequestExchange):
         with NamedExchange("exchange", clock=self.clock):
             self._transports.connect()
         memory = self._transports.memory
-        return memory if memory is not None and size <= memory.room() // 2 else None
+        return memory if memory is not None and size <= memory.room() - _MOST_SIGNED else None
+
+
+_MOST_SIGNED = 1 << 12
+"""Bytes of a slot that are kept for what precedes the sections of an average."""
 
 
 def _sum(transport: Transport, tensor: torch.Tensor, spans: Spans | None) -> None:

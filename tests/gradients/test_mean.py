@@ -17,7 +17,7 @@ from lagom.exchange.agreement_exchange import AgreedExchange
 from lagom.session.session import Session
 from tests.ranks import run_ranks
 
-SHAPES = ((120, 400), (10, 20), (50,), ())
+SHAPES = ((500, 400), (10, 20), (50,), ())
 """The first is too large to travel beside the signature on any of 2 to 4 ranks; the others are not."""
 
 
@@ -163,7 +163,7 @@ def sent(world_size: int, **gradients: Any) -> int:
 
 def test_halves_are_half_of_what_is_sent() -> None:
     whole = sent(2)
-    assert whole > 4 * 120 * 400
+    assert whole > 4 * 500 * 400
     for compression in ("bf16", "fp16"):
         assert sent(2, gradient_compression=compression) == pytest.approx(whole / 2, rel=0.01)
     assert sent(2, gradient_compression="bf16", reduction="adasum") == pytest.approx(whole / 2, rel=0.01)
@@ -175,8 +175,8 @@ class Network(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.norm = nn.Linear(6, 300), nn.BatchNorm1d(300)
-        self.second, self.last = nn.Linear(300, 120), nn.Linear(120, 1)
+        self.first, self.norm = nn.Linear(6, 600), nn.BatchNorm1d(600)
+        self.second, self.last = nn.Linear(600, 180), nn.Linear(180, 1)
 
     def forward(self, x: Any) -> Any:
         return self.last(torch.tanh(self.second(torch.tanh(self.norm(self.first(x))))))
@@ -237,7 +237,7 @@ def test_a_program_trains_as_it_does_without(
 
 def test_gradients_that_are_asked_for_are_averages_whatever_becomes_of_others() -> None:
     def run(session: Session) -> Any:
-        weight = nn.Parameter(torch.ones(120, 400))
+        weight = nn.Parameter(torch.ones(500, 400))
         (found,) = torch.autograd.grad((weight * constants(session.rank)[0]).sum(), [weight])
         warnings.simplefilter("ignore")  # of torch's, that the graph refers to itself
         with pytest.raises(LagomError, match="create_graph=True needs averages"):
