@@ -175,15 +175,34 @@ class Slicer:
             reason = WholeReason.MANY_KINDS.filled(number=_MAX_KINDS) if finding is None else finding.reason
             return self._run_whole(module, args, kwargs, calls, reason)
         if not (finding.sliced or self._is_worth_slicing(finding, candidate)):
-            self._record_small(calls, args)
-            self._say_small(module)
-            account = self._small_account(calls, module)
-            if isinstance(account, CallAccount) and account.pays_from is None and torch.is_grad_enabled():
-                account.pays_from = self._rows_that_pay(finding, candidate)
-            with account:
+            with self._account_of_small(candidate, calls, finding, args):
                 return self._original(module, *args, **kwargs)
+        return self._run_split(
+            candidate, calls, kind, finding, lambda why: self._run_whole(module, args, kwargs, calls, why)
+        )
+
+    def _account_of_small(
+        self, candidate: SplitCandidate, calls: KnownCalls, finding: SplitFinding, args: tuple[Any, ...]
+    ) -> AbstractContextManager[None]:
+        """Let calls like this one run whole without checks; return the account of such calls."""
+        self._record_small(calls, args)
+        self._say_small(candidate.module)
+        account = self._small_account(calls, candidate.module)
+        if isinstance(account, CallAccount) and account.pays_from is None and torch.is_grad_enabled():
+            account.pays_from = self._rows_that_pay(finding, candidate)
+        return account
+
+    def _run_split(
+        self,
+        candidate: SplitCandidate,
+        calls: KnownCalls,
+        kind: CallKind,
+        finding: SplitFinding,
+        run_whole: Callable[[FilledReason], Any],
+    ) -> Any:
+        """Run a forward on this rank's rows, after a probe if it had none; whole if it cannot be split."""
         if self._turned(candidate, finding) is None:
-            return self._run_whole(module, args, kwargs, calls, WholeReason.OTHER_SIZES.filled())
+            return run_whole(WholeReason.OTHER_SIZES.filled())
         if not finding.sliced:
             self._probe(candidate, finding)
         elif not self._knows_shapes(finding, candidate):
@@ -199,11 +218,11 @@ class Slicer:
                 way = error.shapes, error.num_nodes
             except OtherWayError:
                 if finding.reason is not None:
-                    self._say_whole(module, finding.reason)
+                    self._say_whole(candidate.module, finding.reason)
                 passing = WholeReason.OTHER_WAY
                 break  # runs whole below, so that errors there are not chained to this one
             self._probe_new_way(candidate, calls, finding, *way)
-        return self._run_whole(module, args, kwargs, calls, finding.reason or passing.filled())
+        return run_whole(finding.reason or passing.filled())
 
     def _turned(self, candidate: SplitCandidate, finding: SplitFinding) -> SplitCandidate | None:
         """Return the call with its rows first, as at the first call of its kind; None if other arguments have them."""
