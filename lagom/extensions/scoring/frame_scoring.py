@@ -57,13 +57,14 @@ def score_frame(make: Callable[..., RowScorer], frame: Any) -> Any:
 
 
 def score_path(make: Callable[..., RowScorer], path: str, to: str | os.PathLike[str] | None) -> Any:
-    """Return the rows of Parquet files, or a Delta table, as a DataFrame with the outputs; with ``to``, write them.
+    """Return the rows of Parquet files, or of a table, as a DataFrame with the outputs; with ``to``, write them.
 
     Raises:
         DataError: if the driver cannot see that the files are current: a folder of Delta has rows that are deleted.
     """
     session = active_session() or start_session()
-    table_format = "parquet" if locate([path]).delta is None else "delta"
+    table = locate([path]).table
+    table_format = "parquet" if table is None else table.format
     scored = score_frame(make, session.read.format(table_format).load(path))
     if to is None:
         return scored

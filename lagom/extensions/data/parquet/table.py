@@ -222,7 +222,7 @@ def table(sources: Sequence[str], columns: Columns | None, filters: Any, filesys
 
     Raises:
         DataError: if files are missing, cannot be read or do not fit together, or no row is left.
-        LagomError: if pyarrow is not installed, or for a Delta table deltalake.
+        LagomError: if pyarrow is not installed, or for a Delta table deltalake, for an Iceberg table pyiceberg.
         ValueError: for a column that does not exist, or a wrong filter.
     """
     arrow()
@@ -230,7 +230,7 @@ def table(sources: Sequence[str], columns: Columns | None, filters: Any, filesys
     home, files = where.home, where.files
     schema = unischema.read_fields(home, where.folder) if where.folder is not None else None
     stamps = FileVersions()
-    log = where.delta
+    log = where.table
     footers = _footers(home, files, stamps, None if log is None else log.mapped)
     declared = {} if log is None else log.types
     partitions = partitions_of(files)
@@ -318,6 +318,6 @@ def _footers(home: Any, files: list[DataFile], stamps: FileVersions, mapped: Map
 
 def _all_columns(where: Location, footers: list[Footer], partitions: list[str]) -> list[str]:
     """Check that the files' columns fit together; return the names of all columns, partition columns last."""
-    declared = None if where.delta is None else list(where.delta.types)
+    declared = None if where.table is None else list(where.table.types)
     check_names(where.files, footers, declared or ())
     return [name for name in declared or footers[0].schema.names if name not in partitions] + partitions

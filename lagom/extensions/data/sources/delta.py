@@ -5,7 +5,7 @@ from __future__ import annotations
 import datetime
 import json
 import tempfile
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote
 
@@ -15,6 +15,7 @@ from lagom.errors import DataError, LagomError
 from lagom.extensions.data.column_types.unischema import UnischemaField
 from lagom.extensions.data.sources.deletion_vectors import copy_vectors, deleted_rows
 from lagom.extensions.data.sources.mapped_columns import MappedColumns
+from lagom.extensions.data.sources.table_snapshot import TableSnapshot
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -38,23 +39,7 @@ _WANTED = ("path", "size_bytes", "partition")
 _REMEDY = "pass Spark's DataFrame of the table in its place: train_set=spark.read.table(...)"
 
 
-@dataclass(frozen=True)
-class DeltaSnapshot:
-    """The current version of a Delta table."""
-
-    files: list[tuple[str, int, tuple[tuple[str, str | None], ...]]]
-    """Path below the folder, size in bytes and partition of each current file."""
-    kinds: Mapping[str, UnischemaField]
-    """Types of the partition columns."""
-    types: Mapping[str, Any]
-    """Arrow's types of all columns."""
-    mapped: MappedColumns | None
-    """Finds the columns in the files, if these have other names for them."""
-    deleted: Mapping[str, NDArray[np.int64]]
-    """Deleted rows, in order, of each file that has some, by its path below the folder."""
-
-
-def snapshot(home: Any, folder: str) -> DeltaSnapshot | None:
+def snapshot(home: Any, folder: str) -> TableSnapshot | None:
     """Read the current version of the Delta table in ``folder``; return None if it is not a Delta table.
 
     Args:
@@ -132,13 +117,13 @@ def _check_features(folder: str, table: Any) -> None:
         raise _error(folder, f"has column mapping by {mode!r}, which lagom does not know; {_REMEDY}")
 
 
-def _checked(deleted: Mapping[str, NDArray[np.int64]], found: DeltaSnapshot) -> Mapping[str, NDArray[np.int64]]:
+def _checked(deleted: Mapping[str, NDArray[np.int64]], found: TableSnapshot) -> Mapping[str, NDArray[np.int64]]:
     if unknown := sorted(set(deleted).difference(name for name, _, _ in found.files)):
         raise ValueError(f"it is of {unknown[0]}, which is no current file")
     return deleted
 
 
-def _snapshot(folder: str, table: Any) -> DeltaSnapshot:
+def _snapshot(folder: str, table: Any) -> TableSnapshot:
     import pyarrow as pa
 
     schema = pa.schema(table.schema().to_arrow())
@@ -156,7 +141,7 @@ def _snapshot(folder: str, table: Any) -> DeltaSnapshot:
         files.append((unquote(path), add["size_bytes"], partition))
     kinds = {name: UnischemaField(name, _dtype(schema.field(name).type), (), None, nullable=True) for name in columns}
     types = {field.name: field.type for field in schema}
-    return DeltaSnapshot(files, kinds, types, _mapped(table, types, columns), {})
+    return TableSnapshot("delta", files, kinds, types, _mapped(table, types, columns), {})
 
 
 def _mapped(table: Any, types: Mapping[str, Any], partitions: list[str]) -> MappedColumns | None:

@@ -5,11 +5,14 @@ from __future__ import annotations
 import posixpath
 import re
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote, urlsplit
 
 from lagom.errors import DataError, LagomError
-from lagom.extensions.data.sources import delta, spark_stream_log
+from lagom.extensions.data.sources import delta, iceberg, spark_stream_log
+
+if TYPE_CHECKING:
+    from lagom.extensions.data.sources.table_snapshot import TableSnapshot
 
 _NULL_PARTITION = "__HIVE_DEFAULT_PARTITION__"
 _CREDENTIALS = {
@@ -65,8 +68,8 @@ class Location:
     """The folder, if the data set is a single folder; else None."""
     files: list[DataFile]
     """The files, source by source, and within a folder in the order of their names."""
-    delta: delta.DeltaSnapshot | None = None
-    """What the log says of the columns and rows, if the data set is a Delta table; else None."""
+    table: TableSnapshot | None = None
+    """What the log or metadata says of columns and rows, if the data set is a Delta or Iceberg table; else None."""
 
 
 def locate(sources: list[str], filesystem: Any = None) -> Location:
@@ -77,9 +80,9 @@ def locate(sources: list[str], filesystem: Any = None) -> Location:
 
     Raises:
         DataError: if a source does not exist, cannot be reached or is empty, or is a table that lagom cannot read: of
-            Hudi or Iceberg, with unsupported features of Delta, or a folder inside a Delta table.
-        LagomError: for a Delta table, if deltalake is not installed.
-        ValueError: if the sources are in two file systems, or one of several is a Delta table.
+            Hudi, with unsupported features of Delta or Iceberg, or a folder inside a Delta table.
+        LagomError: for a Delta table, if deltalake is not installed; for an Iceberg table, if pyiceberg is not.
+        ValueError: if the sources are in two file systems, or one of several is a Delta or Iceberg table.
     """
     from pyarrow import ArrowException
 
@@ -96,21 +99,29 @@ def _located(sources: list[str], filesystem: Any) -> Location:
         if not other.equals(home):
             raise ValueError(f"{source} and {sources[0]} are in two file systems; a data set is in one")
     folders = [path.rstrip("/") for _, path in places]
-    tables = [delta.snapshot(home, folder) for folder in folders]
-    table, folder = tables[0], folders[0]
+    tables = [_table(home, folder) for folder in folders]
     if len(tables) > 1 and any(tables):
-        raise ValueError(f"{sources} are Delta tables, which are read one at a time")
-    if table is not None:
-        told = [DataFile(f"{folder}/{name}", name, size, values) for name, size, values in sorted(table.files)]
-        if not told:
-            raise DataError(f"{sources[0]} has no rows: no file of this Delta table is current")
-        return Location(home, folder, told, table)
+        raise ValueError(f"{sources} are tables of Delta or Iceberg, which are read one at a time")
+    if tables[0] is not None:
+        folder, table = tables[0]
+        current = [DataFile(f"{folder}/{name}", name, size, values) for name, size, values in sorted(table.files)]
+        if not current:
+            raise DataError(f"{sources[0]} has no rows: no file of this table is current")
+        return Location(home, folder, current, table)
     files = [file for source, (_, path) in zip(sources, places, strict=True) for file in _files(home, path, source)]
     for file in files:
         if not file.size:
             raise DataError(f"{file.path} is empty: it was not written to its end, and is no Parquet file")
     is_folder = len(places) == 1 and files[0].path != places[0][1]
     return Location(home, places[0][1] if is_folder else None, files)
+
+
+def _table(home: Any, path: str) -> tuple[str, TableSnapshot] | None:
+    """Return the folder and version of a Delta or Iceberg table; None if ``path`` is none."""
+    if path.endswith(iceberg.METADATA):
+        return iceberg.snapshot(home, path)
+    found = delta.snapshot(home, path)
+    return iceberg.snapshot(home, path) if found is None else (path, found)
 
 
 def file_system_of(source: str, filesystem: Any = None) -> tuple[Any, str]:
@@ -223,8 +234,9 @@ def _refuse_tables(names: set[str], source: str) -> None:
         )
     if any(name.startswith("metadata/") and name.endswith(".metadata.json") for name in names):
         raise DataError(
-            f"{source} is an Iceberg table: its folder holds files that are no longer current, which only its metadata "
-            "tells; have Spark write the current rows as Parquet, or give the list of current files"
+            f"{source} is an Iceberg table with a catalog, which knows the current metadata file: name this file "
+            "in place of the folder (load_table(NAME).metadata_location of pyiceberg's catalog, or the last row of "
+            "NAME.metadata_log_entries in Spark)"
         )
 
 
