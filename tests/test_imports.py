@@ -186,6 +186,7 @@ OPTIONAL = {
     "optuna",
     "packaging",
     "pandas",
+    "pyiceberg",
     "PIL",
 } | {
     "conda_pack",

@@ -17,7 +17,6 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 from pyiceberg.catalog.sql import SqlCatalog
-from pyiceberg.expressions import And, GreaterThanOrEqual, LessThan
 from pyiceberg.io.pyarrow import schema_to_pyarrow
 from pyiceberg.manifest import (
     DataFile,
@@ -31,8 +30,7 @@ from pyiceberg.manifest import (
 )
 from pyiceberg.schema import Schema
 from pyiceberg.serializers import ToOutputFile
-from pyiceberg.table import Table
-from pyiceberg.table.snapshots import Operation, Snapshot, Summary
+from pyiceberg.table.snapshots import Snapshot
 from pyiceberg.transforms import IdentityTransform, VoidTransform
 from pyiceberg.types import DoubleType, IntegerType, LongType, NestedField, StringType, StructType
 
@@ -65,7 +63,7 @@ class IcebergHistory:
             NestedField(4, "text", StringType()),
             NestedField(5, "s", inner),
         )
-        self.table: Table = catalog.create_table("n.t", schema, properties={"format-version": "2"})
+        self.table: Any = catalog.create_table("n.t", schema, properties={"format-version": "2"})
         if is_partitioned:
             with self.table.update_spec() as update:
                 update.add_field("part", IdentityTransform())
@@ -139,7 +137,7 @@ class IcebergHistory:
         first, last = self._range()
         if not any(first <= one < last for one in self._rows):
             return
-        self.table.delete(And(GreaterThanOrEqual("id", first), LessThan("id", last)))
+        self.table.delete(f"id >= {first} and id < {last}")
         self._forget(first, last)
 
     def _overwrite(self) -> None:
@@ -147,7 +145,7 @@ class IcebergHistory:
         if not any(first <= one < last for one in self._rows):
             return
         self._forget(first, last)
-        self.table.overwrite(self._made(2), And(GreaterThanOrEqual("id", first), LessThan("id", last)))
+        self.table.overwrite(self._made(2), f"id >= {first} and id < {last}")
 
     def _others(self) -> list[str]:
         return [field.name for field in self.table.schema().fields if field.name not in ("id", "part")]
@@ -236,14 +234,16 @@ class IcebergHistory:
             2, table.io.new_output(listed), number, snapshot.snapshot_id, following, "null"
         ) as writer_of_list:
             writer_of_list.add_manifests(manifests)
-        now = Snapshot(
-            snapshot_id=number,
-            parent_snapshot_id=snapshot.snapshot_id,
-            sequence_number=following,
-            timestamp_ms=snapshot.timestamp_ms + 1,
-            manifest_list=listed,
-            summary=Summary(Operation.DELETE),
-            schema_id=table.schema().schema_id,
+        now = Snapshot.model_validate(
+            {
+                "snapshot-id": number,
+                "parent-snapshot-id": snapshot.snapshot_id,
+                "sequence-number": following,
+                "timestamp-ms": snapshot.timestamp_ms + 1,
+                "manifest-list": listed,
+                "summary": {"operation": "delete"},
+                "schema-id": table.schema().schema_id,
+            }
         )
         main = table.metadata.refs["main"].model_copy(update={"snapshot_id": number})
         changed = {
