@@ -109,7 +109,7 @@ ROOMS = {
     "extensions.data.parquet": (
         "batches errors extensions.data.column_types extensions.data.sources fsspec numpy pandas pyarrow torch"
     ),
-    "extensions.data.sources": "errors extensions.data.column_types deltalake fsspec numpy pyarrow",
+    "extensions.data.sources": "errors extensions.data.column_types deltalake pyiceberg fsspec numpy pyarrow",
     "extensions.observe": (
         "cli cli_options config disk errors extension extensions.observe.debugger extensions.observe.doctor "
         "extensions.observe.report extensions.observe.timeline extensions.observe.tracking patching result settings "

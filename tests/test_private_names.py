@@ -27,6 +27,7 @@ OF_OTHERS |= {
     "_repr_html_",
     "_root_directory",
     "_step",
+    "_meta",
     "_threads",
     "_timeout",
     "_Unpickler",
