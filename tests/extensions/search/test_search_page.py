@@ -1,4 +1,4 @@
-"""docs/search.md: its table of settings is that of the config; tests/test_pages.py runs its programs."""
+"""docs/appendix/trials.md: its table of settings is that of the config."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 from lagom.config import HyperparameterOptConfig, Searchspace, TorchDistributedConfig
 from lagom.settings import field_texts
 
-PAGE = Path(__file__).parents[3] / "docs" / "search.md"
+PAGE = Path(__file__).parents[3] / "docs" / "appendix" / "trials.md"
 
 
 def test_every_setting_stands_in_the_page_with_its_default_and_meaning() -> None:
