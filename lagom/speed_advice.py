@@ -59,9 +59,9 @@ def advice(parts: Sequence[StepPart], facts: Facts) -> tuple[str, ...]:
 
 
 def _remedies(parts: Sequence[StepPart], total: float, facts: Facts) -> Iterator[Remedy]:
-    found = {part.name: part for part in parts}
-    if "loading" in found and facts.num_workers is not None:
-        yield _loading(found["loading"], found["loading"].seconds / total, facts)
+    parts_by_name = {part.name: part for part in parts}
+    if "loading" in parts_by_name and facts.num_workers is not None:
+        yield _loading(parts_by_name["loading"], parts_by_name["loading"].seconds / total, facts)
     if facts.world_size == 1:
         return
     saved = 1 - 1 / facts.world_size
@@ -78,8 +78,8 @@ def _remedies(parts: Sequence[StepPart], total: float, facts: Facts) -> Iterator
         text = f"{share:.0%} of a step is the program's own code, which every rank repeats"
         remedy = "work on samples belongs in the data set, on batches in the model's forward"
         yield Remedy(share * saved, f"{text}: {remedy}")
-    if "exchange" in found:
-        share = found["exchange"].seconds / total
+    if "exchange" in parts_by_name:
+        share = parts_by_name["exchange"].seconds / total
         text = f"{share:.0%} of a step is exchange between ranks, and waiting for them"
         yield Remedy(share / 2, f"{text}: larger batches compute more between two exchanges")
 

@@ -1,7 +1,7 @@
 """Data loaders: ranks follow rank 0's order, and each gets whole batches or its share of them.
 
-Batches are shared out with batches="split" and "per_rank", and in sharded evaluations. In replicated evaluations, and
-if a data set shards itself, each rank follows its own order.
+Batches are split across ranks with batches="split" and "per_rank", and in sharded evaluations. In replicated
+evaluations, and if a data set shards itself, each rank follows its own order.
 
 Start with ``dataloader.py`` (patches torch's loader). ``sampler_sync.py`` makes all ranks follow the order of rank 0's
 sampler, of any class; ``pass_starter.py`` decides which passes are split; ``batch_shares.py`` splits the indices of a

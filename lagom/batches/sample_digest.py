@@ -98,55 +98,55 @@ _DIFFERENT = (
 )
 
 
-def _add_value(found: Any, value: Any, exact: bool) -> None:
-    found.update(type(value).__name__.encode())
+def _add_value(digest: Any, value: Any, exact: bool) -> None:
+    digest.update(type(value).__name__.encode())
     if isinstance(value, torch.Tensor):
         is_plain = value.layout == torch.strided and not value.is_nested and not value.is_quantized
         if is_plain and value.device.type != "meta":
             if exact:
                 whole = value.detach().cpu().resolve_conj().resolve_neg().contiguous()
-                _add_bytes(found, str(value.dtype), whole.reshape(-1).view(torch.uint8).numpy())
+                _add_bytes(digest, str(value.dtype), whole.reshape(-1).view(torch.uint8).numpy())
             flat = _take_some(value.detach().reshape(-1)).cpu()
             _add_numbers(
-                found, value.shape, (flat.double() if flat.is_floating_point() else flat.resolve_conj()).numpy()
+                digest, value.shape, (flat.double() if flat.is_floating_point() else flat.resolve_conj()).numpy()
             )
     elif isinstance(value, np.ndarray):
         if value.dtype.kind in "biufc":
             if exact:
-                _add_bytes(found, str(value.dtype), np.ascontiguousarray(value).reshape(-1).view(np.uint8))
-            _add_numbers(found, value.shape, _take_some(value.reshape(-1)))
+                _add_bytes(digest, str(value.dtype), np.ascontiguousarray(value).reshape(-1).view(np.uint8))
+            _add_numbers(digest, value.shape, _take_some(value.reshape(-1)))
     elif isinstance(value, bool | int | str | bytes):
-        found.update(repr(value).encode())
+        digest.update(repr(value).encode())
     elif isinstance(value, float | complex):
-        found.update((repr(value) if exact else f"{value:.3g}").encode())
+        digest.update((repr(value) if exact else f"{value:.3g}").encode())
     elif isinstance(value, np.generic):
-        _add_value(found, value.item(), exact)
+        _add_value(digest, value.item(), exact)
     elif isinstance(value, dict):
         for key in list(value)[: None if exact else _PARTS]:
-            _add_value(found, key, exact)
-            _add_value(found, value[key], exact)
+            _add_value(digest, key, exact)
+            _add_value(digest, value[key], exact)
     elif isinstance(value, tuple | list):
-        found.update(str(len(value)).encode())
+        digest.update(str(len(value)).encode())
         for part in value[: None if exact else _PARTS]:
-            _add_value(found, part, exact)
+            _add_value(digest, part, exact)
 
 
-def _add_bytes(found: Any, kind: str, flat: np.ndarray[Any, Any]) -> None:
+def _add_bytes(digest: Any, kind: str, flat: np.ndarray[Any, Any]) -> None:
     """Add the sum of the 8-byte words of each half of a tensor, so that exchanged halves give another digest."""
     words = flat[: len(flat) // 8 * 8].view(np.uint64)
-    found.update(kind.encode() + flat[len(words) * 8 :].tobytes())
+    digest.update(kind.encode() + flat[len(words) * 8 :].tobytes())
     for half in (words[: len(words) // 2], words[len(words) // 2 :]):
-        found.update(np.add.reduce(half, dtype=np.uint64).tobytes())
+        digest.update(np.add.reduce(half, dtype=np.uint64).tobytes())
 
 
 def _take_some(flat: Any) -> Any:
     return flat[:: len(flat) // _ELEMENTS] if len(flat) > _ELEMENTS else flat
 
 
-def _add_numbers(found: Any, shape: tuple[int, ...], part: np.ndarray[Any, Any]) -> None:
-    found.update(repr(tuple(shape)).encode())
+def _add_numbers(digest: Any, shape: tuple[int, ...], part: np.ndarray[Any, Any]) -> None:
+    digest.update(repr(tuple(shape)).encode())
     if part.size and part.dtype.kind in "fc":
         magnitudes = np.abs(part)
-        found.update(b"%.2e %.2e %.2e" % (magnitudes.mean(dtype=float), magnitudes[0], magnitudes[-1]))
+        digest.update(b"%.2e %.2e %.2e" % (magnitudes.mean(dtype=float), magnitudes[0], magnitudes[-1]))
     else:
-        found.update(part.tobytes())
+        digest.update(part.tobytes())

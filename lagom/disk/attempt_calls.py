@@ -52,24 +52,24 @@ class ProtectedFirstRank(FirstRankCalls):
         self._written = written
 
     def replacements(self) -> dict[str, Any]:
-        found = super().replacements()
+        functions = super().replacements()
         if not self._written.is_empty:
             restored = RestoredFiles(
                 self._written,
-                found["open"],
+                functions["open"],
                 self.notes.streams.flush,
                 lambda path, at: self.notes.tell("resumed", path, at=at),
             )
-            _restore(found, restored, self.own_key)
-        found["open"] = _before(found["open"], self._tell_opening)
-        found["mkdir"] = _before(found["mkdir"], self._telling(self.notes.makes))
+            _restore(functions, restored, self.own_key)
+        functions["open"] = _before(functions["open"], self._tell_opening)
+        functions["mkdir"] = _before(functions["mkdir"], self._telling(self.notes.makes))
         for name in ("unlink", "remove", "rmdir"):
-            found[name] = _before(found[name], self._telling(self.notes.removes))
+            functions[name] = _before(functions[name], self._telling(self.notes.removes))
         for name in ("rename", "replace"):
-            found[name] = _before(found[name], self._tell_renaming)
+            functions[name] = _before(functions[name], self._tell_renaming)
         for name in ("listdir", "scandir"):
-            found[name] = _without_siblings(self, found[name], lambda: self.notes.has_siblings)
-        return found | {"io.open": self._io_open(found["open"], super().io_open(found["open"]))}
+            functions[name] = _without_siblings(self, functions[name], lambda: self.notes.has_siblings)
+        return functions | {"io.open": self._io_open(functions["open"], super().io_open(functions["open"]))}
 
     def take_tracked(self) -> set[str]:
         """Return the ids of the trackers' runs that lost attempts have begun, and forget them.
@@ -187,12 +187,12 @@ class RestoringRank(OtherRankCalls):
         self._written = written
 
     def replacements(self) -> dict[str, Any]:
-        found = super().replacements()
+        functions = super().replacements()
         streams = GrowingStreams()
-        _restore(found, RestoredFiles(self._written, found["open"], streams.flush), self._own_key)
+        _restore(functions, RestoredFiles(self._written, functions["open"], streams.flush), self._own_key)
         for name in ("listdir", "scandir"):
-            found[name] = _without_siblings(self, found[name], lambda: True)
-        opened = self.io_open(found["open"])
+            functions[name] = _without_siblings(self, functions[name], lambda: True)
+        opened = self.io_open(functions["open"])
 
         @functools.wraps(opened)
         def io_open(file: Any, mode: Any = "r", *args: Any, **kwargs: Any) -> Any:
@@ -201,7 +201,7 @@ class RestoringRank(OtherRankCalls):
                 streams.add(result)
             return result
 
-        return found | {"io.open": io_open}
+        return functions | {"io.open": io_open}
 
     def _own_key(self, path: Any, dir_fd: int | None = None, follow: bool = True) -> str | None:
         absolute = self.absolute(path, dir_fd)
@@ -222,12 +222,12 @@ def _before(call: Callable[..., Any], note: Callable[..., None]) -> Callable[...
     return noted
 
 
-def _restore(found: dict[str, Any], restored: RestoredFiles, key_of: Key) -> None:
-    """Replace functions in ``found``, so that they succeed once more on what a lost attempt made, removed or renamed.
+def _restore(functions: dict[str, Any], restored: RestoredFiles, key_of: Key) -> None:
+    """Replace ``functions`` by some that succeed once more on what a lost attempt made, removed or renamed.
 
     A read of a checkpoint of a lost attempt restores the appended files.
     """
-    open_before, mkdir_before = found["open"], found["mkdir"]
+    open_before, mkdir_before = functions["open"], functions["mkdir"]
 
     @functools.wraps(open_before)
     def open_(path: Any, flags: int, mode: int = 0o777, *, dir_fd: int | None = None) -> Any:
@@ -259,11 +259,11 @@ def _restore(found: dict[str, Any], restored: RestoredFiles, key_of: Key) -> Non
     ) -> list[str | None]:
         return [key_of(src, src_dir_fd, False), key_of(dst, dst_dir_fd, False)]
 
-    found["open"], found["mkdir"] = open_, mkdir
+    functions["open"], functions["mkdir"] = open_, mkdir
     for name in ("unlink", "remove", "rmdir"):
-        found[name] = _once_more(found[name], restored, key_to_remove)
+        functions[name] = _once_more(functions[name], restored, key_to_remove)
     for name in ("rename", "replace"):
-        found[name] = _once_more(found[name], restored, keys_to_rename)
+        functions[name] = _once_more(functions[name], restored, keys_to_rename)
 
 
 def _once_more(

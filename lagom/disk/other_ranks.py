@@ -22,12 +22,12 @@ class OtherRankCalls(FileCalls):
 
     def replacements(self) -> dict[str, Any]:
         overlay = self.overlay
-        found: dict[str, Any] = {name: self._one(name, follows, overlay.read) for name, follows in READ.items()}
-        found |= {name: self._one(name, follows, overlay.change) for name, follows in CHANGE.items()}
-        found |= {name: self._one(name, False, overlay.unlink) for name in ("unlink", "remove")}
-        found |= {name: self._one(name, False, overlay.make) for name in ("mkdir", "mkfifo", "mknod")}
-        found |= {name: self._two(name, overlay.rename) for name in ("rename", "replace")}
-        found |= {
+        functions: dict[str, Any] = {name: self._one(name, follows, overlay.read) for name, follows in READ.items()}
+        functions |= {name: self._one(name, follows, overlay.change) for name, follows in CHANGE.items()}
+        functions |= {name: self._one(name, False, overlay.unlink) for name in ("unlink", "remove")}
+        functions |= {name: self._one(name, False, overlay.make) for name in ("mkdir", "mkfifo", "mknod")}
+        functions |= {name: self._two(name, overlay.rename) for name in ("rename", "replace")}
+        functions |= {
             "chdir": self._one("chdir", True, overlay.read),
             "truncate": self._one("truncate", True, overlay.truncate),
             "rmdir": self._one("rmdir", False, overlay.rmdir),
@@ -39,7 +39,7 @@ class OtherRankCalls(FileCalls):
             "getcwd": functools.wraps(os.getcwd)(lambda: overlay.seen(self.original["getcwd"]())),
             "getcwdb": functools.wraps(os.getcwdb)(lambda: os.fsencode(os.getcwd())),
         }
-        return found | {"io.open": self.io_open(found["open"])}
+        return functions | {"io.open": self.io_open(functions["open"])}
 
     def free(self, path: str) -> None:
         self.overlay.log.add("free", path)

@@ -1,4 +1,7 @@
-"""``AgreedExchange``: an exchange whose data is used only if all ranks have sent the same signature."""
+"""``AgreedExchange``: an exchange whose data is used only if all ranks have sent the same signature.
+
+``PackedTensors`` packs small gradients into its message.
+"""
 
 from __future__ import annotations
 

@@ -8,5 +8,5 @@ Agree: ``gradient_averager.py`` and ``divergence.py`` compare what must be equal
 ``buffers.py`` copies rank 0's buffers; ``replicas.py`` leaves out averaging where all ranks compute the same gradients.
 Reduce: ``tensor_averager.py`` sends small gradients in one exchange, and ``overlap.py`` large ones while
 the backward still runs; ``reduction/`` is the arithmetic. ``tensor_stores.py`` takes the averages over.
-``autograd_grad.py`` and ``autograd_grad.py`` serve ``torch.autograd.grad``.
+``autograd_grad.py`` serves ``torch.autograd.grad``.
 """

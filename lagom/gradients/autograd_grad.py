@@ -203,25 +203,25 @@ class AverageFunction(ExchangeFunction):
         return (None, None, *ctx.grads.average_incoming(gradients))
 
 
-def is_averaged(one: Tensor, likeness: Likeness, *, shared_out: bool) -> bool:
-    """Return whether ``torch.autograd.grad`` averages gradients of ``one``, since all ranks have the same values.
+def is_averaged(tensor: Tensor, likeness: Likeness, *, shared_out: bool) -> bool:
+    """Return whether ``torch.autograd.grad`` averages gradients of ``tensor``, since all ranks have the same values.
 
     Parameters count as equal, and tensors computed from them by elementwise arithmetic alone (the fast weights of
     MAML). Samples and activations do not. A plain leaf (no Parameter) may be equal; its values are compared later.
 
     Args:
-        likeness: how closely ``one`` resembles data of the batch.
+        likeness: how closely ``tensor`` resembles data of the batch.
         shared_out: whether ranks may compute different parts of a batch. If not, gradients of plain leaves are taken to
             be equal, and are not averaged.
     """
-    if isinstance(one, nn.Parameter) or _is_made_of_parameters(one):
+    if isinstance(tensor, nn.Parameter) or _is_made_of_parameters(tensor):
         return True
-    return _is_plain_leaf(one) and shared_out and likeness is not Likeness.SHAPE
+    return _is_plain_leaf(tensor) and shared_out and likeness is not Likeness.SHAPE
 
 
-def _is_plain_leaf(one: Tensor) -> bool:
-    wrapped = torch._C._functorch.is_functorch_wrapped_tensor(one)
-    return one.is_leaf and not isinstance(one, nn.Parameter) and not wrapped
+def _is_plain_leaf(tensor: Tensor) -> bool:
+    wrapped = torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+    return tensor.is_leaf and not isinstance(tensor, nn.Parameter) and not wrapped
 
 
 _ELEMENTWISE = {
@@ -231,12 +231,12 @@ _ELEMENTWISE = {
 }
 
 
-def _is_made_of_parameters(one: Tensor) -> bool:
-    if one.grad_fn is None:
+def _is_made_of_parameters(tensor: Tensor) -> bool:
+    if tensor.grad_fn is None:
         return False
     shapes: set[torch.Size] = set()
-    seen: set[Node] = {one.grad_fn}
-    pending = [one.grad_fn]
+    seen: set[Node] = {tensor.grad_fn}
+    pending = [tensor.grad_fn]
     while pending:
         node = pending.pop()
         if type(node) is ACCUMULATE:
@@ -250,7 +250,7 @@ def _is_made_of_parameters(one: Tensor) -> bool:
             following = [next_node for next_node, _ in node.next_functions if next_node is not None]
             pending += [next_node for next_node in following if next_node not in seen]
             seen.update(following)
-    return one.shape in shapes
+    return tensor.shape in shapes
 
 
 # Note [Gradients of gradients]

@@ -27,7 +27,7 @@ Key = tuple[int, str]
 class BufferSync:
     """Finds buffers, and copies those of rank 0 to the other ranks.
 
-    BatchNorm registers its buffers in ``Session.synchronised_buffers``. If a module has such a buffer, none of its
+    BatchNorm registers its buffers in ``KnownTensors.synchronised_buffers``. If a module has such a buffer, none of its
     buffers is copied; they are only compared. See Note [Divergence] in divergence.py.
 
     Args:

@@ -66,7 +66,7 @@ class Pulse:
     """The time of a rank's last progress: new ticks in its heartbeat, output, or a report of a trial.
 
     ``quiet_s`` decides whether a rank stalls; ``RankSupervisor`` does not check while a rank of the run is in the
-    debugger. A rank counts its ticks (batches, forwards, backwards) in ``Session.ticks``; ``heartbeat.py`` sends
+    debugger. A rank counts its ticks (batches, forwards, backwards) in ``RunProgress.ticks``; ``heartbeat.py`` sends
     them.
     """
 

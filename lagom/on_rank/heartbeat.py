@@ -1,7 +1,7 @@
 """``Heartbeat``: a thread that reports the rank's progress to the host process, and the stack of a stuck rank.
 
-``Session.ticks`` counts progress. Only the host process decides, by these ticks, whether the rank stalls: see ``Pulse``
-in ``host/stall_detector.py``.
+``RunProgress.ticks`` counts progress. Only the host process decides, by these ticks, whether the rank stalls: see
+``Pulse`` in ``host/stall_detector.py``.
 """
 
 from __future__ import annotations

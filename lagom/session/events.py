@@ -48,7 +48,11 @@ class Chain:
 
 
 class Events:
-    """The events of one rank; the text below each says when it is published, and with what."""
+    """The events of one rank; the text below each says when it is published, and with what.
+
+    In a run of one rank, backwards are not published; parameters and forwards are only where a setting or an
+    accelerator makes lagom patch torch for them.
+    """
 
     def __init__(self) -> None:
         self.patched = Event()

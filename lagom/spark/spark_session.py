@@ -1,4 +1,4 @@
-"""``SparkFacts``: the facts of a SparkSession, classic or Connect, that a run depends on."""
+"""``SparkFacts``: the facts of a SparkSession, classic or Connect, that a run depends on; it also starts the job."""
 
 from __future__ import annotations
 

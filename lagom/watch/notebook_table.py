@@ -156,28 +156,28 @@ def _samples(one: ProgressReport | None) -> float:
     return math.inf if one is None else one.samples
 
 
-def _row(rank: int, one: ProgressReport | None, held: float, is_stalled: bool, has_ended: bool) -> dict[str, str]:
+def _row(rank: int, report: ProgressReport | None, held: float, is_stalled: bool, has_ended: bool) -> dict[str, str]:
     """Return HTML by column; a column that is empty for all ranks is left out."""
-    state = "" if is_stalled or has_ended else "starting" if is_starting(one) else "running"
+    state = "" if is_stalled or has_ended else "starting" if is_starting(report) else "running"
     number = f"<b style='color:{_FAILED}'>{rank}</b>" if is_stalled else str(rank)
-    if one is None:
+    if report is None:
         return dict.fromkeys(_COLUMNS, "") | {"rank": number, "epoch": state, "others wait for it": _share(held)}
-    step, steps = one.step or 0, one.steps
+    step, steps = report.step or 0, report.steps
     bar = _BAR.format(min(1.0, step / steps), _RUNS) if steps else ""
     return {
         "rank": number,
-        "epoch": str(one.epoch or 0) if has_loaded(one) else state,
-        "step": (f"{step}/{steps}{bar}" if steps else str(step)) if has_loaded(one) else "",
-        "samples": f"{one.samples:,}" if has_loaded(one) else "",
-        "samples/s": f"{one.rate:,.0f}" if one.rate else "",
-        "loss": _loss(one.loss),
-        "waits for data": _share(one.data),
-        "waits for ranks": _share(one.waits, loud=False),
+        "epoch": str(report.epoch or 0) if has_loaded(report) else state,
+        "step": (f"{step}/{steps}{bar}" if steps else str(step)) if has_loaded(report) else "",
+        "samples": f"{report.samples:,}" if has_loaded(report) else "",
+        "samples/s": f"{report.rate:,.0f}" if report.rate else "",
+        "loss": _loss(report.loss),
+        "waits for data": _share(report.data),
+        "waits for ranks": _share(report.waits, loud=False),
         "others wait for it": _share(held),
-        "CPUs": f"{one.cpu:.1f}" if one.cpu is not None else "",
-        "memory": f"{one.memory / 1e9:.2f} GB" if one.memory else "",
-        "device": f"{one.gpu:.0%}" if one.gpu is not None else "",
-        **{html.escape(name): number_text(value) for name, value in one.values.items()},
+        "CPUs": f"{report.cpu:.1f}" if report.cpu is not None else "",
+        "memory": f"{report.memory / 1e9:.2f} GB" if report.memory else "",
+        "device": f"{report.gpu:.0%}" if report.gpu is not None else "",
+        **{html.escape(name): number_text(value) for name, value in report.values.items()},
     }
 
 

@@ -1,4 +1,7 @@
-"""``SilentPeers``: notices that the network between this rank's host and the host of another rank is cut."""
+"""``SilentPeers``: notices that the network between this rank's host and the host of another rank is cut.
+
+A rank that makes no progress is the subject of ``host/stall_detector.py``.
+"""
 
 from __future__ import annotations
 

@@ -358,7 +358,7 @@ class ProgressReport(Message, tag="progress"):
     samples: int
     """Samples that the rank has trained on."""
     ticks: int
-    """``Session.ticks``: it grows with each sign of progress."""
+    """``RunProgress.ticks``: it grows with each sign of progress."""
     rate: float | None
     """Samples per second since the last heartbeat; None if these would include an earlier attempt's."""
     steps_s: float

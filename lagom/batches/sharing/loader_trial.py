@@ -85,13 +85,13 @@ class LoaderTrial:
 
     def next(self, fetch: Callable[[Any], Any], iterator: Any) -> Any:
         """Return ``fetch(iterator)``, or raise its error, after ranks have compared their results; a collective."""
-        found: Any = None
+        result: Any = None
         error: Exception | None = None
         try:
-            found = fetch(iterator)
+            result = fetch(iterator)
         except Exception as raised:
             error = raised
-        self._is_harmless &= self._is_equal((type(error), found))
+        self._is_harmless &= self._is_equal((type(error), result))
         self._left -= 1
         if not self._left or error is not None:
             is_harmless = self._is_harmless and isinstance(error, StopIteration | None)
@@ -102,7 +102,7 @@ class LoaderTrial:
             self.shared.remember(self.choice)
         if error is not None:
             raise error
-        return found
+        return result
 
     def drain(self, fetch: Callable[[Any], Any], iterator: Any) -> bool:
         """Receive the results of all outstanding tasks of ``iterator``, one by each ``fetch``; a collective.

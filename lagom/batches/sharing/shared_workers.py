@@ -79,7 +79,7 @@ class SharedWorkers:
     def _get_and_send(self, original: Callable[[Any], Any], iterator: Any) -> Any:
         send = self.broadcast.send
         try:
-            found = original(iterator)
+            result = original(iterator)
             if self.watch is not None and self.watch.has_asked:
                 raise LagomError(_ASKED)
         except Exception as error:
@@ -94,13 +94,13 @@ class SharedWorkers:
             self._session.say_once(_CHANGED)
             self.remember(NEVER)
         try:
-            send((found, None, (), has_changed))
+            send((result, None, (), has_changed))
         except PayloadError as error:
             # The error is sent as data, so that the iterators of all ranks count this task as done.
             unsent = LagomError(f"a batch cannot be given to the other ranks: {error}")
-            found = found[0], ExceptionWrapper((LagomError, unsent, None), "a data loader")
-            send((found, None, (), has_changed))
-        return found
+            result = result[0], ExceptionWrapper((LagomError, unsent, None), "a data loader")
+            send((result, None, (), has_changed))
+        return result
 
 
 _ASKED = (

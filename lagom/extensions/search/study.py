@@ -250,24 +250,24 @@ def _opened(config: HyperparameterOptConfig, journal: TrialJournal | None) -> op
         storage: Any = JournalStorage(journal) if journal is not None else InMemoryStorage()  # type: ignore[arg-type]
         names = [each.study_name for each in storage.get_all_studies()]
         if not names:
-            found = optuna.create_study(
+            study = optuna.create_study(
                 study_name=config.name or "search",
                 storage=storage,
                 sampler=sampler(config),
                 pruner=pruner(config),
                 direction=_DIRECTIONS[config.direction or "max"],
             )
-            found.set_user_attr(_SPACE, space)
-            found.set_user_attr(_SHARED, _shared(config))
-            return found
-        found = optuna.load_study(study_name=names[0], storage=storage, pruner=pruner(config))
-        found.sampler = sampler(config, num_known=len(found.get_trials(deepcopy=False)))
-    shared = found.user_attrs.get(_SHARED, {})
+            study.set_user_attr(_SPACE, space)
+            study.set_user_attr(_SHARED, _shared(config))
+            return study
+        study = optuna.load_study(study_name=names[0], storage=storage, pruner=pruner(config))
+        study.sampler = sampler(config, num_known=len(study.get_trials(deepcopy=False)))
+    shared = study.user_attrs.get(_SHARED, {})
     metric = config.optimization_key
     for name, before, now in (
         ("optimization_key", shared.get("optimization_key", metric), metric),
-        ("direction", found.direction.name.lower(), _DIRECTIONS[config.direction or "max"]),
-        ("searchspace", found.user_attrs.get(_SPACE), space),
+        ("direction", study.direction.name.lower(), _DIRECTIONS[config.direction or "max"]),
+        ("searchspace", study.user_attrs.get(_SPACE), space),
     ):
         if before != now:
             raise LagomError(f"the search to resume had {name}={before}, and now has {now}; resume with the same")
@@ -280,7 +280,7 @@ def _opened(config: HyperparameterOptConfig, journal: TrialJournal | None) -> op
                 shared[name],
                 now,
             )
-    return found
+    return study
 
 
 def _shared(config: HyperparameterOptConfig) -> dict[str, Any]:

@@ -12,24 +12,24 @@ from lagom.extensions.verify.on_rank.record import Record, RecordedBatch, Record
 from lagom.extensions.verify.shown import compare_ends, compare_prints, compare_reads, compare_results
 
 
-def compare(one: Record, ranks: Sequence[Record], again: Record | None = None) -> list[ComparisonRow]:
+def compare(reference: Record, ranks: Sequence[Record], again: Record | None = None) -> list[ComparisonRow]:
     """Return rows for everything that a rehearsal shows.
 
     Args:
-        one: the record of one process.
+        reference: the record of one process.
         ranks: the records of all ranks, in order.
         again: the record of a second run of one process: numbers read, texts, results and errors that differ from
-            ``one`` cannot be expected to agree.
+            ``reference`` cannot be expected to agree.
     """
-    epsilon = _epsilon(one)
-    left_out = {number for rank in ranks for number in one.leaves if _is_own_data(number, one, rank)}
-    rows = [_losses(one, ranks), _gradients(one, ranks, left_out), _parameters(one, ranks, left_out)]
+    epsilon = _epsilon(reference)
+    left_out = {number for rank in ranks for number in reference.leaves if _is_own_data(number, reference, rank)}
+    rows = [_losses(reference, ranks), _gradients(reference, ranks, left_out), _parameters(reference, ranks, left_out)]
     trained = max(row.level for row in rows) < AgreementLevel.DIFFERS
-    rows += [_samples(one, ranks, trained), _evaluations(ranks), compare_reads(one, ranks, again, epsilon)]
+    rows += [_samples(reference, ranks, trained), _evaluations(ranks), compare_reads(reference, ranks, again, epsilon)]
     rows += [
-        compare_prints(one, ranks[0], again, epsilon),
-        compare_results(one, ranks, again, epsilon),
-        compare_ends(one, ranks, again),
+        compare_prints(reference, ranks[0], again, epsilon),
+        compare_results(reference, ranks, again, epsilon),
+        compare_ends(reference, ranks, again),
         _work(ranks),
     ]
     return rows
@@ -40,33 +40,35 @@ def agreement_level(rows: Sequence[ComparisonRow]) -> AgreementLevel:
     return max((row.level for row in rows), default=AgreementLevel.UNKNOWN)
 
 
-def compare_rounding(one: Record, ranks: Sequence[Record], control: Record) -> ComparisonRow:
+def compare_rounding(reference: Record, ranks: Sequence[Record], control: Record) -> ComparisonRow:
     """Set the differences of rank 0 beside those of ``control``: one process that rounds otherwise.
 
-    Both add the same floats in another order than ``one``, so their differences have the same size if nothing is wrong.
+    Both add the same floats in another order than ``reference``, so their differences have the same size if nothing is
+    wrong.
     """
     threads, ranked = (
-        f"{_loss_error(one, other):.0e} loss, {_way_error(one, other):.0e} weights" for other in (control, ranks[0])
+        f"{_loss_error(reference, other):.0e} loss, {_way_error(reference, other):.0e} weights"
+        for other in (control, ranks[0])
     )
     note = "relative; left: one process with other threads, and forwards in two halves"
     return ComparisonRow("rounding", threads, ranked, AgreementLevel.UNKNOWN, note)
 
 
-def is_rounded(one: Record, ranks: Sequence[Record]) -> bool:
+def is_rounded(reference: Record, ranks: Sequence[Record]) -> bool:
     """Return whether losses or trained weights of rank 0 differ from those of one process at all."""
-    return _loss_error(one, ranks[0]) > 0 or _way_error(one, ranks[0]) > 0
+    return _loss_error(reference, ranks[0]) > 0 or _way_error(reference, ranks[0]) > 0
 
 
-def _loss_error(one: Record, other: Record) -> float:
-    """Return the largest difference of a loss, relative to the largest loss of ``one``."""
-    largest = max((abs(step.loss) for step in one.steps if math.isfinite(step.loss)), default=0.0)
-    errors = [abs(left.loss - right.loss) for left, right in zip(one.steps, other.steps, strict=False)]
+def _loss_error(reference: Record, other: Record) -> float:
+    """Return the largest difference of a loss, relative to the largest loss of ``reference``."""
+    largest = max((abs(step.loss) for step in reference.steps if math.isfinite(step.loss)), default=0.0)
+    errors = [abs(left.loss - right.loss) for left, right in zip(reference.steps, other.steps, strict=False)]
     return max((error for error in errors if math.isfinite(error)), default=0.0) / largest if largest else 0.0
 
 
-def _way_error(one: Record, other: Record) -> float:
-    """Return the difference of all parameters' movements, relative to the movement in ``one``."""
-    pairs = [(leaf, other.leaves[number]) for number, leaf in one.leaves.items() if number in other.leaves]
+def _way_error(reference: Record, other: Record) -> float:
+    """Return the difference of all parameters' movements, relative to the movement in ``reference``."""
+    pairs = [(leaf, other.leaves[number]) for number, leaf in reference.leaves.items() if number in other.leaves]
     moved = norm(distance(leaf.start, leaf.end) for leaf, _ in pairs)
     error = norm(
         distance(difference(leaf.end, leaf.start), difference(their.end, their.start)) for leaf, their in pairs
@@ -74,8 +76,8 @@ def _way_error(one: Record, other: Record) -> float:
     return error / moved if moved and math.isfinite(error) else 0.0
 
 
-def _losses(one: Record, ranks: Sequence[Record]) -> ComparisonRow:
-    mine = [step.loss for step in one.steps]
+def _losses(reference: Record, ranks: Sequence[Record]) -> ComparisonRow:
+    mine = [step.loss for step in reference.steps]
     counts = [len(rank.steps) for rank in ranks]
     theirs: list[float] = []
     for i in range(min(counts, default=0)):
@@ -90,7 +92,7 @@ def _losses(one: Record, ranks: Sequence[Record]) -> ComparisonRow:
         return ComparisonRow(
             "losses", *shown, AgreementLevel.DIFFERS, f"the ranks ran {told} backwards, one process {len(mine)}"
         )
-    epsilon, largest = _epsilon(one), 0.0
+    epsilon, largest = _epsilon(reference), 0.0
     for i, (left, right) in enumerate(zip(mine, theirs, strict=True)):
         largest = max(largest, abs(left))
         if not is_near(left, right, tolerance(i, epsilon), 0.1 * largest):
@@ -109,19 +111,19 @@ def _factor(left: float, right: float, world_size: int) -> str:
     return ""
 
 
-def _is_own_data(number: int, one: Record, rank: Record) -> bool:
+def _is_own_data(number: int, reference: Record, rank: Record) -> bool:
     """Return whether the leaf is the rank's part of a batch: no parameter, and other data than in one process."""
-    mine, theirs = one.leaves[number], rank.leaves.get(number)
+    mine, theirs = reference.leaves[number], rank.leaves.get(number)
     if theirs is None or mine.is_parameter:
         return False
     return theirs.is_data or mine.shape != theirs.shape or distance(mine.start, theirs.start) > 0
 
 
-def _gradients(one: Record, ranks: Sequence[Record], left_out: set[int]) -> ComparisonRow:
-    epsilon, worst = _epsilon(one), 0.0
-    count = min([len(one.steps), *(len(rank.steps) for rank in ranks)])
+def _gradients(reference: Record, ranks: Sequence[Record], left_out: set[int]) -> ComparisonRow:
+    epsilon, worst = _epsilon(reference), 0.0
+    count = min([len(reference.steps), *(len(rank.steps) for rank in ranks)])
     for i in range(count):
-        expected = one.steps[i].gradients
+        expected = reference.steps[i].gradients
         whole = norm(value for sketch in expected.values() for value in sketch)
         floor = min(64 * epsilon * 1.5**i, 0.05) * whole
         for rank in ranks:
@@ -130,7 +132,7 @@ def _gradients(one: Record, ranks: Sequence[Record], left_out: set[int]) -> Comp
                 error, size = distance(left, right), norm(left)
                 if not error <= tolerance(i, epsilon) * size + floor and not both_bad(left, right):
                     told = f"{error / size:.0%} off" if size else "not zero"
-                    where = f"from backward {i + 1} on, first in {_name(number, ranks, one)}"
+                    where = f"from backward {i + 1} on, first in {_name(number, ranks, reference)}"
                     return ComparisonRow("gradients", "", told, AgreementLevel.DIFFERS, where)
                 worst = max(worst, error / whole if whole else 0.0)
     if not count:
@@ -138,11 +140,11 @@ def _gradients(one: Record, ranks: Sequence[Record], left_out: set[int]) -> Comp
     return ComparisonRow("gradients", "", f"{worst:.0e} off at most", AgreementLevel.AGREES)
 
 
-def _parameters(one: Record, ranks: Sequence[Record], left_out: set[int]) -> ComparisonRow:
+def _parameters(reference: Record, ranks: Sequence[Record], left_out: set[int]) -> ComparisonRow:
     worst, num_moved = 0.0, 0
-    allowed = tolerance(len(one.steps), _epsilon(one))
-    for number, leaf in one.leaves.items():
-        if number in left_out or _is_noise(number, leaf, one):
+    allowed = tolerance(len(reference.steps), _epsilon(reference))
+    for number, leaf in reference.leaves.items():
+        if number in left_out or _is_noise(number, leaf, reference):
             continue
         moved = distance(leaf.start, leaf.end)
         num_moved += moved > 0
@@ -152,7 +154,7 @@ def _parameters(one: Record, ranks: Sequence[Record], left_out: set[int]) -> Com
                 note = f"{leaf.name} is trained in one process and not on the ranks"
                 return ComparisonRow("parameters", "", "", AgreementLevel.DIFFERS, note)
             if distance(leaf.start, other.start) > 1e-6 * norm(leaf.start) + 1e-12:
-                note = f"{_name(number, ranks, one)} starts from other values"
+                note = f"{_name(number, ranks, reference)} starts from other values"
                 return ComparisonRow("parameters", "", "", AgreementLevel.DIFFERS, note)
             error = distance(difference(leaf.end, leaf.start), difference(other.end, other.start))
             if not error <= allowed * moved + 64 * leaf.epsilon * norm(leaf.start) and not both_bad(
@@ -160,7 +162,7 @@ def _parameters(one: Record, ranks: Sequence[Record], left_out: set[int]) -> Com
             ):
                 told = f"{error / moved:.0%} of their way off" if moved else "moved"
                 return ComparisonRow(
-                    "parameters", "", told, AgreementLevel.DIFFERS, f"first {_name(number, ranks, one)}"
+                    "parameters", "", told, AgreementLevel.DIFFERS, f"first {_name(number, ranks, reference)}"
                 )
             worst = max(worst, error / moved if moved else 0.0)
     if not num_moved:
@@ -170,13 +172,13 @@ def _parameters(one: Record, ranks: Sequence[Record], left_out: set[int]) -> Com
     )
 
 
-def _is_noise(number: int, leaf: RecordedLeaf, one: Record) -> bool:
+def _is_noise(number: int, leaf: RecordedLeaf, reference: Record) -> bool:
     """Return whether the leaf's gradients are only rounding errors, like those of a bias before BatchNorm.
 
     Adam makes full steps even from such gradients.
     """
     found = False
-    for step in one.steps:
+    for step in reference.steps:
         if number in step.gradients:
             found = True
             whole = norm(value for sketch in step.gradients.values() for value in sketch)
@@ -185,25 +187,25 @@ def _is_noise(number: int, leaf: RecordedLeaf, one: Record) -> bool:
     return found
 
 
-def _samples(one: Record, ranks: Sequence[Record], trained: bool) -> ComparisonRow:
-    if not one.batches:
+def _samples(reference: Record, ranks: Sequence[Record], trained: bool) -> ComparisonRow:
+    if not reference.batches:
         return ComparisonRow("samples", "no data loader", "no data loader", AgreementLevel.UNKNOWN)
     numbered = [{batch.number: batch for batch in rank.batches} for rank in ranks]
     num_one = num_ranks = 0
     differs = ""
-    for batch in one.batches:
+    for batch in reference.batches:
         theirs = [held[batch.number] for held in numbered if batch.number in held]
         counted = _counted(theirs)
         num_one += len(batch.rows)
         num_ranks += counted.total()
         if counted != Counter(batch.rows) and not differs:
             differs = _how_samples_differ(batch, counted, theirs)
-    shown = f"{num_one} in {len(one.batches)} batches", f"{num_ranks} in all"
+    shown = f"{num_one} in {len(reference.batches)} batches", f"{num_ranks} in all"
     if not differs:
         return ComparisonRow("samples", *shown, AgreementLevel.AGREES, "each as often as in one process")
     # If the training agrees, the samples were right and only look different, for example because they contain times.
     return ComparisonRow(
-        "samples", *shown, AgreementLevel.UNKNOWN if trained and one.steps else AgreementLevel.DIFFERS, differs
+        "samples", *shown, AgreementLevel.UNKNOWN if trained and reference.steps else AgreementLevel.DIFFERS, differs
     )
 
 
@@ -236,13 +238,13 @@ def _work(ranks: Sequence[Record]) -> ComparisonRow:
     return ComparisonRow("work", "", told, AgreementLevel.UNKNOWN, notes)
 
 
-def _epsilon(one: Record) -> float:
-    return max((leaf.epsilon for leaf in one.leaves.values()), default=1.2e-7)
+def _epsilon(reference: Record) -> float:
+    return max((leaf.epsilon for leaf in reference.leaves.values()), default=1.2e-7)
 
 
-def _name(number: int, ranks: Sequence[Record], one: Record) -> str:
+def _name(number: int, ranks: Sequence[Record], reference: Record) -> str:
     # A single rank does not keep the modules, which know the names.
-    for record in (*ranks, one):
+    for record in (*ranks, reference):
         if number in record.leaves:
             return record.leaves[number].name
     return f"tensor {number}"

@@ -132,46 +132,52 @@ class _Rehearsals:
     def _compared(self, plan: Plan, *, pinned: bool) -> _Finding:
         group = plan.world_size if plan.config.batches == "per_rank" else 1
         rehearsal = Rehearsal(group_size=group, pinned=pinned)
-        one = self._one(rehearsal)
+        reference = self._one(rehearsal)
         limits = dataclasses.replace(
-            rehearsal, num_backwards=_num_steps(one, rehearsal), expected=one.error.partition(":")[0]
+            rehearsal, num_backwards=_num_steps(reference, rehearsal), expected=reference.error.partition(":")[0]
         )
         if plan is self._plan and isinstance(self._snapshots, SnapshotFolder):
-            ranks = self._run(plan, dataclasses.replace(limits, snapshot_after=snapshot_after(one)), self._snapshots)
+            ranks = self._run(
+                plan, dataclasses.replace(limits, snapshot_after=snapshot_after(reference)), self._snapshots
+            )
             self._planned = None if isinstance(ranks, str) else (limits, ranks)
         else:
             ranks = self._run(plan, limits)
-        if one.died:
+        if reference.died:
             row = ComparisonRow(
-                "ends with", one.error, "an error" if isinstance(ranks, str) else "", AgreementLevel.DIFFERS
+                "ends with", reference.error, "an error" if isinstance(ranks, str) else "", AgreementLevel.DIFFERS
             )
             return _Finding("dies", [row])
         if isinstance(ranks, str):
-            rows = [ComparisonRow("ends with", one.error or "no error", "an error", AgreementLevel.DIFFERS, ranks)]
+            rows = [
+                ComparisonRow("ends with", reference.error or "no error", "an error", AgreementLevel.DIFFERS, ranks)
+            ]
             again = self._one(rehearsal, again=True)
-            if agreement_level(repeated := compare(one, [again], again)) >= AgreementLevel.DIFFERS:
+            if agreement_level(repeated := compare(reference, [again], again)) >= AgreementLevel.DIFFERS:
                 return _Finding("unsteady", repeated)
             return _Finding("fails", rows)
-        rows = compare(one, ranks)
+        rows = compare(reference, ranks)
         if any(rank.shards_itself for rank in ranks):
             return _Finding("unlike", rows)
         if agreement_level(rows) > AgreementLevel.AGREES:
             again = self._one(rehearsal, again=True)
-            if agreement_level(repeated := compare(one, [again], again)) >= AgreementLevel.DIFFERS:
+            if agreement_level(repeated := compare(reference, [again], again)) >= AgreementLevel.DIFFERS:
                 return _Finding("unsteady", repeated)
-            rows = compare(one, ranks, again)
+            rows = compare(reference, ranks, again)
         verdict = _VERDICTS[agreement_level(rows)]
-        if verdict == "agrees" and plan.config.batches == "whole" and is_rounded(one, ranks):
-            rows = [*rows, *self._rounding(plan, one, ranks, limits)]
-        return _Finding("raises" if one.error and verdict == "agrees" else verdict, rows)
+        if verdict == "agrees" and plan.config.batches == "whole" and is_rounded(reference, ranks):
+            rows = [*rows, *self._rounding(plan, reference, ranks, limits)]
+        return _Finding("raises" if reference.error and verdict == "agrees" else verdict, rows)
 
-    def _rounding(self, plan: Plan, one: Record, ranks: Sequence[Record], limits: Rehearsal) -> Sequence[ComparisonRow]:
+    def _rounding(
+        self, plan: Plan, reference: Record, ranks: Sequence[Record], limits: Rehearsal
+    ) -> Sequence[ComparisonRow]:
         """Return the row that shows whether rounding alone explains the ranks' differences; none if it cannot run."""
         alone = dataclasses.replace(plan, world_size=1)
         if plan.config.backend == "torch" and plan.config.micro_batches is None:
             alone = alone.with_config(micro_batches=2)
         control = self._run(alone, dataclasses.replace(limits, other_threads=True, snapshot_after=None))
-        return () if isinstance(control, str) else (compare_rounding(one, ranks, control[0]),)
+        return () if isinstance(control, str) else (compare_rounding(reference, ranks, control[0]),)
 
     def rehearse_restart(self, found: _Finding) -> _Finding:
         """Rehearse that the plan's run continues from a snapshot; return ``found`` with the comparison's row."""

@@ -10,20 +10,20 @@ from lagom.extensions.verify.on_rank.record import Record, RecordedRead
 from lagom.extensions.verify.texts import difference
 
 
-def compare_reads(one: Record, ranks: Sequence[Record], again: Record | None, epsilon: float) -> ComparisonRow:
+def compare_reads(reference: Record, ranks: Sequence[Record], again: Record | None, epsilon: float) -> ComparisonRow:
     """Compare the numbers that the program read from tensors, up to the first read at another place."""
-    if not one.reads and not any(rank.reads for rank in ranks):
+    if not reference.reads and not any(rank.reads for rank in ranks):
         return ComparisonRow("numbers read", "none", "none", AgreementLevel.UNKNOWN)
     differing: list[tuple[RecordedRead, RecordedRead]] = []
     for rank in ranks:
-        for number, (left, right) in enumerate(zip(one.reads, rank.reads, strict=False)):
+        for number, (left, right) in enumerate(zip(reference.reads, rank.reads, strict=False)):
             if left.place != right.place:
                 break
             allowed = 10 * tolerance(left.step, epsilon)
             if not is_near(left.value, right.value, allowed, 1e-6) and _repeats(left, number, again, allowed):
                 differing.append((left, right))
     if not differing:
-        return ComparisonRow("numbers read", f"{len(one.reads)}", f"{len(ranks[0].reads)}", AgreementLevel.AGREES)
+        return ComparisonRow("numbers read", f"{len(reference.reads)}", f"{len(ranks[0].reads)}", AgreementLevel.AGREES)
     decides = [pair for pair in differing if pair[0].decides or pair[1].decides]
     left, right = (decides or differing)[0]
     places = ", ".join(dict.fromkeys(pair[0].place for pair in decides or differing))
@@ -40,9 +40,9 @@ def _repeats(left: RecordedRead, number: int, again: Record | None, allowed: flo
     return again.reads[number].place == left.place and is_near(left.value, again.reads[number].value, allowed, 1e-6)
 
 
-def compare_prints(one: Record, first: Record, again: Record | None, epsilon: float) -> ComparisonRow:
+def compare_prints(reference: Record, first: Record, again: Record | None, epsilon: float) -> ComparisonRow:
     """Compare standard output, except parts that differ between two runs of one process."""
-    left, right = one.printed, first.printed
+    left, right = reference.printed, first.printed
     if not left and not right:
         return ComparisonRow("printed", "nothing", "nothing", AgreementLevel.UNKNOWN)
     shown = _num_lines(left), _num_lines(right)
@@ -51,7 +51,7 @@ def compare_prints(one: Record, first: Record, again: Record | None, epsilon: fl
         return ComparisonRow(
             "printed", *shown, AgreementLevel.UNKNOWN, "differs between two runs of one process as well"
         )
-    line = difference(left, repeat, right, tolerance(len(one.steps), epsilon))
+    line = difference(left, repeat, right, tolerance(len(reference.steps), epsilon))
     if line is None:
         return ComparisonRow("printed", *shown, AgreementLevel.AGREES)
     return ComparisonRow("printed", *shown, AgreementLevel.OWN, f"first in {' '.join(line.split())[:60]!r}")
@@ -62,28 +62,28 @@ def _num_lines(text: str) -> str:
     return f"{count} line{'s' * (count != 1)}"
 
 
-def compare_results(one: Record, ranks: Sequence[Record], again: Record | None, epsilon: float) -> ComparisonRow:
+def compare_results(reference: Record, ranks: Sequence[Record], again: Record | None, epsilon: float) -> ComparisonRow:
     """Compare the return value with ``aggregate`` of the ranks' return values."""
-    if not one.returned and not any(rank.returned for rank in ranks):
+    if not reference.returned and not any(rank.returned for rank in ranks):
         return ComparisonRow("result", "not reached", "not reached", AgreementLevel.UNKNOWN)
-    if not (one.returned and all(rank.returned for rank in ranks)):
-        here, there = ("returned", "not all did") if one.returned else ("went on", "returned")
+    if not (reference.returned and all(rank.returned for rank in ranks)):
+        here, there = ("returned", "not all did") if reference.returned else ("went on", "returned")
         return ComparisonRow("result", here, there, AgreementLevel.DIFFERS, "the ranks end elsewhere")
-    if any(len(rank.value) != len(one.value) for rank in ranks):
-        return ComparisonRow("result", f"{len(one.value)} parts", "others", AgreementLevel.DIFFERS)
-    allowed = tolerance(len(one.steps), epsilon)
+    if any(len(rank.value) != len(reference.value) for rank in ranks):
+        return ComparisonRow("result", f"{len(reference.value)} parts", "others", AgreementLevel.DIFFERS)
+    allowed = tolerance(len(reference.steps), epsilon)
     weights = [rank.num_samples for rank in ranks]
     weights = weights if any(weights) else [1] * len(ranks)
-    repeat = one.value if again is None or len(again.value) != len(one.value) else again.value
+    repeat = reference.value if again is None or len(again.value) != len(reference.value) else again.value
     place = ""
-    for position, left in enumerate(one.value):
+    for position, left in enumerate(reference.value):
         place = left.decode() if isinstance(left, bytes) and left[:1] in (b"", b"[", b".") else place
         for right in _aggregates([rank.value[position] for rank in ranks], weights):
             if not _are_same(left, repeat[position], right, allowed):
                 return ComparisonRow(
                     "result", _short(left), _short(right), AgreementLevel.DIFFERS, f"in {place}" if place else ""
                 )
-    numbers = [value for value in one.value if isinstance(value, (int, float))]
+    numbers = [value for value in reference.value if isinstance(value, (int, float))]
     shown = _short(numbers[0]) if numbers else "returned"
     return ComparisonRow("result", shown, shown, AgreementLevel.AGREES)
 
@@ -111,14 +111,14 @@ def _are_near(left: object, right: object, allowed: float) -> bool:
     return left == right
 
 
-def compare_ends(one: Record, ranks: Sequence[Record], again: Record | None) -> ComparisonRow:
+def compare_ends(reference: Record, ranks: Sequence[Record], again: Record | None) -> ComparisonRow:
     """Compare the exceptions that ended the program."""
-    errors = [one.error, *(rank.error for rank in ranks)]
+    errors = [reference.error, *(rank.error for rank in ranks)]
     if not any(errors):
         return ComparisonRow("ends with", "", "", AgreementLevel.UNKNOWN)
     shown = _short(errors[0] or "no error"), _short(next(filter(None, errors[1:]), "no error"))
     words = {NUMBER.sub("#", error) for error in errors}
-    if len(words) == 1 or (again is not None and NUMBER.sub("#", again.error) != NUMBER.sub("#", one.error)):
+    if len(words) == 1 or (again is not None and NUMBER.sub("#", again.error) != NUMBER.sub("#", reference.error)):
         return ComparisonRow("ends with", *shown, AgreementLevel.UNKNOWN, "the same error")
     return ComparisonRow("ends with", *shown, AgreementLevel.DIFFERS)
 

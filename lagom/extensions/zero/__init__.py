@@ -1,9 +1,9 @@
 """ZeRO: optimizer state, gradients and parameters, each sharded over the ranks.
 
 Start with ``zero_steps.py`` (what a run enters), ``sharded_optimizer.py`` (level 1), ``gradient_shards.py`` (level 2),
-``parameters/`` (level 3). ``gradient_access.py`` has the functions of torch that see shards; all else that reads a
-gradient makes it whole. ``deepspeed/`` drives DeepSpeed's engine instead, and ``memory_plan/`` computes the bytes that
-each level needs.
+``parameters/`` (level 3). ``optimizer_probe.py`` finds out how an optimizer can be sharded, and ``optimizer_group.py``
+steps it. ``gradient_access.py`` has the functions of torch that see shards; all else that reads a gradient makes it
+whole. ``deepspeed/`` drives DeepSpeed's engine instead, and ``memory_plan/`` computes the bytes that each level needs.
 """
 
 from __future__ import annotations

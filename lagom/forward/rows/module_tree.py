@@ -44,8 +44,8 @@ class ModuleTree:
         Args:
             says: whether to log that TorchScript is not split.
         """
-        found = self._found.get(module)
-        if found is None or found.structure != _tree_fingerprint([module, *found.others]):
+        module_list = self._found.get(module)
+        if module_list is None or module_list.structure != _tree_fingerprint([module, *module_list.others]):
             state = [*module.parameters(), *module.buffers()]
             if any(is_lazy(tensor) for tensor in state):
                 return []  # the first call makes lazy parameters
@@ -58,8 +58,8 @@ class ModuleTree:
                 self._say(whole_line(type(module).__name__, how, WholeReason.TORCHSCRIPT.filled()))
             around = Surroundings(modules)
             around.forget_parts()
-            found = self._found[module] = _ModuleList(trained, modules[1:], _tree_fingerprint(modules), around)
-        return [module, *found.others] if found.trained else []
+            module_list = self._found[module] = _ModuleList(trained, modules[1:], _tree_fingerprint(modules), around)
+        return [module, *module_list.others] if module_list.trained else []
 
     def candidate(
         self,

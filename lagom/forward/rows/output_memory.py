@@ -43,23 +43,23 @@ def find_bases(outputs: list[Any], factors: list[int | None], leaves: list[Any])
     return bases
 
 
-def view_like(one: Tensor, base: Tensor, whole: Tensor) -> Tensor:
-    """Return the view of ``whole`` that matches the view ``one`` of ``base``, this rank's block of ``whole``.
+def view_like(output: Tensor, base: Tensor, whole: Tensor) -> Tensor:
+    """Return the view of ``whole`` that matches the view ``output`` of ``base``, this rank's block of ``whole``.
 
     Raises:
-        LagomError: if ``one`` is no view of ``base``.
+        LagomError: if ``output`` is no view of ``base``.
     """
-    if storage_of(one)._cdata != storage_of(base)._cdata or one.requires_grad > base.requires_grad:
+    if storage_of(output)._cdata != storage_of(base)._cdata or output.requires_grad > base.requires_grad:
         raise LagomError(
             "a forward gave an output that is no view of another one, unlike at its first call; use batches='split' "
             "and evaluation='replicated' for this program"
         )
-    rows = one.shape[0] * whole.shape[0] // base.shape[0]
+    rows = output.shape[0] * whole.shape[0] // base.shape[0]
     # The stride of a single row may be any number.
-    stride = whole.stride(0) if one.stride(0) == base.stride(0) else one.stride(0)
-    offset = whole.storage_offset() + one.storage_offset() - base.storage_offset()
-    view = whole if one.requires_grad else whole.detach()
-    return view.as_strided((rows, *one.shape[1:]), (stride, *one.stride()[1:]), offset)
+    stride = whole.stride(0) if output.stride(0) == base.stride(0) else output.stride(0)
+    offset = whole.storage_offset() + output.storage_offset() - base.storage_offset()
+    view = whole if output.requires_grad else whole.detach()
+    return view.as_strided((rows, *output.shape[1:]), (stride, *output.stride()[1:]), offset)
 
 
 def as_kind_of(one: Tensor, whole: Tensor) -> Tensor:

@@ -282,8 +282,8 @@ def _gather_outputs(
         (i, factor) for i, factor in enumerate(finding.factors) if factor is not None and id(outputs[i]) not in passed
     ]
     for i, factor in by_rows:
-        one = outputs[i]
-        if not is_tensor(one) or one.dim() == 0 or one.shape[0] != factor * exchange.block.num_mine:
+        output = outputs[i]
+        if not is_tensor(output) or output.dim() == 0 or output.shape[0] != factor * exchange.block.num_mine:
             raise LagomError(
                 f"the forward of {type(candidate.module).__name__} gave an output that has not a row for each "
                 "sample, unlike at its first call; use batches='split' and evaluation='replicated' for this program"
@@ -300,15 +300,15 @@ def _gather_outputs(
         signed,
         [finding.orders[i] for i in places.values()],
     )
-    found = passed | dict(zip(places, wholes, strict=True))
+    gathered = passed | dict(zip(places, wholes, strict=True))
     for i, _ in by_rows:
-        one, base = outputs[i], finding.bases[i]
+        output, base = outputs[i], finding.bases[i]
         if base is not None:
-            found[id(one)] = view_like(one, outputs[base], found[id(outputs[base])])
-        elif not one.requires_grad:
-            found[id(one)] = found[id(one)].detach()
-        found[id(one)] = as_kind_of(one, found[id(one)])
-    results = [found.get(id(one), one) for one in outputs]
+            gathered[id(output)] = view_like(output, outputs[base], gathered[id(outputs[base])])
+        elif not output.requires_grad:
+            gathered[id(output)] = gathered[id(output)].detach()
+        gathered[id(output)] = as_kind_of(output, gathered[id(output)])
+    results = [gathered.get(id(output), output) for output in outputs]
     turned = {id(one): place.put_back(one) for one, place in zip(results, finding.places, strict=False) if place}
     return [turned.get(id(one), one) for one in results]
 

@@ -81,7 +81,7 @@ class WholeCalls:
     def modules(self) -> list[WholeModule]:
         """Return the modules that ran whole, the one with the largest share of the time first."""
         total = self.split.seconds + sum(one.seconds for one in self._accounts.values())
-        found = [
+        whole_modules = [
             WholeModule(
                 name=one.name,
                 kind=one.kind,
@@ -97,4 +97,4 @@ class WholeCalls:
             for one in self._accounts.values()
             if one.reason is not None
         ]
-        return sorted(found, key=lambda one: -one.share)
+        return sorted(whole_modules, key=lambda one: -one.share)

@@ -57,27 +57,27 @@ def _counted_in(asked: Table, number: int) -> list[RowGroup]:
     file = asked.files[number]
     form = ds.ParquetFileFormat(coerce_int96_timestamp_unit="us")
     fields = pa.schema(asked.partition_fields())
-    told = None
+    partition = None
     for field in fields:
         value = file.value(field)
         here = ds.field(field.name) == value if value.is_valid else ds.field(field.name).is_null()
-        told = here if told is None else told & here
-    found = []
+        partition = here if partition is None else partition & here
+    row_groups = []
     for place, group in enumerate(asked.groups):
         if group.file != number:
             continue
-        part = form.make_fragment(file.path, asked.home, partition_expression=told, row_groups=[group.index])
+        part = form.make_fragment(file.path, asked.home, partition_expression=partition, row_groups=[group.index])
         stored = part.physical_schema
         here = [field for field in asked.fields if field.name in stored.names]
         is_plain = asked.mapped is None and number not in asked.deleted
         if not is_plain or not all(is_read_as(stored.field(field.name).type, field.type) for field in here):
             read = asked.batches(asked.open(number).parquet, place, _MOST, threads=False)
-            found.append(replace(group, num_rows=sum(map(len, read))))
+            row_groups.append(replace(group, num_rows=sum(map(len, read))))
             continue
         names = (*stored.names, *fields.names)
         added = pa.schema([field for field in asked.fields if field.name not in names])
         schema = pa.unify_schemas([stored, fields, added])
         count = part.scanner(schema=schema, filter=asked.filter).count_rows()
         # If the partition alone answers the filter, Arrow counts the rows of the whole file.
-        found.append(replace(group, num_rows=min(count, group.num_rows)))
-    return found
+        row_groups.append(replace(group, num_rows=min(count, group.num_rows)))
+    return row_groups

@@ -139,18 +139,18 @@ class Table:
         """
         import pyarrow as pa
 
-        found = self.groups[group]
-        file = self.files[found.file]
+        row_group = self.groups[group]
+        file = self.files[row_group.file]
         stored = self.stored_names(opened.schema_arrow)
         names = {
             stored[field.name]: field.name
             for number, field in enumerate(self._read)
             if field.name not in self.partitions and number not in without and field.name in stored
         }
-        kept = self._kept(opened.metadata, found)
+        kept = self._kept(opened.metadata, row_group)
         try:
             for batch in opened.iter_batches(
-                batch_size=most, row_groups=[found.index], columns=list(names), use_threads=threads
+                batch_size=most, row_groups=[row_group.index], columns=list(names), use_threads=threads
             ):
                 # Checked for each batch, since the file may be overwritten while it is read.
                 self.stamps.check(self.home, file.path)
@@ -160,7 +160,8 @@ class Table:
                 yield self._finished(self._renamed(batch, names), file, without)
         except (OSError, ValueError) as error:  # Arrow's errors derive from one of these
             raise DataError(
-                f"{file.path}, row group {found.index}, cannot be read: it has changed, is damaged or is gone: {error}"
+                f"{file.path}, row group {row_group.index}, cannot be read: it has changed, is damaged or is gone: "
+                f"{error}"
             ) from error
 
     def stored_names(self, schema: Any) -> Mapping[str, str]:

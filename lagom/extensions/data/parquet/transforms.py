@@ -181,14 +181,14 @@ def collate(rows: list[dict[str, Any]]) -> Any:
 
 def _computable(row: Mapping[str, Any], above: str = "") -> dict[str, Any]:
     """Return the values of a row in types that ``default_collate`` knows and torch computes with."""
-    found = {}
+    values = {}
     for key, value in row.items():
         name = f"{above}{key}"
         if isinstance(value, Mapping):
-            found[key] = _computable(value, f"{name}.")
+            values[key] = _computable(value, f"{name}.")
             continue
         try:
-            found[key] = returned.computable(value)
+            values[key] = returned.computable(value)
         except returned.NullError:
             raise DataError(
                 f"field {name!r} is None in a row that transform_spec's function returned; have the function "
@@ -196,4 +196,4 @@ def _computable(row: Mapping[str, Any], above: str = "") -> dict[str, Any]:
             ) from None
         except ValueError as error:
             raise DataError(f"field {name!r} of a row that transform_spec's function returned: {error}") from error
-    return found
+    return values

@@ -29,7 +29,7 @@ def committed_files(home: Any, folder: str, names: set[str]) -> set[str] | None:
     """
     if LOG not in {name.split("/")[0] for name in names}:
         return None
-    found: dict[str, None] = {}
+    paths: dict[str, None] = {}
     try:
         for name in _current(names):
             with home.open_input_stream(f"{folder}/{name}") as source:
@@ -39,12 +39,12 @@ def committed_files(home: Any, folder: str, names: set[str]) -> set[str] | None:
             for status in map(json.loads, lines):
                 path = unquote(status["path"])
                 if status["action"] == "delete":
-                    found.pop(path, None)
+                    paths.pop(path, None)
                 else:
-                    found[path] = None
+                    paths[path] = None
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise _error(folder, f"has a log that cannot be read: {error}") from error
-    return {_name(path, names, folder) for path in found}
+    return {_name(path, names, folder) for path in paths}
 
 
 def _current(names: set[str]) -> list[str]:

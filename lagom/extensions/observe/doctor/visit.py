@@ -42,36 +42,36 @@ def visit(config: TorchDistributedConfig, train: Callable[..., Any] | None = Non
     On Spark, a survey of the executors comes first; if the survey fails, there is no run. Errors of the survey and the
     run become findings too; none are raised.
     """
-    found = [check_this_process(config.launcher)]
+    results = [check_this_process(config.launcher)]
     try:
         launcher = choose(config.launcher)
         cluster = launcher.cluster()
         the_plan = plan(config, cluster, "doctor", packages=_packages(config, train, cluster))
         where = f"{launcher.where()}, {the_plan.world_size} ranks"
     except Exception as error:
-        return [*found, Finding("fail", "cluster", f"{type(error).__name__}: {error}", "see the message")]
-    found.append(Finding("pass", "cluster", where))
+        return [*results, Finding("fail", "cluster", f"{type(error).__name__}: {error}", "see the message")]
+    results.append(Finding("pass", "cluster", where))
     try:
         with _listening(launcher) as address:
             provided = {"hparams": {"address": address}}
             if hasattr(launcher, "survey"):
-                found += executor_findings(launcher.survey(the_plan, address), the_plan.packages)
-                if any(one.level == "fail" for one in found):
-                    return found  # a run would fail later, for the same reason
+                results += executor_findings(launcher.survey(the_plan, address), the_plan.packages)
+                if any(one.level == "fail" for one in results):
+                    return results  # a run would fail later, for the same reason
             start = time.monotonic()
             # What the program needs is found already, and the ranks do not run it.
             outcomes = launcher.run(replace(the_plan, packages=()), Call(function=examine, provided=provided))
             seconds = time.monotonic() - start
             raise_failure(outcomes)
     except CollectiveError as error:
-        return [*found, Finding("fail", "launch", str(error), APART)]
+        return [*results, Finding("fail", "launch", str(error), APART)]
     except Exception as error:
-        return [*found, Finding("fail", "launch", f"{type(error).__name__}: {error}", "see the message")]
-    found += findings([outcome.load()["value"] for outcome in outcomes], seconds)
+        return [*results, Finding("fail", "launch", f"{type(error).__name__}: {error}", "see the message")]
+    results += findings([outcome.load()["value"] for outcome in outcomes], seconds)
     if address is None and the_plan.launcher == "spark":
         remedy = "runs work, and show nothing until they end"
-        found.append(Finding("warn", "driver", "this session knows no address of it (Spark Connect)", remedy))
-    return found
+        results.append(Finding("warn", "driver", "this session knows no address of it (Spark Connect)", remedy))
+    return results
 
 
 def _packages(

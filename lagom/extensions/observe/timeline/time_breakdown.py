@@ -31,25 +31,25 @@ class Wait(NamedTuple):
         return min(max(self.at - start, 0.0), float(length))
 
 
-def summary(found: Sequence[RankTrace], waits: Mapping[Key, Wait]) -> dict[str, Any]:
+def summary(traces: Sequence[RankTrace], waits: Mapping[Key, Wait]) -> dict[str, Any]:
     """Return figures by rank: recorded steps and their time, shares of that time, and exchanges with this rank last.
 
     The first step is left out, if there are others. Shares are those of the program's thread, each phase without the
     phases inside it. Exchanges are split into waiting for the rank that comes last, and moving data.
     """
     ranks = {}
-    for one in found:
-        own = [wait for wait in waits.values() if one.rank in wait.ranks]
-        late = [wait for wait in own if wait.last == one.rank and _late(wait)]
-        held_up = sum(wait.of(other) for wait in late for other in wait.ranks if other != one.rank)
-        steps = _steps(one)
+    for trace in traces:
+        own = [wait for wait in waits.values() if trace.rank in wait.ranks]
+        late = [wait for wait in own if wait.last == trace.rank and _late(wait)]
+        held_up = sum(wait.of(other) for wait in late for other in wait.ranks if other != trace.rank)
+        steps = _steps(trace)
         length = sum(end - start for start, end in steps)
-        ranks[str(one.rank)] = {
-            "host": one.host,
-            "steps": one.steps,
+        ranks[str(trace.rank)] = {
+            "host": trace.host,
+            "steps": trace.steps,
             "steps_kept": len(steps),
             "seconds_kept": round(length / 1e9, 9),
-            "shares": _shares(one, steps, waits, max(length, 1)),
+            "shares": _shares(trace, steps, waits, max(length, 1)),
             "exchanges": len(own),
             "came_last": len(late),
             "held_up_s": round(held_up / 1e9, 6),
@@ -57,23 +57,23 @@ def summary(found: Sequence[RankTrace], waits: Mapping[Key, Wait]) -> dict[str, 
     return {"ranks": ranks}
 
 
-def _steps(one: RankTrace) -> list[tuple[int, int]]:
+def _steps(trace: RankTrace) -> list[tuple[int, int]]:
     """Return start and end of each step but the first; without steps, one step from the first span to the last."""
-    kept = [span for span in one.spans if span.kind == STEP]
+    kept = [span for span in trace.spans if span.kind == STEP]
     steps = [(span.start, span.end) for span in kept if span.number > 1] or [(span.start, span.end) for span in kept]
-    if not steps and one.spans:
-        steps = [(min(span.start for span in one.spans), max(span.end for span in one.spans))]
+    if not steps and trace.spans:
+        steps = [(min(span.start for span in trace.spans), max(span.end for span in trace.spans))]
     return sorted(steps)
 
 
 def _shares(
-    one: RankTrace, steps: Sequence[tuple[int, int]], waits: Mapping[Key, Wait], length: int
+    trace: RankTrace, steps: Sequence[tuple[int, int]], waits: Mapping[Key, Wait], length: int
 ) -> dict[str, float]:
     times = dict.fromkeys((*PHASES, "waiting"), 0.0)
     begins = [start for start, _ in steps]
     inside: list[Span] = []
-    for span in sorted(one.spans, key=lambda span: (span.start, -span.end)):
-        if span.kind not in PHASES or span.thread != one.thread:
+    for span in sorted(trace.spans, key=lambda span: (span.start, -span.end)):
+        if span.kind not in PHASES or span.thread != trace.thread:
             continue
         place = bisect_right(begins, span.start) - 1
         if place < 0 or span.start >= steps[place][1]:
@@ -85,7 +85,7 @@ def _shares(
         times[span.kind] += span.end - span.start
         inside.append(span)
         wait = waits.get((span.stream, span.number)) if span.kind == COLLECTIVE else None
-        times["waiting"] += wait.of(one.rank) if wait is not None else 0.0
+        times["waiting"] += wait.of(trace.rank) if wait is not None else 0.0
     times["moving"] = times.pop(COLLECTIVE) - times["waiting"]
     shares = {name: round(time / length, 4) for name, time in times.items()}
     return shares | {"rest": round(max(0.0, 1 - sum(shares.values())), 4)}

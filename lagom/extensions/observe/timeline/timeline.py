@@ -148,26 +148,28 @@ class _Rows:
         return self.names.index(name)
 
 
-def _events(found: Sequence[RankTrace], clocks: dict[str, Offset], waits: dict[tuple[str, int], Wait]) -> Iterator[str]:
-    began = _began(found, clocks)
-    for one in found:
-        rows, offset = _Rows(), clocks[one.clock]
-        yield _meta(one.rank, 0, "process_name", {"name": f"rank {one.rank} ({one.host})"})
-        yield _meta(one.rank, 0, "process_sort_index", {"sort_index": one.rank})
+def _events(
+    traces: Sequence[RankTrace], clocks: dict[str, Offset], waits: dict[tuple[str, int], Wait]
+) -> Iterator[str]:
+    began = _began(traces, clocks)
+    for trace in traces:
+        rows, offset = _Rows(), clocks[trace.clock]
+        yield _meta(trace.rank, 0, "process_name", {"name": f"rank {trace.rank} ({trace.host})"})
+        yield _meta(trace.rank, 0, "process_sort_index", {"sort_index": trace.rank})
         # Longer spans first, so that those inside come behind them.
-        for span in sorted(one.spans, key=lambda span: (span.start, -span.end)):
+        for span in sorted(trace.spans, key=lambda span: (span.start, -span.end)):
             start = span.start - offset.of(span.start) - began
-            row, length = rows.of(span, one.thread), span.end - span.start
+            row, length = rows.of(span, trace.thread), span.end - span.start
             name = f"step {span.number}" if span.kind == kinds.STEP else span.name
-            yield _slice(one.rank, row, name, span.kind, start, length, _args(span))
+            yield _slice(trace.rank, row, name, span.kind, start, length, _args(span))
             if row == PROGRAM and span.kind in (kinds.DATA, kinds.COPY):
-                yield _slice(one.rank, LOADER, name, span.kind, start, length, {})
+                yield _slice(trace.rank, LOADER, name, span.kind, start, length, {})
             wait = waits.get((span.stream, span.number)) if span.kind == kinds.COLLECTIVE else None
-            if wait is not None and (waiting := wait.of(one.rank)) >= _LEAST_NS:
-                yield _slice(one.rank, row, f"waits for rank {wait.last}", "wait", start, waiting, {})
+            if wait is not None and (waiting := wait.of(trace.rank)) >= _LEAST_NS:
+                yield _slice(trace.rank, row, f"waits for rank {wait.last}", "wait", start, waiting, {})
         for number, name in enumerate(rows.names):
-            yield _meta(one.rank, number, "thread_name", {"name": name})
-            yield _meta(one.rank, number, "thread_sort_index", {"sort_index": number})
+            yield _meta(trace.rank, number, "thread_name", {"name": name})
+            yield _meta(trace.rank, number, "thread_sort_index", {"sort_index": number})
 
 
 def _args(span: Span) -> dict[str, Any]:

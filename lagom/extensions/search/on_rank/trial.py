@@ -62,19 +62,21 @@ def metric_of(value: Any, key: str, logged: float | None = None) -> float:
     Raises:
         MetricError: if there is no such number.
     """
-    found: Any = value if value is not None else logged
+    metric: Any = value if value is not None else logged
     if isinstance(value, Mapping):
         if key not in value:
             names = ", ".join(map(repr, value)) or "nothing"
             raise MetricError(
                 f"the function returned a dict with {names}, and not {key!r}; set optimization_key to one of its keys"
             )
-        found = value[key]
-    if hasattr(found, "item") and hasattr(found, "shape"):
-        if math.prod(found.shape) != 1:
-            raise MetricError(f"the metric is a {type(found).__name__} of shape {tuple(found.shape)}; want one number")
-        found = found.item()
-    if isinstance(found, numbers.Real):
-        return float(found)
+        metric = value[key]
+    if hasattr(metric, "item") and hasattr(metric, "shape"):
+        if math.prod(metric.shape) != 1:
+            raise MetricError(
+                f"the metric is a {type(metric).__name__} of shape {tuple(metric.shape)}; want one number"
+            )
+        metric = metric.item()
+    if isinstance(metric, numbers.Real):
+        return float(metric)
     what = f"its entry {key!r}" if isinstance(value, Mapping) else "the function's return value"
-    raise MetricError(f"{what} is {found!r:.200}; want a number, which the search makes as large or small as it can")
+    raise MetricError(f"{what} is {metric!r:.200}; want a number, which the search makes as large or small as it can")
