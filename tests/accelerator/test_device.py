@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from lagom.program.payload import Parcel, unpack
 from tests.accelerator.device_processes import needs_device, with_device
 
 pytestmark = needs_device
@@ -364,3 +365,32 @@ def test_views_of_conjugates_have_the_gradients_of_the_cpu() -> None:
         assert parameter.grad is not None
         gradients.append(parameter.grad.cpu())
     torch.testing.assert_close(*gradients)
+
+
+@with_device()
+def test_inference_mode_is_as_on_the_cpu() -> None:
+    layer, x = nn.Linear(2, 2).to(HERE), torch.ones(2, 2, device=HERE)
+    with torch.inference_mode():
+        found = layer(x)
+        made = torch.zeros(2, device=HERE)
+    assert (found.is_inference(), made.is_inference(), made.view(2, 1).is_inference()) == (True, True, True)
+    assert torch.equal(found, layer(x))
+    assert not layer.weight.is_inference()
+    with torch.inference_mode():
+        part = x[0]  # a view of a tensor that may be changed elsewhere
+    x.add_(1)
+    assert part.tolist() == [2, 2]
+    assert part._version == x._version == 1
+
+
+@with_device()
+def test_tensors_travel_to_a_kind_whose_module_has_few_functions() -> None:
+    """torch asks a module of all kinds for very little; a storage's ``to`` asks for the context manager ``device``."""
+    module = torch.get_device_module()
+    vars(module).pop("device")
+    x = torch.arange(40_000.0, device=HERE)
+    whole, part = unpack(bytearray(Parcel([x, x[1:3]]).tobytes()))
+    assert (whole.device.type, part.tolist()) == ("lagomtest", [1, 2])
+    assert torch.equal(whole, x)
+    whole.zero_()
+    assert part.tolist() == [0, 0]

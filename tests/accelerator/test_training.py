@@ -106,18 +106,21 @@ def test_ranks_with_a_device_each_have_the_numbers_of_one_process(
     check(on_ranks(world_size, hparams={"device": device, "pin": True}, **settings), plainly())
 
 
-def without_devices() -> Any:
-    return train()["weights"]
+def with_one_kind() -> tuple[Any, set[str]]:
+    """Return the weights, and the kinds of devices in place of devices, which differ between ranks."""
+    found = train()
+    return found["weights"], {device.partition(":")[0] for device in found["devices"]}
 
 
 @with_driver(4)
 def test_a_rehearsal_finds_no_difference(tmp_path: Path) -> None:
-    found = on_ranks(2, without_devices, verify=True, run_dir=tmp_path).value
+    found, kinds = on_ranks(2, with_one_kind, verify=True, run_dir=tmp_path).value
+    assert kinds == {"lagomtest"}
     torch.testing.assert_close(found, plainly()["weights"], rtol=1e-9, atol=1e-11)
 
 
 def large() -> dict[str, Any]:
-    """Gradients of 8 MB in each of three layers, which travel while the backward runs; dropout by the device."""
+    """Gradients of 8 MB in each of three layers, which travel while the backward runs."""
     torch.manual_seed(1)
     model = nn.Sequential(
         *(layer for _ in range(3) for layer in (nn.Linear(1024, 1024), nn.Tanh())), nn.Linear(1024, 1)
@@ -182,7 +185,8 @@ def test_mixed_precision_gives_about_the_numbers_of_one_rank(asked: Any) -> None
 @pytest.mark.parametrize("pin_memory", [False, True])
 @with_driver(4)
 def test_no_steady_step_of_a_program_waits_for_the_device(pin_memory: bool) -> None:
-    assert len(on_ranks(1, steady, hparams={"width": 8, "pin_memory": pin_memory}).value) == 16
+    losses, device = on_ranks(1, steady, hparams={"width": 8, "pin_memory": pin_memory}).value
+    assert (len(losses), device) == (16, "lagomtest:0")
 
 
 def dropped() -> list[float]:
@@ -230,6 +234,7 @@ def test_a_killed_rank_continues_from_a_snapshot_with_the_state_of_the_device(tm
     with killed(folders[1], 1):
         result = experiment.lagom(training.train, training.config(folders[1], world_size=2, snapshot_every_s=0.1))
     assert "of epoch 2" in result.failures[0]["resumed_from"]
+    assert [found["device"] for found in result.per_rank] == ["lagomtest:0", "lagomtest:1"]
     assert result["losses"] == wanted["losses"]
     assert result["weights"] == wanted["weights"]
 

@@ -31,8 +31,8 @@ def on_one(function: Any, **more: Any) -> Any:
     return experiment.lagom(function, TorchDistributedConfig(**(settings | more)))
 
 
-def steady(width: int, pin_memory: bool) -> list[float]:
-    """Take steps in which the host may not wait for the device, with batches from the CPU."""
+def steady(width: int, pin_memory: bool) -> tuple[list[float], str]:
+    """Take steps in which the host may not wait for the device, with batches from the CPU; return losses and device."""
     module = torch.get_device_module()
     model = nn.Sequential(nn.Linear(width, width), nn.BatchNorm1d(width), nn.ReLU(), nn.Linear(width, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
@@ -49,14 +49,14 @@ def steady(width: int, pin_memory: bool) -> list[float]:
                 module.set_sync_debug_mode("error")
     finally:
         module.set_sync_debug_mode("default")
-    return [float(loss) for loss in losses]
+    return [float(loss) for loss in losses], str(losses[0].device)
 
 
 @pytest.mark.parametrize("width", [8, 2048])
 @pytest.mark.parametrize("pin_memory", [False, True])
 def test_no_steady_step_of_a_program_waits_for_the_gpu(width: int, pin_memory: bool) -> None:
-    losses = on_one(steady, hparams={"width": width, "pin_memory": pin_memory}).value
-    assert len(losses) == 16
+    losses, device = on_one(steady, hparams={"width": width, "pin_memory": pin_memory}).value
+    assert (len(losses), device) == (16, "cuda:0")
 
 
 def compiled(mode: str | None) -> torch.Tensor:
