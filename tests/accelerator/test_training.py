@@ -138,9 +138,10 @@ def large() -> dict[str, Any]:
     return {"weights": weights, "losses": [one.item() for one in losses], "devices": [str(model[0].weight.device)]}
 
 
+@pytest.mark.parametrize("zero_lvl", [0, 2, 3])
 @with_driver(4)
-def test_gradients_that_travel_while_the_backward_runs() -> None:
-    check(on_ranks(2, large), plainly(large))
+def test_gradients_that_travel_while_the_backward_runs(zero_lvl: Any) -> None:
+    check(on_ranks(2, large, zero_lvl=zero_lvl), plainly(large))
 
 
 def halves(asked: str) -> dict[str, Any]:
@@ -186,7 +187,18 @@ def test_mixed_precision_gives_about_the_numbers_of_one_rank(asked: Any) -> None
 @with_driver(4)
 def test_no_steady_step_of_a_program_waits_for_the_device(pin_memory: bool) -> None:
     losses, device = on_ranks(1, steady, hparams={"width": 8, "pin_memory": pin_memory}).value
-    assert (len(losses), device) == (16, "lagomtest:0")
+    assert (len(losses), device) == (15, "lagomtest:0")
+
+
+@pytest.mark.parametrize("width", [8, 1024])
+@with_driver(4)
+def test_no_steady_step_of_two_ranks_waits_for_the_device(width: int) -> None:
+    """Steps 1, 2, 4, 8 and 16 compare the ranks' parameters; gradients of 4 MB travel while the backward runs."""
+    hparams = {"width": width, "pin_memory": True, "first": 9}
+    one = on_ranks(1, steady, hparams=hparams).value
+    for rank, (losses, device) in enumerate(on_ranks(2, steady, hparams=hparams).per_rank):
+        assert device == f"lagomtest:{rank}"
+        assert losses == pytest.approx(one[0], rel=1e-5)
 
 
 def dropped() -> list[float]:
