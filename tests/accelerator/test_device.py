@@ -6,7 +6,10 @@ import copy
 import io
 import os
 import pickle
+import subprocess
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +18,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lagom.program.payload import Parcel, unpack
+from tests.accelerator.device_build import ROOT
 from tests.accelerator.device_processes import needs_device, with_device
 
 pytestmark = needs_device
@@ -365,6 +369,28 @@ def test_views_of_conjugates_have_the_gradients_of_the_cpu() -> None:
         assert parameter.grad is not None
         gradients.append(parameter.grad.cpu())
     torch.testing.assert_close(*gradients)
+
+
+def test_without_a_compiler_the_tests_are_skipped_by_name_or_fail(tmp_path: Path) -> None:
+    text = """
+import sys, pytest
+from pathlib import Path
+from tests.accelerator import device_build
+device_build.folder = lambda: Path(sys.argv[1], "none")
+from tests.accelerator.device_build import ROOT
+from tests.accelerator.device_processes import needs_device
+print(needs_device.args, needs_device.kwargs["reason"])
+device_build.library()
+"""
+    found = []
+    for needed in ("0", "1"):
+        environment = {**os.environ, "CXX": "no-compiler", "LAGOM_TEST_NEEDS_DEVICE": needed}
+        command = [sys.executable, "-c", text, str(tmp_path)]
+        run = subprocess.run(command, capture_output=True, text=True, env=environment, check=False, cwd=ROOT)
+        assert "RuntimeError: there is no C++ compiler 'no-compiler' for the test device" in run.stderr
+        found.append(run.stdout)
+    assert found[0].startswith("(True,) the path on GPUs is not tested")
+    assert found[1].startswith("(False,)")
 
 
 @with_device()
