@@ -304,10 +304,10 @@ class Communicator(_Base):  # type: ignore[misc]
         return [one[:length].clone().view(part.dtype) for one, length in zip(parts, lengths, strict=True)]
 
     def _all_gather_text(self, text: str) -> list[str]:
-        own = torch.zeros(_HEADER, dtype=torch.uint8)
+        own = torch.zeros(_HEADER, dtype=torch.uint8, device="cpu")
         data = text.encode()[:_HEADER]
         own[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-        parts = [torch.empty(_HEADER, dtype=torch.uint8) for _ in range(self._size)]
+        parts = [torch.empty(_HEADER, dtype=torch.uint8, device="cpu") for _ in range(self._size)]
         self._gather(parts, own)
         return [bytes(part.tolist()).rstrip(b"\0").decode() for part in parts]
 

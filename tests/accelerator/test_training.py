@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lagom import experiment
 from lagom.config import TorchDistributedConfig
+from lagom.errors import CollectiveError
 from tests.accelerator.device_processes import needs_device, with_driver
 from tests.extensions.resume import training
 from tests.extensions.resume.kills import killed
@@ -210,23 +211,27 @@ def dropped() -> list[float]:
     return [*found, torch.rand((), device=device).item(), torch.rand(()).item()]
 
 
-def drawn_apart() -> tuple[list[float], float]:
-    """Draw in forwards of a part of each batch, and on the device in between."""
+def drawn_apart() -> tuple[list[float], float, list[float]]:
+    """Draw in forwards of a part of each batch, of equal rows, and on the device in between; return outputs last."""
     torch.manual_seed(0)
     first = nn.Linear(4, 64)
     model = nn.Sequential(first, nn.Dropout(0.5), nn.Linear(64, 1)).double()
-    draws = []
+    draws, outputs = [], []
     for (x,) in DataLoader(TensorDataset(torch.ones(12, 4, dtype=torch.float64)), batch_size=4):
-        model(x).sum().backward()
+        found = model(x)
+        found.sum().backward()
+        outputs.append(found.detach().sum().item())
         draws.append(torch.rand((), device=x.device).item())
     assert first.weight.grad is not None
-    return draws, first.weight.grad.sum().item()
+    return draws, first.weight.grad.sum().item(), outputs
 
 
 @with_driver(4)
 def test_ranks_draw_equally_between_forwards_of_their_parts() -> None:
+    """In forwards each draws masks of its own."""
     first, second = on_ranks(2, drawn_apart, batches="split").per_rank
-    assert first == second
+    assert first[:2] == second[:2]
+    assert not set(first[2][1:]) & set(second[2][1:])
 
 
 @with_driver(4)
@@ -297,3 +302,44 @@ def test_a_program_with_ddp_has_the_backend_of_the_device(tmp_path: Path) -> Non
     for backend, gradient in on_ranks(2, distributed, hparams={"folder": str(tmp_path)}).per_rank:
         assert "lagomtest:lagomccl" in backend
         assert gradient == [3, 3]
+
+
+def by_default(kind: str) -> dict[str, Any]:
+    """A program that has torch make all tensors on the device, and draws on it."""
+    torch.set_default_device(kind)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 3)).double()
+    x = torch.rand(48, 16, dtype=torch.float64)
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+    order, noise = torch.Generator(device=kind).manual_seed(1), torch.Generator(device=kind).manual_seed(2)
+    losses = []
+    for _ in range(2):
+        for (rows,) in DataLoader(TensorDataset(x), batch_size=12, shuffle=True, generator=order):
+            optimizer.zero_grad()
+            rows = rows + torch.randn(rows.shape[1:], generator=noise, dtype=torch.float64)
+            loss = nn.functional.cross_entropy(model(rows), (rows.sum(dim=1) * 10).long() % 3)
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+    weights = torch.cat([parameter.detach().flatten().cpu() for parameter in model.parameters()])
+    return {"weights": weights, "losses": losses, "devices": [str(rows.device)]}
+
+
+@pytest.mark.parametrize("settings", [{}, {"batches": "split"}, {"zero_lvl": 3}], ids=str)
+@with_driver(4)
+def test_a_default_device_of_the_program_is_for_the_program_alone(settings: dict[str, Any]) -> None:
+    one = on_ranks(1, by_default, hparams={"kind": "lagomtest"})
+    check(on_ranks(2, by_default, hparams={"kind": "lagomtest"}, **settings), one.value)
+
+
+def on_the_first() -> float:
+    """A program that names a device by its number."""
+    model = nn.Linear(4, 1).to("lagomtest:0")
+    model(torch.ones(2, 4, device="lagomtest:0")).sum().backward()
+    return float(model.bias.grad)  # type: ignore[arg-type]
+
+
+@with_driver(4)
+def test_ranks_on_one_device_of_several_are_told_how_to_name_theirs() -> None:
+    with pytest.raises(CollectiveError, match="two ranks use one device: name devices without a number"):
+        on_ranks(2, on_the_first)

@@ -211,7 +211,7 @@ class Gatherer:
     def _exchange_small(self, mine: list[Tensor], into: list[list[Tensor]], mark: bytes, block: RowBlock) -> bool:
         """Exchange signatures together with small tensors; return whether all signatures are equal."""
         sizes = [sum(map(_aligned_num_bytes, parts)) for parts in into]
-        sent = torch.empty(sizes[block.rank], dtype=torch.uint8)
+        sent = torch.empty(sizes[block.rank], dtype=torch.uint8, device="cpu")
         for room, tensor in zip(_tensor_views(sent, mine), mine, strict=True):
             room.copy_(tensor)
         rows = self._frame.gather(memory(sent) if len(sent) else None, mark)
