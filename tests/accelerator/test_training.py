@@ -343,3 +343,25 @@ def on_the_first() -> float:
 def test_ranks_on_one_device_of_several_are_told_how_to_name_theirs() -> None:
     with pytest.raises(CollectiveError, match="two ranks use one device: name devices without a number"):
         on_ranks(2, on_the_first)
+
+
+def penalised(pin: bool = False) -> dict[str, Any]:
+    """A program that computes with parameters before the first forward of a batch."""
+    torch.manual_seed(0)
+    model = nn.Linear(16, 3).double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    losses = []
+    for (x,) in DataLoader(TensorDataset(torch.rand(24, 16, dtype=torch.float64)), batch_size=8, pin_memory=pin):
+        penalty = sum(parameter.square().sum() for parameter in model.parameters())
+        optimizer.zero_grad()
+        loss = model(x).square().mean() + 0.1 * penalty
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    weights = torch.cat([parameter.detach().flatten().cpu() for parameter in model.parameters()])
+    return {"weights": weights, "losses": losses, "devices": [str(model.weight.device)]}
+
+
+@with_driver(4)
+def test_parameters_are_on_the_device_before_a_batch_is_computed() -> None:
+    check(on_ranks(2, penalised), penalised())
